@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
@@ -14,6 +15,9 @@ Metric = Callable[[Float[Tensor, "batch pos vocab"]], Shaped[Tensor, " batch"]]
 positions it reads. Then analyses compute no other logits, and call it with logits [batch, last, vocab].
 Without it, or if it is 0, they call it with all positions. An attribute `unit` names the unit."""
 
+Writer = Callable[[Any], Any]
+"""Gives the text of each token, such as `model.to_pieces`."""
+
 
 @dataclass(frozen=True, eq=False)
 class TokenMetric:
@@ -25,6 +29,8 @@ class TokenMetric:
     function: Callable[[Tensor], Tensor]
     unmasked: bool = False  # whether it takes all columns of its texts as real
     at: Position | None = None
+    said: Callable[[Writer], str] | None = None  # the call with tokens as text
+    write: Writer | None = None
 
     def __call__(
         self, logits: Float[Tensor, "batch pos vocab"], attention_mask: Mask | None = None
@@ -35,7 +41,7 @@ class TokenMetric:
         )
 
     def __repr__(self) -> str:
-        return self.call
+        return self.call if self.said is None or self.write is None else self.said(self.write)
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +62,11 @@ class WordedMetric:
 
     def __repr__(self) -> str:
         return self.call
+
+
+def in_words(metric: Metric, write: Writer | None) -> Metric:
+    """The metric, which prints its tokens as text if `write` is given."""
+    return replace(metric, write=write) if write and isinstance(metric, TokenMetric) else metric
 
 
 def metric_for(model: nn.Module, metric: Metric) -> Metric:

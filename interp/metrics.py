@@ -19,7 +19,7 @@ from interp.inputs.token_positions import (
     short,
     tokens_of,
 )
-from interp.measuring import Metric, TokenMetric, WordedMetric
+from interp.measuring import Metric, TokenMetric, WordedMetric, Writer
 from interp.numbers.precision import at_least_float32, divergence
 
 
@@ -211,11 +211,16 @@ def _of_tokens(
         return WordedMetric(call, at.last, unit, read)
     ids = [tokens_of(one, most) for one in tokens]
 
+    def said(write: Writer) -> str:
+        same = [one[0] if one.ndim and bool((one == one[0]).all()) else one for one in ids]
+        words = [short(write(one.tolist())) for one in same]
+        return f"{name}({', '.join([*words, *([] if pos == -1 else [f'pos={short(pos)}'])])})"
+
     def metric(logits: Tensor) -> Tensor:
         chosen = at(logits)
         return score(chosen, *(fitting(one, chosen) for one in ids))
 
-    return TokenMetric(call, at.last, unit, metric, at=at)
+    return TokenMetric(call, at.last, unit, metric, at=at, said=said)
 
 
 def _unless_nan(values: Tensor, logits: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ def counterfactual(
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Alignment:
+class Alignment(pictures.Shown):
     """Learned parts of values and their scores; made by `align`.
 
     Attributes:
@@ -74,8 +74,9 @@ class Alignment:
     metric: Result
     losses: Mapping[tuple[str, Any], tuple[float, ...]]
 
-    def _repr_html_(self) -> str:
-        return pictures.effects(self.accuracy)._repr_html_()
+    def view(self) -> pictures.View:
+        """The accuracies."""
+        return pictures.effects(self.accuracy)
 
     def __repr__(self) -> str:
         ends, mean = self.accuracy.interval(), self.accuracy.mean()

@@ -13,12 +13,15 @@ from torch import Tensor
 
 from hooks import Point
 from hooks.shared import layer_of, storage, unknown_name
+from interp import pictures
+from interp.pictures.shown import told
+from interp.results.result import Result
 
 _KIND = "direction"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Direction:
+class Direction(pictures.Shown):
     """A vector at each of some points, usually one a layer. `edits.add` steers along it.
 
     Attributes:
@@ -90,10 +93,22 @@ class Direction:
             if name in values
         }
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it as safetensors, completely or not at all."""
+    def view(self) -> pictures.View:
+        """How it was found, and the length of each vector."""
+        lengths = torch.stack([vector.norm().float().cpu() for vector in self.vectors.values()])
+        result = Result(
+            lengths[:, None],
+            ("point", "example"),
+            labels={"point": [name.removeprefix("blocks.") for name in self.vectors]},
+            unit="length",
+        )
+        return pictures.View(
+            "a direction", pictures.effects(result).parts, says=[*told(self.about)]
+        )
+
+    def _save(self, path: Path) -> None:
         facts = {"offsets": dict(self.offsets), "about": dict(self.about)}
-        storage.save(Path(path), _KIND, self.vectors, facts)
+        storage.save(path, _KIND, self.vectors, facts)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Direction":

@@ -28,7 +28,7 @@ _ROUNDING = 10 * np.finfo(np.float32).eps
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Probe:
+class Probe(pictures.Shown):
     """Probes of a site, one for each point; made by `probe`.
 
     Attributes:
@@ -47,12 +47,13 @@ class Probe:
         """`auroc` less `control`."""
         return self.auroc - self.control
 
-    def _repr_html_(self) -> str:
+    def view(self) -> pictures.View:
+        """The AUROC of true and of drawn labels."""
         values = torch.stack([self.auroc.values, self.control.values])
         labels = {"labels": ["true", "drawn"], **self.auroc.labels}
         axes = ("labels", *self.auroc.axes)
         both = replace(self.auroc, values=values, axes=axes, labels=labels)
-        return pictures.effects(both)._repr_html_()
+        return pictures.effects(both)
 
     def __repr__(self) -> str:
         ends, labels = self.auroc.interval(), self.auroc.labels

@@ -21,7 +21,7 @@ from interp.runs.sweep import sweep, sweep_text
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class SteeringCurve:
+class SteeringCurve(pictures.Shown):
     """Effects of a direction by its strength; made by `steering_curve`.
 
     Attributes:
@@ -50,11 +50,12 @@ class SteeringCurve:
         means = self.score.mean().tolist()
         return self.strengths[max(fits, key=lambda n: means[n])]
 
-    def _repr_html_(self) -> str:
+    def view(self) -> pictures.View:
+        """The score and the cost at each strength."""
         shown = {"What the score gains": self.score}
         if self.kl is not None:
             shown["What other texts lose"] = self.kl
-        return pictures.together("steering", shown)._repr_html_()
+        return pictures.together("steering", shown)
 
     def __repr__(self) -> str:
         shown = [("score", self.score), *([("KL", self.kl)] if self.kl is not None else [])]

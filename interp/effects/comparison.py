@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from interp import pictures
 from interp.numbers.ranks import ranks
 from interp.results.result import Result
 
@@ -37,7 +38,7 @@ class Miss(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Comparison:
+class Comparison(pictures.Shown):
     """Exact and estimated mean effects of the same places; made by `compare`.
 
     Attributes:
@@ -56,6 +57,19 @@ class Comparison:
     sign_agreement: float
     misses: tuple[Miss, ...]
     unit: str
+
+    def view(self) -> pictures.View:
+        """Both effects of each place, the places in the order of the exact one."""
+        order = self.exact.argsort(descending=True)
+        lines = {"exact": self.exact[order], "estimate": self.estimate[order]}
+        says = repr(self).splitlines()
+        shown = pictures.curves(
+            lines,
+            axis="places, by the exact effect",
+            unit=self.unit,
+            title="exact and estimated effects",
+        )
+        return pictures.View(says[0], shown.parts, self.plot, says[1:])
 
     def plot(self) -> "Figure":
         """The estimate over the exact effect, one dot for each place. It needs the extra `plots`."""

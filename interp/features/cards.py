@@ -131,22 +131,22 @@ class FeatureCard:
         )  # fmt: skip
 
 
-class FeatureCards(list[FeatureCard]):
-    """Cards of features. A notebook shows them as a page; see `pictures.features`."""
+class FeatureCards(list[FeatureCard], pictures.Shown):
+    """Cards of features. A notebook shows them as a page, which `save("cards.html")` writes. Saved under another name they
+    are a directory with a JSON file of Neuronpedia's format for each feature, named by its number."""
 
     def __repr__(self) -> str:
         more = f"\nand {len(self) - 5} more" if len(self) > 5 else ""
         return "\n".join(map(repr, self[:5])) + more
 
-    def _repr_html_(self) -> str:
-        return pictures.features(self)._repr_html_() if self else repr(self)
+    def view(self) -> pictures.View:
+        """One card below the other."""
+        return pictures.features(self)
 
-    def save(self, directory: str | os.PathLike[str]) -> None:
-        """Write a JSON file of Neuronpedia's format for each feature, named by its number."""
-        folder = Path(directory)
-        folder.mkdir(parents=True, exist_ok=True)
+    def _save(self, path: Path) -> None:
+        path.mkdir(parents=True, exist_ok=True)
         for card in self:
-            with storage.replacing(folder / f"{card.index}.json") as partial:
+            with storage.replacing(path / f"{card.index}.json") as partial:
                 partial.write_text(json.dumps(card.to_neuronpedia()), encoding="utf-8")
 
     @classmethod

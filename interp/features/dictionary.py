@@ -15,12 +15,14 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import embedding_bag
 
+from interp import pictures
 from interp.features.activations import Features, Gated, JumpReLU, TopK
+from interp.pictures.shown import told
 
 NormKind = Literal["none", "constant_norm_rescale", "layer_norm"]
 
 
-class Dictionary(nn.Module):
+class Dictionary(pictures.Shown, nn.Module):
     """A sparse autoencoder or a transcoder. Its weights are frozen.
 
     Args:
@@ -101,6 +103,14 @@ class Dictionary(nn.Module):
         self.reads, self.writes, self.head = reads, writes, head
         self.config = dict(config or {})
         self.eval()
+
+    def view(self) -> pictures.View:
+        """What it is, and how long its rows are."""
+        lengths = {"encoder": self.W_enc.norm(dim=0), "decoder": self.W_dec.norm(dim=1)}
+        lines = {name: size.float().sort(descending=True).values for name, size in lengths.items()}
+        shown = pictures.curves(lines, axis="features, by length", title="lengths of rows")
+        says = [self.extra_repr(), f"activation: {self.activation}", *told(self.config)]
+        return pictures.View("a dictionary", shown.parts, says=says)
 
     @property
     def d_in(self) -> int:

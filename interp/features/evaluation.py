@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from hooks import Hook, Point
 from hooks.shared import Index, to_device, with_parts, without_gradients
+from interp import pictures
 from interp.features.splicing import Dictionaries, SplicedDictionary, placed
 from interp.inputs.texts import Text, Texts, batches
 from interp.measuring import measure
@@ -61,7 +62,7 @@ class PointScores:
 
 
 @dataclass(frozen=True, eq=False)
-class DictionaryScores:
+class DictionaryScores(pictures.Shown):
     """Scores of one or several dictionaries in a model; made by `evaluate_sae`.
 
     Attributes:
@@ -99,6 +100,17 @@ class DictionaryScores:
         return Result(
             values, ("run", "example"), ablated, unedited, {"run": ["spliced"]}, "nats"
         ).normalized()
+
+    def view(self) -> pictures.View:
+        """The losses, and how often each feature is active."""
+        losses = Result(self.losses, ("run", "example"), labels={"run": [*RUNS]}, unit="nats")
+        parts = [{**part, "heading": "losses"} for part in pictures.effects(losses).parts]
+        for name, scores in self.points.items():
+            often = {name: scores.density.sort(descending=True).values}
+            shown = pictures.curves(often, axis="features, by density", unit="share of positions")
+            parts += [{**part, "heading": f"density at {name}"} for part in shown.parts]
+        title, *says = repr(self).splitlines()
+        return pictures.View(title, parts, says=says)
 
     def __repr__(self) -> str:
         rows = [

@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from hooks.shared import storage, unknown_name
+from interp import pictures
 from interp.graph.graph import Graph
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 _FORMAT = "hookscope-circuit-2"
 
 
-class Circuit:
+class Circuit(pictures.Shown):
     """Some of the edges of a graph. All other edges are replaced when it runs; see `run_circuit`.
 
     Circuits of one graph are sets: `|`, `&`, `-`, `in`, `len`, and `~` for the other edges. What they give
@@ -164,19 +165,13 @@ class Circuit:
                 arrows.append(Arrow(writers[writer], node, part, score))
         return [*rows.values()], arrows
 
-    def _repr_html_(self) -> str:
-        from interp import pictures
+    def view(self) -> pictures.View:
+        """Its nodes in rows of layers, with its edges."""
+        return pictures.circuit(self)
 
-        return pictures.circuit(self)._repr_html_()
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes nodes, edges and scores as safetensors, completely or not at all.
-
-        Raises:
-            FileNotFoundError: if there is no such directory.
-        """
+    def _save(self, path: Path) -> None:
         facts = {"graph": self.graph.identity, "found_on": sorted(self.found_on)}
-        storage.save(Path(path), _FORMAT, {"kept": self.kept, "scores": self.scores}, facts)
+        storage.save(path, _FORMAT, {"kept": self.kept, "scores": self.scores}, facts)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], graph: Graph) -> "Circuit":

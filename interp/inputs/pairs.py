@@ -10,6 +10,7 @@ from jaxtyping import Int, Shaped
 from torch import Tensor, nn
 
 from hooks.shared import without_gradients
+from interp import pictures
 from interp.inputs.spans import (
     Spans,
     as_answers,
@@ -18,10 +19,10 @@ from interp.inputs.spans import (
     check_counts,
     positions_of_spans,
 )
-from interp.inputs.texts import Text, Texts, each_row, each_text, is_worded
-from interp.inputs.token_positions import check_tokens, last_real, real_of
+from interp.inputs.texts import Text, Texts, each_row, each_text, is_worded, writer_of
+from interp.inputs.token_positions import check_tokens, last_real, real_of, short
 from interp.inputs.wording import tokens_of_pairs
-from interp.measuring import Metric, evaluate, last_of, metric_for
+from interp.measuring import Metric, Writer, evaluate, in_words, last_of, metric_for
 from interp.metrics import accuracy, log_prob, logit_diff
 from interp.protocol import logits_of, runner_of
 
@@ -31,12 +32,12 @@ Answers = Int[Tensor, " batch"] | Int[Tensor, "batch 2"] | int | str | Sequence[
 PatchingDirection = Literal["denoising", "noising"]
 """Denoising edits the corrupted run, with values of the clean one; noising the clean run."""
 
-_TOKENS_AT_ONCE = 2048
+_TOKENS_AT_ONCE, _MOST_SHOWN = 2048, 6
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class Pairs:
+class Pairs(pictures.Shown):
     """Texts to analyse: clean ones and, where two runs are compared, corrupted ones; and what is measured on them.
 
     Without spans, a position of the clean text corresponds to the same position of the corrupted one, so
@@ -109,6 +110,9 @@ class Pairs:
         if metric is not None:
             last_of(metric)  # refuses what is no function
         self._metric, self.solved_of = metric, None
+        self._write: Writer | None = (
+            None  # gives the text of tokens, once a model has read the pairs
+        )
         if isinstance(clean, Tensor) and clean.ndim == 2 and not is_worded(answers):
             inputs["answers"] = as_answers(answers, clean)
         texts = [inputs[name] for name in ("clean", "corrupted", "answers")]
@@ -172,9 +176,12 @@ class Pairs:
                 raise ValueError(f"{named[0]} needs texts that are tensors [batch, pos]")
             texts = [inputs[name] for name in ("clean", "corrupted", "answers", "spans")]
             pairs = Pairs(**inputs | tokens_of_pairs(model, *texts), metric=self._metric)
-        if pairs._metric is None or (metric := metric_for(model, pairs._metric)) is pairs._metric:
+        metric, write = pairs._metric and metric_for(model, pairs._metric), writer_of(model)
+        if metric is pairs._metric and (pairs._write is not None or write is None):
             return pairs
-        return pairs.measured_by(metric)
+        same = pairs._mapped(lambda value: value)
+        same._metric, same._write, same.solved_of = metric, write, pairs.solved_of
+        return same
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_") and vars(self).get("_unread"):
@@ -190,13 +197,13 @@ class Pairs:
         Raises:
             ValueError: if there is neither.
         """
-        if self._metric is not None:
-            return self._metric
-        if self.answers is None:
-            raise ValueError("pairs must have answers or a metric; got neither")
-        if self.answers.ndim == 1:
-            return log_prob(self.answers)
-        return logit_diff(self.answers[:, 0], self.answers[:, 1])
+        metric = self._metric
+        if metric is None:
+            if self.answers is None:
+                raise ValueError("pairs must have answers or a metric; got neither")
+            columns = self.answers.unbind(1) if self.answers.ndim == 2 else ()
+            metric = logit_diff(*columns) if columns else log_prob(self.answers)
+        return in_words(metric, self._write)
 
     def measured_by(self, metric: Metric) -> "Pairs":
         """The same pairs with another metric."""
@@ -283,6 +290,32 @@ class Pairs:
             for pair in zip(*(text.listed() for text in texts), strict=True)
         ]
 
+    def view(self) -> pictures.View:
+        """The first texts, with a mark at the tokens that differ."""
+        if self._unread is not None:
+            given = (
+                (name, self._unread[name]) for name in ("clean", "corrupted", "answers", "spans")
+            )
+            return pictures.View(
+                repr(self), [], says=[f"{name}: {short(x)}" for name, x in given if x is not None]
+            )
+        parts, write = [], self._write or (lambda tokens: [*map(str, tokens)])
+        for n in range(min(len(self), _MOST_SHOWN)):
+            pair = self[n]
+            runs = [pair.text] if pair.corrupted is None else pair.texts("noising")
+            listed = [text.listed()[0] for text in runs]
+            for name, tokens, other in zip(
+                ("clean", "corrupted"), listed, listed[::-1], strict=False
+            ):
+                differs = [
+                    float(token not in other[at : at + 1]) for at, token in enumerate(tokens)
+                ]
+                shown = pictures.text(write(tokens), differs, title=f"{name} {n}")
+                parts += [{**part, "heading": f"{name}, pair {n}"} for part in shown.parts]
+        return pictures.View(
+            repr(self), parts, says=[] if self.answers is None else [repr(self.metric)]
+        )
+
     def __len__(self) -> int:
         if self._unread is None:
             return len(self.clean)
@@ -304,7 +337,7 @@ class Pairs:
         def optional(value: Tensor | None) -> Tensor | None:
             return None if value is None else change(value)
 
-        return Pairs(
+        changed = Pairs(
             change(self.clean),
             optional(self.corrupted),
             optional(self.answers),
@@ -316,6 +349,8 @@ class Pairs:
             arguments=each_row(self.arguments, len(self), change),
             corrupted_arguments=each_row(self.corrupted_arguments, len(self), change),
         )
+        changed._write = self._write
+        return changed
 
     def __repr__(self) -> str:
         if self._unread is not None:

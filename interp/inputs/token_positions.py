@@ -164,4 +164,4 @@ def short(value: object) -> str:
     listed = value.tolist() if isinstance(value, Tensor) else value
     if not isinstance(listed, Sequence) or len(listed) <= 3:
         return str(listed)
-    return f"[{', '.join(map(str, listed[:3]))}, ... {len(listed)} in all]"
+    return f"[{', '.join(map(repr, listed[:3]))}, ... {len(listed)} in all]"

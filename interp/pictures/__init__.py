@@ -5,11 +5,13 @@ Figures of matplotlib need the extra `plots`, so they are imported only when one
 """
 
 from interp.pictures.graphs import attribution, circuit, features
+from interp.pictures.shown import Shown
 from interp.pictures.tables import curves, effects, together
 from interp.pictures.texts import lens, patterns, text
 from interp.pictures.view import View
 
 __all__ = [
+    "Shown",
     "View",
     "attribution",
     "circuit",

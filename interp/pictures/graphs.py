@@ -74,12 +74,11 @@ def features(cards: Sequence[Any]) -> View:
         if moved and not math.isnan(moved[0][1]):
             mine.append(_chart("logits that a feature of 1 adds", "token", moved, "logits"))
         if any(card.histogram):
-            step = card.largest / len(card.histogram)
-            ends = (f"{(n + 1) * step:.3g}" for n in range(len(card.histogram)))
-            counts = [*zip(ends, card.histogram, strict=True)]
-            mine.append(
-                _chart("how many positions have it, by its size", "activation", counts, "positions")
-            )
+            mine.append({
+                "kind": "histogram", "title": "how many positions have it, by its size", "unit": "positions",
+                "values": torch.tensor(card.histogram), "largest": card.largest, "xname": "activation",
+                "note": "How many positions have it, by its size.",
+            })  # fmt: skip
         if mine:
             mine[0]["heading"] = f"Feature {card.index}, active at {card.density:.2%} of positions"
         parts += mine

@@ -1,4 +1,4 @@
-// Draws the parts of a page from the numbers in its element `data`. A part is a grid, text, bars, lines, a network or an attribution graph.
+// Draws the parts of a page from the numbers in its element `data`. A part is a grid, text, bars, a histogram, lines, a network or an attribution graph.
 "use strict";
 const page = JSON.parse(document.getElementById("data").textContent);
 const make = (tag, name = "", text = "") => Object.assign(document.createElement(tag), { className: name, textContent: text });
@@ -292,6 +292,27 @@ function bars(part, box) {
   return { redraw };
 }
 
+function histogram(part, box) {
+  const counts = numbers(part.values), largest = Math.max(...counts), step = part.largest / counts.length, width = 1000 / counts.length;
+  const redraw = () => {
+    const bottom = 74, plot = svg({ height: 108 }, part.title, "histogram"), marks = stretched(108);
+    const columns = range(counts.length).map(i => {
+      const column = shape("g", {}), high = counts[i] ? Math.max(2, (bottom - 12) * counts[i] / largest) : 0;
+      column.append(shape("rect", { x: width * i, y: 0, width, height: bottom, class: "row" }),
+        shape("rect", { x: width * (i + .05), y: bottom - high, width: .9 * width, height: high, fill: css(colours.more) }));
+      return column;
+    });
+    marks.append(...columns, shape("path", { d: `M0 12V${bottom}H1000`, class: "axis", fill: "none" }));
+    plot.append(marks, shape("text", { x: -6, y: 16, "text-anchor": "end" }, told(largest)),
+      ...[0, part.largest].map((v, i) => shape("text", { x: i && "100%", y: bottom + 14, "text-anchor": i ? "end" : "start" }, told(+v.toPrecision(3)))),
+      shape("text", { x: "50%", y: 104, "text-anchor": "middle" }, part.xname));
+    spots(plot, columns, i => [`${told(counts[i])} ${part.unit}`, [[part.xname, `${told(+(i * step).toPrecision(3))} to ${told(+((i + 1) * step).toPrecision(3))}`]]]);
+    box.lastElementChild?.matches("svg") && box.lastElementChild.remove();
+    box.append(plot);
+  };
+  return { redraw };
+}
+
 function lines(part, box) {
   const xs = numbers(part.x), series = Object.entries(part.series).map(([name, packed]) => [name, numbers(packed)]);
   const dashes = ["", "7 3", "2 3", "9 3 2 3"];
@@ -571,7 +592,7 @@ function attribution(part, box) {
   return { redraw };
 }
 
-const kinds = { grid, text, bars, lines, network, attribution };
+const kinds = { grid, text, bars, histogram, lines, network, attribution };
 readColours();
 const parts = page.parts.map((part, i) => {
   const box = document.querySelector(`[data-part="${i}"]`);

@@ -1,6 +1,6 @@
 """View: a picture as one page of HTML, which needs no other file and no network.
 
-1. A picture is a list of parts, `grid`, `text`, `bars`, `lines`, `network` or `attribution`, with their numbers as tensors.
+1. A picture is a list of parts, `grid`, `text`, `bars`, `histogram`, `lines`, `network` or `attribution`, with their numbers as tensors.
 2. The numbers become typed arrays in base64: exact or, in a page above `BUDGET`, of 8 bits.
 3. The page holds them as JSON, a style and a script. Its policy allows these two alone, by their digests.
 """
@@ -127,7 +127,7 @@ class View:
 
     def _repr_html_(self) -> str:
         # In a frame of its own, neither style nor script meets those of the notebook.
-        height = min(900, 90 + sum(map(_height, self.parts)))
+        height = min(900, 90 + 20 * len(self.says) + sum(map(_height, self.parts)))
         return (
             f'<iframe sandbox="allow-scripts" title="{html.escape(self.title)}" '
             f'style="border: 0; height: {height}px; resize: vertical; width: 100%" '
@@ -239,6 +239,8 @@ def plotted_axes(axes: Sequence[str], facet: str | None) -> list[str]:
 def _height(part: Mapping[str, Any]) -> int:
     if part["kind"] == "bars":
         return 24 + 20 * len(part["values"])
+    if part["kind"] == "histogram":
+        return 140
     if part["kind"] == "attribution":
         return 820
     if part["kind"] == "text":

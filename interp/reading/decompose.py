@@ -8,13 +8,14 @@ from torch import Tensor, nn
 
 from hooks import ActivationCache
 from hooks.shared import to_device, unknown_name, without_gradients
+from interp import pictures
 from interp.numbers.precision import at_least_float32, like
 from interp.reading.components import ResidualComponents
 from interp.results.result import Result
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Decomposition:
+class Decomposition(pictures.Shown):
     """A residual stream as a sum of parts, in at least float32.
 
     Attributes:
@@ -40,14 +41,12 @@ class Decomposition:
             raise unknown_name(name, self.names, "component")
         return self.values[self.names.index(name)]
 
-    def _repr_html_(self) -> str:
+    def view(self) -> pictures.View:
         """The norms of the parts at the last position of the first text."""
-        from interp import pictures
-
         norms = self.values[:, 0, -1].norm(dim=-1)[:, None]
         labels, about = {"component": self.names}, {"norms": "at the last position"}
         shown = Result(norms, ("component", "example"), labels=labels, unit="norm", about=about)
-        return pictures.effects(shown)._repr_html_()
+        return pictures.effects(shown)
 
     def __repr__(self) -> str:
         """The sizes, and the first and last names."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from hooks import ActivationCache, CacheError, HookError
 from hooks.shared import stacked, to_device, without_gradients
+from interp import pictures
 from interp.inputs.texts import mask_of, nan_at_padding, text_of, token_ids, writer_of
 from interp.numbers.precision import divergence
 from interp.protocol import n_logits, of
@@ -20,7 +21,7 @@ _MOST_LAYERS = 36  # in a printed table
 
 
 @dataclass(frozen=True)
-class LensReadout:
+class LensReadout(pictures.Shown):
     """Predictions from the stream entering each block and, last, from the stream after all blocks.
 
     Probabilities are 0 to 1. All numbers are in float32 when the model is in half precision. At padding they are
@@ -46,10 +47,9 @@ class LensReadout:
     kl: Float[Tensor, "layer batch pos"]
     first: tuple[list[str] | None, list[list[list[str]]]] | None = None
 
-    def _repr_html_(self) -> str:
-        from interp import pictures
-
-        return pictures.lens(self)._repr_html_()
+    def view(self) -> pictures.View:
+        """The likeliest token of each layer at each position of the first text."""
+        return pictures.lens(self)
 
     def __repr__(self) -> str:
         """The likeliest token of each layer at the last positions of the first text; of many layers, of the last ones."""

@@ -1,6 +1,5 @@
 """The texts and positions where a head, a neuron or a direction is largest."""
 
-import html
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 
 from hooks import index_by_axis
 from hooks.shared import Index, to_device, without_gradients
+from interp import pictures
 from interp.inputs.texts import Texts, batches, writer_of
 from interp.numbers.precision import at_least_float32, like
 from interp.numbers.ranks import largest_rows
@@ -49,17 +49,12 @@ class Activation(NamedTuple):
         return f"{self.value:.4g} in text {self.text} at {self.pos}: {self.around}"
 
 
-class TopActivations(list[Activation]):
-    """Places of texts, the largest value first. A notebook shows them as a table."""
+class TopActivations(list[Activation], pictures.Shown):
+    """Places of texts, the largest value first."""
 
-    def _repr_html_(self) -> str:
-        rows = [
-            f"<tr><td>{place.value:.4g}</td><td>{place.text}</td><td>{place.pos}</td>"
-            f"<td style='text-align: left'><code>{html.escape(place.around)}</code></td></tr>"
-            for place in self
-        ]
-        heads = "".join(f"<th>{name}</th>" for name in ("value", "text", "pos", "around"))
-        return f"<table><thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    def view(self) -> pictures.View:
+        """The values, and the text around them."""
+        return pictures.View("largest values", [], says=[*map(repr, self)])
 
 
 @without_gradients

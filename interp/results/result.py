@@ -1,6 +1,5 @@
 """Results: tables of effects, one number for each place and example, with labels and intervals."""
 
-import html
 import math
 import os
 import reprlib
@@ -16,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hooks.shared import storage
+from interp import pictures
 from interp.numbers.intervals import Interval, auroc_interval, interval, share_interval
 from interp.results import parts
 from interp.results.places import Entries, Entry
@@ -28,7 +28,7 @@ _TUPLES = ("axes", "bounds", "counts")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Result:
+class Result(pictures.Shown):
     """Effects, metric(edited) - metric(base), at labelled places, for each example.
 
     Attributes:
@@ -299,18 +299,12 @@ class Result:
             "about": about,
         }
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the result as safetensors, completely or not at all.
-
-        Raises:
-            FileNotFoundError: if there is no such directory.
-            TypeError: if `about` or a label does not fit JSON.
-        """
+    def _save(self, path: Path) -> None:
         tensors = {name: getattr(self, name) for name in ("values", "base", "target")}
         held = {name: value.detach() for name, value in tensors.items() if value is not None}
         names = ("axes", "labels", "unit", "about", "is_ratio", "words", "bounds", "counts")
         facts = {name: getattr(self, name) for name in names}
-        storage.save(Path(path), _FORMAT, held, facts)
+        storage.save(path, _FORMAT, held, facts)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Result":
@@ -324,12 +318,11 @@ class Result:
             tuples = {name: tuple(fact) for name, fact in facts.items() if name in _TUPLES and fact}
             return cls(**tensors, **facts | tuples)
 
-    def _repr_html_(self) -> str:
-        from interp import pictures
-
+    def view(self) -> pictures.View:
+        """Its means: bars, a heat map or several; of more axes, the largest ones as text."""
         if 2 <= len(self.axes) <= 4:
-            return pictures.effects(self)._repr_html_()
-        return f"<pre>{html.escape(repr(self))}</pre>"
+            return pictures.effects(self)
+        return pictures.View("mean effects", [], says=repr(self).splitlines())
 
     def __repr__(self) -> str:
         sizes = zip(self.axes, self.values.shape, strict=True)

@@ -23,8 +23,8 @@ from hooks import EditedPoint, Hooks
 from hooks.shared import is_listened_to, progress_bar, without_gradients
 from interp.edits import Edit
 from interp.inputs.pairs import Pairs
-from interp.inputs.texts import Text, Texts, text_for
-from interp.measuring import Metric, evaluate, metric_for
+from interp.inputs.texts import Text, Texts, text_for, writer_of
+from interp.measuring import Metric, evaluate, in_words, metric_for
 from interp.protocol import runner_of
 from interp.results.result import Result
 from interp.runs.resume import Resumed
@@ -98,7 +98,7 @@ def sweep(
         text = text_for(model, texts, attention_mask)
     if metric is None:
         raise ValueError("a metric must be given, or pairs with answers; got neither")
-    metric = metric_for(model, metric)
+    metric = in_words(metric_for(model, metric), writer_of(model))
     _check_edits(edits)
     if exact not in ("resume", "rerun"):
         raise ValueError(f"exact must be 'resume' or 'rerun'; got {exact!r}")

@@ -9,10 +9,12 @@
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Complex, Float, Int
 from torch import Tensor
 
+from interp import pictures
 from interp.numbers.precision import finite
 from interp.numbers.ranks import largest_rows
 from interp.spectral.singular import SVD, svd
@@ -29,7 +31,7 @@ class Entries(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class FactoredMatrix:
+class FactoredMatrix(pictures.Shown):
     """`left @ right`, whose rank is at most `inner`, without forming it.
 
     Decompositions and norms are in float64 for any dtype, at the cost of the factors' sizes. Leading
@@ -62,6 +64,15 @@ class FactoredMatrix:
         batch = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
         object.__setattr__(self, "left", left.expand(*batch, *left.shape[-2:]))
         object.__setattr__(self, "right", right.expand(*batch, *right.shape[-2:]))
+
+    def view(self) -> pictures.View:
+        """The singular values, of at most 12 matrices."""
+        s = self.svd().s.flatten(0, -2) if self.left.ndim > 2 else self.svd().s[None]
+        batch = [*np.ndindex(*self.shape[:-2])]
+        lines = {" ".join(map(str, at)) or "s": row for at, row in zip(batch, s[:12], strict=False)}
+        return pictures.curves(
+            lines, axis="rank", unit="singular value", title=f"{self!r}, its spectrum"
+        )
 
     @property
     def shape(self) -> torch.Size:

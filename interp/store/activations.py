@@ -14,8 +14,10 @@ from torch.utils.data import IterableDataset
 
 from hooks import CacheError
 from hooks.shared import unknown_name
+from interp import pictures
 from interp.inputs.texts import writer_of
 from interp.numbers.moments import Moments
+from interp.pictures.shown import told
 from interp.reading.maxima import Activation, TopActivations
 from interp.store.files import MANIFEST, ROWS, Folder, file_of, gathered, store_of
 from interp.store.rows import FORMAT, identity
@@ -23,7 +25,7 @@ from interp.store.shuffling import Shared, shuffled
 from interp.store.summary import StatisticsByPoint
 
 
-class Activations:
+class Activations(pictures.Shown):
     """Values that `harvest` wrote, a row for each token. Files are mapped into memory, and read when they are asked for.
 
     Args:
@@ -49,6 +51,10 @@ class Activations:
             )
         self._store = store_of(self.manifest)
         self.names: list[str] = [*self.manifest["points"]]
+
+    def view(self) -> pictures.View:
+        """What it holds, and how that was made."""
+        return pictures.View("a store", [], says=[repr(self), *self.names, *told(self.manifest)])
 
     @cached_property
     def files(self) -> list[dict[str, Any]]:

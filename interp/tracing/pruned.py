@@ -18,7 +18,7 @@ from interp.tracing.nodes import AttentionCell, Link, Node
 
 
 @dataclass(repr=False)
-class PrunedGraph:
+class PrunedGraph(pictures.Shown):
     """The nodes and links of an attribution graph that carry most influence; it shows itself in a notebook.
 
     Attributes:
@@ -109,8 +109,9 @@ class PrunedGraph:
         weights, column = effects.new_tensor(chances), torch.arange(len(places))
         return influence.scores(effects, weights, column, is_error, is_input)
 
-    def _repr_html_(self) -> str:
-        return pictures.attribution(self)._repr_html_()
+    def view(self) -> pictures.View:
+        """Its nodes and links, with the strongest paths first."""
+        return pictures.attribution(self)
 
     def __repr__(self) -> str:
         kinds = Counter(node.kind for node in self.nodes)

@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from hooks.shared import unknown_name, without_gradients
+from interp import pictures
 from interp.results.result import Result
 from interp.tracing import influence, intervention
 from interp.tracing.attention import largest_cells, why, without_each_head
@@ -23,7 +24,7 @@ from interp.tracing.targets import promoted_tokens
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class AttributionGraph:
+class AttributionGraph(pictures.Shown):
     """Direct effects of nodes on each other in one text; made by `attribution_graph`.
 
     Attributes:
@@ -258,8 +259,9 @@ class AttributionGraph:
         """
         return intervention.intervened(self, values, supernodes or {})
 
-    def _repr_html_(self) -> str:
-        return self.pruned()._repr_html_()
+    def view(self) -> pictures.View:
+        """What is left of it after `pruned()`."""
+        return self.pruned().view()
 
     def _targets(self, row: int) -> Targets:
         if self.column[row] >= 0:

@@ -16,11 +16,13 @@ import torch
 
 import interp
 from hooks import HookedRunner
-from interp import Circuit, Result, pictures
-from interp.features import FeatureCard, FeatureCards
+from interp import Circuit, Pairs, Result, pictures
+from interp.directions import difference_of_means
+from interp.features import FeatureCard, FeatureCards, load_sae
 from interp.features.cards import Example
 from interp.graph import Graph
 from interp.pictures.view import visible
+from interp.store import harvest
 from models import KVCache, load
 
 MINUS = chr(0x2212)
@@ -305,7 +307,36 @@ def test_objects_show_themselves(bundled, cache, values):
     assert cache._repr_html_().count("<tr>") <= 40
     assert "<td style='text-align: left'>blocks.0-3.attn.pattern</td>" in cache._repr_html_()
     deep = Result(torch.zeros(2, 3, 4, 5, 1), ("a", "b", "c", "d", "example"))
-    assert deep._repr_html_().startswith("<pre>")
+    assert "a 0, b 0, c 0, d 0" in deep.view().html()
+
+
+def test_what_has_a_picture_saves_it(bundled, tmp_path):
+    sae, texts = load_sae("pydoc-4l/resid_post"), ["def f(x):", "class A:"]
+    pairs = Pairs(["part KV8", "part KW8"], ["part KZ8", "part KZ9"], [("V", "Z"), ("W", "Z")])
+    exact, guess = (
+        analysis(bundled, pairs, "z", ("layer", "head"))
+        for analysis in (interp.activation_patching, interp.attribution_patching)
+    )
+    stored = harvest(bundled, texts, "blocks.1.mlp_out", tmp_path / "store")
+    for shown, said in (
+        (pairs, "part KW8"),
+        (pairs.read_by(bundled), "logit_diff([&#x27;V&#x27;, &#x27;W&#x27;], &#x27;Z&#x27;)"),
+        (sae, "128 -&gt; 1024 features -&gt; 128"),
+        (difference_of_means(bundled, texts[:1], texts[1:]), "difference of means"),
+        (interp.compare(guess, exact), "rank correlation"),
+        (interp.ov_circuit(bundled), "FactoredMatrix [4, 4, 128, 128]"),
+        (interp.evaluate_sae(bundled, sae, texts), "density at blocks.2.resid_post"),
+        (interp.max_activating(bundled, texts, "blocks.1.mlp.post", neuron=3, k=2), "in text 1"),
+        (stored, "blocks.1.mlp_out"),
+        (exact, "logit_diff([&#x27;V&#x27;, &#x27;W&#x27;], &#x27;Z&#x27;)"),
+    ):
+        shown.save(tmp_path / "x.html")
+        assert said in (tmp_path / "x.html").read_text(encoding="utf-8")
+        assert shown._repr_html_().startswith('<iframe sandbox="allow-scripts"')
+    differ = [part["values"].tolist().index(1) for part in pairs.read_by(bundled).view().parts]
+    assert differ == [6, 6, 6, 6]
+    with pytest.raises(ValueError, match=r"must end in \.html; got x\.pdf"):
+        sae.save("x.pdf")
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -412,13 +443,13 @@ def test_cards_of_features():
     (bars,) = pictures.features([FeatureCard.from_neuronpedia(whole)]).parts
     assert bars["values"].tolist() == [1, 2]
     kinds = [part["kind"] for part in embedded(view.html())]
-    assert kinds == ["text", "text", "bars", "bars"]
+    assert kinds == ["text", "text", "bars", "histogram"]
     texts, bars = view.parts[:2], view.parts[2:]
     assert texts[0]["values"].tolist() == [0.5, 2.0, 0.0]
     assert texts[0]["limit"] == 2.0
     assert bars[0]["values"].tolist() == [1.5, -0.5]
     assert bars[1]["values"].tolist() == [0.0, 4.0]
-    assert [*bars[1]["axis"]["words"]] == ["1", "2"]
+    assert bars[1]["largest"] == 2
     page = view.html()
     assert "<h2>Feature 7, active at 25.00% of positions</h2>" in page
     assert "hacked=1</script>" not in page

@@ -517,19 +517,27 @@ def test_texts_that_do_not_correspond_are_shown_as_tokens():
 def test_metrics_take_words_where_a_model_reads_them():
     model = reading()
     tokens = model.to_tokens("the cat").tokens
-    for worded, plain in (
-        (interp.log_prob(" cat"), interp.log_prob(16)),
-        (interp.rank([" cat"], pos=0), interp.rank([16], pos=0)),
-        (interp.logit_diff(" cat", " dog"), interp.logit_diff(16, 17)),
-        (interp.logit_diff([[" cat", " dog"]], 4), interp.logit_diff([[16, 17]], 4)),
-        (interp.cross_entropy("the cat"), interp.cross_entropy(tokens)),
+    for worded, plain, said in (
+        (interp.log_prob(" cat"), interp.log_prob(16), "log_prob(' cat')"),
+        (interp.rank([" cat"], pos=0), interp.rank([16], pos=0), "rank(' cat', pos=0)"),
+        (
+            interp.logit_diff(" cat", " dog"),
+            interp.logit_diff(16, 17),
+            "logit_diff(' cat', ' dog')",
+        ),
+        (
+            interp.logit_diff([[" cat", " dog"]], 17),
+            interp.logit_diff([[16, 17]], 17),
+            "logit_diff([' cat', ' dog'], ' dog')",
+        ),
+        (interp.cross_entropy("the cat"), interp.cross_entropy(tokens), "cross_entropy(texts)"),
     ):
         change = [{"blocks.0.mlp_out": edits.zero(pos=0)}]
         found, expected = (
             interp.sweep(model, "the cat", change, metric) for metric in (worded, plain)
         )
         assert torch.equal(found.values, expected.values)
-        assert found.about["metric"] == repr(worded)
+        assert found.about["metric"] == said
         with pytest.raises(ValueError, match="tokens as text"):
             worded(model(tokens))
     assert Pairs(tokens, metric=interp.log_prob(" cat")).read_by(model).metric(
