@@ -129,6 +129,9 @@ class View:
         # In a frame of its own, neither style nor script meets those of the notebook.
         height = min(900, 90 + 20 * len(self.says) + sum(map(_height, self.parts)))
         return (
+            # A notebook that is not trusted, and GitHub, take out the frame and the style, and show this line.
+            f'<p class="hookscope">{html.escape(visible_title(self.title))}: a picture, which trusted notebooks show</p>'
+            "<style>.hookscope { display: none }</style>"
             f'<iframe sandbox="allow-scripts" title="{html.escape(self.title)}" '
             f'style="border: 0; height: {height}px; resize: vertical; width: 100%" '
             f'srcdoc="{html.escape(self.html())}"></iframe><script>{_FIT}</script>'
