@@ -6,6 +6,7 @@ import re
 import runpy
 import subprocess
 import sys
+import warnings
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -63,6 +64,8 @@ def test_the_guide_of_analyses(capsys):
     names = guide("analyses")
     assert names["lens"].tokens.shape == (5, 1, 44, 5)
     assert names["patched"].normalized().mean().max() > 0.4
+    assert names["noised"].about["direction"] == "noising"
+    assert names["led"].unit == "logits"
     assert "exact +" in capsys.readouterr().out
 
 
@@ -70,6 +73,20 @@ def test_the_guides_of_models(capsys):
     assert [len(row) for row in guide("loading_and_texts")["rows"]] == [11, 6]
     pytest.importorskip("transformers")
     assert guide("hugging_face")["continued"].shape == (1, 7)
+
+
+def test_the_guide_of_a_model_of_ones_own(capsys):
+    pytest.importorskip("transformers", reason="needs the extra hf")
+    pytest.importorskip("peft", reason="needs peft, for an adapter")
+    with torch.no_grad(), warnings.catch_warnings():  # the page turns gradients off
+        warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by an old name
+        names = guide("your_model")
+    gains = torch.stack(names["gains"]).view(4, 4)
+    assert gains.nonzero().tolist() == [[1, 2]]
+    before, after = re.findall(r"hidden\.[14] (\S+)", capsys.readouterr().out)
+    assert float(before) > 0.01
+    assert float(after) == 0
+    assert (names["effects"].values != 0).all()
 
 
 def test_the_guides_of_circuits_and_readings(capsys):
@@ -321,7 +338,8 @@ def test_the_directions_example(printed, tmp_path):
     scores = re.findall(r"blocks\.2\.resid_post (?:-1 )? ([\d.]+) \[([\d.]+), ([\d.]+)\]", out)
     (found, *_), (_, low, high) = (map(float, each) for each in scores)
     assert found > 0.99
-    assert low < 0.6 and high > 0.4  # after it was erased
+    assert low < 0.6
+    assert high > 0.4
     before, after = map(float, re.search(r"means: (\S+) before, (\S+) after", out).groups())
     assert after < before / 4
     assert re.search(r"at most 0.5 nats elsewhere: 0.5\n", out)

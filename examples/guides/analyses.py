@@ -50,7 +50,35 @@ print(deleted.mean())  # [edit], in nats
 # the model themselves; a sweep takes texts, edits and a metric. `Pairs` hold texts, masks, other arguments of the run, answers,
 # metric and spans.
 #
-# All return a `Result`: effects by named axes, for every example.
+# `metric=` of `Pairs` says what is measured in place of the logit difference of the answers: `log_prob("1")`, `kl_divergence(...)`, or any
+# function from logits [batch, pos, vocab] to a number for each example. With an attribute `last` (how many of the last positions it reads)
+# fewer logits are computed, and `unit` is printed.
+
+
+# %%
+def margin(logits):
+    """By how much the likeliest token leads, in logits."""
+    first, second = logits[:, -1].topk(2).values.unbind(1)
+    return first - second
+
+
+margin.last, margin.unit = 1, "logits"
+led = activation_patching(model, Pairs(text, other, metric=margin), site="mlp_out")
+print(led.top(2))
+
+# %% [markdown]
+# **Which run is edited.** Denoising puts values of the clean run into the corrupted one, and shows what suffices to bring the answer back.
+# Noising puts values of the corrupted run into the clean one, and shows what the answer cannot do without. Where two parts do the same
+# thing, each suffices and neither is needed, so the two disagree; and of two parts that need each other it is the other way round. Each
+# analysis begins with what its authors used: patching and attribution of values denoise; paths, edges and circuits noise, as a circuit
+# is what stays when everything else is corrupted. `direction=` is there in all of them, and each `Result` says it in `about`.
+
+# %%
+noised = activation_patching(model, pairs, site="z", direction="noising")
+print(patched.normalized().top(2), noised.normalized().top(2), sep="\n")
+
+# %% [markdown]
+# All analyses return a `Result`: effects by named axes, for every example.
 #
 # - `mean()`, `interval()`, `normalized()`, `top(k)`, `plot()`, `to_dataframe()` and `save(path)` do what they say.
 # - `a - b` subtracts two of them. `by("head")` puts components under [layer, head]. `plot(facet="pos")` draws a map for each position.

@@ -107,10 +107,10 @@ refused(lambda: lazy["blocks.2.resid_post.features"])
 #
 # ## Never tried
 #
-# - A GPU was at hand once, for five minutes ([speed](speed.py)); attached models and attribution graphs were not seen to work
-#   there. Of published files these were: SmolLM2-135M, llama.cpp's vocabularies, Mistral's
-#   tekken.json. No published dictionary was: their readers were tested with files that the libraries wrote, or by the published formula.
-# - Pages were driven in Chromium. Notebooks were run with Jupyter's kernel; VS Code and Colab were not tried.
+# - A GPU was at hand twice, for five minutes each ([speed](speed.py)). Of published files these were: SmolLM2-135M, llama.cpp's
+#   vocabularies, Mistral's tekken.json. No published dictionary was: their readers were tested with files that the libraries wrote, or by the published formula.
+# - Pictures were looked at in Chromium: in JupyterLab, in its exported HTML, in built pages and in print. VS Code and Colab were not tried.
+# - A notebook that is not trusted shows a line in place of each picture, and so does GitHub.
 # - Stores stood on disks and in the object store that `fsspec` keeps in memory; S3 and its like were not at hand. Ray ran on one machine.
 # - Tensor-parallel plans ran in two processes with gloo on CPUs, not with NCCL.
 # - Windows and macOS were not tried.
