@@ -299,7 +299,7 @@ def test_objects_show_themselves(bundled, cache, values):
     circuit = Circuit(Graph(bundled), ["input->a0.h1<v>", "a0.h1->logits"])
     result = Result(values, ("row", "column", "example"))
     for shown in (lens, parts, circuit, result):
-        assert shown._repr_html_().startswith('<iframe sandbox="allow-scripts"')
+        assert shown._repr_html_().count('<iframe sandbox="allow-scripts"') == 1
         assert len(repr(shown).splitlines()) <= 40
     places = interp.max_activating(bundled, ["<b>x"], "blocks.1.mlp.post", neuron=3, k=2)
     assert "&lt;" in places._repr_html_()
@@ -332,7 +332,7 @@ def test_what_has_a_picture_saves_it(bundled, tmp_path):
     ):
         shown.save(tmp_path / "x.html")
         assert said in (tmp_path / "x.html").read_text(encoding="utf-8")
-        assert shown._repr_html_().startswith('<iframe sandbox="allow-scripts"')
+        assert shown._repr_html_().count('<iframe sandbox="allow-scripts"') == 1
     differ = [part["values"].tolist().index(1) for part in pairs.read_by(bundled).view().parts]
     assert differ == [6, 6, 6, 6]
     with pytest.raises(ValueError, match=r"must end in \.html; got x\.pdf"):
