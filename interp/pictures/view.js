@@ -384,15 +384,18 @@ function network(part, box) {
     const ahead = reached(part.rows[0], chosen, 0, 1), back = reached(part.rows.at(-1), chosen, 1, 0);
     const kept = chosen.filter(([from, to]) => ahead.has(from) && back.has(to)), alive = new Set(kept.flatMap(([from, to]) => [from, to]));
     const rows = part.rows.map(row => row.filter(node => alive.has(node))).filter(row => row.length);
-    // MLPs stand on the right of the heads, so that few edges pass behind nodes.
-    const inner = Math.max(240, 86 * Math.max(1, ...rows.map(row => row.length))), width = inner + 200, height = 64 * rows.length, plot = svg(sized(width, height), part.title), place = {};
+    // No edge passes behind a node: MLPs stand to the right of the heads, the later the further, so what is above one is free; and edges
+    // between heads that are further apart go along the left.
+    const isMlp = node => /^m\d+$/.test(node), mlps = rows.flat().filter(isMlp), left = 50, gap = clamp(400 / mlps.length, 6, 44);
+    const inner = Math.max(240, 86 * Math.max(1, ...rows.map(row => row.length))), width = left + inner + 100 + gap * mlps.length, height = 64 * rows.length, plot = svg(sized(width, height), part.title), place = {};
     plot.style.maxWidth = "none";
-    rows.forEach((row, r) => row.forEach((node, i) => { place[node] = [/^m\d+$/.test(node) ? inner + 110 : inner * (i + 0.5) / row.length, height - 32 - 64 * r]; }));
+    rows.forEach((row, r) => row.forEach((node, i) => { place[node] = [left + (isMlp(node) ? inner + 50 + gap * mlps.indexOf(node) : inner * (i + 0.5) / row.length), height - 32 - 64 * r]; }));
     const most = Math.max(...scores.map(Math.abs).filter(Number.isFinite), 0) || 1, ports = { q: -22, k: 0, v: 22 };
     const paths = kept.map(([from, to, port, i]) => {
       const [x1, y1] = place[from], [x2, y2] = place[to], x = x2 + (ports[port] ?? 0), score = Number.isNaN(scores[i]) ? 0 : scores[i];
-      const bulge = x1 === x ? 60 : 0, half = (y1 - y2 - 24) / 2;
-      return shape("path", { d: `M${x1} ${y1 - 12}C${x1 + bulge} ${y1 - 12 - half} ${x + bulge} ${y2 + 12 + half} ${x} ${y2 + 12}`, fill: "none",
+      const lane = isMlp(from) ? x1 : isMlp(to) ? x : 4 + 5 * i % 40, turn = (a, b, y) => a === b ? "" : `C${a} ${y - 28} ${b} ${y - 12} ${b} ${y - 40}`;
+      const way = y1 - y2 === 64 ? turn(x1, x, y1 - 12) : `${turn(x1, lane, y1 - 12)}V${y2 + 52}${turn(lane, x, y2 + 52)}V${y2 + 12}`;
+      return shape("path", { d: `M${x1} ${y1 - 12}${way || `V${y2 + 12}`}`, fill: "none",
         stroke: css(score < 0 ? colours.more : score > 0 ? colours.less : colours.unknown), "stroke-width": 1 + 4 * Math.abs(score) / most, "stroke-dasharray": score > 0 ? "6 3" : "" });
     });
     plot.append(...paths);
