@@ -99,7 +99,7 @@ def derive_corruption(
         others = row.roll(-pos)
         tried[pos, pos] = others[others != row[pos]][0]
     chunks = tried.split(max(1, _TOKENS_PER_FORWARD // len(row)))
-    shown = progress_bar(iterable=chunks, desc="deriving a corruption", leave=False)
+    shown = progress_bar(iterable=chunks, desc="deriving a corruption")
     language, runner = of(model, "blocks", "unembed"), runner_of(model)
     final = f"blocks.{len(language.blocks) - 1}.resid_post"
     streams = (runner.capture(chunk, names=final, positions=[-1])[final] for chunk in shown)

@@ -33,5 +33,9 @@ view
 
 # %% [markdown]
 # There are also `pictures.circuit`, with a slider over its size, and `pictures.curves` for losses, spectra and angles. Results,
-# lenses, decompositions, circuits and caches show a picture or a short table by themselves. A page stays below 2 MB: large numbers
-# are rounded to 8 bits, and large inputs thinned, with a note that says so. Figures for papers are `result.plot()`.
+# lenses, decompositions, circuits, attribution graphs, cards, pairs, dictionaries and their scores, directions, comparisons, factored
+# matrices and stores show themselves: `x.view()` is their picture, and `x.save("x.html")` writes it. A page stays below 2 MB: large
+# numbers are rounded to 8 bits, and large inputs thinned, with a note that says so. Figures for papers are `result.plot()`.
+#
+# A notebook shows pictures once it is trusted, as one that you ran yourself is. In one that is not, and on GitHub, a line stands in their
+# place: run it, or "Trust Notebook" in the commands of JupyterLab.

@@ -152,7 +152,7 @@ def _measured(
         runs = Resumed(unedited, jobs, max_bytes)
     values = base.new_empty(len(jobs), size)
     title = f"{len(jobs)} edits, as {runs.forwards:.1f} forward passes"
-    with progress_bar(total=runs.forwards, desc=title, leave=False, delay=1) as bar:
+    with progress_bar(total=runs.forwards, desc=title, delay=1) as bar:
         for job, edited in runs.run(bar.update):
             values[job.index] = edited
             job.require_fired()

@@ -117,7 +117,8 @@ def train(
     ):
         run.begin(resume=resume)
         done = len(run.records)
-        with progress_bar(total=config.steps, initial=done, unit="step", desc="training") as bar:
+        shown = dict(total=config.steps, initial=done, unit="step", desc="training")
+        with progress_bar(**shown, leave=True) as bar:  # the last loss stays
             for step in range(done + 1, config.steps + 1):
                 tokens = torch.atleast_2d(batches(step - 1, run.generators[0]))
                 run.update(tokens)

@@ -143,6 +143,18 @@ def test_exported_html(notebook, browser, words, theme, width):
     page.close()
 
 
+def test_a_hidden_tab(notebook, browser, words):
+    body, _ = nbconvert.HTMLExporter().from_filename(str(notebook))
+    opened = notebook.with_suffix(".html")
+    opened.write_text(body.replace("<body", '<body style="display: none"', 1), encoding="utf-8")
+    page = browser.new_page(viewport={"width": 1200, "height": 800})
+    page.goto(opened.as_uri())
+    page.wait_for_timeout(1000)  # all is drawn while nothing has a layout
+    page.evaluate("document.body.style.display = ''")
+    check(page, words)
+    page.close()
+
+
 def test_built_pages(notebook, browser, words, tmp_path):
     pytest.importorskip("mkdocs_jupyter", reason="needs the extra docs")
     (tmp_path / "docs").mkdir()
