@@ -110,9 +110,8 @@ class Pairs(pictures.Shown):
         if metric is not None:
             last_of(metric)  # refuses what is no function
         self._metric, self.solved_of = metric, None
-        self._write: Writer | None = (
-            None  # gives the text of tokens, once a model has read the pairs
-        )
+        # Gives the text of tokens, once a model has read the pairs.
+        self._write: Writer | None = None
         if isinstance(clean, Tensor) and clean.ndim == 2 and not is_worded(answers):
             inputs["answers"] = as_answers(answers, clean)
         texts = [inputs[name] for name in ("clean", "corrupted", "answers")]

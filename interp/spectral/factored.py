@@ -67,12 +67,15 @@ class FactoredMatrix(pictures.Shown):
 
     def view(self) -> pictures.View:
         """The singular values, of at most 12 matrices."""
-        s = self.svd().s.flatten(0, -2) if self.left.ndim > 2 else self.svd().s[None]
-        batch = [*np.ndindex(*self.shape[:-2])]
-        lines = {" ".join(map(str, at)) or "s": row for at, row in zip(batch, s[:12], strict=False)}
-        return pictures.curves(
-            lines, axis="rank", unit="singular value", title=f"{self!r}, its spectrum"
-        )
+        places = [*np.ndindex(*self.shape[:-2])]
+        some = places[:12]  # of many, all would take long
+        lines = {
+            " ".join(map(str, at)) or "s": FactoredMatrix(self.left[at], self.right[at]).svd().s
+            for at in some
+        }
+        shown = pictures.curves(lines, axis="rank", unit="singular value", title="spectrum")
+        says = [f"the first {len(some)} of {len(places)} matrices"] if places != some else []
+        return pictures.View(f"{self!r}, its spectrum", shown.parts, says=says)
 
     @property
     def shape(self) -> torch.Size:

@@ -324,7 +324,7 @@ def test_what_has_a_picture_saves_it(bundled, tmp_path):
         (sae, "128 -&gt; 1024 features -&gt; 128"),
         (difference_of_means(bundled, texts[:1], texts[1:]), "difference of means"),
         (interp.compare(guess, exact), "rank correlation"),
-        (interp.ov_circuit(bundled), "FactoredMatrix [4, 4, 128, 128]"),
+        (interp.ov_circuit(bundled), "the first 12 of 16 matrices"),
         (interp.evaluate_sae(bundled, sae, texts), "density at blocks.2.resid_post"),
         (interp.max_activating(bundled, texts, "blocks.1.mlp.post", neuron=3, k=2), "in text 1"),
         (stored, "blocks.1.mlp_out"),
