@@ -17,7 +17,7 @@ from torch.nn.functional import embedding_bag
 
 from interp import pictures
 from interp.features.activations import Features, Gated, JumpReLU, TopK
-from interp.pictures.shown import told
+from interp.pictures import objects
 
 NormKind = Literal["none", "constant_norm_rescale", "layer_norm"]
 
@@ -106,11 +106,7 @@ class Dictionary(pictures.Shown, nn.Module):
 
     def view(self) -> pictures.View:
         """What it is, and how long its rows are."""
-        lengths = {"encoder": self.W_enc.norm(dim=0), "decoder": self.W_dec.norm(dim=1)}
-        lines = {name: size.float().sort(descending=True).values for name, size in lengths.items()}
-        shown = pictures.curves(lines, axis="features, by length", title="lengths of rows")
-        says = [self.extra_repr(), f"activation: {self.activation}", *told(self.config)]
-        return pictures.View("a dictionary", shown.parts, says=says)
+        return objects.dictionary(self)
 
     @property
     def d_in(self) -> int:

@@ -25,6 +25,7 @@ from interp.features.splicing import Dictionaries, SplicedDictionary, placed
 from interp.inputs.texts import Text, Texts, batches
 from interp.measuring import measure
 from interp.metrics import cross_entropy, kl_divergence
+from interp.pictures import objects
 from interp.protocol import logits_of, runner_of
 from interp.results.places import written
 from interp.results.result import Result
@@ -104,13 +105,7 @@ class DictionaryScores(pictures.Shown):
     def view(self) -> pictures.View:
         """The losses, and how often each feature is active."""
         losses = Result(self.losses, ("run", "example"), labels={"run": [*RUNS]}, unit="nats")
-        parts = [{**part, "heading": "losses"} for part in pictures.effects(losses).parts]
-        for name, scores in self.points.items():
-            often = {name: scores.density.sort(descending=True).values}
-            shown = pictures.curves(often, axis="features, by density", unit="share of positions")
-            parts += [{**part, "heading": f"density at {name}"} for part in shown.parts]
-        title, *says = repr(self).splitlines()
-        return pictures.View(title, parts, says=says)
+        return objects.dictionary_scores(self, losses)
 
     def __repr__(self) -> str:
         rows = [

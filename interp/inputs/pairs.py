@@ -24,6 +24,7 @@ from interp.inputs.token_positions import check_tokens, last_real, real_of, shor
 from interp.inputs.wording import tokens_of_pairs
 from interp.measuring import Metric, Writer, evaluate, in_words, last_of, metric_for
 from interp.metrics import accuracy, log_prob, logit_diff
+from interp.pictures import objects
 from interp.protocol import logits_of, runner_of
 
 Answers = Int[Tensor, " batch"] | Int[Tensor, "batch 2"] | int | str | Sequence[Any]
@@ -32,7 +33,7 @@ Answers = Int[Tensor, " batch"] | Int[Tensor, "batch 2"] | int | str | Sequence[
 PatchingDirection = Literal["denoising", "noising"]
 """Denoising edits the corrupted run, with values of the clean one; noising the clean run."""
 
-_TOKENS_AT_ONCE, _MOST_SHOWN = 2048, 6
+_TOKENS_AT_ONCE = 2048
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -291,29 +292,11 @@ class Pairs(pictures.Shown):
 
     def view(self) -> pictures.View:
         """The first texts, with a mark at the tokens that differ."""
-        if self._unread is not None:
-            given = (
-                (name, self._unread[name]) for name in ("clean", "corrupted", "answers", "spans")
-            )
-            return pictures.View(
-                repr(self), [], says=[f"{name}: {short(x)}" for name, x in given if x is not None]
-            )
-        parts, write = [], self._write or (lambda tokens: [*map(str, tokens)])
-        for n in range(min(len(self), _MOST_SHOWN)):
-            pair = self[n]
-            runs = [pair.text] if pair.corrupted is None else pair.texts("noising")
-            listed = [text.listed()[0] for text in runs]
-            for name, tokens, other in zip(
-                ("clean", "corrupted"), listed, listed[::-1], strict=False
-            ):
-                differs = [
-                    float(token not in other[at : at + 1]) for at, token in enumerate(tokens)
-                ]
-                shown = pictures.text(write(tokens), differs, title=f"{name} {n}")
-                parts += [{**part, "heading": f"{name}, pair {n}"} for part in shown.parts]
-        return pictures.View(
-            repr(self), parts, says=[] if self.answers is None else [repr(self.metric)]
-        )
+        if self._unread is None:
+            return objects.pairs(self, self._write or (lambda tokens: [*map(str, tokens)]))
+        given = ((name, self._unread[name]) for name in ("clean", "corrupted", "answers", "spans"))
+        says = [f"{name}: {short(value)}" for name, value in given if value is not None]
+        return pictures.View(repr(self), [], says=says)
 
     def __len__(self) -> int:
         if self._unread is None:

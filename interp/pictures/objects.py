@@ -1,0 +1,45 @@
+"""Pictures of pairs of texts, of dictionaries and of their scores; each is the `view()` of its object."""
+
+from typing import Any
+
+from interp.pictures.shown import told
+from interp.pictures.tables import curves, effects
+from interp.pictures.texts import text
+from interp.pictures.view import View
+
+_MOST_PAIRS = 6
+
+
+def pairs(pairs: Any, write: Any) -> View:
+    """Draw the first pairs as tokens, with a mark at those that differ; `write` gives their text."""
+    parts = []
+    for n in range(min(len(pairs), _MOST_PAIRS)):
+        pair = pairs[n]
+        runs = [pair.text] if pair.corrupted is None else pair.texts("noising")
+        listed = [run.listed()[0] for run in runs]
+        for name, tokens, other in zip(("clean", "corrupted"), listed, listed[::-1], strict=False):
+            differs = [float(token not in other[at : at + 1]) for at, token in enumerate(tokens)]
+            shown = text(write(tokens), differs, title=f"{name} {n}")
+            parts += [{**part, "heading": f"{name}, pair {n}"} for part in shown.parts]
+    says = [] if pairs.answers is None else [repr(pairs.metric)]
+    return View(repr(pairs), parts, says=says)
+
+
+def dictionary(dictionary: Any) -> View:
+    """Say what a dictionary is, and draw how long its rows are."""
+    lengths = {"encoder": dictionary.W_enc.norm(dim=0), "decoder": dictionary.W_dec.norm(dim=1)}
+    lines = {name: size.float().sort(descending=True).values for name, size in lengths.items()}
+    shown = curves(lines, axis="features, by length", title="lengths of rows")
+    says = [dictionary.extra_repr(), f"activation: {dictionary.activation}"]
+    return View("a dictionary", shown.parts, says=[*says, *told(dictionary.config)])
+
+
+def dictionary_scores(scores: Any, losses: Any) -> View:
+    """Draw the losses, a `Result`, and how often each feature is active."""
+    parts = [{**part, "heading": "losses"} for part in effects(losses).parts]
+    for name, point in scores.points.items():
+        often = {name: point.density.sort(descending=True).values}
+        shown = curves(often, axis="features, by density", unit="share of positions")
+        parts += [{**part, "heading": f"density at {name}"} for part in shown.parts]
+    title, *says = repr(scores).splitlines()
+    return View(title, parts, says=says)
