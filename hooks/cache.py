@@ -24,7 +24,7 @@ from hooks.point import index_by_axis
 from hooks.positions import TEXT_AXES, Index, Selection, taken
 from hooks.transfer import stacked
 
-_FORMAT = "hookscope-cache-5"
+_FORMAT = "hookscope-cache-6"
 # Before the name of a gradient, an input or a mask; no module's name starts with a dot.
 _GRAD, _INPUT, _MASK = ".grad.", ".input.", ".mask."
 
@@ -42,7 +42,9 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
         origin: the run and the model that the values came from. Short forms count the layers of its points.
         grads: gradients by name; None where the run did not ask for them.
         skipped: why chosen points have no value, by name.
-        masks: for axes of positions of texts with padding, which are real tokens: [batch, size].
+        masks: for axes of positions of texts with padding, which are real tokens: [batch, size]. Of further texts, such as
+            those of an encoder, the axis and their number, as in `pos.1`.
+        texts: the numbers of the texts that values are of, by name, where they are not 0. Those with -1 have no padding.
 
     Attributes:
         skipped: the chosen points that have no value, each with the reason: in a model without
@@ -66,13 +68,14 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
         grads: Mapping[str, Tensor] | None = None,
         skipped: Mapping[str, str] | None = None,
         masks: Mapping[str, Tensor] | None = None,
+        texts: Mapping[str, int] | None = None,
     ) -> None:
         self._values = values
         self._axes = axes
         self._origin = origin or Origin()
         self._grads = grads
         self.skipped = dict(skipped or {})
-        self._masks = dict(masks or {})
+        self._masks, self._texts = dict(masks or {}), dict(texts or {})
 
     def __getitem__(self, key: str | tuple[str, int]) -> Tensor:
         """The value under a full name, or under a (short name, layer) pair.
@@ -175,7 +178,9 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
         arrived = {name: self._grads[name] for name in self._axes if name in self._grads}
         missing = {name: "no gradient arrived there" for name in self._axes if name not in arrived}
         skipped = missing | self.skipped
-        return type(self)(arrived, self._axes, self._origin, None, skipped, self._masks)
+        return type(self)(
+            arrived, self._axes, self._origin, None, skipped, self._masks, self._texts
+        )
 
     def layer_names(self, short: str) -> dict[int, str]:
         """The full names that end in `short`, by layer.
@@ -263,7 +268,11 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
             where = {"query": where["pos"], **where}
         by_text = {axis: Selection(where[axis]) for axis in TEXT_AXES if axis in where}
         masks = self._masks_at(where.get("batch", slice(None)))
-        by_text = {a: chosen for a, chosen in by_text.items() if not chosen.is_plain(masks.get(a))}
+        by_text = {
+            axis: chosen
+            for axis, chosen in by_text.items()
+            if not all(map(chosen.is_plain, [None, *(masks[n] for n in masks if _axis(n) == axis)]))
+        }
         plain: dict[str, Any] = {axis: i for axis, i in where.items() if axis not in by_text}
 
         def cut(name: str, value: Tensor) -> Tensor:
@@ -271,20 +280,22 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
             part = value[index_by_axis(axes, {a: plain[a] for a in plain if a in axes}, name)]
             axes = _left(axes, plain)
             for axis in [axis for axis in by_text if axis in axes]:
-                part, axes = _cut(part, axes, axis, by_text[axis], masks.get(axis), name)
+                mask = masks.get(self._mask_name(axis, name))
+                part, axes = _cut(part, axes, axis, by_text[axis], mask, name)
             if value.numel() and not part.numel():
                 raise CacheError(f"nothing of {name} {list(value.shape)} is at {where}")
             return part
 
-        left = {axis: mask for axis, mask in masks.items() if axis not in where}
-        for axis in [axis for axis in masks if axis in where]:
+        left = {name: mask for name, mask in masks.items() if _axis(name) not in where}
+        for name in [name for name in masks if _axis(name) in where]:
+            axis, mask = _axis(name), masks[name]
             if not (chosen := Selection(where[axis])).is_one:
-                mask = masks[axis]
-                left[axis], _ = _cut(mask, ("batch", axis), axis, chosen, mask, "the texts")
+                left[name], _ = _cut(mask, ("batch", axis), axis, chosen, mask, "the texts")
         axes = {name: _left(self.axes(name), where) for name in self}
         if not isinstance(self._values, LazyValues):
             return self._mapped(cut, axes, left)
-        return type(self)(self._values.changed(cut), axes, self._origin, None, self.skipped, left)
+        changed = self._values.changed(cut)
+        return type(self)(changed, axes, self._origin, None, self.skipped, left, self._texts)
 
     def _masks_at(self, batch: Any) -> dict[str, Tensor]:
         """The masks of some of the texts."""
@@ -292,12 +303,19 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
         rows = [index] if isinstance(index, int) else index
         return {axis: mask[rows] for axis, mask in self._masks.items()}
 
-    def real(self, axis: str = "pos") -> Bool[Tensor, "batch _size"] | None:
+    def real(
+        self, axis: str = "pos", name: str | None = None
+    ) -> Bool[Tensor, "batch _size"] | None:
         """The mask of the values' places along `pos`, `query` or `key`: True at real tokens, as far as `at` left them.
 
-        None if all are real, nobody knows, or the axis is gone.
+        None if all are real, nobody knows, or the axis is gone. A run may read several batches of texts, as an encoder and its
+        decoder do; with `name` they are those of this value.
         """
-        return self._masks.get(axis)
+        return self._masks.get(axis if name is None else self._mask_name(axis, name))
+
+    def _mask_name(self, axis: str, name: str) -> str:
+        number = self._texts.get(name, 0)
+        return f"{axis}.{number}" if number else axis
 
     def to(self, target: torch.device | torch.dtype | str) -> "ActivationCache":
         """A cache on another device, or in another floating dtype. Integers keep their dtype.
@@ -350,6 +368,7 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
             "inputs": {n: value for n, value in self.inputs.items() if n not in inputs},
             "hashed": self._origin.weights_hash(),
             "skipped": self.skipped,
+            "texts": self._texts,
         }
         storage.save(Path(path), _FORMAT, tensors, facts, names=self.keys(), later=self._by_block())
 
@@ -375,7 +394,9 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
             )
             inputs |= facts["inputs"]
             origin = Origin(tuple(facts["known"]), facts["config_hash"], inputs, facts["hashed"])
-            cache = cls(values, axes, origin, grads or None, facts["skipped"], masks)
+            cache = cls(
+                values, axes, origin, grads or None, facts["skipped"], masks, facts["texts"]
+            )
         if model is not None:
             cache.require_weights_of(model)
         return cache
@@ -395,7 +416,8 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
             values[name] = change(name, value)
             bound.add(name, values[name])
         grads = {name: change(name, value) for name, value in (self._grads or {}).items()}
-        return type(self)(values, axes, self._origin, grads or None, self.skipped, masks)
+        origin, texts = self._origin, self._texts
+        return type(self)(values, axes, origin, grads or None, self.skipped, masks, texts)
 
     def _repr_html_(self) -> str:
         """The table of its values, as many as `repr` shows."""
@@ -417,6 +439,11 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
         value = self._values[name]
         dtype = str(value.dtype).removeprefix("torch.")
         return f"{dtype} {list(value.shape)}  {' '.join(self.axes(name))}".rstrip()
+
+
+def _axis(name: str) -> str:
+    """The axis of a mask."""
+    return name.partition(".")[0]
 
 
 def _left(axes: tuple[str, ...], where: Mapping[str, Index]) -> tuple[str, ...]:

@@ -45,7 +45,6 @@ class Recorder:
         fired: the names of the points that the run reached.
         skipped: why optional points have no value, by name.
         grads: the gradients from a later backward pass, without their graph.
-        piece: the piece of texts with padding that the run read; one of whole texts where there is none.
     """
 
     points: Mapping[str, Point]
@@ -61,12 +60,14 @@ class Recorder:
     fired: set[str] = dataclasses.field(init=False, default_factory=set)
     skipped: dict[str, str] = dataclasses.field(init=False, default_factory=dict)
     grads: dict[str, Tensor] = dataclasses.field(init=False, default_factory=dict)
-    piece: Piece = dataclasses.field(init=False, default_factory=Piece)
 
     def __post_init__(self) -> None:
         self._versions: dict[str, int] = {}
         self._copies = Copies()
         self._parts: dict[str, list[Tensor]] = {}
+        # The pieces of texts with padding that points read, in the order in which they began.
+        self._pieces: dict[str, Piece] = {}
+        self._keeps_calls = self.options.calls == "all"
         self._views: list[str] = []
 
     def listen(self, session: Session) -> None:
@@ -86,8 +87,10 @@ class Recorder:
             if axes and value.ndim != len(axes):
                 raise HookError(f"{point} must have these axes; got shape {tuple(value.shape)}")
             require_whole(value, point)
-            if name in self.fired and not self.joined:
-                raise HookError(f"{name} fired twice; a cache keeps one value per name")
+            if name in self.fired and not (self.joined or self._keeps_calls):
+                raise HookError(
+                    f"{name} fired twice; a cache keeps one value per name (calls='all' keeps each)"
+                )
             if self.options.grads:
                 node = self._watch(value, point)
                 replaced = with_first_tensor(output, node)
@@ -101,16 +104,38 @@ class Recorder:
             self.skip(point, error)
         self.fired.add(name)
         if (piece := piece_read()).real is not None:
-            self.note(piece)
+            self.note(name, piece)
         if self.stops and len(self.fired) == len(self.points):
             raise Complete(self)
         return replaced
 
-    def note(self, piece: Piece) -> None:
-        """Keeps a piece of texts with padding; of several, where the first began and what the last one knows."""
-        if piece.real is not self.piece.real:
-            start = piece.start if self.piece.real is None else self.piece.start
-            self.piece = Piece(start, piece.real)
+    def note(self, name: str, piece: Piece) -> None:
+        """Keeps the piece of texts with padding that a point read; of several, where the first began and what the last knows."""
+        before = self._pieces.get(name)
+        if before is None or piece.real is not before.real:
+            self._pieces[name] = Piece((before or piece).start, piece.real)
+
+    def masks(self) -> tuple[dict[str, Tensor], dict[str, int]]:
+        """The masks of the texts that points read, by axis, and for some names the number of their texts.
+
+        Most runs read one batch of texts, which has the number 0. An encoder's points read others than its decoder's; names
+        with the number -1 read none with padding.
+        """
+        texts: list[Piece] = []
+        numbers = dict.fromkeys(self.axes, -1)
+        for name, piece in reversed(self._pieces.items()):
+            known = (n for n, other in enumerate(texts) if other.real is piece.real)
+            if (number := next(known, None)) is None:
+                number = len(texts)
+                texts.append(piece)
+            if name in numbers:
+                numbers[name] = number
+        masks = {
+            f"{axis}.{n}" if n else axis: mask
+            for n, piece in enumerate(texts)
+            for axis, mask in self.options.kept_masks(piece).items()
+        }
+        return masks, {name: n for name, n in numbers.items() if masks and n}
 
     def skip(self, point: Point, error: HookError) -> None:
         """Leaves an optional point out, and says why in `skipped`. Raises `error` for any other."""
@@ -138,6 +163,13 @@ class Recorder:
             self.values = {
                 name: join(pieces, name, self.points[name].axes) for name, pieces in parts
             }
+        for name, calls in self._parts.items() if self._keeps_calls else ():
+            shapes = sorted({tuple(call.shape) for call in calls})
+            if len(shapes) > 1:
+                rule = f"the calls of {name} must have one shape to stand on an axis"
+                self.skip(self.points[name], HookError(f"{rule}; got {shapes[0]} and {shapes[-1]}"))
+            else:
+                self.values[name] = torch.stack(calls)
         for name, before in self._versions.items():
             if _torch.version(self.values[name]) != before:
                 copied = (
@@ -154,7 +186,12 @@ class Recorder:
             missing = [name for name in self.points if name not in self.fired]
             self.skipped |= {n: f"{n} did not run: {reason}" for n in missing if n in self.optional}
             require_fired(missing, self.skipped, reason)
-        self.axes = {name: p.axes for name, p in self.points.items() if name not in self.skipped}
+        call = ("call",) if self._keeps_calls else ()
+        self.axes = {
+            name: (*call, *p.axes) if p.axes else ()
+            for name, p in self.points.items()
+            if name not in self.skipped
+        }
         self.values = {name: self.values[name] for name in self.axes if name in self.values}
 
     def _watch(self, value: Tensor, point: Point) -> Tensor:
@@ -178,7 +215,7 @@ class Recorder:
         name = point.name
         if value.requires_grad and not self.options.detach:
             kept = self.options.apply(value, point)
-            if self.joined or not _torch.has_storage(kept):
+            if self.joined or self._keeps_calls or not _torch.has_storage(kept):
                 # A later run may write there: into a key/value cache, for instance.
                 kept = kept.clone()
             else:
@@ -187,9 +224,10 @@ class Recorder:
             kept = self._copies(value, functools.partial(self._copied, point), point.axes)
             if self.borrowed is not None and _torch.has_storage(kept):
                 self._note_view(name, kept)
-        if self.joined:
+        if self.joined or self._keeps_calls:
             parts = self._parts.setdefault(name, [])
-            _require_next(parts, point)
+            if self.joined:
+                _require_next(parts, point)
             parts.append(kept)
         else:
             self.values[name] = kept

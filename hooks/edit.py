@@ -1,6 +1,7 @@
 """Edits: hook functions, checks of what they return, and the `with` in which they act."""
 
 import inspect
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -18,6 +19,7 @@ from hooks.nested import tensors_in, with_first_tensor
 from hooks.point import Hook, HookPoint, Point, as_node, first_tensor
 from hooks.processes import require_whole
 from hooks.receipts import Receipt, Receipts
+from hooks.scoped import Scoped
 from hooks.session import OutputHook, Session, hooks_disabled, is_open
 
 ELSEWHERE = (
@@ -26,6 +28,15 @@ ELSEWHERE = (
 )
 Hooks = Mapping[Any, Hook] | Sequence[tuple[Any, Hook]]
 """Hook functions, each for a `Selector`: a mapping, or pairs. At a point they act in the order given."""
+
+
+# Which call of its module a value is of, in a run of the whole model.
+_call = Scoped[int | None]("call", None)
+
+
+def call_number() -> int | None:
+    """The number of the call at whose value a hook acts, from 0 in each run of a model; None where nobody counts."""
+    return _call.get()
 
 
 @dataclass(frozen=True)
@@ -40,8 +51,14 @@ class EditedPoint:
     point: Point
     hooks: tuple[Hook, ...]
 
-    def apply(self, value: Shaped[Tensor, "*axes"]) -> Shaped[Tensor, "*axes"]:
+    def apply(
+        self, value: Shaped[Tensor, "*axes"], call: int | None = None
+    ) -> Shaped[Tensor, "*axes"]:
         """Return `value` as the hooks change it in turn, each on its own copy. No other hooks act inside.
+
+        Args:
+            value: the value.
+            call: the number of the call that it is of, if that is known.
 
         Raises:
             EditError: if a hook returns no tensor, or another shape, dtype or device.
@@ -51,10 +68,11 @@ class EditedPoint:
         new = value.clone()
         for hook in self.hooks:
             # If the hook itself runs a model, no hooks act there. torch.compile goes without this.
-            is_compiling = torch.compiler.is_compiling()
-            changed = (
-                hook(new, self.point) if is_compiling else hooks_disabled(hook, new, self.point)
-            )
+            if torch.compiler.is_compiling():
+                changed = hook(new, self.point)
+            else:
+                with _call.set(call):
+                    changed = hooks_disabled(hook, new, self.point)
             # A hook that returns nothing may have reshaped its copy in place.
             new = new if changed is None else changed
             if not isinstance(new, Tensor):
@@ -121,6 +139,8 @@ class HookContext:
         session = Session(self if self._stays else None)
         try:
             session.__enter__()
+            calls = Counter[str]()
+            session.before(self._model, lambda args, kwargs: calls.clear())
             for edited, noted in zip_longest(self._edits, self._receipts):
                 again = edit_at(edited, self._fired)
                 noting, watch = edited, None
@@ -129,7 +149,7 @@ class HookContext:
                 if not isinstance(edited.point.module, HookPoint):  # which gives one tensor
                     watch = Watch(edited.point, self._model)
                     session.after(watch.parent, watch.end, first=True)
-                first = edit_at(noting, self._fired, watch=watch, receipts=noted or ())
+                first = edit_at(noting, self._fired, False, watch, noted or (), calls)
                 session.after(edited.point.module, first, again)
             for edited in self._backward:
                 listener = edit_at(edited, self._fired, backward=True)
@@ -232,6 +252,7 @@ def edit_at(
     backward: bool = False,
     watch: Watch | None = None,
     receipts: Sequence[Receipt] = (),
+    calls: Counter[str] | None = None,
 ) -> OutputHook:
     """A forward hook that edits the value at a point, or its gradient in the backward pass.
 
@@ -241,6 +262,7 @@ def edit_at(
         backward: whether the hooks are for the gradient.
         watch: refuses edits that the other tensors of an output pass by.
         receipts: take the number of those.
+        calls: how often each point has fired in this run; None where nobody counts.
 
     Raises:
         HookError: from the returned function, if no gradient can reach the point, or a process holds a part of its value;
@@ -258,7 +280,10 @@ def edit_at(
         fired.add(point.name)
         require_whole(value, point)
         if not backward:
-            new = edited.apply(value)
+            number = None if calls is None else calls[point.name]
+            if calls is not None:
+                calls[point.name] += 1
+            new = edited.apply(value, number)
             edited_output = with_first_tensor(output, new)
             is_planned = new.is_meta or isinstance(new, FakeTensor)
             has_numbers = (

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -60,6 +60,8 @@ class Options:
         device, dtype: the device and floating dtype of kept values; integers keep their dtype. From
             CUDA to the CPU they are copied while the model runs, into pinned memory.
         placement: puts values on that device and in that dtype.
+        calls: `one` keeps one value of a point, and refuses a second. `all` keeps the values of all calls, for modules that
+            run many times in one run; they are stacked along a first axis `call`, also where there is one.
         detach: whether kept values are detached from the autograd graph.
         grads: whether `cache.grads` holds the gradients of the caller's last `backward()`.
         max_bytes: the most that values and gradients may take; None for 0.9 of the memory that is free. A run that would
@@ -77,6 +79,7 @@ class Options:
     positions: Index | Selection | None = None
     device: torch.device | str | None = None
     dtype: torch.dtype | None = None
+    calls: Literal["one", "all"] = "one"
     detach: bool = True
     grads: bool = False
     max_bytes: int | None = None
@@ -96,6 +99,10 @@ class Options:
             raise ValueError(f"the dtype of kept values must be a floating one; got {self.dtype}")
         if self.max_bytes is not None and self.max_bytes < 1:
             raise ValueError(f"max_bytes must be at least 1; got {self.max_bytes}")
+        if self.calls not in ("one", "all"):
+            raise ValueError(f"calls must be 'one' or 'all'; got {self.calls!r}")
+        if self.grads and self.calls == "all":
+            raise ValueError("calls='all' keeps no gradients: leave out grads=True")
         if self.grads and not torch.is_grad_enabled():
             raise ValueError("grads=True needs gradients, and they are switched off here (no_grad)")
         # Gradients are placed during the caller's backward pass, and nothing waits at its end.

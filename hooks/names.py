@@ -97,13 +97,25 @@ def _glob(pattern: str, names: Iterable[str]) -> list[str]:
 def names_by_layer(short: str, names: Collection[str]) -> dict[int, str]:
     """The names that end in `short`, by layer.
 
+    Those of `blocks` come before those of other stacks, whose name may stand first: `vision.resid_post` is short for
+    `vision.blocks.*.resid_post`, which is taken too.
+
     Raises:
         UnknownNameError: if no name with a layer ends in `short`, or two in one layer do.
+
+    >>> names_by_layer("encoder.z", ["encoder.blocks.0.z", "decoder.blocks.0.z"])
+    {0: 'encoder.blocks.0.z'}
     """
+    layered = [name for name in names if layer_of(name) is not None]
+    chosen = [name for name in layered if name == short or name.endswith(f".{short}")]
+    if not chosen:
+        stack, _, end = short.partition(".*." if ".*." in short else ".")
+        chosen = [n for n in layered if n.startswith(f"{stack}.") and n.endswith(f".{end}") and end]
+    chosen = [name for name in chosen if name.startswith("blocks.")] or chosen
     by_layer: dict[int, str] = {}
-    for name in names:
-        if not (name == short or name.endswith("." + short)) or (layer := layer_of(name)) is None:
-            continue
+    for name in chosen:
+        layer = layer_of(name)
+        assert layer is not None
         if layer in by_layer:
             both = (by_layer[layer], name)
             raise UnknownNameError(f"{short!r} is ambiguous in layer {layer}", short, both)

@@ -34,11 +34,20 @@ class Piece:
         began: int | None = None,
     ) -> None:
         self.start, self.real, self.moved, self.began = start, real, moved, began
+        self._firsts: dict[int, Piece] = {}
 
     @cached_property
     def columns(self) -> list[list[int]] | None:
         """The real columns of each text; None if there is no padding."""
         return None if self.real is None else real_columns(self.real)
+
+    def first(self, rows: int) -> "Piece":
+        """The piece of the first rows alone."""
+        if self.real is None or len(self.real) <= rows:
+            return self
+        if rows not in self._firsts:
+            self._firsts[rows] = Piece(self.start, self.real[:rows], self.moved, self.began)
+        return self._firsts[rows]
 
     def columns_of(self, rows: int, end: int) -> Sequence[Sequence[int]] | None:
         """Return `columns` if the batch has `rows` texts of `end` columns so far; otherwise None."""

@@ -125,6 +125,13 @@ class HookPoints(nn.Module):
         vars(module)["hook_points"] = self
 
 
+class OptionalPoints(nn.Module):
+    """Points of a part that a run may leave out, as one without an image does.
+
+    A cached run then skips them, unless they were asked for by their exact names.
+    """
+
+
 def carried(module: nn.Module, name: str) -> Any:
     """What a module carries beside its own attributes; None if nothing.
 

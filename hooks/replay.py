@@ -150,7 +150,8 @@ class BlockCall:
         """
         if self.fired:
             if self._piece.real is not None:
-                recorder.note(self._piece)
+                for name in self.points:
+                    recorder.note(name, self._piece)
             names, optional = self.points.keys(), recorder.optional
             recorder.fired.update(names - optional if optional else names)
         for name in self.points if self.repeated else ():

@@ -25,7 +25,7 @@ from hooks.names import Blocks, Selector, blocks_of, flatten, resolve
 from hooks.origin import Origin, bound, prepared, signature_of
 from hooks.parts import PartPoint
 from hooks.plan import Plan, planned
-from hooks.point import HookPoint, Point, has_forward, point_at
+from hooks.point import HookPoint, OptionalPoints, Point, has_forward, point_at
 from hooks.processes import mesh_of
 from hooks.session import Session, edits_in_force, is_listened_to, owners
 from hooks.words import Words, forwards_in
@@ -82,6 +82,14 @@ class HookedRunner(HintsAtNames):
         called = {n: p for n, p in self._known.items() if has_forward(p.module)}
         self._is_marked = any(not isinstance(p.module, PartPoint) for p in marked.values())
         self.points: Mapping[str, Point] = Points(marked if self._is_marked else called)
+        self._optional = {
+            name
+            for owner in model.modules()
+            if isinstance(owner, OptionalPoints)
+            for inside in [set(owner.modules())]
+            for name, point in self.points.items()
+            if point.module in inside
+        }
         self._has_warned = False
         self._modules = [model, *(point.module for point in self._known.values())]
 
@@ -113,7 +121,7 @@ class HookedRunner(HintsAtNames):
             run: a function to call instead of the model. It may run the model many times, as a
                 generation does. The values of all runs are joined along their positions. Scores of
                 later keys, which attention did not compute, are zero.
-            kwargs: `positions=`, `device=`, `dtype=`, `detach=` and `grads=` say how values
+            kwargs: `positions=`, `device=`, `dtype=`, `calls=`, `detach=` and `grads=` say how values
                 are kept; see `hooks.Options`. All others go to the model.
 
         Raises:
@@ -351,7 +359,7 @@ class HookedRunner(HintsAtNames):
             raise ModeError(f"{what} needs a model in evaluation mode: call model.eval() first")
         points = resolve(selector, self._known, self.points)
         exact = {part for part in selector if isinstance(part, str)}
-        return points, set() if self._is_marked else points.keys() - exact
+        return points, {*(self._optional if self._is_marked else points)} - exact
 
     def _run(
         self,
@@ -367,16 +375,27 @@ class HookedRunner(HintsAtNames):
     ) -> tuple[Any, ActivationCache]:
         if lazy and (options.grads or not options.detach):
             raise ValueError("lazy=True keeps no graph: leave out grads=True and detach=False")
+        keeps_calls = options.calls == "all"
+        if keeps_calls and (lazy or run is not None):
+            raise ValueError("calls='all' cannot be combined with lazy= or run=")
         blocks = self._blocks if lazy else {}
         borrowed = None
-        if run is None and options.detach and not options.grads and self._overwrites_nothing():
+        is_plain = run is None and options.detach and not options.grads and not keeps_calls
+        if is_plain and self._overwrites_nothing():
             borrowed = memory_in((args, kwargs, state_of(self.model)))
         calls = divided(points, blocks) if lazy else []
         kept = [*(name for name in points if name not in blocks), *(call.name for call in calls)]
         otherwise = "give fewer or shorter texts" if lazy else "keep fewer points" if run else None
         limit = Bound(kept, options.max_bytes, otherwise, 2 if options.grads else 1)
         recorder = Recorder(
-            points, options, optional, stops, run is not None, blocks, borrowed, limit
+            points,
+            options,
+            optional,
+            stops and not keeps_calls,
+            run is not None,
+            blocks,
+            borrowed,
+            limit,
         )
         edits = edits_in_force()
         # Before the run, which may write into its arguments.
@@ -404,7 +423,6 @@ class HookedRunner(HintsAtNames):
         values = LazyValues(recorder, calls, edits) if lazy else recorder.values
         grads = recorder.grads if options.grads else None
         origin = Origin(tuple(self._known), self.config_hash, inputs, model=weakref.ref(self.model))
-        masks = options.kept_masks(recorder.piece)
         return output, ActivationCache(
-            values, recorder.axes, origin, grads, recorder.skipped, masks
+            values, recorder.axes, origin, grads, recorder.skipped, *recorder.masks()
         )

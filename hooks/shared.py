@@ -18,6 +18,7 @@ from hooks._torch import (
     without_gradients,
 )
 from hooks.capture import Recorder
+from hooks.edit import call_number
 from hooks.errors import NEVER_FIRED, require_fired, require_module, unknown_name
 from hooks.hashes import config_hash, weights_hash
 from hooks.hints import HintsAtNames, register_hints, unknown_point
@@ -28,6 +29,7 @@ from hooks.parts import Part, PartPoint, parts_of, with_parts
 from hooks.pieces import Piece, encoded, piece_read, reading, real_columns
 from hooks.point import (
     POSITION_AXES,
+    OptionalPoints,
     carried,
     first_tensor,
     inside,

@@ -8,6 +8,18 @@ from torch import Tensor, nn
 from hooks import ActivationCache, HookedRunner, ModeError
 from hooks.shared import carried, require_module
 
+STACKS = ("encoder", "decoder", "vision", "audio")
+"""The first parts of names whose positions are not those of the texts that a model reads. Further ones have numbers."""
+
+
+def is_of_text(name: str) -> bool:
+    """Whether the positions of a point are those of the texts.
+
+    >>> is_of_text("blocks.3.resid_pre"), is_of_text("vision.blocks.3.resid_pre")
+    (True, False)
+    """
+    return name.partition(".")[0].partition("_")[0] not in STACKS
+
 
 class Sizes(Protocol):
     """The sizes that a model's `config` has."""
@@ -137,8 +149,9 @@ def plain(model: nn.Module, *parts: str) -> Any:
 
 
 def logits_of(output: Any) -> Float[Tensor, "batch pos vocab"]:
-    """The logits of a model's output: the output itself, or its attribute `logits`."""
-    return output if isinstance(output, Tensor) else output.logits
+    """The logits of a model's output: the output itself, or its attribute `logits`. Those of a classifier are one position's."""
+    logits: Tensor = output if isinstance(output, Tensor) else output.logits
+    return logits[:, None] if logits.ndim == 2 else logits
 
 
 def run_with_cache(model: nn.Module, *args: Any, **options: Any) -> tuple[Any, ActivationCache]:

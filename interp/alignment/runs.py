@@ -121,11 +121,11 @@ class Runs:
             batch: how many pairs are run together.
         """
         metric, outputs, right = self.pairs.metric, [], []
-        last = last_of(metric, self.text.mask)
+        last = last_of(metric, self.text.of_logits.mask)
         for start in range(0, len(self.pairs), batch):
             rows = slice(start, start + batch)
             logits = self._run(part, rows)
-            outputs.append(last_real(logits, last, self.text.rows(rows).mask))
+            outputs.append(last_real(logits, last, self.text.rows(rows).of_logits.mask))
             if self.answers is not None:
                 values, wanted = self._choices(logits, rows)
                 right.append(values.argmax(-1) == wanted)
@@ -134,7 +134,7 @@ class Runs:
 
     def _choices(self, output: Tensor, rows: Any) -> tuple[Tensor, Tensor]:
         """The last logits of what is chosen from, all tokens or two answers, and which of them is right."""
-        logits = at_least_float32(last_real(output, 1, self.text.rows(rows).mask)[:, 0])
+        logits = at_least_float32(last_real(output, 1, self.text.rows(rows).of_logits.mask)[:, 0])
         assert self.answers is not None  # `align` refuses pairs without
         answers = to_device(self.answers[rows], logits.device)
         if answers.ndim == 1:

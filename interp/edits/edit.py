@@ -18,12 +18,14 @@ from hooks.shared import (
     Index,
     Rows,
     Selection,
+    call_number,
     piece_read,
     real_columns,
     to_device,
     unknown_name,
 )
 from interp.edits.places import Region, Where, axes_of, first_column, locate
+from interp.protocol import is_of_text
 
 
 @runtime_checkable
@@ -49,6 +51,9 @@ Axes = tuple[str, ...]
 AXES = ("batch", "pos", "query", "key", "head", "kv_head", "d_head", "d_model", "d_mlp", "vocab")
 """The axes that points usually have."""
 
+CALL = "call"
+"""What `where` calls the number of a call, for a module that runs many times; no axis of a value."""
+
 
 @dataclass(frozen=True, eq=False)
 class Source:
@@ -70,10 +75,10 @@ class Source:
                 f"values must be a tensor, a cache or a direction; got {self.values!r} (torch.tensor makes one number a tensor)"
             )
 
-    @property
-    def mask(self) -> Tensor | None:
-        """A mask of the real columns of a cached run, [batch, pos], on the CPU; None if all are, or nobody knows."""
-        mask = self.values.real() if isinstance(self.values, ActivationCache) else None
+    def mask(self, name: str) -> Tensor | None:
+        """A mask of a cached value's real columns, [batch, pos], on the CPU; None if all are, or nobody knows."""
+        values = self.values
+        mask = values.real(name=name) if isinstance(values, ActivationCache) else None
         return None if mask is None else mask.cpu()
 
     def real(self, batch: int, n_pos: int, point: Point) -> Rows | None:
@@ -91,7 +96,7 @@ class Source:
                     f"got {self.columns!r} at {point} (a cache knows its own)"
                 )
             return None
-        mask = self.mask
+        mask = self.mask(point.name)
         fits = mask is not None and mask.shape[1] == n_pos and len(mask) in (1, batch)
         rows = real_columns(mask) if mask is not None and fits else None
         return rows and [*rows] * (batch // len(rows))
@@ -184,7 +189,7 @@ class Edit:
             TypeError: if an index has no form that a `Selection` takes.
         """
         for axis in where:
-            if axis not in AXES and difflib.get_close_matches(axis, AXES, cutoff=0.8):
+            if axis not in (*AXES, CALL) and difflib.get_close_matches(axis, AXES, cutoff=0.8):
                 raise unknown_name(axis, AXES, "axis")
         if again := [axis for axis in where if axis in self.where]:
             raise ValueError(f"{self!r} already selects along {again[0]}; got {where[again[0]]!r}")
@@ -203,11 +208,27 @@ class Edit:
             EditError: if a column is outside the text.
         """
         self._require_fit(point)
+        if CALL in self.where or not is_of_text(point.name):
+            return 0
         return first_column(self.where, point, n_pos)
 
     def _require_fit(self, point: Point) -> None:
         if self.only_at and point.name.rpartition(".")[2] != self.only_at:
             raise EditError(f"{self!r} must be at a point named {self.only_at}; got {point}")
+
+    def _is_at_call(self, point: Point) -> bool:
+        """Whether the value is of a selected call.
+
+        Raises:
+            EditError: if nobody counts the calls, or they are counted from the last one, which is not known before the end.
+        """
+        selected, number = self.where[CALL], call_number()
+        if number is None or selected.counts_back:
+            what = "calls are counted from 0" if number is not None else "nobody counts calls here"
+            raise EditError(
+                f"call= needs a run of the whole model, and numbers from 0; {what}, at {point}"
+            )
+        return number in selected.rows(number + 1, CALL, whole=False)[0]
 
     def __call__(self, activation: Shaped[Tensor, "..."], point: Point) -> Shaped[Tensor, "..."]:
         """`activation` itself, after the change.
@@ -217,8 +238,11 @@ class Edit:
             EditError: if an index or a source does not fit.
         """
         self._require_fit(point)
+        if CALL in self.where and not self._is_at_call(point):
+            return activation
+        where = {axis: at for axis, at in self.where.items() if axis != CALL}
         axes = axes_of(point, activation.ndim)
-        left = [axis for axis in axes if axis not in self.where or not self.where[axis].is_one]
+        left = [axis for axis in axes if axis not in where or not where[axis].is_one]
         value, source_axes, columns, n_columns, real = activation, axes, None, 0, None
         if self.source is not None:
             value, source_axes = self.source.at(
@@ -229,7 +253,7 @@ class Edit:
             ]
             columns, n_columns = self.source.columns, max(n_source, default=1)
             real = self.source.real(activation.shape[0], n_columns, point)
-        place = locate(activation, point, self.where, columns, n_columns, real)
+        place = locate(activation, point, where, columns, n_columns, real)
         if place is None:
             return activation
         region = activation[place.box]

@@ -13,7 +13,7 @@ from interp.edits import Edit
 from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs, pairs_for
 from interp.inputs.texts import Text
 from interp.measuring import Metric
-from interp.protocol import runner_of
+from interp.protocol import is_of_text, runner_of
 from interp.results.result import Result
 from interp.runs.sites import (
     Choice,
@@ -146,5 +146,5 @@ def _swept(
         values=swept.values.view(*map(len, places.values()), -1),
         axes=(*places, "example"),
         labels=labels,
-        words=worded(model, labels, *texts),
+        words=worded(model, labels, *texts) if all(map(is_of_text, names.values())) else {},
     )

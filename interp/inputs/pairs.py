@@ -19,8 +19,16 @@ from interp.inputs.spans import (
     check_counts,
     positions_of_spans,
 )
-from interp.inputs.texts import Text, Texts, each_row, each_text, is_worded, writer_of
-from interp.inputs.token_positions import check_tokens, last_real, real_of, short
+from interp.inputs.texts import (
+    Text,
+    Texts,
+    each_row,
+    each_text,
+    is_worded,
+    require_rows,
+    writer_of,
+)
+from interp.inputs.token_positions import check_tokens, is_batch, last_real, real_of, short
 from interp.inputs.wording import tokens_of_pairs
 from interp.measuring import Metric, Writer, evaluate, in_words, last_of, metric_for
 from interp.metrics import accuracy, log_prob, logit_diff
@@ -49,7 +57,8 @@ class Pairs(pictures.Shown):
     the model's tokenizer, or `read_by(model)` does.
 
     Args:
-        clean: the texts, [batch, pos] or in any form that `model.to_tokens` takes.
+        clean: the texts, [batch, pos] or in any form that `model.to_tokens` takes; or images or sounds [batch, ...], for a model
+            that reads these first.
         corrupted: other texts. None where no analysis needs them, because values come from an edit or a source.
         answers: the right token of each clean text, or the right and the wrong one, as a tensor; or a token, or a
             tuple (right, wrong), for all texts, or a list of these. An answer that is a word of the text is that
@@ -62,7 +71,8 @@ class Pairs(pictures.Shown):
             wrong answers, or the log-probability of the right ones.
         corrupted_mask, corrupted_spans: the same for the corrupted texts; by default as in the clean ones.
         arguments: other arguments of the model by name, such as `position_ids` or `query_key_mask`. Tensors with a
-            row for each text go with the texts.
+            row for each text go with the texts. Where a model reads the images of all texts in a row, give a list with a
+            tensor for each text.
         corrupted_arguments: the same for the corrupted texts; by default as for the clean ones.
         last_only: keep only the last position of each span. Otherwise a span has as many positions in
             the clean text as in the corrupted one.
@@ -113,10 +123,10 @@ class Pairs(pictures.Shown):
         self._metric, self.solved_of = metric, None
         # Gives the text of tokens, once a model has read the pairs.
         self._write: Writer | None = None
-        if isinstance(clean, Tensor) and clean.ndim == 2 and not is_worded(answers):
+        if is_batch(clean) and not is_worded(answers):
             inputs["answers"] = as_answers(answers, clean)
         texts = [inputs[name] for name in ("clean", "corrupted", "answers")]
-        is_read = isinstance(clean, Tensor) and clean.ndim == 2
+        is_read = is_batch(clean)
         is_read &= all(isinstance(text, Tensor | None) for text in texts)
         self._unread = None if is_read else inputs
         if self._unread is None:
@@ -144,7 +154,7 @@ class Pairs(pictures.Shown):
         self.arguments, self.corrupted_arguments = dict(arguments or {}), dict(others or {})
         if "attention_mask" in {*self.arguments, *self.corrupted_arguments}:
             raise ValueError("arguments must not hold attention_mask, which is an argument itself")
-        real = real_of(attention_mask, clean.shape)
+        real = real_of(attention_mask, clean.shape[:2])
         self.attention_mask = None if attention_mask is None else real
         positions = positions_of_spans(spans or {}, real, "clean", last_only)
         self.spans = {name: as_tensor(rows, clean) for name, rows in positions.items()}
@@ -153,7 +163,7 @@ class Pairs(pictures.Shown):
             return
         if corrupted_mask is None:
             corrupted_mask = _mask_of_both(attention_mask, clean, corrupted)
-        other = real_of(corrupted_mask, corrupted.shape, "corrupted_mask")
+        other = real_of(corrupted_mask, corrupted.shape[:2], "corrupted_mask")
         self.corrupted_mask = None if corrupted_mask is None else other
         _require_aligned(clean, corrupted, real, other, spans)
         named = spans if corrupted_spans is None else corrupted_spans
@@ -253,13 +263,12 @@ class Pairs(pictures.Shown):
             metric = accuracy(right)
         metric = self.metric if metric is None else metric_for(model, metric)
         runner_of(model)  # refuses dropout
-        last = last_of(metric, self.attention_mask)
+        last = last_of(metric, self.text.of_logits.mask)
         logits, n_rows = [], max(1, _TOKENS_AT_ONCE // self.clean.shape[1])
         for start in range(0, len(self), n_rows):
             text = self.text.rows(slice(start, start + n_rows))
-            logits.append(
-                last_real(logits_of(model(text.tokens, **text.arguments(model))), last, text.mask)
-            )
+            output = model(text.tokens, **text.arguments(model))
+            logits.append(last_real(logits_of(output), last, text.of_logits.mask))
         values = evaluate(metric, torch.cat(logits), len(self))
         if not (values > 0).any():
             raise ValueError(
@@ -292,6 +301,8 @@ class Pairs(pictures.Shown):
 
     def view(self) -> pictures.View:
         """The first texts, with a mark at the tokens that differ."""
+        if self._unread is None and self.clean.ndim > 2:
+            return pictures.View(repr(self), [])
         if self._unread is None:
             return objects.pairs(self, self._write or (lambda tokens: [*map(str, tokens)]))
         given = ((name, self._unread[name]) for name in ("clean", "corrupted", "answers", "spans"))
@@ -307,6 +318,8 @@ class Pairs(pictures.Shown):
         """Some of the pairs: an index, a slice, a list, or a tensor of indices or booleans."""
         at = index.cpu() if isinstance(index, Tensor) else index
         rows = torch.arange(len(self))[at].view(-1)
+        for arguments in (self.arguments, self.corrupted_arguments):
+            require_rows(arguments, len(self))
         return self._mapped(lambda value: value[rows.to(value.device)])
 
     def to(self, device: torch.device | str) -> "Pairs":

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hooks import ActivationCache
 from hooks.shared import Index, Selection, encoded, to_device
-from interp.inputs.token_positions import real_of
+from interp.inputs.token_positions import is_batch, real_of
 from interp.protocol import of
 
 
@@ -31,10 +31,11 @@ class Text(NamedTuple):
     """The texts of one run.
 
     Attributes:
-        tokens: [batch, pos].
+        tokens: [batch, pos]; or images or sounds [batch, ...], for a model that reads these.
         mask: True or 1 at real tokens [batch, pos]; None if all are.
         spans: positions [batch, n] by name.
-        more: other arguments of the model by name. Tensors with a row for each text go with the texts.
+        more: other arguments of the model by name. Tensors with a row for each text go with the texts, and so do lists of
+            tensors, one for each text, which the model gets joined.
     """
 
     tokens: Tensor
@@ -45,7 +46,24 @@ class Text(NamedTuple):
     @property
     def kwargs(self) -> dict[str, Any]:
         """The model's arguments besides the tokens."""
-        return {**self.more} if self.mask is None else {"attention_mask": self.mask, **self.more}
+        more = {
+            name: torch.cat(value) if _is_listed(value, len(self.tokens)) else value
+            for name, value in self.more.items()
+        }
+        return more if self.mask is None else {"attention_mask": self.mask, **more}
+
+    @property
+    def of_logits(self) -> "Text":
+        """The texts whose positions logits have: those of a decoder, where an encoder reads the others."""
+        decoded = self.more.get("decoder_input_ids")
+        if not isinstance(decoded, Tensor):
+            return self
+        return Text(decoded, self.more.get("decoder_attention_mask"))
+
+    @property
+    def goes_by_rows(self) -> bool:
+        """Whether the texts can be divided and repeated: all arguments have rows for them, or are of none."""
+        return not [*_without_rows(self.more, len(self.tokens))]
 
     def arguments(self, model: nn.Module) -> dict[str, Any]:
         """`kwargs` and, where the model does not count positions from the mask itself, the positions."""
@@ -56,7 +74,7 @@ class Text(NamedTuple):
     @property
     def real(self) -> Bool[Tensor, "batch pos"]:
         """True at real tokens, on the tokens' device."""
-        return real_of(self.mask, self.tokens.shape).to(self.tokens.device)
+        return real_of(self.mask, self.tokens.shape[:2]).to(self.tokens.device)
 
     def at(self, pos: Index | None) -> Bool[Tensor, "batch pos"]:
         """True at the real tokens that are selected, counted in each text; None selects all of them.
@@ -77,11 +95,21 @@ class Text(NamedTuple):
         return [row[real].tolist() for row, real in zip(self.tokens, self.real, strict=True)]
 
     def rows(self, rows: slice | Tensor) -> "Text":
-        """Some of the texts, without spans."""
+        """Some of the texts, without spans.
+
+        Raises:
+            ValueError: if an argument has no rows for them.
+        """
+        if isinstance(rows, slice) and len(range(len(self.tokens))[rows]) == len(self.tokens):
+            return self._replace(spans={})
+        require_rows(self.more, len(self.tokens))
         return self._mapped(lambda value: value[rows])
 
     def repeated(self, n: int) -> "Text":
-        """`n` copies of the texts in sequence, without spans."""
+        """`n` copies of the texts in sequence, without spans; see `rows` for errors."""
+        if n == 1:
+            return self._replace(spans={})
+        require_rows(self.more, len(self.tokens))
         return self._mapped(lambda value: value.repeat(n, *[1] * (value.ndim - 1)))
 
     def _mapped(self, change: Callable[[Tensor], Tensor]) -> "Text":
@@ -105,11 +133,42 @@ def places_inside(pos: Index, n: int) -> list[int]:
 def each_row(
     arguments: Mapping[str, Any], batch: int, change: Callable[[Tensor], Tensor]
 ) -> dict[str, Any]:
-    """Arguments of a model, of which tensors with a row for each of `batch` texts are changed."""
-    return {
-        name: change(value) if isinstance(value, Tensor) and len(value) == batch else value
-        for name, value in arguments.items()
-    }
+    """Arguments of a model, of which those with a row, or a tensor, for each of `batch` texts are changed."""
+    changed = dict(arguments)
+    for name, value in arguments.items():
+        if isinstance(value, Tensor) and value.ndim and len(value) == batch:
+            changed[name] = change(value)
+        elif _is_listed(value, batch):
+            changed[name] = [value[row] for row in change(torch.arange(batch)).tolist()]
+    return changed
+
+
+def require_rows(arguments: Mapping[str, Any], batch: int) -> None:
+    """Refuses to divide or repeat texts with an argument that has numbers for all of them together.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    for name in _without_rows(arguments, batch):
+        rows = len(arguments[name])
+        raise ValueError(
+            f"{name} must have a row for each text where texts are divided or repeated; got {rows} for {batch} texts "
+            "(a list with a tensor for each text is joined when the model runs)"
+        )
+
+
+def _without_rows(arguments: Mapping[str, Any], batch: int) -> Iterator[str]:
+    """The names of arguments of floating-point numbers with several rows, but not one for each text."""
+    for name, value in arguments.items():
+        is_numbers = isinstance(value, Tensor) and value.ndim > 1 and value.is_floating_point()
+        if is_numbers and len(value) not in (1, batch):
+            yield name
+
+
+def _is_listed(value: Any, batch: int) -> bool:
+    """Whether a value is a list with a tensor for each text."""
+    is_list = isinstance(value, list) and len(value) == batch
+    return is_list and all(isinstance(part, Tensor) for part in value)
 
 
 def are_aligned(one: Text, other: Text) -> bool:
@@ -146,7 +205,7 @@ def text_for(model: nn.Module, texts: Texts, attention_mask: Tensor | None = Non
         ValueError: as for `model.to_tokens`, or if other texts come beside a mask.
         TypeError: if the model reads tensors only.
     """
-    if isinstance(texts, Tensor) and texts.ndim == 2:
+    if is_batch(texts):
         return Text(texts, attention_mask)
     if attention_mask is not None:
         raise ValueError("attention_mask= needs tokens [batch, pos]; other texts have their own")
@@ -277,7 +336,7 @@ def writer_of(model: nn.Module) -> Callable[[Any], Any] | None:
 
 def words_of(model: nn.Module, *texts: Text) -> list[str] | None:
     """The text of each column. Where texts differ there are two, as in "Mary|John", or none; None without a tokenizer."""
-    if (written := writer_of(model)) is None:
+    if (written := writer_of(model)) is None or any(text.tokens.ndim > 2 for text in texts):
         return None
     columns: list[dict[int, None]] = [{} for _ in range(texts[0].tokens.shape[1])]
     for text in texts:

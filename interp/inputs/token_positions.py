@@ -1,7 +1,7 @@
 """Reading of a batch of texts: which tokens, at which columns, in which precision; not padding."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -36,16 +36,23 @@ def real_of(
 
 
 def check_tokens(tokens: Any, what: str = "tokens") -> None:
-    """Refuses what is no batch of texts.
+    """Refuses what is no batch of texts, or of images or sounds.
 
     Raises:
-        ValueError: if it is no tensor [batch, pos].
+        ValueError: if it is no tensor [batch, pos], or of other numbers than tokens.
     """
-    if not isinstance(tokens, Tensor) or tokens.ndim != 2:
+    if not is_batch(tokens):
         got = list(tokens.shape) if isinstance(tokens, Tensor) else f"a {type(tokens).__name__}"
         raise ValueError(
             f"{what} must be a tensor [batch, pos]; got {got}: one text is torch.as_tensor(text)[None]"
         )
+
+
+def is_batch(inputs: Any) -> TypeGuard[Tensor]:
+    """Whether inputs are a tensor with a row for each text: tokens [batch, pos], or images or sounds [batch, ...]."""
+    if not isinstance(inputs, Tensor):
+        return False
+    return inputs.ndim == 2 or (inputs.ndim > 2 and inputs.is_floating_point())
 
 
 def columns_of_last(
@@ -73,11 +80,13 @@ def columns_of_last(
 def last_real(
     logits: Float[Tensor, "batch pos vocab"], last: int, attention_mask: Mask | None = None
 ) -> Float[Tensor, "batch _last vocab"]:
-    """Logits at the last real positions; at all columns if `last` is 0.
+    """Logits at the last real positions; at all columns if `last` is 0. A classifier has one position for all of a text.
 
     Raises:
         ValueError: as for `columns_of_last`.
     """
+    if attention_mask is not None and logits.shape[1] == 1 < attention_mask.shape[1]:
+        attention_mask = None
     if not last:
         return logits
     columns = columns_of_last(last, logits.shape[1], len(logits), attention_mask)

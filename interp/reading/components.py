@@ -118,9 +118,22 @@ class ResidualComponents:
 
         yield self._inputs(at)
         for layer in self.graph.layers[:before]:
+            yield from self._between(layer.n)
             yield from layer.attention_writers(at)
             is_mixture = experts and f"blocks.{layer.n}.mlp.experts" in self._points
             yield from self._experts(layer) if is_mixture else layer.mlp_writers(at, neurons)
+        yield from self._between(before or 0)
+
+    def _between(self, n: int) -> Iterator[Writers]:
+        """What is added before block `n` by no part of a block, as features of images are (DeepStack)."""
+        names = f"blocks.{n - 1}.resid_post", f"blocks.{n}.resid_pre"
+        if all(name in self._cache for name in names):
+            left, entering = map(self.at, names)
+            left = to_device(left, entering.device)
+            if not torch.equal(left, entering):
+                added = entering - left
+                if not is_rounding(entering, entering - added, self.dtype).all():
+                    yield Writers([f"input{n}"], added[:, :, None])
 
     def _experts(self, layer: Layer) -> Iterator[Writers]:
         """Yield the experts of a block, each with its weight, and the shared one.

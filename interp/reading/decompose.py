@@ -70,7 +70,8 @@ def decompose(
 
     The names are those of `interp.graph`: `embed`, `pos_embed`, a head `a0.h1`, an MLP with its biases
     `m0`, and `a0.bias`, what attention added beside its heads. Where an image, or an edit,
-    replaces the embeddings, `input` is the stream that enters the first block. Parts that were normed together are
+    replaces the embeddings, `input` is the stream that enters the first block, and `input2` what is added before block 2 by
+    no part of a block. Parts that were normed together are
     divided by the norm's scale in the run. They add up to the stream up to rounding, 1e-5 of its largest
     value in float32. In half precision the stream is rounded after each addition: a few percent. At padding
     they are NaN.

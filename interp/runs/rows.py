@@ -1,5 +1,6 @@
 """Edited runs of one batch as rows of larger batches."""
 
+from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks import EditedPoint, HookError, Point, start_of_piece
+from hooks import EditedPoint, HookError, Point
 from hooks.shared import (
     NEVER_FIRED,
     Edits,
@@ -17,6 +18,7 @@ from hooks.shared import (
     Session,
     first_tensor,
     peak_bytes,
+    piece_read,
     reading,
     require_fired,
     to_device,
@@ -79,9 +81,10 @@ class Batch:
         check_tokens(text.tokens)
         self.text, self.tokens = text, text.tokens
         self._pieces = dict[int | None, Piece]()
-        size, n_pos = text.tokens.shape
-        last = last_of(metric, text.mask)
-        self.columns = columns_of_last(last, n_pos, size, text.mask) if last else None
+        size, n_pos = text.of_logits.tokens.shape[:2]
+        mask = text.of_logits.mask
+        last = last_of(metric, mask)
+        self.columns = columns_of_last(last, n_pos, size, mask) if last else None
         self.metric = metric
         self.axes: dict[nn.Module, int | None] = {}
 
@@ -101,7 +104,7 @@ class Batch:
         self, values: Float[Tensor, "rows pos d"], start: int = 0
     ) -> Float[Tensor, "rows _read d"]:
         """The positions that the metric reads, from copies of the batch from column `start` on."""
-        if self.columns is None:
+        if self.columns is None or values.shape[1] == 1:  # a classifier's
             return values
         columns = to_device(self.columns - start, values.device)
         columns = columns.repeat(len(values) // len(columns), 1)[..., None]
@@ -129,28 +132,33 @@ def stacked(jobs: Sequence[Job], batch: Batch, inside: Container[nn.Module] | No
         for edited in job.edits:
             if inside is None or edited.point.module in inside:
                 places.setdefault(edited.point.module, []).append((n, job, edited))
-    edit = partial(_edit_rows, len(jobs), batch)
+    edit = partial(_edit_rows, len(jobs), batch, Counter())
     return [(module, partial(edit, module_places)) for module, module_places in places.items()]
 
 
 def _edit_rows(
-    copies: int, batch: Batch, places: list[tuple[int, Job, EditedPoint]], output: Any
+    copies: int,
+    batch: Batch,
+    calls: Counter[str],
+    places: list[tuple[int, Job, EditedPoint]],
+    output: Any,
 ) -> Any:
     point, value = places[0][2].point, first_tensor(output, places[0][2].point)
+    call, calls[point.name] = calls[point.name], calls[point.name] + 1
     if copies == 1:  # which axis is the batch does not matter
         [(_, job, edited)] = places
         job.fired.add(edited.point.name)
-        return with_first_tensor(output, edited.apply(value))
+        return with_first_tensor(output, edited.apply(value, call))
     at, size = batch.axes[point.module], len(batch.tokens)
     # Only what grew with the number of copies has their rows: another axis may be of that size by chance.
     if at is None or value.shape[at : at + 1] != (copies * size,):
         raise NoRowsError(f"{point} must have a row for each text")
     value = value.clone()
     # Each edit is given the rows of one batch.
-    with batch.reading(start_of_piece()):
+    with reading(piece_read().first(size)):
         for n, job, edited in places:
             rows = value.narrow(at, n * size, size)
-            rows.copy_(edited.apply(rows))
+            rows.copy_(edited.apply(rows, call))
             job.fired.add(edited.point.name)
     return with_first_tensor(output, value)
 
@@ -184,7 +192,7 @@ class WholeRuns:
         self.forwards = float(len(jobs))
         self._uncached = dict(getattr(of(model), "uncached", {}))
         self._at_once = 1
-        if max_bytes is not None:
+        if max_bytes is not None and batch.text.goes_by_rows:
             modules = dict.fromkeys(edited.point.module for job in jobs for edited in job.edits)
             with acting([(module, copied) for module in modules]):
                 _, memory = peak_bytes(self._measure_base)

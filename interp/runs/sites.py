@@ -9,13 +9,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks import ActivationCache, HookedRunner
+from hooks import ActivationCache, HookedRunner, UnknownNameError
 from hooks.shared import layer_of, names_by_layer, unknown_point, without_gradients
 from interp.edits import Edit
 from interp.inputs.pairs import Pairs, PatchingDirection, pairs_for
 from interp.inputs.texts import Text, are_aligned, words_of
 from interp.measuring import Metric, measure
-from interp.protocol import logits_of, require_points
+from interp.protocol import is_of_text, logits_of, require_points
 from interp.results.result import Result
 
 SELECTS = {
@@ -27,6 +27,7 @@ SELECTS = {
     "expert": ("expert",),
     "query": ("query",),
     "key": ("key",),
+    "encoder_pos": ("encoder_pos",),
 }
 """The axes of a result besides `layer`, each with the axes of a point that it may be."""
 PatchPlace = tuple[int | str, dict[str, Any]]
@@ -65,11 +66,15 @@ def named(runner: HookedRunner, choice: Choice) -> dict[int, str]:
                 f"layers must be None for {choice.site!r}, which has none; got {choice.layers}"
             )
         return {0: choice.site}
-    if not any(f".{name}".endswith(f".{choice.site}") for name in points):
+    try:
+        by_layer = names_by_layer(choice.site, points)
+    except UnknownNameError as error:
+        if "ambiguous" in str(error):
+            raise
         require_points(runner)
         in_layers = (name.partition(f".{layer_of(name)}.")[2] or name for name in points)
-        raise unknown_point(choice.site, dict.fromkeys(in_layers), "site")
-    return _some("layers", names_by_layer(choice.site, points), choice.layers)
+        raise unknown_point(choice.site, dict.fromkeys(in_layers), "site") from None
+    return _some("layers", by_layer, choice.layers)
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +107,8 @@ class TwoRuns:
     ) -> Result:
         """Effects with labels for each axis, the metric of the run to be edited, and more facts."""
         axes, unit = (*labels, "example"), getattr(self.metric, "unit", "")
-        words = worded(self.runner.model, labels, self.edited, self.source)
+        is_text = all(map(is_of_text, self.cache))
+        words = worded(self.runner.model, labels, self.edited, self.source) if is_text else {}
         facts = {**self.about, **about}
         return Result(values, axes, base, self.target, labels, unit, facts, words=words)
 
@@ -132,7 +138,7 @@ def two_runs(
     output, cache = runner.run_with_cache(
         source.tokens, names=[*names], **source.arguments(runner.model)
     )
-    target = measure(metric, logits_of(output), source.mask)
+    target = measure(metric, logits_of(output), source.of_logits.mask)
     about = {"metric": repr(metric), "direction": direction, "texts": pairs.digests()}
     return TwoRuns(runner, edited, source, metric, cache, target, about)
 

@@ -134,16 +134,20 @@ def _measured(
     model: nn.Module, batch: Batch, edits: Sequence[Hooks], max_bytes: int, rerun: bool
 ) -> tuple[Float[Tensor, " batch"], Float[Tensor, "edit batch"]]:
     """The metric of the unedited run, and of each edited one."""
-    runner, (size, n_pos) = runner_of(model), batch.tokens.shape
+    runner, (size, n_pos) = runner_of(model), batch.tokens.shape[:2]
     jobs = [Job(index, runner.edits(hooks)) for index, hooks in enumerate(edits)]
     for job in jobs:
-        job.pos = min((_first(edited, n_pos) for edited in job.edits), default=0)
+        if batch.tokens.ndim == 2:  # images and sounds have positions of their own
+            job.pos = min((_first(edited, n_pos) for edited in job.edits), default=0)
     # Hooks that act already may depend on which rows are which, as scales of quantised values do.
     alone = rerun or is_listened_to(model, parts=False) or any(map(_mixes_rows, model.modules()))
     unedited = Unedited(runner, batch, jobs)
     base = evaluate(batch.metric, unedited.logits, size)
     runs: Resumed | WholeRuns
-    if alone or not unedited.is_resumable():
+    counts_calls = any(
+        "call" in getattr(h, "where", ()) for j in jobs for e in j.edits for h in e.hooks
+    )
+    if alone or counts_calls or not unedited.is_resumable():
         runs = WholeRuns(model, batch, jobs, None if alone else max_bytes)
     else:
         if not all(getattr(context, "is_causal", True) for context in unedited.contexts):

@@ -1,5 +1,6 @@
 """The unedited run of a sweep: values that edited runs share with it, and whether they can begin inside it."""
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -48,6 +49,7 @@ class Unedited:
         self._kept = 2 if any(job.pos for job in jobs) else 0
         self._stage = -1.0
         self._by_rows = True
+        self._fired = Counter[str]()
         self._calls: list[tuple[Any, ...]] = []
         self._outputs: list[Any] = []
         self.language: Any = of(runner.model)
@@ -74,6 +76,7 @@ class Unedited:
 
     def _try(self, module: nn.Module, edits: list[EditedPoint], output: Any) -> None:
         point, value = edits[0].point, first_tensor(output, edits[0].point)
+        call, self._fired[point.name] = self._fired[point.name], self._fired[point.name] + 1
         self.batch.note(point, value)
         self.stages.setdefault(module, set()).add(self._stage)
         # Before and after the blocks each edited run is computed alone.
@@ -82,7 +85,7 @@ class Unedited:
         for edited in edits:
             # Functions may have a state, and must not run once more.
             if all(isinstance(hook, Edit) for hook in edited.hooks):
-                edited.apply(value)
+                edited.apply(value, call)
 
     def _enter(self, layer: int, args: Any, kwargs: Any) -> None:
         self._stage = layer

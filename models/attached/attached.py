@@ -1,6 +1,5 @@
 """attach: puts hook points into a model of `transformers`, and takes them out again."""
 
-import inspect
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -27,13 +26,15 @@ from models.attached.configs import (
     own_configs,
     text_config,
 )
-from models.attached.forward import Forward, Generate
-from models.attached.language import AttachedLanguage
-from models.attached.layout import BlockLayout, block_calls, layout_of
+from models.attached.example import Example, example_of, is_encoder_decoder, is_text, parameters_of
+from models.attached.forward import Forward, Generate, StackForward
+from models.attached.language import AttachedLanguage, AttachedTexts
+from models.attached.layout import Roles, layout_of
 from models.attached.missing import missing
 from models.attached.points import TOP, Blocks, Wiring
-from models.attached.probe import Call, ProbeRun, Watching, probed
+from models.attached.probe import ProbeRun, Watching, probed
 from models.attached.promises import Checks, logits_alone
+from models.attached.stacks import OwnPart, Stack, Tower, features, named, stacks_in
 from models.attached.sums import is_same
 from models.attached.wiring import restore_methods
 from models.text.texts import ReadsText
@@ -51,33 +52,51 @@ class Attached(ReadsText):
     Attributes:
         model: the model.
         left_out: the usual points that the model, or some block, does not have, by the last parts of their names, and why.
+            Those of an encoder, a decoder or a tower begin with its name.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, examples: Sequence[Example], roles: Roles) -> None:
         self.model: Any = model
         self.left_out: dict[str, str] = {}
-        self._wiring = Wiring(model)
-        with Watching() as watching:
-            reference = logits_alone(model)
-        if reference.is_meta or reference.isnan().any():
+        references, functions = [], []
+        for example in examples:
+            with Watching() as watching:
+                references.append(logits_alone(model, example))
+            functions.append(watching.functions)
+        if references[0].is_meta or references[0].isnan().any():
             raise ValueError(f"logits must be numbers; got NaN or none from {type(model).__name__}")
         self._configs = own_configs(model)
         self._runs = base_of(model)
         self._forward = Forward(self._runs)
         try:
-            probe = self._probed(reference, watching.functions)
-            chain = block_calls(probe, model)
+            probes = [
+                self._probed(*each, is_second=n > 0)
+                for n, each in enumerate(zip(examples, references, functions, strict=True))
+            ]
+            stacks = self._stacks(probes, examples, roles)
             self._runs.forward = self._forward
             if hasattr(self._runs, "generate"):
                 self._runs.generate = Generate(self._runs)
-            layouts = [layout_of(call, probe, text_config(model)) for call in chain]
-            self._put_points(probe, chain, layouts)
-            language = AttachedLanguage(model, probe, chain, layouts)
-            vars(model).update(language_parts=language, prepare_inputs=language.prepare_inputs)
-            self._forward.prepare = language.with_positions
-            self._join_shards()
-            Checks(model, self._wiring, self.left_out)(layouts, reference)
-            self.left_out |= missing(model, layouts, self.left_out)
+            self._put_points(stacks)
+            if len(probes) > 1 and stacks[0].name == "":
+                self._put_features(probes[1], stacks[0], stacks[1:])
+            for module in model.modules():
+                if isinstance(module, HookPoint | HookPoints | Blocks | Tower):
+                    module.train(model.training)
+            texts = AttachedTexts(model)
+            if not stacks[0].name and is_text(stacks[0].example, stacks[0].chain[0].inputs[0]):
+                texts = AttachedLanguage(model, stacks[0])
+                self._forward.prepare = texts.with_positions
+            else:
+                self._forward.prepare = texts.prepare_inputs
+            vars(model).update(language_parts=texts, prepare_inputs=texts.prepare_inputs)
+            self._join_shards(examples[0])
+            for stack in stacks:
+                reference = references[examples.index(stack.example)]
+                Checks(model, self._wirings[stack.name], stack)(reference)
+                found = missing(model, stack.layouts, stack.left_out, stack.prefix)
+                for name, why in (stack.left_out | found).items():
+                    self.left_out[stack.prefix + name] = why
         except BaseException:
             self.remove()
             raise
@@ -101,7 +120,7 @@ class Attached(ReadsText):
         self._language._tokenizer = tokenizer
 
     @property
-    def _language(self) -> AttachedLanguage:
+    def _language(self) -> AttachedTexts:
         if (language := carried(self.model, "language_parts")) is None:
             raise ValueError("the model must be attached to read texts; its points were removed")
         return language
@@ -124,43 +143,97 @@ class Attached(ReadsText):
             module.config = config
         self._configs = {}
 
-    def _probed(self, reference: Tensor, functions: list[str]) -> ProbeRun:
+    def _probed(
+        self, example: Example, reference: Tensor, functions: list[str], is_second: bool
+    ) -> ProbeRun:
         """A probe whose logits, and functions that compute attention, are those of the model before."""
-        probe = probed(self.model)
+        run = partial(example.run, self.model)
+        # Of the text, attention is seen in one way or the other; towers may have another than the text.
+        probe = probed(self.model, run, watch=is_second)
         is_same_code = probe.functions == functions and is_same(probe.logits, reference.cpu())
-        if not (probe.attention and is_same_code):
+        if not (probe.attention and is_same_code) and not is_second:
             self._restore_configs()
-            probe = probed(self.model, watch=True)
-        if not probe.attention:
-            what = "has no attention, or computes it in a way that is not recognised"
-            self.left_out["attn"] = f"{type(self.model).__name__} {what}"
+            probe = probed(self.model, run, watch=True)
         return probe
 
-    def _put_points(
-        self, probe: ProbeRun, chain: Sequence[Call], layouts: Sequence[BlockLayout]
-    ) -> None:
-        """Puts points where the layouts say, and notes which ones cannot be there."""
-        model = self.model
-        self._forward.embedded = self._wiring.embeddings(probe, chain[0])
-        model.blocks = Blocks(map(self._wiring.block, layouts))
-        self._wiring.final_norm(probe, chain[-1])
-        self._forward.places = self._wiring.places()
-        for layout in layouts:
-            self.left_out |= layout.experts.missing if layout.experts else {}
-        if any(weight.is_meta for weight in model.parameters()):
-            self.left_out["scale"] = "some norms' weights are kept elsewhere until they run"
-        for name in TOP:
-            if hasattr(model, name):
-                getattr(model, name).train(model.training)
-        for points in model.modules():
-            if isinstance(points, AttentionPoints):
-                points.is_lent = points.module in probe.sharing
-        names = {kernel_name(config) for config, _ in self._configs.values()}
-        if odd := [*names - {"eager", "sdpa"}]:
-            why = f"attn_implementation must be 'eager' or 'sdpa' for these; got {odd[0]!r}"
-            self.left_out["scores"] = self.left_out["pattern"] = why
+    def _stacks(
+        self, probes: Sequence[ProbeRun], examples: Sequence[Example], roles: Roles
+    ) -> list[Stack]:
+        """The stacks of all runs: that of the text, if there is one, first."""
+        model, stacks = self.model, list[Stack]()
+        for probe, example in zip(probes, examples, strict=True):
+            known = {call.module for stack in stacks for call in stack.chain}
+            those = stacks_in(probe, model, roles.blocks)
+            new = [stack for stack in those if stack[0][0].module not in known]
+            # Towers do not run on tokens alone.
+            new = new[:1] if example.is_text and not is_encoder_decoder(model) else new
+            stacks += named(new, model, example, has_text=bool(stacks))
+        stacks.sort(key=lambda stack: stack.name != "")
+        for stack in stacks:
+            if taken := [n for n in TOP if hasattr(getattr(model, stack.name, None) or model, n)]:
+                raise ValueError(
+                    f"{', '.join(TOP)} must be free for points; the model has {taken[0]}"
+                )
+            stack.layouts = [
+                layout_of(call, stack.probe, roles, text_config(model)) for call in stack.chain
+            ]
+            inside = {module for call in stack.chain for module in call.module.modules()}
+            times = max((stack.probe.attention[module] for module in inside), default=0)
+            if times > 1:
+                why = f"attention ran {times} times: give an example with one image or sound"
+                stack.left_out["attn"] = why
+            elif not stack.probe.attention:
+                what = "has no attention, or computes it in a way that is not recognised"
+                stack.left_out["attn"] = f"{type(model).__name__} {what}"
+        return stacks
 
-    def _join_shards(self) -> None:
+    def _put_points(self, stacks: Sequence[Stack]) -> None:
+        """Puts points where the layouts say, and notes which ones cannot be there."""
+        model, self._wirings = self.model, dict[str, Wiring]()
+        for name in ("get_encoder", "get_decoder") if stacks[0].name == "encoder" else ():
+            setattr(model, name, OwnPart(model, name))
+        odd = [*{kernel_name(config) for config, _ in self._configs.values()} - {"eager", "sdpa"}]
+        for stack in stacks:
+            root, owner = stack.root(self._runs), stack.owner(model)
+            wiring = self._wirings[stack.name] = Wiring(model, owner)
+            forward: StackForward = self._forward
+            if stack.name:
+                forward = root.forward = StackForward(root, grows=stack.name == "decoder")
+            texts = None if stack.name else stack.example.tokens
+            if stack.name in ("encoder", "decoder") or texts is not None:
+                embeds = root if stack.name else model
+                forward.embedded = wiring.embeddings(stack.probe, stack.chain[0], embeds, texts)
+            owner.blocks = Blocks(map(wiring.block, stack.layouts))
+            wiring.final_norm(stack.probe, stack.chain[-1], root if stack.name else model)
+            self._forward.places += wiring.places()
+            for layout in stack.layouts:
+                stack.left_out |= layout.experts.missing if layout.experts else {}
+            for points in owner.blocks.modules():
+                if isinstance(points, AttentionPoints):
+                    points.is_lent = points.module in stack.probe.sharing
+            if any(weight.is_meta for weight in model.parameters()):
+                stack.left_out["scale"] = "some norms' weights are kept elsewhere until they run"
+            if odd:
+                why = f"attn_implementation must be 'eager' or 'sdpa' for these; got {odd[0]!r}"
+                stack.left_out["scores"] = stack.left_out["pattern"] = why
+        self._forward.reads_texts = not stacks[0].name
+
+    def _put_features(self, probe: ProbeRun, text: Stack, towers: Sequence[Stack]) -> None:
+        """Puts points where the features of towers go into the stream of the text."""
+        blocks = {call.module for call in text.chain}
+        chain = [call for call in probe.calls if call.module in blocks]
+        if (where := features(self.model, probe, chain, towers)) is None:
+            self.left_out["merged"] = "no module reads the embeddings with the features in them"
+            return
+        self._wirings[""].merged(where.merged)
+        for tower in towers:
+            if tower.name in where.projected:
+                self._wirings[tower.name].projected(where.projected[tower.name])
+            else:
+                why = "what goes into the stream is no module's output"
+                self.left_out[f"{tower.prefix}projected"] = why
+
+    def _join_shards(self, example: Example) -> None:
         """Makes points join what processes hold, where a tensor-parallel plan splits heads or neurons."""
         if (mesh := mesh_of(self.model)) is None:
             return
@@ -174,7 +247,7 @@ class Attached(ReadsText):
                 for axis in SPLIT_AXES & {*point.axes}:
                     hook = partial(note, point, point.axes.index(axis))
                     session.after(point.module, hook)
-            logits_alone(self.model)
+            logits_alone(self.model, example)
         for name, group in groups.items():
             # Together, because parts that are zero are the same everywhere.
             if not all(is_whole(part, mesh) for _, _, part in group):
@@ -187,7 +260,15 @@ class Attached(ReadsText):
                 )
 
 
-def attach(model: nn.Module, *, tokenizer: Any = None) -> Attached:
+def attach(
+    model: nn.Module,
+    *,
+    tokenizer: Any = None,
+    example: Any = None,
+    blocks: str | None = None,
+    attn: str | None = None,
+    mlp: str | None = None,
+) -> Attached:
     """Puts hook points into a model of `transformers`, under the names of `models.Transformer`.
 
     `HookedRunner(model)` and the analyses of `interp` then work as on a plain transformer. Weights, state
@@ -196,18 +277,30 @@ def attach(model: nn.Module, *, tokenizer: Any = None) -> Attached:
     is two products with a softmax between, or PyTorch's fused function. A point is left out where the model does not
     show its value, or where an edit of it could not take effect.
 
+    An encoder and its decoder have points `encoder.blocks.*` and `decoder.blocks.*`, with `cross.*` for attention to the
+    encoder. With an `example` that has images or sounds, towers have points `vision.blocks.*` and `audio.blocks.*`. Positions
+    there are the tower's, `projected` is what it gives, and `merged` the stream of the text with that in it.
+
+    A transformer of your own may be written with other classes: it needs an `nn.Embedding` or an `example`, and blocks
+    that run one on another. Where they or their sublayers are not found, `blocks`, `attn` and `mlp` name them.
+
     A model that a tensor-parallel plan splits over processes is attached, run and edited by all of them alike; points
     hold the heads and neurons of all.
 
     Args:
-        model: a model that reads `input_ids`; its blocks are in a `ModuleList`.
+        model: the model.
         tokenizer: its tokenizer, such as one of `transformers`. With it the model also reads strings.
+        example: the arguments of a run, such as a processor gives, or the first one, a tensor. Models that read no tokens need
+            it, and those that read images or sounds beside tokens for the points of their towers.
+        blocks: the names of the blocks, such as `layers.*`; by default a `ModuleList` is looked for.
+        attn, mlp: the names of the sublayers inside a block.
 
     Raises:
         ImportError: if `transformers` is not installed, or older than 5.6.
-        TypeError: if the model has no config of `transformers`, or the tokenizer is none.
-        ValueError: if the model is attached already, has other modules under our names, or no blocks, reads
-            two sequences, gives NaN, or is split over processes and has a part that is all zeros.
+        TypeError: if the tokenizer or the example is none.
+        ValueError: if the model is attached already, has other modules under our names, or no blocks, does not run on the
+            example, gives NaN, is split over processes and has a part that is all zeros, or a named sublayer is not what is
+            added to the stream.
 
     >>> import torch
     >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -222,14 +315,6 @@ def attach(model: nn.Module, *, tokenizer: Any = None) -> Attached:
     what = type(model).__name__
     if hasattr(model, "_orig_mod"):
         raise TypeError("attach must come before torch.compile; got a compiled model")
-    config: Any = getattr(model, "config", None)
-    if not hasattr(config, "is_encoder_decoder"):
-        raise TypeError(f"attach needs a model of transformers, with its config; got a {what}")
-    if config.is_encoder_decoder:
-        raise ValueError(f"the model must have an encoder or a decoder, not both; got {what}")
-    reads = {getattr(model, "main_input_name", "input_ids"), *_parameters(model)}
-    if "input_ids" not in reads:
-        raise ValueError(f"attach needs a model that reads input_ids; got {what}")
     weights = [*model.parameters()]
     if all(weight.is_meta for weight in weights) and not hasattr(model, "_hf_hook"):
         raise ValueError(f"attach runs the model, so it must have weights; got {what} on meta")
@@ -237,15 +322,31 @@ def attach(model: nn.Module, *, tokenizer: Any = None) -> Attached:
         raise ValueError("no part of the model must be attached already: detach(model) first")
     if taken := [name for name in TOP if hasattr(model, name)]:
         raise ValueError(f"{', '.join(TOP)} must be free for points; the model has {taken[0]}")
+    default, given = example_of(model), None if example is None else example_of(model, example)
+    if default is None and given is None:
+        reads = ", ".join(parameters_of(model)[:3])
+        raise ValueError(
+            f"attach needs example=, the arguments of a run, for a {what}, which reads {reads}"
+        )
     reader = as_tokenizer(tokenizer)
-    register({kernel_name(config) for config in configs_of(model).values()})
-    attached = Attached(model)
+    if configs := configs_of(model):
+        register({kernel_name(config) for config in configs.values()})
+    attached = Attached(model, _runs_of(model, default, given), Roles(blocks, attn, mlp))
     attached.tokenizer = reader
     return attached
 
 
-def _parameters(model: Any) -> list[str]:
-    return [*inspect.signature(base_of(model).forward).parameters]
+def _runs_of(model: nn.Module, default: Example | None, given: Example | None) -> list[Example]:
+    """The runs that points are found by: on tokens alone, where the model can, and on the user's example."""
+    if given is None or default is None or is_encoder_decoder(model):
+        return [example for example in (given, default) if example][:1]
+    if given.tokens is not None and len(given.kwargs) == len(default.kwargs):
+        return [given]
+    try:
+        logits_alone(model, default)
+    except ValueError:  # it needs images beside tokens
+        return [given]
+    return [default, given]
 
 
 def detach(model: nn.Module) -> None:
@@ -266,9 +367,11 @@ def detach(model: nn.Module) -> None:
         if config._attn_implementation != kernel_name(config):
             config._attn_implementation_internal = kernel_name(config)
     restore_methods(model)
-    for name in TOP:
-        if isinstance(getattr(model, name, None), HookPoint | HookPoints | Blocks):
-            delattr(model, name)
+    for owner in (model, *model.children()):
+        for name, points in [*owner.named_children()]:
+            is_point = name in TOP and isinstance(points, HookPoint | HookPoints | Blocks)
+            if is_point or isinstance(points, Tower):
+                delattr(owner, name)
     for name in ("language_parts", "prepare_inputs"):
         vars(model).pop(name, None)
     for module in model.modules():

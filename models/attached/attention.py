@@ -74,19 +74,22 @@ class AttentionPoints(HookPoints):
     """
 
     is_lent = False
+    keys = "pos", "key"
+    """What the axis of keys is called, at keys and values and at scores."""
 
     def __init__(self, module: nn.Module, kernel: Kernel | None = None) -> None:
         super().__init__(module)
         self.kernel = kernel or kernel_of(module)
+        pos, key = self.keys
         self.q = HookPoint("batch pos head d_head", "queries as they enter the dot product")
-        self.k = HookPoint("batch pos kv_head d_head", "keys as they enter the dot product")
-        self.v = HookPoint("batch pos kv_head d_head", "values")
+        self.k = HookPoint(f"batch {pos} kv_head d_head", "keys as they enter the dot product")
+        self.v = HookPoint(f"batch {pos} kv_head d_head", "values")
         if kernel or kernel_name(module.config) in ("eager", "sdpa"):
             self.scores = HookPoint(
-                "batch head query key", "q·k·scale before the mask: not zero above the diagonal"
+                f"batch head query {key}", "q·k·scale before the mask: not zero above the diagonal"
             )
             self.pattern = HookPoint(
-                "batch head query key", "softmax of the masked scores over keys"
+                f"batch head query {key}", "softmax of the masked scores over keys"
             )
         self.z = HookPoint("batch pos head d_head", "pattern·v, before the output projection")
 
@@ -98,10 +101,7 @@ class AttentionPoints(HookPoints):
         self, module: nn.Module, query: Heads, key: Keys, value: Keys, mask: Any, **kwargs: Any
     ) -> tuple[Tensor, Any]:
         """z, [batch, query, head, d_head], and the pattern or None."""
-        cache, layer = take_cache(), number_of(module)
-        held = None if isinstance(cache, AttachedPast) else cached_layer(cache, layer)
-        start = first_new(key, query.shape[2], cache, layer)
-        new = range(start, start + query.shape[2])
+        cache, held, new = self.cached(key, query.shape[2])
         query = fire(self.q, query.transpose(1, 2)).transpose(1, 2)
         key = passed(self.k, key, new, getattr(held, "keys", None), cache, self.is_lent)
         value = passed(self.v, value, new, getattr(held, "values", None), cache, self.is_lent)
@@ -116,6 +116,13 @@ class AttentionPoints(HookPoints):
         mix = self._mix if hasattr(self, "scores") else self._fused
         z, pattern = mix(module, query, key, value, mask, **kwargs)
         return fire(self.z, z), pattern
+
+    def cached(self, key: Keys, n_pos: int) -> tuple[Any, Any, range]:
+        """The cache of this call, its part that holds these keys, and the places of those of the `n_pos` new positions."""
+        cache, layer = take_cache(), number_of(self.module)
+        held = None if isinstance(cache, AttachedPast) else cached_layer(cache, layer)
+        start = first_new(key, n_pos, cache, layer)
+        return cache, held, range(start, start + n_pos)
 
     def _fused(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         return self.kernel(module, *args, **kwargs)
@@ -134,6 +141,7 @@ class AttentionPoints(HookPoints):
         dropout: float = 0.0,
         softcap: float | None = None,
         s_aux: Tensor | None = None,
+        position_bias: Tensor | None = None,
         is_causal: bool | None = None,
         **others: Any,
     ) -> tuple[Tensor, Any]:
@@ -147,6 +155,7 @@ class AttentionPoints(HookPoints):
         if mask is None:
             causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
             mask = _causal(masked) if causal and query.shape[2] > 1 else None
+        masked = masked if position_bias is None else masked + position_bias
         masked = _masked(masked, mask)
         if s_aux is None:
             precision = torch.promote_types(masked.dtype, torch.float32)
@@ -156,6 +165,20 @@ class AttentionPoints(HookPoints):
         pattern = fire(self.pattern, pattern)
         weights = F.dropout(pattern, dropout, module.training).to(value.dtype)
         return torch.matmul(weights, value).transpose(1, 2).contiguous(), pattern
+
+
+class CrossPoints(AttentionPoints):
+    """The points of attention to an encoder, whose keys are along an axis `encoder_pos`: the encoder's positions, padding included.
+
+    A cache keeps its keys as the encoder gave them, so an edit acts in each step of a generation anew.
+    """
+
+    keys = "encoder_pos", "encoder_pos"
+
+    def cached(self, key: Keys, n_pos: int) -> tuple[Any, Any, range]:
+        """No cache: all keys are there in each call."""
+        take_cache()
+        return None, None, range(key.shape[2])
 
 
 def _repeated(part: Tensor, groups: int) -> Tensor:

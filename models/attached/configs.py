@@ -64,8 +64,9 @@ def base_of(model: Any) -> Any:
 
 
 def text_config(model: Any) -> Any:
-    """The part of a model's config that is about its text blocks; the whole one where there is no other."""
-    return model.config.get_text_config()
+    """The part of a model's config that is about its text blocks; the whole one, or the model, where there is no other."""
+    config = getattr(model, "config", model)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def _is_config(value: Any) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.attached.probe import SHAPE, Call, N
+from models.attached.probe import SHAPE, Call
 from models.attached.sums import Summand, agree, factors_of, is_close, is_same, rolled
 
 Run = Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
@@ -112,7 +112,9 @@ def _number_of_copies(call: Call) -> int | None:
         return None
     stacked = (len(p) for p in call.module.parameters(recurse=False) if p.ndim == 3)
     n, rows = next(stacked, 0), len(call.output)
-    return n if rows == n * N and call.inputs[0].shape == call.output.shape else None
+    return (
+        n if rows == n * SHAPE[0] * SHAPE[1] and call.inputs[0].shape == call.output.shape else None
+    )
 
 
 def _beside(

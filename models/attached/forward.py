@@ -22,7 +22,7 @@ from hooks.shared import Piece, Scoped, Words, forwards_in, memory_of, reading, 
 from models.attached.configs import HOOKED
 from models.attached.wiring import Output, Replaced, texts_read
 
-_generation = Scoped[dict[str, int] | None]("generation", None)
+_generation = Scoped[dict[Any, int] | None]("generation", None)
 
 
 class Generate(Replaced):
@@ -42,61 +42,34 @@ class Generate(Replaced):
             return self.inner(*args, **kwargs)
 
 
-class Forward(Replaced):
-    """A model's forward that tells points which piece of which texts they see.
+class StackForward(Replaced):
+    """The forward of a module that runs a stack of blocks. It tells points which piece of which texts they see.
 
     Args:
-        model: the model.
+        model: the module.
+        grows: whether a run may go on from another. Otherwise it reads whole texts.
 
     Attributes:
         embedded: the hook of `embed`, for a run that is given embeddings instead of tokens.
-        places: the modules that points listen to, each with its parent and its name there.
-        prepare: makes tokens of texts among the arguments.
         virtual: how many virtual tokens come before each text; None before the first run.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, grows: bool = True) -> None:
         super().__init__(model)
         self.__wrapped__ = self.inner  # its signature is this one's
-        self._config = vars(model).get("config")
-        self._words, self._model = Words(self, *forwards_in(model)), type(model).__name__
         names = [*inspect.signature(self).parameters, "attention_mask"]
         self._mask = names.index("attention_mask")
-        self._words.known.add(
-            "attention_mask"
-        )  # generation gives it to all, and it says what is padding
-        self.places: list[tuple[nn.Module, str, nn.Module]] = []
+        self._grows, self._reads_tokens = grows, "input_ids" in names
         self.embedded: Output | None = None
-        self.prepare: Callable[..., tuple[Any, Any]] | None = None
         self.virtual: int | None = None
         self._left: tuple[int, ...] | None = None
         # The memory of a list of tensors that the last run left, and how many columns it has read.
         self._end_of_list: tuple[list[int], int] = ([], 0)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The output of the model's own forward.
-
-        Raises:
-            HookError: if a module that a point listens to was replaced, as adapters do, or attention is computed in
-                another way than at `attach`.
-            TypeError: if the model's forward does not know an argument.
-        """
-        for parent, name, module in self.places:
-            if getattr(parent, name, None) is not module:
-                raise HookError(
-                    f"the model's modules must be those that were there at attach; {name!r} of a "
-                    f"{type(parent).__name__} is another: attach after adapters are added"
-                )
+        """The output of the module's own forward."""
         if torch.compiler.is_compiling():
             return self.inner(*args, **kwargs)
-        kernel = str(getattr(self._config, "_attn_implementation", HOOKED))
-        if not kernel.startswith(HOOKED):
-            raise HookError(
-                f"attention must be computed as at attach; it was set to {kernel!r} since: detach(model), then attach(model)"
-            )
-        self._words.require(kwargs, (), f"the {self._model}")
-        if self.prepare is not None:
-            args, kwargs = self.prepare(*args, **kwargs)
         embeddings = kwargs.get("inputs_embeds")
         if self.embedded is not None and embeddings is not None:
             new = self.embedded(self.embedded.point, (), embeddings)
@@ -104,34 +77,36 @@ class Forward(Replaced):
         named = [kwargs.get(name) for name in ("input_ids", "inputs_embeds")]
         texts = next(tensors_in((args, named)), torch.empty(0, 0)).shape[:2]
         token = texts_read.set(texts)
-        cache = next(filter(is_cache, (*args, *kwargs.values())), None)
-        moved = cache is not None and self._left not in (None, _mark(cache)) and bool(_held(cache))
+        mask = kwargs.get("attention_mask", args[self._mask] if len(args) > self._mask else None)
+        real = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
         try:
-            mask = kwargs.get(
-                "attention_mask", args[self._mask] if len(args) > self._mask else None
-            )
-            real = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
-            start = self._start(texts[1], real, [*args, *kwargs.values()])
-            if self.virtual is None:
-                self.virtual = start or 0
-            if self.virtual and start is not None:
-                start, real = (
-                    start - self.virtual,
-                    None if real is None else real[:, self.virtual :],
-                )
-            # A model that is told to cache may make the cache itself, for the first piece of a text.
-            began = None
-            if start is None and (generation := _generation.get()) is not None:
-                start, began = 0, generation.setdefault("began", texts[1])
-            if start is None:
-                start = 0 if kwargs.get("use_cache") else start_of_piece()
-            with reading(Piece(start, real, moved, began)):
-                output = self.inner(*args, **kwargs)
-            self._left = None if cache is None else _mark(cache)
-            self._note_end([cache, *_fields(output)], (start or 0) + texts[1])
-            return output
+            if not self._grows:
+                with reading(Piece(None, real if self._reads_tokens else None)):
+                    return self.inner(*args, **kwargs)
+            return self._piece(texts, real, args, kwargs)
         finally:
             texts_read.reset(token)
+
+    def _piece(self, texts: Any, real: Tensor | None, args: Any, kwargs: Any) -> Any:
+        """The output of a run that may go on from another."""
+        cache = next(filter(is_cache, (*args, *kwargs.values())), None)
+        moved = cache is not None and self._left not in (None, _mark(cache)) and bool(_held(cache))
+        start = self._start(texts[1], real, [*args, *kwargs.values()])
+        if self.virtual is None:
+            self.virtual = start or 0
+        if self.virtual and start is not None:
+            start, real = start - self.virtual, None if real is None else real[:, self.virtual :]
+        # A model that is told to cache may make the cache itself, for the first piece of a text.
+        began = None
+        if start is None and (generation := _generation.get()) is not None:
+            start, began = 0, generation.setdefault(self, texts[1])
+        if start is None:
+            start = 0 if kwargs.get("use_cache") else start_of_piece()
+        with reading(Piece(start, real, moved, began)):
+            output = self.inner(*args, **kwargs)
+        self._left = None if cache is None else _mark(cache)
+        self._note_end([cache, *_fields(output)], (start or 0) + texts[1])
+        return output
 
     def _start(self, n_pos: int, real: Tensor | None, given: list[Any]) -> int | None:
         """The first column of the piece, virtual tokens included; None if the run goes on from no other."""
@@ -158,6 +133,57 @@ class Forward(Replaced):
                 vars(state)[_END] = end  # so that a copy of it knows it too
 
 
+class Forward(StackForward):
+    """The forward of an attached model, which makes tokens of texts and checks that the model is the one that was attached.
+
+    Args:
+        model: the model.
+
+    Attributes:
+        places: the modules that points listen to, each with its parent and its name there.
+        prepare: makes tokens of texts among the arguments.
+        reads_texts: whether its blocks read the texts; not where an encoder and a decoder do.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._config = vars(model).get("config")
+        self._words, self._model = Words(self, *forwards_in(model)), type(model).__name__
+        # Generation gives it to all, and it says what is padding.
+        self._words.known.add("attention_mask")
+        self.places: list[tuple[nn.Module, str, nn.Module]] = []
+        self.prepare: Callable[..., tuple[Any, Any]] | None = None
+        self.reads_texts = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The output of the model's own forward.
+
+        Raises:
+            HookError: if a module that a point listens to was replaced, as adapters do, or attention is computed in
+                another way than at `attach`.
+            TypeError: if the model's forward does not know an argument.
+        """
+        for parent, name, module in self.places:
+            if getattr(parent, name, None) is not module:
+                raise HookError(
+                    f"the model's modules must be those that were there at attach; {name!r} of a "
+                    f"{type(parent).__name__} is another: attach after adapters are added"
+                )
+        if torch.compiler.is_compiling():
+            return self.inner(*args, **kwargs)
+        kernel = str(getattr(self._config, "_attn_implementation", HOOKED))
+        if not kernel.startswith(HOOKED):
+            raise HookError(
+                f"attention must be computed as at attach; it was set to {kernel!r} since: detach(model), then attach(model)"
+            )
+        self._words.require(kwargs, (), f"the {self._model}")
+        if self.prepare is not None:
+            args, kwargs = self.prepare(*args, **kwargs)
+        return (
+            super().__call__(*args, **kwargs) if self.reads_texts else self.inner(*args, **kwargs)
+        )
+
+
 # The attribute of a state that says how many columns have been read.
 _END = "_columns_read"
 
@@ -165,6 +191,11 @@ _END = "_columns_read"
 def is_cache(value: Any) -> bool:
     """Whether an argument is a cache of keys and values of `transformers`."""
     return not isinstance(value, Tensor) and hasattr(value, "get_seq_length")
+
+
+def own_cache(cache: Any) -> Any:
+    """The part of a cache that attention among the model's own positions uses; of a decoder with an encoder, one of two."""
+    return getattr(cache, "self_attention_cache", cache)
 
 
 def _states(values: list[Any]) -> Iterator[Any]:
@@ -188,13 +219,13 @@ def _fields(output: Any) -> list[Any]:
 
 def _mark(cache: Any) -> tuple[int, ...]:
     """The memory of a cache's keys. It is another after its rows were chosen anew, as in a beam search."""
-    keys = (getattr(layer, "keys", None) for layer in getattr(cache, "layers", ()))
+    keys = (getattr(layer, "keys", None) for layer in getattr(own_cache(cache), "layers", ()))
     return id(cache), *(memory_of(key) for key in keys if isinstance(key, Tensor))
 
 
 def _held(cache: Any) -> int:
     """The number of positions that a cache has seen. Layers that keep no keys, as linear attention, do not count."""
-    layers = [layer for layer in getattr(cache, "layers", ()) if hasattr(layer, "get_seq_length")]
+    layers = [x for x in getattr(own_cache(cache), "layers", ()) if hasattr(x, "get_seq_length")]
     return max((int(layer.get_seq_length()) for layer in layers), default=0)
 
 

@@ -1,6 +1,5 @@
 """The parts of an attached model that `interp` needs besides its points: `interp.protocol.LanguageModel`."""
 
-import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,8 +23,9 @@ from hooks.shared import (
 )
 from models.attached.configs import base_of, text_config
 from models.attached.context import CACHES, AttachedContext, context_of
-from models.attached.layout import BlockLayout
-from models.attached.probe import Call, ProbeRun, logits_of, tokens_for
+from models.attached.example import parameters_of, uncached
+from models.attached.probe import logits_of, tokens_for
+from models.attached.stacks import Stack
 from models.attached.sums import HALF, agree, is_same
 from models.attached.unembedding import unembed_of
 from models.attached.view import PlainView
@@ -63,7 +63,59 @@ class Sizes:
     logit_cap: float
 
 
-class AttachedLanguage(ReadsText):
+class AttachedTexts(ReadsText):
+    """The reading of texts of an attached model. Analyses use no more of a model whose blocks read something else.
+
+    Attributes:
+        model: the model.
+        uncached: the arguments of a run whose keys nobody needs later.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model, self._runs = model, base_of(model)
+        self._parameters = parameters_of(model)
+        # What texts are given as.
+        self._reads = "input_ids" if "input_ids" in self._parameters else self._parameters[0]
+        self.uncached = uncached(model)
+
+    def run(self, tokens: Tensor, **arguments: Any) -> Any:
+        """The model's output."""
+        return self.model(**{self._reads: tokens, **self.uncached, **arguments})
+
+    def prepare_inputs(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        """The arguments of `forward` with tokens and mask in place of texts, and tensors on the model's device."""
+        named = self._named(args, kwargs)
+        texts = named.get(self._reads)
+        if isinstance(texts, Mapping) and "attention_mask" not in named:
+            others = {*self._parameters} - {self._reads, "attention_mask"}
+            kwargs |= {name: texts[name] for name in texts if name in others}
+            texts = {name: texts[name] for name in texts if name not in others}
+        if device := self._text_device():
+            moved = [
+                to_device(x, device) if isinstance(x, Tensor) else x
+                for x in (*args, *kwargs.values())
+            ]
+            args, kwargs = (
+                tuple(moved[: len(args)]),
+                dict(zip(kwargs, moved[len(args) :], strict=True)),
+            )
+        if texts is None or is_tokens(texts):
+            return args, kwargs
+        cache = next((named[name] for name in CACHES if name in named), None)
+        tokens, mask = read(self, texts, named.get("attention_mask"), cache)
+        if mask is not None:
+            kwargs = {**kwargs, "attention_mask": mask}
+        return ((tokens, *args[1:]), kwargs) if args else (args, {**kwargs, self._reads: tokens})
+
+    def _named(self, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        return dict(zip(self._parameters, args, strict=False)) | kwargs
+
+    def _text_device(self) -> torch.device | None:
+        device = next(self.model.parameters()).device
+        return None if device.type == "meta" else device  # weights may be kept elsewhere
+
+
+class AttachedLanguage(AttachedTexts):
     """The steps and sizes of an attached model, and its reading of texts.
 
     `unembed` is there if the modules after the blocks, the final norm first, give the logits in sequence, up to
@@ -75,15 +127,13 @@ class AttachedLanguage(ReadsText):
         blocks: the model's own blocks.
         unembed: logits from a residual stream.
         layouts: the modules of the blocks.
-        uncached: the arguments of a run whose keys nobody needs later.
     """
 
     unembed: Unembed
-    uncached: Mapping[str, Any] = {"use_cache": False}
 
-    def __init__(
-        self, model: Any, probe: ProbeRun, chain: Sequence[Call], layouts: Sequence[BlockLayout]
-    ) -> None:
+    def __init__(self, model: Any, stack: Stack) -> None:
+        super().__init__(model)
+        probe, chain = stack.probe, stack.chain
         assert probe.logits is not None
         config = text_config(model)
         n_ctx = next((n for name in LENGTHS if (n := getattr(config, name, None))), sys.maxsize)
@@ -92,9 +142,8 @@ class AttachedLanguage(ReadsText):
         cap = 0.0 if unembed is None else unembed.cap
         self.config = Sizes(probe.logits.shape[-1], n_ctx, len(chain), heads, d_model, cap)
         self.blocks = nn.ModuleList(call.module for call in chain)
-        self._model, self.layouts = model, layouts
-        self._runs = base_of(model)
-        self._parameters = [*inspect.signature(self._runs.forward).parameters]
+        self.layouts = stack.layouts
+        self._family = getattr(getattr(model, "config", None), "model_type", None)
         if unembed is not None:
             self.unembed = unembed
 
@@ -113,7 +162,7 @@ class AttachedLanguage(ReadsText):
             return {"position_ids": (mask.long().cumsum(1) - 1).clamp(min=0) + first}
         if self._counts_padding:
             raise ValueError(
-                f"texts must be padded on the right for a {type(self._model).__name__}, which takes no positions and "
+                f"texts must be padded on the right for a {type(self.model).__name__}, which takes no positions and "
                 "counts padding; got padding before a token"
             )
         return {}
@@ -123,7 +172,7 @@ class AttachedLanguage(ReadsText):
         """The position that the model gives the first token by itself; None if it takes no positions, or counts otherwise."""
         if "position_ids" not in self._parameters:
             return None
-        tokens, pad = tokens_for(self._model), getattr(self._model.config, "pad_token_id", None)
+        tokens, pad = tokens_for(self.model), getattr(self.model.config, "pad_token_id", None)
         columns = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         alone = self._logits_alone(tokens)
         for first in (0, pad + 1 if isinstance(pad, int) else 2):
@@ -137,10 +186,10 @@ class AttachedLanguage(ReadsText):
     @without_gradients
     def _counts_padding(self) -> bool:
         """Whether a column of padding before a text changes its logits."""
-        tokens = tokens_for(self._model)
+        tokens = tokens_for(self.model)
         mask = torch.ones_like(tokens).index_fill(1, tokens.new_zeros(1), 0)
-        with mode(self._model, training=False), _alone.set(True):
-            given = AttachedContext({"attention_mask": mask, "use_cache": False})
+        with mode(self.model, training=False), _alone.set(True):
+            given = AttachedContext({"attention_mask": mask, **self.uncached})
             late, stream = (
                 hooks_disabled(self.input_resid, part, context)
                 for part, context in ((tokens, given), (tokens[:, 1:], None))
@@ -154,34 +203,10 @@ class AttachedLanguage(ReadsText):
     @without_gradients
     def _logits_alone(self, tokens: Tensor, **arguments: Any) -> Tensor:
         """Logits of a run that nobody sees, and that gets no positions but these."""
-        with mode(self._model, training=False), _alone.set(True):
-            output = hooks_disabled(self._runs, input_ids=tokens, use_cache=False, **arguments)
+        with mode(self.model, training=False), _alone.set(True):
+            named = {self._reads: tokens, **self.uncached, **arguments}
+            output = hooks_disabled(self._runs, **named)
         return logits_of(output)
-
-    def prepare_inputs(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        """The arguments of `forward` with tokens and mask in place of texts, and tensors on the model's device."""
-        named = self._named(args, kwargs)
-        texts = named.get("input_ids")
-        if isinstance(texts, Mapping) and "attention_mask" not in named:
-            others = {*self._parameters} - {"input_ids", "attention_mask"}
-            kwargs |= {name: texts[name] for name in texts if name in others}
-            texts = {name: texts[name] for name in texts if name not in others}
-        if device := self._text_device():
-            moved = [
-                to_device(x, device) if isinstance(x, Tensor) else x
-                for x in (*args, *kwargs.values())
-            ]
-            args, kwargs = (
-                tuple(moved[: len(args)]),
-                dict(zip(kwargs, moved[len(args) :], strict=True)),
-            )
-        if texts is None or is_tokens(texts):
-            return args, kwargs
-        cache = next((named[name] for name in CACHES if name in named), None)
-        tokens, mask = read(self, texts, named.get("attention_mask"), cache)
-        if mask is not None:
-            kwargs = {**kwargs, "attention_mask": mask}
-        return ((tokens, *args[1:]), kwargs) if args else (args, {**kwargs, "input_ids": tokens})
 
     def with_positions(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         """The arguments of `forward` with tokens, mask and positions; with a cache, those of the new tokens.
@@ -193,7 +218,7 @@ class AttachedLanguage(ReadsText):
         """
         args, kwargs = self.prepare_inputs(*args, **kwargs)
         named = self._named(args, kwargs)
-        new = next(tensors_in([named.get(name) for name in ("input_ids", "inputs_embeds")]), None)
+        new = next(tensors_in([named.get(name) for name in (self._reads, "inputs_embeds")]), None)
         mask = named.get("attention_mask")
         is_padded = (
             isinstance(mask, Tensor) and mask.ndim == 2 and named.get("position_ids") is None
@@ -202,13 +227,6 @@ class AttachedLanguage(ReadsText):
             return args, kwargs
         positions = self.positions_of(mask)
         return args, kwargs | {name: value[:, -new.shape[1] :] for name, value in positions.items()}
-
-    def _named(self, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        return dict(zip(self._parameters, args, strict=False)) | kwargs
-
-    def _text_device(self) -> torch.device | None:
-        device = next(self._model.parameters()).device
-        return None if device.type == "meta" else device  # weights may be kept elsewhere
 
     def context(self, tokens: Int[Tensor, "batch pos"], **arguments: Any) -> AttachedContext:
         """The context of a run, which blocks read besides the residual stream: the arguments of the model."""
@@ -227,7 +245,7 @@ class AttachedLanguage(ReadsText):
         with Session() as session:
             session.before(self.blocks[0], _stop)
             try:
-                self._model(tokens, **(context.given if context else {}))
+                self.model(tokens, **(context.given if context else {}))
             except _Reached as reached:
                 return reached.args[0]
         raise RuntimeError("the model must call its first block")
@@ -253,16 +271,16 @@ class AttachedLanguage(ReadsText):
         Raises:
             ValueError: as for `models.from_hf` or `PlainView`.
         """
-        if self._model.config.model_type not in FAMILIES:
+        if self._family not in FAMILIES:
             return hooks_disabled(PlainView, self)
-        made = from_memory(self._model, keep=True)
+        made = from_memory(self.model, keep=True)
         made.tokenizer = self.tokenizer
         return made
 
     def has(self, part: str) -> bool:
         """Whether there is a part of `LanguageModel`. To read a weight takes long."""
         if part.startswith(("W_", "b_")):
-            return self._model.config.model_type in FAMILIES and hasattr(BlockWeights, part)
+            return self._family in FAMILIES and hasattr(BlockWeights, part)
         return hasattr(self, part)
 
     def __getattr__(self, name: str) -> Any:

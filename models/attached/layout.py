@@ -2,25 +2,27 @@
 
 No architecture is named here; all is found from what modules read and gave:
 
-1. The blocks are the `ModuleList` whose modules run once each, every one on what the last one gave (`block_calls`).
+1. The blocks are those of a stack (`stacks`).
 2. Attention is the module in a block that calls an attention function.
 3. What a sublayer adds is the output, times a factor of the config, that makes the stream a later module reads of the one
-   that entered the block (`_sublayers`). The first such sublayer after attention began is attention's, the other the MLP's.
+   that entered the block (`_sublayers`). The first such sublayer after attention began is attention's, the other the MLP's;
+   between them is that of attention to an encoder, if the block has some.
 4. A norm is a module whose output is its input over a scale (`norm_of`); its name follows from the stream it reads.
-5. The MLP's hidden layer is what a module without weights makes new, and what a later map reads (`find_mlp`).
+5. The MLP's hidden layer is what a module without weights makes new, and what a later map reads (`hidden`).
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from models.attached.experts import Experts, find
+from models.attached.hidden import Hidden, hidden_of, is_in
 from models.attached.norms import TracedNorm, norm_of
-from models.attached.probe import SHAPE, Call, ProbeRun
-from models.attached.sums import Summand, factors_of, is_close, is_same, parallel, summand
+from models.attached.probe import Call, ProbeRun
+from models.attached.sums import Summand, factors_of, is_same, parallel, summand
 
 
 @dataclass
@@ -30,108 +32,96 @@ class BlockLayout:
     Attributes:
         block: the module.
         attention: the module that calls the attention function.
-        is_traced: whether that module computes attention by code of its own.
         attn_out, mlp_out: what the sublayers add.
         mixer_out: what a mixer of positions without attention adds, such as a state space or a convolution, in place of attention
             or beside it.
+        cross: the module that attends to an encoder.
+        traced: those of the two that compute attention by code of their own.
+        cross_out: what it adds.
         mid_in, mid_out: the module whose input, or output, is the stream between them.
+        cross_in, crossed: the module whose input, or output, is the stream after attention to an encoder.
         norms: by our names.
-        act, post, linear: in the MLP, the nonlinearity, the last map and what the gate is multiplied with.
+        hidden: the MLP's hidden layer.
         experts: the experts.
         reads_first: whether a norm reads the sum with the one sublayer that was found.
     """
 
     block: nn.Module
     attention: nn.Module | None = None
-    is_traced: bool = False
     attn_out: Summand | None = None
     mlp_out: Summand | None = None
     mixer_out: Summand | None = None
+    cross: nn.Module | None = None
+    traced: set[nn.Module] = field(default_factory=set)
+    cross_out: Summand | None = None
     mid_in: nn.Module | None = None
     mid_out: nn.Module | None = None
+    cross_in: nn.Module | None = None
+    crossed: nn.Module | None = None
     norms: dict[str, TracedNorm] = field(default_factory=dict)
-    act: nn.Module | None = None
-    post: nn.Module | None = None
-    linear: nn.Module | None = None
+    hidden: Hidden | None = None
     experts: Experts | None = None
     reads_first: bool = False
 
 
-def block_calls(probe: ProbeRun, model: nn.Module) -> list[Call]:
-    """The calls of the blocks: of a `ModuleList` outside all others, each on what the last one returned.
+class Roles(NamedTuple):
+    """The names that a user gives: of the blocks in a model, and of the sublayers in a block. None where they are looked for."""
 
-    Attention is in it, if any list has some; otherwise it is the largest that ran.
+    blocks: str | None = None
+    attn: str | None = None
+    mlp: str | None = None
+
+
+def layout_of(block: Call, probe: ProbeRun, roles: Roles, *configs: Any) -> BlockLayout:
+    """The parts of a block; the configs may hold factors of what it adds.
 
     Raises:
-        ValueError: if there is no such list.
+        ValueError: if a sublayer with a name is not what is added to the stream.
     """
-    calls = {call.module: call for call in probe.calls}
-    lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList)}
-    outermost = [lists[n] for n in lists if not any(n.startswith(f"{o}.") for o in lists if o != n)]
-
-    def weight(blocks: nn.ModuleList) -> int:
-        return sum(parameter.numel() for parameter in blocks.parameters())
-
-    ran = [blocks for blocks in outermost if any(block in calls for block in blocks)]
-    ran.sort(key=weight, reverse=True)
-    attend = [blocks for blocks in ran if any(probe.attention[m] for m in blocks.modules())]
-    problem = "has none"
-    for blocks in attend or ran[:1]:
-        chain = [calls[block] for block in blocks if block in calls]
-        times = {sum(call.module is block for call in probe.calls) for block in blocks}
-        if (found := _problem(chain, times)) is None:
-            return chain
-        problem = f"has some that {found}"
-    raise ValueError(
-        "the model must have a ModuleList of blocks that run once each, in order, on a stream [batch, pos, d_model]; "
-        f"{type(model).__name__} {problem}"
-    )
-
-
-def _problem(chain: Sequence[Call], times: set[int]) -> str | None:
-    """The reason why calls are no chain of blocks, which ran so many times; None if they are one."""
-    if times != {1}:
-        return f"run {' or '.join(map(str, sorted(times)))} times"
-    for call in chain:
-        if not call.inputs or call.output is None or call.output.ndim != 3:
-            if call.output is None:
-                return "give no tensor"
-            several = " (several streams)" if call.output.ndim == 4 else ""
-            return f"give {[*call.output.shape]}{several}"
-    if any(not is_same(one.output, two.inputs[0]) for one, two in itertools.pairwise(chain)):
-        return "do not read what the last one gave"
-    return None
-
-
-def layout_of(block: Call, probe: ProbeRun, *configs: Any) -> BlockLayout:
-    """The parts of a block; the configs may hold factors of what it adds."""
-    # Modules of a list, such as experts, may see some positions only.
-    lists = [m for m in block.module.modules() if isinstance(m, nn.ModuleList)]
-    listed = {module for blocks in lists for module in blocks.modules()}
     inside = [c for c in probe.single if block.began < c.began and c.ended < block.ended]
+    # Modules of a list, such as experts, may see some positions only; not those that run one on another.
+    lists = [m for m in block.module.modules() if isinstance(m, nn.ModuleList)]
+    listed = {m for each in lists if not _is_chain(each, inside) for m in each.modules()}
     once = [call for call in inside if call.module not in listed]
     attending = [call for call in once if probe.attention[call.module] == 1]
     layout = BlockLayout(block.module)
+    if probe.parts is not None:
+        layout.traced = {call.module for call in attending} - {module for module, _ in probe.keys}
     if len(attending) == 1:
-        layout.attention, layout.is_traced = attending[0].module, probe.parts is not None
+        layout.attention = attending[0].module
     # Attention in other functions shows in nothing else.
     named = [c for c in once if "attention" in type(c.module).__name__.lower()]
+    roled = {name: _sublayer(block, once, name) for name in roles[1:] if name}
+    if roles.attn:
+        attending, named = [], [roled[roles.attn]]
     factors = [1.0, *factors_of(*block.module.modules(), *configs)]
+    if len(attending) == 2 and (mlp := _find_crossing(layout, block, once, factors)):
+        layout.attention, layout.cross = (call.module for call in attending)
+        layout.experts = find(inside, mlp)
+        return layout
     sublayers = _sublayers(layout, block, once, [1.0]) or _sublayers(layout, block, once, factors)
     mixers = attending or named
     first = next((c for c, _ in sublayers if any(a.began < c.ended for a in mixers)), None)
+    if roles.attn:
+        first = next((c for c, _ in sublayers if _gives(c, roled[roles.attn])), None)
     is_alone = len(sublayers) == 1 and not layout.reads_first
-    if first is not None and is_alone and not any(_is_in(a, first) for a in mixers):
-        return layout  # the MLP's, where attention adds zeros
-    adding = None
+    if first is not None and is_alone and not any(is_in(a, first) for a in mixers):
+        first = None  # the MLP's, where attention adds zeros
+        sublayers = []
+    adding, mlp = None, roled.get(roles.mlp or "")
     for at, (call, added) in enumerate(sublayers):
         if call is first:
             layout.attn_out = added
             _name(layout, "ln1_post", call)
-        elif at == 2 or (len(sublayers) == 2 and (first is not None or at == 1)):
+        elif (
+            at == 2
+            or (len(sublayers) == 2 and (first is not None or at == 1))
+            or (mlp and _gives(call, mlp))
+        ):
             layout.mlp_out, adding = added, call
             _name(layout, "ln2_post", call)
-            find_mlp(layout, call, once, [other for other, _ in sublayers if other is not call])
+            others = [other for other, _ in sublayers if other is not call]
+            layout.hidden = hidden_of(call, once, others, layout.attention)
         else:
             layout.mixer_out, adding = added, call
     if layout.reads_first and (read := layout.norms.get("ln2")):
@@ -141,13 +131,51 @@ def layout_of(block: Call, probe: ProbeRun, *configs: Any) -> BlockLayout:
             c for c in once if c.inputs and c.output is not None and is_same(c.inputs[0], output)
         )
         if (mlp := next(readers, None)) is not None:
-            find_mlp(layout, mlp, once, [call for call, _ in sublayers])
+            others = [call for call, _ in sublayers]
+            layout.hidden = hidden_of(mlp, once, others, layout.attention)
     layout.experts = find(inside, adding)
+    for name, shown in ((roles.attn, layout.attn_out), (roles.mlp, layout.mlp_out)):
+        if name and shown is None:
+            raise ValueError(
+                f"{name!r} must give what is added to the stream, up to a norm, dropout or a number of the block; "
+                f"in {block.name} the stream is no such sum"
+            )
     return layout
 
 
-def _is_in(inner: Call, outer: Call) -> bool:
-    return outer.began <= inner.began and inner.ended <= outer.ended
+def _sublayer(block: Call, calls: Sequence[Call], name: str) -> Call:
+    """The call of the sublayer with this name.
+
+    Raises:
+        ValueError: if the block has none, or it did not run once.
+    """
+    for call in calls:
+        if call.name == f"{block.name}.{name}":
+            return call
+    names = ", ".join(name for name, _ in block.module.named_children())
+    raise ValueError(
+        f"{name!r} must be a module of each block that runs once; {block.name} has {names}"
+    )
+
+
+def _gives(added: Call, sublayer: Call) -> bool:
+    """Whether what is added is a sublayer's output, or what a norm or dropout makes of it."""
+    reads = any(is_same(x, sublayer.output) for x in added.inputs)
+    is_plain = norm_of(added) is not None or not [*added.module.parameters()]
+    return (reads and is_plain) or is_in(sublayer, added) or is_in(added, sublayer)
+
+
+def _is_chain(modules: nn.ModuleList, calls: Sequence[Call]) -> bool:
+    """Whether the modules of a list run one on what the last one gave."""
+    ran = [call for call in calls if call.module in {*modules}]
+    pairs = itertools.pairwise(ran)
+    return len(ran) == len(modules) > 1 and all(
+        one.output is not None
+        and _stream_of(two, one.output) is not None
+        and one.ended < two.began
+        and any(is_same(x, one.output) for x in two.inputs)
+        for one, two in pairs
+    )
 
 
 def _name(layout: BlockLayout, name: str, call: Call) -> None:
@@ -159,6 +187,66 @@ def _stream_of(call: Call, like: Tensor) -> Tensor | None:
     """The first input with the shape of the stream; of another precision, only if it is the stream itself."""
     streams = [t for t in call.inputs if t.shape == like.shape and t.is_floating_point()]
     return next((t for t in streams if t.dtype == like.dtype or is_same(t, like.to(t.dtype))), None)
+
+
+def _find_crossing(
+    layout: BlockLayout, block: Call, calls: Sequence[Call], factors: Sequence[float]
+) -> Call | None:
+    """Finds what three sublayers add, the second of them attention to an encoder. Returns the MLP, if they are there."""
+    pre, post = block.inputs[0], block.output
+    assert post is not None
+    for is_normed in (False, True):  # norms may take the sums (BART)
+        ends = [(call, x) for call in calls for x in [_stream_of(call, post)] if x is not None]
+        last = (
+            [(call, x) for call, x in ends if is_same(call.output, post)]
+            if is_normed
+            else [(None, post)]
+        )
+        for one, first, mid in _steps(pre, calls, factors):
+            stream, rest = _after(one, mid, calls, is_normed)
+            for two, second, crossed in _steps(stream, rest, factors):
+                below, left = _after(two, crossed, rest, is_normed)
+                for norm, total in last:
+                    if not (third := summand(below, total, left, factors)):
+                        continue
+                    layout.attn_out, layout.cross_out, layout.mlp_out = (
+                        first[1],
+                        second[1],
+                        third[1],
+                    )
+                    if is_normed and norm is not None:
+                        layout.mid_out, layout.crossed = one.module, two.module
+                        for name, call in zip(
+                            ("ln1", "ln_cross", "ln2"), (one, two, norm), strict=True
+                        ):
+                            _name(layout, name, call)
+                    else:
+                        layout.mid_in, layout.cross_in = one.module, two.module
+                        _name_readers(layout, {"ln1": pre, "ln_cross": mid, "ln2": crossed}, calls)
+                    layout.hidden = hidden_of(third[0], left, [first[0], second[0]], None)
+                    return third[0]
+    return None
+
+
+def _steps(
+    stream: Tensor, calls: Sequence[Call], factors: Sequence[float]
+) -> Iterator[tuple[Call, tuple[Call, Summand], Tensor]]:
+    """Each call that reads the stream with something added, the call that gives that, and the sum."""
+    for reader in calls:
+        total = _stream_of(reader, stream)
+        if total is not None and not is_same(total, stream.to(total.dtype)):
+            before = [call for call in calls if call.ended < reader.began]
+            if added := summand(stream, total, before, factors):
+                yield reader, added, total
+
+
+def _after(
+    reader: Call, total: Tensor, calls: Sequence[Call], is_normed: bool
+) -> tuple[Tensor, list[Call]]:
+    """The stream that goes on after a step, and the calls to come."""
+    if is_normed and reader.output is not None:
+        return reader.output, [call for call in calls if call.began > reader.ended]
+    return total, [call for call in calls if call.began >= reader.began]
 
 
 def _sublayers(
@@ -179,7 +267,7 @@ def _sublayers(
         firsts = [first] if first else both
         if firsts and (second := summand(mid, post, after, factors)):
             layout.mid_in = reader.module
-            _name_readers(layout, [pre, mid], calls)
+            _name_readers(layout, {"ln1": pre, "ln2": mid}, calls)
             return [*firsts, second]
         if first is None:
             continue
@@ -187,14 +275,14 @@ def _sublayers(
             return [first, second]
         if alone is None and norm_of(reader):
             alone = first, mid
-    _name_readers(layout, [pre, pre], calls)
+    _name_readers(layout, {"ln1": pre, "ln2": pre}, calls)
     if only := summand(pre, post, calls, factors):
         return [only]
     if (both := parallel(pre, post, calls)) or alone is None:
         return both
     # What comes second is no module's output.
     layout.reads_first = True
-    _name_readers(layout, [pre, alone[1]], calls)
+    _name_readers(layout, {"ln1": pre, "ln2": alone[1]}, calls)
     return [alone[0]]
 
 
@@ -217,9 +305,11 @@ def _after_post_norm(
     return None
 
 
-def _name_readers(layout: BlockLayout, streams: Sequence[Tensor], calls: Sequence[Call]) -> None:
+def _name_readers(
+    layout: BlockLayout, streams: Mapping[str, Tensor], calls: Sequence[Call]
+) -> None:
     """Names the norms that read these streams."""
-    for name, stream in zip(("ln1", "ln2"), streams, strict=True):
+    for name, stream in streams.items():
         taken = {norm.module for norm in layout.norms.values()}
         for call in calls:
             reads = _stream_of(call, stream)
@@ -228,46 +318,3 @@ def _name_readers(layout: BlockLayout, streams: Sequence[Tensor], calls: Sequenc
             if norm := norm_of(call):
                 layout.norms[name] = norm
                 break
-
-
-def find_mlp(layout: BlockLayout, added: Call, calls: Sequence[Call], others: list[Call]) -> None:
-    """Finds the nonlinearity, and what is read before and after it."""
-    began = max([call.ended for call in others if call.ended < added.began], default=-1)
-    attention = [c for c in calls if c.module is layout.attention]
-    inside = [
-        c
-        for c in calls
-        if began < c.began <= added.ended and not any(_is_in(c, a) for a in attention)
-    ]
-    for call in inside:
-        if _is_nonlinearity(call):
-            _find_hidden(layout, call, inside, added)
-
-
-def _is_nonlinearity(call: Call) -> bool:
-    """Whether the module has no weights and computes something new of the same shape, but no norm."""
-    x, y = call.inputs[0] if call.inputs else None, call.output
-    if x is None or y is None or x.shape != y.shape or x.shape[:2] != SHAPE:
-        return False
-    plain = all(weight.numel() == 1 for weight in call.module.parameters())
-    return plain and not is_same(x, y) and norm_of(call) is None
-
-
-def _find_hidden(layout: BlockLayout, act: Call, calls: Sequence[Call], added: Call) -> None:
-    y = act.output
-    assert y is not None
-    for last in calls:
-        hidden = last.inputs[0] if last.inputs else None
-        has_weights = any(True for _ in last.module.parameters())
-        if hidden is None or last.began < act.ended or not has_weights or hidden.shape != y.shape:
-            continue
-        # Where others add to it, as experts may, these are not all neurons.
-        if not any(is_same(last.output, whole) for whole in (added.output, *added.inputs)):
-            continue
-        layout.act, layout.post = act.module, last.module
-        for other in calls:
-            u = other.output
-            is_factor = u is not None and u.shape == y.shape and other is not act
-            if is_factor and u is not None and is_close(y * u, hidden) and not is_same(y, hidden):
-                layout.linear = other.module
-        return

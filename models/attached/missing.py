@@ -17,19 +17,21 @@ SUMMED = ("attn_out", "resid_mid", "ln2.scale", "ln2.normalized", "mlp.pre", "ml
 """Those that say what is added to the stream, and those that are found by such sums."""
 
 
-def missing(model: Any, layouts: Sequence[BlockLayout], known: Mapping[str, str]) -> dict[str, str]:
+def missing(
+    model: Any, layouts: Sequence[BlockLayout], known: Mapping[str, str], prefix: str = ""
+) -> dict[str, str]:
     """The usual points that some block, or the model's end, is without, and why, beside those whose reason is known."""
     points, reasons = HookedRunner(model).points, dict[str, str]()
     for name in USUAL:
-        without = [n for n in range(len(layouts)) if f"blocks.{n}.{name}" not in points]
+        without = [n for n in range(len(layouts)) if f"{prefix}blocks.{n}.{name}" not in points]
         if without and not {name, *name.split(".")} & {*known}:
-            others = all(f"blocks.{n}.mixer_out" in points for n in without)
+            others = all(f"{prefix}blocks.{n}.mixer_out" in points for n in without)
             scaled = all(layouts[n].reads_first for n in without)
             some = f"block {', '.join(map(str, without))}"
             if name.startswith("attn") and others:
                 why = f"{some} has another mixer of positions, mixer_out"
             elif name in SUMMED and not any(
-                f"blocks.{n}.{part}" in points for n in without for part in ADDED
+                f"{prefix}blocks.{n}.{part}" in points for n in without for part in ADDED
             ):
                 why = "the stream that leaves the block is no sum of what entered and modules' outputs"
             elif name in ("mlp_out", "resid_mid") and scaled:
@@ -42,6 +44,6 @@ def missing(model: Any, layouts: Sequence[BlockLayout], known: Mapping[str, str]
     inside = (name.split(".") for attention in attentions for name, _ in attention.named_modules())
     if any("router" in parts for parts in inside):
         reasons["attn.router"] = "attention chooses among experts by a router of its own"
-    if "ln_final.normalized" not in points:
+    if f"{prefix}ln_final.normalized" not in points:
         reasons["ln_final"] = "no norm of one module comes after the last block"
     return reasons

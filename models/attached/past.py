@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hooks import HookError, HookPoint, start_of_piece
 from hooks.shared import Wire, is_listened_to, memory_of
-from models.attached.forward import is_cache
+from models.attached.forward import is_cache, own_cache
 from models.attached.wiring import fire
 from models.running.context import joined
 
@@ -90,7 +90,7 @@ def number_of(attention: nn.Module) -> Any:
 
 def cached_layer(cache: Any, layer: Any) -> Any:
     """The part of a cache for one layer, or None."""
-    layers = getattr(cache, "layers", ())
+    layers = getattr(own_cache(cache), "layers", ())
     return layers[layer] if isinstance(layer, int) and 0 <= layer < len(layers) else None
 
 

@@ -1,5 +1,6 @@
 """The points of an attached model, and the hooks that pass its values through them."""
 
+import math
 from typing import Any
 
 import torch
@@ -7,20 +8,30 @@ from torch import Tensor, nn
 
 from hooks import HookPoint, HookPoints
 from hooks.shared import hooks_last
-from models.attached.attention import AttentionPoints
+from models.attached.attention import AttentionPoints, CrossPoints
 from models.attached.configs import text_config
 from models.attached.expert_points import Copies, ExpertPoints, Gated, Given, Routing
 from models.attached.layout import BlockLayout
 from models.attached.norms import TracedNorm, norm_of
 from models.attached.past import CacheGiven, number_of, past_of
-from models.attached.probe import SHAPE, Call, ProbeRun
+from models.attached.probe import Call, ProbeRun, embedding_of
 from models.attached.sums import Summand, factors_of, is_same, summand
-from models.attached.traced import TracedPoints
-from models.attached.wiring import BlockInput, Input, Output, PositionsWire, Scale, restore_methods
+from models.attached.traced import TracedCross, TracedPoints
+from models.attached.wiring import (
+    BlockInput,
+    Input,
+    Merged,
+    Output,
+    PositionsWire,
+    Projected,
+    Scale,
+    restore_methods,
+)
 
 STREAM, HIDDEN = "batch pos d_model", "batch pos d_mlp"
 MLP_OUT = "what the MLP adds to the residual stream"
-TOP = ("embed", "pos_embed", "blocks", "ln_final")
+TOP = ("embed", "pos_embed", "blocks", "ln_final", "merged", "projected")
+"""The names beside those of blocks."""
 
 
 class Blocks(nn.ModuleList):
@@ -46,10 +57,11 @@ class Wiring:
 
     Attributes:
         model: the model.
+        owner: the module that holds the points of a stack; the model for those without a prefix.
     """
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
+    def __init__(self, model: Any, owner: Any = None) -> None:
+        self.model, self.owner = model, model if owner is None else owner
         self._handles: dict[HookPoint, Any] = {}
         self._modules: list[nn.Module] = []
 
@@ -72,15 +84,17 @@ class Wiring:
             handle.remove()
         delattr(parent, name)
 
-    def drop_attention(self, block: Any) -> None:
-        """Takes the points of a block's attention out."""
-        restore_methods(block.attn.module)
-        for name in [name for name, _ in block.attn.named_children()]:
-            self.drop(block.attn, name)
-        del vars(block.attn.module)["hook_points"], block.attn
+    def drop_attention(self, block: Any, name: str) -> None:
+        """Takes the points of one attention of a block out."""
+        points = getattr(block, name)
+        restore_methods(points.module)
+        for point in [point for point, _ in points.named_children()]:
+            self.drop(points, point)
+        vars(points.module).pop("hook_points")
+        delattr(block, name)
 
     def _listen(self, module: nn.Module, hook: Any) -> None:
-        if isinstance(hook, Input | CacheGiven):
+        if isinstance(hook, Input | CacheGiven | Merged):
             handle = module.register_forward_pre_hook(hook, with_kwargs=True)
         elif isinstance(hook, Routing):
             handle = module.register_forward_pre_hook(hook)
@@ -93,8 +107,16 @@ class Wiring:
         self._listen(added.module, Output(point, added.factor, added.is_overwritten))
         return point
 
-    def embeddings(self, probe: ProbeRun, first: Call) -> Output | None:
+    def embeddings(
+        self, probe: ProbeRun, first: Call, root: nn.Module, texts: Tensor | None = None
+    ) -> Output | None:
         """Adds `embed`, and `pos_embed` where positions have vectors, from what enters the first block.
+
+        Args:
+            probe: the run.
+            first: the first block in it.
+            root: the module whose embeddings are meant.
+            texts: the tokens [batch, pos] for which the stream must have a position each; None if it need not.
 
         Returns:
             The hook of `embed`, if that is there.
@@ -102,15 +124,15 @@ class Wiring:
         Raises:
             ValueError: if the stream has not a position for each token.
         """
-        stream, embedding = first.inputs[0], self.model.get_input_embeddings()
+        stream, embedding = first.inputs[0], embedding_of(root)
         before = [c for c in probe.single if c.ended < first.began and c.output is not None]
         tokens = next((call for call in before if call.module is embedding), None)
-        if stream.shape[:2] != SHAPE:
+        if texts is not None and texts.shape != stream.shape[:2]:
             raise ValueError(
-                f"the stream must have a position for each of {SHAPE[1]} tokens; got {[*stream.shape]} in "
+                f"the stream must have a position for each of {texts.shape[1]} tokens; got {[*stream.shape]} in "
                 f"{type(self.model).__name__} (where an adapter puts virtual tokens first, attach its base model, and give the adapter as run=)"
             )
-        if tokens is None:
+        if tokens is None or tokens.output is None or tokens.output.shape != stream.shape:
             return None
         added = Summand(embedding, 1.0, tokens.is_overwritten)
         factors = [1.0, *factors_of(text_config(self.model)), stream.shape[-1] ** 0.5]
@@ -120,11 +142,23 @@ class Wiring:
             vectors = _for_each_text(call.output, stream)
             if vectors is not None and (explained := summand(vectors, stream, [tokens], factors)):
                 added = explained[1]
-                self.model.pos_embed = HookPoint(STREAM, "additive position encodings")
-                self._listen(call.module, PositionsWire(self.model.pos_embed))
+                self.owner.pos_embed = HookPoint(STREAM, "additive position encodings")
+                self._listen(call.module, PositionsWire(self.owner.pos_embed))
                 break
-        self.model.embed = self._added(HookPoint(STREAM, "token embeddings"), added)
-        return Output(self.model.embed, added.factor, added.is_overwritten)
+        self.owner.embed = self._added(HookPoint(STREAM, "token embeddings"), added)
+        return Output(self.owner.embed, added.factor, added.is_overwritten)
+
+    def merged(self, module: nn.Module) -> None:
+        """Adds `merged` where a module reads the embeddings with the features of towers among them."""
+        self.owner.merged = HookPoint(
+            STREAM, "embeddings with the features of images or sounds in their places"
+        )
+        self._listen(module, Merged(self.owner.merged))
+
+    def projected(self, module: nn.Module) -> None:
+        """Adds `projected` where a module gives a tower's features for the stream of the text."""
+        self.owner.projected = HookPoint(STREAM, "what is put into the stream of the text")
+        self._listen(module, Projected(self.owner.projected))
 
     def block(self, layout: BlockLayout) -> BlockPoints:
         """The points of one block."""
@@ -133,8 +167,8 @@ class Wiring:
         self._listen(layout.block, BlockInput(points.resid_pre))
         self._norm(points, "ln1", layout)
         if layout.attention is not None:
-            attention = TracedPoints if layout.is_traced else AttentionPoints
-            points.attn = attention(layout.attention)
+            is_traced = layout.attention in layout.traced
+            points.attn = (TracedPoints if is_traced else AttentionPoints)(layout.attention)
             points.layer = number_of(layout.attention)
             self._listen(layout.attention, CacheGiven(points.attn.k))
         self._norm(points, "ln1_post", layout)
@@ -148,10 +182,12 @@ class Wiring:
             points.resid_mid = HookPoint(STREAM, "residual stream between the two sublayers")
         if layout.mid_in:
             self._listen(layout.mid_in, Input(points.resid_mid, is_shared=True))
+        if layout.cross is not None:
+            self._cross(points, layout)
         self._norm(points, "ln2", layout)
         if layout.mid_out:
             self._listen(layout.mid_out, Output(points.resid_mid))
-        if layout.act or layout.experts:
+        if layout.hidden or layout.experts:
             points.mlp = self._mlp(layout)
         self._norm(points, "ln2_post", layout)
         if layout.mlp_out:
@@ -159,6 +195,22 @@ class Wiring:
         points.resid_post = HookPoint(STREAM, "residual stream leaving the block")
         self._listen(layout.block, Output(points.resid_post))
         return points
+
+    def _cross(self, points: Any, layout: BlockLayout) -> None:
+        """Adds the points of attention to an encoder, and of the stream after it."""
+        assert layout.cross is not None
+        assert layout.cross_out is not None
+        self._norm(points, "ln_cross", layout)
+        is_traced = layout.cross in layout.traced
+        points.cross = (TracedCross if is_traced else CrossPoints)(layout.cross)
+        meaning = "what attention to the encoder adds to the residual stream"
+        points.cross_out = self._added(HookPoint(STREAM, meaning), layout.cross_out)
+        meaning = "residual stream between attention to the encoder and the MLP"
+        points.resid_mid_cross = HookPoint(STREAM, meaning)
+        if layout.cross_in:
+            self._listen(layout.cross_in, Input(points.resid_mid_cross, is_shared=True))
+        elif layout.crossed:
+            self._listen(layout.crossed, Output(points.resid_mid_cross))
 
     def _mlp(self, layout: BlockLayout) -> nn.Module:
         if (experts := layout.experts) is not None:
@@ -174,14 +226,14 @@ class Wiring:
                 self._added(mlp.shared, experts.shared)
             return mlp
         mlp = nn.Module()
-        if layout.act and layout.post:
+        if (hidden := layout.hidden) is not None:
             mlp.pre = HookPoint(HIDDEN, "before the nonlinearity")
-            self._listen(layout.act, Input(mlp.pre))
-            if layout.linear:
+            self._listen(hidden.act, Input(mlp.pre))
+            if hidden.linear:
                 mlp.linear = HookPoint(HIDDEN, "what the gate is multiplied with")
-                self._listen(layout.linear, Output(mlp.linear))
+                self._listen(hidden.linear, Output(mlp.linear))
             mlp.post = HookPoint(HIDDEN, "what the last map of the MLP reads")
-            self._listen(layout.post, Input(mlp.post))
+            self._listen(hidden.post, Input(mlp.post))
         return mlp
 
     def _norm(self, parent: nn.Module, name: str, layout: BlockLayout) -> None:
@@ -195,12 +247,13 @@ class Wiring:
         self._listen(norm.module, Output(points.normalized))
         return points
 
-    def final_norm(self, probe: ProbeRun, last: Call) -> None:
-        """Adds `ln_final` where a norm reads the stream that leaves the last block."""
-        for call in (c for c in probe.single if c.began > last.ended):
+    def final_norm(self, probe: ProbeRun, last: Call, root: nn.Module) -> None:
+        """Adds `ln_final` where a norm reads the stream that leaves the last block, while `root` runs."""
+        end = next((c.ended for c in probe.calls if c.module is root), math.inf)
+        for call in (c for c in probe.single if last.ended < c.began < end):
             if call.inputs and is_same(call.inputs[0], last.output) and (norm := norm_of(call)):
                 points = HookPoints(norm.module)
-                self.model.ln_final = self._around(points, norm)
+                self.owner.ln_final = self._around(points, norm)
                 return
 
 

@@ -1,14 +1,18 @@
-"""One run of a model on fourteen tokens, with what went into each module and what came out.
+"""One run of a model on a few inputs, with what went into each module and what came out.
 
 1. Every module gets two hooks, which copy its tensors, and note when it began and ended.
 2. The attention function is replaced by one that notes who called it, and calls the model's own.
 3. Where attention is code of the module's own, a mode of PyTorch notes products and softmaxes in place of that
    (`Watching`).
 4. All hooks go, and the record stays.
+5. A stack of blocks may see rows and positions as one axis. `ProbeRun.apart` gives the record with two.
 """
 
+import contextlib
+import math
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +25,6 @@ from models.attached.configs import kernel_of
 from models.mode import mode
 
 SHAPE = (2, 7)
-N = 14
 
 PRODUCTS = ("matmul", "bmm", "baddbmm")
 ATTENTION, FUSED = ("product", "softmax", "product"), "fused"
@@ -45,8 +48,7 @@ class Call:
 
     Attributes:
         name, module: which.
-        inputs: copies of the tensors among its arguments. Where rows and positions share an axis, it is
-            split in two.
+        inputs: copies of the tensors among its arguments.
         output: likewise of the first tensor that it returned; None until it returns, or without one.
         began, ended: when, in calls and returns of all modules.
         recorded: how many parts of attention were computed before.
@@ -79,6 +81,7 @@ class ProbeRun:
         attention: how often each module called the attention function, or computed attention by itself.
         logits: the first tensor of the output.
         keys: the modules that called it, in order, each with its keys.
+        shape: how many rows and positions a stream has, if that is known.
         parts: the parts of attention that any code computed, in order; None if nobody watched.
         functions: the names of the functions that computed them.
     """
@@ -89,6 +92,7 @@ class ProbeRun:
     keys: list[tuple[nn.Module, Tensor]] = field(default_factory=list)
     parts: list[str] | None = None
     functions: list[str] = field(default_factory=list)
+    shape: tuple[int, int] = SHAPE
     _open: list[Call] = field(default_factory=list)
     _recorded: int = 0
     _clock: int = 0
@@ -107,9 +111,26 @@ class ProbeRun:
             lending.setdefault(memory_of(keys), []).append(module)
         return {modules[0] for modules in lending.values() if len(modules) > 1}
 
+    def apart(self, shape: tuple[int, int]) -> "ProbeRun":
+        """The record of a stack whose stream has this shape: where rows and positions share an axis, it is split in two."""
+
+        def by_text(tensor: Tensor) -> Tensor:
+            is_joined = tensor.ndim == 2 and len(tensor) == math.prod(shape)
+            return tensor.unflatten(0, shape) if is_joined else tensor
+
+        calls = [
+            replace(
+                call,
+                inputs=[*map(by_text, call.inputs)],
+                output=None if call.output is None else by_text(call.output),
+            )
+            for call in self.calls
+        ]
+        return replace(self, calls=calls, shape=shape)
+
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         tensors = tensors_in((args, kwargs))
-        inputs = [_by_text(_copy(tensor)) for tensor in tensors]
+        inputs = [_copy(tensor) for tensor in tensors]
         self._open.append(Call(name, module, inputs, self._clock, recorded=len(self.parts or ())))
         self.calls.append(self._open[-1])
         self._clock += 1
@@ -117,7 +138,7 @@ class ProbeRun:
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         call = self._open.pop()
         for tensor in tensors_in(output):
-            call.output, call._returned = _by_text(_copy(tensor)), tensor
+            call.output, call._returned = _copy(tensor), tensor
             call._written = version(tensor)
             break
         call.ended = self._clock
@@ -134,7 +155,11 @@ class ProbeRun:
         """Computes attention, and notes which module asked for it."""
         self.attention[module] += 1
         self.keys.append((module, args[1]))
-        return kernel_of(module)(module, *args, **kwargs)
+        output = kernel_of(module)(module, *args, **kwargs)
+        self._recorded = len(
+            self.parts or ()
+        )  # the kernel's own, which no module computes by itself
+        return output
 
 
 class Watching(TorchFunctionMode):
@@ -172,27 +197,37 @@ def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
-def _by_text(tensor: Tensor) -> Tensor:
-    return tensor.unflatten(0, SHAPE) if tensor.ndim == 2 and len(tensor) == N else tensor
-
-
 def logits_of(output: Any) -> Tensor:
     """The logits of a model's output or, where it has none, the first tensor. Losses may come before them."""
     logits = getattr(output, "logits", None)
     return logits if isinstance(logits, Tensor) else next(tensors_in(output))
 
 
+def embedding_of(model: Any) -> Any:
+    """The embedding of a model's tokens: the one that it names, or else its first."""
+    with contextlib.suppress(AttributeError, NotImplementedError):
+        return model.get_input_embeddings()
+    embeddings = (module for module in model.modules() if isinstance(module, nn.Embedding))
+    if (first := next(embeddings, None)) is None:
+        raise ValueError(
+            f"attach needs example=, the input of a run, for a {type(model).__name__} without an nn.Embedding"
+        )
+    return first
+
+
 def tokens_for(model: Any) -> Tensor:
     """Different tokens, [2, 7], on the device of the model's embedding."""
-    weight = model.get_input_embeddings().weight
+    weight = embedding_of(model).weight
     # A weight that is elsewhere until it is needed has no device; whoever brings it moves tokens too.
     device = "cpu" if weight.is_meta else weight.device
-    return (torch.arange(N, device=device) * 5 + 1).remainder(len(weight)).view(SHAPE)
+    return (
+        (torch.arange(math.prod(SHAPE), device=device) * 5 + 1).remainder(len(weight)).view(SHAPE)
+    )
 
 
 @without_gradients
-def probed(model: Any, watch: bool = False) -> ProbeRun:
-    """Runs the model, whose attention must be `hooked_attention` or is watched, on `tokens_for` it."""
+def probed(model: Any, run: Callable[[], Any], watch: bool = False) -> ProbeRun:
+    """The record of a run of the model, whose attention must be `hooked_attention` or is watched."""
     probe, handles = ProbeRun(), []
     watching = Watching(probe)
     probe.parts, probe.functions = watching.parts if watch else None, watching.functions
@@ -206,7 +241,7 @@ def probed(model: Any, watch: bool = False) -> ProbeRun:
                     module.register_forward_hook(probe._leave),
                 ]
         with mode(model, training=False), watching:
-            output = model(input_ids=tokens_for(model), use_cache=False)
+            output = run()
     finally:
         for handle in handles:
             handle.remove()

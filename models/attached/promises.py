@@ -16,13 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from hooks import ActivationCache, HookedRunner
-from hooks.shared import Session, without_gradients
+from hooks.shared import Session, tensors_in, without_gradients
 from models.attached.attention import AttentionPoints
 from models.attached.checked import has_other_terms, problem_of
+from models.attached.example import Example
 from models.attached.experts import inert, unequal
 from models.attached.layout import BlockLayout
-from models.attached.points import MLP_OUT, Wiring
-from models.attached.probe import logits_of, tokens_for
+from models.attached.points import MLP_OUT, TOP, Wiring
+from models.attached.probe import logits_of
+from models.attached.stacks import Stack
 from models.attached.sums import HALF, agree, is_close, is_same, rolled
 from models.attached.traced import TracedPoints
 from models.mode import mode
@@ -30,24 +32,25 @@ from models.mode import mode
 
 @dataclass(eq=False)
 class Checks:
-    """Checks of one model.
+    """Checks of one stack.
 
     Attributes:
         model: the model, with its points.
         wiring: takes points out.
-        left_out: gets what was taken out, and why.
+        stack: the stack, which gets what was left out, and why.
     """
 
     model: Any
     wiring: Wiring
-    left_out: dict[str, str]
+    stack: Stack
 
-    def __call__(self, layouts: Sequence[BlockLayout], reference: Tensor) -> None:
-        """Make all checks of these blocks.
+    def __call__(self, reference: Tensor) -> None:
+        """Make all checks of its blocks.
 
         Raises:
             ValueError: if hooks change the logits, which are `reference` without points.
         """
+        layouts = self.stack.layouts
         self.traced()
         self.streams(layouts)
         self.mixers(layouts)
@@ -56,20 +59,24 @@ class Checks:
 
     def traced(self) -> None:
         """Leaves out the points of attention by code of its own where they would not hold what they promise."""
-        attention = {n: getattr(block, "attn", None) for n, block in enumerate(self.model.blocks)}
-        traced = {n: points for n, points in attention.items() if isinstance(points, TracedPoints)}
+        traced = [
+            (n, name, points)
+            for n, block in enumerate(self._blocks)
+            for name, points in block.named_children()
+            if isinstance(points, TracedPoints)
+        ]
         if not traced:
             return
-        calls = self._calls([points.module for points in traced.values()])
-        for n, points in traced.items():
+        calls = self._calls([points.module for _, _, points in traced])
+        for n, name, points in traced:
             try:
                 with torch.inference_mode(False):
                     problem = problem_of(points.module, *calls[points.module])
             except Exception as error:  # whatever another layout of its tensors leads to
                 problem = str(error)
             if problem:
-                self.wiring.drop_attention(self.model.blocks[n])
-                self.left_out["attn"] = f"{type(points.module).__name__}: {problem}"
+                self.wiring.drop_attention(self._blocks[n], name)
+                self.left_out[name] = f"{type(points.module).__name__}: {problem}"
 
     def _calls(self, modules: Sequence[nn.Module]) -> dict[nn.Module, tuple[Any, Any]]:
         """The arguments of modules in a run of a few tokens."""
@@ -77,8 +84,20 @@ class Checks:
         with Session() as session, torch.inference_mode(False):
             for module in modules:
                 session.before(module, lambda *call, module=module: calls.update({module: call}))
-            logits_alone(self.model)
+            logits_alone(self.model, self.stack.example)
         return calls
+
+    @property
+    def _blocks(self) -> Any:
+        return self.wiring.owner.blocks
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """What was taken out, and why."""
+        return self.stack.left_out
+
+    def _point(self, n: int, name: str) -> str:
+        return f"{self.stack.prefix}blocks.{n}.{name}"
 
     def streams(self, layouts: Sequence[BlockLayout]) -> None:
         """Leaves out `resid_mid` where the stream goes on from a copy, which an edit does not reach."""
@@ -86,13 +105,15 @@ class Checks:
         if not shared:
             return
         parts = ("resid_mid", "mlp_out", "resid_post")
-        hooks = {f"blocks.{n}.resid_mid": rolled for n in shared}
-        names = [f"blocks.{n}.{part}" for n in shared for part in parts]
+        if layouts[shared[0]].cross is not None:
+            parts = ("resid_mid", "cross_out", "resid_mid_cross")
+        hooks = {self._point(n, "resid_mid"): rolled for n in shared}
+        names = [self._point(n, part) for n in shared for part in parts]
         _, cache = self._run(names, hooks)
         for n in shared:
-            mid, added, post = (cache[f"blocks.{n}.{part}"] for part in parts)
+            mid, added, post = (cache[self._point(n, part)] for part in parts)
             if not is_close(mid + added, post, mid, added):
-                self.wiring.drop(self.model.blocks[n], "resid_mid")
+                self.wiring.drop(self._blocks[n], "resid_mid")
                 self.left_out["resid_mid"] = "the stream goes on from a copy of it"
 
     def mixers(self, layouts: Sequence[BlockLayout]) -> None:
@@ -106,11 +127,14 @@ class Checks:
             if layout.mixer_out is None:
                 continue
             if (kind := type(layout.mixer_out.module)) not in mixes:  # runs each, so one of a kind
-                name, hook = f"blocks.{n}.mixer_out", {f"blocks.{n}.resid_pre": first_changed}
+                name, hook = (
+                    self._point(n, "mixer_out"),
+                    {self._point(n, "resid_pre"): first_changed},
+                )
                 before, after = (self._run([name], hooks)[1][name] for hooks in ({}, hook))
                 mixes[kind] = not is_same(before[:, 1:], after[:, 1:])
             if not mixes[kind]:
-                block = self.model.blocks[n]
+                block = self._blocks[n]
                 block.mlp_out, layout.mlp_out = block.mixer_out, layout.mixer_out
                 block.mlp_out.meaning, layout.mixer_out = MLP_OUT, None
                 del block.mixer_out
@@ -118,9 +142,14 @@ class Checks:
     def experts(self, layouts: Sequence[BlockLayout]) -> None:
         """Leaves out points of experts whose values do not add up, or whose edits do not act."""
         mixtures = {n: layout.experts for n, layout in enumerate(layouts) if layout.experts}
+        if self.stack.name and mixtures:
+            for n in mixtures:
+                del self._blocks[n].mlp
+            self.left_out["mlp"] = "experts have points in the blocks of the text only"
+            return
         wrong = unequal(mixtures, self._run, self._calls), inert(mixtures, self._run)
         for n, name, why in itertools.chain(*wrong):
-            self.wiring.drop(self.model.blocks[n].mlp, name)
+            self.wiring.drop(self._blocks[n].mlp, name)
             self.left_out[f"mlp.{name}"] = why
 
     def attention(self, reference: Tensor) -> None:
@@ -129,7 +158,7 @@ class Checks:
         Raises:
             ValueError: if the logits differ without these points too.
         """
-        attention = [p for p in self.model.modules() if isinstance(p, AttentionPoints)]
+        attention = [p for p in self._blocks.modules() if isinstance(p, AttentionPoints)]
         attention = [points for points in attention if hasattr(points, "scores")]
         calls = self._calls([points.module for points in attention])
         has_others = {points: _has_other_terms(points, calls) for points in attention}
@@ -141,7 +170,10 @@ class Checks:
             self.wiring.drop(points, "scores")
             self.wiring.drop(points, "pattern")
             self.left_out["scores"] = self.left_out["pattern"] = "attention has terms of its own"
-        others = [*HookedRunner(self.model).points]
+        top = {part for name, part in self.wiring.owner.named_children() if name in TOP}
+        own = {module for part in top for module in part.modules()}
+        known = HookedRunner(self.model).points
+        others = [name for name, point in known.items() if point.module in own]
         others = [name for name in others if not name.endswith(("scores", "pattern"))]
         if not agree(self._run(others)[0], reference, 1e-3):
             raise ValueError(
@@ -155,26 +187,29 @@ class Checks:
         """The logits of a cached run of a few tokens, under hooks."""
         runner = HookedRunner(self.model)
         with mode(self.model, training=False), runner.hooks(hooks):
-            tokens = tokens_for(self.model)
-            output, cache = runner.run_with_cache(input_ids=tokens, use_cache=False, names=names)
+            example = self.stack.example
+            output, cache = runner.run_with_cache(*example.args, **example.kwargs, names=names)
         return logits_of(output), cache
 
 
 @without_gradients
-def logits_alone(model: nn.Module) -> Tensor:
-    """The logits of a few tokens.
+def logits_alone(model: nn.Module, example: Example) -> Tensor:
+    """The logits of an example.
 
     Raises:
-        ValueError: if the model does not run on tokens alone.
+        ValueError: if the model does not run on it.
     """
-    tokens = tokens_for(model)
     with mode(model, training=False):
         try:
-            output = model(input_ids=tokens, use_cache=False)
+            output = example.run(model)
         except Exception as error:
-            got = f"{type(error).__name__}: {error}"
+            got, shapes = (
+                f"{type(error).__name__}: {error}",
+                [*map(list, (t.shape for t in tensors_in((example.args, dict(example.kwargs)))))],
+            )
             raise ValueError(
-                f"the model must run on input_ids {[*tokens.shape]} alone; {type(model).__name__} raised {got}"
+                f"the model must run on {', '.join(example.kwargs) or 'its input'} {shapes} alone; "
+                f"{type(model).__name__} raised {got} (example= gives other arguments)"
             ) from error
     return logits_of(output)
 

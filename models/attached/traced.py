@@ -18,11 +18,11 @@ from torch.overrides import TorchFunctionMode
 
 from hooks import HookError, HookPoint
 from hooks.shared import is_listened_to, tensors_in
-from models.attached.attention import AttentionPoints
+from models.attached.attention import AttentionPoints, CrossPoints
 from models.attached.checked import slope_of
 from models.attached.past import cached_layer, first_new, number_of, passed, take_cache
 from models.attached.probe import ATTENTION, FUSED, kind_of
-from models.attached.wiring import Replaced, fire
+from models.attached.wiring import Replaced, fire, rows_of
 
 FUSED_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
 OPERANDS = ("batch1", "batch2", "mat2", "other", "tensor2")
@@ -42,6 +42,10 @@ class TracedPoints(AttentionPoints):
         super().__init__(module, _fused)
         self.scale: float | None = None
         module.forward = TracedForward(self)
+
+
+class TracedCross(CrossPoints, TracedPoints):
+    """The points of attention to an encoder, with code of its own."""
 
 
 class TracedForward(Replaced):
@@ -96,7 +100,8 @@ class _Passing(TorchFunctionMode):
         super().__init__()
         self.points = points
         self.left: tuple[str, ...] = ATTENTION
-        self._batch, self._n_pos, self._dtype = *stream.shape[:2], stream.dtype
+        self._batch, self._n_pos = rows_of(stream)
+        self._dtype = stream.dtype
         self._new: range | None = None
         self._steps = (self._scores, self._pattern, self._z)
 
@@ -127,6 +132,8 @@ class _Passing(TorchFunctionMode):
             raise _changed(points)
         *added, query, key = (*args, *(kwargs.pop(n) for n in OPERANDS if n in kwargs))
         self._cache, self._number = take_cache(), number_of(points.module)
+        if isinstance(points, CrossPoints):
+            self._cache, self._new = None, range(key.shape[-1])
         self._held = cached_layer(self._cache, self._number)
         query = self._by_position(points.q, query)
         key = self._passed(points.k, "keys", key.mT).mT

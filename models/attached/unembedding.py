@@ -41,7 +41,7 @@ class Unembedding:
 
 def unembed_of(model: Any, probe: ProbeRun, last: Call) -> Unembedding | None:
     """The modules after the blocks, if they give the logits. A model without a head gives no logits."""
-    if model.get_output_embeddings() is None:
+    if hasattr(model, "get_output_embeddings") and model.get_output_embeddings() is None:
         return None
     modules: list[nn.Module] = []
     at, after = last.output, last.ended

@@ -68,7 +68,7 @@ class PlainView(nn.Module):
     @without_gradients
     def __init__(self, language: Any) -> None:
         super().__init__()
-        model, layouts = language._model, language.layouts
+        model, layouts = language.model, language.layouts
         # Not as submodules, whose points and parameters would be the view's.
         vars(self).update(_model=model, language=language, config=language.config)
         self.tokenizer = language.tokenizer
@@ -93,8 +93,10 @@ class PlainView(nn.Module):
             raise missing(None, "an unembedding that reads the stream alone")
         tokens = tokens_for(model)
         with mode(model, training=False):
-            calls, logits = recorded(model, tokens)
-            context = view_context_of(model, [layout.attention for layout in layouts], tokens, {})
+            calls, logits = recorded(language, tokens)
+            context = view_context_of(
+                language, [layout.attention for layout in layouts], tokens, {}
+            )
             self.blocks = nn.ModuleList(
                 ViewBlock(n, layout, model.blocks[n], calls, context)
                 for n, layout in enumerate(layouts)
@@ -125,7 +127,7 @@ class PlainView(nn.Module):
             arguments = {**self.language.positions_of(mask), **arguments}
         layouts = self.language.layouts
         attention = [layout.attention for layout in layouts]
-        return view_context_of(self._model, attention, tokens, arguments)
+        return view_context_of(self.language, attention, tokens, arguments)
 
     def input_resid(
         self, tokens: Int[Tensor, "batch pos"], context: ViewContext

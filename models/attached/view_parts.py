@@ -38,7 +38,7 @@ def missing(n: int | None, what: str) -> ValueError:
     )
 
 
-def recorded(model: Any, tokens: Tensor) -> tuple[dict[nn.Module, Call], Tensor]:
+def recorded(language: Any, tokens: Tensor) -> tuple[dict[nn.Module, Call], Tensor]:
     """Return what each module that runs once read and gave, and the logits."""
     calls: dict[nn.Module, Call] = {}
     again: set[nn.Module] = set()
@@ -54,18 +54,18 @@ def recorded(model: Any, tokens: Tensor) -> tuple[dict[nn.Module, Call], Tensor]
 
     def run() -> Tensor:
         with Session() as session:
-            for module in model.modules():
-                if module is not model and not isinstance(module, HookPoint):
+            for module in language.model.modules():
+                if module is not language.model and not isinstance(module, HookPoint):
                     session.before(module, partial(enter, module))
                     session.after(module, partial(leave, module))
-            return logits_of(model(input_ids=tokens, use_cache=False))
+            return logits_of(language.run(tokens))
 
     logits = hooks_disabled(run)
     return {module: call for module, call in calls.items() if module not in again}, logits
 
 
 def view_context_of(
-    model: Any, attention: Sequence[Any], tokens: Tensor, arguments: dict[str, Any]
+    language: Any, attention: Sequence[Any], tokens: Tensor, arguments: dict[str, Any]
 ) -> ViewContext:
     """The arguments of attention modules in a run of the model."""
     calls: dict[nn.Module, tuple[Any, Any]] = {}
@@ -77,7 +77,7 @@ def view_context_of(
         with Session() as session:
             for module in attention:
                 session.before(module, partial(keep, module))
-            model(input_ids=tokens, **{"use_cache": False, **arguments})
+            language.run(tokens, **arguments)
 
     hooks_disabled(run)
     return ViewContext(arguments, tuple(calls[module] for module in attention))

@@ -24,6 +24,11 @@ from models.attached.norms import TracedNorm
 texts_read: ContextVar[tuple[int, ...]] = ContextVar("texts", default=())
 
 
+def rows_of(stream: Tensor) -> tuple[int, int]:
+    """The rows and positions of a stream; one row where both share an axis, as those of images of any sizes do."""
+    return (stream.shape[0], stream.shape[1]) if stream.ndim > 2 else (1, len(stream))
+
+
 def fire(point: HookPoint, value: Tensor) -> Tensor:
     """Return what the point makes of a value. Where rows and positions share an axis, it sees them apart.
 
@@ -74,6 +79,19 @@ class Output(Wire):
 
 
 @dataclass(eq=False)
+class Projected(Output):
+    """Passes the features that a tower gives for the stream of a text through a point."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """The output with what the point gives."""
+        token = texts_read.set(rows_of(next(tensors_in(output))))
+        try:
+            return super().__call__(module, args, output)
+        finally:
+            texts_read.reset(token)
+
+
+@dataclass(eq=False)
 class Input(Wire):
     """Passes what a module reads through a point.
 
@@ -106,8 +124,23 @@ class BlockInput(Input):
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """The arguments with what the point gives."""
         if not torch.compiler.is_compiling():
-            texts_read.set(next(tensors_in((args, kwargs))).shape[:2])
+            stream = next(tensors_in((args, kwargs)))
+            if stream.ndim > 2 or len(stream) != math.prod(texts_read.get()):
+                texts_read.set(rows_of(stream))
         return super().__call__(module, args, kwargs)
+
+
+@dataclass(eq=False)
+class Merged(Wire):
+    """Passes the embeddings that a model of text is given, instead of tokens, through a point."""
+
+    point: HookPoint
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """The arguments with what the point gives."""
+        value = kwargs.get("inputs_embeds")
+        new = value if value is None else fire(self.point, value)
+        return None if new is value else (args, {**kwargs, "inputs_embeds": new})
 
 
 @dataclass(eq=False)
@@ -141,7 +174,7 @@ class PositionsWire(Wire):
 
 
 class Replaced:
-    """What stands in place of a method of a module, `forward` or `generate`, while the model is attached.
+    """What stands in place of a method of a module, such as `forward`, while the model is attached.
 
     Args:
         module: the module.
@@ -157,9 +190,9 @@ class Replaced:
 
 
 def restore_methods(model: nn.Module) -> None:
-    """Gives the modules in a model the `forward` and `generate` back that they had before attach."""
+    """Gives the modules in a model the methods back that they had before attach."""
     for module in model.modules():
-        for name in ("forward", "generate"):
+        for name in ("forward", "generate", "get_encoder", "get_decoder"):
             method = vars(module).get(name)
             if isinstance(method, Replaced):
                 delattr(module, name)

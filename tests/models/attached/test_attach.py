@@ -144,12 +144,8 @@ def test_what_is_refused(monkeypatch):
     model = made("gpt2")
     with attach(model), pytest.raises(ValueError, match="already"):
         attach(model)
-    for wrong, error in {
-        nn.Linear(2, 3): TypeError,
-        transformers.BartModel(transformers.BartConfig(**BART)): ValueError,
-    }.items():
-        with pytest.raises(error, match=type(wrong).__name__):
-            attach(wrong)
+    with pytest.raises(ValueError, match=r"example=.* Linear without an nn\.Embedding"):
+        attach(nn.Linear(2, 3))
     model.lm_head.weight.data[0] = torch.nan
     with pytest.raises(ValueError, match="NaN"):
         attach(model)

@@ -106,10 +106,25 @@ def test_norms_beside_a_stream_of_another_precision_are_found_in_half(dtype):
     torch.testing.assert_close(cache["ln1.scale", 1].double(), scale, rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.skipif("inkling_text" not in transformers.CONFIG_MAPPING, reason="needs Inkling")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_term_of_attention_that_rounding_hides_is_found(dtype):
-    """Inkling adds a bias by distance, which changes the logits by two roundings of bfloat16."""
+def test_a_term_of_attention_that_rounding_hides_is_found(dtype, monkeypatch):
+    """A kernel that adds a small bias by distance, which changes the logits by a few roundings of bfloat16."""
+
+    def tilted(module, query, key, value, attention_mask, scaling=None, **kwargs):
+        at = torch.arange(query.shape[2])
+        scores = query @ key.mT * (scaling or query.shape[-1] ** -0.5) + 0.01 * at
+        pattern = scores.masked_fill(at[:, None] < at, -1e9).softmax(-1).to(value.dtype)
+        return (pattern @ value).transpose(1, 2).contiguous(), None
+
+    kernels = type(transformers.AttentionInterface())._global_mapping
+    monkeypatch.setitem(kernels, "sdpa", tilted)
+    with attach(made("gpt2", attention="sdpa", dtype=dtype)) as attached:
+        assert attached.left_out["pattern"] == "attention has terms of its own"
+        assert "blocks.1.attn.scores" not in HookedRunner(attached.model).points
+
+
+@pytest.mark.skipif("inkling_text" not in transformers.CONFIG_MAPPING, reason="needs Inkling")
+def test_a_bias_by_distance_is_in_the_pattern():
     config = transformers.CONFIG_MAPPING["inkling_text"](
         **attachable.SIZES | dict(intermediate_size=24)
     )
@@ -118,9 +133,14 @@ def test_a_term_of_attention_that_rounding_hides_is_found(dtype):
     for name, weight in model.named_parameters():
         if "rel_logits_proj" in name:
             torch.nn.init.normal_(weight, std=0.5)
-    with attach(model.to(dtype)) as attached:
-        assert attached.left_out["pattern"] == "attention has terms of its own"
-        assert not [n for n in HookedRunner(model).points if n.endswith(("scores", "pattern"))]
+    model.set_attn_implementation("eager")
+    tokens = torch.arange(7)[None]
+    with torch.no_grad():
+        wanted = model(tokens, output_attentions=True).attentions
+        with attach(model):
+            _, cache = run_with_cache(model, tokens, names="*.pattern")
+    for layer, pattern in enumerate(wanted):
+        torch.testing.assert_close(cache["pattern", layer], pattern)
 
 
 WIDE = {
@@ -629,7 +649,7 @@ def tiny(name, **sizes):
 REFUSED = {
     "compiled": (lambda: torch.compile(made("llama")), "before torch.compile"),
     "meta": (on_meta, "must have weights"),
-    "images": (lambda: tiny("ViTForImageClassification", image_size=8, patch_size=4), "input_ids"),
+    "images": (lambda: tiny("ViTForImageClassification", image_size=8, patch_size=4), "example="),
     "choices": (lambda: tiny("BertForMultipleChoice", **SIZES), "MultipleChoice raised"),
     "prompts before": (
         lambda: tiny("CpmAntForCausalLM", vocab_size=23, dim_head=6, dim_ff=17),

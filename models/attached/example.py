@@ -1,0 +1,91 @@
+"""The arguments of the runs by which a model's points are found and checked."""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from hooks.shared import Words, forwards_in, tensors_in
+from models.attached.configs import base_of
+from models.attached.probe import tokens_for
+
+N_DECODED = 5
+"""How many tokens a decoder reads beside those of its encoder."""
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """The arguments of a run.
+
+    Attributes:
+        args, kwargs: the arguments.
+    """
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def run(self, model: nn.Module) -> Any:
+        """The model's output."""
+        return model(*self.args, **self.kwargs)
+
+    @property
+    def tokens(self) -> Tensor | None:
+        """The tokens [batch, pos] that the model reads; None where it reads none."""
+        tokens = self.kwargs.get("input_ids", next(tensors_in(self.args), None))
+        is_text = isinstance(tokens, Tensor) and tokens.ndim == 2
+        return tokens if is_text and not tokens.is_floating_point() else None
+
+    @property
+    def is_text(self) -> bool:
+        """Whether it is tokens alone."""
+        others = {name for name, value in self.kwargs.items() if isinstance(value, Tensor)}
+        return self.tokens is not None and others <= {"input_ids", "attention_mask"}
+
+
+def example_of(model: nn.Module, given: Any = None) -> Example | None:
+    """What a user gives as an example or, for None, a few tokens; None for a model that reads something else.
+
+    Raises:
+        TypeError: if it is neither a mapping nor a tensor.
+    """
+    config, names = getattr(model, "config", None), parameters_of(model)
+    if given is not None and not isinstance(given, Mapping | Tensor):
+        raise TypeError(
+            f"example must be a mapping of arguments, as a processor gives, or a tensor; got a {type(given).__name__}"
+        )
+    if isinstance(given, Tensor):
+        return Example((given,))
+    if given is None and config is None:
+        return Example((tokens_for(model),))
+    if given is None and "input_ids" not in {getattr(model, "main_input_name", ""), *names}:
+        return None
+    if given is None:
+        tokens = tokens_for(model)
+        given = {"input_ids": tokens}
+        if is_encoder_decoder(model):
+            given["decoder_input_ids"] = tokens[:, :N_DECODED]
+    return Example(kwargs={**uncached(model), **given})
+
+
+def uncached(model: nn.Module) -> dict[str, Any]:
+    """The arguments of a run whose keys nobody needs later."""
+    knows_cache = "use_cache" in Words(model.forward, *forwards_in(model)).known
+    return {"use_cache": False} if knows_cache else {}
+
+
+def is_encoder_decoder(model: nn.Module) -> bool:
+    """Whether a model has both an encoder and a decoder."""
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+def parameters_of(model: Any) -> list[str]:
+    """The names of the arguments of a model's forward."""
+    return [*inspect.signature(base_of(model).forward).parameters]
+
+
+def is_text(example: Example, stream: Tensor) -> bool:
+    """Whether a stream [batch, pos, d_model] has a position for each token."""
+    tokens = example.tokens
+    return tokens is not None and stream.shape[:2] == tokens.shape
