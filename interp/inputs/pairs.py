@@ -94,8 +94,8 @@ class Pairs(pictures.Shown):
     logit_diff([7, 9], [8, 8], pos=-1)
     """
 
-    clean: Int[Tensor, "batch pos"]
-    corrupted: Int[Tensor, "batch other"] | None
+    clean: Shaped[Tensor, "batch pos *size"]
+    corrupted: Shaped[Tensor, "batch other *size"] | None
     answers: Int[Tensor, " batch"] | Int[Tensor, "batch 2"] | None
     attention_mask: Tensor | None
     corrupted_mask: Tensor | None

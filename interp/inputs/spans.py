@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Int, Shaped
 from torch import Tensor
 
 from hooks.shared import Index, Selection, real_columns
@@ -13,7 +13,7 @@ Spans = Mapping[str, Index]
 """By name, the positions of a span in each example: a list of lists, or a tensor, of integers or booleans."""
 
 
-def as_answers(answers: Any, tokens: Int[Tensor, "batch pos"]) -> Any:
+def as_answers(answers: Any, tokens: Shaped[Tensor, "batch *size"]) -> Any:
     """Answers as a tensor, where they are numbers; a single one, or a tuple (right, wrong), is that of every text."""
     if answers is None or isinstance(answers, Tensor):
         return answers

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 
 from hooks import ActivationCache
@@ -22,9 +22,10 @@ class Tokenized(Protocol):
     attention_mask: Tensor | None
 
 
-Texts = str | Iterable[Any] | Int[Tensor, " pos"] | Int[Tensor, "batch pos"] | Tokenized
+Texts = str | Iterable[Any] | Int[Tensor, " pos"] | Shaped[Tensor, "batch pos *size"] | Tokenized
 """One text, a string, a list of tokens or a tensor [pos]; or several, a list of these, a tensor [batch, pos], or what
-`model.to_tokens` or a tokenizer of `transformers` gives. Strings need a model with a tokenizer."""
+`model.to_tokens` or a tokenizer of `transformers` gives. Strings need a model with a tokenizer. For a model that reads images or
+sounds first, these, as numbers [batch, ...]."""
 
 
 class Text(NamedTuple):

@@ -134,8 +134,9 @@ def layout_of(block: Call, probe: ProbeRun, roles: Roles, *configs: Any) -> Bloc
             others = [call for call, _ in sublayers]
             layout.hidden = hidden_of(mlp, once, others, layout.attention)
     layout.experts = find(inside, adding)
-    for name, shown in ((roles.attn, layout.attn_out), (roles.mlp, layout.mlp_out)):
-        if name and shown is None:
+    mlp_added = adding if layout.mlp_out else None
+    for name, shown in ((roles.attn, first), (roles.mlp, mlp_added)):
+        if name and not (shown and _gives(shown, roled[name])):
             raise ValueError(
                 f"{name!r} must give what is added to the stream, up to a norm, dropout or a number of the block; "
                 f"in {block.name} the stream is no such sum"

@@ -230,8 +230,8 @@ def test_what_cannot_be_explained_is_refused():
     hooks = {"blocks.0.mlp_out": edits.scale(1.5, pos=2)}
     with HookedRunner(model).hooks({"blocks.1.resid_pre": edits.scale(2.0)}):
         edited = HookedRunner(model).run_with_cache(TEXT)[1]
-    with pytest.raises(CacheError, match="pairs must add up to the score"):
-        why_attends(model, edited, (1, 0))
+    # What an edit adds between two blocks is a source of its own.
+    assert "input1" in why_attends(model, edited, (1, 0)).labels["key_source"]
     chosen = torch.tensor([-1, 3]), torch.tensor([[2], [0]])[:, 0]
     lists = ([-1, 3], [2, 0])
     one, other = (why_attends(model, cache, (1, 4), *each) for each in (chosen, lists))
