@@ -6,7 +6,7 @@ Figures of matplotlib need the extra `plots`, so they are imported only when one
 
 from interp.pictures.graphs import attribution, circuit, features
 from interp.pictures.shown import Shown
-from interp.pictures.tables import curves, effects, together
+from interp.pictures.tables import curves, effects, image, together
 from interp.pictures.texts import lens, patterns, text
 from interp.pictures.view import View
 
@@ -18,6 +18,7 @@ __all__ = [
     "curves",
     "effects",
     "features",
+    "image",
     "lens",
     "patterns",
     "text",

@@ -1,17 +1,20 @@
 """Pictures of numbers: effects as heat maps or bars, several of them, and lines."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.functional import adaptive_avg_pool2d
 
 from interp.pictures.parts import MOST_COLUMNS, MOST_WEIGHTS, axis_part, grid_part, thinned
 from interp.pictures.view import View, plotted_axes, visible_title
 
 # What a browser draws without a pause.
 _MOST_BARS, _MOST_POINTS = 60, 2000
+_MOST_PIXELS = 256
 
 
 def effects(result: Any, facet: str | None = None) -> View:
@@ -68,6 +71,46 @@ def effects(result: Any, facet: str | None = None) -> View:
         note=thinned(means.numel(), tables.numel(), "values"),
     )
     return View(title, [part], draw)
+
+
+def image(
+    pixels: Float[Tensor, "channel height width"],
+    values: Float[Tensor, " patch"],
+    *,
+    grid: tuple[int, int] | None = None,
+    title: str = "patches",
+    unit: str = "",
+) -> View:
+    """Draw numbers of patches over the image that they are of, which is grey, so that colours are those of the numbers.
+
+    Args:
+        pixels: the image, of any numbers; the smallest is drawn black, the largest white.
+        values: a number for each patch, from left to right and from top to bottom: without that of a token for the class.
+        grid: how many rows and columns of patches there are; by default as many of both.
+        title, unit: of the numbers.
+
+    Raises:
+        ValueError: if the patches do not fill the grid.
+
+    >>> image(torch.rand(3, 8, 8), torch.tensor([0.0, 1.0, 2.0, -1.0]), unit="logits")
+    View of patches: .save("x.html") writes it, .show() opens it
+    """
+    side = math.isqrt(len(values))
+    rows, columns = (side, side) if grid is None else grid
+    if rows * columns != len(values):
+        raise ValueError(
+            f"patches must fill grid=(rows, columns), {rows} by {columns}; got {len(values)} (a token for the class is none)"
+        )
+    # A browser stretches it; more pixels would only make the page large.
+    size = [min(_MOST_PIXELS, side) for side in pixels.shape[1:]]
+    grey = pixels.detach().cpu().float().mean(0, keepdim=True)
+    shown = adaptive_avg_pool2d(grey, size).expand(3, *size)
+    low, high = shown.aminmax()
+    shown = ((shown - low) / (high - low).clamp(min=1e-9) * 255).round()
+    table = values.detach().cpu().view(1, rows, columns)
+    axes = (axis_part(name, range(n), None, n) for name, n in (("row", rows), ("column", columns)))
+    under = shown.movedim(0, -1).contiguous()
+    return View(title, [grid_part(title, table, *axes, unit, square=True, under=under)])
 
 
 def together(title: str, results: Mapping[str, Any]) -> View:

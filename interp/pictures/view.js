@@ -69,8 +69,10 @@ function legend({ limit, signed, unit }) {
 function bitmap(rows, columns, rgb) {
   const image = Object.assign(make("canvas"), { width: columns, height: rows });
   const pen = image.getContext("2d"), pixels = pen.createImageData(columns, rows);
-  for (let i = 0; i < rows * columns; i++)
-    pixels.data.set([...rgb(Math.floor(i / columns), i % columns), 255], 4 * i);
+  for (let i = 0; i < rows * columns; i++) {
+    const [red, green, blue, alpha = 255] = rgb(Math.floor(i / columns), i % columns);
+    pixels.data.set([red, green, blue, alpha], 4 * i);
+  }
   pen.putImageData(pixels, 0, 0);
   return image;
 }
@@ -143,9 +145,10 @@ function grid(part, box) {
   }
   function draw() {
     const [rows, columns] = axes(), [down, over] = [rows.labels.length, columns.labels.length];
-    const written = part.cells || (part.written && over <= 24 && down <= 60), high = clamp(Math.floor(420 / down), written ? 24 : 10, 30);
+    const written = part.cells || (part.written && over <= 24 && down <= 60), high = clamp(Math.floor(420 / down), written ? 24 : 10, part.under ? 90 : 30);
     const wide = part.square ? high : clamp(Math.floor(900 / over), part.cells ? 44 : written ? 52 : 10, 64);
-    const map = make("div", "map"), cells = make("div", "cells"), cursor = make("div", "cursor"), body = bitmap(down, over, (r, c) => paint(values[at(r, c)], limit));
+    const map = make("div", "map"), cells = make("div", "cells"), cursor = make("div", "cursor"), overImage = x => [...paint(Math.sign(x) * limit, limit), 220 * Math.min(1, Math.abs(x || 0) / limit)];
+    const body = bitmap(down, over, (r, c) => part.under ? overImage(values[at(r, c)]) : paint(values[at(r, c)], limit));
     Object.assign(body, { tabIndex: 0 });
     body.setAttribute("role", "application");
     body.setAttribute("aria-label", `${part.title || "table"}, ${rows.name} by ${columns.name}; arrow keys move from cell to cell`);
@@ -172,6 +175,12 @@ function grid(part, box) {
     };
     cursor.hidden = true;
     map.append(make("div", "corner", `${rows.name} \\ ${columns.name}`), edgeLabels(columns, "columns", wide, part.marked), edgeLabels(rows, "rows", high), body, cells);
+    if (part.under) {
+      const [tall, broad] = part.under.shape, pixels = numbers(part.under);
+      const under = bitmap(tall, broad, (r, c) => [0, 1, 2].map(k => pixels[3 * (r * broad + c) + k]));
+      under.style.cssText = body.style.cssText;
+      map.insertBefore(under, body);
+    }
     frame.replaceChildren(map);
     title.textContent = facets > 1 ? part.facets[facet] : "";
     title.hidden = facets === 1;

@@ -172,8 +172,10 @@ def _described(edit: Hooks) -> str:
 
 
 def _mixes_rows(module: nn.Module) -> bool:
-    """Whether a module quantises all rows by one scale, found in each run."""
-    return type(module).__module__.startswith("torch.ao.nn.quantized.dynamic")
+    """Whether a module quantises rows together: by one scale, or with columns of outliers that are found in all of them."""
+    kind = type(module)
+    is_dynamic = kind.__module__.startswith("torch.ao.nn.quantized.dynamic")
+    return is_dynamic or kind.__name__ == "Linear8bitLt"  # of bitsandbytes
 
 
 def _check_edits(edits: Sequence[Hooks]) -> None:

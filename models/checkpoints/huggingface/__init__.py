@@ -112,6 +112,10 @@ def _check_forward(model: nn.Module) -> None:
                 f"the model must have no hooks, which a copy has not; got one on {name or 'the model'}"
             )
     for name, weight in model.named_parameters():
+        if weight.is_meta:
+            raise ValueError(
+                f"weights must be in memory; {name} is elsewhere until it is needed, as offloading keeps it"
+            )
         kind = type(weight)
         if kind.__module__.partition(".")[0] not in ("torch", "transformers"):
             raise ValueError(

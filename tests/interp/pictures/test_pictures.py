@@ -191,6 +191,27 @@ def test_numbers_of_results_text_lines_and_circuits_are_read(seen):
     assert f"{MINUS}4" in seen["edge"]
 
 
+OVER_IMAGE = """addEventListener("message", () => setTimeout(() => {
+  const [under, over] = document.querySelectorAll(".map canvas"), box = node => { const r = node.getBoundingClientRect(); return [r.x, r.y, r.width, r.height]; };
+  const pixels = canvas => [...canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data];
+  parent.postMessage(JSON.stringify({ under: pixels(under), over: pixels(over), boxes: [box(under), box(over)] }), "*");
+}, 100));"""
+
+
+def test_patches_are_drawn_over_their_image(tmp_path):
+    pixels = torch.tensor([[[0.0, 1.0, 2.0, 3.0], [4.0, 1.0, 0.0, 4.0]]]).expand(3, 2, 4)
+    view = pictures.image(pixels, torch.tensor([0.0, -2.0]), grid=(1, 2), unit="logits")
+    seen = seen_in_browser(view.html(), tmp_path, OVER_IMAGE, around="")
+    grey = (pixels[0] / 4 * 255).round().int().flatten().tolist()
+    assert seen["under"][::4] == seen["under"][2::4] == grey
+    assert seen["over"][3::4] == [0, 220]  # how opaque a patch is follows from its size
+    red, _, blue = seen["over"][4:7]
+    assert red > blue  # less than 0
+    assert seen["boxes"][0] == seen["boxes"][1]
+    with pytest.raises(ValueError, match="2 by 2; got 5 "):
+        pictures.image(pixels, torch.ones(5))
+
+
 def test_hostile_text_is_shown_and_runs_nothing(seen, page):
     assert seen["errors"] == []
     assert (seen["hacked"], seen["foreign"]) == (None, 0)

@@ -39,6 +39,7 @@ CELLS = {
     "heat": "activation_patching(model, pairs, 'resid_post')",
     "bars": "direct_logit_attribution(model, cache, right='t')",
     "text": "pictures.text(model.to_pieces(text), torch.arange(21.0))",
+    "image": "pictures.image(torch.rand(3, 20, 20), torch.arange(16.0))",
     "curves": "pictures.curves({'a': [3.0, 2.0, 1.0], 'b': [1.0, 1.5, 2.0]})",
     "circuit": "circuits.top(interp.graph.Graph(model), edge_attribution(model, pairs), 12)",
     "graph": "attribution_graph(model, 'part KV8 and part K', load_sae('pydoc-4l/transcoders'))",

@@ -1,0 +1,111 @@
+"""Encoders that others trained: chemical reactions (rxnfp) and antibodies (AntiBERTy), from old packages.
+
+`pip install --no-deps rxnfp==0.1.0 antiberty==0.1.3` brings their weights, which are read with `weights_only`.
+"""
+
+import copy
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from hooks import HookedRunner
+from interp import Pairs, activation_patching, edits, log_prob, logit_lens, run_with_cache
+from models import attach
+
+transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+
+REACTION = ["[CLS]", "C", "C", "(", "=", "O", ")", "O", ".", "O", "C", "C", ">>", "C", "C", "(", "=", "O", ")", "O", "C", "C", "[SEP]"]  # an ester is made
+HEAVY = "EVQLVESGGGLVQPGGSLRLSCAASGFTFSSYAMSWVRQAPGKGLEWVSAISGSGGSTYYADSVKG"
+RESIDUES = "ACDEFGHIKLMNPQRSTVWY"
+
+
+def folder(package, inner):
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip(f"needs the weights in the package {package}")
+    return Path(spec.submodule_search_locations[0]) / inner
+
+
+def loaded(path):
+    """The model for masked tokens, each of its weights from the file."""
+    model = transformers.BertForMaskedLM(transformers.BertConfig.from_pretrained(path)).eval()
+    held = torch.load(path / "pytorch_model.bin", weights_only=True, map_location="cpu")
+    bias = held.get("cls.predictions.bias")
+    held.setdefault("cls.predictions.decoder.bias", bias)
+    missing, _ = model.load_state_dict(held, strict=False)
+    assert not missing
+    return model
+
+
+def reactions():
+    path = folder("rxnfp", "models/transformers/bert_pretrained")
+    words = (path / "vocab.txt").read_text().split()
+    tokens = torch.tensor([[words.index(word) for word in REACTION]])
+    return (
+        loaded(path),
+        tokens,
+        words.index("[MASK]"),
+        15,
+    )  # the second oxygen's bond in the product
+
+
+def antibodies():
+    path = folder("antiberty", "trained_models/AntiBERTy_md_smooth")
+    # Its vocabulary: [PAD], [UNK], [CLS], [SEP], [MASK] and the residues by letter.
+    tokens = torch.tensor([[2, *(5 + RESIDUES.index(residue) for residue in HEAVY), 3]])
+    return loaded(path), tokens, 4, 1 + HEAVY.index("CAAS")  # the cysteine that all have
+
+
+MODELS = {"reactions": reactions, "antibodies": antibodies}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", MODELS)
+def test_encoders_that_were_trained(name):
+    model, tokens, mask, pos = MODELS[name]()
+    twin, right = copy.deepcopy(model), tokens[0, pos].item()
+    masked = tokens.index_fill(1, torch.tensor([pos]), mask)
+    plain = twin(masked).logits
+    assert plain[0, pos].argmax() == right  # what was learned is there
+    hidden = twin(masked, output_hidden_states=True).hidden_states
+    with attach(model):
+        assert torch.equal(model(masked).logits, plain)
+        runner = HookedRunner(model)
+        cache = runner.run_with_cache(masked, names="*.resid_post")[1]
+        for layer, stream in enumerate(hidden[1:]):
+            assert torch.equal(cache["resid_post", layer], stream)
+        dense = twin.bert.encoder.layer[3].attention.output.dense
+        width = twin.config.hidden_size // twin.config.num_attention_heads
+
+        def without_head(module, args):
+            value = args[0].clone()
+            value[..., width : 2 * width] = 0
+            return (value,)
+
+        handle = dense.register_forward_pre_hook(without_head)
+        wanted = twin(masked).logits
+        handle.remove()
+        hooks = {"blocks.3.attn.z": edits.zero(head=1)}
+        assert torch.equal(runner.run_with_hooks(masked, hooks=hooks).logits, wanted)
+        last = logit_lens(model, run_with_cache(model, masked, lazy=True)[1]).tokens[-1, 0]
+        assert last[pos, 0] == right
+        # The neighbours tell what stands there: in a text with others the answer is lost, and they bring it back.
+        other = masked.clone()
+        other[0, pos - 2 : pos] = masked[0, 1:3].flip(0)
+        pairs = Pairs(masked, other, torch.tensor([right]), metric=log_prob(right, pos=pos))
+        effects = activation_patching(model, pairs, "resid_pre", layers=[1, 4])
+        for row, layer in enumerate((1, 4)):
+
+            def put(module, args, layer=layer):
+                stream = args[0].clone()
+                stream[:, pos] = hidden[layer][:, pos]
+                return (stream, *args[1:])
+
+            handle = twin.bert.encoder.layer[layer].register_forward_pre_hook(put)
+            new = twin(other).logits[0, pos].log_softmax(-1)[right]
+            handle.remove()
+            torch.testing.assert_close(
+                effects.base[0] + effects.values[row, pos, 0], new, atol=1e-4, rtol=1e-4
+            )

@@ -1,0 +1,328 @@
+"""The table of settings in the guides, made here: `python -m tests.models.attached.test_settings_table` writes it.
+
+Each setting is that of a small Llama, made twice: one is attached, the other has raw hooks of PyTorch.
+"""
+
+import functools
+import importlib.util
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+
+ROOT = Path(__file__).parents[3]
+sys.path.insert(0, str(ROOT))
+PAGE = ROOT / "examples" / "guides" / "settings.md"
+HEAD = """# Settings that were tried
+
+What works on an attached model of `transformers` in which setting, each tried on a small Llama of random weights against raw hooks of
+PyTorch on a twin without points. `bits`: without hooks the logits are the same, bit for bit. `values` and `edits`: streams, and logits
+after an edit of one, likewise. `generate`: greedy text. `patching`: the effects of `activation_patching` to 1e-4 of the largest; of
+weights in half precision, of a few bits. `gradients`: attribution patching runs, with the slopes of autograd. `sums`: the model is seen
+as a sum of parts, for `decompose`, direct logit attribution, circuits and edges. What does not work says why. The tests make this table.
+
+| setting | bits | values | edits | generate | patching | gradients | sums |
+| --- | --- | --- | --- | --- | --- | --- | --- |
+"""
+SIZES = dict(
+    vocab_size=67,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=32,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=None,
+)
+TOKENS = torch.tensor([[3, 14, 15, 9, 26, 5], [35, 8, 9, 7, 9, 3]])
+LAYER = "model.layers.0"
+
+
+def llama(dtype=torch.float32, attention="sdpa"):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SIZES, attn_implementation=attention)
+    model = transformers.LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(torch.randn(weight.shape) * 0.15 + float(weight.ndim == 1))
+    return model.to(dtype)
+
+
+def adapted(kind, **options):
+    import peft
+
+    torch.manual_seed(1)
+    return peft.get_peft_model(llama(), getattr(peft, kind)(**options)).eval()
+
+
+def quantised(package, **options):
+    """A model that `transformers` quantises while it loads."""
+    with tempfile.TemporaryDirectory() as folder:
+        llama().save_pretrained(folder)
+        return transformers.LlamaForCausalLM.from_pretrained(folder, **options).eval()
+
+
+def by_torchao():
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    return quantised(
+        "torchao", quantization_config=transformers.TorchAoConfig(Int8WeightOnlyConfig())
+    )
+
+
+def by_bitsandbytes(bits):
+    kind = {8: dict(load_in_8bit=True), 4: dict(load_in_4bit=True)}[bits]
+    config = transformers.BitsAndBytesConfig(**kind)
+    return quantised("bitsandbytes", quantization_config=config, device_map="cpu")
+
+
+def by_quanto():
+    config = transformers.QuantoConfig(weights="int8")
+    return quantised("optimum.quanto", quantization_config=config)
+
+
+def by_torch():
+    kind = torch.ao.quantization.quantize_dynamic
+    return kind(llama(), {nn.Linear}, dtype=torch.qint8).eval()
+
+
+def offloaded(how):
+    import accelerate
+
+    model = llama()
+    if how == "cpu":
+        return accelerate.cpu_offload(model, torch.device("cpu"))
+    folder = tempfile.mkdtemp()
+    devices = {"model.embed_tokens": "cpu", "model.layers": "disk", "model.norm": "cpu"}
+    devices |= {"model.rotary_emb": "cpu", "lm_head": "cpu"}
+    return accelerate.dispatch_model(model, devices, "cpu", offload_dir=folder)
+
+
+def checkpointed():
+    model = llama()
+    model.gradient_checkpointing_enable()
+    return model
+
+
+SETTINGS = {
+    "float32, sdpa": llama,
+    "float32, eager": functools.partial(llama, attention="eager"),
+    "float64": functools.partial(llama, torch.float64),
+    "bfloat16": functools.partial(llama, torch.bfloat16),
+    "float16": functools.partial(llama, torch.float16),
+    "LoRA (peft)": functools.partial(
+        adapted, "LoraConfig", target_modules="all-linear", init_lora_weights=False, r=2
+    ),
+    "IA3 (peft)": functools.partial(
+        adapted, "IA3Config", target_modules=["k_proj", "v_proj", "down_proj"],
+        feedforward_modules=["down_proj"], init_ia3_weights=False,
+    ),
+    "gradient checkpointing": checkpointed,
+    "offloaded to the CPU (accelerate)": functools.partial(offloaded, "cpu"),
+    "offloaded to a disk (accelerate)": functools.partial(offloaded, "disk"),
+    "int8 weights (torchao)": by_torchao,
+    "int8 weights (quanto)": by_quanto,
+    "8 bits (bitsandbytes)": functools.partial(by_bitsandbytes, 8),
+    "4 bits (bitsandbytes)": functools.partial(by_bitsandbytes, 4),
+    "int8, dynamic (torch.ao)": by_torch,
+}  # fmt: skip
+
+
+def inner(model):
+    """The model inside an adapter's wrapper."""
+    return getattr(model, "get_base_model", lambda: model)()
+
+
+def raw(model, change=None):
+    """The logits and what the first block gives, in a run whose raw hook changes that."""
+    seen = {}
+
+    def hook(module, args, output):
+        value = output[0] if isinstance(output, tuple) else output
+        new = value if change is None else change(value)
+        seen["stream"] = new.clone()
+        return (new, *output[1:]) if isinstance(output, tuple) else new
+
+    handle = inner(model).get_submodule(LAYER).register_forward_hook(hook)
+    try:
+        return model(input_ids=TOKENS).logits, seen["stream"]
+    finally:
+        handle.remove()
+
+
+@torch.no_grad()
+def zeroed(value):
+    value = value.clone()
+    value[:, 2] = 0
+    return value
+
+
+def metric(logits):
+    return logits[:, -1, 5].float() - logits[:, -1, 9].float()
+
+
+metric.last = 0
+
+
+def bits(model, twin):
+    assert torch.equal(model(input_ids=TOKENS).logits, twin(input_ids=TOKENS).logits)
+
+
+def values(model, twin):
+    from hooks import HookedRunner
+
+    cache = HookedRunner(model).run_with_cache(TOKENS, names="*.resid_post")[1]
+    assert torch.equal(cache["resid_post", 0], raw(twin)[1])
+
+
+def edits(model, twin):
+    from hooks import HookedRunner
+    from interp.edits import zero
+
+    hooks = {"*blocks.0.resid_post": zero(pos=2)}
+    ours = HookedRunner(model).run_with_hooks(TOKENS, hooks=hooks).logits
+    assert torch.equal(ours, raw(twin, zeroed)[0])
+
+
+def generate(model, twin):
+    options = dict(max_new_tokens=5, do_sample=False)
+    assert torch.equal(
+        model.generate(input_ids=TOKENS, **options), twin.generate(input_ids=TOKENS, **options)
+    )
+
+
+def patching(model, twin):
+    from interp import Pairs, activation_patching
+
+    other = TOKENS.roll(1, 1)
+    effects = activation_patching(
+        model, Pairs(TOKENS, other, metric=metric), "resid_post", layers=0
+    )
+    clean = raw(twin)[1]
+    handle = inner(twin).get_submodule(LAYER)
+    base = metric(twin(input_ids=other).logits)
+    for pos in range(other.shape[1]):
+
+        def put(module, args, output, pos=pos):
+            value = (output[0] if isinstance(output, tuple) else output).clone()
+            value[:, pos] = clean[:, pos]
+            return (value, *output[1:]) if isinstance(output, tuple) else value
+
+        hook = handle.register_forward_hook(put)
+        wanted = metric(twin(input_ids=other).logits) - base
+        hook.remove()
+        size = effects.values.abs().max()
+        share = max(1e-4, 64 * torch.finfo(clean.dtype).eps)
+        assert (effects.values[0, pos] - wanted).abs().max() <= share * max(1, size)
+
+
+@torch.enable_grad()
+def gradients(model, twin):
+    from interp import Pairs, attribution_patching
+
+    other = TOKENS.roll(1, 1)
+    pairs = Pairs(TOKENS, other, metric=metric)
+    estimates = attribution_patching(model, pairs, "resid_post", layers=0)
+    with torch.no_grad():
+        clean = raw(twin)[1]
+    leaf = {}
+
+    def put(module, args, output):
+        value = output[0] if isinstance(output, tuple) else output
+        leaf["x"] = value.detach().clone().requires_grad_()
+        return (leaf["x"], *output[1:]) if isinstance(output, tuple) else leaf["x"]
+
+    hook = inner(twin).get_submodule(LAYER).register_forward_hook(put)
+    total = metric(twin(input_ids=other).logits).sum()
+    hook.remove()
+    (slope,) = torch.autograd.grad(total, leaf["x"])
+    wanted = ((clean - leaf["x"]).float() * slope.float()).sum(-1).T
+    size, share = wanted.abs().max(), max(1e-4, 64 * torch.finfo(clean.dtype).eps)
+    assert (estimates.values[0] - wanted).abs().max() <= share * max(1, size)
+
+
+def sums(model, twin):
+    from hooks import HookedRunner
+    from interp import decompose
+
+    cache = HookedRunner(model).run_with_cache(TOKENS)[1]
+    parts = decompose(model, cache)
+    assert parts.values.isfinite().all()
+
+
+JOBS = (bits, values, edits, generate, patching, gradients, sums)
+
+
+def cell(job, model, twin):
+    try:
+        job(model, twin)
+    except AssertionError:
+        return "other numbers"
+    except Exception as error:
+        said = " ".join(str(error).split())
+        said = said.partition(" (")[0].partition(";")[0]
+        return f"{type(error).__name__}: {said}".replace("|", "/")
+    return "yes"
+
+
+@torch.no_grad()
+def row(name):
+    from models import attach
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, twin = SETTINGS[name](), SETTINGS[name]()
+        try:
+            attached = attach(model)
+        except Exception as error:
+            return f"| {name} | {type(error).__name__}: {error} |{' |' * (len(JOBS) - 1)}\n"
+        with attached:
+            cells = [cell(job, model, twin) for job in JOBS]
+    return f"| {name} | {' | '.join(cells)} |\n"
+
+
+def page():
+    return HEAD + "".join(map(row, SETTINGS))
+
+
+NEEDED = ("peft", "accelerate", "torchao", "bitsandbytes", "optimum.quanto")
+
+
+def is_missing(name):
+    try:
+        return importlib.util.find_spec(name) is None
+    except ModuleNotFoundError:
+        return True
+
+
+@pytest.mark.full
+def test_the_table_is_that_of_the_guide():
+    if not transformers.__version__.startswith("5.24."):
+        pytest.skip("the table is that of transformers 5.24")
+    if missing := [name for name in NEEDED if is_missing(name)]:
+        pytest.skip(f"needs {', '.join(missing)}")
+    assert page() == PAGE.read_text(encoding="utf-8")
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_row_is_that_of_the_guide(name):
+    """Of the settings whose libraries are there."""
+    if not transformers.__version__.startswith("5.24."):
+        pytest.skip("the table is that of transformers 5.24")
+    package = next((one for one in NEEDED if f"({one.rpartition('.')[2]})" in name), "torch")
+    if is_missing(package):
+        pytest.skip(f"needs {package}")
+    assert row(name) in PAGE.read_text(encoding="utf-8")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
