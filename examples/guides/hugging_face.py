@@ -26,7 +26,8 @@ with attach(llama):  # or attached = attach(llama), and later attached.remove()
 #
 # ## What gets points
 #
-# - Any causal language model of `transformers` 5.6 or later, and encoders like BERT. Encoders with decoders are refused.
+# - Any causal language model of `transformers` 5.6 or later, and encoders like BERT. [Encoders with decoders, and models that read images or
+#   sounds](seeing.py), have points under a prefix for each stack.
 # - [Mixtures of experts](experts.py) have their router, the chosen experts, their weights, and what each gives.
 # - State spaces, convolutions and linear attention have `mixer_out`, what they add to the stream, in place of `attn_out`, or beside it
 #   where both read the same (Falcon H1).
@@ -43,7 +44,8 @@ with attach(llama):  # or attached = attach(llama), and later attached.remove()
 #
 # ## What analyses take
 #
-# - Analyses of runs take attached models as they are.
+# - Analyses of runs take attached models as they are. In which settings (half precision, adapters, quantised and offloaded weights) was tried
+#   one by one: [settings](settings.md).
 # - Circuits, edge attribution, attribution graphs, `decompose` and `direct_logit_attribution` need the parts of each block. For families
 #   that `from_hf` knows these are its plain model's. For others a view of the blocks is made from one run: weights are got from unit
 #   vectors, and attention is the model's own module, so a run of the view takes two forward passes. The view must give the model's

@@ -63,10 +63,12 @@ refused(lambda: logit_lens(model, part))
 #
 # - A config that the plain model cannot express is refused by the field's name, and so are weights that do not fit. `attach` takes any
 #   causal decoder of `transformers`. What reads and writes its stream is found from a run, and what is not found is named.
-# - Encoders with decoders, models of images and sound, and state-space models have no table. `HookedRunner` lists the values of any
-#   `nn.Module` by the names of its modules, but analyses that need a stream refuse them.
-# - Hidden layers of experts have no points. Blocks that run several times, and streams of several vectors a position (DeepSeek V4),
-#   are refused.
+# - Encoders with decoders, models of images and sound, and state-space models have no table for `load`; `attach` puts points into them. A
+#   logit lens, direct attribution and circuits need the blocks of a decoder's text: not those of towers, encoders or encoder-decoders. Stages such as
+#   Swin's are blocks with points of their streams alone.
+# - Hidden layers of experts have no points, and experts outside the text's blocks have none at all. Blocks that run several times, and streams
+#   of several vectors a position (DeepSeek V4), are refused by `attach`; a `HookedRunner` keeps each call by `calls="all"`, without gradients'
+#   caches, lazily or joined.
 # - In half precision, attention with its `scores` or `pattern` listened to rounds otherwise than the fused kernel does. Where that sends a
 #   token to other experts, logits of a mixture of experts change by more than rounding: by up to their own size in tiny random ones.
 # - Norms of the stream itself (`norm_place="post"`) have no graph, no circuits and no attribution graphs, because their stream is no sum.

@@ -102,15 +102,18 @@ def image(
             f"patches must fill grid=(rows, columns), {rows} by {columns}; got {len(values)} (a token for the class is none)"
         )
     # A browser stretches it; more pixels would only make the page large.
-    size = [min(_MOST_PIXELS, side) for side in pixels.shape[1:]]
+    size = min(_MOST_PIXELS, pixels.shape[1]), min(_MOST_PIXELS, pixels.shape[2])
     grey = pixels.detach().cpu().float().mean(0, keepdim=True)
     shown = adaptive_avg_pool2d(grey, size).expand(3, *size)
     low, high = shown.aminmax()
     shown = ((shown - low) / (high - low).clamp(min=1e-9) * 255).round()
     table = values.detach().cpu().view(1, rows, columns)
-    axes = (axis_part(name, range(n), None, n) for name, n in (("row", rows), ("column", columns)))
+    down, across = (
+        axis_part("row", range(rows), None, rows),
+        axis_part("column", range(columns), None, columns),
+    )
     under = shown.movedim(0, -1).contiguous()
-    return View(title, [grid_part(title, table, *axes, unit, square=True, under=under)])
+    return View(title, [grid_part(title, table, down, across, unit, square=True, under=under)])
 
 
 def together(title: str, results: Mapping[str, Any]) -> View:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from models.attached.configs import (
     own_configs,
     text_config,
 )
-from models.attached.example import Example, example_of, is_encoder_decoder, is_text, parameters_of
+from models.attached.example import Example, example_of, is_encoder_decoder, parameters_of
 from models.attached.forward import Forward, Generate, StackForward
 from models.attached.language import AttachedLanguage, AttachedTexts
 from models.attached.layout import Roles, layout_of
@@ -34,7 +34,7 @@ from models.attached.missing import missing
 from models.attached.points import TOP, Blocks, Wiring
 from models.attached.probe import ProbeRun, Watching, probed
 from models.attached.promises import Checks, logits_alone
-from models.attached.stacks import OwnPart, Stack, Tower, features, named, stacks_in
+from models.attached.stacks import OwnPart, Stack, Tower, features, stacks_of
 from models.attached.sums import is_same
 from models.attached.wiring import restore_methods
 from models.text.texts import ReadsText
@@ -58,42 +58,33 @@ class Attached(ReadsText):
     def __init__(self, model: nn.Module, examples: Sequence[Example], roles: Roles) -> None:
         self.model: Any = model
         self.left_out: dict[str, str] = {}
-        references, functions = [], []
-        for example in examples:
-            with Watching() as watching:
-                references.append(logits_alone(model, example))
-            functions.append(watching.functions)
-        if references[0].is_meta or references[0].isnan().any():
+        before = [self._before(example) for example in examples]
+        if before[0][1].is_meta or before[0][1].isnan().any():
             raise ValueError(f"logits must be numbers; got NaN or none from {type(model).__name__}")
         self._configs = own_configs(model)
         self._runs = base_of(model)
         self._forward = Forward(self._runs)
         try:
-            probes = [
-                self._probed(*each, is_second=n > 0)
-                for n, each in enumerate(zip(examples, references, functions, strict=True))
-            ]
-            stacks = self._stacks(probes, examples, roles)
+            probes = [self._probed(*each, is_second=n > 0) for n, each in enumerate(before)]
+            stacks = self._stacks(probes, roles)
             self._runs.forward = self._forward
             if hasattr(self._runs, "generate"):
                 self._runs.generate = Generate(self._runs)
-            self._put_points(stacks)
-            if len(probes) > 1 and stacks[0].name == "":
-                self._put_features(probes[1], stacks[0], stacks[1:])
+            wirings = [self._put_points(stack) for stack in stacks]
+            if len(probes) > 1 and len(stacks) > 1:
+                self._put_features(probes[1], stacks, wirings)
             for module in model.modules():
                 if isinstance(module, HookPoint | HookPoints | Blocks | Tower):
                     module.train(model.training)
             texts = AttachedTexts(model)
-            if not stacks[0].name and is_text(stacks[0].example, stacks[0].chain[0].inputs[0]):
+            self._forward.prepare = texts.prepare_inputs
+            if stacks[0].texts is not None:
                 texts = AttachedLanguage(model, stacks[0])
                 self._forward.prepare = texts.with_positions
-            else:
-                self._forward.prepare = texts.prepare_inputs
             vars(model).update(language_parts=texts, prepare_inputs=texts.prepare_inputs)
             self._join_shards(examples[0])
-            for stack in stacks:
-                reference = references[examples.index(stack.example)]
-                Checks(model, self._wirings[stack.name], stack)(reference)
+            for stack, wiring in zip(stacks, wirings, strict=True):
+                Checks(model, wiring, stack)()
                 found = missing(model, stack.layouts, stack.left_out, stack.prefix)
                 for name, why in (stack.left_out | found).items():
                     self.left_out[stack.prefix + name] = why
@@ -143,95 +134,89 @@ class Attached(ReadsText):
             module.config = config
         self._configs = {}
 
+    def _before(self, example: Example) -> tuple[Example, Tensor, list[str]]:
+        """An example with its logits, and the functions that compute attention."""
+        with Watching() as watching:
+            reference = logits_alone(self.model, example)
+        return example, reference, watching.functions
+
     def _probed(
         self, example: Example, reference: Tensor, functions: list[str], is_second: bool
     ) -> ProbeRun:
         """A probe whose logits, and functions that compute attention, are those of the model before."""
-        run = partial(example.run, self.model)
-        # Of the text, attention is seen in one way or the other; towers may have another than the text.
-        probe = probed(self.model, run, watch=is_second)
+        # Attention of a text is seen in one way or the other; a tower or an encoder may have another than the text.
+        watch = is_second or is_encoder_decoder(self.model)
+        probe = probed(self.model, example, reference, watch)
         is_same_code = probe.functions == functions and is_same(probe.logits, reference.cpu())
         if not (probe.attention and is_same_code) and not is_second:
             self._restore_configs()
-            probe = probed(self.model, run, watch=True)
+            probe = probed(self.model, example, reference, watch=True)
         return probe
 
-    def _stacks(
-        self, probes: Sequence[ProbeRun], examples: Sequence[Example], roles: Roles
-    ) -> list[Stack]:
-        """The stacks of all runs: that of the text, if there is one, first."""
-        model, stacks = self.model, list[Stack]()
-        for probe, example in zip(probes, examples, strict=True):
-            known = {call.module for stack in stacks for call in stack.chain}
-            those = stacks_in(probe, model, roles.blocks)
-            new = [stack for stack in those if stack[0][0].module not in known]
-            # Towers do not run on tokens alone.
-            new = new[:1] if example.is_text and not is_encoder_decoder(model) else new
-            stacks += named(new, model, example, has_text=bool(stacks))
-        stacks.sort(key=lambda stack: stack.name != "")
-        for stack in stacks:
-            if taken := [n for n in TOP if hasattr(getattr(model, stack.name, None) or model, n)]:
-                raise ValueError(
-                    f"{', '.join(TOP)} must be free for points; the model has {taken[0]}"
-                )
-            stack.layouts = [
-                layout_of(call, stack.probe, roles, text_config(model)) for call in stack.chain
-            ]
-            inside = {module for call in stack.chain for module in call.module.modules()}
-            times = max((stack.probe.attention[module] for module in inside), default=0)
-            if times > 1:
-                why = f"attention ran {times} times: give an example with one image or sound"
-                stack.left_out["attn"] = why
-            elif not stack.probe.attention:
-                what = "has no attention, or computes it in a way that is not recognised"
-                stack.left_out["attn"] = f"{type(model).__name__} {what}"
-        return stacks
-
-    def _put_points(self, stacks: Sequence[Stack]) -> None:
-        """Puts points where the layouts say, and notes which ones cannot be there."""
-        model, self._wirings = self.model, dict[str, Wiring]()
-        for name in ("get_encoder", "get_decoder") if stacks[0].name == "encoder" else ():
-            setattr(model, name, OwnPart(model, name))
+    def _stacks(self, probes: Sequence[ProbeRun], roles: Roles) -> list[Stack]:
+        """The stacks with the layouts of their blocks, and reasons why they may have no points of attention."""
+        model, stacks = self.model, stacks_of(self.model, probes, roles.blocks)
+        if is_encoder_decoder(model):
+            for name in {"encoder", "decoder"} - {stack.name for stack in stacks}:
+                self.left_out[name] = "its blocks do not run one on another"
         odd = [*{kernel_name(config) for config, _ in self._configs.values()} - {"eager", "sdpa"}]
         for stack in stacks:
-            root, owner = stack.root(self._runs), stack.owner(model)
-            wiring = self._wirings[stack.name] = Wiring(model, owner)
-            forward: StackForward = self._forward
-            if stack.name:
-                forward = root.forward = StackForward(root, grows=stack.name == "decoder")
-            texts = None if stack.name else stack.example.tokens
-            if stack.name in ("encoder", "decoder") or texts is not None:
-                embeds = root if stack.name else model
-                forward.embedded = wiring.embeddings(stack.probe, stack.chain[0], embeds, texts)
-            owner.blocks = Blocks(map(wiring.block, stack.layouts))
-            wiring.final_norm(stack.probe, stack.chain[-1], root if stack.name else model)
-            self._forward.places += wiring.places()
+            config, why = text_config(model), stack.left_out
+            stack.layouts = [layout_of(call, stack.probe, roles, config) for call in stack.chain]
+            inside = {module for call in stack.chain for module in call.module.modules()}
+            times = max(stack.probe.attention[module] for module in inside)
+            if times > 1 and stack.name:
+                why["attn"] = (
+                    f"attention ran {times} times: give an example with one image or sound"
+                )
+            elif not stack.probe.attention:
+                what = "has no attention, or computes it in a way that is not recognised"
+                why["attn"] = f"{type(model).__name__} {what}"
             for layout in stack.layouts:
-                stack.left_out |= layout.experts.missing if layout.experts else {}
-            for points in owner.blocks.modules():
-                if isinstance(points, AttentionPoints):
-                    points.is_lent = points.module in stack.probe.sharing
+                why |= layout.experts.missing if layout.experts else {}
             if any(weight.is_meta for weight in model.parameters()):
-                stack.left_out["scale"] = "some norms' weights are kept elsewhere until they run"
+                why["scale"] = "some norms' weights are kept elsewhere until they run"
             if odd:
-                why = f"attn_implementation must be 'eager' or 'sdpa' for these; got {odd[0]!r}"
-                stack.left_out["scores"] = stack.left_out["pattern"] = why
-        self._forward.reads_texts = not stacks[0].name
+                kernels = "attn_implementation must be 'eager' or 'sdpa' for these"
+                why["scores"] = why["pattern"] = f"{kernels}; got {odd[0]!r}"
+        return stacks
 
-    def _put_features(self, probe: ProbeRun, text: Stack, towers: Sequence[Stack]) -> None:
+    def _put_points(self, stack: Stack) -> Wiring:
+        """Puts points where the layouts of a stack say."""
+        model, forward = self.model, cast(StackForward, self._forward)
+        root = stack.root(self._runs) if stack.name else model
+        if stack.name in ("encoder", "decoder"):
+            self._forward.reads_texts = False
+            setattr(model, f"get_{stack.name}", OwnPart(model, f"get_{stack.name}"))
+        wiring = Wiring(model, stack.owner(model))
+        if stack.name:
+            forward = root.forward = StackForward(root, grows=stack.name == "decoder")
+        if stack.name in ("encoder", "decoder") or stack.texts is not None:
+            embedded = wiring.embeddings(stack.probe, stack.chain[0], root, stack.texts)
+            forward.embedded = embedded
+        wiring.owner.blocks = Blocks(map(wiring.block, stack.layouts))
+        wiring.final_norm(stack.probe, stack.chain[-1], root)
+        self._forward.places += wiring.places()
+        for points in wiring.owner.blocks.modules():
+            if isinstance(points, AttentionPoints):
+                points.is_lent = points.module in stack.probe.sharing
+        return wiring
+
+    def _put_features(
+        self, probe: ProbeRun, stacks: Sequence[Stack], wirings: Sequence[Wiring]
+    ) -> None:
         """Puts points where the features of towers go into the stream of the text."""
-        blocks = {call.module for call in text.chain}
-        chain = [call for call in probe.calls if call.module in blocks]
-        if (where := features(self.model, probe, chain, towers)) is None:
+        merged, projected = features(self.model, probe, stacks[0].chain, stacks[1:])
+        if merged is None:
             self.left_out["merged"] = "no module reads the embeddings with the features in them"
-            return
-        self._wirings[""].merged(where.merged)
-        for tower in towers:
-            if tower.name in where.projected:
-                self._wirings[tower.name].projected(where.projected[tower.name])
+        else:
+            wirings[0].merged(merged)
+        for stack, wiring in zip(stacks[1:], wirings[1:], strict=True):
+            if stack.name in projected:
+                wiring.projected(projected[stack.name])
             else:
                 why = "what goes into the stream is no module's output"
-                self.left_out[f"{tower.prefix}projected"] = why
+                self.left_out[f"{stack.prefix}projected"] = why
 
     def _join_shards(self, example: Example) -> None:
         """Makes points join what processes hold, where a tensor-parallel plan splits heads or neurons."""
@@ -320,7 +305,11 @@ def attach(
         raise ValueError(f"attach runs the model, so it must have weights; got {what} on meta")
     if any("hook_points" in vars(module) for module in model.modules()):
         raise ValueError("no part of the model must be attached already: detach(model) first")
-    if taken := [name for name in TOP if hasattr(model, name)]:
+    owners = [
+        model,
+        *(getattr(model, n, model) for n in ("encoder", "decoder") if is_encoder_decoder(model)),
+    ]
+    if taken := [name for owner in owners for name in TOP if hasattr(owner, name)]:
         raise ValueError(f"{', '.join(TOP)} must be free for points; the model has {taken[0]}")
     default, given = example_of(model), None if example is None else example_of(model, example)
     if default is None and given is None:

@@ -34,8 +34,8 @@ class Example:
     def tokens(self) -> Tensor | None:
         """The tokens [batch, pos] that the model reads; None where it reads none."""
         tokens = self.kwargs.get("input_ids", next(tensors_in(self.args), None))
-        is_text = isinstance(tokens, Tensor) and tokens.ndim == 2
-        return tokens if is_text and not tokens.is_floating_point() else None
+        is_text = isinstance(tokens, Tensor) and tokens.ndim == 2 and not tokens.is_floating_point()
+        return tokens if is_text else None
 
     @property
     def is_text(self) -> bool:
@@ -83,9 +83,3 @@ def is_encoder_decoder(model: nn.Module) -> bool:
 def parameters_of(model: Any) -> list[str]:
     """The names of the arguments of a model's forward."""
     return [*inspect.signature(base_of(model).forward).parameters]
-
-
-def is_text(example: Example, stream: Tensor) -> bool:
-    """Whether a stream [batch, pos, d_model] has a position for each token."""
-    tokens = example.tokens
-    return tokens is not None and stream.shape[:2] == tokens.shape

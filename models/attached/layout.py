@@ -100,6 +100,8 @@ def layout_of(block: Call, probe: ProbeRun, roles: Roles, *configs: Any) -> Bloc
         layout.experts = find(inside, mlp)
         return layout
     sublayers = _sublayers(layout, block, once, [1.0]) or _sublayers(layout, block, once, factors)
+    if len(attending) > 1 and layout.reads_first:
+        return BlockLayout(block.module)  # several blocks in one, as the stages of Swin
     mixers = attending or named
     first = next((c for c, _ in sublayers if any(a.began < c.ended for a in mixers)), None)
     if roles.attn:

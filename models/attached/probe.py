@@ -11,7 +11,6 @@
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -81,7 +80,8 @@ class ProbeRun:
         attention: how often each module called the attention function, or computed attention by itself.
         logits: the first tensor of the output.
         keys: the modules that called it, in order, each with its keys.
-        shape: how many rows and positions a stream has, if that is known.
+        example: the arguments of the run.
+        reference: the logits that it gave before anything was put into the model.
         parts: the parts of attention that any code computed, in order; None if nobody watched.
         functions: the names of the functions that computed them.
     """
@@ -92,7 +92,8 @@ class ProbeRun:
     keys: list[tuple[nn.Module, Tensor]] = field(default_factory=list)
     parts: list[str] | None = None
     functions: list[str] = field(default_factory=list)
-    shape: tuple[int, int] = SHAPE
+    example: Any = None
+    reference: Any = None
     _open: list[Call] = field(default_factory=list)
     _recorded: int = 0
     _clock: int = 0
@@ -126,7 +127,7 @@ class ProbeRun:
             )
             for call in self.calls
         ]
-        return replace(self, calls=calls, shape=shape)
+        return replace(self, calls=calls)
 
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         tensors = tensors_in((args, kwargs))
@@ -204,20 +205,23 @@ def logits_of(output: Any) -> Tensor:
 
 
 def embedding_of(model: Any) -> Any:
-    """The embedding of a model's tokens: the one that it names, or else its first."""
+    """The embedding of a model's tokens: the one that it names, or else its first; None without one."""
     with contextlib.suppress(AttributeError, NotImplementedError):
         return model.get_input_embeddings()
-    embeddings = (module for module in model.modules() if isinstance(module, nn.Embedding))
-    if (first := next(embeddings, None)) is None:
-        raise ValueError(
-            f"attach needs example=, the input of a run, for a {type(model).__name__} without an nn.Embedding"
-        )
-    return first
+    return next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
 
 
 def tokens_for(model: Any) -> Tensor:
-    """Different tokens, [2, 7], on the device of the model's embedding."""
-    weight = embedding_of(model).weight
+    """Different tokens, [2, 7], on the device of the model's embedding.
+
+    Raises:
+        ValueError: if the model has none.
+    """
+    if (embedding := embedding_of(model)) is None:
+        raise ValueError(
+            f"attach needs example=, the input of a run, for a {type(model).__name__} without an nn.Embedding"
+        )
+    weight = embedding.weight
     # A weight that is elsewhere until it is needed has no device; whoever brings it moves tokens too.
     device = "cpu" if weight.is_meta else weight.device
     return (
@@ -226,9 +230,9 @@ def tokens_for(model: Any) -> Tensor:
 
 
 @without_gradients
-def probed(model: Any, run: Callable[[], Any], watch: bool = False) -> ProbeRun:
-    """The record of a run of the model, whose attention must be `hooked_attention` or is watched."""
-    probe, handles = ProbeRun(), []
+def probed(model: Any, example: Any, reference: Tensor, watch: bool = False) -> ProbeRun:
+    """The record of an example's run of the model, whose attention must be `hooked_attention` or is watched."""
+    probe, handles = ProbeRun(example=example, reference=reference), []
     watching = Watching(probe)
     probe.parts, probe.functions = watching.parts if watch else None, watching.functions
     try:
@@ -241,7 +245,7 @@ def probed(model: Any, run: Callable[[], Any], watch: bool = False) -> ProbeRun:
                     module.register_forward_hook(probe._leave),
                 ]
         with mode(model, training=False), watching:
-            output = run()
+            output = example.run(model)
     finally:
         for handle in handles:
             handle.remove()

@@ -44,7 +44,7 @@ class Checks:
     wiring: Wiring
     stack: Stack
 
-    def __call__(self, reference: Tensor) -> None:
+    def __call__(self) -> None:
         """Make all checks of its blocks.
 
         Raises:
@@ -55,7 +55,7 @@ class Checks:
         self.streams(layouts)
         self.mixers(layouts)
         self.experts(layouts)
-        self.attention(reference)
+        self.attention(self.stack.probe.reference)
 
     def traced(self) -> None:
         """Leaves out the points of attention by code of its own where they would not hold what they promise."""
@@ -84,7 +84,7 @@ class Checks:
         with Session() as session, torch.inference_mode(False):
             for module in modules:
                 session.before(module, lambda *call, module=module: calls.update({module: call}))
-            logits_alone(self.model, self.stack.example)
+            logits_alone(self.model, self.stack.probe.example)
         return calls
 
     @property
@@ -187,7 +187,7 @@ class Checks:
         """The logits of a cached run of a few tokens, under hooks."""
         runner = HookedRunner(self.model)
         with mode(self.model, training=False), runner.hooks(hooks):
-            example = self.stack.example
+            example = self.stack.probe.example
             output, cache = runner.run_with_cache(*example.args, **example.kwargs, names=names)
         return logits_of(output), cache
 

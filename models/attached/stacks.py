@@ -1,9 +1,9 @@
 """The stacks of blocks that a run goes through: that of the text, encoders, and towers for images and sounds.
 
 1. A stack is a `ModuleList` outside all others whose modules run once each, every one on what the last one gave; or the
-   modules that a user names (`stacks_in`).
+   modules that a user names (`stacks_of`).
 2. The blocks that read a position for each token have points without a prefix. An encoder and its decoder have `encoder.`
-   and `decoder.`, towers `vision.` or `audio.`, after the path of their module (`named`).
+   and `decoder.`, towers `vision.` or `audio.`, after the path of their module.
 3. The points of a stack with a prefix are in a `Tower`, or in the model's own module of that name.
 4. A tower's features are put into the stream of the text: `merged` is that stream, and `projected` what the tower gives for it
    (`features`).
@@ -12,6 +12,7 @@
 import fnmatch
 import itertools
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from hooks.shared import OptionalPoints
-from models.attached.example import Example, is_encoder_decoder, is_text
+from models.attached.example import is_encoder_decoder
 from models.attached.layout import BlockLayout
 from models.attached.probe import SHAPE, Call, ProbeRun
 from models.attached.sums import is_same
@@ -38,7 +39,6 @@ class Stack:
         name: the prefix of its points; empty for the blocks of the text.
         chain: the calls of its blocks.
         probe: the run in which they were called, with rows and positions apart.
-        example: the arguments of that run.
         layouts: the parts of its blocks.
         left_out: the usual points that it does not have, and why.
     """
@@ -46,7 +46,6 @@ class Stack:
     name: str
     chain: Sequence[Call]
     probe: ProbeRun
-    example: Example
     layouts: list[BlockLayout] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
 
@@ -55,26 +54,25 @@ class Stack:
         """What the names of its points begin with."""
         return f"{self.name}." if self.name else ""
 
+    @property
+    def texts(self) -> Tensor | None:
+        """The tokens [batch, pos] that its positions are of; None for an encoder, a decoder or a tower, or without tokens."""
+        return None if self.name else self.probe.example.tokens
+
     def root(self, model: nn.Module) -> nn.Module:
         """The innermost module that runs all its blocks."""
-        around = _around(self.probe, self.chain)
+        around = around_of(self.probe, self.chain)
         return around[-1].module if around else model
 
     def owner(self, model: Any) -> Any:
         """The module that holds its points."""
-        if not self.name:
-            return model
-        if not hasattr(model, self.name):
+        if self.name and not hasattr(model, self.name):
             setattr(model, self.name, Tower(self.root(model)))
-        return getattr(model, self.name)
+        return getattr(model, self.name) if self.name else model
 
 
 class Tower(OptionalPoints):
-    """The points of a stack beside that of the text.
-
-    Args:
-        root: the module that runs its blocks. It is no child.
-    """
+    """The points of a stack beside that of the text; `root` is the module that runs its blocks, and no child."""
 
     def __init__(self, root: nn.Module) -> None:
         super().__init__()
@@ -98,28 +96,69 @@ class OwnPart(Replaced):
         return self.part if modality is None else self.inner(modality=modality)
 
 
-def stacks_in(
-    probe: ProbeRun, model: nn.Module, blocks: str | None = None
-) -> list[tuple[list[Call], ProbeRun]]:
-    """The calls of the blocks of each stack, the largest first, and the run as that stack sees it.
-
-    They are those with attention, if any have some; otherwise the largest that ran.
+def stacks_of(model: nn.Module, probes: Sequence[ProbeRun], blocks: str | None) -> list[Stack]:
+    """The stacks of all runs: that of the text, if there is one, first.
 
     Args:
-        probe: the run.
         model: the model.
+        probes: a run of texts, and one with images or sounds; or one of these.
         blocks: the names of the blocks, a glob; None to look for them.
 
     Raises:
-        ValueError: if there is no stack.
+        ValueError: if there is none.
+    """
+    chains, names = list[list[Call]](), Counter[str]()
+    stacks = list[Stack]()
+    for probe in probes:
+        known = {call.module for chain in chains for call in chain}
+        new = [x for x in _chains(probe, model, blocks) if x[0][0].module not in known]
+        if is_encoder_decoder(model):
+            found = {_name(x[0], "encoder|decoder", "encoder"): x for x in reversed(new)}
+        else:
+            if probe.example.is_text:
+                new = new[:1]  # towers do not run on tokens alone
+            new.sort(key=lambda x: x[0][0].began)
+            tokens = probe.example.tokens
+            shapes = [chain[0].inputs[0].shape[:2] for chain, _ in new]
+            texts = [
+                n for n, shape in enumerate(shapes) if tokens is not None and shape == tokens.shape
+            ]
+            main = None if stacks else texts[-1] if texts else 0 if len(new) == 1 else None
+            found = dict[str, tuple[list[Call], ProbeRun]]()
+            for n, x in enumerate(new):
+                name = "" if n == main else _name(x[0], "audio|speech|sound", "vision")
+                name = "audio" if name in ("speech", "sound") else name
+                names[name] += 1
+                found[name if names[name] == 1 else f"{name}_{names[name]}"] = x
+        chains += [chain for chain, _ in new]
+        stacks += [Stack(name, *x) for name, x in found.items()]
+    return sorted(stacks, key=lambda stack: (stack.name != "", stack.chain[0].began))
+
+
+def _name(chain: Sequence[Call], words: str, default: str) -> str:
+    """The first of some words in the path of a stack's blocks."""
+    word = re.search(words, chain[0].name)
+    return word.group() if word else default
+
+
+def _chains(
+    probe: ProbeRun, model: nn.Module, blocks: str | None
+) -> list[tuple[list[Call], ProbeRun]]:
+    """The calls of the blocks of each stack, the largest first, and the run as that stack sees it.
+
+    They are those with attention, if any have some; otherwise the largest that ran. Of an encoder and a decoder that of one may
+    not be recognised, so there others follow.
     """
     lists = [_named(model, blocks)] if blocks else _outermost(model)
     ran_once = {call.module for call in probe.calls}
     ran = [blocks for blocks in lists if any(block in ran_once for block in blocks)]
-    ran.sort(key=_size, reverse=True)
+    ran.sort(
+        key=lambda blocks: sum(p.numel() for b in blocks for p in b.parameters()), reverse=True
+    )
     attend = [each for each in ran if any(probe.attention[m] for b in each for m in b.modules())]
     stacks, problem = [], "has none"
-    for each in attend or ran[:1]:
+    others = [each for each in ran if each not in attend] if is_encoder_decoder(model) else []
+    for each in [*attend, *others] or ran[:1]:
         raw = [call for call in probe.calls if call.module in {*each}]
         first = next((call.inputs[0] for call in raw if call.inputs), torch.empty(0))
         apart = probe.apart(_shape(first))
@@ -137,89 +176,42 @@ def stacks_in(
     return stacks
 
 
-def named(
-    stacks: Sequence[tuple[list[Call], ProbeRun]], model: Any, example: Example, has_text: bool
-) -> list[Stack]:
-    """Stacks with the names of their points.
-
-    Args:
-        stacks: those of one run.
-        model: the model.
-        example: the run's arguments.
-        has_text: whether the blocks of the text are known already, and not among these.
-    """
-    if is_encoder_decoder(model):
-        names: list[str] = ["encoder", "decoder"]
-        stacks = sorted(stacks, key=lambda stack: stack[0][0].began)
-    else:
-        stacks = sorted(stacks, key=lambda stack: stack[0][0].began)
-        texts = [n for n, (chain, _) in enumerate(stacks) if is_text(example, chain[0].inputs[0])]
-        main = texts[-1:] or ([0] if len(stacks) == 1 else [])
-        names = [
-            "" if n in main and not has_text else _modality(chain[0].name)
-            for n, (chain, _) in enumerate(stacks)
-        ]
-    taken: dict[str, Stack] = {}
-    for name, (chain, probe) in zip(names, stacks, strict=False):
-        number = 1 + sum(re.fullmatch(rf"{name}(_\d+)?", other) is not None for other in taken)
-        name = name if number == 1 else f"{name}_{number}"
-        taken[name] = Stack(name, chain, probe, example)
-    return [*taken.values()]
-
-
-@dataclass(frozen=True, eq=False)
-class Features:
-    """The features of a tower in the stream of the text.
-
-    Attributes:
-        merged: the module that reads the stream with the features in it.
-        projected: by the names of towers, the module that gives their features.
-    """
-
-    merged: nn.Module
-    projected: dict[str, nn.Module]
-
-
 def features(
     model: Any, probe: ProbeRun, text: Sequence[Call], towers: Sequence[Stack]
-) -> Features | None:
-    """The place where towers' features are put into the stream of the text; None if it is not found.
+) -> tuple[nn.Module | None, dict[str, nn.Module]]:
+    """The module that reads the stream of the text with towers' features in it, and by tower the module that gives these.
 
     Args:
         model: the model.
         probe: a run with features.
-        text: the calls of the text's blocks in it.
+        text: the blocks of the text, called in another run.
         towers: the stacks beside.
     """
     calls = {call.module: call for call in probe.calls}
-    tokens = calls.get(model.get_input_embeddings())
-    stream = text[0].inputs[0]
-    for call in _around(probe, text):
-        merged = next((x for x in call.inputs if x.shape == stream.shape), None)
-        if merged is None or tokens is None or tokens.output is None:
+    tokens = calls[model.get_input_embeddings()].output
+    text = [calls[call.module] for call in text]
+    ended = max(tower.chain[-1].ended for tower in towers)
+    for call in around_of(probe, text):
+        merged = next((x for x in call.inputs if x.shape == text[0].inputs[0].shape), None)
+        if merged is None or tokens is None or tokens.shape != merged.shape:
             continue
-        ended = max((tower.chain[-1].ended for tower in towers), default=-1)
-        after = [c for c in probe.calls if c.began > ended and c.ended < call.began]
-        put = merged[(merged != tokens.output).any(-1)]
-        projected = {}
-        for tower in towers:
-            last = [c for c in after if c.output is not None and c.output.numel() == put.numel()]
-            same = [c for c in last if is_same(c.output.reshape(put.shape), put)]  # type: ignore[union-attr]
-            if same:
-                projected[tower.name] = same[-1].module
-        return Features(call.module, projected)
-    return None
+        put = merged[(merged != tokens).any(-1)]
+        gives = {
+            c.module: None
+            for c in probe.calls
+            if ended < c.began < call.began
+            and c.output is not None
+            and c.output.numel() == put.numel()
+            and is_same(c.output.reshape(put.shape), put)
+        }
+        return call.module, {tower.name: [*gives][-1] for tower in towers if gives}
+    return None, {}
 
 
-def _around(probe: ProbeRun, chain: Sequence[Call]) -> list[Call]:
+def around_of(probe: ProbeRun, chain: Sequence[Call]) -> list[Call]:
     """The calls of modules that run all of a stack, from the outermost on."""
     first, last = chain[0], chain[-1]
     return [call for call in probe.calls if call.began < first.began and call.ended > last.ended]
-
-
-def _modality(path: str) -> str:
-    is_sound = re.search(r"audio|speech|sound", path)
-    return "audio" if is_sound else "vision"
 
 
 def _outermost(model: nn.Module) -> list[list[nn.Module]]:
@@ -229,18 +221,18 @@ def _outermost(model: nn.Module) -> list[list[nn.Module]]:
 
 
 def _named(model: nn.Module, blocks: str) -> list[nn.Module]:
-    chosen = [m for n, m in model.named_modules() if fnmatch.fnmatchcase(n, blocks)]
+    depth = blocks.count(".")
+    chosen = [
+        module
+        for name, module in model.named_modules()
+        if name.count(".") == depth and fnmatch.fnmatchcase(name, blocks)
+    ]
     if not chosen:
         names = ", ".join(name for name, _ in model.named_children())
         raise ValueError(
             f"blocks must be the names of modules, such as 'layers.*'; {blocks!r} matches none (the model has {names})"
         )
-    depth = blocks.count(".")
-    return [m for n, m in model.named_modules() if m in {*chosen} and n.count(".") == depth]
-
-
-def _size(blocks: Sequence[nn.Module]) -> int:
-    return sum(parameter.numel() for block in blocks for parameter in block.parameters())
+    return chosen
 
 
 def _shape(stream: Tensor) -> tuple[int, int]:

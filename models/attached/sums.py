@@ -64,7 +64,7 @@ def summand(
     do, the last is taken.
     """
     best, explained = 4.0, None
-    for factor in factors:
+    for factor in factors if before.shape == after.shape else ():
         for call in sorted(calls, key=lambda c: c.ended, reverse=True):
             output = call.output
             if output is None or output.shape != before.shape or output.dtype != before.dtype:
@@ -105,7 +105,9 @@ def parallel(
 ) -> list[tuple[Call, Summand]]:
     """The two calls whose outputs, each times one of the factors, are added to the stream together, in order."""
     latest = sorted(calls, key=lambda call: call.ended, reverse=True)
-    fitting = [c for c in latest if c.output is not None and c.output.shape == pre.shape]
+    fitting = [
+        c for c in latest if c.output is not None and c.output.shape == pre.shape == post.shape
+    ]
     best, explained = 4.0, list[tuple[Call, Summand]]()
     for second, first in itertools.combinations(fitting, 2):
         if first.ended >= second.began:

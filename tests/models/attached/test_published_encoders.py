@@ -16,7 +16,31 @@ from models import attach
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 
-REACTION = ["[CLS]", "C", "C", "(", "=", "O", ")", "O", ".", "O", "C", "C", ">>", "C", "C", "(", "=", "O", ")", "O", "C", "C", "[SEP]"]  # an ester is made
+REACTION = [
+    "[CLS]",
+    "C",
+    "C",
+    "(",
+    "=",
+    "O",
+    ")",
+    "O",
+    ".",
+    "O",
+    "C",
+    "C",
+    ">>",
+    "C",
+    "C",
+    "(",
+    "=",
+    "O",
+    ")",
+    "O",
+    "C",
+    "C",
+    "[SEP]",
+]  # an ester is made
 HEAVY = "EVQLVESGGGLVQPGGSLRLSCAASGFTFSSYAMSWVRQAPGKGLEWVSAISGSGGSTYYADSVKG"
 RESIDUES = "ACDEFGHIKLMNPQRSTVWY"
 
