@@ -121,20 +121,16 @@ class Recorder:
         Most runs read one batch of texts, which has the number 0. An encoder's points read others than its decoder's; names
         with the number -1 read none with padding.
         """
-        texts: list[Piece] = []
-        numbers = dict.fromkeys(self.axes, -1)
-        for name, piece in reversed(self._pieces.items()):
-            known = (n for n, other in enumerate(texts) if other.real is piece.real)
-            if (number := next(known, None)) is None:
-                number = len(texts)
-                texts.append(piece)
-            if name in numbers:
-                numbers[name] = number
+        # The last ones first: those of a decoder, or of the text beside an image.
+        texts = {id(piece.real): piece for piece in reversed(self._pieces.values())}
+        order = [*texts]
         masks = {
             f"{axis}.{n}" if n else axis: mask
-            for n, piece in enumerate(texts)
+            for n, piece in enumerate(texts.values())
             for axis, mask in self.options.kept_masks(piece).items()
         }
+        read = {name: id(piece.real) for name, piece in self._pieces.items()}
+        numbers = {name: order.index(read[name]) if name in read else -1 for name in self.axes}
         return masks, {name: n for name, n in numbers.items() if masks and n}
 
     def skip(self, point: Point, error: HookError) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hooks import ActivationCache, HookedRunner
-from hooks.shared import Session, tensors_in, without_gradients
+from hooks.shared import Session, without_gradients
 from models.attached.attention import AttentionPoints
 from models.attached.checked import has_other_terms, problem_of
 from models.attached.example import Example
@@ -203,13 +203,12 @@ def logits_alone(model: nn.Module, example: Example) -> Tensor:
         try:
             output = example.run(model)
         except Exception as error:
-            got, shapes = (
-                f"{type(error).__name__}: {error}",
-                [*map(list, (t.shape for t in tensors_in((example.args, dict(example.kwargs)))))],
-            )
+            given = {
+                name: [*x.shape] for name, x in example.kwargs.items() if isinstance(x, Tensor)
+            }
             raise ValueError(
-                f"the model must run on {', '.join(example.kwargs) or 'its input'} {shapes} alone; "
-                f"{type(model).__name__} raised {got} (example= gives other arguments)"
+                f"the model must run on {given or 'its first argument'} alone; {type(model).__name__} raised "
+                f"{type(error).__name__}: {error} (example= gives other arguments)"
             ) from error
     return logits_of(output)
 

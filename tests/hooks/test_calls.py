@@ -120,6 +120,27 @@ def test_what_is_refused(model):
         edits.zero(call=0)(torch.ones(2, 5), runner.points["state"])
 
 
+@torch.no_grad()
+def test_a_shared_block():
+    """ALBERT runs one block in place of all."""
+    transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+    sizes = dict(vocab_size=11, embedding_size=6, hidden_size=8, intermediate_size=10)
+    config = transformers.AlbertConfig(**sizes, num_hidden_layers=3, num_attention_heads=2)
+    model = transformers.AlbertForMaskedLM(config).eval()
+    block = "albert.encoder.albert_layer_groups.0.albert_layers.0"
+    hidden = model(TOKENS, output_hidden_states=True).hidden_states
+    runner = HookedRunner(model)
+    _, cache = runner.run_with_cache(TOKENS, names=block, calls="all")
+    assert torch.equal(cache[block], torch.stack(hidden[1:]))
+    doubled = runner.run_with_hooks(TOKENS, hooks={block: edits.scale(2.0, call=1)}).logits
+    calls = iter(range(3))
+    handle = model.get_submodule(block).register_forward_hook(
+        lambda module, args, out: out * 2 if next(calls) == 1 else out
+    )
+    assert torch.equal(doubled, model(TOKENS).logits)
+    handle.remove()
+
+
 class Shrinking(nn.Module):
     """A module that gives another shape in each call."""
 

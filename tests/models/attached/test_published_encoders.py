@@ -133,3 +133,26 @@ def test_encoders_that_were_trained(name):
             torch.testing.assert_close(
                 effects.base[0] + effects.values[row, pos, 0], new, atol=1e-4, rtol=1e-4
             )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["bert_ft", "bert_ft_10k_25s"])
+def test_encoders_without_a_head(name):
+    path = folder("rxnfp", f"models/transformers/{name}")
+    model = transformers.BertModel(transformers.BertConfig.from_pretrained(path)).eval()
+    held = torch.load(path / "pytorch_model.bin", weights_only=True, map_location="cpu")
+    held = {name.removeprefix("bert."): weight for name, weight in held.items()}
+    assert not model.load_state_dict(held, strict=False).missing_keys
+    words = (path / "vocab.txt").read_text().split()
+    tokens, twin = torch.tensor([[words.index(word) for word in REACTION]]), copy.deepcopy(model)
+    plain = twin(tokens, output_hidden_states=True)
+    with attach(model):
+        assert torch.equal(model(tokens).last_hidden_state, plain.last_hidden_state)
+        runner = HookedRunner(model)
+        output, cache = runner.run_with_cache(tokens, names="*.resid_post")
+        for layer, stream in enumerate(plain.hidden_states[1:]):
+            assert torch.equal(cache["resid_post", layer], stream)
+        gone = runner.run_with_hooks(tokens, hooks={"blocks.0.mlp_out": edits.zero()})
+    twin.encoder.layer[0].output.dense.register_forward_hook(lambda module, args, out: out * 0)
+    assert torch.equal(gone.pooler_output, twin(tokens).pooler_output)
+    assert not torch.allclose(gone.pooler_output, output.pooler_output)

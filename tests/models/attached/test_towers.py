@@ -245,6 +245,31 @@ def test_features_are_put_into_the_stream(make):
 
 
 @torch.no_grad()
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@every_model
+def test_points_are_the_same_in_every_precision(name, dtype, attention):
+    def in_dtype(given):
+        return given and {
+            key: value.to(dtype) if value.is_floating_point() else value
+            for key, value in given.items()
+        }
+
+    points = []
+    for cast in (False, True):
+        model, example, given = made(seeing.ALL[name])
+        model.set_attn_implementation(attention)
+        if cast:
+            model, example, given = model.to(dtype), in_dtype(example), in_dtype(given)
+        plain = numbers(model(**given))
+        attach(model, example=example)
+        assert torch.equal(numbers(model(**given)), plain)
+        points.append([*HookedRunner(model).points])
+    assert points[0] == points[1]
+
+
+@torch.no_grad()
 def test_lazy_caches_have_towers():
     for make in (seeing.llava, seeing.qwen3_vl, seeing.t5, seeing.whisper):
         model, example, given = made(make)
