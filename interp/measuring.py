@@ -142,7 +142,9 @@ def evaluate(
 
 
 def measure(
-    metric: Metric, logits: Float[Tensor, "batch pos vocab"], attention_mask: Mask | None = None
+    metric: Metric,
+    logits: Float[Tensor, "batch pos vocab"],
+    attention_mask: Shaped[Tensor, "batch _column"] | None = None,
 ) -> Float[Tensor, " batch"]:
     """The metric of a run, from its whole logits. Padding does not change what `last` positions are.
 

@@ -177,7 +177,7 @@ with HookedRunner(t5).hooks(later):
 #
 # | analysis | needs |
 # | --- | --- |
-# | caches, edits, `sweep`, `activation_patching`, `attribution_patching`, `integrated_gradients`, interchange | points, and a metric of the logits, of whatever kind |
+# | caches, edits, `sweep`, `activation_patching`, `attribution_patching`, `integrated_gradients` | points, and a metric of the logits, of whatever kind |
 # | `logit_lens`, direct logit attribution, `decompose`, circuits and edges, attribution graphs | blocks of a text that a decoder's logits are read from: they work with an image in it, and not inside towers, encoders or encoder-decoders |
 # | dictionaries, directions, stores | a point and texts: tokens that the model reads by themselves |
 #

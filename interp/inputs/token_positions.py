@@ -78,7 +78,9 @@ def columns_of_last(
 
 
 def last_real(
-    logits: Float[Tensor, "batch pos vocab"], last: int, attention_mask: Mask | None = None
+    logits: Float[Tensor, "batch pos vocab"],
+    last: int,
+    attention_mask: Shaped[Tensor, "batch _column"] | None = None,
 ) -> Float[Tensor, "batch _last vocab"]:
     """Logits at the last real positions; at all columns if `last` is 0. A classifier has one position for all of a text.
 

@@ -22,7 +22,7 @@ from hooks.shared import Piece, Scoped, Words, forwards_in, memory_of, reading, 
 from models.attached.configs import HOOKED
 from models.attached.wiring import Output, Replaced, texts_read
 
-_generation = Scoped[dict[Any, int] | None]("generation", None)
+_generation = Scoped[dict[str, int] | None]("generation", None)
 
 
 class Generate(Replaced):
@@ -99,7 +99,7 @@ class StackForward(Replaced):
         # A model that is told to cache may make the cache itself, for the first piece of a text.
         began = None
         if start is None and (generation := _generation.get()) is not None:
-            start, began = 0, generation.setdefault(self, texts[1])
+            start, began = 0, generation.setdefault("began", texts[1])
         if start is None:
             start = 0 if kwargs.get("use_cache") else start_of_piece()
         with reading(Piece(start, real, moved, began)):

@@ -1,11 +1,14 @@
 """Modules that run many times in one run: each call is kept, and edited by its number."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 from hooks import CacheError, EditError, HookedRunner, HookError, HookPoint
 from interp import edits, log_prob, sweep
+from models import Transformer, TransformerConfig
 
 
 class Recurrent(nn.Module):
@@ -103,6 +106,19 @@ def test_sweeps_count_calls(model):
     for n, effect in enumerate(swept.values):
         _, logits = by_hand(model, lambda at, state, n=n: state * (at != n))
         torch.testing.assert_close(effect, metric(logits) - plain)
+
+
+@torch.no_grad()
+def test_sweeps_of_blocks_count_calls():
+    """Two blocks with one point: runs that begin in the middle would count anew."""
+    sizes = dict(vocab_size=11, n_ctx=5, n_layers=3, n_heads=2, d_model=8)
+    torch.manual_seed(0)
+    apart = Transformer(TransformerConfig(**sizes)).eval()
+    shared = copy.deepcopy(apart)
+    shared.blocks[2].mlp_out = shared.blocks[1].mlp_out
+    one = sweep(shared, TOKENS, [{"blocks.1.mlp_out": edits.zero(call=1)}], log_prob(7))
+    two = sweep(apart, TOKENS, [{"blocks.2.mlp_out": edits.zero()}], log_prob(7))
+    torch.testing.assert_close(one.values, two.values)
 
 
 @torch.no_grad()

@@ -191,6 +191,11 @@ def test_padding_of_an_encoder_is_not_read_in_its_decoder():
     base = sweep(model, pairs, none).base
     wanted = [plain[0, 2, 5] - plain[0, 2, 6], plain[1, -1, 7] - plain[1, -1, 8]]
     torch.testing.assert_close(base, torch.stack(wanted))
+    last = [{"encoder.blocks.0.resid_post": edits.scale(n, pos=-1)} for n in (0.0, 2.0, -1.0)]
+    together = sweep(model, pairs, last)
+    torch.testing.assert_close(together.values, sweep(model, pairs, last, exact="rerun").values)
+    column = [{"encoder.blocks.0.resid_post": edits.scale(0.0, pos=[[6], [3]])}]
+    torch.testing.assert_close(together.values[0], sweep(model, pairs, column).values[0])
     keys = activation_patching(
         model,
         Pairs(
@@ -245,3 +250,30 @@ def test_metrics_of_a_classifier_read_its_only_position():
     assert len(pairs.solved(model)) == 2
     assert repr(pairs) == "Pairs: 2, clean [2, 3, 12, 12], corrupted [2, 3, 12, 12]"
     assert "Pairs: 2" in str(pairs.view())
+
+
+@torch.no_grad()
+def test_a_classifier_of_padded_texts():
+    transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+    sizes = dict(vocab_size=23, hidden_size=12, intermediate_size=16, num_hidden_layers=2)
+    config = transformers.BertConfig(**sizes, num_attention_heads=2, num_labels=9)
+    model = transformers.BertForSequenceClassification(config).eval()
+    tokens, mask = torch.randint(3, 23, (2, 6)), torch.ones(2, 6, dtype=torch.long)
+    mask[1, 4:] = 0
+    logits = model(tokens, attention_mask=mask).logits
+    handle = model.bert.encoder.layer[0].output.dense.register_forward_hook(
+        lambda m, a, out: out * 0
+    )
+    without = model(tokens, attention_mask=mask).logits
+    handle.remove()
+    attach(model)
+    pairs = Pairs(tokens, answers=ANSWERS, attention_mask=mask)
+    swept = sweep(model, pairs, [{"blocks.0.mlp_out": edits.zero()}])
+    torch.testing.assert_close(swept.base, difference(logits))
+    torch.testing.assert_close(swept.base + swept.values[0], difference(without))
+    other = Pairs(tokens, tokens.flip(1), ANSWERS, attention_mask=mask)
+    noised = activation_patching(model, other, "resid_pre", direction="denoising")
+    torch.testing.assert_close(noised.target, difference(logits))
+    with torch.enable_grad():
+        estimates = attribution_patching(model, other, "resid_pre")
+    torch.testing.assert_close(estimates.base, noised.base)

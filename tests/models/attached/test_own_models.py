@@ -144,6 +144,30 @@ def test_analyses_of_a_transformer_without_a_config():
         assert (edges.values != 0).any()
 
 
+class TwoLists(Mine):
+    """A smaller list of layers after the blocks, as heads for later tokens are."""
+
+    def __init__(self):
+        super().__init__()
+        self.later = nn.ModuleList([Layer(False, False)])
+
+    def forward(self, idx):
+        return super().forward(idx) + self.later[0](self.token(idx)).sum(-1, keepdim=True)
+
+
+@torch.no_grad()
+def test_the_larger_of_two_lists_has_the_points():
+    model = TwoLists().eval()
+    with attach(model):
+        runner = HookedRunner(model)
+        assert not [name for name in runner.points if name.startswith(("vision", "audio"))]
+        _, cache = runner.run_with_cache(TOKENS, names="*.resid_pre")
+        assert len(cache) == 2
+        assert torch.equal(
+            cache["resid_pre", 0], model.token(TOKENS) + model.place(torch.arange(5))
+        )
+
+
 def test_names_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="Mine has none"):
         attach(mine(listed=False))
