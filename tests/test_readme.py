@@ -90,7 +90,7 @@ def test_the_guide_of_models_that_see(capsys):
     pytest.importorskip("transformers", reason="needs the extra hf")
     with torch.enable_grad():  # the page turns gradients off
         names = guide("seeing")
-    patches = names["restored"].select(layer=0).mean(0)[1:]
+    patches = names["restored"].select(layer=0).values[1:].mean(-1)
     assert patches.nonzero()[:, 0].tolist() == [6, 9]
     whole, parts = names["output"].logits[0, -1, 8], names["parts"].values.sum()
     torch.testing.assert_close(parts, whole)

@@ -53,7 +53,7 @@ def images(colours: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 
 
 optimizer = torch.optim.Adam(vit.parameters(), lr=2e-3)
-for _ in range(150):
+for _ in range(100):
     colours = torch.randint(3, (64,))
     logits = vit(images(colours, torch.randint(16, (64,)))).logits
     loss = torch.nn.functional.cross_entropy(logits, colours)

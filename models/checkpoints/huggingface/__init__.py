@@ -112,7 +112,7 @@ def _check_forward(model: nn.Module) -> None:
                 f"the model must have no hooks, which a copy has not; got one on {name or 'the model'}"
             )
     for name, weight in model.named_parameters():
-        if weight.is_meta:
+        if weight.is_meta and hasattr(model, "_hf_hook"):
             raise ValueError(
                 f"weights must be in memory; {name} is elsewhere until it is needed, as offloading keeps it"
             )

@@ -312,7 +312,7 @@ def test_the_table_is_that_of_the_guide():
     assert page() == PAGE.read_text(encoding="utf-8")
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_row_is_that_of_the_guide(name):
     """Of the settings whose libraries are there."""

@@ -66,7 +66,7 @@ def together(value):
 
 
 @torch.no_grad()
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 @every_model
 def test_unhooked_numbers_are_the_models_and_removal_leaves_nothing(name):
     model, twin, attached, given = attached_pair(name)
@@ -109,7 +109,7 @@ def raw_values(twin, given, modules):
 
 
 @torch.no_grad()
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 @every_model
 def test_streams_are_what_blocks_read_and_give(name):
     model, twin, _, given = attached_pair(name)
@@ -131,7 +131,7 @@ def test_streams_are_what_blocks_read_and_give(name):
 
 
 @torch.no_grad()
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 @every_model
 def test_points_hold_what_their_names_say(name):
     model, _, _, given = attached_pair(name)
@@ -169,7 +169,7 @@ def test_points_hold_what_their_names_say(name):
 
 
 @torch.no_grad()
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 @every_model
 def test_edits_are_those_of_raw_hooks(name):
     model, twin, _, given = attached_pair(name)
@@ -245,7 +245,7 @@ def test_features_are_put_into_the_stream(make):
 
 
 @torch.no_grad()
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 @every_model
