@@ -94,8 +94,10 @@ def _glob(pattern: str, names: Iterable[str]) -> list[str]:
     return [name for name in names if fnmatch.fnmatchcase(name, pattern)]
 
 
-def names_by_layer(short: str, names: Collection[str]) -> dict[int, str]:
-    """The names that end in `short`, by layer.
+def names_by_layer(
+    short: str, names: Collection[str], what: str = "value of a layer"
+) -> dict[int, str]:
+    """The names that end in `short`, by layer; `what` says what they are, for errors.
 
     Those of `blocks` come before those of other stacks, whose name may stand first: `vision.resid_post` is short for
     `vision.blocks.*.resid_post`, which is taken too.
@@ -118,10 +120,13 @@ def names_by_layer(short: str, names: Collection[str]) -> dict[int, str]:
         assert layer is not None
         if layer in by_layer:
             both = (by_layer[layer], name)
-            raise UnknownNameError(f"{short!r} is ambiguous in layer {layer}", short, both)
+            stack = name.partition(".")[0]
+            rule = f"; the name of a stack may stand first, as in '{stack}.{short}'"
+            hint = "" if both[0].startswith(f"{stack}.") else rule
+            raise UnknownNameError(f"{short!r} is ambiguous in layer {layer}{hint}", short, both)
         by_layer[layer] = name
     if not by_layer:
-        raise unknown_point(short, names, "value of a layer")
+        raise unknown_point(short, names, what)
     return dict(sorted(by_layer.items()))
 
 

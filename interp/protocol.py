@@ -103,6 +103,8 @@ def of(model: nn.Module, *parts: str) -> Any:
         )
         if language is not model and "unembed" in lacking:
             hint = "the modules after its blocks give no logits of tokens"
+        if language is not model and not hasattr(language, "blocks"):
+            hint = "it has no blocks of a text alone, whose last stream the logits are read from"
         raise TypeError(
             f"the model must have {' and '.join(parts)}; got {type(model).__name__} without "
             f"{' and '.join(lacking)} ({hint})"
