@@ -94,10 +94,8 @@ def _glob(pattern: str, names: Iterable[str]) -> list[str]:
     return [name for name in names if fnmatch.fnmatchcase(name, pattern)]
 
 
-def names_by_layer(
-    short: str, names: Collection[str], what: str = "value of a layer"
-) -> dict[int, str]:
-    """The names that end in `short`, by layer; `what` says what they are, for errors.
+def names_by_layer(short: str, names: Collection[str]) -> dict[int, str]:
+    """The names that end in `short`, by layer.
 
     Those of `blocks` come before those of other stacks, whose name may stand first: `vision.resid_post` is short for
     `vision.blocks.*.resid_post`, which is taken too.
@@ -126,7 +124,7 @@ def names_by_layer(
             raise UnknownNameError(f"{short!r} is ambiguous in layer {layer}{hint}", short, both)
         by_layer[layer] = name
     if not by_layer:
-        raise unknown_point(short, names, what)
+        raise unknown_point(short, names, "value of a layer")
     return dict(sorted(by_layer.items()))
 
 

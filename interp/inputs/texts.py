@@ -101,7 +101,8 @@ class Text(NamedTuple):
         Raises:
             ValueError: if an argument has no rows for them.
         """
-        if isinstance(rows, slice) and len(range(len(self.tokens))[rows]) == len(self.tokens):
+        every = range(len(self.tokens))
+        if isinstance(rows, slice) and every[rows] == every:
             return self._replace(spans={})
         require_rows(self.more, len(self.tokens))
         return self._mapped(lambda value: value[rows])

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import ActivationCache, HookedRunner, UnknownNameError
-from hooks.shared import layer_of, names_by_layer, without_gradients
+from hooks.shared import layer_of, names_by_layer, unknown_point, without_gradients
 from interp.edits import Edit
 from interp.inputs.pairs import Pairs, PatchingDirection, pairs_for
 from interp.inputs.texts import Text, are_aligned, words_of
@@ -67,10 +67,13 @@ def named(runner: HookedRunner, choice: Choice) -> dict[int, str]:
             )
         return {0: choice.site}
     try:
-        by_layer = names_by_layer(choice.site, points, "site")
+        by_layer = names_by_layer(choice.site, points)
     except UnknownNameError:
+        if any(name.endswith(f".{choice.site}") for name in points):  # several in a layer
+            raise
         require_points(runner)
-        raise
+        in_layers = (name.partition(f".{layer_of(name)}.")[2] or name for name in points)
+        raise unknown_point(choice.site, dict.fromkeys(in_layers), "site") from None
     return _some("layers", by_layer, choice.layers)
 
 

@@ -108,8 +108,9 @@ def layout_of(block: Call, probe: ProbeRun, roles: Roles, *configs: Any) -> Bloc
         first = next((c for c, _ in sublayers if _gives(c, roled[roles.attn])), None)
     is_alone = len(sublayers) == 1 and not layout.reads_first
     if first is not None and is_alone and not any(is_in(a, first) for a in mixers):
-        first = None  # the MLP's, where attention adds zeros
-        sublayers = []
+        if not roled:
+            return layout  # the MLP's, where attention adds zeros
+        first, sublayers = None, []
     adding, mlp = None, roled.get(roles.mlp or "")
     for at, (call, added) in enumerate(sublayers):
         if call is first:
