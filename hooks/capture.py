@@ -2,22 +2,21 @@
 
 import dataclasses
 import functools
-from collections.abc import Collection, Container, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Collection, Container, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from hooks import _torch
 from hooks.copies import Copies, private
 from hooks.errors import NEVER_FIRED, CacheError, HookError, MemoryLimitError, require_fired
+from hooks.joined import join, require_next
 from hooks.memory import Bound
 from hooks.modes import Options
 from hooks.nested import mapped, with_first_tensor
-from hooks.pieces import Piece, piece_is_known, piece_read, reading
-from hooks.point import POSITION_AXES, HookPoint, Point, as_node, first_tensor
+from hooks.pieces import Piece, piece_read, reading
+from hooks.point import HookPoint, Point, as_node, first_tensor
 from hooks.processes import require_whole
 from hooks.session import Session
 
@@ -223,7 +222,7 @@ class Recorder:
         if self.joined or self._keeps_calls:
             parts = self._parts.setdefault(name, [])
             if self.joined:
-                _require_next(parts, point)
+                require_next(parts, point)
             parts.append(kept)
         else:
             self.values[name] = kept
@@ -278,45 +277,3 @@ def memory_in(tree: Any) -> set[int]:
 
     mapped(tree, note)
     return memory
-
-
-def _require_next(pieces: Sequence[Tensor], point: Point) -> None:
-    """Refuses a piece that does not continue the earlier ones of the same rows.
-
-    Raises:
-        HookError: if the piece starts elsewhere, or has other rows.
-    """
-    piece, axis = piece_read(), _position_axis(point.name, point.axes)
-    next_column = sum(part.shape[axis] for part in pieces)
-    if pieces and piece_is_known() and (piece.start != next_column or piece.moved):
-        got = "other rows" if piece.moved else f"column {piece.start or 0}"
-        raise HookError(
-            f"the pieces of a joined run must follow one another, for {point.name} from column {next_column} of the "
-            f"same rows; got {got} (a generation without a cache of keys, with beams or with an assistant)"
-        )
-
-
-def _position_axis(name: str, axes: tuple[str, ...]) -> int:
-    along = [axis for axis in axes if axis in POSITION_AXES]
-    if len(along) != 1:
-        rule = "joining the values of several runs needs one axis of positions"
-        raise HookError(f"{rule}; {name} has [{' '.join(axes)}]")
-    return axes.index(along[0])
-
-
-def join(pieces: Sequence[Tensor], name: str, axes: tuple[str, ...]) -> Tensor:
-    """Joins the values of several runs (a generation's steps) as if one run covered all positions.
-
-    Along `key` each piece ends at its own last position, and later keys are zero.
-    """
-    axis = _position_axis(name, axes)
-    if "key" in axes:
-        key = axes.index("key")
-        cached = pieces[0].shape[key] - pieces[0].shape[axis]
-        ends = [cached + end for end in accumulate(piece.shape[axis] for piece in pieces)]
-        after = [0, 0] * (len(axes) - 1 - key)
-        pieces = [
-            pad(piece, [*after, end - piece.shape[key], ends[-1] - end])
-            for piece, end in zip(pieces, ends, strict=True)
-        ]
-    return torch.cat(list(pieces), axis)

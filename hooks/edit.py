@@ -1,7 +1,6 @@
 """Edits: hook functions, checks of what they return, and the `with` in which they act."""
 
 import inspect
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -13,13 +12,13 @@ from torch import Tensor, nn
 
 from hooks._torch import FakeTensor, has_storage, is_checkpointed
 from hooks.beside import Watch
+from hooks.calls import Calls, number_of_call
 from hooks.errors import NEVER_FIRED, ContextError, EditError, HookError, require_fired
 from hooks.names import resolve
 from hooks.nested import tensors_in, with_first_tensor
 from hooks.point import Hook, HookPoint, Point, as_node, first_tensor
 from hooks.processes import require_whole
 from hooks.receipts import Receipt, Receipts
-from hooks.scoped import Scoped
 from hooks.session import OutputHook, Session, hooks_disabled, is_open
 
 ELSEWHERE = (
@@ -28,15 +27,6 @@ ELSEWHERE = (
 )
 Hooks = Mapping[Any, Hook] | Sequence[tuple[Any, Hook]]
 """Hook functions, each for a `Selector`: a mapping, or pairs. At a point they act in the order given."""
-
-
-# Which call of its module a value is of, in a run of the whole model.
-_call = Scoped[int | None]("call", None)
-
-
-def call_number() -> int | None:
-    """The number of the call at whose value a hook acts, from 0 in each run of a model; None where nobody counts."""
-    return _call.get()
 
 
 @dataclass(frozen=True)
@@ -71,7 +61,7 @@ class EditedPoint:
             if torch.compiler.is_compiling():
                 changed = hook(new, self.point)
             else:
-                with _call.set(call):
+                with number_of_call.set(call):
                     changed = hooks_disabled(hook, new, self.point)
             # A hook that returns nothing may have reshaped its copy in place.
             new = new if changed is None else changed
@@ -139,7 +129,7 @@ class HookContext:
         session = Session(self if self._stays else None)
         try:
             session.__enter__()
-            calls = Counter[str]()
+            calls = Calls()
             session.before(self._model, lambda args, kwargs: calls.clear())
             for edited, noted in zip_longest(self._edits, self._receipts):
                 again = edit_at(edited, self._fired)
@@ -149,7 +139,7 @@ class HookContext:
                 if not isinstance(edited.point.module, HookPoint):  # which gives one tensor
                     watch = Watch(edited.point, self._model)
                     session.after(watch.parent, watch.end, first=True)
-                first = edit_at(noting, self._fired, False, watch, noted or (), calls)
+                first = edit_at(noting, self._fired, watch=watch, receipts=noted or (), calls=calls)
                 session.after(edited.point.module, first, again)
             for edited in self._backward:
                 listener = edit_at(edited, self._fired, backward=True)
@@ -252,7 +242,7 @@ def edit_at(
     backward: bool = False,
     watch: Watch | None = None,
     receipts: Sequence[Receipt] = (),
-    calls: Counter[str] | None = None,
+    calls: Calls | None = None,
 ) -> OutputHook:
     """A forward hook that edits the value at a point, or its gradient in the backward pass.
 
@@ -280,10 +270,7 @@ def edit_at(
         fired.add(point.name)
         require_whole(value, point)
         if not backward:
-            number = None if calls is None else calls[point.name]
-            if calls is not None:
-                calls[point.name] += 1
-            new = edited.apply(value, number)
+            new = edited.apply(value, None if calls is None else calls.next(point.name))
             edited_output = with_first_tensor(output, new)
             is_planned = new.is_meta or isinstance(new, FakeTensor)
             has_numbers = (

@@ -106,7 +106,7 @@ def names_by_layer(short: str, names: Collection[str]) -> dict[int, str]:
     >>> names_by_layer("encoder.z", ["encoder.blocks.0.z", "decoder.blocks.0.z"])
     {0: 'encoder.blocks.0.z'}
     """
-    layered = [name for name in names if layer_of(name) is not None]
+    layered = {name: layer for name in names if (layer := layer_of(name)) is not None}
     chosen = [name for name in layered if name == short or name.endswith(f".{short}")]
     if not chosen:
         stack, _, end = short.partition(".*." if ".*." in short else ".")
@@ -114,9 +114,7 @@ def names_by_layer(short: str, names: Collection[str]) -> dict[int, str]:
     chosen = [name for name in chosen if name.startswith("blocks.")] or chosen
     by_layer: dict[int, str] = {}
     for name in chosen:
-        layer = layer_of(name)
-        assert layer is not None
-        if layer in by_layer:
+        if (layer := layered[name]) in by_layer:
             both = (by_layer[layer], name)
             stack = name.partition(".")[0]
             rule = f"; the name of a stack may stand first, as in '{stack}.{short}'"

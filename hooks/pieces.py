@@ -45,9 +45,8 @@ class Piece:
         """The piece of the first rows alone."""
         if self.real is None or len(self.real) <= rows:
             return self
-        if rows not in self._firsts:
-            self._firsts[rows] = Piece(self.start, self.real[:rows], self.moved, self.began)
-        return self._firsts[rows]
+        first = Piece(self.start, self.real[:rows], self.moved, self.began)
+        return self._firsts.setdefault(rows, first)  # which may know its columns already
 
     def columns_of(self, rows: int, end: int) -> Sequence[Sequence[int]] | None:
         """Return `columns` if the batch has `rows` texts of `end` columns so far; otherwise None."""

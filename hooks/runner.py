@@ -82,16 +82,11 @@ class HookedRunner(HintsAtNames):
         called = {n: p for n, p in self._known.items() if has_forward(p.module)}
         self._is_marked = any(not isinstance(p.module, PartPoint) for p in marked.values())
         self.points: Mapping[str, Point] = Points(marked if self._is_marked else called)
-        self._optional = {
-            name
-            for owner in model.modules()
-            if isinstance(owner, OptionalPoints)
-            for inside in [set(owner.modules())]
-            for name, point in self.points.items()
-            if point.module in inside
-        }
-        self._has_warned = False
         self._modules = [model, *(point.module for point in self._known.values())]
+        towers = [part for part in self._modules if isinstance(part, OptionalPoints)]
+        inside = {module for tower in towers for module in tower.modules()}
+        self._optional = {n for n, point in self.points.items() if point.module in inside}
+        self._has_warned = False
 
     def run_with_cache(
         self,

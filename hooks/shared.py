@@ -17,8 +17,8 @@ from hooks._torch import (
     version,
     without_gradients,
 )
+from hooks.calls import Calls, number_of_call
 from hooks.capture import Recorder
-from hooks.edit import call_number
 from hooks.errors import NEVER_FIRED, require_fired, require_module, unknown_name
 from hooks.hashes import config_hash, weights_hash
 from hooks.hints import HintsAtNames, register_hints, unknown_point

@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks.shared import to_device
-from interp.inputs.texts import Texts, is_worded, text_for, token_ids
+from interp.inputs.texts import Texts, text_for
 from interp.inputs.token_positions import (
     Mask,
     Position,
@@ -19,6 +19,7 @@ from interp.inputs.token_positions import (
     short,
     tokens_of,
 )
+from interp.inputs.wording import is_worded, token_ids
 from interp.measuring import Metric, TokenMetric, WordedMetric, Writer
 from interp.numbers.precision import at_least_float32, divergence
 

@@ -18,7 +18,7 @@ from hooks.shared import (
     Index,
     Rows,
     Selection,
-    call_number,
+    number_of_call,
     piece_read,
     real_columns,
     to_device,
@@ -222,7 +222,7 @@ class Edit:
         Raises:
             EditError: if nobody counts the calls, or they are counted from the last one, which is not known before the end.
         """
-        selected, number = self.where[CALL], call_number()
+        selected, number = self.where[CALL], number_of_call.get()
         if number is None or selected.counts_back:
             what = "calls are counted from 0" if number is not None else "nobody counts calls here"
             raise EditError(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hooks.shared import without_gradients
 from interp import pictures
+from interp.inputs.arguments import each_row, require_rows
 from interp.inputs.spans import (
     Spans,
     as_answers,
@@ -22,14 +23,11 @@ from interp.inputs.spans import (
 from interp.inputs.texts import (
     Text,
     Texts,
-    each_row,
     each_text,
-    is_worded,
-    require_rows,
     writer_of,
 )
 from interp.inputs.token_positions import check_tokens, is_batch, last_real, real_of, short
-from interp.inputs.wording import tokens_of_pairs
+from interp.inputs.wording import is_worded, tokens_of_pairs
 from interp.measuring import Metric, Writer, evaluate, in_words, last_of, metric_for
 from interp.metrics import accuracy, log_prob, logit_diff
 from interp.pictures import objects

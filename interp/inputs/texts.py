@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from hooks import ActivationCache
 from hooks.shared import Index, Selection, encoded, to_device
+from interp.inputs.arguments import each_row, is_listed, require_rows, without_rows
 from interp.inputs.token_positions import is_batch, real_of
 from interp.protocol import of
 
@@ -48,7 +49,7 @@ class Text(NamedTuple):
     def kwargs(self) -> dict[str, Any]:
         """The model's arguments besides the tokens."""
         more = {
-            name: torch.cat(value) if _is_listed(value, len(self.tokens)) else value
+            name: torch.cat(value) if is_listed(value, len(self.tokens)) else value
             for name, value in self.more.items()
         }
         return more if self.mask is None else {"attention_mask": self.mask, **more}
@@ -64,7 +65,7 @@ class Text(NamedTuple):
     @property
     def goes_by_rows(self) -> bool:
         """Whether the texts can be divided and repeated: all arguments have rows for them, or are of none."""
-        return not [*_without_rows(self.more, len(self.tokens))]
+        return not [*without_rows(self.more, len(self.tokens))]
 
     def arguments(self, model: nn.Module) -> dict[str, Any]:
         """`kwargs` and, where the model does not count positions from the mask itself, the positions."""
@@ -130,47 +131,6 @@ def places_inside(pos: Index, n: int) -> list[int]:
         raise ValueError(f"pos must be the same in each text; got {chosen}")
     (places,) = chosen.rows(n, "pos", whole=False)
     return [place for place in places if 0 <= place < n]
-
-
-def each_row(
-    arguments: Mapping[str, Any], batch: int, change: Callable[[Tensor], Tensor]
-) -> dict[str, Any]:
-    """Arguments of a model, of which those with a row, or a tensor, for each of `batch` texts are changed."""
-    changed = dict(arguments)
-    for name, value in arguments.items():
-        if isinstance(value, Tensor) and value.ndim and len(value) == batch:
-            changed[name] = change(value)
-        elif _is_listed(value, batch):
-            changed[name] = [value[row] for row in change(torch.arange(batch)).tolist()]
-    return changed
-
-
-def require_rows(arguments: Mapping[str, Any], batch: int) -> None:
-    """Refuses to divide or repeat texts with an argument that has numbers for all of them together.
-
-    Raises:
-        ValueError: naming the argument.
-    """
-    for name in _without_rows(arguments, batch):
-        rows = len(arguments[name])
-        raise ValueError(
-            f"{name} must have a row for each text where texts are divided or repeated; got {rows} for {batch} texts "
-            "(a list with a tensor for each text is joined when the model runs)"
-        )
-
-
-def _without_rows(arguments: Mapping[str, Any], batch: int) -> Iterator[str]:
-    """The names of arguments of floating-point numbers with several rows, but not one for each text."""
-    for name, value in arguments.items():
-        is_numbers = isinstance(value, Tensor) and value.ndim > 1 and value.is_floating_point()
-        if is_numbers and len(value) not in (1, batch):
-            yield name
-
-
-def _is_listed(value: Any, batch: int) -> bool:
-    """Whether a value is a list with a tensor for each text."""
-    is_list = isinstance(value, list) and len(value) == batch
-    return is_list and all(isinstance(part, Tensor) for part in value)
 
 
 def are_aligned(one: Text, other: Text) -> bool:
@@ -306,25 +266,6 @@ def batches(texts: Texts, model: nn.Module, size: int) -> Iterator[tuple[int, Te
         first = numbers.stop
     if not first:
         raise ValueError("texts must hold at least one text; got none")
-
-
-def is_worded(tokens: Any) -> bool:
-    """Whether tokens are given as text, all or some of them."""
-    if isinstance(tokens, str):
-        return True
-    return isinstance(tokens, Sequence) and any(map(is_worded, tokens))
-
-
-def token_ids(model: nn.Module, tokens: Any) -> Any:
-    """Tokens with a number in place of each text, which must be one token of the model's tokenizer.
-
-    Raises:
-        ValueError: if a text is several tokens; it lists them.
-        TypeError: if the model cannot read text.
-    """
-    if isinstance(tokens, str):
-        return of(model, "to_id").to_id(tokens)
-    return [token_ids(model, part) for part in tokens] if is_worded(tokens) else tokens
 
 
 def writer_of(model: nn.Module) -> Callable[[Any], Any] | None:

@@ -1,4 +1,4 @@
-"""Pairs of strings: their tokens, their answers, and the columns of their spans, by a model's tokenizer."""
+"""Tokens that are given as text; and pairs of strings: their tokens, answers and spans, by a model's tokenizer."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -8,8 +8,27 @@ import torch
 from torch import Tensor, nn
 
 from hooks.shared import unknown_name
-from interp.inputs.texts import Text, Texts, is_worded, text_for
+from interp.inputs.texts import Text, Texts, text_for
 from interp.protocol import of
+
+
+def is_worded(tokens: Any) -> bool:
+    """Whether tokens are given as text, all or some of them."""
+    if isinstance(tokens, str):
+        return True
+    return isinstance(tokens, Sequence) and any(map(is_worded, tokens))
+
+
+def token_ids(model: nn.Module, tokens: Any) -> Any:
+    """Tokens with a number in place of each text, which must be one token of the model's tokenizer.
+
+    Raises:
+        ValueError: if a text is several tokens; it lists them.
+        TypeError: if the model cannot read text.
+    """
+    if isinstance(tokens, str):
+        return of(model, "to_id").to_id(tokens)
+    return [token_ids(model, part) for part in tokens] if is_worded(tokens) else tokens
 
 
 def tokens_of_pairs(

@@ -108,10 +108,8 @@ def image(
     low, high = shown.aminmax()
     shown = ((shown - low) / (high - low).clamp(min=1e-9) * 255).round()
     table = values.detach().cpu().view(1, rows, columns)
-    down, across = (
-        axis_part("row", range(rows), None, rows),
-        axis_part("column", range(columns), None, columns),
-    )
+    down = axis_part("row", range(rows), None, rows)
+    across = axis_part("column", range(columns), None, columns)
     under = shown.movedim(0, -1).contiguous()
     return View(title, [grid_part(title, table, down, across, unit, square=True, under=under)])
 

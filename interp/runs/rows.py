@@ -1,6 +1,5 @@
 """Edited runs of one batch as rows of larger batches."""
 
-from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from hooks import EditedPoint, HookError, Point
 from hooks.shared import (
     NEVER_FIRED,
+    Calls,
     Edits,
     Piece,
     Session,
@@ -132,19 +132,19 @@ def stacked(jobs: Sequence[Job], batch: Batch, inside: Container[nn.Module] | No
         for edited in job.edits:
             if inside is None or edited.point.module in inside:
                 places.setdefault(edited.point.module, []).append((n, job, edited))
-    edit = partial(_edit_rows, len(jobs), batch, Counter())
+    edit = partial(_edit_rows, len(jobs), batch, Calls())
     return [(module, partial(edit, module_places)) for module, module_places in places.items()]
 
 
 def _edit_rows(
     copies: int,
     batch: Batch,
-    calls: Counter[str],
+    calls: Calls,
     places: list[tuple[int, Job, EditedPoint]],
     output: Any,
 ) -> Any:
     point, value = places[0][2].point, first_tensor(output, places[0][2].point)
-    call, calls[point.name] = calls[point.name], calls[point.name] + 1
+    call = calls.next(point.name)
     if copies == 1:  # which axis is the batch does not matter
         [(_, job, edited)] = places
         job.fired.add(edited.point.name)

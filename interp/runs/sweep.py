@@ -144,9 +144,8 @@ def _measured(
     unedited = Unedited(runner, batch, jobs)
     base = evaluate(batch.metric, unedited.logits, size)
     runs: Resumed | WholeRuns
-    counts_calls = any(
-        "call" in getattr(h, "where", ()) for j in jobs for e in j.edits for h in e.hooks
-    )
+    hooks = [hook for job in jobs for edited in job.edits for hook in edited.hooks]
+    counts_calls = any("call" in getattr(hook, "where", ()) for hook in hooks)
     if alone or counts_calls or not unedited.is_resumable():
         runs = WholeRuns(model, batch, jobs, None if alone else max_bytes)
     else:

@@ -1,6 +1,5 @@
 """The unedited run of a sweep: values that edited runs share with it, and whether they can begin inside it."""
 
-from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hooks import EditedPoint, HookedRunner
-from hooks.shared import Session, first_tensor, inside, tensors_in, version
+from hooks.shared import Calls, Session, first_tensor, inside, tensors_in, version
 from interp.edits import Edit
 from interp.numbers.precision import is_rounding
 from interp.protocol import logits_of, of
@@ -49,7 +48,7 @@ class Unedited:
         self._kept = 2 if any(job.pos for job in jobs) else 0
         self._stage = -1.0
         self._by_rows = True
-        self._fired = Counter[str]()
+        self._fired = Calls()
         self._calls: list[tuple[Any, ...]] = []
         self._outputs: list[Any] = []
         self.language: Any = of(runner.model)
@@ -76,7 +75,7 @@ class Unedited:
 
     def _try(self, module: nn.Module, edits: list[EditedPoint], output: Any) -> None:
         point, value = edits[0].point, first_tensor(output, edits[0].point)
-        call, self._fired[point.name] = self._fired[point.name], self._fired[point.name] + 1
+        call = self._fired.next(point.name)
         self.batch.note(point, value)
         self.stages.setdefault(module, set()).add(self._stage)
         # Before and after the blocks each edited run is computed alone.

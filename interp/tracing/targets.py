@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from interp.inputs.texts import is_worded, token_ids
+from interp.inputs.wording import is_worded, token_ids
 from interp.tracing.frozen import FrozenRun
 from interp.tracing.nodes import Node
 

@@ -1,5 +1,6 @@
 """Hook points for models of `transformers`."""
 
-from models.attached.attached import Attached, attach, detach
+from models.attached.attached import Attached, detach
+from models.attached.attaching import attach
 
 __all__ = ["Attached", "attach", "detach"]

@@ -11,9 +11,6 @@ from hooks.shared import Words, forwards_in, tensors_in
 from models.attached.configs import base_of
 from models.attached.probe import tokens_for
 
-N_DECODED = 5
-"""How many tokens a decoder reads beside those of its encoder."""
-
 
 @dataclass(frozen=True, eq=False)
 class Example:
@@ -65,7 +62,7 @@ def example_of(model: nn.Module, given: Any = None) -> Example | None:
         tokens = tokens_for(model)
         given = {"input_ids": tokens}
         if is_encoder_decoder(model):
-            given["decoder_input_ids"] = tokens[:, :N_DECODED]
+            given["decoder_input_ids"] = tokens[:, :5]  # fewer, so that the streams differ in size
     return Example(kwargs={**uncached(model), **given})
 
 

@@ -179,9 +179,8 @@ class Forward(StackForward):
         self._words.require(kwargs, (), f"the {self._model}")
         if self.prepare is not None:
             args, kwargs = self.prepare(*args, **kwargs)
-        return (
-            super().__call__(*args, **kwargs) if self.reads_texts else self.inner(*args, **kwargs)
-        )
+        call = super().__call__ if self.reads_texts else self.inner
+        return call(*args, **kwargs)
 
 
 # The attribute of a state that says how many columns have been read.

@@ -14,7 +14,7 @@ No architecture is named here; all is found from what modules read and gave:
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -22,6 +22,7 @@ from models.attached.experts import Experts, find
 from models.attached.hidden import Hidden, hidden_of, is_in
 from models.attached.norms import TracedNorm, norm_of
 from models.attached.probe import Call, ProbeRun
+from models.attached.roles import Roles, gives, require_added, sublayer_of
 from models.attached.sums import Summand, factors_of, is_same, parallel, summand
 
 
@@ -64,14 +65,6 @@ class BlockLayout:
     reads_first: bool = False
 
 
-class Roles(NamedTuple):
-    """The names that a user gives: of the blocks in a model, and of the sublayers in a block. None where they are looked for."""
-
-    blocks: str | None = None
-    attn: str | None = None
-    mlp: str | None = None
-
-
 def layout_of(block: Call, probe: ProbeRun, roles: Roles, *configs: Any) -> BlockLayout:
     """The parts of a block; the configs may hold factors of what it adds.
 
@@ -91,7 +84,7 @@ def layout_of(block: Call, probe: ProbeRun, roles: Roles, *configs: Any) -> Bloc
         layout.attention = attending[0].module
     # Attention in other functions shows in nothing else.
     named = [c for c in once if "attention" in type(c.module).__name__.lower()]
-    roled = {name: _sublayer(block, once, name) for name in roles[1:] if name}
+    roled = {name: sublayer_of(block, once, name) for name in roles[1:] if name}
     if roles.attn:
         attending, named = [], [roled[roles.attn]]
     factors = [1.0, *factors_of(*block.module.modules(), *configs)]
@@ -105,7 +98,7 @@ def layout_of(block: Call, probe: ProbeRun, roles: Roles, *configs: Any) -> Bloc
     mixers = attending or named
     first = next((c for c, _ in sublayers if any(a.began < c.ended for a in mixers)), None)
     if roles.attn:
-        first = next((c for c, _ in sublayers if _gives(c, roled[roles.attn])), None)
+        first = next((c for c, _ in sublayers if gives(c, roled[roles.attn])), None)
     is_alone = len(sublayers) == 1 and not layout.reads_first
     if first is not None and is_alone and not any(is_in(a, first) for a in mixers):
         if not roled:
@@ -113,14 +106,11 @@ def layout_of(block: Call, probe: ProbeRun, roles: Roles, *configs: Any) -> Bloc
         first, sublayers = None, []
     adding, mlp = None, roled.get(roles.mlp or "")
     for at, (call, added) in enumerate(sublayers):
+        is_second = len(sublayers) == 2 and (first is not None or at == 1)
         if call is first:
             layout.attn_out = added
             _name(layout, "ln1_post", call)
-        elif (
-            at == 2
-            or (len(sublayers) == 2 and (first is not None or at == 1))
-            or (mlp and _gives(call, mlp))
-        ):
+        elif at == 2 or is_second or (mlp and gives(call, mlp)):
             layout.mlp_out, adding = added, call
             _name(layout, "ln2_post", call)
             others = [other for other, _ in sublayers if other is not call]
@@ -139,34 +129,9 @@ def layout_of(block: Call, probe: ProbeRun, roles: Roles, *configs: Any) -> Bloc
     layout.experts = find(inside, adding)
     mlp_added = adding if layout.mlp_out else None
     for name, shown in ((roles.attn, first), (roles.mlp, mlp_added)):
-        if name and not (shown and _gives(shown, roled[name])):
-            raise ValueError(
-                f"{name!r} must give what is added to the stream, up to a norm, dropout or a number of the block; "
-                f"in {block.name} the stream is no such sum"
-            )
+        if name:
+            require_added(roled[name], shown, block)
     return layout
-
-
-def _sublayer(block: Call, calls: Sequence[Call], name: str) -> Call:
-    """The call of the sublayer with this name.
-
-    Raises:
-        ValueError: if the block has none, or it did not run once.
-    """
-    for call in calls:
-        if call.name == f"{block.name}.{name}":
-            return call
-    names = ", ".join(name for name, _ in block.module.named_children())
-    raise ValueError(
-        f"{name!r} must be a module of each block that runs once; {block.name} has {names}"
-    )
-
-
-def _gives(added: Call, sublayer: Call) -> bool:
-    """Whether what is added is a sublayer's output, or what a norm or dropout makes of it."""
-    reads = any(is_same(x, sublayer.output) for x in added.inputs)
-    is_plain = norm_of(added) is not None or not [*added.module.parameters()]
-    return (reads and is_plain) or is_in(sublayer, added) or is_in(added, sublayer)
 
 
 def _is_chain(modules: nn.ModuleList, calls: Sequence[Call]) -> bool:
@@ -200,29 +165,21 @@ def _find_crossing(
     pre, post = block.inputs[0], block.output
     assert post is not None
     for is_normed in (False, True):  # norms may take the sums (BART)
-        ends = [(call, x) for call in calls for x in [_stream_of(call, post)] if x is not None]
-        last = (
-            [(call, x) for call, x in ends if is_same(call.output, post)]
-            if is_normed
-            else [(None, post)]
-        )
+        norms = [call for call in calls if is_normed and is_same(call.output, post)]
+        ends: list[Any] = [(norm, _stream_of(norm, post)) for norm in norms] or [(None, post)]
         for one, first, mid in _steps(pre, calls, factors):
             stream, rest = _after(one, mid, calls, is_normed)
             for two, second, crossed in _steps(stream, rest, factors):
                 below, left = _after(two, crossed, rest, is_normed)
-                for norm, total in last:
-                    if not (third := summand(below, total, left, factors)):
+                for norm, total in ends:
+                    third = None if total is None else summand(below, total, left, factors)
+                    if third is None:
                         continue
-                    layout.attn_out, layout.cross_out, layout.mlp_out = (
-                        first[1],
-                        second[1],
-                        third[1],
-                    )
-                    if is_normed and norm is not None:
+                    layout.attn_out, layout.cross_out = first[1], second[1]
+                    layout.mlp_out = third[1]
+                    if norm is not None:
                         layout.mid_out, layout.crossed = one.module, two.module
-                        for name, call in zip(
-                            ("ln1", "ln_cross", "ln2"), (one, two, norm), strict=True
-                        ):
+                        for name, call in (("ln1", one), ("ln_cross", two), ("ln2", norm)):
                             _name(layout, name, call)
                     else:
                         layout.mid_in, layout.cross_in = one.module, two.module

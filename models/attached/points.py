@@ -15,6 +15,7 @@ from models.attached.layout import BlockLayout
 from models.attached.norms import TracedNorm, norm_of
 from models.attached.past import CacheGiven, number_of, past_of
 from models.attached.probe import Call, ProbeRun, embedding_of
+from models.attached.stacks import Stack
 from models.attached.sums import Summand, factors_of, is_same, summand
 from models.attached.traced import TracedCross, TracedPoints
 from models.attached.wiring import (
@@ -107,23 +108,20 @@ class Wiring:
         self._listen(added.module, Output(point, added.factor, added.is_overwritten))
         return point
 
-    def embeddings(
-        self, probe: ProbeRun, first: Call, root: nn.Module, texts: Tensor | None = None
-    ) -> Output | None:
+    def embeddings(self, stack: Stack, root: nn.Module) -> Output | None:
         """Adds `embed`, and `pos_embed` where positions have vectors, from what enters the first block.
 
         Args:
-            probe: the run.
-            first: the first block in it.
+            stack: the stack of that block.
             root: the module whose embeddings are meant.
-            texts: the tokens [batch, pos] for which the stream must have a position each; None if it need not.
 
         Returns:
             The hook of `embed`, if that is there.
 
         Raises:
-            ValueError: if the stream has not a position for each token.
+            ValueError: if the stream of a text has not a position for each token.
         """
+        probe, first, texts = stack.probe, stack.chain[0], stack.texts
         stream, embedding = first.inputs[0], embedding_of(root)
         before = [c for c in probe.single if c.ended < first.began and c.output is not None]
         tokens = next((call for call in before if call.module is embedding), None)

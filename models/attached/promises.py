@@ -142,11 +142,6 @@ class Checks:
     def experts(self, layouts: Sequence[BlockLayout]) -> None:
         """Leaves out points of experts whose values do not add up, or whose edits do not act."""
         mixtures = {n: layout.experts for n, layout in enumerate(layouts) if layout.experts}
-        if self.stack.name and mixtures:
-            for n in mixtures:
-                del self._blocks[n].mlp
-            self.left_out["mlp"] = "experts have points in the blocks of the text only"
-            return
         wrong = unequal(mixtures, self._run, self._calls), inert(mixtures, self._run)
         for n, name, why in itertools.chain(*wrong):
             self.wiring.drop(self._blocks[n].mlp, name)

@@ -23,12 +23,9 @@ from torch import Tensor, nn
 from hooks.shared import OptionalPoints
 from models.attached.example import is_encoder_decoder
 from models.attached.layout import BlockLayout
-from models.attached.probe import SHAPE, Call, ProbeRun
+from models.attached.probe import SHAPE, Call, ProbeRun, embedding_of
 from models.attached.sums import is_same
 from models.attached.wiring import Replaced
-
-TOWERS = ("encoder", "decoder", "vision", "audio")
-"""The prefixes of points that are not those of the text's blocks. Further ones have numbers, such as `vision_2`."""
 
 
 @dataclass(eq=False)
@@ -66,12 +63,17 @@ class Stack:
 
     def owner(self, model: Any) -> Any:
         """The module that holds its points."""
-        if self.name and not hasattr(model, self.name):
-            setattr(model, self.name, Tower(self.root(model)))
-        return getattr(model, self.name) if self.name else model
+        if not self.name:
+            return model
+        children = dict(model.named_children())  # a wrapper of adapters gives more as attributes
+        if self.name not in children:
+            kind = Tower if self.name in ("encoder", "decoder") else OptionalTower
+            children[self.name] = kind(self.root(model))
+            setattr(model, self.name, children[self.name])
+        return children[self.name]
 
 
-class Tower(OptionalPoints):
+class Tower(nn.Module):
     """The points of a stack beside that of the text; `root` is the module that runs its blocks, and no child."""
 
     def __init__(self, root: nn.Module) -> None:
@@ -82,6 +84,10 @@ class Tower(OptionalPoints):
     def main_input_name(self) -> str:
         """The name of the argument that an encoder reads, which a generation asks the model's `encoder` for."""
         return str(getattr(vars(self)["root"], "main_input_name", "input_ids"))
+
+
+class OptionalTower(Tower, OptionalPoints):
+    """The points of a tower, which does not run where there is no image or sound."""
 
 
 class OwnPart(Replaced):
@@ -107,32 +113,39 @@ def stacks_of(model: nn.Module, probes: Sequence[ProbeRun], blocks: str | None) 
     Raises:
         ValueError: if there is none.
     """
-    chains, names = list[list[Call]](), Counter[str]()
     stacks = list[Stack]()
     for probe in probes:
-        known = {call.module for chain in chains for call in chain}
-        new = [x for x in _chains(probe, model, blocks) if x[0][0].module not in known]
+        known = {call.module for stack in stacks for call in stack.chain}
+        chains = _chains(probe, model, blocks)
+        new = [(chain, seen) for chain, seen in chains if chain[0].module not in known]
         if is_encoder_decoder(model):
-            found = {_name(x[0], "encoder|decoder", "encoder"): x for x in reversed(new)}
+            # The first of a name, which attends, where there are several.
+            named = {
+                _name(chain, "encoder|decoder", "encoder"): n
+                for n, (chain, _) in reversed([*enumerate(new)])
+            }
         else:
-            if probe.example.is_text:
-                new = new[:1]  # towers do not run on tokens alone
-            new.sort(key=lambda x: x[0][0].began)
-            tokens = probe.example.tokens
-            shapes = [chain[0].inputs[0].shape[:2] for chain, _ in new]
-            texts = [
-                n for n, shape in enumerate(shapes) if tokens is not None and shape == tokens.shape
-            ]
-            main = None if stacks else texts[-1] if texts else 0 if len(new) == 1 else None
-            found = dict[str, tuple[list[Call], ProbeRun]]()
-            for n, x in enumerate(new):
-                name = "" if n == main else _name(x[0], "audio|speech|sound", "vision")
-                name = "audio" if name in ("speech", "sound") else name
-                names[name] += 1
-                found[name if names[name] == 1 else f"{name}_{names[name]}"] = x
-        chains += [chain for chain, _ in new]
-        stacks += [Stack(name, *x) for name, x in found.items()]
+            new = new[:1] if probe.example.is_text else new  # towers do not run on tokens alone
+            named = _named_towers(new, probe.example.tokens, has_text=bool(stacks))
+        stacks += [Stack(name, *new[n]) for name, n in named.items()]
     return sorted(stacks, key=lambda stack: (stack.name != "", stack.chain[0].began))
+
+
+def _named_towers(
+    stacks: Sequence[tuple[list[Call], ProbeRun]], tokens: Tensor | None, has_text: bool
+) -> dict[str, int]:
+    """The numbers of stacks by the names of their points: empty for that of the text, if it is not known yet."""
+    order = sorted(range(len(stacks)), key=lambda n: stacks[n][0][0].began)
+    shapes = {n: stacks[n][0][0].inputs[0].shape[:2] for n in order}
+    texts = [n for n, shape in shapes.items() if tokens is not None and shape == tokens.shape]
+    main = None if has_text else texts[-1] if texts else 0 if len(stacks) == 1 else None
+    counts, named = Counter[str](), dict[str, int]()
+    for n in order:
+        is_heard = _name(stacks[n][0], "audio|speech|sound", "")
+        name = "" if n == main else "audio" if is_heard else "vision"
+        counts[name] += 1
+        named[name if counts[name] == 1 else f"{name}_{counts[name]}"] = n
+    return named
 
 
 def _name(chain: Sequence[Call], words: str, default: str) -> str:
@@ -152,9 +165,7 @@ def _chains(
     lists = [_named(model, blocks)] if blocks else _outermost(model)
     ran_once = {call.module for call in probe.calls}
     ran = [blocks for blocks in lists if any(block in ran_once for block in blocks)]
-    ran.sort(
-        key=lambda blocks: sum(p.numel() for b in blocks for p in b.parameters()), reverse=True
-    )
+    ran.sort(key=lambda blocks: -sum(p.numel() for b in blocks for p in b.parameters()))
     attend = [each for each in ran if any(probe.attention[m] for b in each for m in b.modules())]
     stacks, problem = [], "has none"
     others = [each for each in ran if each not in attend] if is_encoder_decoder(model) else []
@@ -188,7 +199,7 @@ def features(
         towers: the stacks beside.
     """
     calls = {call.module: call for call in probe.calls}
-    tokens = calls[model.get_input_embeddings()].output
+    tokens = calls[embedding].output if (embedding := embedding_of(model)) in calls else None
     text = [calls[call.module] for call in text]
     ended = max(tower.chain[-1].ended for tower in towers)
     for call in around_of(probe, text):

@@ -68,9 +68,8 @@ class Gradients:
                 session.after(point.module, partial(self._watch, point))
             output = runner.model(text.tokens, **text.arguments(runner.model))
             require_fired([point.name for point in points], {*self.values}, NEVER_FIRED)
-            read = last_real(
-                logits_of(output), last_of(metric, text.of_logits.mask), text.of_logits.mask
-            )
+            mask = text.of_logits.mask
+            read = last_real(logits_of(output), last_of(metric, mask), mask)
             if read.requires_grad:
                 read.register_hook(self._router.left)
             metrics = evaluate(metric, read, len(read))

@@ -31,17 +31,10 @@ as a sum of parts, for `decompose`, direct logit attribution, circuits and edges
 | --- | --- | --- | --- | --- | --- | --- | --- |
 """
 SIZES = dict(
-    vocab_size=67,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=32,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=None,
-)
+    vocab_size=67, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32, pad_token_id=0,
+    bos_token_id=1, eos_token_id=None
+)  # fmt: skip
 TOKENS = torch.tensor([[3, 14, 15, 9, 26, 5], [35, 8, 9, 7, 9, 3]])
 LAYER = "model.layers.0"
 

@@ -1,6 +1,7 @@
 """Encoders, decoders and towers, against raw hooks on a copy that is not attached."""
 
 import copy
+import io
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 from hooks import ActivationCache, EditError, HookedRunner, HookPoint, NeverFiredError
 from hooks.shared import tensors_in
 from interp import edits
-from models import attach
+from models import attach, detach
 from tests import seeing
 from tests.seeing import made
 
@@ -314,6 +315,63 @@ def test_generation_under_edits_is_that_without_a_cache(name, point):
             alone = model.generate(**given, **options, use_cache=False)
     assert torch.equal(cached, alone)
     assert torch.equal(model.generate(**given, **options), plain)
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:.is_gradient")  # of peft
+@pytest.mark.parametrize("make", [seeing.t5, seeing.bart], ids=["t5", "bart"])
+def test_an_adapter_on_an_encoder_with_a_decoder(make):
+    peft = pytest.importorskip("peft", reason="needs peft")
+    model, _, given = made(make)
+    torch.manual_seed(0)
+    lora = peft.LoraConfig(target_modules="all-linear", init_lora_weights=False, r=2)
+    model = peft.get_peft_model(model, lora).eval()
+    plain, source = model(**given).logits, dict(input_ids=given["input_ids"])
+    options = dict(max_new_tokens=5, do_sample=False)
+    written = model.generate(**source, **options)
+    with attach(model):
+        assert torch.equal(model(**given).logits, plain)
+        assert torch.equal(model.generate(**source, **options), written)
+        hooks = {"decoder.blocks.0.cross.v": edits.scale(-2.0, encoder_pos=1)}
+        with HookedRunner(model).hooks(hooks):
+            cached = model.generate(**source, **options)
+            alone = model.generate(**source, **options, use_cache=False)
+        assert torch.equal(cached, alone)
+        assert not torch.allclose(
+            HookedRunner(model).run_with_hooks(**given, hooks=hooks).logits, plain
+        )
+        with pytest.raises(
+            NeverFiredError, match="encoder"
+        ):  # nothing of these is left out in silence
+            HookedRunner(model).run_with_cache(
+                **given, encoder_outputs=model.get_encoder()(**source)
+            )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("form", ["copied", "saved"])
+@pytest.mark.parametrize("name", ["qwen3_vl", "bart", "t5"])
+def test_copies_have_points_of_their_own(name, form):
+    model, twin, attached, given = attached_pair(name)
+    plain = numbers(twin(**given))
+    if form == "copied":
+        other = copy.deepcopy(model)
+    else:
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        other = torch.load(file, weights_only=False)
+    points = [*HookedRunner(other).points]
+    assert points == [*HookedRunner(model).points]
+    hooks = {point: edits.zero() for point in points if point.endswith("0.resid_post")}
+    assert not torch.allclose(
+        numbers(HookedRunner(other).run_with_hooks(**given, hooks=hooks)), plain
+    )
+    attached.remove()
+    assert torch.equal(numbers(other(**given)), plain)
+    detach(other)
+    assert torch.equal(numbers(other(**given)), plain)
+    assert not [part for part in other.modules() if isinstance(part, HookPoint)]
 
 
 @torch.no_grad()
