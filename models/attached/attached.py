@@ -244,6 +244,7 @@ def detach(model: nn.Module) -> None:
     >>> import copy
     >>> import torch
     >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> from models import attach
     >>> sizes = GPT2Config(vocab_size=7, n_positions=9, n_embd=4, n_layer=1, n_head=2)
     >>> model = GPT2LMHeadModel(sizes).eval()
     >>> with attach(model):

@@ -58,6 +58,7 @@ def attach(
 
     >>> import torch
     >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> from hooks import HookedRunner
     >>> sizes = GPT2Config(vocab_size=7, n_positions=9, n_embd=4, n_layer=1, n_head=2)
     >>> model = GPT2LMHeadModel(sizes).eval()
     >>> attach(model)
