@@ -45,6 +45,7 @@ from interp.effects.nodes import node_effects
 from interp.effects.patch_top_k import patch_top_k
 from interp.effects.patching import activation_patching
 from interp.effects.paths import edge_patching, path_patching
+from interp.effects.sweeping import sweep
 from interp.effects.top import top_attributions
 from interp.features import evaluate_sae, load_sae, splice
 from interp.graph import circuits
@@ -73,7 +74,6 @@ from interp.reading.weights import (
 )
 from interp.results.result import Result
 from interp.runs.masked import run_circuit
-from interp.runs.sweep import sweep
 from interp.spectral.factored import FactoredMatrix
 from interp.spectral.targets import residual_stream, spectra, svd_targets
 from interp.tracing import attribution_graph

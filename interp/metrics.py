@@ -14,12 +14,13 @@ from interp.inputs.token_positions import (
     SeveralTokens,
     Tokens,
     fitting,
+    is_worded,
     last_real,
     real_of,
     short,
     tokens_of,
 )
-from interp.inputs.wording import is_worded, token_ids
+from interp.inputs.wording import token_ids
 from interp.measuring import Metric, TokenMetric, WordedMetric, Writer
 from interp.numbers.precision import at_least_float32, divergence
 

@@ -24,12 +24,12 @@ from torch.nn.utils.parametrizations import orthogonal
 from hooks.shared import without_gradients
 from interp import pictures
 from interp.alignment.featurizers import Featurizer, coordinates, neurons, subspace
-from interp.alignment.runs import Runs
-from interp.inputs.pairs import Pairs, PatchingDirection, pairs_for
+from interp.alignment.runs import Interchanges
+from interp.inputs.pairs import Pairs, PatchingDirection
 from interp.numbers.precision import at_least_float32
-from interp.protocol import runner_of
 from interp.results.places import written
 from interp.results.result import Result
+from interp.runs.runs import Runs
 from interp.runs.sites import Choice, named
 
 CONTROLS = ("aligned", "random", "shuffled weights", "shuffled answers", "whole")
@@ -136,28 +136,28 @@ def align(
         UnknownNameError: if there is no such site or span; it has close matches.
         ModeError: if the model is in training mode.
     """
-    runner, fitted, tested = runner_of(model), pairs_for(model, pairs), pairs_for(model, test)
+    fitted, tested = (Runs(model, each, direction) for each in (pairs, test))
     for each in (fitted, tested):
-        if each.answers is None:
+        if each.pairs.answers is None:
             raise ValueError("an alignment needs pairs with answers; got none")
-    if both := {*fitted.digests()} & {*tested.digests()}:
+    if both := {*fitted.pairs.digests()} & {*tested.pairs.digests()}:
         raise ValueError(f"test pairs must be others than those fitted on; {len(both)} are in both")
-    points = [*named(runner, Choice(site, ("layer",), layers)).values()]
+    points = [*named(fitted.runner, Choice(site, ("layer",), layers)).values()]
     places = [pos] if isinstance(pos, int | str) else [*pos]
     fit = _Fit(k, features, sparsity, epochs, rate, batch, seed)
     shuffled = _with_shuffled_weights(model, seed)
-    answers = fitted.answers
+    everywhere = [fitted, tested, *(Runs(shuffled, each, direction) for each in (pairs, test))]
+    answers = fitted.pairs.answers
     assert answers is not None  # checked above
     drawn = torch.tensor(np.random.default_rng(seed).permutation(len(answers)))
     scores, learned, losses = [], {}, {}
     for name in points:
         for place in places:
-            train = Runs(model, fitted, name, place, head, direction)
-            held = Runs(model, tested, name, place, head, direction)
+            train, held, other, other_held = (
+                Interchanges(runs, name, place, head) for runs in everywhere
+            )
             part, losses[name, place] = fit(train)
             learned[name, place] = part
-            other = Runs(shuffled, fitted, name, place, head, direction)
-            other_held = Runs(shuffled, tested, name, place, head, direction)
             parts = [
                 (held, part),
                 (held, fit.random(train.size, part)),
@@ -200,11 +200,11 @@ class _Fit:
     batch: int
     seed: int
 
-    def __call__(self, site: Runs) -> tuple[Featurizer, tuple[float, ...]]:
+    def __call__(self, site: Interchanges) -> tuple[Featurizer, tuple[float, ...]]:
         module, part = self._learner(site.source)
         optimizer = torch.optim.Adam(module.parameters(), lr=self.rate)
         draw, losses = np.random.default_rng(self.seed), []
-        n = len(site.pairs)
+        n = len(site.source)
         steps = self.epochs * -(-n // self.batch)
         step = 0
         for _ in range(self.epochs):

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 from hooks.shared import without_gradients
 from interp.alignment.featurizers import Featurizer
-from interp.alignment.runs import Runs
+from interp.alignment.runs import Interchanges
 from interp.edits.subspaces import orthonormal
-from interp.inputs.pairs import Pairs, PatchingDirection, pairs_for
+from interp.inputs.pairs import Pairs, PatchingDirection
 from interp.numbers.precision import is_rounding
 from interp.results.result import Result
+from interp.runs.runs import Runs
 
 _NEGLIGIBLE = 1e-6
 
@@ -98,7 +99,7 @@ def null_spaces(
         ValueError: if the directions do not fit or are not linearly independent; or as for `align`.
         UnknownNameError, ModeError: as for `align`.
     """
-    runs = Runs(model, pairs_for(model, pairs), point, pos, head, direction)
+    runs = Interchanges(Runs(model, pairs, direction), point, pos, head)
     columns = orthonormal(directions)
     if len(columns) != runs.size:
         raise ValueError(f"directions must have {runs.size} rows at {point}; got {len(columns)}")
@@ -124,11 +125,11 @@ def null_spaces(
 
         return Featurizer("subspace", encode, decode, torch.ones(columns.shape[1]))
 
-    n = len(runs.pairs)
+    n = len(runs.source)
     base = runs.scores(None, n)[0]
     parts = {"whole": (columns, every), "varying": (columns, varying), "read": (inside, every)}
     values = torch.stack([runs.scores(change(*part), n)[0] - base for part in parts.values()])
-    unit = getattr(runs.pairs.metric, "unit", "")
+    unit = getattr(runs.runs.metric, "unit", "")
     axes = ("through", "example")
     return NullSpaces(Result(values, axes, base, labels={"through": [*parts]}, unit=unit))
 

@@ -5,28 +5,26 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from hooks import Point
 from hooks.shared import Selection, real_columns, to_device, unknown_name
 from interp.alignment.featurizers import Featurizer
-from interp.inputs.pairs import Pairs, PatchingDirection
 from interp.inputs.texts import Text
 from interp.inputs.token_positions import last_real
 from interp.measuring import evaluate, last_of
 from interp.numbers.precision import at_least_float32
-from interp.protocol import logits_of, runner_of
-from interp.runs.gradients.backward import Gradients
+from interp.runs.runs import Runs
 
 
-class Runs:
+class Interchanges:
     """Pairs at one point and position: base texts that are run, and values of their sources there.
 
     Args:
-        model, pairs: as for `align`, the pairs read by the model.
+        runs: the pairs and their direction.
         name: the point.
-        pos, head, direction: as for `align`.
+        pos, head: as for `align`.
 
     Attributes:
         source: values of the source texts, [batch, pos, d].
@@ -37,13 +35,10 @@ class Runs:
         UnknownNameError: if the pairs have no such span.
     """
 
-    def __init__(
-        self, model: nn.Module, pairs: Pairs, name: str, pos: int | str, head: int | None, direction: PatchingDirection
-    ) -> None:  # fmt: skip
-        self.runner, self.name, self.pairs = runner_of(model), name, pairs
-        self.text, source = pairs.texts(direction)
-        self.answers = pairs.answers
-        axes = self.runner.points[name].axes if name in self.runner.points else ()
+    def __init__(self, runs: Runs, name: str, pos: int | str, head: int | None) -> None:
+        self.runs, self.name, self.answers = runs, name, runs.pairs.answers
+        points = runs.runner.points
+        axes = points[name].axes if name in points else ()
         if len(axes) - ("head" in axes or "kv_head" in axes) > 3 or (
             (len(axes) == 4) != (head is not None) and axes
         ):
@@ -52,11 +47,11 @@ class Runs:
                 f"[{' '.join(axes)}] and head={head}"
             )
         self._head = () if head is None else (head,)
-        self._columns = _columns(self.text, pos)
-        self.source = self._values(source, _columns(source, pos))
+        self._columns = _columns(runs.text, pos)
+        self.source = self._values(runs.other, _columns(runs.other, pos))
         self.size: int = self.source.shape[-1]
 
-    def answering(self, answers: Int[Tensor, "batch *two"]) -> "Runs":
+    def answering(self, answers: Int[Tensor, "batch *two"]) -> "Interchanges":
         """The same with other answers."""
         other = copy.copy(self)
         other.answers = answers
@@ -64,22 +59,18 @@ class Runs:
 
     def base(self) -> Float[Tensor, "batch pos d"]:
         """The values of the texts that are run."""
-        return self._values(self.text, self._columns)
+        return self._values(self.runs.text, self._columns)
 
     def gradients(self) -> Float[Tensor, "batch pos d"]:
         """The gradients of the metric at these values."""
-        found: dict[str, Tensor] = {}
-        start = Gradients(self.runner, self.text, self.pairs.metric, [self.name])
-        start.backward(found.__setitem__)
-        value = (
-            found[self.name] if self.name in found else torch.zeros_like(start.values[self.name])
-        )
+        gradients: dict[str, Tensor] = {}
+        start = self.runs.gradients([self.name])
+        start.backward(gradients.__setitem__)
+        value = gradients.get(self.name, torch.zeros_like(start.values[self.name]))
         return value[self._at(slice(None), self._columns)]
 
     def _values(self, text: Text, columns: Tensor) -> Float[Tensor, "batch pos d"]:
-        model = self.runner.model
-        cache = self.runner.capture(text.tokens, names=self.name, **text.arguments(model))
-        value = cache[self.name]
+        value = self.runs.capture(text, self.name)[self.name]
         if value.shape[:2] != text.tokens.shape:
             raise ValueError(
                 f"a value must have a vector at each position, [batch, pos], {[*text.tokens.shape]}; "
@@ -91,8 +82,8 @@ class Runs:
         chosen = columns[rows]
         return (torch.arange(len(chosen))[:, None], chosen, *self._head)
 
-    def _run(self, part: Featurizer | None, rows: Any) -> Float[Tensor, "rows pos vocab"]:
-        text, at = self.text.rows(rows), self._at(rows, self._columns)
+    def _logits(self, part: Featurizer | None, rows: Any) -> Float[Tensor, "rows pos vocab"]:
+        at = self._at(rows, self._columns)
 
         def taken(value: Tensor, point: Point) -> Tensor:
             new = value.clone()
@@ -100,14 +91,11 @@ class Runs:
                 new[at] = part.interchanged(value[at], self.source[rows])
             return new
 
-        arguments = text.arguments(self.runner.model)
-        return logits_of(
-            self.runner.run_with_hooks(text.tokens, hooks={self.name: taken}, **arguments)
-        )
+        return self.runs.logits({self.name: taken}, rows)
 
     def loss(self, part: Featurizer, rows: Tensor) -> Float[Tensor, ""]:
         """The mean cross-entropy of the right answers, among all tokens or both answers of each pair."""
-        return cross_entropy(*self._choices(self._run(part, rows), rows))
+        return cross_entropy(*self._choices(self._logits(part, rows), rows))
 
     def scores(
         self, part: Featurizer | None, batch: int
@@ -120,21 +108,23 @@ class Runs:
             part: the part; None for nothing.
             batch: how many pairs are run together.
         """
-        metric, outputs, right = self.pairs.metric, [], []
-        last = last_of(metric, self.text.of_logits.mask)
-        for start in range(0, len(self.pairs), batch):
+        metric, text, outputs, right = self.runs.metric, self.runs.text, [], []
+        last = last_of(metric, text.of_logits.mask)
+        for start in range(0, len(text.tokens), batch):
             rows = slice(start, start + batch)
-            logits = self._run(part, rows)
-            outputs.append(last_real(logits, last, self.text.rows(rows).of_logits.mask))
+            logits = self._logits(part, rows)
+            outputs.append(last_real(logits, last, text.rows(rows).of_logits.mask))
             if self.answers is not None:
                 values, wanted = self._choices(logits, rows)
                 right.append(values.argmax(-1) == wanted)
-        values = evaluate(metric, torch.cat(outputs), len(self.pairs))
+        values = evaluate(metric, torch.cat(outputs), len(text.tokens))
         return values, torch.cat(right).to(values) if right else values.new_empty(0)
 
     def _choices(self, output: Tensor, rows: Any) -> tuple[Tensor, Tensor]:
         """The last logits of what is chosen from, all tokens or two answers, and which of them is right."""
-        logits = at_least_float32(last_real(output, 1, self.text.rows(rows).of_logits.mask)[:, 0])
+        logits = at_least_float32(
+            last_real(output, 1, self.runs.text.rows(rows).of_logits.mask)[:, 0]
+        )
         assert self.answers is not None  # `align` refuses pairs without
         answers = to_device(self.answers[rows], logits.device)
         if answers.ndim == 1:

@@ -10,6 +10,7 @@ from hooks.shared import Index, without_gradients
 from interp import edits, pictures
 from interp.directions.direction import Direction
 from interp.edits import Edit
+from interp.effects.sweeping import sweep
 from interp.inputs.texts import Texts, text_for
 from interp.inputs.wording import named_spans
 from interp.measuring import Metric
@@ -17,7 +18,6 @@ from interp.metrics import kl_divergence
 from interp.protocol import logits_of, runner_of
 from interp.results.places import written
 from interp.results.result import Result
-from interp.runs.sweep import sweep, sweep_text
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -127,7 +127,8 @@ def steering_curve(
         text = text_for(model, others)
         reference = logits_of(runner_of(model).model(text.tokens, **text.arguments(model)))
         metric = kl_divergence(reference, None, attention_mask=text.mask)
-        lost = sweep_text(model, text, changes(others), metric, max_bytes, False, stacklevel=4)
+        where, mask = changes(others), text.mask
+        lost = sweep(model, text.tokens, where, metric, attention_mask=mask, max_bytes=max_bytes)
         kl = replace(_by_strength(lost, labels), bounds=(0.0, math.inf))
     return SteeringCurve(tuple(strengths), _by_strength(found, labels), kl)
 

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from hooks.shared import without_gradients
 from interp.graph.circuit import Circuit, feeding
 from interp.graph.graph import Graph
-from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs, pairs_for
+from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.inputs.token_positions import Tokens
 from interp.metrics import kl_divergence
-from interp.protocol import logits_of, runner_of
 from interp.runs.masked import CircuitSource, MaskedRuns
+from interp.runs.runs import Runs
 
 
 @without_gradients
@@ -64,25 +64,24 @@ def acdc(
     several = [thresholds] if isinstance(thresholds, int | float) else [*thresholds]
     if not several or min(several) <= 0:
         raise ValueError(f"thresholds must be above 0, at least one; got {several}")
-    pairs = pairs_for(model, pairs)
-    text = pairs.text if direction == "noising" else pairs.texts(direction)[0]
-    whole = logits_of(runner_of(model).model(text.tokens, **text.arguments(model)))
-    measured = pairs.measured_by(kl_divergence(whole, pos, attention_mask=text.mask))
-    runs = MaskedRuns(model, measured, source, direction, split_embeddings, max_bytes)
+    whole = Runs(model, pairs, direction)
+    divergent = kl_divergence(whole.logits({}), pos, attention_mask=whole.text.mask)
+    graph, pairs = Graph(model, split_embeddings), whole.pairs.measured_by(divergent)
+    runs = MaskedRuns(graph, pairs, source, direction, max_bytes)
     known: dict[bytes, float] = {}
 
     def divergence(kept: Bool[Tensor, "writer reader"]) -> float:
         key = kept.numpy().tobytes()
         if key not in known:
-            known[key] = float(runs.metric((runs.graph.allowed & ~kept).float()).double().mean())
+            known[key] = float(runs.metric((graph.allowed & ~kept).float()).double().mean())
         return known[key]
 
     circuits = {}
     for threshold in several:
-        kept = runs.graph.allowed.clone()
+        kept = graph.allowed.clone()
         scores = torch.full(kept.shape, torch.nan, dtype=torch.float64)
         current = 0.0
-        for writer, reader in _edges(runs.graph, kept):
+        for writer, reader in _edges(graph, kept):
             kept[writer, reader] = False
             new = divergence(kept)
             scores[writer, reader] = current - new
@@ -90,7 +89,7 @@ def acdc(
                 current = new
             else:
                 kept[writer, reader] = True
-        circuits[threshold] = Circuit(runs.graph, kept, scores, pairs.digests())
+        circuits[threshold] = Circuit(graph, kept, scores, pairs.digests())
     return circuits
 
 

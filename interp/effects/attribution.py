@@ -14,15 +14,16 @@ from interp.results.result import Result
 from interp.runs.gradients.attention import AttentionPoints, OtherKeys, OtherQueries
 from interp.runs.gradients.backward import Gradients
 from interp.runs.gradients.estimates import (
-    Contrast,
-    contrast,
+    compared,
     effects,
     joined,
+    of_layers,
     replacement_values,
     summed,
     warn_of_flat,
 )
-from interp.runs.sites import Choice, Some
+from interp.runs.runs import Runs
+from interp.runs.sites import Choice, Sites, Some
 
 
 @of_pairs
@@ -81,19 +82,20 @@ def attribution_patching(
     >>> attribution_patching(model, pairs, "z").top(1)
     layer 0, head 3  -8.599
     """
-    runs = contrast(model, pairs, Choice(site, over, layers, heads, neurons), direction)
-    points, attentions = runs.runner.points, _attentions(runs, site) if qk_correction else {}
+    runs = Runs(model, pairs, direction)
+    sites = compared(runs, Choice(site, over, layers, heads, neurons))
+    points, attentions = runs.runner.points, _attentions(sites, site) if qk_correction else {}
     # By the point whose gradient counts.
     listened = {attention.pattern: name for name, attention in attentions.items()}
-    listened = listened or {name: name for name in runs.names.values()}
+    listened = listened or {name: name for name in sites.names.values()}
     dropped = _added_by_blocks(points) if grad_drop else [()]
     run = _run(runs, attentions.values(), [*listened, *itertools.chain(*dropped)])
 
     def estimate(name: str) -> Callable[[Tensor], Tensor]:
         if name in attentions:
-            return _corrected(runs, points[name], attentions[name])
+            return _corrected(sites, points[name], attentions[name])
         return partial(
-            effects, points[name], run.values[name], source=runs.cache, places=runs.places
+            effects, points[name], run.values[name], source=sites.values, places=sites.places
         )
 
     estimates = {recorded: estimate(name) for recorded, name in listened.items()}
@@ -109,22 +111,22 @@ def attribution_patching(
     for n, without in enumerate(dropped, 1):
         run.backward(receive, without, last=n == len(dropped))
     warn_of_flat(run, 3)
-    return runs.of_layers(by_point, run.base, **_about(qk_correction, grad_drop))
+    return of_layers(sites, by_point, run.base, **_about(qk_correction, grad_drop))
 
 
-def _attentions(runs: Contrast, site: str) -> dict[str, AttentionPoints]:
+def _attentions(sites: Sites, site: str) -> dict[str, AttentionPoints]:
     """The attention of each point of queries or keys."""
     if site not in ("q", "k"):
         raise ValueError(f"qk_correction is for the sites 'q' and 'k'; got {site!r}")
-    return {name: AttentionPoints(runs.runner, name) for name in runs.names.values()}
+    return {name: AttentionPoints(sites.runs.runner, name) for name in sites.names.values()}
 
 
-def _run(runs: Contrast, attentions: Iterable[AttentionPoints], names: Sequence[str]) -> Gradients:
+def _run(runs: Runs, attentions: Iterable[AttentionPoints], names: Sequence[str]) -> Gradients:
     """The edited run, with gradients at some points, while attention is recorded."""
     with Session() as session:
         for attention in attentions:
             attention.listen(session)
-        return Gradients(runs.runner, runs.edited, runs.metric, names)
+        return runs.gradients(names)
 
 
 def _about(qk_correction: bool, grad_drop: bool) -> dict[str, Any]:
@@ -146,18 +148,18 @@ def _added_by_blocks(points: Mapping[str, Point]) -> list[list[str]]:
 
 
 def _corrected(
-    runs: Contrast, point: Point, attention: AttentionPoints
+    sites: Sites, point: Point, attention: AttentionPoints
 ) -> Callable[[Tensor], Tensor]:
     """The effects of other queries or keys through the pattern, from the gradient there."""
     kind = OtherQueries if point.name.endswith(".q") else OtherKeys
     base = attention.values()
     value = base[point.name.rpartition(".")[2]]
-    moved = replacement_values(point, value, runs.cache, runs.places)
+    moved = replacement_values(point, value, sites.values, sites.places)
     changes = [kind(attention, base, other) for other in moved]
     axes = point.axes[:-1]
 
     def effects_of(gradient: Tensor) -> Tensor:
-        by_change = [summed(axes, runs.places, change.effects(gradient)) for change in changes]
-        return joined(by_change, runs.places)
+        by_change = [summed(axes, sites.places, change.effects(gradient)) for change in changes]
+        return joined(by_change, sites.places)
 
     return effects_of

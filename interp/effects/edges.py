@@ -22,12 +22,11 @@ from hooks.shared import unknown_name, without_gradients
 from interp.graph import Graph
 from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.results.result import Result
-from interp.runs.gradients.backward import Gradients
 from interp.runs.gradients.edge_paths import Found, Paths
 from interp.runs.gradients.edge_scores import EdgeScores, positions
 from interp.runs.gradients.estimates import warn_of_flat
 from interp.runs.gradients.trapezoid import Steps
-from interp.runs.sites import two_runs
+from interp.runs.runs import Runs
 
 METHODS = ("eap", "eap_ig_inputs", "eap_ig_activations")
 
@@ -102,20 +101,19 @@ def edge_attribution(
     if method not in METHODS:
         raise unknown_name(method, METHODS, "method")
     graph = Graph(model, split_embeddings)
-    runner = graph.runner()
-    runs = two_runs(runner, pairs, direction, graph.needed)
-    edited, metric, target = runs.edited, runs.metric, runs.target
-    where = positions(over, edited, runs.source)
-    scores = EdgeScores(graph, where, runs.cache, target.device)
-    start = Gradients(runner, edited, metric, scores.names)
+    runs = Runs(graph.runner().model, pairs, direction)
+    source = runs.source(graph.needed)
+    where = positions(over, runs.text, runs.other)
+    scores = EdgeScores(graph, where, source, runs.target.device)
+    start = runs.gradients(scores.names)
     scores.base, base = start.values, start.base
-    scored, difference = Found(scores.of_all(start)), target - base
+    scored, difference = Found(scores.of_all(start)), runs.target - base
     if method == "eap":
         warn_of_flat(start, 4)
     del start
     if method != "eap":
         size = difference.abs().mean()
-        paths = Paths(runner, edited, metric, scores, base, size, steps, tolerance)
+        paths = Paths(runs, scores, base, size, steps, tolerance)
         of = paths.of_input if method == "eap_ig_inputs" else paths.of_writers
         scored = of(scored.scores)
     about, gap = _checked_sums(scored, difference)

@@ -12,9 +12,10 @@ from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.numbers.precision import at_least_float32
 from interp.results.result import Result
 from interp.runs.gradients.backward import Gradients
-from interp.runs.gradients.estimates import Contrast, contrast, effects
+from interp.runs.gradients.estimates import compared, effects, of_layers
 from interp.runs.gradients.trapezoid import Mean, Steps, averaged
-from interp.runs.sites import Choice, Some
+from interp.runs.runs import Runs
+from interp.runs.sites import Choice, Sites, Some
 
 
 @of_pairs
@@ -66,22 +67,26 @@ def integrated_gradients(
     layer 3, pos 8 'm|i'  +4.531
     """
     choice = Choice(site, over, layers, heads, neurons)
-    runs = contrast(model, pairs, choice, direction)
-    start = Gradients(runs.runner, runs.edited, runs.metric, runs.names.values())
+    runs = Runs(model, pairs, direction)
+    sites = compared(runs, choice)
+    start = runs.gradients(sites.names.values())
     first: dict[str, Tensor] = {}
     start.backward(first.__setitem__)
-    names, points = [*runs.names.values()], runs.runner.points
+    names, points = [*sites.names.values()], runs.runner.points
     paths = {
-        name: _mean_gradient(runs, name, start, first[name], steps, tolerance)
+        name: _mean_gradient(sites, name, start, first[name], steps, tolerance)
         for name in names
         if name in first
     }
     unread = Mean(start.base[None], [0], torch.zeros_like(start.base)[None])
     taken = [paths.get(name, unread).steps[0] for name in names]
     gaps = [paths.get(name, unread).gaps[0] for name in names]
-    result = runs.of_layers(
+    result = of_layers(
+        sites,
         {
-            name: effects(points[name], start.values[name], path.values[0], runs.cache, runs.places)
+            name: effects(
+                points[name], start.values[name], path.values[0], sites.values, sites.places
+            )
             for name, path in paths.items()
         },
         start.base,
@@ -96,16 +101,16 @@ def integrated_gradients(
 
 
 def _mean_gradient(
-    runs: Contrast, name: str, start: Gradients, first: Tensor, steps: Steps, tolerance: float
+    sites: Sites, name: str, start: Gradients, first: Tensor, steps: Steps, tolerance: float
 ) -> Mean:
     """The mean gradient while one point's values move from base to target, from the gradient at the start."""
     base = start.values[name]
-    change = _whole_change(runs, runs.runner.points[name], base)
+    change = _whole_change(sites, sites.runs.runner.points[name], base)
 
     def at(paths: Sequence[int], share: float) -> tuple[Tensor, Tensor]:
         value, gradients = (base + share * change).to(base.dtype), dict[str, Tensor]()
-        with runs.runner.hooks({name: lambda activation, point: value}):
-            run = Gradients(runs.runner, runs.edited, runs.metric, [name])
+        with sites.runs.runner.hooks({name: lambda activation, point: value}):
+            run = sites.runs.gradients([name])
         run.backward(gradients.__setitem__)
         return at_least_float32(gradients[name])[None], run.base[None]
 
@@ -115,11 +120,11 @@ def _mean_gradient(
     return averaged(at, at_least_float32(first)[None], start.base, added, steps, tolerance)
 
 
-def _whole_change(runs: Contrast, point: Point, base: Tensor) -> Tensor:
+def _whole_change(sites: Sites, point: Point, base: Tensor) -> Tensor:
     """The change at all places together."""
     changed = at_least_float32(base).clone()
-    if "span" not in runs.places:
-        return at_least_float32(runs.cache[point.name]) - changed
-    for _, selected in runs.places["span"]:
-        changed = edits.replace(runs.cache, **selected)(changed, point)
+    if "span" not in sites.places:
+        return at_least_float32(sites.values[point.name]) - changed
+    for _, selected in sites.places["span"]:
+        changed = edits.replace(sites.values, **selected)(changed, point)
     return changed - base

@@ -4,7 +4,8 @@ import torch
 from torch import nn
 
 from hooks.shared import without_gradients
-from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs, pairs_for
+from interp.graph.graph import Graph
+from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.results.result import Result
 from interp.runs.masked import CircuitSource, MaskedRuns
 
@@ -42,9 +43,9 @@ def node_effects(
     >>> node_effects(model, pairs).select(effect="direct").top(1)
     node m2  -6.748
     """
-    pairs = pairs_for(model, pairs)
-    runs = MaskedRuns(model, pairs, source, direction, split_embeddings, max_bytes)
-    allowed = runs.graph.allowed.float()
+    graph = Graph(model, split_embeddings)
+    runs = MaskedRuns(graph, pairs, source, direction, max_bytes)
+    allowed = graph.allowed.float()
     base = runs.metric(torch.zeros_like(allowed))
     effects = []
     places = [n for n, row in enumerate(allowed) if row.any()]
@@ -56,11 +57,7 @@ def node_effects(
     table = torch.stack([torch.stack(each) for each in zip(*effects, strict=True)])
     labels = {
         "effect": ["total", "direct", "later"],
-        "node": [runs.graph.writers[place] for place in places],
+        "node": [graph.writers[place] for place in places],
     }
     values = torch.cat([table, table[:1] - table[1:]])
-    about = {"metric": repr(pairs.metric), "direction": direction}
-    unit = getattr(pairs.metric, "unit", "")
-    return Result(
-        values, ("effect", "node", "example"), base, labels=labels, unit=unit, about=about
-    )
+    return runs.runs.result(values, labels, base)

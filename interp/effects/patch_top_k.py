@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from interp import edits
 from interp.inputs.pairs import Pairs, of_pairs
 from interp.results.result import Result
-from interp.runs.gradients.estimates import contrast
-from interp.runs.sites import SELECTS, Choice, entries, labels_of
-from interp.runs.sweep import sweep_text
+from interp.runs.runs import Runs
+from interp.runs.sites import SELECTS, Choice, Sites
 
 _CONFIDENCE = 0.95
 
@@ -96,26 +95,26 @@ def patch_top_k(
     ('layer 0, head 3',)
     """
     choice = _choice(estimate)
-    runs = contrast(model, pairs, choice, estimate.about["direction"])
+    runs = Runs(model, pairs, estimate.about["direction"], max_bytes)
+    sites = Sites(runs, choice)
     guess = estimate.mean().flatten().abs()
     if not 1 <= k < len(guess):
         raise ValueError(f"k must be 1 to {len(guess) - 1}, fewer than there are places; got {k}")
     if budget < k + 3:
         raise ValueError(f"budget must be at least k + 3 = {k + 3} forward passes; got {budget}")
     estimated_labels = {axis: [*estimate.labels[axis]] for axis in estimate.axes[:-1]}
-    same = estimated_labels == labels_of(runs.places)
+    same = estimated_labels == sites.labels
     # Two runs of one text in half precision differ by as much.
-    dtypes = (runs.target.dtype, next(iter(runs.cache.values())).dtype)
+    dtypes = (runs.target.dtype, next(iter(sites.values.values())).dtype)
     precision = max(10 * torch.finfo(dtypes[0]).eps ** 0.5, 16 * torch.finfo(dtypes[1]).eps)
     _require_same(same and _metrics_agree(estimate.target, runs.target, precision))
     order = guess.argsort(descending=True, stable=True).tolist()
     n = min(budget - 2 - k, len(order) - k)
     chosen = order[:k] + random.Random(seed).sample(order[k:], n)
-    jobs = entries(runs.names, runs.places, partial(edits.replace, runs.cache))
-    tested, text = [jobs[at] for at in chosen], runs.edited
-    swept = sweep_text(model, text, tested, runs.metric, max_bytes)
-    _require_same(_metrics_agree(estimate.base, swept.base, precision))
-    exact = replace(swept, target=runs.target, about={**swept.about, **runs.about})
+    jobs = sites.edits(partial(edits.replace, sites.values))
+    base, effects = runs.edited([jobs[at] for at in chosen])
+    _require_same(_metrics_agree(estimate.base, base, precision))
+    exact = runs.result(effects, {"place": chosen}, base, site=choice.site)
     return _verified(estimate, exact, chosen, k, len(order) - k)
 
 

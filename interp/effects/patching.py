@@ -1,32 +1,17 @@
 """Activation patching: how the metric changes when values of one run are put into another."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import partial
 
 from torch import nn
 
-from hooks import ActivationCache
 from hooks.shared import without_gradients
 from interp import edits
 from interp.edits import Edit
-from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs, pairs_for
-from interp.inputs.texts import Text
-from interp.measuring import Metric
-from interp.protocol import is_of_text, runner_of
+from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.results.result import Result
-from interp.runs.sites import (
-    Choice,
-    PatchPlace,
-    Some,
-    entries,
-    labels_of,
-    named,
-    places_of,
-    two_runs,
-    worded,
-)
-from interp.runs.sweep import sweep_text
+from interp.runs.runs import Runs
+from interp.runs.sites import Choice, Sites, Some
 
 
 @without_gradients
@@ -77,74 +62,15 @@ def activation_patching(
     >>> activation_patching(model, pairs, "z", layers=0).top(1)
     layer 0, head 1  +1.134
     """
-    runner, choice = runner_of(model), Choice(site, over, layers, heads, neurons)
-    names = named(runner, choice)
-    if edit is not None:
-        if not isinstance(edit, Edit):
-            raise TypeError(
-                f"edit must be made by one of interp.edits, such as edits.zero(); got {edit!r} "
-                "(sweep takes functions)"
-            )
-        if direction != "denoising":
-            raise ValueError(
-                f"an edit changes the clean run; got direction={direction!r} beside it"
-            )
-        pairs = pairs_for(model, pairs)
-        text = pairs.text
-        first = runner.capture(
-            text.tokens, names=next(iter(names.values())), **text.arguments(model)
+    if edit is not None and not isinstance(edit, Edit):
+        raise TypeError(
+            f"edit must be made by one of interp.edits, such as edits.zero(); got {edit!r} "
+            "(sweep takes functions)"
         )
-        places = places_of(runner, choice, names, first, text)
-        effects = _swept(model, [text], edit.at, names, places, pairs.metric, max_bytes)
-        return replace(effects, about={**effects.about, "site": site, "edit": repr(edit)})
-    runs = two_runs(runner, pairs, direction, names.values())
-    effects = patched(model, runs.edited, runs.source, runs.cache, runs.metric, choice, max_bytes)
-    return replace(effects, target=runs.target, about={**effects.about, **runs.about})
-
-
-def patched(
-    model: nn.Module,
-    edited: Text,
-    source: Text,
-    cache: ActivationCache,
-    metric: Metric,
-    choice: Choice,
-    max_bytes: int = 2**30,
-) -> Result:
-    """The effect of each value of one run, in a cache, on another run; see `activation_patching`.
-
-    Args:
-        model: the model.
-        edited, source: the texts of the two runs.
-        cache: the chosen points of the source's run.
-        metric: a function from logits to a number per example.
-        choice: the places.
-        max_bytes: see `sweep`.
-    """
-    runner = runner_of(model)
-    names = named(runner, choice)
-    places = places_of(runner, choice, names, cache, edited, source)
-    put = partial(edits.replace, cache)
-    effects = _swept(model, [edited, source], put, names, places, metric, max_bytes)
-    return replace(effects, about={**effects.about, "site": choice.site})
-
-
-def _swept(
-    model: nn.Module,
-    texts: Sequence[Text],
-    put: Callable[..., Edit],
-    names: Mapping[int, str],
-    places: Mapping[str, list[PatchPlace]],
-    metric: Metric,
-    max_bytes: int,
-) -> Result:
-    """The effects of what `put` makes at each place of the first text; words are of all texts."""
-    swept = sweep_text(model, texts[0], entries(names, places, put), metric, max_bytes)
-    labels = labels_of(places)
-    return replace(
-        swept,
-        values=swept.values.view(*map(len, places.values()), -1),
-        axes=(*places, "example"),
-        labels=labels,
-        words=worded(model, labels, *texts) if all(map(is_of_text, names.values())) else {},
-    )
+    if edit is not None and direction != "denoising":
+        raise ValueError(f"an edit changes the clean run; got direction={direction!r} beside it")
+    runs = Runs(model, pairs, direction if edit is None else None, max_bytes)
+    sites = Sites(runs, Choice(site, over, layers, heads, neurons))
+    if edit is None:
+        return sites.result(*runs.edited(sites.edits(partial(edits.replace, sites.values))))
+    return sites.result(*runs.edited(sites.edits(edit.at)), edit=repr(edit))

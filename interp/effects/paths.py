@@ -7,6 +7,7 @@ from typing import Literal
 from torch import nn
 
 from hooks.shared import without_gradients
+from interp.graph.graph import Graph
 from interp.graph.nodes import listed
 from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.results.result import Result
@@ -56,8 +57,8 @@ def edge_patching(
     edge input->m0   -22.35
     edge m3->logits  -5.003
     """
-    runs = PathEdits(model, pairs, direction, max_bytes, split_embeddings)
-    graph = runs.graph
+    graph = Graph(model, split_embeddings)
+    runs = PathEdits(graph, pairs, direction, max_bytes)
     names = graph.edges if edges is None else listed(edges, "edges")
     if not names:
         raise ValueError("edges must be at least one; got none")
@@ -115,8 +116,8 @@ def path_patching(
     """
     if mlps not in ("recomputed", "frozen"):
         raise ValueError(f"mlps must be 'recomputed' or 'frozen'; got {mlps!r}")
-    runs = PathEdits(model, pairs, direction, max_bytes, split_embeddings)
-    graph = runs.graph
+    graph = Graph(model, split_embeddings)
+    runs = PathEdits(graph, pairs, direction, max_bytes)
     receivers = listed(receivers, "receivers")
     at = {graph.place("reader", name) for name in receivers}
     if not receivers or ("logits" in receivers and len(receivers) > 1):

@@ -12,11 +12,10 @@ from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.inputs.texts import are_aligned
 from interp.numbers.precision import at_least_float32
 from interp.numbers.ranks import largest_rows
-from interp.protocol import require_points, runner_of
+from interp.protocol import require_points
 from interp.results.result import Result
-from interp.runs.gradients.backward import Gradients
 from interp.runs.gradients.estimates import require_numbers, warn_of_flat, warn_of_unread
-from interp.runs.sites import two_runs
+from interp.runs.runs import Runs
 
 
 @of_pairs
@@ -57,16 +56,15 @@ def top_attributions(
     >>> top_attributions(model, pairs, k=2).labels["place"]
     ('layer 3, pos 8, neuron 124', 'layer 0, pos 8, neuron 227')
     """
-    runner = runner_of(model)
     if k < 1:
         raise ValueError(f"k must be at least 1; got {k}")
-    names = [*(titles := _titles(runner, directions))]
-    runs = two_runs(runner, pairs, direction, names)
-    if not are_aligned(runs.edited, runs.source):
+    runs = Runs(model, pairs, direction)
+    names = [*(titles := _titles(runs.runner, directions))]
+    if not are_aligned(runs.text, runs.other):
         raise ValueError("both texts must have the same columns and padding; got others")
-    cache = runs.cache
+    cache = runs.source(names)
     units = {name: _units(vectors, cache, name) for name, vectors in (directions or {}).items()}
-    run = Gradients(runner, runs.edited, runs.metric, names)
+    run = runs.gradients(names)
     last, kept, read = "neuron" if directions is None else "direction", _Largest(k, run.base), set()
 
     def receive(name: str, gradient: Tensor) -> None:
@@ -74,7 +72,7 @@ def top_attributions(
         gradient = at_least_float32(gradient)
         if name in units:
             change, gradient = change @ units[name], gradient @ units[name]
-        axes = runner.points[name].axes
+        axes = runs.runner.points[name].axes
         effects = (change * gradient).movedim(axes.index("batch"), -1)
         require_numbers(name, effects)
         kept.offer(effects, titles[name], [*(axis for axis in axes[:-1] if axis != "batch"), last])

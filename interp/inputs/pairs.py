@@ -1,5 +1,6 @@
 """Pairs of clean and corrupted texts, checked for alignment, with their answers and named spans."""
 
+import copy
 import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -12,22 +13,22 @@ from torch import Tensor, nn
 from hooks.shared import without_gradients
 from interp import pictures
 from interp.inputs.arguments import each_row, require_rows
-from interp.inputs.spans import (
-    Spans,
-    as_answers,
-    as_tensor,
-    check_answers,
-    check_counts,
-    positions_of_spans,
-)
+from interp.inputs.spans import Spans, as_answers, columns_of, require_aligned
 from interp.inputs.texts import (
     Text,
     Texts,
     each_text,
     writer_of,
 )
-from interp.inputs.token_positions import check_tokens, is_batch, last_real, real_of, short
-from interp.inputs.wording import is_worded, tokens_of_pairs
+from interp.inputs.token_positions import (
+    check_tokens,
+    is_batch,
+    is_worded,
+    last_real,
+    real_of,
+    short,
+)
+from interp.inputs.wording import tokens_of_pairs
 from interp.measuring import Metric, Writer, evaluate, in_words, last_of, metric_for
 from interp.metrics import accuracy, log_prob, logit_diff
 from interp.pictures import objects
@@ -76,7 +77,9 @@ class Pairs(pictures.Shown):
             the clean text as in the corrupted one.
 
     Attributes:
-        spans, corrupted_spans: by name, positions [batch, n]. Where an example has fewer than n, its
+        is_read: whether all are tokens, as those of `read_by` are.
+        clean, corrupted, answers: as they were given, and tensors of tokens once they are read.
+        spans, corrupted_spans: likewise, and by name positions [batch, n]. Where an example has fewer than n, its
             last one is repeated.
         solved_of: from how many pairs `solved` chose these; None if it did not, and for parts of these.
 
@@ -92,13 +95,12 @@ class Pairs(pictures.Shown):
     logit_diff([7, 9], [8, 8], pos=-1)
     """
 
-    clean: Shaped[Tensor, "batch pos *size"]
-    corrupted: Shaped[Tensor, "batch other *size"] | None
-    answers: Int[Tensor, " batch"] | Int[Tensor, "batch 2"] | None
-    attention_mask: Tensor | None
-    corrupted_mask: Tensor | None
-    corrupted_spans: dict[str, Tensor]
-    solved_of: int | None
+    clean: Any
+    corrupted: Any
+    answers: Any
+    spans: Any
+    corrupted_spans: Any
+    solved_of: int | None = None
 
     def __init__(
         self,
@@ -115,88 +117,68 @@ class Pairs(pictures.Shown):
         corrupted_arguments: Mapping[str, Any] | None = None,
         last_only: bool = False,
     ) -> None:
-        inputs = {name: value for name, value in locals().items() if name not in ("self", "metric")}
         if metric is not None:
             last_of(metric)  # refuses what is no function
-        self._metric, self.solved_of = metric, None
+        self._metric = metric
         # Gives the text of tokens, once a model has read the pairs.
         self._write: Writer | None = None
-        if is_batch(clean) and not is_worded(answers):
-            inputs["answers"] = as_answers(answers, clean)
-        texts = [inputs[name] for name in ("clean", "corrupted", "answers")]
-        is_read = is_batch(clean)
-        is_read &= all(isinstance(text, Tensor | None) for text in texts)
-        self._unread = None if is_read else inputs
-        if self._unread is None:
-            self._hold(**inputs)
-
-    def _hold(
-        self,
-        clean: Tensor,
-        corrupted: Tensor | None,
-        answers: Tensor | None,
-        attention_mask: Tensor | None,
-        spans: Spans | None,
-        corrupted_mask: Tensor | None,
-        corrupted_spans: Spans | None,
-        arguments: Mapping[str, Any] | None,
-        corrupted_arguments: Mapping[str, Any] | None,
-        last_only: bool,
-    ) -> None:
-        """Keeps texts, after checks that they fit each other."""
-        _check_texts(clean, corrupted)
-        if answers is not None:
-            check_answers(answers, len(clean))
-        self.clean, self.corrupted, self.answers = clean, corrupted, answers
+        self.clean, self.corrupted, self.last_only = clean, corrupted, last_only
+        self.answers, self.spans, self.corrupted_spans = answers, spans or {}, corrupted_spans
+        self.attention_mask, self.corrupted_mask = attention_mask, corrupted_mask
         others = arguments if corrupted_arguments is None else corrupted_arguments
         self.arguments, self.corrupted_arguments = dict(arguments or {}), dict(others or {})
         if "attention_mask" in {*self.arguments, *self.corrupted_arguments}:
             raise ValueError("arguments must not hold attention_mask, which is an argument itself")
-        real = real_of(attention_mask, clean.shape[:2])
-        self.attention_mask = None if attention_mask is None else real
-        positions = positions_of_spans(spans or {}, real, "clean", last_only)
-        self.spans = {name: as_tensor(rows, clean) for name, rows in positions.items()}
-        self.corrupted_mask, self.corrupted_spans = None, {}
-        if corrupted is None:
+        self.is_read = False
+        if (
+            not is_batch(clean)
+            or not isinstance(corrupted, Tensor | None)
+            or is_worded(answers)
+            or not isinstance(self.spans, Mapping)
+        ):
+            for name in ("attention_mask", "corrupted_mask", "corrupted_spans"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name} needs texts and answers that are tensors")
             return
-        if corrupted_mask is None:
-            corrupted_mask = _mask_of_both(attention_mask, clean, corrupted)
-        other = real_of(corrupted_mask, corrupted.shape[:2], "corrupted_mask")
-        self.corrupted_mask = None if corrupted_mask is None else other
-        _require_aligned(clean, corrupted, real, other, spans)
-        named = spans if corrupted_spans is None else corrupted_spans
-        elsewhere = positions_of_spans(named or {}, other, "corrupted", last_only)
-        check_counts(positions, elsewhere)
-        self.corrupted_spans = {name: as_tensor(rows, clean) for name, rows in elsewhere.items()}
+        self.is_read = True
+        real, other = real_of(attention_mask, clean.shape[:2]), None
+        if corrupted is not None:
+            check_tokens(corrupted, "corrupted")
+            if corrupted_mask is None:
+                self.corrupted_mask = attention_mask
+            other = real_of(self.corrupted_mask, corrupted.shape[:2], "corrupted_mask")
+        require_aligned(clean, corrupted, real, other, self.spans)
+        self.answers = as_answers(answers, clean)
+        elsewhere = self.spans if corrupted_spans is None else corrupted_spans
+        columns = columns_of(self.spans, elsewhere, real, other, clean.device, last_only)
+        self.spans, self.corrupted_spans = columns
+        self.attention_mask = None if attention_mask is None else real
+        self.corrupted_mask = None if self.corrupted_mask is None else other
 
     def read_by(self, model: nn.Module) -> "Pairs":
-        """These pairs as tokens of a model, which analyses ask for; the pairs themselves if they are that already.
+        """These pairs as tokens of a model, as which analyses run them.
 
         Raises:
             ValueError: if an answer or a token of the metric is several tokens or may be two, a span is not in
                 its text once, or texts do not correspond.
             TypeError: if the model reads tensors only.
         """
-        pairs = self
-        if self._unread is not None:
-            inputs, masks = self._unread, ("attention_mask", "corrupted_mask", "corrupted_spans")
-            if named := [name for name in masks if inputs[name] is not None]:
-                raise ValueError(f"{named[0]} needs texts that are tensors [batch, pos]")
-            texts = [inputs[name] for name in ("clean", "corrupted", "answers", "spans")]
-            pairs = Pairs(**inputs | tokens_of_pairs(model, *texts), metric=self._metric)
-        metric, write = pairs._metric and metric_for(model, pairs._metric), writer_of(model)
-        if metric is pairs._metric and (pairs._write is not None or write is None):
-            return pairs
-        same = pairs._mapped(lambda value: value)
-        same._metric, same._write, same.solved_of = metric, write, pairs.solved_of
-        return same
-
-    def __getattr__(self, name: str) -> Any:
-        if not name.startswith("_") and vars(self).get("_unread"):
-            raise AttributeError(
-                f"pairs of strings must be read by a model first, pairs.read_by(model); got .{name}"
+        pairs = copy.copy(self)
+        if not self.is_read:
+            texts = (self.clean, self.corrupted, self.answers, self.spans)
+            pairs = Pairs(
+                **tokens_of_pairs(model, *texts),
+                arguments=self.arguments,
+                corrupted_arguments=self.corrupted_arguments,
+                last_only=self.last_only,
             )
-        raise AttributeError(f"Pairs have no {name!r}")
+        pairs._metric = self._metric and metric_for(model, self._metric)
+        pairs._write = self._write or writer_of(model)
+        return pairs
+
+    def _require_read(self) -> None:
+        if not self.is_read:
+            raise ValueError("pairs of strings must be read by a model first: pairs.read_by(model)")
 
     @property
     def metric(self) -> Metric:
@@ -207,6 +189,7 @@ class Pairs(pictures.Shown):
         """
         metric = self._metric
         if metric is None:
+            self._require_read()
             if self.answers is None:
                 raise ValueError("pairs must have answers or a metric; got neither")
             columns = self.answers.unbind(1) if self.answers.ndim == 2 else ()
@@ -215,8 +198,8 @@ class Pairs(pictures.Shown):
 
     def measured_by(self, metric: Metric) -> "Pairs":
         """The same pairs with another metric."""
-        same = self._mapped(lambda value: value)
-        same._metric, same.solved_of = metric, self.solved_of
+        same = copy.copy(self)
+        same._metric = metric
         return same
 
     def texts(self, direction: PatchingDirection) -> tuple[Text, Text]:
@@ -239,6 +222,7 @@ class Pairs(pictures.Shown):
     @property
     def text(self) -> Text:
         """The clean texts."""
+        self._require_read()
         return Text(self.clean, self.attention_mask, self.spans, self.arguments)
 
     @without_gradients
@@ -254,26 +238,25 @@ class Pairs(pictures.Shown):
             ValueError: if the model gets none right, or there are neither answers nor a metric.
             ModeError: if the model is in training mode.
         """
-        if (pairs := self.read_by(model)) is not self:
-            return pairs.solved(model, metric)
-        right = self.answers
+        pairs = self.read_by(model)
+        right, every = pairs.answers, pairs.text
         if metric is None and self._metric is None and right is not None and right.ndim == 1:
             metric = accuracy(right)
-        metric = self.metric if metric is None else metric_for(model, metric)
+        metric = pairs.metric if metric is None else metric_for(model, metric)
         runner_of(model)  # refuses dropout
-        last = last_of(metric, self.text.of_logits.mask)
-        logits, n_rows = [], max(1, _TOKENS_AT_ONCE // self.clean.shape[1])
-        for start in range(0, len(self), n_rows):
-            text = self.text.rows(slice(start, start + n_rows))
+        last = last_of(metric, every.of_logits.mask)
+        logits, n_rows = [], max(1, _TOKENS_AT_ONCE // every.tokens.shape[1])
+        for start in range(0, len(pairs), n_rows):
+            text = every.rows(slice(start, start + n_rows))
             output = model(text.tokens, **text.arguments(model))
             logits.append(last_real(logits_of(output), last, text.of_logits.mask))
-        values = evaluate(metric, torch.cat(logits), len(self))
+        values = evaluate(metric, torch.cat(logits), len(pairs))
         if not (values > 0).any():
             raise ValueError(
                 f"the model must get a pair right; got none of {len(self)} by {metric!r}"
             )
-        kept = self[values > 0]
-        kept.solved_of = len(self)
+        kept = pairs[values > 0]
+        kept.solved_of = len(pairs)
         return kept
 
     def split(self, seed: int = 0, share: float = 0.5) -> tuple["Pairs", "Pairs"]:
@@ -299,18 +282,16 @@ class Pairs(pictures.Shown):
 
     def view(self) -> pictures.View:
         """The first texts, with a mark at the tokens that differ."""
-        if self._unread is None and self.clean.ndim > 2:
+        if self.is_read and self.clean.ndim > 2:
             return pictures.View(repr(self), [])
-        if self._unread is None:
+        if self.is_read:
             return objects.pairs(self, self._write or (lambda tokens: [*map(str, tokens)]))
-        given = ((name, self._unread[name]) for name in ("clean", "corrupted", "answers", "spans"))
-        says = [f"{name}: {short(value)}" for name, value in given if value is not None]
+        parts = ((name, getattr(self, name)) for name in ("clean", "corrupted", "answers", "spans"))
+        says = [f"{name}: {short(value)}" for name, value in parts if value not in (None, {})]
         return pictures.View(repr(self), [], says=says)
 
     def __len__(self) -> int:
-        if self._unread is None:
-            return len(self.clean)
-        return sum(1 for _ in each_text(self._unread["clean"]))
+        return len(self.clean) if self.is_read else sum(1 for _ in each_text(self.clean))
 
     def __getitem__(self, index: int | slice | Sequence[int] | Tensor) -> "Pairs":
         """Some of the pairs: an index, a slice, a list, or a tensor of indices or booleans."""
@@ -327,6 +308,8 @@ class Pairs(pictures.Shown):
         return moved
 
     def _mapped(self, change: Callable[[Tensor], Tensor]) -> "Pairs":
+        self._require_read()
+
         def optional(value: Tensor | None) -> Tensor | None:
             return None if value is None else change(value)
 
@@ -346,7 +329,7 @@ class Pairs(pictures.Shown):
         return changed
 
     def __repr__(self) -> str:
-        if self._unread is not None:
+        if not self.is_read:
             return f"Pairs: {len(self)}, of texts that a model will read"
         count = (
             f"{len(self)}" if self.solved_of is None else f"{len(self)} of {self.solved_of} solved"
@@ -385,41 +368,3 @@ def pairs_for(model: nn.Module, pairs: Pairs) -> Pairs:
             f"texts must be given as Pairs(clean, corrupted, ...); got {type(pairs).__name__}"
         )
     return pairs.read_by(model)
-
-
-def _check_texts(clean: Tensor, corrupted: Tensor | None) -> None:
-    """Refuses what are no tokens, or not as many texts.
-
-    Raises:
-        ValueError: if they are not.
-    """
-    for what, tokens in (("clean", clean), ("corrupted", corrupted)):
-        if tokens is not None:
-            check_tokens(tokens, what)
-    if not len(clean) or (corrupted is not None and len(clean) != len(corrupted)):
-        counts = f"{len(clean)} and {'none' if corrupted is None else len(corrupted)}"
-        raise ValueError(f"clean and corrupted texts must be as many, at least one; got {counts}")
-
-
-def _require_aligned(
-    clean: Tensor, corrupted: Tensor, real: Tensor, other: Tensor, spans: Spans | None
-) -> None:
-    if not spans and not torch.equal(real.cpu(), other.cpu()):
-        raise ValueError(
-            "clean and corrupted tokens must have the same shape and padding, unless spans say "
-            f"which positions correspond; got {list(clean.shape)} and {list(corrupted.shape)}"
-        )
-
-
-def _mask_of_both(mask: Tensor | None, clean: Tensor, corrupted: Tensor) -> Tensor | None:
-    """The mask of the clean texts as that of the corrupted ones too.
-
-    Raises:
-        ValueError: if they have other shapes.
-    """
-    if mask is not None and clean.shape != corrupted.shape:
-        raise ValueError(
-            "corrupted_mask must be given beside attention_mask where the texts differ in "
-            f"shape; got {list(clean.shape)} and {list(corrupted.shape)}"
-        )
-    return mask

@@ -55,6 +55,13 @@ def is_batch(inputs: Any) -> TypeGuard[Tensor]:
     return inputs.ndim == 2 or (inputs.ndim > 2 and inputs.is_floating_point())
 
 
+def is_worded(tokens: Any) -> bool:
+    """Whether tokens are given as text, all or some of them."""
+    if isinstance(tokens, str):
+        return True
+    return isinstance(tokens, Sequence) and any(map(is_worded, tokens))
+
+
 def columns_of_last(
     last: int, n_pos: int, batch: int, attention_mask: Mask | None = None
 ) -> Int[Tensor, "batch last"]:

@@ -9,14 +9,8 @@ from torch import Tensor, nn
 
 from hooks.shared import unknown_name
 from interp.inputs.texts import Text, Texts, text_for
+from interp.inputs.token_positions import is_worded
 from interp.protocol import of
-
-
-def is_worded(tokens: Any) -> bool:
-    """Whether tokens are given as text, all or some of them."""
-    if isinstance(tokens, str):
-        return True
-    return isinstance(tokens, Sequence) and any(map(is_worded, tokens))
 
 
 def token_ids(model: nn.Module, tokens: Any) -> Any:

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from hooks.shared import without_gradients
 from interp.graph.circuit import Circuit
-from interp.inputs.pairs import Pairs, pairs_for
+from interp.graph.graph import Graph
+from interp.inputs.pairs import Pairs
 from interp.results.result import Result
 from interp.runs.masked import CircuitSource, MaskedRuns
 
@@ -25,19 +26,15 @@ class CircuitRuns:
         source: CircuitSource,
         max_bytes: int,
     ) -> None:
-        pairs = pairs_for(model, pairs)
+        graph = Graph(model, split_embeddings="input" not in circuit.graph.writers)
+        self._masked = MaskedRuns(graph, pairs, source, max_bytes=max_bytes)
+        pairs = self._masked.runs.pairs
         seen = sum(digest in circuit.found_on for digest in pairs.digests())
         if seen:
             warnings.warn(
                 f"the circuit was found on {seen} of these {len(pairs)} pairs: others show how good it is",
                 stacklevel=3,
             )
-        self._metric = pairs.metric
-        graph = circuit.graph
-        split_embeddings = "input" not in graph.writers
-        self._masked = MaskedRuns(
-            model, pairs, source, split_embeddings=split_embeddings, max_bytes=max_bytes
-        )
         whole = circuit | ~circuit
         self.none, self.whole = self(whole - whole), self(whole)
         gap, size = self.whole - self.none, torch.maximum(self.whole.abs(), self.none.abs())
@@ -51,6 +48,6 @@ class CircuitRuns:
 
     def shares(self, values: Tensor, axis: str, labels: Iterable[object]) -> Result:
         """Differences of the metric as shares of the whole scale."""
-        about, named = {"metric": repr(self._metric)}, {axis: tuple(labels)}
+        about, named = {"metric": repr(self._masked.runs.metric)}, {axis: tuple(labels)}
         effects = Result(values, (axis, "example"), self.none, self.whole, named, about=about)
         return effects.normalized()

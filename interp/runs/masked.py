@@ -23,11 +23,12 @@ from hooks import ActivationCache
 from hooks.shared import Session, all_to_device, to_device, without_gradients
 from interp.graph.circuit import Circuit
 from interp.graph.graph import Graph
-from interp.inputs.pairs import Pairs, PatchingDirection, pairs_for
-from interp.inputs.texts import Text, are_aligned
+from interp.inputs.pairs import Pairs, PatchingDirection
+from interp.inputs.texts import are_aligned
 from interp.measuring import evaluate
 from interp.runs.readers import Readers, stream_after
 from interp.runs.rows import Batch
+from interp.runs.runs import Runs
 
 EdgeMask = Shaped[Tensor, "writer reader"] | Shaped[Tensor, "writer reader pos"]
 """For each edge how much of it is replaced: numbers from 0, none, to 1, all. Entries that are no edge do not
@@ -85,36 +86,34 @@ def run_circuit(
     >>> torch.allclose(logits, model(corrupted), atol=1e-5)
     True
     """
-    runs = MaskedRuns(model, pairs, source, direction, split_embeddings, max_bytes)
-    return runs.logits(circuit)
+    graph = Graph(model, split_embeddings)
+    return MaskedRuns(graph, pairs, source, direction, max_bytes).logits(circuit)
 
 
 class MaskedRuns:
-    """Masked runs of the same texts; for arguments see `run_circuit`.
+    """Masked runs of the same texts.
+
+    Args:
+        graph: the graph of the model.
+        pairs, source, direction, max_bytes: see `run_circuit`.
 
     Attributes:
         graph: the graph of the model.
-        text: the texts that are run.
+        runs: the texts and the metric.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        graph: Graph,
         pairs: Pairs,
         source: CircuitSource = "pair",
         direction: PatchingDirection = "noising",
-        split_embeddings: bool = False,
         max_bytes: int = 2**30,
     ) -> None:
-        self._max_bytes = max_bytes
-        self.graph = Graph(model, split_embeddings)
-        self._runner, self._model = self.graph.runner(), self.graph.model
-        self._pairs = pairs = pairs_for(model, pairs)
-        self._other: Text | None = None
-        if pairs.corrupted is None and direction == "noising":
-            self.text = pairs.text
-        else:
-            self.text, self._other = pairs.texts(direction)
+        self.graph, self._model = graph, graph.model
+        self.runs = Runs(graph.runner().model, pairs, direction, max_bytes)
+        self._text = self.runs.text
+        self._other = None if self.runs.pairs.corrupted is None else self.runs.other
         self._source = self._checked(source)
         self._held: Tensor | None = None  # the source of all examples, if these run together
 
@@ -131,21 +130,21 @@ class MaskedRuns:
         Raises:
             ValueError: as for `run_circuit`, or if the metric is not one number per example.
         """
-        metric = self._pairs.metric
-        batch = Batch(self.text, metric)
+        metric = self.runs.metric
+        batch = Batch(self._text, metric)
         read = batch.read(self._run(circuit, lambda stream: stream))
         with torch.set_grad_enabled(read.requires_grad):
             return evaluate(metric, self._model.unembed(read), len(read))
 
     def _checked(self, source: CircuitSource) -> Tensor | str:
-        writers, (size, n_pos) = self.graph.writers, self.text.tokens.shape
+        writers, (size, n_pos) = self.graph.writers, self._text.tokens.shape
         if isinstance(source, str):
             if source not in ("pair", "zero"):
                 raise ValueError(
                     f"source must be 'pair', 'zero', a cache or a tensor; got {source!r}"
                 )
             if source == "pair" and (
-                self._other is None or not are_aligned(self.text, self._other)
+                self._other is None or not are_aligned(self._text, self._other)
             ):
                 raise ValueError(
                     "source='pair' needs corrupted texts whose positions correspond: give those, or another source"
@@ -158,7 +157,7 @@ class MaskedRuns:
             raise ValueError(
                 f"source must be [writer, batch, pos, d_model], {[*fits[0]]}; got {[*added.shape]}"
             )
-        real = self.text.real
+        real = self._text.real
         if len(added[0]) < size and (real[:, 1:] & ~real[:, :-1]).any():
             raise ValueError(
                 "a source for all examples needs texts padded on the right; got padding before a token"
@@ -170,7 +169,7 @@ class MaskedRuns:
         if isinstance(circuit, Circuit):
             self.graph.require(circuit.graph.identity)
         mask = circuit if isinstance(circuit, Tensor) else self.graph.mask(circuit)
-        shape, n_pos = self.graph.allowed.shape, self.text.tokens.shape[1]
+        shape, n_pos = self.graph.allowed.shape, self._text.tokens.shape[1]
         if mask.shape not in (shape, (*shape, n_pos)):
             raise ValueError(
                 f"a mask must be [writer, reader], {[*shape]}, or with a last axis of {n_pos} positions; "
@@ -193,8 +192,8 @@ class MaskedRuns:
         """Apply `read` to the stream that the logits see, some examples at a time."""
         self.graph.runner()
         mask, results = self._mask(circuit), []
-        size, bytes_each = len(self.text.tokens), self._bytes_of_one()
-        fit = size if mask.requires_grad else self._max_bytes // bytes_each
+        size, bytes_each = len(self._text.tokens), self._bytes_of_one()
+        fit = size if mask.requires_grad else self.runs.max_bytes // bytes_each
         if self._held is None and fit >= size:
             self._held = self._source_of(slice(None))
         n = size if mask.requires_grad else max(1, min(fit, _QUICK // bytes_each))
@@ -215,10 +214,10 @@ class MaskedRuns:
         # Source and differences; a cache of the source; what the heads of a block read, before and after the norm.
         vectors = 2 * len(self.graph.writers) + 2 * len(layers) + 4 * readers + 12
         hidden = 4 * getattr(self._model.config, "d_mlp", 0)
-        bytes_each = (vectors * width + hidden) * self.text.tokens.shape[1] * weight.element_size()
-        if bytes_each > self._max_bytes:
+        bytes_each = (vectors * width + hidden) * self._text.tokens.shape[1] * weight.element_size()
+        if bytes_each > self.runs.max_bytes:
             raise ValueError(
-                f"max_bytes must be at least {bytes_each:,} for one example; got {self._max_bytes:,}"
+                f"max_bytes must be at least {bytes_each:,} for one example; got {self.runs.max_bytes:,}"
             )
         return int(bytes_each)
 
@@ -231,15 +230,11 @@ class MaskedRuns:
             zero = self._model.blocks[0].attn.W_O.new_zeros(1, 1, 1, 1)
             return zero.expand(len(self.graph.writers), -1, -1, -1)
         text = self._other.rows(rows)
-        return self.graph.wrote(
-            self._runner.capture(
-                text.tokens, names=self.graph.needed, **text.arguments(self._runner.model)
-            )
-        )
+        return self.graph.wrote(self.runs.capture(text, self.graph.needed))
 
     def _stream(self, rows: slice, source: Tensor, mask: Tensor) -> Tensor:
         """The stream that the logits read."""
-        text, values = self.text.rows(rows), dict[nn.Module, Tensor]()
+        text, values = self._text.rows(rows), dict[nn.Module, Tensor]()
         context = self._model.context(text.tokens, **text.kwargs)
         with Session() as session:
             for point in self.graph.points:

@@ -24,12 +24,9 @@ from interp.graph.graph import Graph
 from interp.graph.nodes import Layer
 from interp.inputs.pairs import Pairs, PatchingDirection
 from interp.inputs.texts import are_aligned
-from interp.measuring import measure
-from interp.protocol import logits_of
 from interp.results.result import Result
 from interp.runs.rows import Batch
-from interp.runs.sites import two_runs
-from interp.runs.sweep import sweep_text
+from interp.runs.runs import Runs
 
 Carried = dict[str, edits.Edit] | Tensor
 """The change along one path: edits of points, by name, or the stream that the logits read."""
@@ -39,7 +36,8 @@ class PathEdits:
     """A run that is edited, and how much more each writer adds in the other one.
 
     Args:
-        model, pairs, direction, max_bytes, split_embeddings: see `edge_patching`.
+        graph: the graph of the model.
+        pairs, direction, max_bytes: see `edge_patching`.
 
     Attributes:
         graph: the graph of the model.
@@ -47,34 +45,22 @@ class PathEdits:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        pairs: Pairs,
-        direction: PatchingDirection,
-        max_bytes: int,
-        split_embeddings: bool = False,
+        self, graph: Graph, pairs: Pairs, direction: PatchingDirection, max_bytes: int
     ) -> None:
-        self.graph = Graph(model, split_embeddings)
-        self.model, runner, layers = self.graph.model, self.graph.runner(), self.graph.layers
-        runs = two_runs(runner, pairs, direction, self.graph.needed)
-        self.runs, self.text, self.metric = runs, runs.edited, runs.metric
-        if not are_aligned(self.text, runs.source):
+        self.graph, self.model = graph, graph.model
+        self.runs = runs = Runs(graph.runner().model, pairs, direction, max_bytes // 2)
+        text = runs.text
+        if not are_aligned(text, runs.other):
             raise ValueError("paths need texts whose positions correspond; got others")
-        self.max_bytes = max_bytes
         read = {branch.reads for block in self.model.blocks for branch in block.branches}
-        output, cache = runner.run_with_cache(
-            self.text.tokens,
-            names=[*self.graph.needed, *(self.graph.names[point] for point in read)],
-            **self.text.arguments(runner.model),
-        )
-        self.base = measure(self.metric, logits_of(output), self.text.mask)
-        self.cache = cache
-        self.moved = self.graph.wrote(runs.cache) - self.graph.wrote(cache)
-        context = self.model.context(self.text.tokens, **self.text.kwargs)
-        self.contexts = {n.device: all_to_device(context, n.device) for n in layers}
-        self.batch = Batch(self.text, self.metric)
+        source = runs.source(graph.needed)
+        self.cache = runs.cache([*graph.needed, *(graph.names[point] for point in read)])
+        self.moved = graph.wrote(source) - graph.wrote(self.cache)
+        context = self.model.context(text.tokens, **text.kwargs)
+        self.contexts = {n.device: all_to_device(context, n.device) for n in graph.layers}
+        self.batch = Batch(text, runs.metric)
         # Nothing changes before the first difference of the two texts, unless earlier positions read later ones.
-        differ = (self.text.tokens != runs.source.tokens).any(0).nonzero()
+        differ = (text.tokens != runs.other.tokens).any(0).nonzero()
         is_causal = getattr(context, "is_causal", True)
         self.later = slice(int(differ[0]) if len(differ) and is_causal else 0, None)
 
@@ -164,24 +150,22 @@ class PathEdits:
         self, jobs: Iterator[tuple[int, Carried]], axis: str, labels: Sequence[str], **about: Any
     ) -> Result:
         """The effect of each of the jobs, which have the numbers of the labels."""
-        values = self.base.new_empty(len(labels), len(self.base))
+        base = self.runs.base
+        values = base.new_empty(len(labels), len(base))
         waiting: dict[int, dict[str, edits.Edit]] = {}
-        at_once = max(1, self.max_bytes // 2 // self.moved[0].nbytes)
+        at_once = max(1, self.runs.max_bytes // self.moved[0].nbytes)
         for n, carried in jobs:
             if isinstance(carried, Tensor):
                 logits = self.model.unembed(self.batch.read(carried))
-                values[n] = self.batch.measure(logits) - self.base
+                values[n] = self.batch.measure(logits) - base
                 continue
             waiting[n] = carried
             if sum(map(len, waiting.values())) >= at_once:
                 self._sweep(waiting, values)
         self._sweep(waiting, values)
-        return self.runs.result(values, {axis: labels}, self.base, **about)
+        return self.runs.result(values, {axis: labels}, base, **about)
 
     def _sweep(self, waiting: dict[int, dict[str, edits.Edit]], values: Tensor) -> None:
         if waiting:
-            swept = sweep_text(
-                self.model, self.text, [*waiting.values()], self.metric, self.max_bytes // 2
-            )
-            values[[*waiting]] = swept.values
+            _, values[[*waiting]] = self.runs.edited([*waiting.values()])
             waiting.clear()

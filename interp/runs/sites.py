@@ -1,22 +1,20 @@
 """Sites: where runs are compared, over which axes, and which texts belong to which run."""
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from hooks import ActivationCache, HookedRunner, UnknownNameError
-from hooks.shared import layer_of, names_by_layer, unknown_point, without_gradients
+from hooks.shared import layer_of, names_by_layer, unknown_point
 from interp.edits import Edit
-from interp.inputs.pairs import Pairs, PatchingDirection, pairs_for
-from interp.inputs.texts import Text, are_aligned, words_of
-from interp.measuring import Metric, measure
-from interp.protocol import is_of_text, logits_of, require_points
+from interp.inputs.texts import Text, are_aligned
+from interp.protocol import is_of_text, require_points
 from interp.results.result import Result
+from interp.runs.runs import Runs
 
 SELECTS = {
     "pos": ("pos",),
@@ -77,93 +75,95 @@ def named(runner: HookedRunner, choice: Choice) -> dict[int, str]:
     return _some("layers", by_layer, choice.layers)
 
 
-@dataclass(frozen=True, eq=False)
-class TwoRuns:
-    """A run to be edited, and another that values come from; made by `two_runs`.
+class Sites:
+    """Places of one site where two runs are compared, or where an edit is made.
+
+    1. Find the points of the site by layer.
+    2. Take their values from the run that values come from. Of an edit, which brings its own, one value of the run that is
+       edited gives the sizes.
+    3. Along each axis of the result list the places: labels, each with what is selected there.
+
+    Activation patching of `resid_pre` over `layer` and `pos`, with 2 layers and 3 positions, has
+    `names = {0: "blocks.0.resid_pre", 1: "blocks.1.resid_pre"}` and
+    `places = {"layer": [(0, {"layer": "blocks.0.resid_pre"}), ...], "pos": [(0, {"pos": slice(0, 1)}), ...]}`: six edits,
+    in the order of the product.
+
+    Args:
+        runs: the two runs; without a direction an edit is made.
+        choice: which places.
 
     Attributes:
-        runner: the model's.
-        edited, source: the texts of both.
-        metric: a function from logits to a number per example.
-        cache: values of the source's run.
-        target: the metric of the source's run.
-        about: facts for a result.
-    """
-
-    runner: HookedRunner
-    edited: Text
-    source: Text
-    metric: Metric
-    cache: ActivationCache
-    target: Float[Tensor, " batch"]
-    about: Mapping[str, Any]
-
-    def result(
-        self,
-        values: Float[Tensor, "*axes example"],
-        labels: Mapping[str, Sequence[Any]],
-        base: Float[Tensor, " example"],
-        **about: Any,
-    ) -> Result:
-        """Effects with labels for each axis, the metric of the run to be edited, and more facts."""
-        axes, unit = (*labels, "example"), getattr(self.metric, "unit", "")
-        is_text = all(map(is_of_text, self.cache))
-        words = worded(self.runner.model, labels, self.edited, self.source) if is_text else {}
-        facts = {**self.about, **about}
-        return Result(values, axes, base, self.target, labels, unit, facts, words=words)
-
-
-def worded(
-    model: nn.Module, labels: Mapping[str, Sequence[Any]], *texts: Text
-) -> dict[str, list[str]]:
-    """The words at the labels of axes that are columns of texts; none without a tokenizer."""
-    axes = [axis for axis in ("pos", "query", "key") if axis in labels]
-    words = words_of(model, *texts) if axes else None
-    return {axis: [words[column] for column in labels[axis]] for axis in axes if words}
-
-
-@without_gradients
-def two_runs(
-    runner: HookedRunner, pairs: Pairs, direction: PatchingDirection, names: Iterable[str]
-) -> TwoRuns:
-    """Runs the text that values come from, and keeps its values at some points.
+        runs: the two runs.
+        names: the names of the points, by layer.
+        values: a cache of the points.
+        places: the places along each axis.
 
     Raises:
-        TypeError: if the pairs are something else.
-        ValueError: if there is no such direction, no corrupted text or no metric.
+        TypeError, UnknownNameError: as for `named`.
+        ValueError: as for `named` and `places_of`, or if two runs are compared and there are no other texts.
     """
-    pairs = pairs_for(runner.model, pairs)
-    edited, source = pairs.texts(direction)
-    metric = pairs.metric
-    output, cache = runner.run_with_cache(
-        source.tokens, names=[*names], **source.arguments(runner.model)
-    )
-    target = measure(metric, logits_of(output), source.of_logits.mask)
-    about = {"metric": repr(metric), "direction": direction, "texts": pairs.digests()}
-    return TwoRuns(runner, edited, source, metric, cache, target, about)
+
+    def __init__(self, runs: Runs, choice: Choice) -> None:
+        self.runs, self._choice = runs, choice
+        self.names = named(runs.runner, choice)
+        names, text = [*self.names.values()], runs.text
+        self.values = runs.capture(text, names[0]) if runs.direction is None else runs.source(names)
+        self.places = places_of(runs, choice, self.names, self.values)
+
+    @property
+    def labels(self) -> dict[str, list[int | str]]:
+        """The labels along each axis."""
+        return {axis: [label for label, _ in along] for axis, along in self.places.items()}
+
+    def edits(self, put: Callable[..., Edit]) -> list[list[tuple[list[str], Edit]]]:
+        """For each place, in order, the edit that `put` makes there, as `sweep` takes it.
+
+        Args:
+            put: makes an edit of a place that is selected by axis names.
+        """
+        jobs = []
+        for chosen in itertools.product(*self.places.values()):
+            selected = {axis: at for _, along in chosen for axis, at in along.items()}
+            edited = [selected.pop("layer")] if "layer" in selected else [*self.names.values()]
+            jobs.append([(edited, put(**selected))])
+        return jobs
+
+    def result(
+        self, base: Float[Tensor, " example"], effects: Float[Tensor, "... example"], **about: Any
+    ) -> Result:
+        """Effects with the labels of the places, whose other axes may be flat.
+
+        Args:
+            base: the metric of the unedited run.
+            effects: one for each place, in order.
+            about: facts for the result.
+        """
+        facts: dict[str, Any] = {"site": self._choice.site}
+        if "layer" not in self.places and len(self.names) == 1:
+            facts["layer"] = layer_of(next(iter(self.names.values())))
+        if self._choice.neurons is not None:
+            facts["neurons"] = self._choice.neurons
+        values = effects.view(*map(len, self.places.values()), -1)
+        has_words = all(map(is_of_text, self.names.values()))
+        return self.runs.result(values, self.labels, base, has_words, **facts, **about)
 
 
 def places_of(
-    runner: HookedRunner,
-    choice: Choice,
-    names: Mapping[int, str],
-    values: ActivationCache,
-    edited: Text,
-    source: Text | None = None,
+    runs: Runs, choice: Choice, names: Mapping[int, str], values: ActivationCache
 ) -> dict[str, list[PatchPlace]]:
     """The places along each axis of the result. Along `feature` they are those that are active in either text.
 
     Args:
-        runner: the model's.
+        runs: the runs.
         choice: which places.
         names: the names of its points, by layer.
         values: a cache of one of them, for its sizes.
-        edited, source: the texts of the two runs; without a source only one run is edited.
 
     Raises:
         ValueError: if the axes are not those of the site, or places do not correspond.
     """
     name = next(iter(names.values()))
+    edited, source = runs.text, None if runs.direction is None else runs.other
     value, layered = values[name], layer_of(name) is not None
     axes = values.axes(name) or tuple(map(str, range(value.ndim)))
     sizes = dict(zip(axes, value.shape, strict=True))
@@ -180,7 +180,7 @@ def places_of(
             raise ValueError(f"over must have {axis!r} where {axis}s= is given; got {over}")
     if source is not None and "span" not in over and not are_aligned(edited, source):
         raise ValueError(f"over must have 'span' where positions do not correspond; got {over}")
-    features = _active_features(runner, names, edited, values) if "feature" in over else []
+    features = _active_features(runs, names, values) if "feature" in over else []
     return {
         axis: [(layer, {"layer": name}) for layer, name in names.items()]
         if axis == "layer"
@@ -189,36 +189,11 @@ def places_of(
     }
 
 
-def entries(
-    names: Mapping[int, str], places: Mapping[str, list[PatchPlace]], put: Callable[..., Edit]
-) -> list[list[tuple[list[str], Edit]]]:
-    """For each place, in order, the edit that `put` makes there, as `sweep` takes it.
-
-    Args:
-        names: the names of the points, by layer.
-        places: the places along each axis.
-        put: makes an edit of a place that is selected by axis names.
-    """
-    jobs = []
-    for chosen in itertools.product(*places.values()):
-        selected = {axis: at for _, along in chosen for axis, at in along.items()}
-        edited = [selected.pop("layer")] if "layer" in selected else [*names.values()]
-        jobs.append([(edited, put(**selected))])
-    return jobs
-
-
-def labels_of(places: Mapping[str, list[PatchPlace]]) -> dict[str, list[int | str]]:
-    """The labels along each axis."""
-    return {axis: [label for label, _ in along] for axis, along in places.items()}
-
-
-def _active_features(
-    runner: HookedRunner, names: Mapping[int, str], edited: Text, cache: ActivationCache
-) -> list[int]:
-    """The features that are not 0 somewhere, in the edited text or in a cache."""
+def _active_features(runs: Runs, names: Mapping[int, str], source: ActivationCache) -> list[int]:
+    """The features that are not 0 somewhere, in the text that is run or in a cache."""
     chosen = [*names.values()]
-    run = runner.capture(edited.tokens, names=chosen, **edited.arguments(runner.model))
-    values = [values[name] for values in (run, cache) for name in chosen if name in values]
+    run = runs.capture(runs.text, chosen)
+    values = [cache[name] for cache in (run, source) for name in chosen if name in cache]
     sizes = {value.shape[-1] for value in values}
     if len(sizes) > 1:
         raise ValueError(

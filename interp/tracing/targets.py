@@ -8,7 +8,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from interp.inputs.wording import is_worded, token_ids
+from interp.inputs.token_positions import is_worded
+from interp.inputs.wording import token_ids
 from interp.tracing.frozen import FrozenRun
 from interp.tracing.nodes import Node
 

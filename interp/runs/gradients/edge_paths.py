@@ -8,12 +8,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from hooks import HookedRunner, Point
-from interp.inputs.texts import Text
+from hooks import Point
 from interp.measuring import Metric, per_example
 from interp.runs.gradients.backward import Gradients
 from interp.runs.gradients.edge_scores import EdgeScores
 from interp.runs.gradients.trapezoid import Steps, averaged
+from interp.runs.runs import Runs
 
 _TOKENS = 1024  # of runs that are rows of one batch
 
@@ -30,7 +30,7 @@ class Paths:
     """Paths from a run to one with other values.
 
     Args:
-        runner, text, metric: the run.
+        runs: the texts and the metric.
         scores: the scores of its edges.
         base: the metric of the run.
         size: what gaps are a share of.
@@ -39,17 +39,14 @@ class Paths:
 
     def __init__(
         self,
-        runner: HookedRunner,
-        text: Text,
-        metric: Metric,
+        runs: Runs,
         scores: EdgeScores,
         base: Float[Tensor, " batch"],
         size: Float[Tensor, ""],
         steps: Steps,
         tolerance: float,
     ) -> None:
-        self._runner, self._text, self._metric = runner, text, metric
-        self._scores, self._batch = scores, len(base)
+        self._runs, self._scores, self._batch = runs, scores, len(base)
         self._averaged = partial(averaged, base=base, steps=steps, tolerance=tolerance, size=size)
 
     def of_input(self, first: Float[Tensor, "writer column group batch"]) -> Found:
@@ -68,7 +65,7 @@ class Paths:
     def of_writers(self, first: Float[Tensor, "writer column group batch"]) -> Found:
         """The scores of each writer's edges on a path of its own."""
         changes, batch = self._scores.changes(slice(None)), self._batch
-        at_once = max(1, _TOKENS // self._text.tokens.numel())
+        at_once = max(1, _TOKENS // self._runs.text.tokens.numel())
 
         def at(paths: Sequence[int], share: float) -> tuple[Tensor, Tensor]:
             scores, metrics = [], []
@@ -95,13 +92,10 @@ class Paths:
             )
 
         moving = {name: moved for name, here in added.items() if {*here} & {*writers}}
-        with self._runner.hooks(moving):
-            return Gradients(
-                self._runner,
-                self._text.repeated(n),
-                _Copies(self._metric, batch),
-                self._scores.names,
-            )
+        runs = self._runs
+        with runs.runner.hooks(moving):
+            text, metric = runs.text.repeated(n), _Copies(runs.metric, batch)
+            return Gradients(runs.runner, text, metric, self._scores.names)
 
 
 class _Copies:

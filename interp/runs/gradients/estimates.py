@@ -1,62 +1,50 @@
-"""Estimates of effects from gradients: the two runs that are compared, and sums over places."""
+"""Estimates of effects from gradients: sums over places."""
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from hooks import ActivationCache, Point
-from hooks.shared import layer_of, to_device
+from hooks.shared import to_device
 from interp import edits
-from interp.inputs.pairs import Pairs, PatchingDirection
 from interp.numbers.precision import at_least_float32
-from interp.protocol import runner_of
 from interp.results.result import Result
 from interp.runs.gradients.backward import Gradients
-from interp.runs.sites import Choice, PatchPlace, TwoRuns, labels_of, named, places_of, two_runs
+from interp.runs.runs import Runs
+from interp.runs.sites import Choice, PatchPlace, Sites
 
 
-@dataclass(frozen=True, eq=False)
-class Contrast(TwoRuns):
-    """Two runs that are compared at some places; made by `contrast`.
+def of_layers(
+    sites: Sites, by_point: Mapping[str, Tensor], base: Float[Tensor, " example"], **about: Any
+) -> Result:
+    """The effects of all layers together.
 
-    Attributes:
-        names: the names of the chosen points, by layer.
-        places: the places along each axis of a result.
+    Args:
+        sites: the places.
+        by_point: the effects [*places, example] of each point that a backward pass reached, in its order.
+        base: the metric of the run to be edited.
+        about: more facts.
+
+    Raises:
+        ValueError: if an effect is NaN.
+
+    Warns:
+        UserWarning: if a point was not reached. Its effects are 0.
     """
-
-    names: Mapping[int, str]
-    places: Mapping[str, list[PatchPlace]]
-
-    def of_layers(self, by_point: Mapping[str, Tensor], base: Tensor, **about: Any) -> Result:
-        """The effects of all layers together.
-
-        Args:
-            by_point: the effects [*places, example] of each point that a backward pass reached, in its order.
-            base: the metric of the run to be edited.
-            about: more facts.
-
-        Raises:
-            ValueError: if an effect is NaN.
-
-        Warns:
-            UserWarning: if a point was not reached. Its effects are 0.
-        """
-        for name, values in by_point.items():
-            require_numbers(name, values)
-        warn_of_unread([name for name in self.names.values() if name not in by_point], 4)
-        sizes = [len(along) for axis, along in self.places.items() if axis != "layer"]
-        zero = base.new_zeros(*sizes, len(base))
-        by_layer = [
-            to_device(by_point.get(name, zero), base.device) for name in self.names.values()
-        ]
-        layer_axis = [*self.places].index("layer") if "layer" in self.places else None
-        values = by_layer[0] if layer_axis is None else torch.stack(by_layer, layer_axis)
-        return self.result(values, labels_of(self.places), base, **about)
+    for name, values in by_point.items():
+        require_numbers(name, values)
+    names, places = [*sites.names.values()], sites.places
+    warn_of_unread([name for name in names if name not in by_point], 4)
+    sizes = [len(along) for axis, along in places.items() if axis != "layer"]
+    zero = base.new_zeros(*sizes, len(base))
+    by_layer = [to_device(by_point.get(name, zero), base.device) for name in names]
+    layer_axis = [*places].index("layer") if "layer" in places else None
+    values = by_layer[0] if layer_axis is None else torch.stack(by_layer, layer_axis)
+    return sites.result(base, values, **about)
 
 
 def require_numbers(name: str, effects: Float[Tensor, "..."]) -> None:
@@ -83,32 +71,16 @@ def warn_of_flat(run: Gradients, stacklevel: int) -> None:
         )
 
 
-def contrast(
-    model: nn.Module,
-    pairs: Pairs,
-    choice: Choice,
-    direction: PatchingDirection,
-) -> Contrast:
-    """Runs the model on the text that values come from; for arguments see `attribution_patching`.
-
-    Args:
-        choice: the places.
+def compared(runs: Runs, choice: Choice) -> Sites:
+    """The places of two runs where effects are estimated.
 
     Raises:
-        ValueError: if there are several layers and no axis for them.
+        ValueError: if there are several layers and no axis for them; or as for `Sites`.
     """
-    runner = runner_of(model)
-    names = named(runner, choice)
-    runs = two_runs(runner, pairs, direction, names.values())
-    places = places_of(runner, choice, names, runs.cache, runs.edited, runs.source)
-    if "layer" not in places and len(names) > 1:
-        raise ValueError(f"over must have 'layer' where there are several; got {(*places,)}")
-    about = {**runs.about, "site": choice.site}
-    if "layer" not in places:
-        about["layer"] = layer_of(next(iter(names.values())))
-    if choice.neurons is not None:
-        about["neurons"] = choice.neurons
-    return Contrast(**{**vars(runs), "about": about}, names=names, places=places)
+    sites = Sites(runs, choice)
+    if "layer" not in sites.places and len(sites.names) > 1:
+        raise ValueError(f"over must have 'layer' where there are several; got {(*sites.places,)}")
+    return sites
 
 
 def effects(

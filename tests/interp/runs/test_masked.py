@@ -100,7 +100,10 @@ def test_means_and_zeros_come_from_what_was_asked_for():
 
 def test_the_metric_reads_the_last_real_position():
     model, pairs = made(), Pairs(CLEAN, OTHER, torch.arange(10).view(5, 2), attention_mask=RIGHT)
-    runs, circuit = MaskedRuns(model, pairs), ["input->logits", "m2->logits", "a1.h1->m2"]
+    runs, circuit = (
+        MaskedRuns(graph.Graph(model), pairs),
+        ["input->logits", "m2->logits", "a1.h1->m2"],
+    )
     logits = run_circuit(model, pairs, circuit)
     last = logits[torch.arange(5), RIGHT.sum(1) - 1]
     expected = (last.gather(1, pairs.answers) * torch.tensor([1.0, -1])).sum(1)

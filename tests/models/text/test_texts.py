@@ -298,7 +298,7 @@ def test_texts_bring_their_own_mask_and_begin_a_text():
         model(TEXTS, attention_mask=torch.ones(2, 6))
     with pytest.raises(ValueError, match="or a cache"):
         model("the cat", kv_cache=KVCache(9))
-    with pytest.raises(ValueError, match="have their own"):
+    with pytest.raises(ValueError, match="attention_mask needs texts"):
         interp.sweep(model, TEXTS, [{}], interp.log_prob(3), attention_mask=torch.ones(2, 6))
 
 
@@ -410,8 +410,10 @@ def test_pairs_of_strings_are_pairs_of_their_tokens():
     model = reading()
     pairs = Pairs(CLEAN, CORRUPTED, (" cat", " dog"))
     assert (len(pairs), repr(pairs)) == (2, "Pairs: 2, of texts that a model will read")
-    with pytest.raises(AttributeError, match="read_by"):
-        _ = pairs.clean
+    assert pairs.clean == CLEAN
+    for use in (lambda: pairs.metric, lambda: pairs[:1], lambda: pairs.text, pairs.digests):
+        with pytest.raises(ValueError, match="read_by"):
+            use()
     tokens, mask = model.to_tokens(CLEAN)
     others, _ = model.to_tokens(CORRUPTED)
     wanted = Pairs(tokens, others, torch.tensor([[16, 17]] * 2), attention_mask=mask)

@@ -1,0 +1,167 @@
+"""Runs of pairs: the texts that they share, and the ways to run them."""
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from hooks import ActivationCache, Hooks
+from hooks.shared import without_gradients
+from interp.inputs.pairs import Pairs, PatchingDirection, pairs_for
+from interp.inputs.texts import Text, words_of
+from interp.measuring import Metric, measure
+from interp.protocol import logits_of, runner_of
+from interp.results.result import Result
+from interp.runs.gradients.backward import Gradients
+from interp.runs.rows import Batch
+from interp.runs.sweep import measured
+
+
+class Runs:
+    """Runs of one batch: which texts are run and which give values, what is measured, and how much memory there is.
+
+    Texts are read once, here. There is no base run for all: that of `edited` is without gradients, that of `gradients`
+    holds the graph, and masked runs (`masked`) compute the blocks themselves, so they refuse hooks that the others let act.
+
+    Args:
+        model: the model, in evaluation mode.
+        pairs: the texts and the metric.
+        direction: denoising runs the corrupted texts and noising the clean ones, each with values of the others. None
+            for clean texts alone.
+        max_bytes: bounds the memory of edited and masked runs; see `sweep` and `run_circuit`.
+
+    Attributes:
+        runner: the model's.
+        pairs: the pairs as tokens.
+        text: the texts that are run.
+        base, target: the metric of these, and of the others, after `cache` and `source`.
+
+    Raises:
+        TypeError: if the pairs are something else.
+        ValueError: if there is no such direction, or the texts to run are missing.
+        ModeError: if the model is in training mode.
+    """
+
+    base: Float[Tensor, " example"]
+    target: Float[Tensor, " example"]
+
+    def __init__(
+        self,
+        model: nn.Module,
+        pairs: Pairs,
+        direction: PatchingDirection | None = None,
+        max_bytes: int = 2**30,
+    ) -> None:
+        self.model, self.runner, self.max_bytes = model, runner_of(model), max_bytes
+        self.pairs, self.direction = pairs_for(model, pairs), direction
+        if direction is None or direction == "noising":
+            self.text = self.pairs.text
+        else:
+            self.text = self.pairs.texts(direction)[0]
+
+    @property
+    def other(self) -> Text:
+        """The texts that values come from.
+
+        Raises:
+            ValueError: if there are none.
+        """
+        return self.pairs.texts(self.direction or "noising")[1]
+
+    @property
+    def metric(self) -> Metric:
+        """The metric of the pairs."""
+        return self.pairs.metric
+
+    def capture(self, text: Text, names: str | Iterable[str]) -> ActivationCache:
+        """Values of one of the texts at some points, from a run that stops after the last of them."""
+        names = names if isinstance(names, str) else [*names]
+        return self.runner.capture(text.tokens, names=names, **text.arguments(self.model))
+
+    @without_gradients
+    def source(self, names: Iterable[str]) -> ActivationCache:
+        """Values at some points of the run that values come from, whose metric is `target` then."""
+        self.target, cache = self._measured(self.other, names)
+        return cache
+
+    @without_gradients
+    def cache(self, names: Iterable[str]) -> ActivationCache:
+        """Values at some points of the run that is edited, whose metric is `base` then."""
+        self.base, cache = self._measured(self.text, names)
+        return cache
+
+    def _measured(self, text: Text, names: Iterable[str]) -> tuple[Tensor, ActivationCache]:
+        arguments = text.arguments(self.model)
+        output, cache = self.runner.run_with_cache(text.tokens, names=[*names], **arguments)
+        return measure(self.metric, logits_of(output), text.of_logits.mask), cache
+
+    @without_gradients
+    def edited(
+        self, edits: Sequence[Hooks], rerun: bool = False, stacklevel: int = 4
+    ) -> tuple[Float[Tensor, " example"], Float[Tensor, "edit example"]]:
+        """Return the metric of the unedited run, and what each edit adds to it; see `sweep`.
+
+        Args:
+            edits: for each run what `run_with_hooks` takes as `hooks`.
+            rerun: whether each edit has a run of its own.
+            stacklevel: as in `warnings.warn`, for effects that are NaN.
+        """
+        batch = Batch(self.text, self.metric)
+        with batch.reading():
+            base, values = measured(self.runner, batch, edits, self.max_bytes, rerun)
+        effects = values - base
+        if wrong := effects.isnan().any(1).nonzero()[:, 0].tolist():
+            warnings.warn(
+                f"{len(wrong)} of {len(edits)} edits have no effect that is a number (NaN), the first is edit {wrong[0]}",
+                stacklevel=stacklevel,
+            )
+        return base, effects
+
+    def logits(
+        self, hooks: Hooks, rows: slice | Int[Tensor, " row"] = slice(None)
+    ) -> Float[Tensor, "row pos vocab"]:
+        """The logits of an edited run of some examples, through which gradients flow."""
+        text = self.text.rows(rows)
+        arguments = text.arguments(self.model)
+        return logits_of(self.runner.run_with_hooks(text.tokens, hooks=hooks, **arguments))
+
+    def gradients(self, names: Iterable[str]) -> Gradients:
+        """A run that holds the gradients of the metric at some points."""
+        return Gradients(self.runner, self.text, self.metric, names)
+
+    def result(
+        self,
+        values: Float[Tensor, "*axes example"],
+        labels: Mapping[str, Sequence[Any]],
+        base: Float[Tensor, " example"],
+        has_words: bool = True,
+        **about: Any,
+    ) -> Result:
+        """Effects with labels for each axis, the metric of the unedited run, and more facts.
+
+        Args:
+            values: the effects, of the axes of `labels`.
+            labels: by axis.
+            base: the metric.
+            has_words: whether positions are those of the texts.
+            about: the facts.
+        """
+        facts: dict[str, Any] = {"metric": repr(self.metric)}
+        texts = [self.text]
+        if self.direction is not None:
+            facts |= {"direction": self.direction, "texts": self.pairs.digests()}
+            texts += [self.other] if self.pairs.corrupted is not None else []
+        axes = [axis for axis in ("pos", "query", "key") if axis in labels and has_words]
+        words = words_of(self.model, *texts) if axes else None
+        return Result(
+            values,
+            (*labels, "example"),
+            base,
+            getattr(self, "target", None),
+            labels,
+            getattr(self.metric, "unit", ""),
+            facts | about,
+            words={axis: [words[n] for n in labels[axis]] for axis in axes if words},
+        )

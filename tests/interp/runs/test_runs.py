@@ -1,0 +1,60 @@
+"""Runs of pairs, against the model itself."""
+
+import pytest
+import torch
+
+from hooks import ModeError
+from interp import Pairs, edits
+from interp.runs.runs import Runs
+from tests.streams import made
+
+CLEAN, OTHER = torch.randint(23, (2, 3, 7), generator=torch.Generator().manual_seed(1))
+ANSWERS = torch.tensor([[4, 9], [0, 22], [7, 1]])
+
+
+def difference(logits, rows=slice(None)):
+    right, wrong = logits[:, -1].gather(1, ANSWERS[rows]).unbind(1)
+    return right - wrong
+
+
+@pytest.mark.parametrize("direction", ["denoising", "noising", None])
+def test_each_text_has_its_run(direction):
+    model, pairs = made(), Pairs(CLEAN, OTHER, ANSWERS)
+    runs = Runs(model, pairs, direction)
+    run, source = (OTHER, CLEAN) if direction == "denoising" else (CLEAN, OTHER)
+    assert torch.equal(runs.text.tokens, run)
+    values = runs.cache(["embed"])["embed"], runs.source(["embed"])["embed"]
+    assert all(map(torch.equal, values, (model.W_E[run], model.W_E[source])))
+    for metric, tokens in ((runs.base, run), (runs.target, source)):
+        torch.testing.assert_close(metric, difference(model(tokens)))
+
+
+def test_an_edited_run_passes_gradients_and_a_sweep_does_not():
+    model, vector = made(), torch.ones(14, dtype=torch.float64, requires_grad=True)
+    runs = Runs(model, Pairs(CLEAN, OTHER, ANSWERS), "noising")
+    hooks = {"blocks.1.resid_pre": edits.add(vector, pos=2)}
+    logits = runs.logits(hooks, torch.tensor([2, 0]))
+    with torch.no_grad():
+        stream = model.input_resid(CLEAN[[2, 0]])
+        context = model.context(CLEAN[[2, 0]])
+        stream = model.run_block(0, stream, context)
+        stream[:, 2] += vector
+        for layer in range(1, len(model.blocks)):
+            stream = model.run_block(layer, stream, context)
+        torch.testing.assert_close(logits, model.unembed(stream))
+    assert torch.autograd.grad(logits.sum(), vector)[0].any()
+    base, effects = runs.edited([hooks])
+    assert not effects.requires_grad
+    torch.testing.assert_close((base + effects[0])[[2, 0]], difference(logits, [2, 0]))
+
+
+def test_runs_are_refused_without_their_texts():
+    model, alone = made(), Pairs(CLEAN, answers=ANSWERS)
+    assert torch.equal(Runs(model, alone, "noising").text.tokens, CLEAN)
+    for ask in (lambda: Runs(model, alone, "denoising"), lambda: Runs(model, alone).other):
+        with pytest.raises(ValueError, match="corrupted texts"):
+            ask()
+    with pytest.raises(ModeError):
+        Runs(made().train(), alone)
+    with pytest.raises(TypeError, match="Pairs"):
+        Runs(model, CLEAN)
