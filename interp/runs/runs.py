@@ -112,7 +112,8 @@ class Runs:
         with batch.reading():
             base, values = measured(self.runner, batch, edits, self.max_bytes, rerun)
         effects = values - base
-        if wrong := effects.isnan().any(1).nonzero()[:, 0].tolist():
+        if effects.isnan().any():
+            wrong = effects.isnan().any(1).nonzero()[:, 0].tolist()
             warnings.warn(
                 f"{len(wrong)} of {len(edits)} edits have no effect that is a number (NaN), the first is edit {wrong[0]}",
                 stacklevel=stacklevel,

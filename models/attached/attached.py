@@ -1,88 +1,94 @@
-"""Attached: the points that are in a model of `transformers`, and how they get there and out again."""
+"""The one object of an attached model: what analyses use of it besides its points, its texts, and the way back."""
 
-from collections.abc import Sequence
-from functools import partial
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
-from hooks import HookedRunner, HookPoint, HookPoints, Point
-from hooks.shared import Session, Shards, Wire, carried, is_whole, mesh_of, remove_hooks
-from models.attached.attention import AttentionPoints
+from hooks import HookedRunner, HookPoint, HookPoints
+from hooks.shared import (
+    Session,
+    Wire,
+    hooks_disabled,
+    inside,
+    is_listened_to,
+    remove_hooks,
+    tensors_in,
+    to_device,
+)
 from models.attached.configs import (
     base_of,
     carry_changes,
     configs_of,
     kernel_name,
     own_configs,
-    text_config,
+    sizes_of,
 )
-from models.attached.example import Example, is_encoder_decoder
-from models.attached.forward import Forward, Generate, StackForward
-from models.attached.language import AttachedLanguage, AttachedTexts
-from models.attached.layout import layout_of
-from models.attached.missing import missing
-from models.attached.points import TOP, Blocks, Wiring
-from models.attached.probe import ProbeRun, Watching, probed
-from models.attached.promises import Checks, logits_alone
-from models.attached.roles import Roles
-from models.attached.stacks import OwnPart, Stack, Tower, features, stacks_of
-from models.attached.sums import is_same
+from models.attached.context import CACHES, AttachedContext, context_of
+from models.attached.example import parameters_of, uncached
+from models.attached.points import TOP, Blocks
+from models.attached.positions import PaddedPositions
+from models.attached.stacks import Stack, Tower
+from models.attached.unembedding import unembed_of
+from models.attached.view import PlainView
 from models.attached.wiring import restore_methods
-from models.text.texts import ReadsText
+from models.checkpoints.huggingface import from_memory
+from models.checkpoints.huggingface.families import FAMILIES
+from models.text.texts import ReadsText, read
+from models.text.token_batch import is_tokens
+from models.transformer import Transformer
+from models.weights import BlockWeights
 
-SPLIT_AXES = {"head", "kv_head", "d_mlp"}
-"""The axes that tensor-parallel plans split."""
+STEPS = ("context", "context_of", "input_resid", "run_block", "logits", "plain")
 
 
 class Attached(ReadsText):
-    """The points of one model, until `remove()` or the end of a `with`; see `attach`.
+    """A model with points, until `remove()` or the end of a `with`; see `attach`.
 
-    It also turns texts into tokens and back, for the model has no names for that.
+    It reads texts for the model, and has the parts of `interp.protocol.LanguageModel`. The steps and sizes are there if some
+    blocks read a text alone. `unembed` is there if the modules after them, the final norm first, give the logits in sequence,
+    up to a factor and a soft cap. Weights by our names are there if `models.from_hf` knows the family; they are read anew at
+    each access.
 
     Attributes:
         model: the model.
         left_out: the usual points that the model, or some block, does not have, by the last parts of their names, and why.
             Those of an encoder, a decoder or a tower begin with its name.
+        uncached: the arguments of a run whose keys nobody needs later.
+        config: the sizes.
+        blocks: the model's own blocks that read a text.
+        unembed: logits from a residual stream.
+        layouts: the modules of the blocks.
     """
 
-    def __init__(self, model: nn.Module, examples: Sequence[Example], roles: Roles) -> None:
+    blocks: nn.ModuleList
+    unembed: Callable[[Float[Tensor, "batch pos d_model"]], Float[Tensor, "batch pos vocab"]]
+
+    def __init__(self, model: nn.Module) -> None:
         self.model: Any = model
         self.left_out: dict[str, str] = {}
-        before = [self._before(example) for example in examples]
-        if before[0][1].is_meta or before[0][1].isnan().any():
-            raise ValueError(f"logits must be numbers; got NaN or none from {type(model).__name__}")
-        self._configs = own_configs(model)
-        self._runs = base_of(model)
-        self._forward = Forward(self._runs)
-        try:
-            probes = [self._probed(*each, is_second=n > 0) for n, each in enumerate(before)]
-            stacks = self._stacks(probes, roles)
-            self._runs.forward = self._forward
-            if hasattr(self._runs, "generate"):
-                self._runs.generate = Generate(self._runs)
-            wirings = [self._put_points(stack) for stack in stacks]
-            if len(probes) > 1 and len(stacks) > 1:
-                self._put_features(probes[1], stacks, wirings)
-            for module in model.modules():
-                if isinstance(module, HookPoint | HookPoints | Blocks | Tower):
-                    module.train(model.training)
-            texts = AttachedTexts(model)
-            self._forward.prepare = texts.prepare_inputs
-            if stacks[0].texts is not None:
-                texts = AttachedLanguage(model, stacks[0])
-                self._forward.prepare = texts.with_positions
-            vars(model).update(language_parts=texts, prepare_inputs=texts.prepare_inputs)
-            self._join_shards(examples[0])
-            for stack, wiring in zip(stacks, wirings, strict=True):
-                Checks(model, wiring, stack)()
-                found = missing(model, stack.layouts, stack.left_out, stack.prefix)
-                for name, why in (stack.left_out | found).items():
-                    self.left_out[stack.prefix + name] = why
-        except BaseException:
-            self.remove()
-            raise
+        self.uncached = uncached(model)
+        self.base = base_of(model)
+        self._parameters = parameters_of(model)
+        # What texts are given as.
+        self._reads = "input_ids" if "input_ids" in self._parameters else self._parameters[0]
+        self._positions = PaddedPositions(self, "position_ids" in self._parameters)
+        self._family = getattr(getattr(model, "config", None), "model_type", None)
+        self._configs: dict[nn.Module, tuple[Any, Any]] = {}
+
+    def read_through(self, stack: Stack) -> None:
+        """Takes a stack of blocks for those that read the texts."""
+        probe, chain = stack.probe, stack.chain
+        assert probe.logits is not None
+        self.blocks = nn.ModuleList(call.module for call in chain)
+        self.layouts = stack.layouts
+        cap = 0.0
+        if (unembed := unembed_of(self.model, probe, chain[-1])) is not None:
+            self.unembed, cap = unembed, unembed.cap
+        d_model = chain[0].inputs[0].shape[-1]
+        self.config = sizes_of(self.model, probe.logits.shape[-1], len(chain), d_model, cap)
 
     def __repr__(self) -> str:
         left_out = f"; without {', '.join(self.left_out)}" if self.left_out else ""
@@ -91,25 +97,8 @@ class Attached(ReadsText):
 
     def remove(self) -> None:
         """Takes everything out of the model again. A second call does nothing."""
-        self._restore_configs()
+        self.restore_configs()
         detach(self.model)
-
-    @property
-    def _tokenizer(self) -> Any:
-        return self._language._tokenizer
-
-    @_tokenizer.setter
-    def _tokenizer(self, tokenizer: Any) -> None:
-        self._language._tokenizer = tokenizer
-
-    @property
-    def _language(self) -> AttachedTexts:
-        if (language := carried(self.model, "language_parts")) is None:
-            raise ValueError("the model must be attached to read texts; its points were removed")
-        return language
-
-    def _text_device(self) -> torch.device | None:
-        return self._language._text_device()
 
     def __enter__(self) -> "Attached":
         return self
@@ -117,7 +106,12 @@ class Attached(ReadsText):
     def __exit__(self, *error: object) -> None:
         self.remove()
 
-    def _restore_configs(self) -> None:
+    def own_configs(self) -> None:
+        """Gives modules configs of their own, which ask for attention with points."""
+        self._configs = own_configs(self.model)
+
+    def restore_configs(self) -> None:
+        """Gives modules the configs that they had, with the changes that these have had since."""
         done = set[int]()
         for module, (config, before) in self._configs.items():
             if id(config) not in done:
@@ -126,116 +120,132 @@ class Attached(ReadsText):
             module.config = config
         self._configs = {}
 
-    def _before(self, example: Example) -> tuple[Example, Tensor, list[str]]:
-        """An example with its logits, and the functions that compute attention."""
-        with Watching() as watching:
-            reference = logits_alone(self.model, example)
-        return example, reference, watching.functions
+    @property
+    def kernels(self) -> set[str]:
+        """The names of the attention kernels that the model asks for."""
+        return {kernel_name(config) for config, _ in self._configs.values()}
 
-    def _probed(
-        self, example: Example, reference: Tensor, functions: list[str], is_second: bool
-    ) -> ProbeRun:
-        """A probe whose logits, and functions that compute attention, are those of the model before."""
-        # Attention of a text is seen in one way or the other; a tower or an encoder may have another than the text.
-        watch = is_second or is_encoder_decoder(self.model)
-        probe = probed(self.model, example, reference, watch)
-        is_same_code = probe.functions == functions and is_same(probe.logits, reference.cpu())
-        if not (probe.attention and is_same_code) and not is_second:
-            self._restore_configs()
-            probe = probed(self.model, example, reference, watch=True)
-        return probe
+    def run(self, tokens: Tensor, **arguments: Any) -> Any:
+        """The model's output."""
+        return self.model(**{self._reads: tokens, **self.uncached, **arguments})
 
-    def _stacks(self, probes: Sequence[ProbeRun], roles: Roles) -> list[Stack]:
-        """The stacks with the layouts of their blocks, and reasons why they may have no points of attention."""
-        model, stacks = self.model, stacks_of(self.model, probes, roles.blocks)
-        if is_encoder_decoder(model):
-            for name in {"encoder", "decoder"} - {stack.name for stack in stacks}:
-                self.left_out[name] = "its blocks do not run one on another"
-        odd = [*{kernel_name(config) for config, _ in self._configs.values()} - {"eager", "sdpa"}]
-        for stack in stacks:
-            config, why = text_config(model), stack.left_out
-            known = roles if stack.name in ("", "encoder", "decoder") else Roles()
-            stack.layouts = [layout_of(call, stack.probe, known, config) for call in stack.chain]
-            inside = {module for call in stack.chain for module in call.module.modules()}
-            times = max(stack.probe.attention[module] for module in inside)
-            if times > 1 and stack.name:
-                why["attn"] = f"attention ran {times} times: an example needs one image or sound"
-            elif not stack.probe.attention:
-                what = "has no attention, or computes it in a way that is not recognised"
-                why["attn"] = f"{type(model).__name__} {what}"
-            for layout in stack.layouts:
-                if layout.experts and stack.name:
-                    layout.experts = None
-                    why["mlp"] = "experts have points in the blocks of the text only"
-                why |= layout.experts.missing if layout.experts else {}
-            if any(weight.is_meta for weight in model.parameters()):
-                why["scale"] = "some norms' weights are kept elsewhere until they run"
-            if odd:
-                kernels = "attn_implementation must be 'eager' or 'sdpa' for these"
-                why["scores"] = why["pattern"] = f"{kernels}; got {odd[0]!r}"
-        return stacks
+    def run_base(self, tokens: Tensor, **arguments: Any) -> Any:
+        """The output of the model inside an adapter's wrapper."""
+        return self.base(**{self._reads: tokens, **self.uncached, **arguments})
 
-    def _put_points(self, stack: Stack) -> Wiring:
-        """Puts points where the layouts of a stack say."""
-        model, forward = self.model, cast(StackForward, self._forward)
-        root = stack.root(self._runs) if stack.name else model
-        if stack.name in ("encoder", "decoder"):
-            self._forward.reads_texts = False
-            setattr(model, f"get_{stack.name}", OwnPart(model, f"get_{stack.name}"))
-        wiring = Wiring(model, stack.owner(model))
-        if stack.name:
-            forward = root.forward = StackForward(root, grows=stack.name == "decoder")
-        if stack.name in ("encoder", "decoder") or stack.texts is not None:
-            forward.embedded = wiring.embeddings(stack, root)
-        wiring.owner.blocks = Blocks(map(wiring.block, stack.layouts))
-        wiring.final_norm(stack.probe, stack.chain[-1], root)
-        self._forward.places += wiring.places()
-        for points in wiring.owner.blocks.modules():
-            if isinstance(points, AttentionPoints):
-                points.is_lent = points.module in stack.probe.sharing
-        return wiring
+    def prepare_inputs(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        """The arguments of `forward` with tokens, mask and positions in place of texts, on the model's device.
 
-    def _put_features(
-        self, probe: ProbeRun, stacks: Sequence[Stack], wirings: Sequence[Wiring]
-    ) -> None:
-        """Puts points where the features of towers go into the stream of the text."""
-        merged, projected = features(self.model, probe, stacks[0].chain, stacks[1:])
-        if merged is None:
-            self.left_out["merged"] = "no module reads the embeddings with the features in them"
-        else:
-            wirings[0].merged(merged)
-        for stack, wiring in zip(stacks[1:], wirings[1:], strict=True):
-            if stack.name in projected:
-                wiring.projected(projected[stack.name])
-            else:
-                why = "what goes into the stream is no module's output"
-                self.left_out[f"{stack.prefix}projected"] = why
+        Positions that the caller gives stay; with a cache they are those of the new tokens.
 
-    def _join_shards(self, example: Example) -> None:
-        """Makes points join what processes hold, where a tensor-parallel plan splits heads or neurons."""
-        if (mesh := mesh_of(self.model)) is None:
-            return
-        groups: dict[str, list[tuple[Point, int, Tensor]]] = {}
+        Raises:
+            ValueError: as for `to_tokens` and `positions_of`.
+        """
+        args, kwargs = self._tokenized(args, kwargs)
+        named = self._named(args, kwargs)
+        new = next(tensors_in([named.get(name) for name in (self._reads, "inputs_embeds")]), None)
+        mask = named.get("attention_mask")
+        if not isinstance(mask, Tensor) or mask.ndim != 2 or new is None:
+            return args, kwargs
+        if named.get("position_ids") is not None:
+            return args, kwargs
+        positions = self.positions_of(mask)
+        return args, kwargs | {name: value[:, -new.shape[1] :] for name, value in positions.items()}
 
-        def note(point: Point, axis: int, part: Tensor) -> None:
-            groups.setdefault(point.name.rpartition(".")[0], []).append((point, axis, part))
+    def _tokenized(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        named = self._named(args, kwargs)
+        texts = named.get(self._reads)
+        if isinstance(texts, Mapping) and "attention_mask" not in named:
+            others = {*self._parameters} - {self._reads, "attention_mask"}
+            kwargs |= {name: texts[name] for name in texts if name in others}
+            texts = {name: texts[name] for name in texts if name not in others}
+        if device := self._text_device():
+            moved = [
+                to_device(x, device) if isinstance(x, Tensor) else x
+                for x in (*args, *kwargs.values())
+            ]
+            args, kwargs = (
+                tuple(moved[: len(args)]),
+                dict(zip(kwargs, moved[len(args) :], strict=True)),
+            )
+        if texts is None or is_tokens(texts):
+            return args, kwargs
+        cache = next((named[name] for name in CACHES if name in named), None)
+        tokens, mask = read(self, texts, named.get("attention_mask"), cache)
+        if mask is not None:
+            kwargs = {**kwargs, "attention_mask": mask}
+        return ((tokens, *args[1:]), kwargs) if args else (args, {**kwargs, self._reads: tokens})
 
+    def _named(self, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        return dict(zip(self._parameters, args, strict=False)) | kwargs
+
+    def _text_device(self) -> torch.device | None:
+        device = next(self.model.parameters()).device
+        return None if device.type == "meta" else device  # weights may be kept elsewhere
+
+    def positions_of(self, mask: Shaped[Tensor, "batch pos"]) -> dict[str, Tensor]:
+        """Positions for texts with padding before a token, for a model that takes them; see `PaddedPositions.of`."""
+        return self._positions.of(mask) if self.has("run_block") else {}
+
+    def context(self, tokens: Int[Tensor, "batch pos"], **arguments: Any) -> AttachedContext:
+        """The context of a run, which blocks read besides the residual stream: the arguments of the model."""
+        return AttachedContext(arguments)
+
+    def context_of(
+        self, calls: Sequence[Any], model_arguments: dict[str, Any]
+    ) -> AttachedContext | None:
+        """The context of a run, from how it called the blocks; None if they cannot be called again."""
+        return context_of(list(self.blocks), calls, model_arguments)
+
+    def input_resid(
+        self, tokens: Int[Tensor, "batch pos"], context: AttachedContext | None = None
+    ) -> Float[Tensor, "batch pos d_model"]:
+        """The residual stream that enters the first block."""
         with Session() as session:
-            for point in HookedRunner(self.model).points.values():
-                for axis in SPLIT_AXES & {*point.axes}:
-                    hook = partial(note, point, point.axes.index(axis))
-                    session.after(point.module, hook)
-            logits_alone(self.model, example)
-        for name, group in groups.items():
-            # Together, because parts that are zero are the same everywhere.
-            if not all(is_whole(part, mesh) for _, _, part in group):
-                for point, axis_at, part in group:
-                    vars(point.module)["shards"] = Shards.of(part, axis_at, mesh)
-            elif group[0][2].min() == group[0][2].max():
-                raise ValueError(
-                    f"{name} must have numbers that differ, to show whether {mesh.size()} processes hold parts of "
-                    f"them; got only {float(group[0][2].min())}"
-                )
+            session.before(self.blocks[0], _stop)
+            try:
+                self.model(tokens, **(context.given if context else {}))
+            except _Reached as reached:
+                return reached.args[0]
+        raise RuntimeError("the model must call its first block")
+
+    def run_block(
+        self, layer: int, resid: Float[Tensor, "batch pos d_model"], context: AttachedContext
+    ) -> Float[Tensor, "batch pos d_model"]:
+        """The residual stream leaving a block, from the one entering it. The context is from `context_of`."""
+        return next(tensors_in(self.blocks[layer](resid, **context.arguments(layer))))
+
+    def logits(
+        self, resid: Float[Tensor, "batch pos d_model"], last: int
+    ) -> Float[Tensor, "batch _last vocab"]:
+        """Logits of the `last` positions; 0 means all. With hooks there, all are computed."""
+        after = getattr(self.unembed, "modules", ())
+        if any(is_listened_to(part) for module in after for part in inside(module)):
+            return self.unembed(resid)[:, -last:]
+        return self.unembed(resid[:, -last:])
+
+    def plain(self) -> Transformer | PlainView:
+        """The model as a plain transformer, which shares its memory where layouts are the same; or as a `PlainView`.
+
+        Raises:
+            ValueError: as for `models.from_hf` or `PlainView`.
+        """
+        if self._family not in FAMILIES:
+            return hooks_disabled(PlainView, self)
+        made = from_memory(self.model, keep=True)
+        made.tokenizer = self.tokenizer
+        return made
+
+    def has(self, part: str) -> bool:
+        """Whether there is a part of `LanguageModel`. To read a weight takes long."""
+        if part.startswith(("W_", "b_")):
+            return self._family in FAMILIES and hasattr(BlockWeights, part)
+        return hasattr(self, "blocks" if part in STEPS else part)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith(("W_", "b_")) and self.has(name):
+            return getattr(self.plain(), name)
+        raise AttributeError(name)
 
 
 def detach(model: nn.Module) -> None:
@@ -267,3 +277,11 @@ def detach(model: nn.Module) -> None:
     for module in model.modules():
         remove_hooks(module, lambda hook: isinstance(hook, Wire))
         vars(module).pop("hook_points", None)
+
+
+class _Reached(BaseException):
+    """Ends a run at the first block, and holds the stream. `except Exception` in the model does not catch it."""
+
+
+def _stop(args: Any, kwargs: Any) -> None:
+    raise _Reached(next(iter((*args, *kwargs.values()))))

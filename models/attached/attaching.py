@@ -9,8 +9,8 @@ from models.attached.attention import register
 from models.attached.configs import configs_of, kernel_name
 from models.attached.example import Example, example_of, is_encoder_decoder, parameters_of
 from models.attached.points import TOP
-from models.attached.promises import logits_alone
 from models.attached.roles import Roles
+from models.attached.setting_up import SetUp
 from models.text.tokenizer import as_tokenizer
 
 
@@ -88,7 +88,12 @@ def attach(
     reader = as_tokenizer(tokenizer)
     if configs := configs_of(model):
         register({kernel_name(config) for config in configs.values()})
-    attached = Attached(model, _runs_of(model, default, given), Roles(blocks, attn, mlp))
+    attached = Attached(model)
+    try:
+        SetUp(attached, _runs_of(model, default, given), Roles(blocks, attn, mlp)).run()
+    except BaseException:
+        attached.remove()
+        raise
     attached.tokenizer = reader
     return attached
 
@@ -100,7 +105,7 @@ def _runs_of(model: nn.Module, default: Example | None, given: Example | None) -
     if given.is_text:
         return [given]
     try:
-        logits_alone(model, default)
+        default.logits(model)
     except ValueError:  # it needs images beside tokens
         return [given]
     return [default, given]

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -80,3 +81,32 @@ def kernel_of(module: nn.Module) -> Kernel:
         eager = eager or getattr(sys.modules[kind.__module__], "eager_attention_forward", None)
     kernels = library("transformers").AttentionInterface()
     return eager if name == "eager" and eager else kernels["sdpa" if name == "eager" else name]
+
+
+LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of an attached model, under our names.
+
+    Attributes:
+        vocab_size: the number of logits.
+        n_ctx: the longest text; a model that does not say reads any.
+        n_layers, n_heads, d_model, logit_cap: as in `models.TransformerConfig`.
+    """
+
+    vocab_size: int
+    n_ctx: int
+    n_layers: int
+    n_heads: int
+    d_model: int
+    logit_cap: float
+
+
+def sizes_of(model: Any, vocab_size: int, n_layers: int, d_model: int, logit_cap: float) -> Sizes:
+    """The sizes of a model, some of which its config says."""
+    config = text_config(model)
+    n_ctx = next((n for name in LENGTHS if (n := getattr(config, name, None))), sys.maxsize)
+    n_heads = getattr(config, "num_attention_heads", 0)
+    return Sizes(vocab_size, n_ctx, n_layers, n_heads, d_model, logit_cap)

@@ -1,15 +1,20 @@
 """The arguments of the runs by which a model's points are found and checked."""
 
+import contextlib
 import inspect
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from hooks.shared import Words, forwards_in, tensors_in
+from hooks.shared import Words, forwards_in, tensors_in, without_gradients
 from models.attached.configs import base_of
-from models.attached.probe import tokens_for
+from models.mode import mode
+
+SHAPE = (2, 7)
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +31,24 @@ class Example:
     def run(self, model: nn.Module) -> Any:
         """The model's output."""
         return model(*self.args, **self.kwargs)
+
+    @without_gradients
+    def logits(self, model: nn.Module) -> Tensor:
+        """The model's logits.
+
+        Raises:
+            ValueError: if the model does not run on these arguments.
+        """
+        with mode(model, training=False):
+            try:
+                output = self.run(model)
+            except Exception as error:
+                shapes = {n: [*x.shape] for n, x in self.kwargs.items() if isinstance(x, Tensor)}
+                raise ValueError(
+                    f"the model must run on {shapes or 'its first argument'} alone; {type(model).__name__} raised "
+                    f"{type(error).__name__}: {error} (example= gives other arguments)"
+                ) from error
+        return logits_of(output)
 
     @property
     def tokens(self) -> Tensor | None:
@@ -80,3 +103,34 @@ def is_encoder_decoder(model: nn.Module) -> bool:
 def parameters_of(model: Any) -> list[str]:
     """The names of the arguments of a model's forward."""
     return [*inspect.signature(base_of(model).forward).parameters]
+
+
+def logits_of(output: Any) -> Tensor:
+    """The logits of a model's output or, where it has none, the first tensor. Losses may come before them."""
+    logits = getattr(output, "logits", None)
+    return logits if isinstance(logits, Tensor) else next(tensors_in(output))
+
+
+def embedding_of(model: Any) -> Any:
+    """The embedding of a model's tokens: the one that it names, or else its first; None without one."""
+    with contextlib.suppress(AttributeError, NotImplementedError):
+        return model.get_input_embeddings()
+    return next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
+
+
+def tokens_for(model: Any) -> Tensor:
+    """Different tokens, [2, 7], on the device of the model's embedding.
+
+    Raises:
+        ValueError: if the model has none.
+    """
+    if (embedding := embedding_of(model)) is None:
+        raise ValueError(
+            f"attach needs example=, the input of a run, for a {type(model).__name__} without an nn.Embedding"
+        )
+    weight = embedding.weight
+    # A weight that is elsewhere until it is needed has no device; whoever brings it moves tokens too.
+    device = "cpu" if weight.is_meta else weight.device
+    return (
+        (torch.arange(math.prod(SHAPE), device=device) * 5 + 1).remainder(len(weight)).view(SHAPE)
+    )

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.attached.probe import SHAPE, Call
+from models.attached.example import SHAPE
+from models.attached.probe import Call
 from models.attached.sums import Summand, agree, factors_of, is_close, is_same, rolled
 
 Run = Callable[..., tuple[Tensor, Mapping[str, Tensor]]]

@@ -10,11 +10,12 @@ from hooks import HookPoint, HookPoints
 from hooks.shared import hooks_last
 from models.attached.attention import AttentionPoints, CrossPoints
 from models.attached.configs import text_config
+from models.attached.example import embedding_of
 from models.attached.expert_points import Copies, ExpertPoints, Gated, Given, Routing
 from models.attached.layout import BlockLayout
 from models.attached.norms import TracedNorm, norm_of
 from models.attached.past import CacheGiven, number_of, past_of
-from models.attached.probe import Call, ProbeRun, embedding_of
+from models.attached.probe import Call, ProbeRun
 from models.attached.stacks import Stack
 from models.attached.sums import Summand, factors_of, is_same, summand
 from models.attached.traced import TracedCross, TracedPoints

@@ -8,22 +8,22 @@
 5. A stack of blocks may see rows and positions as one axis. `ProbeRun.apart` gives the record with two.
 """
 
-import contextlib
 import math
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hooks.shared import memory_of, tensors_in, version, without_gradients
+from hooks import HookPoint
+from hooks.shared import Session, memory_of, tensors_in, version, without_gradients
 from models.attached.configs import kernel_of
+from models.attached.example import Example, logits_of
 from models.mode import mode
-
-SHAPE = (2, 7)
 
 PRODUCTS = ("matmul", "bmm", "baddbmm")
 ATTENTION, FUSED = ("product", "softmax", "product"), "fused"
@@ -71,6 +71,11 @@ class Call:
         return self._returned is not None and version(self._returned) != self._written
 
 
+def _on_cpu(tensor: Tensor) -> Tensor:
+    """A copy on the CPU, because modules may be on several devices."""
+    return tensor.detach().to("cpu", copy=True)
+
+
 @dataclass(eq=False)
 class ProbeRun:
     """A record of a run.
@@ -82,6 +87,7 @@ class ProbeRun:
         keys: the modules that called it, in order, each with its keys.
         example: the arguments of the run.
         reference: the logits that it gave before anything was put into the model.
+        copied: makes the copies of tensors.
         parts: the parts of attention that any code computed, in order; None if nobody watched.
         functions: the names of the functions that computed them.
     """
@@ -94,6 +100,7 @@ class ProbeRun:
     functions: list[str] = field(default_factory=list)
     example: Any = None
     reference: Any = None
+    copied: Callable[[Tensor], Tensor] = _on_cpu
     _open: list[Call] = field(default_factory=list)
     _recorded: int = 0
     _clock: int = 0
@@ -129,17 +136,29 @@ class ProbeRun:
         ]
         return replace(self, calls=calls)
 
+    def is_as(self, before: "Alone") -> bool:
+        """Whether logits, and functions that compute attention, are those of a run that was not recorded."""
+        same = self.logits is not None and torch.equal(self.logits, before.logits.cpu())
+        return same and self.functions == before.functions
+
+    def listen(self, session: Session, model: nn.Module) -> None:
+        """Records the calls of a model's modules while a session is open."""
+        for name, module in model.named_modules():
+            if name and not isinstance(module, HookPoint):
+                session.before(module, partial(self._enter, name, module))
+                session.after(module, partial(self._leave, module))
+
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         tensors = tensors_in((args, kwargs))
-        inputs = [_copy(tensor) for tensor in tensors]
+        inputs = [self.copied(tensor) for tensor in tensors]
         self._open.append(Call(name, module, inputs, self._clock, recorded=len(self.parts or ())))
         self.calls.append(self._open[-1])
         self._clock += 1
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, module: nn.Module, output: Any) -> None:
         call = self._open.pop()
         for tensor in tensors_in(output):
-            call.output, call._returned = _copy(tensor), tensor
+            call.output, call._returned = self.copied(tensor), tensor
             call._written = version(tensor)
             break
         call.ended = self._clock
@@ -193,63 +212,53 @@ class Watching(TorchFunctionMode):
         return output
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    """On the CPU, because modules may be on several devices."""
-    return tensor.detach().to("cpu", copy=True)
+class Alone(NamedTuple):
+    """A run of a model in which nothing was put.
 
-
-def logits_of(output: Any) -> Tensor:
-    """The logits of a model's output or, where it has none, the first tensor. Losses may come before them."""
-    logits = getattr(output, "logits", None)
-    return logits if isinstance(logits, Tensor) else next(tensors_in(output))
-
-
-def embedding_of(model: Any) -> Any:
-    """The embedding of a model's tokens: the one that it names, or else its first; None without one."""
-    with contextlib.suppress(AttributeError, NotImplementedError):
-        return model.get_input_embeddings()
-    return next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
-
-
-def tokens_for(model: Any) -> Tensor:
-    """Different tokens, [2, 7], on the device of the model's embedding.
-
-    Raises:
-        ValueError: if the model has none.
+    Attributes:
+        example: its arguments.
+        logits: what it gave.
+        functions: the names of the functions that computed attention.
     """
-    if (embedding := embedding_of(model)) is None:
-        raise ValueError(
-            f"attach needs example=, the input of a run, for a {type(model).__name__} without an nn.Embedding"
-        )
-    weight = embedding.weight
-    # A weight that is elsewhere until it is needed has no device; whoever brings it moves tokens too.
-    device = "cpu" if weight.is_meta else weight.device
-    return (
-        (torch.arange(math.prod(SHAPE), device=device) * 5 + 1).remainder(len(weight)).view(SHAPE)
-    )
+
+    example: Example
+    logits: Tensor
+    functions: list[str]
+
+
+def seen_alone(model: nn.Module, example: Example) -> Alone:
+    """A run of an example whose functions of attention are noted."""
+    with Watching() as watching:
+        logits = example.logits(model)
+    return Alone(example, logits, watching.functions)
 
 
 @without_gradients
-def probed(model: Any, example: Any, reference: Tensor, watch: bool = False) -> ProbeRun:
-    """The record of an example's run of the model, whose attention must be `hooked_attention` or is watched."""
-    probe, handles = ProbeRun(example=example, reference=reference), []
+def probed(model: Any, before: Alone, watch: bool = False) -> ProbeRun:
+    """The record of a run of the model, whose attention must be `hooked_attention` or is watched."""
+    probe = ProbeRun(example=before.example, reference=before.logits)
     watching = Watching(probe)
     probe.parts, probe.functions = watching.parts if watch else None, watching.functions
     try:
-        for name, module in model.named_modules():
+        for module in model.modules():
             vars(module)["hook_points"] = probe
-            if name:
-                enter = partial(probe._enter, name)
-                handles += [
-                    module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True),
-                    module.register_forward_hook(probe._leave),
-                ]
-        with mode(model, training=False), watching:
-            output = example.run(model)
+        with mode(model, training=False), watching, Session() as session:
+            probe.listen(session, model)
+            output = before.example.run(model)
     finally:
-        for handle in handles:
-            handle.remove()
         for module in model.modules():
             vars(module).pop("hook_points", None)
-    probe.logits = _copy(logits_of(output))
+    probe.logits = _on_cpu(logits_of(output))
     return probe
+
+
+def arguments_of(
+    modules: Sequence[nn.Module], run: Callable[[], object]
+) -> dict[nn.Module, tuple[Any, Any]]:
+    """The arguments of modules in a run."""
+    calls: dict[nn.Module, tuple[Any, Any]] = {}
+    with Session() as session:
+        for module in modules:
+            session.before(module, lambda *call, module=module: calls.update({module: call}))
+        run()
+    return calls

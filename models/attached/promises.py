@@ -10,20 +10,21 @@
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hooks import ActivationCache, HookedRunner
-from hooks.shared import Session, without_gradients
+from hooks.shared import without_gradients
 from models.attached.attention import AttentionPoints
 from models.attached.checked import has_other_terms, problem_of
-from models.attached.example import Example
+from models.attached.example import logits_of
 from models.attached.experts import inert, unequal
 from models.attached.layout import BlockLayout
 from models.attached.points import MLP_OUT, TOP, Wiring
-from models.attached.probe import logits_of
+from models.attached.probe import arguments_of
 from models.attached.stacks import Stack
 from models.attached.sums import HALF, agree, is_close, is_same, rolled
 from models.attached.traced import TracedPoints
@@ -80,12 +81,9 @@ class Checks:
 
     def _calls(self, modules: Sequence[nn.Module]) -> dict[nn.Module, tuple[Any, Any]]:
         """The arguments of modules in a run of a few tokens."""
-        calls: dict[nn.Module, tuple[Any, Any]] = {}
-        with Session() as session, torch.inference_mode(False):
-            for module in modules:
-                session.before(module, lambda *call, module=module: calls.update({module: call}))
-            logits_alone(self.model, self.stack.probe.example)
-        return calls
+        run = partial(self.stack.probe.example.logits, self.model)
+        with torch.inference_mode(False):
+            return arguments_of(modules, run)
 
     @property
     def _blocks(self) -> Any:
@@ -185,27 +183,6 @@ class Checks:
             example = self.stack.probe.example
             output, cache = runner.run_with_cache(*example.args, **example.kwargs, names=names)
         return logits_of(output), cache
-
-
-@without_gradients
-def logits_alone(model: nn.Module, example: Example) -> Tensor:
-    """The logits of an example.
-
-    Raises:
-        ValueError: if the model does not run on it.
-    """
-    with mode(model, training=False):
-        try:
-            output = example.run(model)
-        except Exception as error:
-            given = {
-                name: [*x.shape] for name, x in example.kwargs.items() if isinstance(x, Tensor)
-            }
-            raise ValueError(
-                f"the model must run on {given or 'its first argument'} alone; {type(model).__name__} raised "
-                f"{type(error).__name__}: {error} (example= gives other arguments)"
-            ) from error
-    return logits_of(output)
 
 
 def _has_other_terms(points: AttentionPoints, calls: Any) -> bool | None:

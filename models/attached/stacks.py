@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from hooks.shared import OptionalPoints
-from models.attached.example import is_encoder_decoder
+from models.attached.example import SHAPE, embedding_of, is_encoder_decoder
 from models.attached.layout import BlockLayout
-from models.attached.probe import SHAPE, Call, ProbeRun, embedding_of
+from models.attached.probe import Call, ProbeRun
 from models.attached.sums import is_same
 from models.attached.wiring import Replaced
 

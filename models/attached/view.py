@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from hooks import HookPoint, Identity, position_offset, start_of_piece
 from hooks.shared import carried, without_gradients
 from models.attached.context import AttachedContext
+from models.attached.example import tokens_for
 from models.attached.layout import BlockLayout
-from models.attached.probe import Call, tokens_for
+from models.attached.probe import Call
 from models.attached.sums import agree
 from models.attached.view_parts import (
     ViewContext,

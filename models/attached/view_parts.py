@@ -8,11 +8,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from hooks import HookPoint, Identity
+from hooks import Identity
 from hooks.shared import Session, hooks_disabled, tensors_in
+from models.attached.example import logits_of
 from models.attached.layout import BlockLayout
 from models.attached.norms import norm_of
-from models.attached.probe import Call, logits_of
+from models.attached.probe import Call, ProbeRun, arguments_of
 from models.attached.sums import agree, is_same
 from models.norm import LayerNorm, RMSNorm
 
@@ -40,46 +41,23 @@ def missing(n: int | None, what: str) -> ValueError:
 
 def recorded(language: Any, tokens: Tensor) -> tuple[dict[nn.Module, Call], Tensor]:
     """Return what each module that runs once read and gave, and the logits."""
-    calls: dict[nn.Module, Call] = {}
-    again: set[nn.Module] = set()
-
-    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-        if module in calls:
-            again.add(module)
-        read = [tensor.detach().clone() for tensor in tensors_in((args, kwargs))]
-        calls[module] = Call("", module, read, began=len(calls))
-
-    def leave(module: nn.Module, output: Any) -> None:
-        calls[module].output = next((t.detach().clone() for t in tensors_in(output)), None)
+    probe = ProbeRun(copied=lambda tensor: tensor.detach().clone())
 
     def run() -> Tensor:
         with Session() as session:
-            for module in language.model.modules():
-                if module is not language.model and not isinstance(module, HookPoint):
-                    session.before(module, partial(enter, module))
-                    session.after(module, partial(leave, module))
+            probe.listen(session, language.model)
             return logits_of(language.run(tokens))
 
     logits = hooks_disabled(run)
-    return {module: call for module, call in calls.items() if module not in again}, logits
+    return {call.module: call for call in probe.single}, logits
 
 
 def view_context_of(
     language: Any, attention: Sequence[Any], tokens: Tensor, arguments: dict[str, Any]
 ) -> ViewContext:
     """The arguments of attention modules in a run of the model."""
-    calls: dict[nn.Module, tuple[Any, Any]] = {}
-
-    def keep(module: nn.Module, args: Any, kwargs: Any) -> None:
-        calls[module] = (args, kwargs)
-
-    def run() -> None:
-        with Session() as session:
-            for module in attention:
-                session.before(module, partial(keep, module))
-            language.run(tokens, **arguments)
-
-    hooks_disabled(run)
+    run = partial(language.run, tokens, **arguments)
+    calls = hooks_disabled(arguments_of, attention, run)
     return ViewContext(arguments, tuple(calls[module] for module in attention))
 
 

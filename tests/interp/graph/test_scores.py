@@ -116,7 +116,7 @@ def test_what_moves_a_pattern_is_its_derivative(form):
 def test_of_attached_models_across_what_their_norms_divide_by(kind, monkeypatch):
     """A change of projections along which no scale changes moves queries by the map: finite differences of the model's own code."""
     if kind in FOREIGN:
-        monkeypatch.setattr("models.attached.language.FAMILIES", {})
+        monkeypatch.setattr("models.attached.attached.FAMILIES", {})
     model, text = made(kind), TEXT[:1]
     step, share = 1e-2, 3e-3  # many norms compute in single precision always
     attach(model)

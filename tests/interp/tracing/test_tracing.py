@@ -399,7 +399,7 @@ def test_predictions_hold_where_all_else_is_held():
 @pytest.mark.parametrize("kind", [*KINDS, *KNOWN])
 def test_attached_models_have_the_graph_of_their_parts(kind, monkeypatch):
     if kind in FOREIGN:  # their tiny configs have fields that from_hf does not know
-        monkeypatch.setattr("models.attached.language.FAMILIES", {})
+        monkeypatch.setattr("models.attached.attached.FAMILIES", {})
     model, text = made(kind), torch.tensor([[3, 1, 4, 1, 5, 9]])
     attach(model)
     torch.manual_seed(0)

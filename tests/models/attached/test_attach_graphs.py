@@ -30,7 +30,7 @@ KINDS = [
     *("olmoe", "gptj", "bloom", "codegen", "cohere", "phi3", "granite", "glm4", "gemma3_text"),
     *("persimmon", "nemotron", "xglm", "mpt", "llama4_text", "gpt_oss", "starcoder2", "olmo3"),
 ]
-KNOWN = ["llama", "gpt2", "qwen3", "gemma2", "mistral", "gpt_neox", "olmo2", "opt"]
+KNOWN = sorted(FAMILIES)
 # Sizes of the table that these configs do not have.
 FOREIGN = dict.fromkeys(("gpt2", "opt"), ("head_dim", "intermediate_size", "num_key_value_heads"))
 FOREIGN["gpt_neox"] = ("head_dim", "num_key_value_heads")
@@ -72,7 +72,7 @@ def test_families_that_are_known_have_the_graph_of_their_plain_model(kind, monke
     foreign = [name for name in FOREIGN.get(kind, ()) if hasattr(model.config, name)]
     plain = from_hf(model, ignore=foreign)
     with attach(model):
-        monkeypatch.setattr("models.attached.language.FAMILIES", {})
+        monkeypatch.setattr("models.attached.attached.FAMILIES", {})
         assert isinstance(graph.Graph(model).model, PlainView)
         edges = list(graph.Graph(plain).edges)[::3]
         for analysis in (edge_attribution, path_patching):
@@ -152,7 +152,7 @@ def test_an_edge_is_what_raw_hooks_make_of_it(kind):
 
 @pytest.mark.parametrize("kind", ["olmoe", "gpt2"])
 def test_padding_changes_nothing(kind, monkeypatch):
-    monkeypatch.setattr("models.attached.language.FAMILIES", {})
+    monkeypatch.setattr("models.attached.attached.FAMILIES", {})
     model = made(kind)
     real = torch.ones(3, 9, dtype=torch.bool)
     real[:, :2] = False
