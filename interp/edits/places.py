@@ -1,4 +1,15 @@
-"""Places: which part of an activation an edit changes, and which part of its source goes there."""
+"""Places: which part of an activation an edit changes, and which part of its source goes there.
+
+`edits.replace(source, head=1, pos=-1)` at `attn.z`, [2, 5, head, d_head], of two texts, the first with 2 columns of padding on
+the right, so that its last token is in column 2 and that of the second in column 4:
+
+1. `where` is `{"head": 1, "pos": -1}`. Along `pos` the selection is read on the real columns: `[[2], [4]]`.
+2. `box` bounds what is selected by a slice of each axis: all texts, columns 2 to 4, head 1, all of `d_head`.
+3. The texts differ inside it, so a `mask` says which columns of the box change: `[[True, False, False], [False, False, True]]`.
+4. With `source_pos`, `source_columns` has the source's column for each column of the box.
+5. With `pos=1`, in a generation whose activation is [2, 1, head, d_head] and starts at column 5, there is nothing to change:
+   `locate` gives None.
+"""
 
 import itertools
 from collections.abc import Mapping, Sequence

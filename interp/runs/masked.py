@@ -113,7 +113,6 @@ class MaskedRuns:
         self.graph, self._model = graph, graph.model
         self.runs = Runs(graph.runner().model, pairs, direction, max_bytes)
         self._text = self.runs.text
-        self._other = None if self.runs.pairs.corrupted is None else self.runs.other
         self._source = self._checked(source)
         self._held: Tensor | None = None  # the source of all examples, if these run together
 
@@ -143,9 +142,8 @@ class MaskedRuns:
                 raise ValueError(
                     f"source must be 'pair', 'zero', a cache or a tensor; got {source!r}"
                 )
-            if source == "pair" and (
-                self._other is None or not are_aligned(self._text, self._other)
-            ):
+            has_other = self.runs.pairs.corrupted is not None
+            if source == "pair" and not (has_other and are_aligned(self._text, self.runs.other)):
                 raise ValueError(
                     "source='pair' needs corrupted texts whose positions correspond: give those, or another source"
                 )
@@ -226,10 +224,10 @@ class MaskedRuns:
         """Return what the writers add in the other run."""
         if isinstance(self._source, Tensor):
             return _examples(self._source, rows)
-        if self._other is None or self._source == "zero":
+        if self._source == "zero":
             zero = self._model.blocks[0].attn.W_O.new_zeros(1, 1, 1, 1)
             return zero.expand(len(self.graph.writers), -1, -1, -1)
-        text = self._other.rows(rows)
+        text = self.runs.other.rows(rows)
         return self.graph.wrote(self.runs.capture(text, self.graph.needed))
 
     def _stream(self, rows: slice, source: Tensor, mask: Tensor) -> Tensor:

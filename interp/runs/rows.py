@@ -1,4 +1,14 @@
-"""Edited runs of one batch as rows of larger batches."""
+"""Edited runs of one batch as rows of larger batches.
+
+Two runs of a batch of 3 texts with 5 positions, one that zeros head 2 of `blocks.1.attn.z` and one that scales
+`blocks.1.mlp_out`, are one forward pass of 6 rows: rows 0 to 2 are the first run, 3 to 5 the second (`Text.repeated`).
+
+1. At `blocks.1.attn.z` the hook gets [6, 5, head, d_head] and gives rows 0 to 2 to the first run's edit, as if they were a
+   batch of their own; at `blocks.1.mlp_out` rows 3 to 5 go to the second's (`stacked`, `_edit_rows`).
+2. The logits where the metric reads them are divided again, and the metric is called for each run with 3 rows
+   (`Batch.read`, `Batch.measure`).
+3. A value without 6 rows, such as the weights of a mask for all texts, cannot be divided: its runs go one by one.
+"""
 
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -26,7 +36,7 @@ from hooks.shared import (
     with_first_tensor,
 )
 from interp.inputs.texts import Text
-from interp.inputs.token_positions import check_tokens, columns_of_last
+from interp.inputs.token_positions import columns_of_last
 from interp.measuring import Metric, last_of, per_example
 from interp.protocol import logits_of, of
 
@@ -73,12 +83,7 @@ class Batch:
         axes: for each edited module, the axis of its value with a row for each text; None if there is none.
     """
 
-    def __init__(
-        self,
-        text: Text,
-        metric: Metric,
-    ) -> None:
-        check_tokens(text.tokens)
+    def __init__(self, text: Text, metric: Metric) -> None:
         self.text, self.tokens = text, text.tokens
         self._pieces = dict[int | None, Piece]()
         size, n_pos = text.of_logits.tokens.shape[:2]

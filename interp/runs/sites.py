@@ -1,4 +1,13 @@
-"""Sites: where runs are compared, over which axes, and which texts belong to which run."""
+"""Sites: where runs are compared, and over which axes.
+
+Activation patching of `resid_pre` over `layer` and `pos`, in a model of 2 layers and texts of 3 tokens:
+
+1. `named` finds the points: `{0: "blocks.0.resid_pre", 1: "blocks.1.resid_pre"}`.
+2. `places_of` lists the places along each axis, a label and what is selected there:
+   `{"layer": [(0, {"layer": "blocks.0.resid_pre"}), (1, ...)], "pos": [(0, {"pos": slice(0, 1)}), (1, ...), (2, ...)]}`.
+3. `Sites.edits` makes the six edits of their product, in order: layer 0 at positions 0, 1, 2, then layer 1.
+4. `Sites.result` gives the six effects the shape [layer, pos, example], and positions the words of both texts.
+"""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -82,11 +91,6 @@ class Sites:
     2. Take their values from the run that values come from. Of an edit, which brings its own, one value of the run that is
        edited gives the sizes.
     3. Along each axis of the result list the places: labels, each with what is selected there.
-
-    Activation patching of `resid_pre` over `layer` and `pos`, with 2 layers and 3 positions, has
-    `names = {0: "blocks.0.resid_pre", 1: "blocks.1.resid_pre"}` and
-    `places = {"layer": [(0, {"layer": "blocks.0.resid_pre"}), ...], "pos": [(0, {"pos": slice(0, 1)}), ...]}`: six edits,
-    in the order of the product.
 
     Args:
         runs: the two runs; without a direction an edit is made.
