@@ -21,7 +21,7 @@ from hooks._torch import hooks_of, insert_hook, remove_hook
 from hooks.errors import NEVER_FIRED, HookError, require_fired
 from hooks.nested import with_first_tensor
 from hooks.point import HookPoint, Point, first_tensor
-from hooks.session import PartHook, Wire, keys
+from hooks.session import Wire, keys
 
 
 class Part(nn.Module):
@@ -38,8 +38,10 @@ class PartPoint(HookPoint):
     """A point inside a part."""
 
 
-class _Passing(PartHook):
+class _Passing(Wire):
     """Passes a point's value through a part."""
+
+    is_part = True
 
     def __init__(self, point: Point, part: Part) -> None:
         self.point, self.part = point, part

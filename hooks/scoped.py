@@ -2,9 +2,12 @@
 
 import weakref
 from contextvars import ContextVar
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+
+Entered = ContextVar[tuple[weakref.ref[Any], ...]]
+"""What the open `with` statements of a context hold, outermost first."""
 
 
 class Scoped(Generic[T]):
@@ -22,11 +25,11 @@ class Scoped(Generic[T]):
 
     def __init__(self, name: str, default: T) -> None:
         self._default = default
-        self.held: ContextVar[tuple[weakref.ref[_Held[T]], ...]] = ContextVar(name, default=())
+        self.entered: Entered = ContextVar(name, default=())
 
     def get(self) -> T:
         """The value of the innermost `with` that is open, or the default."""
-        for ref in reversed(self.held.get()):
+        for ref in reversed(self.entered.get()):
             if (held := ref()) is not None and held.is_open:
                 return held.value
         return self._default
@@ -36,14 +39,31 @@ class Scoped(Generic[T]):
         return _Held(self, value)
 
 
-class _Held(Generic[T]):
-    def __init__(self, scoped: Scoped[T], value: T) -> None:
-        self.value, self.is_open = value, True
-        self._held, self._ref = scoped.held, weakref.ref(self)
+class InContext:
+    """What holds while its `with` is open, in the context that entered it. Nothing but the `with` keeps it alive.
 
-    def __enter__(self) -> None:
-        self._held.set((*(ref for ref in self._held.get() if ref()), self._ref))
+    Attributes:
+        is_open: whether the `with` has not ended. A copy of the context may still have it.
+        ref: how the context knows it.
+    """
 
-    def __exit__(self, *error: object) -> None:
+    def __init__(self, entered: Entered) -> None:
+        self.is_open = True
+        self.ref: weakref.ref[Any] = weakref.ref(self)
+        self._entered = entered
+
+    def __enter__(self) -> Any:
+        self._entered.set((*(ref for ref in self._entered.get() if ref()), self.ref))
+        return self
+
+    def __exit__(
+        self, kind: object = None, error: BaseException | None = None, traceback: object = None
+    ) -> None:
         self.is_open = False
-        self._held.set(tuple(ref for ref in self._held.get() if ref is not self._ref))
+        self._entered.set(tuple(ref for ref in self._entered.get() if ref is not self.ref))
+
+
+class _Held(InContext, Generic[T]):
+    def __init__(self, scoped: Scoped[T], value: T) -> None:
+        super().__init__(scoped.entered)
+        self.value = value

@@ -21,6 +21,7 @@ from torch import nn
 
 from hooks._torch import children, has_hooks, hooks_of, insert_hook, remove_hook, traced_as_constant
 from hooks.hints import is_watcher
+from hooks.scoped import Entered, InContext
 
 P = ParamSpec("P")
 M = TypeVar("M", bound=nn.Module)
@@ -37,7 +38,7 @@ Edits = list[tuple[nn.Module, OutputHook]]
 keys = itertools.count(-1, -1)
 
 # A new thread starts with none. An asyncio task starts with those of the code that created it.
-_sessions: ContextVar[tuple[weakref.ref["Session"], ...]] = ContextVar("sessions", default=())
+_sessions: Entered = ContextVar("sessions", default=())
 
 
 class _Staying(threading.local):
@@ -48,7 +49,7 @@ class _Staying(threading.local):
 _staying = _Staying()
 
 
-class Session:
+class Session(InContext):
     """The hooks of one `with` statement, or of one handle.
 
     They act in the context (see `contextvars`) of that statement and in copies of it, until it ends. They
@@ -64,34 +65,32 @@ class Session:
     """
 
     def __init__(self, owner: object = None) -> None:
+        super().__init__(_sessions)
         self._registered: list[tuple[nn.Module, int]] = []
         self.edits: Edits = []
-        self.owner = owner
-        self._open = True
-        self._ref = ref = weakref.ref(self)
+        self.owner, ref = owner, self.ref
         kept_alive = self if owner is not None else None
 
         # Without arguments, because a compiler may keep an answer only if all arguments are constants.
         def acts() -> bool:
             session = kept_alive or ref()
-            return session is not None and session._open and ref in _in_force()
+            return session is not None and session.is_open and ref in _in_force()
 
         self.acts = traced_as_constant(acts)
 
     def __enter__(self) -> "Session":
         if self.owner is None:
-            _sessions.set((*(ref for ref in _sessions.get() if ref()), self._ref))
+            super().__enter__()
         else:
             # Those that another thread closed are left out here.
-            _staying.sessions = (*(s._ref for s in _alive(_staying.sessions)), self._ref)
+            _staying.sessions = (*(s.ref for s in _alive(_staying.sessions)), self.ref)
         return self
 
     def __exit__(
         self, kind: object = None, error: BaseException | None = None, traceback: object = None
     ) -> None:
         # First of all, because a copy of the model or of the context may still have these hooks.
-        self._open = False
-        _sessions.set(tuple(ref for ref in _sessions.get() if ref is not self._ref))
+        super().__exit__()
         self._remove()
         # PyTorch iterates over a module's hooks while an error leaves it. If another thread adds or
         # removes a hook then, PyTorch raises this instead of the error.
@@ -168,11 +167,13 @@ class _After(_Listener):
 
 
 class Wire:
-    """A hook that passes values through points, and listens to nothing itself."""
+    """A hook that passes values through points, and listens to nothing itself.
 
+    Attributes:
+        is_part: whether it is a part of the model, whose point fused kernels may not skip.
+    """
 
-class PartHook:
-    """A hook that is part of the model, and no listener. Fused kernels may not skip its point."""
+    is_part = False
 
 
 class _Note(_After, Wire):
@@ -197,12 +198,12 @@ def _in_force() -> tuple[weakref.ref[Session], ...]:
 
 
 def _alive(sessions: Iterable[weakref.ref[Session]]) -> list[Session]:
-    return [session for ref in sessions if (session := ref()) and session._open]
+    return [session for ref in sessions if (session := ref()) and session.is_open]
 
 
 def is_open(session: Session | None) -> bool:
     """Whether a session has begun and not ended."""
-    return session is not None and session._open
+    return session is not None and session.is_open
 
 
 def owners(modules: Container[nn.Module]) -> list[Any]:
@@ -241,14 +242,14 @@ def is_listened_to(module: nn.Module, parts: bool = True) -> bool:
 
 
 def _is_awake(hook: Callable[..., Any], parts: bool) -> bool:
-    if isinstance(hook, Wire | PartHook):
-        return parts and isinstance(hook, PartHook)
+    if isinstance(hook, Wire):
+        return parts and hook.is_part
     return hook.acts() if isinstance(hook, _Listener) else not is_watcher(hook)
 
 
 def is_foreign(hook: Callable[..., Any]) -> bool:
     """Whether somebody else registered a hook that does more than look at values."""
-    return not (isinstance(hook, Wire | PartHook | _Listener) or is_watcher(hook))
+    return not (isinstance(hook, Wire | _Listener) or is_watcher(hook))
 
 
 class FusedUnlessHooked:

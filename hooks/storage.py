@@ -16,7 +16,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from hooks._torch import has_storage, memory_of
-from hooks.errors import CacheError
+from hooks.errors import CacheError, UnknownNameError
 
 CHECKSUMS = "checksums"
 """The key of the checksums in a file's metadata."""
@@ -163,7 +163,7 @@ def opened(path: Path, kind: str) -> Iterator[tuple[dict[str, Any], dict[str, An
         FileNotFoundError: if there is no such file.
         CacheError: if the file is damaged or another one, or if its content raises anything inside the `with`.
     """
-    with one_error(path, f"be a complete {kind} that `save` wrote"):
+    with one_error(path, f"be a complete {kind} that `save` wrote", CacheError):
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             names = [name for name in file.keys() if not name.startswith(_PAD)]  # noqa: SIM118  # not a mapping
@@ -172,18 +172,23 @@ def opened(path: Path, kind: str) -> Iterator[tuple[dict[str, Any], dict[str, An
 
 
 @contextmanager
-def one_error(path: str | os.PathLike[str], rule: str) -> Iterator[None]:
-    """Turns each error that a file's content may raise into one that names the file and the rule.
+def one_error(
+    path: str | os.PathLike[str], rule: str = "", kind: type[Exception] = ValueError
+) -> Iterator[None]:
+    """Turns each error that a file's content may raise into one of a kind, that names the file and the rule.
 
-    Raises:
-        CacheError: in place of any error but a FileNotFoundError.
+    Errors that say that a file, a library or a name is missing stay as they are.
     """
+    what = f"{path} must {rule}" if rule else str(path)
     try:
         yield
-    except FileNotFoundError:
+    except (FileNotFoundError, ImportError, UnknownNameError):
         raise
+    except KeyError as error:
+        raise kind(f"{what}: {error} must be there; got a file without it") from None
     except Exception as error:
-        raise CacheError(f"{path} must {rule}: {error!r}") from None
+        reason = " ".join(str(error).split())[:500] or type(error).__name__
+        raise kind(f"{what}: {reason}") from None
 
 
 def create(partial: Path, path: Path) -> None:

@@ -2,19 +2,16 @@
 
 import importlib
 import json
-import os
 import pickle
 import re
 import zipfile
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hooks import UnknownNameError
-from hooks.shared import unknown_name
+from hooks.shared import storage, unknown_name
 
 
 def library(name: str) -> Any:
@@ -31,31 +28,13 @@ def library(name: str) -> Any:
         raise ImportError(f'{name} is missing: pip install "hookscope[hf]"', name=name) from None
 
 
-@contextmanager
-def one_error(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turns each error that a file's content may raise into one that names the file.
-
-    Raises:
-        ValueError: in place of any error, unless it says that a file, a library or a key to ignore is missing.
-    """
-    try:
-        yield
-    except (FileNotFoundError, ImportError, UnknownNameError):
-        raise
-    except KeyError as error:
-        raise ValueError(f"{path}: {error} must be there; got a file without it") from None
-    except Exception as error:
-        reason = " ".join(str(error).split())[:500] or type(error).__name__
-        raise ValueError(f"{path}: {reason}") from None
-
-
 def read_json(path: Path) -> Any:
     """Reads the value in a JSON file.
 
     Raises:
         ValueError: if it is not JSON in UTF-8; the message names the file.
     """
-    with one_error(path):
+    with storage.one_error(path):
         return json.loads(path.read_text(encoding="utf-8"))
 
 
@@ -80,7 +59,7 @@ def read_saved(path: Path) -> Any:
         FileNotFoundError: if there is no such file.
         ValueError: if it is damaged, another file, or would run code; the message names the file.
     """
-    with one_error(path), path.open("rb") as file:
+    with storage.one_error(path), path.open("rb") as file:
         if file.read(4) == b"PK\x03\x04":  # as PyTorch asks
             records = zipfile.ZipFile(file)
             # PyTorch reads nothing of a record that is marked as a directory.

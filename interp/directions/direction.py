@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from hooks import Point
+from hooks import CacheError, Point
 from hooks.shared import layer_of, storage, unknown_name
 from interp import pictures
 from interp.pictures.shown import told
@@ -177,7 +177,7 @@ class Direction(pictures.Shown):
                     raise ValueError(f"the file must have {count} numbers at byte {offset}")
                 return numbers
 
-        with storage.one_error(path, "be a complete control vector in GGUF"):
+        with storage.one_error(path, "be a complete control vector in GGUF", CacheError):
             reader = Reader(path)
             field = reader.fields.get("general.architecture")
             if field is None or field.contents() != "controlvector":

@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from hooks import CacheError
 from hooks.shared import storage
 from interp.graph.circuit import Circuit
 from interp.graph.graph import Graph
@@ -48,7 +49,7 @@ def read_mib(path: str | os.PathLike[str], graph: Graph) -> MIB:
     """
     is_pt = Path(path).suffix == ".pt"
     places = {name: at for at, names in _mib_names(graph).items() for name in names}
-    with storage.one_error(path, "be a circuit in a format of MIB"):
+    with storage.one_error(path, "be a circuit in a format of MIB", CacheError):
         table = torch.load(path, weights_only=True) if is_pt else json.loads(Path(path).read_text())
         edges, nodes, neurons = _of_pt(table, graph, places) if is_pt else _of_json(table)
     if odd := {*places} ^ {*edges}:

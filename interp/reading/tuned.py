@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks import HookedRunner
+from hooks import CacheError, HookedRunner
 from hooks.shared import config_hash, stacked, storage, to_device, without_gradients
 from interp.inputs.texts import Texts, each_text, padded
 from interp.numbers.precision import divergence, finite
@@ -64,7 +64,7 @@ class TunedLens(AffineLens):
             FileNotFoundError: if there is no such file.
             CacheError: if it holds anything but the translators.
         """
-        with storage.one_error(path, "hold the translators of a tuned lens"):
+        with storage.one_error(path, "hold the translators of a tuned lens", CacheError):
             held = torch.load(Path(path), map_location="cpu", weights_only=True)
             count = len(held) // 2
             parts = [[held.pop(f"{n}.{part}") for n in range(count)] for part in ("weight", "bias")]

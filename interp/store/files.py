@@ -116,7 +116,7 @@ class Folder:
             FileNotFoundError: if there is no such file.
             CacheError: if it is damaged.
         """
-        with storage.one_error(self.path(name), "be a file of a store"):
+        with storage.one_error(self.path(name), "be a file of a store", CacheError):
             facts = json.loads(self._system.cat_file(self.path(name)))
             if not isinstance(facts, dict):
                 raise ValueError(f"it must hold an object; got a {type(facts).__name__}")
@@ -188,7 +188,7 @@ class Folder:
         """
         path = self.path(file_of(number))
         rule = "be a whole file of this store (harvest again, and a damaged one is mended)"
-        with storage.one_error(path, rule):
+        with storage.one_error(path, rule, CacheError):
             if self._is_here:
                 with safe_open(path, framework="pt") as file:
                     _require_own(file.metadata(), store, listed)
@@ -205,7 +205,7 @@ class Folder:
             if self._is_here:
                 with storage.opened(Path(path), KIND) as (_, facts):
                     return facts
-            with storage.one_error(path, "be a file of a store"):
+            with storage.one_error(path, "be a file of a store", CacheError):
                 data = self._system.cat_file(path)
                 tensors = safetensors.torch.load(data)
                 return dict(storage.unpacked(KIND, tensors, _metadata_of(data)))

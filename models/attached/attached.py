@@ -275,7 +275,7 @@ def detach(model: nn.Module) -> None:
     for name in ("language_parts", "prepare_inputs"):
         vars(model).pop(name, None)
     for module in model.modules():
-        remove_hooks(module, lambda hook: isinstance(hook, Wire))
+        remove_hooks(module, lambda hook: isinstance(hook, Wire) and not hook.is_part)
         vars(module).pop("hook_points", None)
 
 

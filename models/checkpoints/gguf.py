@@ -8,6 +8,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from hooks.shared import storage
 from models.checkpoints.assemble import Reader, Source, assemble, concatenated
 from models.checkpoints.gguf_config import gguf_config
 from models.checkpoints.gguf_file import GGUFFile
@@ -22,7 +23,6 @@ from models.checkpoints.gguf_tables import (
 )
 from models.checkpoints.gguf_tokenizer import read_tokenizer
 from models.config import TransformerConfig
-from models.files import one_error
 from models.text.tokenizer import Tokenizer
 from models.transformer import Transformer
 
@@ -53,11 +53,11 @@ def load_gguf(
         ValueError: if the file is damaged, describes something that the model cannot express, or its
             tensors do not match its metadata. The message names the file.
     """
-    with one_error(path):
+    with storage.one_error(path):
         file = GGUFFile(path, ignore)
         name = _architecture(file)
     try:
-        with one_error(path):
+        with storage.one_error(path):
             config, factors = gguf_config(file, name)
     except ValueError as error:
         raise ValueError(f"{error}; {_other_road(path, file, name)}") from None
@@ -78,7 +78,7 @@ def load_gguf_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         ImportError: if the library `tokenizers` is missing.
         ValueError: if the file is damaged or its tokenizer is of another kind; it names the file.
     """
-    with one_error(path):
+    with storage.one_error(path):
         return read_tokenizer(GGUFFile(path))
 
 

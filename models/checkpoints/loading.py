@@ -11,11 +11,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from hooks.shared import storage
 from models import verification
 from models.checkpoints.huggingface import load_huggingface
 from models.checkpoints.own import BUNDLED, CONFIG, bundled, load_own
 from models.checkpoints.transformer_lens import from_transformer_lens, weights_in
-from models.files import library, one_error, read_object, read_saved, without
+from models.files import library, read_object, read_saved, without
 from models.registry import ON_HUB, available
 from models.text.files import tokenizer_from
 from models.text.tokenizer import Tokenizer
@@ -126,7 +127,7 @@ def _load_weights(
     Raises:
         ValueError: if it is another file of weights: it does not say what model it is of.
     """
-    with one_error(file):
+    with storage.one_error(file):
         held = load_file(file) if kind == "safetensors" else read_saved(file)
     weights, config = weights_in(held, str(file))
     beside = file.parent / CONFIG

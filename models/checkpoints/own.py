@@ -16,7 +16,6 @@ from hooks.shared import storage
 from models.checkpoints.assemble import assemble
 from models.checkpoints.readers import WHOLE, reader_of
 from models.config import TransformerConfig
-from models.files import one_error
 from models.rotary_scaling import RotaryScaling
 from models.text.tokenizer import CharTokenizer
 from models.transformer import Transformer
@@ -46,7 +45,7 @@ def load_own(
         FileNotFoundError: if there are no weights.
         ValueError: if a file is damaged, or the weights do not match the config.
     """
-    with one_error(directory / CONFIG):
+    with storage.one_error(directory / CONFIG):
         config = _own_config(described)
     reader, path = reader_of(directory)
     return assemble(config, {}, reader, str(path), dtype=dtype, device=device)

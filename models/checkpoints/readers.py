@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hooks.shared import storage
 from models.checkpoints.assemble import Reader
-from models.files import one_error, read_object, read_saved
+from models.files import read_object, read_saved
 
 WHOLE = "model.safetensors"
 WHOLE_BIN = "pytorch_model.bin"
@@ -44,7 +44,7 @@ def reader_of(directory: Path) -> tuple[Reader, Path]:
         # An open file is mapped into memory, and what was read counts as memory of the process. So each
         # read opens it again.
         def read(key: str) -> Tensor:
-            with one_error(owners[key]), safe_open(owners[key], "pt") as file:
+            with storage.one_error(owners[key]), safe_open(owners[key], "pt") as file:
                 tensor = file.get_tensor(key)
                 saved = json.loads((file.metadata() or {}).get(storage.CHECKSUMS, "{}"))
                 if saved and saved.get(key) != storage.checksum(key, tensor):
@@ -58,13 +58,13 @@ def reader_of(directory: Path) -> tuple[Reader, Path]:
 
 
 def _keys(path: Path) -> list[str]:
-    with one_error(path), safe_open(path, "pt") as file:
+    with storage.one_error(path), safe_open(path, "pt") as file:
         return list(file.keys())
 
 
 def _load(path: Path) -> dict[str, Tensor]:
     state = read_saved(path)
-    with one_error(path):
+    with storage.one_error(path):
         for key, value in dict(state).items():
             if not (isinstance(key, str) and isinstance(value, Tensor)):
                 raise TypeError(f"{key!r} must be the name of a tensor")

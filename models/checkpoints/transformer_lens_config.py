@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hooks.shared import storage
 from models.checkpoints.huggingface.family import ACTIVATIONS, Attributes
 from models.config import TransformerConfig
-from models.files import one_error, read_object
+from models.files import read_object
 from models.rotary_scaling import RotaryScaling
 
 # Fields of TransformerLens' config that do not affect logits, and those that do only where another says so.
@@ -57,7 +58,7 @@ def lens_config(weights: Mapping[str, Tensor], config: Any) -> TransformerConfig
         stated = read_object(Path(config))
     else:
         stated = config if isinstance(config, Mapping) else config.to_dict()
-    with one_error("TransformerLens' config"):
+    with storage.one_error("TransformerLens' config"):
         return _translated(Attributes({**implied, **stated}))
 
 

@@ -7,7 +7,8 @@ from operator import index
 from pathlib import Path
 from typing import Any
 
-from models.files import library, one_error, read_json, read_object
+from hooks.shared import storage
+from models.files import library, read_json, read_object
 from models.text.tekken import tokenizer_of_tekken
 from models.text.templates import template_of
 from models.text.tokenizer import (
@@ -81,13 +82,13 @@ def _characters(path: Path) -> CharTokenizer:
     characters = read_json(path)
     if not isinstance(characters, list) or not all(isinstance(c, str) for c in characters):
         raise ValueError(f"{path} must hold a list of characters; got {str(characters)[:40]}")
-    with one_error(path):
+    with storage.one_error(path):
         return CharTokenizer(characters)
 
 
 def _from_json(path: Path) -> SubwordTokenizer:
     kind = library("tokenizers").Tokenizer
-    with one_error(path):
+    with storage.one_error(path):
         tokenizer = kind.from_file(str(path))
     return _finished(path, tokenizer)
 
@@ -102,7 +103,7 @@ def _from_pairs(vocabulary: Path, merges: Path) -> SubwordTokenizer:
             "must hold a tokenizer.json, because its tokenizer may not split texts as GPT-2's does"
         )
         raise ValueError(f"{vocabulary.parent} {rule}; got the tokenizer_class {kind!r}")
-    with one_error(f"{vocabulary} and {merges.name}"):
+    with storage.one_error(f"{vocabulary} and {merges.name}"):
         pieces, pairs = library_.models.BPE.read_file(str(vocabulary), str(merges))
         model = library_.models.BPE(pieces, pairs)
     tokens = _added_tokens(vocabulary)
@@ -185,5 +186,5 @@ def _beside(file: Path, name: str) -> Iterator[dict[str, Any]]:
     """The object in a file beside `file`, empty if there is none. Errors inside the `with` name it."""
     path = file.with_name(name)
     described = read_object(path) if path.is_file() else {}
-    with one_error(path):
+    with storage.one_error(path):
         yield described

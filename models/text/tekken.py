@@ -8,7 +8,8 @@ import base64
 from pathlib import Path
 from typing import Any
 
-from models.files import library, one_error, read_object
+from hooks.shared import storage
+from models.files import library, read_object
 from models.text.tokenizer import SubwordTokenizer, byte_level, byte_signs, frame_texts
 
 _BEGIN, _END = "<s>", "</s>"
@@ -27,7 +28,7 @@ def tokenizer_of_tekken(path: Path) -> SubwordTokenizer:
         ValueError: if the file is damaged; it names the file.
     """
     data = read_object(path)
-    with one_error(path):
+    with storage.one_error(path):
         return _made(data)
 
 

@@ -15,7 +15,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from hooks.shared import later, stacked, storage
-from models.files import one_error, read_saved
+from models.files import read_saved
 from models.training.data import Loss, TrainingConfig, check_learnable, evaluate, row_losses
 from models.transformer import Transformer
 
@@ -206,7 +206,7 @@ class Run:
     def _load(self, path: Path) -> None:
         """Loads a checkpoint, after a check that it is whole and of this run."""
         state = read_saved(path)
-        with one_error(path):
+        with storage.one_error(path):
             theirs = state["run"]
             different = [
                 f"{name} was {theirs.get(name)!r} and is now {self._identity.get(name)!r}"
