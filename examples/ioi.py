@@ -130,15 +130,11 @@ def paired(tokenizer: Tokenizer, prompts: list[Prompt], spans: tuple[str, ...]) 
     )
     own, others = ({name: [[row[i][1][name]] for row in rows] for name in spans} for i in range(2))
     answers = torch.tensor([[tokenizer.encode(text)[-1] for text in p.answers] for p in prompts])
-    return Pairs(
-        clean,
-        corrupted,
-        answers,
-        attention_mask=mask,
-        spans=own,
-        corrupted_mask=other,
-        corrupted_spans=others,
+    texts, changed = (
+        {"input_ids": tokens, "attention_mask": real}
+        for tokens, real in ((clean, mask), (corrupted, other))
     )
+    return Pairs(texts, changed, answers, spans=own, corrupted_spans=others)
 
 
 def run(options: argparse.Namespace) -> None:

@@ -21,7 +21,7 @@ from hooks.shared import progress_bar, without_gradients
 from interp import pictures
 from interp.effects.patching import activation_patching
 from interp.inputs.pairs import Pairs
-from interp.inputs.texts import writer_of
+from interp.inputs.wording import writer_of
 from interp.measuring import Metric
 from interp.metrics import log_prob
 from interp.pictures.view import View, visible

@@ -128,17 +128,15 @@ parts = direct_logit_attribution(llava, cache, right=8, pos=-1)
 print(parts.values.sum().item(), output.logits[0, -1, 8].item())
 
 # %% [markdown]
-# Pairs take other arguments by name. Here the same words with two images: the image of the first pair, patch after patch, in the tower.
+# Pairs take what a processor gives, all arguments of a run by name. Here the same words with two images: the image of the first pair, patch after patch, in the tower.
 # Tensors with a row for each text go with the texts. Models that read the patches of all images in one row (Qwen's) are given a list, with a tensor
 # for each text: it is joined when the model runs.
 
 # %%
 pairs = Pairs(
-    tokens,
-    tokens,
+    {"input_ids": tokens, "pixel_values": image},
+    {"input_ids": tokens, "pixel_values": other},
     (8, 9),
-    arguments={"pixel_values": image},
-    corrupted_arguments={"pixel_values": other},
 )
 effects = activation_patching(llava, pairs, "vision.resid_pre")
 print(effects.top(3))
@@ -163,7 +161,8 @@ t5 = T5ForConditionalGeneration(
 ).eval()
 attach(t5)
 source, decoded = torch.tensor([[3, 1, 4, 1, 5]]), torch.tensor([[0, 9, 2]])
-pairs = Pairs(source, source.flip(1), (6, 7), arguments={"decoder_input_ids": decoded})
+texts = {"input_ids": source, "decoder_input_ids": decoded}
+pairs = Pairs(texts, source.flip(1), (6, 7))
 for site in ("encoder.resid_pre", "decoder.cross_out"):
     print(activation_patching(t5, pairs, site).top(1))
 over = ["layer", "encoder_pos"]

@@ -42,7 +42,7 @@ def sweep(
 
     Args:
         model: the model, in evaluation mode.
-        texts: the texts, or pairs, of which the clean texts are run.
+        texts: the texts, or a mapping of all arguments of a run, as a processor gives; or pairs, of which the clean texts are run.
         edits: for each run what `run_with_hooks` takes as `hooks`.
         metric: a function from logits to a number per example; see `interp.metrics`. By default that of
             the pairs.

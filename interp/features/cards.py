@@ -20,7 +20,8 @@ from hooks.shared import Index, storage, to_device, without_gradients
 from interp import pictures
 from interp.features.dictionary import Dictionary
 from interp.features.splicing import Dictionaries, placed, splice
-from interp.inputs.texts import Texts, batches, writer_of
+from interp.inputs.texts import Texts, batches
+from interp.inputs.wording import writer_of
 from interp.protocol import n_logits, runner_of
 from interp.reading.weights import token_directions
 

@@ -12,14 +12,9 @@ from torch import Tensor, nn
 
 from hooks.shared import without_gradients
 from interp import pictures
-from interp.inputs.arguments import each_row, require_rows
+from interp.inputs.arguments import require_rows
 from interp.inputs.spans import Spans, as_answers, columns_of, require_aligned
-from interp.inputs.texts import (
-    Text,
-    Texts,
-    each_text,
-    writer_of,
-)
+from interp.inputs.texts import Text, Texts, each_text, parts_of
 from interp.inputs.token_positions import (
     check_tokens,
     is_batch,
@@ -28,7 +23,7 @@ from interp.inputs.token_positions import (
     real_of,
     short,
 )
-from interp.inputs.wording import tokens_of_pairs
+from interp.inputs.wording import tokens_of_pairs, writer_of
 from interp.measuring import Metric, Writer, evaluate, in_words, last_of, metric_for
 from interp.metrics import accuracy, log_prob, logit_diff
 from interp.pictures import objects
@@ -57,27 +52,28 @@ class Pairs(pictures.Shown):
 
     Args:
         clean: the texts, [batch, pos] or in any form that `model.to_tokens` takes; or images or sounds [batch, ...], for a model
-            that reads these first.
-        corrupted: other texts. None where no analysis needs them, because values come from an edit or a source.
+            that reads these first. Or a mapping of the model's arguments, such as a processor gives: `input_ids` (or what else is
+            first), `attention_mask`, and others such as `pixel_values`, `decoder_input_ids` or `query_key_mask`. Tensors
+            with a row for each text go with the texts. Where a model reads the images of all texts in a row, give a list
+            with a tensor for each text.
+        corrupted: other texts; if they are no mapping, with the mask and other arguments of the clean ones. None where no analysis
+            needs them, because values come from an edit or a source.
         answers: the right token of each clean text, or the right and the wrong one, as a tensor; or a token, or a
             tuple (right, wrong), for all texts, or a list of these. An answer that is a word of the text is that
             word with a space before it, where that is one token.
-        attention_mask: True or 1 at real tokens of the clean texts; None if there is no padding.
+        attention_mask: True or 1 at real tokens of the texts; None if there is no padding, or texts are mappings with masks.
         spans: by name, positions for each example in the clean text, or a mask of them. -1 is the last real
             token. Of strings: a part of the text, or a tuple (of the clean one, of the corrupted one), or a list of
             these; all tokens that it touches. Of chats (`models.chat`): names of their spans, such as `["assistant"]`.
         metric: a function from logits to a number per example. By default the logit difference of right and
             wrong answers, or the log-probability of the right ones.
-        corrupted_mask, corrupted_spans: the same for the corrupted texts; by default as in the clean ones.
-        arguments: other arguments of the model by name, such as `position_ids` or `query_key_mask`. Tensors with a
-            row for each text go with the texts. Where a model reads the images of all texts in a row, give a list with a
-            tensor for each text.
-        corrupted_arguments: the same for the corrupted texts; by default as for the clean ones.
+        corrupted_spans: the same for the corrupted texts; by default as in the clean ones.
         last_only: keep only the last position of each span. Otherwise a span has as many positions in
             the clean text as in the corrupted one.
 
     Attributes:
         is_read: whether all are tokens, as those of `read_by` are.
+        attention_mask, corrupted_mask, arguments, corrupted_arguments: of both texts.
         clean, corrupted, answers: as they were given, and tensors of tokens once they are read.
         spans, corrupted_spans: likewise, and by name positions [batch, n]. Where an example has fewer than n, its
             last one is repeated.
@@ -111,10 +107,7 @@ class Pairs(pictures.Shown):
         attention_mask: Shaped[Tensor, "batch pos"] | None = None,
         spans: Mapping[str, Any] | Sequence[str] | None = None,
         metric: Metric | None = None,
-        corrupted_mask: Shaped[Tensor, "batch other"] | None = None,
         corrupted_spans: Spans | None = None,
-        arguments: Mapping[str, Any] | None = None,
-        corrupted_arguments: Mapping[str, Any] | None = None,
         last_only: bool = False,
     ) -> None:
         if metric is not None:
@@ -122,13 +115,17 @@ class Pairs(pictures.Shown):
         self._metric = metric
         # Gives the text of tokens, once a model has read the pairs.
         self._write: Writer | None = None
+        clean, mask, arguments = parts_of(clean)
+        if mask is not None and attention_mask is not None:
+            raise ValueError("texts with a mask of their own need no attention_mask; got both")
+        attention_mask = attention_mask if mask is None else mask
+        corrupted, corrupted_mask, others = parts_of(corrupted)
+        if others is None:  # the words alone are others
+            corrupted_mask, others = attention_mask, arguments
         self.clean, self.corrupted, self.last_only = clean, corrupted, last_only
         self.answers, self.spans, self.corrupted_spans = answers, spans or {}, corrupted_spans
         self.attention_mask, self.corrupted_mask = attention_mask, corrupted_mask
-        others = arguments if corrupted_arguments is None else corrupted_arguments
-        self.arguments, self.corrupted_arguments = dict(arguments or {}), dict(others or {})
-        if "attention_mask" in {*self.arguments, *self.corrupted_arguments}:
-            raise ValueError("arguments must not hold attention_mask, which is an argument itself")
+        self.arguments, self.corrupted_arguments = arguments or {}, others or {}
         self.is_read = False
         if (
             not is_batch(clean)
@@ -144,16 +141,16 @@ class Pairs(pictures.Shown):
         real, other = real_of(attention_mask, clean.shape[:2]), None
         if corrupted is not None:
             check_tokens(corrupted, "corrupted")
-            if corrupted_mask is None:
-                self.corrupted_mask = attention_mask
-            other = real_of(self.corrupted_mask, corrupted.shape[:2], "corrupted_mask")
+            other = real_of(
+                corrupted_mask, corrupted.shape[:2], "the corrupted texts' attention_mask"
+            )
         require_aligned(clean, corrupted, real, other, self.spans)
         self.answers = as_answers(answers, clean)
         elsewhere = self.spans if corrupted_spans is None else corrupted_spans
         columns = columns_of(self.spans, elsewhere, real, other, clean.device, last_only)
         self.spans, self.corrupted_spans = columns
         self.attention_mask = None if attention_mask is None else real
-        self.corrupted_mask = None if self.corrupted_mask is None else other
+        self.corrupted_mask = None if corrupted_mask is None else other
 
     def read_by(self, model: nn.Module) -> "Pairs":
         """These pairs as tokens of a model, as which analyses run them.
@@ -166,12 +163,7 @@ class Pairs(pictures.Shown):
         pairs = copy.copy(self)
         if not self.is_read:
             texts = (self.clean, self.corrupted, self.answers, self.spans)
-            pairs = Pairs(
-                **tokens_of_pairs(model, *texts),
-                arguments=self.arguments,
-                corrupted_arguments=self.corrupted_arguments,
-                last_only=self.last_only,
-            )
+            pairs = Pairs(**tokens_of_pairs(model, *texts), last_only=self.last_only)
         pairs._metric = self._metric and metric_for(model, self._metric)
         pairs._write = self._write or writer_of(model)
         return pairs
@@ -310,20 +302,14 @@ class Pairs(pictures.Shown):
     def _mapped(self, change: Callable[[Tensor], Tensor]) -> "Pairs":
         self._require_read()
 
-        def optional(value: Tensor | None) -> Tensor | None:
-            return None if value is None else change(value)
-
+        clean, other = self.text, None if self.corrupted is None else self.texts("noising")[1]
         changed = Pairs(
-            change(self.clean),
-            optional(self.corrupted),
-            optional(self.answers),
-            attention_mask=optional(self.attention_mask),
+            clean.changed(change),
+            None if other is None else other.changed(change),
+            None if self.answers is None else change(self.answers),
             spans={name: change(value) for name, value in self.spans.items()},
             metric=self._metric,
-            corrupted_mask=optional(self.corrupted_mask),
             corrupted_spans={name: change(v) for name, v in self.corrupted_spans.items()},
-            arguments=each_row(self.arguments, len(self), change),
-            corrupted_arguments=each_row(self.corrupted_arguments, len(self), change),
         )
         changed._write = self._write
         return changed

@@ -106,18 +106,34 @@ class Text(NamedTuple):
         if isinstance(rows, slice) and every[rows] == every:
             return self._replace(spans={})
         require_rows(self.more, len(self.tokens))
-        return self._mapped(lambda value: value[rows])
+        return self.changed(lambda value: value[rows])
 
     def repeated(self, n: int) -> "Text":
         """`n` copies of the texts in sequence, without spans; see `rows` for errors."""
         if n == 1:
             return self._replace(spans={})
         require_rows(self.more, len(self.tokens))
-        return self._mapped(lambda value: value.repeat(n, *[1] * (value.ndim - 1)))
+        return self.changed(lambda value: value.repeat(n, *[1] * (value.ndim - 1)))
 
-    def _mapped(self, change: Callable[[Tensor], Tensor]) -> "Text":
+    def changed(self, change: Callable[[Tensor], Tensor]) -> "Text":
+        """The texts, without spans, after a change of each tensor that has a row for each text."""
         mask = None if self.mask is None else change(self.mask)
         return Text(change(self.tokens), mask, {}, each_row(self.more, len(self.tokens), change))
+
+
+def parts_of(texts: Any) -> tuple[Any, Tensor | None, dict[str, Any] | None]:
+    """The tokens, the mask and the other arguments of a `Text`, or of a mapping of tensors; other texts with None.
+
+    Tokens are `input_ids` or, without these, the first entry, such as images.
+    """
+    if isinstance(texts, Text):
+        return texts.tokens, texts.mask, {**texts.more}
+    if isinstance(texts, Mapping):
+        rest = {**texts}
+        tokens = rest.pop("input_ids" if "input_ids" in rest else next(iter(rest), ""), None)
+        if is_batch(tokens):
+            return tokens, rest.pop("attention_mask", None), rest
+    return texts, None, None
 
 
 def places_inside(pos: Index, n: int) -> list[int]:
@@ -266,25 +282,3 @@ def batches(texts: Texts, model: nn.Module, size: int) -> Iterator[tuple[int, Te
         first = numbers.stop
     if not first:
         raise ValueError("texts must hold at least one text; got none")
-
-
-def writer_of(model: nn.Module) -> Callable[[Any], Any] | None:
-    """The function that gives the text of tokens of any shape, `model.to_pieces`; None without a tokenizer."""
-    language = of(model)
-    try:
-        return None if getattr(language, "tokenizer", None) is None else language.to_pieces
-    except (ImportError, ValueError):  # its files cannot be read, and numbers do as well
-        return None
-
-
-def words_of(model: nn.Module, *texts: Text) -> list[str] | None:
-    """The text of each column. Where texts differ there are two, as in "Mary|John", or none; None without a tokenizer."""
-    if (written := writer_of(model)) is None or any(text.tokens.ndim > 2 for text in texts):
-        return None
-    columns: list[dict[int, None]] = [{} for _ in range(texts[0].tokens.shape[1])]
-    for text in texts:
-        for row, kept in zip(text.tokens.tolist(), text.real.tolist(), strict=True):
-            for seen, token, is_real in zip(columns, row, kept, strict=False):
-                if is_real:
-                    seen[token] = None
-    return ["|".join(written([*seen])) if len(seen) < 3 else "" for seen in columns]

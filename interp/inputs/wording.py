@@ -1,7 +1,7 @@
 """Tokens that are given as text; and pairs of strings: their tokens, answers and spans, by a model's tokenizer."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,13 +42,9 @@ def tokens_of_pairs(
     """
     one = text_for(model, clean)
     other = None if corrupted is None else text_for(model, corrupted)
-    pairs: dict[str, Any] = {"clean": one.tokens, "attention_mask": one.mask, "answers": answers}
-    if other is not None:
-        pairs |= {"corrupted": other.tokens, "corrupted_mask": other.mask}
-        if one.mask is not None or other.mask is not None:
-            pairs |= {"attention_mask": one.real, "corrupted_mask": other.real}
-        if not spans:
-            _require_same_lengths(model, one, other)
+    pairs: dict[str, Any] = {"clean": one, "corrupted": other, "answers": answers}
+    if other is not None and not spans:
+        _require_same_lengths(model, one, other)
     if answers is not None and not isinstance(answers, Tensor):
         several = [answers] * len(one.tokens) if _is_one(answers) else answers
         pairs["answers"] = _answers(model, one, several)
@@ -62,6 +58,28 @@ def tokens_of_pairs(
         ]
         pairs |= dict(zip(("spans", "corrupted_spans"), columns, strict=False))
     return pairs
+
+
+def writer_of(model: nn.Module) -> Callable[[Any], Any] | None:
+    """The function that gives the text of tokens of any shape, `model.to_pieces`; None without a tokenizer."""
+    language = of(model)
+    try:
+        return None if getattr(language, "tokenizer", None) is None else language.to_pieces
+    except (ImportError, ValueError):  # its files cannot be read, and numbers do as well
+        return None
+
+
+def words_of(model: nn.Module, *texts: Text) -> list[str] | None:
+    """The text of each column. Where texts differ there are two, as in "Mary|John", or none; None without a tokenizer."""
+    if (written := writer_of(model)) is None or any(text.tokens.ndim > 2 for text in texts):
+        return None
+    columns: list[dict[int, None]] = [{} for _ in range(texts[0].tokens.shape[1])]
+    for text in texts:
+        for row, kept in zip(text.tokens.tolist(), text.real.tolist(), strict=True):
+            for seen, token, is_real in zip(columns, row, kept, strict=False):
+                if is_real:
+                    seen[token] = None
+    return ["|".join(written([*seen])) if len(seen) < 3 else "" for seen in columns]
 
 
 def named_spans(texts: Texts | None, names: Sequence[str]) -> dict[str, list[list[int]]]:

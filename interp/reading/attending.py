@@ -20,7 +20,8 @@ from hooks import ActivationCache, CacheError
 from hooks.shared import Index, Selection, real_columns, to_device, without_gradients
 from interp.graph.graph import Graph
 from interp.graph.scores import BlockScores
-from interp.inputs.texts import text_of, words_of
+from interp.inputs.texts import text_of
+from interp.inputs.wording import words_of
 from interp.numbers.precision import is_rounding, like, rounding
 from interp.numbers.ranks import largest_rows
 from interp.reading.components import ResidualComponents

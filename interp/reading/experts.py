@@ -8,7 +8,8 @@ from torch import nn
 
 from hooks import ActivationCache, CacheError, HookError
 from hooks.shared import stacked, to_device, without_gradients
-from interp.inputs.texts import mask_of, text_of, words_of
+from interp.inputs.texts import mask_of, text_of
+from interp.inputs.wording import words_of
 from interp.numbers.precision import at_least_float32
 from interp.protocol import of
 from interp.results.result import Result

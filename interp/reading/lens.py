@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from hooks import ActivationCache, CacheError, HookError
 from hooks.shared import stacked, to_device, without_gradients
 from interp import pictures
-from interp.inputs.texts import mask_of, nan_at_padding, text_of, writer_of
-from interp.inputs.wording import token_ids
+from interp.inputs.texts import mask_of, nan_at_padding, text_of
+from interp.inputs.wording import token_ids, writer_of
 from interp.numbers.precision import divergence
 from interp.protocol import n_logits, of
 from interp.reading.affine import AffineLens, split_rows, unembedded

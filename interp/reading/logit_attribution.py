@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from hooks import ActivationCache
 from hooks.shared import Index, stacked, to_device, without_gradients
-from interp.inputs.texts import nan_at_padding, text_of, words_of
+from interp.inputs.texts import nan_at_padding, text_of
 from interp.inputs.token_positions import short, tokens_of
-from interp.inputs.wording import token_ids
+from interp.inputs.wording import token_ids, words_of
 from interp.numbers.precision import at_least_float32, like
 from interp.protocol import n_logits, of
 from interp.reading.components import ResidualComponents

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from hooks import index_by_axis
 from hooks.shared import Index, to_device, without_gradients
 from interp import pictures
-from interp.inputs.texts import Texts, batches, writer_of
+from interp.inputs.texts import Texts, batches
+from interp.inputs.wording import writer_of
 from interp.numbers.precision import at_least_float32, like
 from interp.numbers.ranks import largest_rows
 from interp.protocol import runner_of

@@ -8,9 +8,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks.shared import without_gradients
-from interp.inputs.texts import writer_of
 from interp.inputs.token_positions import tokens_of
-from interp.inputs.wording import token_ids
+from interp.inputs.wording import token_ids, writer_of
 from interp.reading.folded import FoldedWeights
 from interp.spectral.factored import FactoredMatrix
 from interp.spectral.singular import check_k, svd

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from hooks import ActivationCache, Hooks
 from hooks.shared import without_gradients
 from interp.inputs.pairs import Pairs, PatchingDirection, pairs_for
-from interp.inputs.texts import Text, words_of
+from interp.inputs.texts import Text
+from interp.inputs.wording import words_of
 from interp.measuring import Metric, measure
 from interp.protocol import logits_of, runner_of
 from interp.results.result import Result

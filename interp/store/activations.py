@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 from hooks import CacheError
 from hooks.shared import unknown_name
 from interp import pictures
-from interp.inputs.texts import writer_of
+from interp.inputs.wording import writer_of
 from interp.numbers.moments import Moments
 from interp.pictures.shown import told
 from interp.reading.maxima import Activation, TopActivations

@@ -13,7 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from interp.inputs.texts import Text, words_of
+from interp.inputs.texts import Text
+from interp.inputs.wording import words_of
 from interp.numbers.ranks import largest_rows
 from interp.reading.attending import asked_score, checked_head, pair_table, why_attends
 from interp.results.result import Result

@@ -22,7 +22,8 @@ from hooks.shared import to_device, without_gradients
 from interp.graph import Graph
 from interp.graph.norms import LinearPart, is_identity, linear_part
 from interp.graph.scores import BlockScores
-from interp.inputs.texts import Texts, text_for, writer_of
+from interp.inputs.texts import Texts, text_for
+from interp.inputs.wording import writer_of
 from interp.numbers.precision import at_least_float32, finite, is_rounding, like
 from interp.protocol import logits_of, of
 from interp.tracing.descent import Descent, Targets

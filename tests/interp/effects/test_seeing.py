@@ -83,16 +83,7 @@ def test_patches_are_those_of_raw_hooks(name):
     owner = getattr(model, prefix[:-1]) if prefix else model
     paths = {module: path for path, module in model.named_modules()}
     block = twin.get_submodule(paths[owner.blocks[1].module])
-    first = "input_ids" if "input_ids" in given else next(iter(given))
-    rest = [key for key in given if key not in (first, "attention_mask")]
-    pairs = Pairs(
-        given[first],
-        corrupted[first],
-        ANSWERS,
-        attention_mask=given.get("attention_mask"),
-        arguments={key: given[key] for key in rest},
-        corrupted_arguments={key: corrupted[key] for key in rest},
-    )
+    pairs = Pairs(given, corrupted, ANSWERS)
     effects = activation_patching(model, pairs, f"{prefix}resid_pre")
     assert effects.axes == ("layer", "pos", "example")
     assert not effects.words
@@ -136,16 +127,9 @@ def test_images_that_stand_in_a_row_go_with_their_texts():
     model, _, given = made(seeing.qwen3_vl, rows=2)
     twin = copy.deepcopy(model)
     attach(model, example=seeing.of_qwen(1))
-    images, tokens = [*given["pixel_values"].split(16)], given["input_ids"]
+    images = [*given["pixel_values"].split(16)]
     others = [image + drawn(*image.shape) for image in images]
-    rest = {key: given[key] for key in ("image_grid_thw", "mm_token_type_ids")}
-    pairs = Pairs(
-        tokens,
-        tokens,
-        ANSWERS,
-        arguments={"pixel_values": images, **rest},
-        corrupted_arguments={"pixel_values": others, **rest},
-    )
+    pairs = Pairs({**given, "pixel_values": images}, {**given, "pixel_values": others}, ANSWERS)
     effects = activation_patching(model, pairs, "vision.resid_pre", layers=1)
     base = difference(twin(**given | {"pixel_values": torch.cat(others)}))
     block = twin.model.visual.blocks[1]
@@ -157,9 +141,7 @@ def test_images_that_stand_in_a_row_go_with_their_texts():
         assert (effects.values[0, pos].abs() > 1e-4).tolist() == [pos < 16, pos >= 16]
     one = activation_patching(model, pairs[1], "vision.resid_pre", layers=1)
     torch.testing.assert_close(one.values[0, 4, 0], effects.values[0, 20, 1], atol=1e-5, rtol=1e-4)
-    joined = Pairs(
-        tokens, tokens, ANSWERS, arguments={"pixel_values": given["pixel_values"], **rest}
-    )
+    joined = Pairs(given, given, ANSWERS)
     with pytest.raises(ValueError, match="pixel_values must have a row for each text.* 32 for 2"):
         joined[0]
     alone = sweep(model, joined, [{"blocks.0.mlp_out": edits.zero()}])
@@ -181,12 +163,8 @@ def test_padding_of_an_encoder_is_not_read_in_its_decoder():
     written[0, 3:] = 0
     plain = model(**given, attention_mask=mask).logits
     attach(model)
-    pairs = Pairs(
-        given["input_ids"],
-        answers=ANSWERS,
-        attention_mask=mask,
-        arguments={"decoder_input_ids": decoded, "decoder_attention_mask": written},
-    )
+    masks = {"attention_mask": mask, "decoder_attention_mask": written}
+    pairs = Pairs({**given, **masks}, answers=ANSWERS)
     none = [{"decoder.blocks.1.mlp_out": edits.scale(1.0)}]
     base = sweep(model, pairs, none).base
     wanted = [plain[0, 2, 5] - plain[0, 2, 6], plain[1, -1, 7] - plain[1, -1, 8]]
@@ -198,12 +176,7 @@ def test_padding_of_an_encoder_is_not_read_in_its_decoder():
     torch.testing.assert_close(together.values[0], sweep(model, pairs, column).values[0])
     keys = activation_patching(
         model,
-        Pairs(
-            given["input_ids"],
-            given["input_ids"].roll(1, 0),
-            ANSWERS,
-            arguments={"decoder_input_ids": decoded},
-        ),
+        Pairs(given, given["input_ids"].roll(1, 0), ANSWERS),
         "decoder.cross.k",
         over=["layer", "encoder_pos"],
     )

@@ -45,19 +45,20 @@ def test_texts_of_different_lengths_correspond_by_spans(tokens, corrupted):
     other, mask = padded(corrupted, 2, "left")
     own = {"name": [[1, 2], [3, 4], [0, 5], [4, 2]]}
     shifted = {"name": [[p + 2 for p in row] for row in own["name"]]}
-    pairs = Pairs(tokens, other, spans=own, corrupted_mask=mask, corrupted_spans=shifted)
+    masked = {"input_ids": other, "attention_mask": mask}
+    pairs = Pairs(tokens, masked, spans=own, corrupted_spans=shifted)
     assert torch.equal(pairs.corrupted_spans["name"], pairs.spans["name"] + 2)
     assert pairs.attention_mask is None
     assert torch.equal(pairs.corrupted_mask, mask.bool())
     fewer = {"name": [row[1:] for row in shifted["name"]]}
-    options = {"corrupted_mask": mask, "corrupted_spans": fewer}
+    options = {"spans": own, "corrupted_spans": fewer}
     part = pairs[2:]
     assert torch.equal(part.corrupted_mask, mask[2:].bool())
     assert part.corrupted_spans["name"].tolist() == [[2, 7], [6, 4]]
-    last = Pairs(tokens, other, spans=own, last_only=True, **options)
+    last = Pairs(tokens, masked, last_only=True, **options)
     assert last.corrupted_spans["name"].tolist() == [[4], [6], [7], [4]]
     with pytest.raises(ValueError, match="'name'.*2 and 1 in example 0"):
-        Pairs(tokens, other, spans=own, **options)
+        Pairs(tokens, masked, **options)
 
 
 def test_one_mask_serves_both_texts(tokens, corrupted):
@@ -66,10 +67,11 @@ def test_one_mask_serves_both_texts(tokens, corrupted):
     pairs = Pairs(tokens, corrupted, attention_mask=mask)
     assert torch.equal(pairs.corrupted_mask, mask.bool())
     other = torch.ones_like(mask)
+    whole = {"input_ids": corrupted, "attention_mask": other}
     with pytest.raises(ValueError, match="same shape and padding"):
-        Pairs(tokens, corrupted, attention_mask=mask, corrupted_mask=other)
+        Pairs(tokens, whole, attention_mask=mask)
     spans = {"a": [[1], [4], [1], [2]]}
-    pairs = Pairs(tokens, corrupted, spans=spans, attention_mask=mask, corrupted_mask=other)
+    pairs = Pairs(tokens, whole, spans=spans, attention_mask=mask)
     assert torch.equal(pairs.corrupted_mask, other.bool())
 
 
@@ -192,6 +194,9 @@ def test_pairs_move_to_a_device(tokens, corrupted):
     assert torch.equal(moved.spans["a"], pairs.spans["a"])
 
 
+TEXT = torch.ones(BATCH, POS).long()
+
+
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("options", "match"),
@@ -202,7 +207,10 @@ def test_pairs_move_to_a_device(tokens, corrupted):
         ({"answers": torch.ones(BATCH, 3).long()}, r"\[4, 3\]"),
         ({"answers": torch.tensor([1, 2, -1, 3])}, "-1"),
         ({"attention_mask": torch.ones(BATCH, 6)}, r"attention_mask.*\[4, 6\]"),
-        ({"corrupted_mask": torch.ones(BATCH, 6)}, r"corrupted_mask.*\[4, 6\]"),
+        (
+            {"corrupted": {"input_ids": TEXT, "attention_mask": torch.ones(BATCH, 6)}},
+            r"corrupted.*\[4, 6\]",
+        ),
         ({"spans": {"a": [[1]] * 3}}, "'a'.*4 examples"),
         ({"spans": {"a": [1, 2, 3, 4]}}, "'a'.*list"),
         ({"spans": {"a": [[1, 2, 3], [1], [1], [-8]]}}, "example 3|-7"),
@@ -223,7 +231,7 @@ def test_pairs_move_to_a_device(tokens, corrupted):
                 "attention_mask": torch.ones(BATCH, POS),
                 "corrupted": torch.ones(BATCH, 5).long(),
             },
-            "corrupted_mask",
+            r"corrupted.*\[4, 5\]; got \[4, 7\]",
         ),
     ],
 )
@@ -245,3 +253,21 @@ def test_the_answers_of_padded_texts_are_read_at_their_ends(model, tokens, corru
     found = measure(pairs.metric, model(clean, attention_mask=mask), mask)
     alone = model(tokens)[:, -1]
     torch.testing.assert_close(found, alone[:, 1] - alone[:, 2])
+
+
+def test_a_mapping_is_the_arguments_of_a_run(tokens, corrupted):
+    mask, image = torch.ones_like(tokens), torch.arange(BATCH * 3.0).view(BATCH, 3)
+    mask[2, 5:] = 0
+    given = {"pixel_values": image, "attention_mask": mask, "input_ids": tokens}
+    pairs = Pairs(given, {"input_ids": corrupted, "pixel_values": -image, "attention_mask": mask})
+    assert torch.equal(pairs.clean, tokens)
+    assert torch.equal(pairs.corrupted_mask, mask.bool())
+    edited, source = pairs[2:].texts("denoising")
+    assert torch.equal(edited.more["pixel_values"], -image[2:])
+    assert torch.equal(source.kwargs["attention_mask"], mask[2:].bool())
+    shared = Pairs(given, corrupted)
+    assert torch.equal(shared.corrupted_arguments["pixel_values"], image)
+    assert torch.equal(shared.corrupted_mask, mask.bool())
+    seen = Pairs({"pixel_values": image[:, None], "labels": None})
+    assert torch.equal(seen.text.tokens, image[:, None])
+    assert seen.arguments == {"labels": None}

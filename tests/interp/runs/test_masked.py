@@ -147,7 +147,8 @@ def test_what_does_not_fit_is_refused(unchecked):
     zeros = torch.zeros(nodes.allowed.shape)
     wider = Circuit(graph.Graph(made(d_mlp=5)), [])
     spans = {"a": [[3]] * 5}
-    unlike = Pairs(CLEAN, OTHER, attention_mask=LEFT, corrupted_mask=RIGHT, spans=spans)
+    right = {"input_ids": OTHER, "attention_mask": RIGHT}
+    unlike = Pairs(CLEAN, right, attention_mask=LEFT, spans=spans)
     for error, text, given in (
         ("mask must be", pairs, [torch.zeros(3, 5)]),
         ("from 0 to 1", pairs, [zeros / 0.0]),

@@ -115,7 +115,8 @@ def test_earlier_positions_that_read_later_ones_follow_an_edit(name):
     model, tokens = variant(name), some_tokens(shape=(70, POS))
     everything = torch.ones(POS, POS, dtype=torch.bool)
     arguments = {"query_key_mask": everything} if name == "pre" else {}
-    pairs = Pairs(tokens, metric=lambda logits: logits[:, 0, 3], arguments=arguments)
+    given = {"input_ids": tokens, **arguments}
+    pairs = Pairs(given, metric=lambda logits: logits[:, 0, 3])
     changes = [{"blocks.0.attn.z": edits.zero(pos=pos)} for pos in range(POS)]
     found = sweep(model, pairs, changes)
     for pos, effect in enumerate(found.values):

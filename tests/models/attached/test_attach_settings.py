@@ -545,7 +545,7 @@ def test_pairs_carry_other_arguments_of_the_run():
     model, right = made("gpt2"), torch.tensor([4, 8, 15])
     corrupted, positions = TOKENS.flip(0), torch.tensor([[4, 3, 2, 1, 0]]).expand(3, -1).clone()
     positions[1] += 6
-    pairs = Pairs(TOKENS, corrupted, right, arguments={"position_ids": positions})
+    pairs = Pairs({"input_ids": TOKENS, "position_ids": positions}, corrupted, right)
 
     def value(tokens, at=None, put=None):
         kept = []
@@ -574,7 +574,7 @@ def test_pairs_carry_other_arguments_of_the_run():
     torch.testing.assert_close(some.values[0], wanted[:, 1:])
     torch.testing.assert_close(swept.base, value(TOKENS)[0])
     with pytest.raises(ValueError, match="attention_mask"):
-        Pairs(TOKENS, corrupted, right, arguments={"attention_mask": PADDED})
+        Pairs({"input_ids": TOKENS, "attention_mask": PADDED}, attention_mask=PADDED)
 
 
 GENERATIONS = {

@@ -663,7 +663,7 @@ def test_a_mask_by_query_reaches_every_analysis(site):
     model = reading()
     clean, other = (model.to_tokens(text).tokens for text in ("the cat sat on", "the dog sat on"))
     mask = {"query_key_mask": torch.ones(4, 4)}
-    pairs = Pairs(clean, other, torch.tensor([[3, 4]]), arguments=mask)
+    pairs = Pairs({"input_ids": clean, **mask}, other, torch.tensor([[3, 4]]))
     metric, causal = interp.logit_diff(3, 4), Pairs(clean, other, torch.tensor([[3, 4]]))
     base, target = (metric(model(tokens, **mask)) for tokens in (other, clean))
     assert abs(base - metric(model(other))) > 1e-3
