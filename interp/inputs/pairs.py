@@ -133,9 +133,10 @@ class Pairs(pictures.Shown):
             or is_worded(answers)
             or not isinstance(self.spans, Mapping)
         ):
-            for name in ("attention_mask", "corrupted_mask", "corrupted_spans"):
-                if getattr(self, name) is not None:
-                    raise ValueError(f"{name} needs texts and answers that are tensors")
+            if corrupted_spans is not None:
+                raise ValueError("corrupted_spans needs texts and answers that are tensors")
+            if attention_mask is not None and not is_batch(clean):
+                raise ValueError("attention_mask needs texts that are tensors; others have their own")
             return
         self.is_read = True
         real, other = real_of(attention_mask, clean.shape[:2]), None
@@ -162,8 +163,13 @@ class Pairs(pictures.Shown):
         """
         pairs = copy.copy(self)
         if not self.is_read:
-            texts = (self.clean, self.corrupted, self.answers, self.spans)
-            pairs = Pairs(**tokens_of_pairs(model, *texts), last_only=self.last_only)
+            clean, corrupted = self.clean, self.corrupted
+            if is_batch(clean):
+                clean = Text(clean, self.attention_mask, {}, self.arguments)
+            if is_batch(corrupted):
+                corrupted = Text(corrupted, self.corrupted_mask, {}, self.corrupted_arguments)
+            tokens = tokens_of_pairs(model, clean, corrupted, self.answers, self.spans)
+            pairs = Pairs(**tokens, last_only=self.last_only)
         pairs._metric = self._metric and metric_for(model, self._metric)
         pairs._write = self._write or writer_of(model)
         return pairs

@@ -183,6 +183,8 @@ def text_for(model: nn.Module, texts: Texts, attention_mask: Tensor | None = Non
         ValueError: as for `model.to_tokens`, or if other texts come beside a mask.
         TypeError: if the model reads tensors only.
     """
+    if isinstance(texts, Text):
+        return texts
     if is_batch(texts):
         return Text(texts, attention_mask)
     if attention_mask is not None:

@@ -47,7 +47,7 @@ def tokens_of_pairs(
         _require_same_lengths(model, one, other)
     if answers is not None and not isinstance(answers, Tensor):
         several = [answers] * len(one.tokens) if _is_one(answers) else answers
-        pairs["answers"] = _answers(model, one, several)
+        pairs["answers"] = _answers(model, one.of_logits, several)
     if spans:
         columns = [
             named_spans(texts, spans)

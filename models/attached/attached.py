@@ -41,7 +41,8 @@ from models.text.token_batch import is_tokens
 from models.transformer import Transformer
 from models.weights import BlockWeights
 
-STEPS = ("context", "context_of", "input_resid", "run_block", "logits", "plain")
+# The parts of a language model that need blocks of a text.
+_STEPS = ("context", "context_of", "input_resid", "run_block", "logits", "plain")
 
 
 class Attached(ReadsText):
@@ -56,6 +57,7 @@ class Attached(ReadsText):
         model: the model.
         left_out: the usual points that the model, or some block, does not have, by the last parts of their names, and why.
             Those of an encoder, a decoder or a tower begin with its name.
+        base: the model inside an adapter's wrapper; mostly the model itself.
         uncached: the arguments of a run whose keys nobody needs later.
         config: the sizes.
         blocks: the model's own blocks that read a text.
@@ -240,7 +242,7 @@ class Attached(ReadsText):
         """Whether there is a part of `LanguageModel`. To read a weight takes long."""
         if part.startswith(("W_", "b_")):
             return self._family in FAMILIES and hasattr(BlockWeights, part)
-        return hasattr(self, "blocks" if part in STEPS else part)
+        return hasattr(self, "blocks" if part in _STEPS else part)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith(("W_", "b_")) and self.has(name):

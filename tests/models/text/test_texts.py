@@ -406,6 +406,20 @@ CLEAN, CORRUPTED = (
 )
 
 
+def test_words_answer_texts_with_masks_and_other_arguments():
+    model, mask = reading(), torch.tensor([[0, 1, 1, 1]])
+    tokens = model.to_tokens("the cat sat on").tokens
+    given = {"input_ids": tokens, "attention_mask": mask, "query_key_mask": torch.ones(4, 4)}
+    pairs = Pairs(given, tokens.roll(1, 1), (" cat", " dog"))
+    assert not pairs.is_read
+    read, wanted = pairs.read_by(model), Pairs(given, tokens.roll(1, 1), (16, 17))
+    assert read.answers.tolist() == [[16, 17]]
+    runs = [interp.sweep(model, p, [{"embed": edits.zero(pos=2)}]) for p in (read, wanted)]
+    assert torch.equal(*(run.values for run in runs))
+    logits = model(tokens, attention_mask=mask, query_key_mask=torch.ones(4, 4))
+    torch.testing.assert_close(runs[0].base, logits[:, -1, 16] - logits[:, -1, 17])
+
+
 def test_pairs_of_strings_are_pairs_of_their_tokens():
     model = reading()
     pairs = Pairs(CLEAN, CORRUPTED, (" cat", " dog"))
