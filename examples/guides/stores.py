@@ -11,7 +11,7 @@ from pathlib import Path
 from hooks import HookedRunner
 from interp import edits, head_scores
 from interp.directions import leace
-from interp.store import Activations, harvest, plan, statistics
+from interp.store import Activations, Ray, harvest, plan, statistics
 from models import load
 
 model, out = load("pydoc-4l"), Path(tempfile.mkdtemp())
@@ -51,7 +51,7 @@ print(store)
 # ## Ray
 #
 # ```python
-# harvest(partial(load, "gpt2"), "s3://bucket/corpus-*.jsonl", names, "s3://bucket/store", engine="ray", workers=8, resources={"num_gpus": 1})
+# harvest(partial(load, "gpt2"), "s3://bucket/corpus-*.jsonl", names, "s3://bucket/store", engine=Ray(8, {"num_gpus": 1}))
 # ```
 #
 # `pip install "hookscope[ray]"`. Each worker is an actor with a model of its own, made by a function

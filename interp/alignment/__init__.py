@@ -8,13 +8,14 @@
 11
 """
 
-from interp.alignment.aligning import Alignment, align, counterfactual
+from interp.alignment.aligning import Alignment, Fit, align, counterfactual
 from interp.alignment.featurizers import Featurizer, neurons, of_dictionary, pca, subspace
 from interp.alignment.nullspace import NullSpaces, null_spaces
 
 __all__ = [
     "Alignment",
     "Featurizer",
+    "Fit",
     "NullSpaces",
     "align",
     "counterfactual",

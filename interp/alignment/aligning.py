@@ -103,13 +103,8 @@ def align(
     pos: int | str | Sequence[int | str] = -1,
     layers: int | Sequence[int] | None = None,
     head: int | None = None,
-    features: Featurizer | None = None,
-    sparsity: float = 0.0,
     direction: PatchingDirection = "denoising",
-    epochs: int = 3,
-    rate: float = 1e-2,
-    batch: int = 32,
-    seed: int = 0,
+    **fit: Any,
 ) -> Alignment:
     """Learn which part of a value carries what the answers of pairs depend on, and score it with controls.
 
@@ -125,11 +120,8 @@ def align(
         pos: a position, or the name of a span of the pairs; or several, each with a fit of its own.
         layers: only this one or these.
         head: which head, where the point has heads.
-        features: features to learn a mask of, in place of columns; see `alignment.featurizers`. k does not count then.
-        sparsity: of a mask: what a whole mask costs, in nats.
         direction: `noising` runs the clean text, with the part taken from the corrupted one.
-        epochs, rate, batch: of Adam.
-        seed: of the first columns, the order of the pairs and the controls.
+        fit: how the part is learned, such as `epochs=6`, or `features` to learn a mask of; see `Fit`.
 
     Raises:
         ValueError: if pairs have no answers or corrupted texts, k does not fit, a pair is in both, or a point has other axes.
@@ -144,7 +136,8 @@ def align(
         raise ValueError(f"test pairs must be others than those fitted on; {len(both)} are in both")
     points = [*named(fitted.runner, Choice(site, ("layer",), layers)).values()]
     places = [pos] if isinstance(pos, int | str) else [*pos]
-    fit = _Fit(k, features, sparsity, epochs, rate, batch, seed)
+    learning = Fit(k, **fit)
+    batch, seed = learning.batch, learning.seed
     shuffled = _with_shuffled_weights(model, seed)
     everywhere = [fitted, tested, *(Runs(shuffled, each, direction) for each in (pairs, test))]
     answers = fitted.pairs.answers
@@ -156,13 +149,13 @@ def align(
             train, held, other, other_held = (
                 Interchanges(runs, name, place, head) for runs in everywhere
             )
-            part, losses[name, place] = fit(train)
+            part, losses[name, place] = learning(train)
             learned[name, place] = part
             parts = [
                 (held, part),
-                (held, fit.random(train.size, part)),
-                (other_held, fit(other)[0]),
-                (held, fit(train.answering(answers[drawn.to(answers.device)]))[0]),
+                (held, learning.random(train.size, part)),
+                (other_held, learning(other)[0]),
+                (held, learning(train.answering(answers[drawn.to(answers.device)]))[0]),
                 (held, neurons(train.size)),
             ]
             bases = {site: site.scores(None, batch)[0] for site in (held, other_held)}
@@ -189,18 +182,27 @@ def align(
 
 
 @dataclass(frozen=True)
-class _Fit:
-    """The settings of a fit, which makes a part from pairs at a site."""
+class Fit:
+    """Settings of a fit, which makes a part from pairs at a site.
+
+    Attributes:
+        k: the number of columns.
+        features: features to learn a mask of, in place of columns; see `alignment.featurizers`. k does not count then.
+        sparsity: of a mask: what a whole mask costs, in nats.
+        epochs, rate, batch: of Adam.
+        seed: of the first columns, the order of the pairs and the controls.
+    """
 
     k: int
-    features: Featurizer | None
-    sparsity: float
-    epochs: int
-    rate: float
-    batch: int
-    seed: int
+    features: Featurizer | None = None
+    sparsity: float = 0.0
+    epochs: int = 3
+    rate: float = 1e-2
+    batch: int = 32
+    seed: int = 0
 
     def __call__(self, site: Interchanges) -> tuple[Featurizer, tuple[float, ...]]:
+        """The part, and the mean loss of each epoch."""
         module, part = self._learner(site.source)
         optimizer = torch.optim.Adam(module.parameters(), lr=self.rate)
         draw, losses = np.random.default_rng(self.seed), []

@@ -136,7 +136,9 @@ class Pairs(pictures.Shown):
             if corrupted_spans is not None:
                 raise ValueError("corrupted_spans needs texts and answers that are tensors")
             if attention_mask is not None and not is_batch(clean):
-                raise ValueError("attention_mask needs texts that are tensors; others have their own")
+                raise ValueError(
+                    "attention_mask needs texts that are tensors; others have their own"
+                )
             return
         self.is_read = True
         real, other = real_of(attention_mask, clean.shape[:2]), None

@@ -12,13 +12,17 @@ Activations of 2 points, 17 rows of 2 texts
 
 from interp.store.activations import Activations
 from interp.store.arrow import from_arrow, to_arrow
+from interp.store.engines import Ray
 from interp.store.harvesting import harvest
+from interp.store.rows import Settings
 from interp.store.streaming import PlannedHarvest, plan, statistics
 from interp.store.summary import Statistics, StatisticsByPoint
 
 __all__ = [
     "Activations",
     "PlannedHarvest",
+    "Ray",
+    "Settings",
     "Statistics",
     "StatisticsByPoint",
     "from_arrow",

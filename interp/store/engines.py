@@ -1,6 +1,7 @@
 """Engines: where the jobs of a harvest run. Ray brings processes, retries and transport."""
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -32,77 +33,87 @@ def loaded(model: Model) -> nn.Module:
     return made
 
 
-def on_ray(
-    job: Callable[..., None],
-    model: Model,
-    arguments: tuple[Any, ...],
-    workers: int,
-    resources: Mapping[str, Any] | None = None,
-    progress: bool = False,
-) -> None:
-    """Do all jobs of a harvest by workers of Ray. One that dies is started again, and its job goes on.
+@dataclass(frozen=True)
+class Ray:
+    """Workers of a Ray cluster or, where none is connected, of this machine.
 
-    Args:
-        job: is called with the model, the arguments, and which job this is, of how many.
-        model: see `harvest`; of a module, each worker gets a copy.
-        arguments: the first are the texts.
-        workers: how many processes there are. Those that the cluster has no room for wait, and the others do their jobs.
-        resources: what Ray gives each.
-        progress: whether to show a bar of jobs.
-
-    Raises:
-        ImportError: if Ray is not installed.
-        ValueError: if there is no worker.
-        TypeError: if the texts can be read only once.
+    Attributes:
+        workers: how many processes there are, each with a model of its own. Those that the cluster has no room for wait, and
+            the others do their jobs.
+        resources: what Ray gives each, such as `{"num_gpus": 1}`; one core by default.
     """
-    try:
-        import ray
-    except ImportError:
-        raise ImportError('engine="ray" needs Ray: pip install "hookscope[ray]"') from None
-    if workers < 1:
-        raise ValueError(f"workers must be at least 1; got {workers}")
-    if isinstance(arguments[0], Iterator):
-        raise TypeError(
-            "each worker reads the texts, so they must be a path, a list or a table; "
-            f"got a {type(arguments[0]).__name__}"
-        )
-    if not ray.is_initialized():
-        ray.init()
 
-    class Worker:
-        """A process with one model."""
+    workers: int = 1
+    resources: Mapping[str, Any] = field(default_factory=dict)
 
-        def __init__(self, model: Model, arguments: tuple[Any, ...]) -> None:
-            self._model, self._arguments = loaded(model), arguments
+    def run(
+        self,
+        job: Callable[..., None],
+        model: Model,
+        arguments: tuple[Any, ...],
+        progress: bool = False,
+    ) -> None:
+        """Do all jobs of a harvest by the workers. One that dies is started again, and its job goes on.
 
-        def ready(self) -> int:
-            """Say that the model is there: no job is done yet."""
-            return 0
+        Args:
+            job: is called with the model, the arguments, and which job this is, of how many.
+            model: see `harvest`; of a module, each worker gets a copy.
+            arguments: the first are the texts.
+            progress: whether to show a bar of jobs.
 
-        def run(self, *shard: int) -> int:
-            """Do one job."""
-            job(self._model, *self._arguments, shard)
-            return 1
+        Raises:
+            ImportError: if Ray is not installed.
+            ValueError: if there is no worker.
+            TypeError: if the texts can be read only once.
+        """
+        try:
+            import ray
+        except ImportError:
+            raise ImportError('Ray is missing: pip install "hookscope[ray]"') from None
+        if self.workers < 1:
+            raise ValueError(f"workers must be at least 1; got {self.workers}")
+        if isinstance(arguments[0], Iterator):
+            raise TypeError(
+                "each worker reads the texts, so they must be a path, a list or a table; "
+                f"got a {type(arguments[0]).__name__}"
+            )
+        if not ray.is_initialized():
+            ray.init()
 
-    options = {"num_cpus": 1, **(resources or {}), "max_restarts": -1, "max_task_retries": RETRIES}
-    actor: Any = ray.remote(Worker).options(**options)
-    held = ray.put(model), ray.put(arguments)
-    # A job goes to a worker that is there: the cluster may have no room for all.
-    started = (actor.remote(*held) for _ in range(workers))
-    busy: dict[Any, Any] = {worker.ready.remote(): worker for worker in started}
-    of = JOBS_OF_WORKER * workers
-    jobs, left = iter(range(of)), of
-    with progress_bar(total=of, disable=not progress, unit="job") as bar:
-        while left:
-            (done,), _ = ray.wait([*busy])
-            worker = busy.pop(done)
-            try:
-                n_done = ray.get(done)
-            except ray.exceptions.RayTaskError as error:
-                raise error.cause from None
-            left -= n_done
-            bar.update(n_done)
-            if (number := next(jobs, None)) is not None:
-                busy[worker.run.remote(number, of)] = worker
-            else:  # one that is started again, with its job, may be waiting for the room
-                ray.kill(worker)
+        class Worker:
+            """A process with one model."""
+
+            def __init__(self, model: Model, arguments: tuple[Any, ...]) -> None:
+                self._model, self._arguments = loaded(model), arguments
+
+            def ready(self) -> int:
+                """Say that the model is there: no job is done yet."""
+                return 0
+
+            def run(self, *shard: int) -> int:
+                """Do one job."""
+                job(self._model, *self._arguments, shard)
+                return 1
+
+        options = {"num_cpus": 1, **self.resources, "max_restarts": -1, "max_task_retries": RETRIES}
+        actor: Any = ray.remote(Worker).options(**options)
+        held = ray.put(model), ray.put(arguments)
+        # A job goes to a worker that is there: the cluster may have no room for all.
+        started = (actor.remote(*held) for _ in range(self.workers))
+        busy: dict[Any, Any] = {worker.ready.remote(): worker for worker in started}
+        of = JOBS_OF_WORKER * self.workers
+        jobs, left = iter(range(of)), of
+        with progress_bar(total=of, disable=not progress, unit="job") as bar:
+            while left:
+                (done,), _ = ray.wait([*busy])
+                worker = busy.pop(done)
+                try:
+                    n_done = ray.get(done)
+                except ray.exceptions.RayTaskError as error:
+                    raise error.cause from None
+                left -= n_done
+                bar.update(n_done)
+                if (number := next(jobs, None)) is not None:
+                    busy[worker.run.remote(number, of)] = worker
+                else:  # one that is started again, with its job, may be waiting for the room
+                    ray.kill(worker)

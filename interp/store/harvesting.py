@@ -13,14 +13,13 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from hooks import CacheError, Selector
-from hooks.shared import Index, progress_bar, without_gradients
+from hooks.shared import progress_bar, without_gradients
 from interp.store.activations import Activations
 from interp.store.corpora import Corpus, TextPiece, count, runs
-from interp.store.engines import Model, loaded, on_ray
+from interp.store.engines import Model, Ray, loaded
 from interp.store.files import (
     FOREIGN,
     MANIFEST,
@@ -43,19 +42,9 @@ def harvest(
     out: str | os.PathLike[str],
     *,
     shard: tuple[int, int] = (0, 1),
-    engine: str | None = None,
-    workers: int = 1,
-    resources: Mapping[str, Any] | None = None,
-    dtype: torch.dtype | None = None,
-    context: int | None = None,
-    pack: bool = False,
-    pos: Index | None = None,
-    without: Sequence[int] = (),
-    pool: str | None = None,
-    column: str | None = None,
-    batch: int = 16,
-    per_file: int = 64,
+    engine: Ray | None = None,
     progress: bool = False,
+    **settings: Any,
 ) -> Activations:
     """Write values of points at every token of many texts.
 
@@ -71,22 +60,9 @@ def harvest(
         names: which points: names, globs or a mode. Their first axes must be `batch pos`.
         out: a directory, which is made if it is not there, or an address of `fsspec`, such as `s3://bucket/store`.
         shard: which job this is, and of how many: `(3, 64)` is the fourth of 64 jobs of any scheduler.
-        engine: `ray` runs the jobs on a Ray cluster, or on this machine where none is connected; None runs this one here.
-        workers: how many processes Ray has, each with a model of its own.
-        resources: what Ray gives each of them, such as `{"num_gpus": 1}`; one core by default.
-        dtype: what values are written in, a float of 16 bits or more; None for the model's.
-        context: texts are cut into pieces of at most so many tokens. None, or a larger number, stands for the model's `n_ctx`.
-        pack: whether a piece holds several texts, one after another, so that all but the last of a file are of full length.
-            Tokens then attend to earlier texts of the piece.
-        pos: positions of each piece that are kept, such as `slice(1, None)` to leave out the first; None for all. A piece
-            without them has no row.
-        without: tokens that are read and not kept, such as that of BOS.
-        pool: `mean` or `max` over the kept tokens of each piece, in place of a row for each. Such a row has the token, place
-            and position of the last.
-        column: the column of a table that has the texts.
-        batch: how many pieces are read together.
-        per_file: how many texts a file has. A file's values must fit into memory.
+        engine: `Ray(workers=8)` runs the jobs on a Ray cluster; None runs this one here.
         progress: whether to show a bar, with tokens per second.
+        settings: how texts are read and what is kept, such as `context=128` and `pos=slice(1, None)`; see `Settings`.
 
     Returns:
         The store, which can be read once all jobs are done.
@@ -94,35 +70,25 @@ def harvest(
     Raises:
         ValueError: if the store there, or a file, is of another model, texts or settings, also if it began at the same time; or
             if a shard or a dtype is none, or a value is not finite.
-        TypeError: if the model or the dtype is none.
+        TypeError: if the model, the engine or the dtype is none, or there is no such setting.
         UnknownNameError: if a name matches nothing.
         ModeError: if the model is in training mode.
         HookError: if the model's values are edited at this time.
         OSError: if the disk is full or, as far as the first file tells, would be.
         ImportError: if Ray is not installed.
     """
-    settings = Settings(
-        dtype=dtype,
-        context=context,
-        pack=pack,
-        pos=pos,
-        without=without,
-        pool=pool,
-        column=column,
-        batch=batch,
-        per_file=per_file,
-    )
+    read = Settings(**settings)
     job, jobs = shard
     if not 0 <= job < jobs:
         raise ValueError(f"shard must be (job, jobs) with 0 <= job < jobs; got {shard}")
     if engine is None:
-        harvest_shard(loaded(model), texts, names, out, settings, shard, progress)
-    elif engine == "ray":
+        harvest_shard(loaded(model), texts, names, out, read, shard, progress)
+    elif isinstance(engine, Ray):
         if jobs != 1:
             raise ValueError(f"Ray runs all jobs, so there is no shard to name; got {shard}")
-        on_ray(harvest_shard, model, (texts, names, out, settings), workers, resources, progress)
+        engine.run(harvest_shard, model, (texts, names, out, read), progress)
     else:
-        raise ValueError(f"engine must be 'ray' or None; got {engine!r}")
+        raise TypeError(f"engine must be interp.store.Ray(...) or None; got {engine!r}")
     return Activations(out)
 
 

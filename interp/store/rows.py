@@ -35,7 +35,26 @@ _POOLS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of how texts are read and what is kept of them; `harvest` says what each is."""
+    """Settings of how texts are read and what is kept of them.
+
+    Attributes:
+        dtype: what values are written in, a float of 16 bits or more; None for the model's.
+        context: texts are cut into pieces of at most so many tokens. None, or a larger number, stands for the model's `n_ctx`.
+        pack: whether a piece holds several texts, one after another, so that all but the last of a file are of full length.
+            Tokens then attend to earlier texts of the piece.
+        pos: positions of each piece that are kept, such as `slice(1, None)` to leave out the first; None for all. A piece
+            without them has no row.
+        without: tokens that are read and not kept, such as that of BOS.
+        pool: `mean` or `max` over the kept tokens of each piece, in place of a row for each. Such a row has the token, place
+            and position of the last.
+        column: the column of a table that has the texts.
+        batch: how many pieces are read together.
+        per_file: how many texts a file has. A file's values must fit into memory.
+
+    Raises:
+        ValueError: if a number is below 1, or settings do not go together.
+        TypeError: if the dtype is none.
+    """
 
     dtype: torch.dtype | None = None
     context: int | None = None

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(ROOT := Path(__file__).parents[2]))
 
 from hooks import HookedRunner, HookPoint
-from interp.store import harvest
+from interp.store import Ray, harvest
 from models import Transformer, TransformerConfig
 from tests.bench import timing
 
@@ -131,8 +131,7 @@ def by_ray() -> None:
             assert each.wait() == 0
 
     def workers(out: str) -> None:
-        options = {"engine": "ray", "workers": 2, "batch": 4, "per_file": 2}
-        harvest(small, tokens(RAY_TEXTS), NAME, out, **options)
+        harvest(small, tokens(RAY_TEXTS), NAME, out, engine=Ray(workers=2), batch=4, per_file=2)
 
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)

@@ -205,6 +205,7 @@ def test_values_that_a_dtype_cannot_hold_are_refused(tmp_path):
     assert store.file(0)[name].dtype == torch.bfloat16
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_unknown_settings_are_refused(tmp_path):
     model = variant("pre", n_layers=1)
     for wrong, message in (
@@ -215,7 +216,7 @@ def test_unknown_settings_are_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             harvest(model, [[1]], "blocks.0.mlp_out", tmp_path, **wrong)
-    with pytest.raises(ValueError, match="engine must be 'ray' or None; got 'dask'"):
+    with pytest.raises(TypeError, match="engine must be interp.store.Ray.* got 'dask'"):
         harvest(model, [[1]], "blocks.0.mlp_out", tmp_path, engine="dask")
     with pytest.raises(TypeError, match="models.load.* got str"):
         harvest(lambda: "gpt2", [[1]], "blocks.0.mlp_out", tmp_path)

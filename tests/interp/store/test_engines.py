@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from interp.store import harvest
+from interp.store import Ray, harvest
 from models import load
 
 NAME = "blocks.1.mlp_out"
@@ -55,7 +55,7 @@ def test_a_cluster_writes_what_one_process_writes(tmp_path, monkeypatch):
         killer.start()
         # A third worker has no room, and the others do its jobs.
         store = harvest(
-            partial(load, "pydoc-4l"), corpus, NAME, out, per_file=4, engine="ray", workers=3
+            partial(load, "pydoc-4l"), corpus, NAME, out, per_file=4, engine=Ray(workers=3)
         )
         killer.join()
         assert killed
@@ -66,7 +66,7 @@ def test_a_cluster_writes_what_one_process_writes(tmp_path, monkeypatch):
         )
         # A module is copied to each worker; the same error as here comes out.
         with pytest.raises(ValueError, match="same texts; those of file 0 are others") as told:
-            harvest(load("pydoc-4l"), TEXTS[1:], NAME, out, per_file=4, engine="ray")
+            harvest(load("pydoc-4l"), TEXTS[1:], NAME, out, per_file=4, engine=Ray())
         assert type(told.value) is ValueError
     finally:
         ray.shutdown()
@@ -76,12 +76,12 @@ def test_what_ray_cannot_do_is_refused(tmp_path, monkeypatch):
     pytest.importorskip("ray")
     model = torch.nn.Linear(2, 3)
     for wrong, error, message in (
-        ({"workers": 0}, ValueError, "workers must be at least 1"),
+        ({"engine": Ray(workers=0)}, ValueError, "workers must be at least 1"),
         ({"shard": (1, 2)}, ValueError, "no shard to name"),
         ({"texts": iter(TEXTS)}, TypeError, "a path, a list or a table; got a list_iterator"),
     ):
         with pytest.raises(error, match=message):
-            harvest(**{"model": model, "texts": TEXTS, "names": NAME, "out": tmp_path, "engine": "ray"} | wrong)  # fmt: skip
+            harvest(**{"model": model, "texts": TEXTS, "names": NAME, "out": tmp_path, "engine": Ray()} | wrong)  # fmt: skip
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ImportError, match=r"pip install \"hookscope\[ray\]\""):
-        harvest(model, TEXTS, NAME, tmp_path, engine="ray")
+        harvest(model, TEXTS, NAME, tmp_path, engine=Ray())
