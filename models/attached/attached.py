@@ -136,25 +136,7 @@ class Attached(ReadsText):
         return self.base(**{self._reads: tokens, **self.uncached, **arguments})
 
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        """The arguments of `forward` with tokens, mask and positions in place of texts, on the model's device.
-
-        Positions that the caller gives stay; with a cache they are those of the new tokens.
-
-        Raises:
-            ValueError: as for `to_tokens` and `positions_of`.
-        """
-        args, kwargs = self._tokenized(args, kwargs)
-        named = self._named(args, kwargs)
-        new = next(tensors_in([named.get(name) for name in (self._reads, "inputs_embeds")]), None)
-        mask = named.get("attention_mask")
-        if not isinstance(mask, Tensor) or mask.ndim != 2 or new is None:
-            return args, kwargs
-        if named.get("position_ids") is not None:
-            return args, kwargs
-        positions = self.positions_of(mask)
-        return args, kwargs | {name: value[:, -new.shape[1] :] for name, value in positions.items()}
-
-    def _tokenized(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The arguments of `forward` with tokens and mask in place of texts, and tensors on the model's device."""
         named = self._named(args, kwargs)
         texts = named.get(self._reads)
         if isinstance(texts, Mapping) and "attention_mask" not in named:
@@ -177,6 +159,25 @@ class Attached(ReadsText):
         if mask is not None:
             kwargs = {**kwargs, "attention_mask": mask}
         return ((tokens, *args[1:]), kwargs) if args else (args, {**kwargs, self._reads: tokens})
+
+    def with_positions(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        """The arguments of `forward` with tokens, mask and positions; with a cache, those of the new tokens.
+
+        Positions that the caller gives stay.
+
+        Raises:
+            ValueError: as for `to_tokens` and `positions_of`.
+        """
+        args, kwargs = self.prepare_inputs(*args, **kwargs)
+        named = self._named(args, kwargs)
+        new = next(tensors_in([named.get(name) for name in (self._reads, "inputs_embeds")]), None)
+        mask = named.get("attention_mask")
+        if not isinstance(mask, Tensor) or mask.ndim != 2 or new is None:
+            return args, kwargs
+        if named.get("position_ids") is not None:
+            return args, kwargs
+        positions = self.positions_of(mask)
+        return args, kwargs | {name: value[:, -new.shape[1] :] for name, value in positions.items()}
 
     def _named(self, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         return dict(zip(self._parameters, args, strict=False)) | kwargs

@@ -68,7 +68,7 @@ class SetUp:
                 module.train(model.training)
         if stacks[0].texts is not None:
             attached.read_through(stacks[0])
-        self._forward.prepare = attached.prepare_inputs
+        self._forward.prepare = attached.with_positions
         vars(model).update(language_parts=attached, prepare_inputs=attached.prepare_inputs)
         self._join_shards(self._examples[0])
         for stack, wiring in zip(stacks, wirings, strict=True):
