@@ -262,6 +262,7 @@ def test_a_mapping_is_the_arguments_of_a_run(tokens, corrupted):
     pairs = Pairs(given, {"input_ids": corrupted, "pixel_values": -image, "attention_mask": mask})
     assert torch.equal(pairs.clean, tokens)
     assert torch.equal(pairs.corrupted_mask, mask.bool())
+    assert [*pairs.arguments] == [*pairs.corrupted_arguments] == ["pixel_values"]
     edited, source = pairs[2:].texts("denoising")
     assert torch.equal(edited.more["pixel_values"], -image[2:])
     assert torch.equal(source.kwargs["attention_mask"], mask[2:].bool())

@@ -10,6 +10,7 @@ from torch import nn
 from hooks import ActivationCache, EditError, HookedRunner, HookPoint, NeverFiredError
 from hooks.shared import tensors_in
 from interp import edits
+from interp.protocol import of
 from models import attach, detach
 from tests import seeing
 from tests.seeing import made
@@ -420,6 +421,10 @@ def test_what_is_missing_is_said():
     vit = made(seeing.vit)[0]
     with pytest.raises(ValueError, match="attach needs example="):
         attach(vit)
+    with attach(vit, example=seeing.vit()[1]):
+        for step in ("run_block", "context", "input_resid"):
+            with pytest.raises(TypeError, match="no blocks of a text alone"):
+                of(vit, step)
     vit.blocks = nn.ModuleList([HookPoint("batch pos")])
     with pytest.raises(ValueError, match="must be free"):
         attach(vit, example=seeing.vit()[1])
