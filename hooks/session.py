@@ -65,8 +65,8 @@ class Session(InContext):
     """
 
     def __init__(self, owner: object = None) -> None:
-        super().__init__(_sessions)
         self._registered: list[tuple[nn.Module, int]] = []
+        super().__init__(_sessions)
         self.edits: Edits = []
         self.owner, ref = owner, self.ref
         kept_alive = self if owner is not None else None

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import orthogonal
 
-from hooks.shared import without_gradients
+from hooks.shared import Words, without_gradients
 from interp import pictures
 from interp.alignment.featurizers import Featurizer, coordinates, neurons, subspace
 from interp.alignment.runs import Interchanges
@@ -136,6 +136,7 @@ def align(
         raise ValueError(f"test pairs must be others than those fitted on; {len(both)} are in both")
     points = [*named(fitted.runner, Choice(site, ("layer",), layers)).values()]
     places = [pos] if isinstance(pos, int | str) else [*pos]
+    Words(Fit).require(fit, ("test", "pos", "layers", "head", "direction"), "align")
     learning = Fit(k, **fit)
     batch, seed = learning.batch, learning.seed
     shuffled = _with_shuffled_weights(model, seed)

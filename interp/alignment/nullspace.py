@@ -99,15 +99,16 @@ def null_spaces(
         ValueError: if the directions do not fit or are not linearly independent; or as for `align`.
         UnknownNameError, ModeError: as for `align`.
     """
-    runs = Interchanges(Runs(model, pairs, direction), point, pos, head)
+    runs = Runs(model, pairs, direction)
+    site = Interchanges(runs, point, pos, head)
     columns = orthonormal(directions)
-    if len(columns) != runs.size:
-        raise ValueError(f"directions must have {runs.size} rows at {point}; got {len(columns)}")
-    rows = torch.cat([runs.base(), runs.source]).flatten(0, 1)
-    every = torch.eye(runs.size).to(rows)
+    if len(columns) != site.size:
+        raise ValueError(f"directions must have {site.size} rows at {point}; got {len(columns)}")
+    rows = torch.cat([site.base(), site.source]).flatten(0, 1)
+    every = torch.eye(site.size).to(rows)
     varying = _axes(rows.std(0))
     if reader is None:
-        read = _axes(runs.gradients().abs().flatten(0, 1).mean(0))
+        read = _axes(site.gradients().abs().flatten(0, 1).mean(0))
     else:
         left, sizes, _ = torch.linalg.svd(reader.to(rows), full_matrices=False)
         left = left[:, sizes > _NEGLIGIBLE * sizes.max()]
@@ -125,11 +126,11 @@ def null_spaces(
 
         return Featurizer("subspace", encode, decode, torch.ones(columns.shape[1]))
 
-    n = len(runs.source)
-    base = runs.scores(None, n)[0]
+    n = len(site.source)
+    base = site.scores(None, n)[0]
     parts = {"whole": (columns, every), "varying": (columns, varying), "read": (inside, every)}
-    values = torch.stack([runs.scores(change(*part), n)[0] - base for part in parts.values()])
-    unit = getattr(runs.runs.metric, "unit", "")
+    values = torch.stack([site.scores(change(*part), n)[0] - base for part in parts.values()])
+    unit = getattr(runs.metric, "unit", "")
     axes = ("through", "example")
     return NullSpaces(Result(values, axes, base, labels={"through": [*parts]}, unit=unit))
 

@@ -44,20 +44,20 @@ def node_effects(
     node m2  -6.748
     """
     graph = Graph(model, split_embeddings)
-    runs = MaskedRuns(graph, pairs, source, direction, max_bytes)
+    masked = MaskedRuns(graph, pairs, source, direction, max_bytes)
     allowed = graph.allowed.float()
-    base = runs.metric(torch.zeros_like(allowed))
+    base = masked.metric(torch.zeros_like(allowed))
     effects = []
     places = [n for n, row in enumerate(allowed) if row.any()]
     for place in places:
         total, direct = torch.zeros_like(allowed), torch.zeros_like(allowed)
         total[place] = allowed[place]
         direct[place, -1] = 1
-        effects.append([runs.metric(mask) - base for mask in (total, direct)])
+        effects.append([masked.metric(mask) - base for mask in (total, direct)])
     table = torch.stack([torch.stack(each) for each in zip(*effects, strict=True)])
     labels = {
         "effect": ["total", "direct", "later"],
         "node": [graph.writers[place] for place in places],
     }
     values = torch.cat([table, table[:1] - table[1:]])
-    return runs.runs.result(values, labels, base)
+    return masked.runs.result(values, labels, base)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from torch import nn
 
@@ -71,6 +72,6 @@ def activation_patching(
         raise ValueError(f"an edit changes the clean run; got direction={direction!r} beside it")
     runs = Runs(model, pairs, direction if edit is None else None, max_bytes)
     sites = Sites(runs, Choice(site, over, layers, heads, neurons))
-    if edit is None:
-        return sites.result(*runs.edited(sites.edits(partial(edits.replace, sites.values))))
-    return sites.result(*runs.edited(sites.edits(edit.at)), edit=repr(edit))
+    put = partial(edits.replace, sites.values) if edit is None else edit.at
+    about: dict[str, Any] = {} if edit is None else {"edit": repr(edit)}
+    return sites.result(*runs.edited(sites.edits(put), stacklevel=5), **about)

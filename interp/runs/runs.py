@@ -98,7 +98,6 @@ class Runs:
         output, cache = self.runner.run_with_cache(text.tokens, names=[*names], **arguments)
         return measure(self.metric, logits_of(output), text.of_logits.mask), cache
 
-    @without_gradients
     def edited(
         self, edits: Sequence[Hooks], rerun: bool = False, stacklevel: int = 4
     ) -> tuple[Float[Tensor, " example"], Float[Tensor, "edit example"]]:
@@ -109,9 +108,7 @@ class Runs:
             rerun: whether each edit has a run of its own.
             stacklevel: as in `warnings.warn`, for effects that are NaN.
         """
-        batch = Batch(self.text, self.metric)
-        with batch.reading():
-            base, values = measured(self.runner, batch, edits, self.max_bytes, rerun)
+        base, values = self._swept(edits, rerun)
         effects = values - base
         if effects.isnan().any():
             wrong = effects.isnan().any(1).nonzero()[:, 0].tolist()
@@ -120,6 +117,12 @@ class Runs:
                 stacklevel=stacklevel,
             )
         return base, effects
+
+    @without_gradients
+    def _swept(self, edits: Sequence[Hooks], rerun: bool) -> tuple[Tensor, Tensor]:
+        batch = Batch(self.text, self.metric)
+        with batch.reading():
+            return measured(self.runner, batch, edits, self.max_bytes, rerun)
 
     def logits(
         self, hooks: Hooks, rows: slice | Int[Tensor, " row"] = slice(None)

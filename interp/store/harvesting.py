@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hooks import CacheError, Selector
-from hooks.shared import progress_bar, without_gradients
+from hooks.shared import Words, progress_bar, without_gradients
 from interp.store.activations import Activations
 from interp.store.corpora import Corpus, TextPiece, count, runs
 from interp.store.engines import Model, Ray, loaded
@@ -77,6 +77,7 @@ def harvest(
         OSError: if the disk is full or, as far as the first file tells, would be.
         ImportError: if Ray is not installed.
     """
+    Words(Settings).require(settings, ("shard", "engine", "progress"), "harvest")
     read = Settings(**settings)
     job, jobs = shard
     if not 0 <= job < jobs:

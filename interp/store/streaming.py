@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hooks import ActivationCache, Selector
-from hooks.shared import to_device, without_gradients
+from hooks.shared import Words, to_device, without_gradients
 from interp.inputs.texts import Texts, batches
 from interp.protocol import runner_of
 from interp.results.result import Result
@@ -121,6 +121,7 @@ def plan(
     >>> planned.tokens, planned.bytes, planned.fits  # 128 numbers of 4 bytes, and four of 4
     (800, 422400, True)
     """
+    Words(Settings).require(settings, (), "plan")
     kept, first = Settings(**settings), list[TextPiece]()
     reader = Reader(loaded(model), names, kept)
     n_texts, n_tokens, n_rows, n_files = 0, 0, 0, 0

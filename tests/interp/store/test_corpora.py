@@ -216,6 +216,11 @@ def test_unknown_settings_are_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             harvest(model, [[1]], "blocks.0.mlp_out", tmp_path, **wrong)
+    for call in (harvest, plan):
+        with pytest.raises(
+            TypeError, match=f"{call.__name__} takes no .*contxt=.*matches: context"
+        ):
+            call(model, [[1]], "blocks.0.mlp_out", tmp_path, contxt=3)
     with pytest.raises(TypeError, match="engine must be interp.store.Ray.* got 'dask'"):
         harvest(model, [[1]], "blocks.0.mlp_out", tmp_path, engine="dask")
     with pytest.raises(TypeError, match="models.load.* got str"):
