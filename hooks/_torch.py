@@ -131,11 +131,7 @@ def hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
 
 
 def insert_hook(
-    module: nn.Module,
-    key: int,
-    hook: Callable[..., Any],
-    before: bool = False,
-    first: bool = False,
+    module: nn.Module, key: int, hook: Callable[..., Any], before: bool = False, first: bool = False
 ) -> None:
     """Registers a forward hook under a key that the caller chooses.
 

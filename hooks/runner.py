@@ -186,11 +186,7 @@ class HookedRunner(HintsAtNames):
         return output
 
     def hooks(
-        self,
-        hooks: Hooks | None = None,
-        *,
-        backward: Hooks | None = None,
-        receipts: bool = False,
+        self, hooks: Hooks | None = None, *, backward: Hooks | None = None, receipts: bool = False
     ) -> HookContext:
         """A `with` in which every run of this model is edited; see `run_with_hooks`.
 
@@ -211,11 +207,7 @@ class HookedRunner(HintsAtNames):
         return HookContext(self.model, edits, backward_edits, receipts)
 
     def add(
-        self,
-        hooks: Hooks | None = None,
-        *,
-        backward: Hooks | None = None,
-        receipts: bool = False,
+        self, hooks: Hooks | None = None, *, backward: Hooks | None = None, receipts: bool = False
     ) -> HookHandle:
         """Edits every run of this model in this thread until `handle.remove()`: for notebooks.
 

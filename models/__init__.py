@@ -5,14 +5,7 @@ from models import hints as _hints  # noqa: F401  # registers them
 from models.attached import Attached, attach, detach
 from models.attention import Attention
 from models.block import Block
-from models.checkpoints import (
-    bundled,
-    from_hf,
-    from_transformer_lens,
-    load,
-    load_tokenizer,
-    save,
-)
+from models.checkpoints import bundled, from_hf, from_transformer_lens, load, load_tokenizer, save
 from models.config import TransformerConfig
 from models.dot_product import causal_mask, scaled_dot_product_attention
 from models.mlp import MLP, GatedMLP

@@ -334,6 +334,7 @@ def test_the_patching_example(printed, tmp_path):
     }
 
 
+@pytest.mark.full
 def test_the_attribution_example(printed, tmp_path):
     out = printed("attribution")
     assert "8 of 8 solved" in out
@@ -349,6 +350,7 @@ def test_the_attribution_example(printed, tmp_path):
     assert len(list(tmp_path.iterdir())) == 4
 
 
+@pytest.mark.full
 def test_the_directions_example(printed, tmp_path):
     pytest.importorskip("sklearn", reason="needs the extra probes")
     out = printed("directions")
@@ -450,7 +452,7 @@ def test_indirect_objects_are_pairs_of_names_of_one_token(ioi):
         text = "".join(told[: at["end"] + 1])
         assert text == prompt.template.format_map(prompt.clean)
         assert (text.count(io), text.count(subject)) == (1, 2)
-        assert int(pairs.attention_mask[row].sum()) == at["end"] + 1
+        assert int(pairs.text.mask[row].sum()) == at["end"] + 1
         changed = (pairs.clean[row] != pairs.corrupted[row]).nonzero().tolist()
         assert changed == [[at["S2"]]]
         assert pairs.corrupted[row, at["S2"]] == pairs.clean[row, at["IO"]]

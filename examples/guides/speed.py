@@ -89,7 +89,7 @@
 # ## On a GPU
 #
 # ```bash
-# python -m pytest tests/gpu -o addopts= && python tests/bench/bench.py --device cuda
+# python -m pytest tests/gpu -o addopts= --full && python tests/bench/bench.py --device cuda
 # ```
 #
 # prove on a GPU what is tested without one: the same numbers in every precision, a host that does not wait, and every analysis

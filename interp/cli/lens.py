@@ -34,10 +34,7 @@ def run(options: argparse.Namespace) -> None:
     _, cache = HookedRunner(model).run_with_cache(text, lazy=True)
     readout = logit_lens(model, cache, top_k=options.top)
     pieces = language.to_pieces(language.to_tokens(text).tokens[0])
-    best, chances = (
-        language.to_pieces(readout.tokens[:, 0]),
-        readout.probabilities[:, 0],
-    )
+    best, chances = (language.to_pieces(readout.tokens[:, 0]), readout.probabilities[:, 0])
     names = [*(f"entering {layer}" for layer in range(len(best) - 1)), "final"]
     columns = range(max(0, len(pieces) - options.last), len(pieces))
     width = max(4, 1 + max(len(repr(best[n][pos][0])) for n in range(len(best)) for pos in columns))

@@ -13,16 +13,9 @@ from torch import Tensor, nn
 from hooks.shared import without_gradients
 from interp import pictures
 from interp.inputs.arguments import require_rows
-from interp.inputs.spans import Spans, as_answers, columns_of, require_aligned
-from interp.inputs.texts import Text, Texts, each_text, parts_of
-from interp.inputs.token_positions import (
-    check_tokens,
-    is_batch,
-    is_worded,
-    last_real,
-    real_of,
-    short,
-)
+from interp.inputs.spans import Spans, aligned
+from interp.inputs.texts import Text, Texts, as_text, check_tokens, each_text
+from interp.inputs.token_positions import is_worded, last_real, short
 from interp.inputs.wording import tokens_of_pairs, writer_of
 from interp.measuring import Metric, Writer, evaluate, in_words, last_of, metric_for
 from interp.metrics import accuracy, log_prob, logit_diff
@@ -73,10 +66,7 @@ class Pairs(pictures.Shown):
 
     Attributes:
         is_read: whether all are tokens, as those of `read_by` are.
-        attention_mask, corrupted_mask, arguments, corrupted_arguments: of both texts.
-        clean, corrupted, answers: as they were given, and tensors of tokens once they are read.
-        spans, corrupted_spans: likewise, and by name positions [batch, n]. Where an example has fewer than n, its
-            last one is repeated.
+        answers: as they were given, and a tensor of tokens once they are read.
         solved_of: from how many pairs `solved` chose these; None if it did not, and for parts of these.
 
     Raises:
@@ -91,11 +81,7 @@ class Pairs(pictures.Shown):
     logit_diff([7, 9], [8, 8], pos=-1)
     """
 
-    clean: Any
-    corrupted: Any
     answers: Any
-    spans: Any
-    corrupted_spans: Any
     solved_of: int | None = None
 
     def __init__(
@@ -112,48 +98,27 @@ class Pairs(pictures.Shown):
     ) -> None:
         if metric is not None:
             last_of(metric)  # refuses what is no function
-        self._metric = metric
+        self._metric, self.last_only = metric, last_only
         # Gives the text of tokens, once a model has read the pairs.
         self._write: Writer | None = None
-        clean, mask, arguments = parts_of(clean)
-        if mask is not None and attention_mask is not None:
-            raise ValueError("texts with a mask of their own need no attention_mask; got both")
-        attention_mask = attention_mask if mask is None else mask
-        corrupted, corrupted_mask, others = parts_of(corrupted)
-        if others is None:  # the words alone are others
-            corrupted_mask, others = attention_mask, arguments
-        self.clean, self.corrupted, self.last_only = clean, corrupted, last_only
-        self.answers, self.spans, self.corrupted_spans = answers, spans or {}, corrupted_spans
-        self.attention_mask, self.corrupted_mask = attention_mask, corrupted_mask
-        self.arguments, self.corrupted_arguments = arguments or {}, others or {}
-        self.is_read = False
-        if (
-            not is_batch(clean)
-            or not isinstance(corrupted, Tensor | None)
-            or is_worded(answers)
-            or not isinstance(self.spans, Mapping)
-        ):
-            if corrupted_spans is not None:
-                raise ValueError("corrupted_spans needs texts and answers that are tensors")
-            if attention_mask is not None and not is_batch(clean):
-                raise ValueError(
-                    "attention_mask needs texts that are tensors; others have their own"
-                )
-            return
-        self.is_read = True
-        real, other = real_of(attention_mask, clean.shape[:2]), None
-        if corrupted is not None:
+        # Each is a `Text`, or strings that a model must read first.
+        one, other = as_text(clean), as_text(corrupted)
+        if attention_mask is not None:
+            if not isinstance(one, Text) or one.mask is not None:
+                got = "strings" if not isinstance(one, Text) else "some with a mask of their own"
+                raise ValueError(f"attention_mask needs texts that are tensors alone; got {got}")
+            one = one._replace(mask=attention_mask)
+        if isinstance(one, Text) and isinstance(corrupted, Tensor):  # the words alone are others
             check_tokens(corrupted, "corrupted")
-            other = real_of(
-                corrupted_mask, corrupted.shape[:2], "the corrupted texts' attention_mask"
-            )
-        require_aligned(clean, corrupted, real, other, self.spans)
-        self.answers = as_answers(answers, clean)
-        elsewhere = self.spans if corrupted_spans is None else corrupted_spans
-        columns = columns_of(self.spans, elsewhere, real, other, clean.device, last_only)
-        self.spans, self.corrupted_spans = columns
-        self.attention_mask = None if attention_mask is None else real
-        self.corrupted_mask = None if corrupted_mask is None else other
+            other = one._replace(tokens=corrupted)
+        are_tokens = isinstance(one, Text) and isinstance(other, Text | None)
+        self.is_read = are_tokens and not is_worded(answers) and isinstance(spans, Mapping | None)
+        if self.is_read:
+            named: Any = spans or {}
+            one, other, answers = aligned(one, other, answers, named, corrupted_spans, last_only)
+        elif corrupted_spans is not None:
+            raise ValueError("corrupted_spans needs texts and answers that are tensors")
+        self._one, self._other, self.answers, self._spans = one, other, answers, spans or {}
 
     def read_by(self, model: nn.Module) -> "Pairs":
         """These pairs as tokens of a model, as which analyses run them.
@@ -165,16 +130,43 @@ class Pairs(pictures.Shown):
         """
         pairs = copy.copy(self)
         if not self.is_read:
-            clean, corrupted = self.clean, self.corrupted
-            if is_batch(clean):
-                clean = Text(clean, self.attention_mask, {}, self.arguments)
-            if is_batch(corrupted):
-                corrupted = Text(corrupted, self.corrupted_mask, {}, self.corrupted_arguments)
-            tokens = tokens_of_pairs(model, clean, corrupted, self.answers, self.spans)
-            pairs = Pairs(**tokens, last_only=self.last_only)
+            read = tokens_of_pairs(model, self._one, self._other, self.answers, self._spans)
+            pairs._one, pairs._other, pairs.answers = aligned(*read, self.last_only)
+            pairs.is_read = True
         pairs._metric = self._metric and metric_for(model, self._metric)
         pairs._write = self._write or writer_of(model)
         return pairs
+
+    @property
+    def clean(self) -> Any:
+        """The clean texts as they were given, or their tokens."""
+        return self._one.tokens if isinstance(self._one, Text) else self._one
+
+    @property
+    def corrupted(self) -> Any:
+        """The corrupted texts, likewise; None without any."""
+        return self._other.tokens if isinstance(self._other, Text) else self._other
+
+    @property
+    def spans(self) -> Any:
+        """The spans of the clean texts as they were given or, once they are read, positions [batch, n] by name."""
+        return self._one.spans if self.is_read else self._spans
+
+    @property
+    def text(self) -> Text:
+        """The clean texts.
+
+        Raises:
+            ValueError: if no model has read them yet.
+        """
+        self._require_read()
+        return self._one
+
+    @property
+    def other(self) -> Text | None:
+        """The corrupted texts, if there are any; see `text`."""
+        self._require_read()
+        return self._other
 
     def _require_read(self) -> None:
         if not self.is_read:
@@ -210,20 +202,12 @@ class Pairs(pictures.Shown):
         """
         if direction not in ("denoising", "noising"):
             raise ValueError(f"direction must be 'denoising' or 'noising'; got {direction!r}")
-        if self.corrupted is None:
+        other = self.other
+        if other is None:
             raise ValueError(
                 "pairs must have corrupted texts to compare with; got clean ones alone"
             )
-        other = Text(
-            self.corrupted, self.corrupted_mask, self.corrupted_spans, self.corrupted_arguments
-        )
         return (self.text, other) if direction == "noising" else (other, self.text)
-
-    @property
-    def text(self) -> Text:
-        """The clean texts."""
-        self._require_read()
-        return Text(self.clean, self.attention_mask, self.spans, self.arguments)
 
     @without_gradients
     def solved(self, model: nn.Module, metric: Metric | None = None) -> "Pairs":
@@ -274,7 +258,7 @@ class Pairs(pictures.Shown):
 
     def digests(self) -> list[str]:
         """For each pair a digest of its texts, by which it can be recognised."""
-        texts = [self.text] if self.corrupted is None else self.texts("noising")
+        texts = filter(None, (self.text, self.other))
         return [
             hashlib.blake2b(repr(pair).encode(), digest_size=8).hexdigest()
             for pair in zip(*(text.listed() for text in texts), strict=True)
@@ -297,29 +281,24 @@ class Pairs(pictures.Shown):
         """Some of the pairs: an index, a slice, a list, or a tensor of indices or booleans."""
         at = index.cpu() if isinstance(index, Tensor) else index
         rows = torch.arange(len(self))[at].view(-1)
-        for arguments in (self.arguments, self.corrupted_arguments):
-            require_rows(arguments, len(self))
-        return self._mapped(lambda value: value[rows.to(value.device)])
+        if not len(rows):
+            raise ValueError(f"some of the pairs must be selected; got none of {len(self)}")
+        for text in filter(None, (self.text, self.other)):
+            require_rows(text.more, len(self))
+        part = self._mapped(lambda value: value[rows.to(value.device)])
+        part.solved_of = None
+        return part
 
     def to(self, device: torch.device | str) -> "Pairs":
         """The pairs on another device."""
-        moved = self._mapped(lambda value: value.to(device))
-        moved.solved_of = self.solved_of
-        return moved
+        return self._mapped(lambda value: value.to(device))
 
     def _mapped(self, change: Callable[[Tensor], Tensor]) -> "Pairs":
-        self._require_read()
-
-        clean, other = self.text, None if self.corrupted is None else self.texts("noising")[1]
-        changed = Pairs(
-            clean.changed(change),
-            None if other is None else other.changed(change),
-            None if self.answers is None else change(self.answers),
-            spans={name: change(value) for name, value in self.spans.items()},
-            metric=self._metric,
-            corrupted_spans={name: change(v) for name, v in self.corrupted_spans.items()},
+        changed = copy.copy(self)
+        changed._one, changed._other = (
+            text and text.changed(change, spans=True) for text in (self.text, self.other)
         )
-        changed._write = self._write
+        changed.answers = None if self.answers is None else change(self.answers)
         return changed
 
     def __repr__(self) -> str:

@@ -1,6 +1,6 @@
 """Answers and spans of pairs: checks that they fit their texts, and the columns of spans."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -8,38 +8,52 @@ from jaxtyping import Int, Shaped
 from torch import Tensor
 
 from hooks.shared import Index, Selection, real_columns
+from interp.inputs.texts import Text
+from interp.inputs.token_positions import real_of
 
 Spans = Mapping[str, Index]
 """By name, the positions of a span in each example: a list of lists, or a tensor, of integers or booleans."""
 
 
-def require_aligned(
-    clean: Tensor,
-    corrupted: Tensor | None,
-    real: Tensor,
-    other: Tensor | None,
-    spans: Mapping[str, Any] | Sequence[str],
-) -> None:
-    """Refuses texts that are not as many or, where no spans say what corresponds, have other columns.
+def aligned(
+    one: Text, other: Text | None, answers: Any, spans: Spans, others: Spans | None, last_only: bool
+) -> tuple[Text, Text | None, Tensor | None]:
+    """The texts of pairs with the columns of their spans, and their answers as a tensor.
 
     Args:
-        clean, corrupted: the texts; the second may be None.
-        real, other: their masks.
-        spans: those of the clean texts.
+        one, other: the clean texts, and the corrupted ones if there are any.
+        answers: as `Pairs` takes them.
+        spans, others: the spans of both; None for the same in both.
+        last_only: whether to keep the last position of each span.
 
     Raises:
-        ValueError: if they are not aligned.
+        ValueError: if texts, masks, answers or spans do not fit each other.
     """
-    if not len(clean) or (corrupted is not None and len(clean) != len(corrupted)):
-        counts = f"{len(clean)} and {'none' if corrupted is None else len(corrupted)}"
-        raise ValueError(f"clean and corrupted texts must be as many, at least one; got {counts}")
-    if corrupted is None or other is None or spans:
-        return
-    if not torch.equal(real.cpu(), other.cpu()):
+    texts, kinds = [one] if other is None else [one, other], ("clean", "corrupted")
+    reals = [
+        real_of(text.mask, text.tokens.shape[:2], f"the {kind} texts' attention_mask")
+        for kind, text in zip(kinds, texts, strict=False)
+    ]
+    counts = [len(text.tokens) for text in texts]
+    if not counts[0] or counts[0] != counts[-1]:
+        got = " and ".join(map(str, counts))
+        raise ValueError(f"clean and corrupted texts must be as many, at least one; got {got}")
+    if not spans and not torch.equal(reals[0].cpu(), reals[-1].cpu()):
+        shapes = " and ".join(str([*text.tokens.shape]) for text in texts)
         raise ValueError(
             "clean and corrupted tokens must have the same shape and padding, unless spans say "
-            f"which positions correspond; got {[*clean.shape]} and {[*corrupted.shape]}"
+            f"which positions correspond; got {shapes}"
         )
+    named = zip(kinds, reals, (spans, spans if others is None else others), strict=False)
+    columns = [positions_of_spans(each, real, kind, last_only) for kind, real, each in named]
+    check_counts(columns[0], columns[-1])
+    first, *rest = (
+        text._replace(
+            mask=None if text.mask is None else real, spans=as_tensors(each, one.tokens.device)
+        )
+        for text, real, each in zip(texts, reals, columns, strict=True)
+    )
+    return first, rest[0] if rest else None, as_answers(answers, one.tokens)
 
 
 def as_answers(answers: Any, tokens: Shaped[Tensor, "batch *size"]) -> Tensor | None:
@@ -63,37 +77,6 @@ def as_answers(answers: Any, tokens: Shaped[Tensor, "batch *size"]) -> Tensor | 
     if int(answers.min()) < 0:
         raise ValueError(f"answers must be tokens, 0 and up; got {int(answers.min())}")
     return answers
-
-
-def columns_of(
-    spans: Spans,
-    others: Spans,
-    real: Tensor,
-    other: Tensor | None,
-    device: torch.device,
-    last_only: bool,
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The columns of spans in the clean texts and in the corrupted ones, [batch, n] by name.
-
-    Args:
-        spans, others: the spans of both.
-        real, other: the masks of both; the second is None without corrupted texts.
-        device: where they are wanted.
-        last_only: whether to keep the last position of each.
-
-    Raises:
-        ValueError: if a span does not fit its text, or the two do not correspond.
-    """
-    positions = positions_of_spans(spans, real, "clean", last_only)
-    elsewhere: dict[str, list[list[int]]] = {}
-    if other is not None:
-        elsewhere = positions_of_spans(others, other, "corrupted", last_only)
-        check_counts(positions, elsewhere)
-    clean, corrupted = (
-        {name: as_tensor(rows, device) for name, rows in each.items()}
-        for each in (positions, elsewhere)
-    )
-    return clean, corrupted
 
 
 def positions_of_spans(
@@ -133,8 +116,13 @@ def check_counts(counted: dict[str, list[list[int]]], others: dict[str, list[lis
                 )
 
 
-def as_tensor(rows: list[list[int]], device: torch.device) -> Int[Tensor, "batch n"]:
-    """Columns of each text, on a device. Where one has fewer, its last is repeated."""
-    longest = max(map(len, rows))
-    full = [row + row[-1:] * (longest - len(row)) for row in rows]
-    return torch.tensor(full, device=device)
+def as_tensors(
+    spans: Mapping[str, list[list[int]]], device: torch.device
+) -> dict[str, Int[Tensor, "batch _n"]]:
+    """Columns of each text by name, on a device. Where one has fewer, its last is repeated."""
+    tensors = {}
+    for name, rows in spans.items():
+        longest = max(map(len, rows))
+        full = [row + row[-1:] * (longest - len(row)) for row in rows]
+        tensors[name] = torch.tensor(full, device=device)
+    return tensors

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hooks import ActivationCache
 from hooks.shared import Index, Selection, encoded, to_device
 from interp.inputs.arguments import each_row, is_listed, require_rows, without_rows
-from interp.inputs.token_positions import is_batch, real_of
+from interp.inputs.token_positions import real_of
 from interp.protocol import of
 
 
@@ -115,25 +115,46 @@ class Text(NamedTuple):
         require_rows(self.more, len(self.tokens))
         return self.changed(lambda value: value.repeat(n, *[1] * (value.ndim - 1)))
 
-    def changed(self, change: Callable[[Tensor], Tensor]) -> "Text":
-        """The texts, without spans, after a change of each tensor that has a row for each text."""
+    def changed(self, change: Callable[[Tensor], Tensor], spans: bool = False) -> "Text":
+        """The texts, with spans or without, after a change of each tensor that has a row for each text."""
         mask = None if self.mask is None else change(self.mask)
-        return Text(change(self.tokens), mask, {}, each_row(self.more, len(self.tokens), change))
+        columns = {name: change(places) for name, places in self.spans.items() if spans}
+        more = each_row(self.more, len(self.tokens), change)
+        return Text(change(self.tokens), mask, columns, more)
 
 
-def parts_of(texts: Any) -> tuple[Any, Tensor | None, dict[str, Any] | None]:
-    """The tokens, the mask and the other arguments of a `Text`, or of a mapping of tensors; other texts with None.
+def as_text(texts: Any) -> Any:
+    """A `Text` of a batch, or of a mapping of tensors; other texts, which a model must read first, as they are.
 
-    Tokens are `input_ids` or, without these, the first entry, such as images.
+    The tokens of a mapping are `input_ids` or, without these, the first entry, such as images.
     """
-    if isinstance(texts, Text):
-        return texts.tokens, texts.mask, {**texts.more}
     if isinstance(texts, Mapping):
         rest = {**texts}
         tokens = rest.pop("input_ids" if "input_ids" in rest else next(iter(rest), ""), None)
-        if is_batch(tokens):
-            return tokens, rest.pop("attention_mask", None), rest
-    return texts, None, None
+        return (
+            Text(tokens, rest.pop("attention_mask", None), {}, rest) if is_batch(tokens) else texts
+        )
+    return Text(texts) if is_batch(texts) else texts
+
+
+def check_tokens(tokens: Any, what: str = "tokens") -> None:
+    """Refuses what is no batch of texts, or of images or sounds.
+
+    Raises:
+        ValueError: if it is no tensor [batch, pos], or of other numbers than tokens.
+    """
+    if not is_batch(tokens):
+        got = list(tokens.shape) if isinstance(tokens, Tensor) else f"a {type(tokens).__name__}"
+        raise ValueError(
+            f"{what} must be a tensor [batch, pos]; got {got}: one text is torch.as_tensor(text)[None]"
+        )
+
+
+def is_batch(inputs: Any) -> TypeGuard[Tensor]:
+    """Whether inputs are a tensor with a row for each text: tokens [batch, pos], or images or sounds [batch, ...]."""
+    if not isinstance(inputs, Tensor):
+        return False
+    return inputs.ndim == 2 or (inputs.ndim > 2 and inputs.is_floating_point())
 
 
 def places_inside(pos: Index, n: int) -> list[int]:

@@ -1,7 +1,7 @@
 """Reading of a batch of texts: which tokens, at which columns, in which precision; not padding."""
 
 from collections.abc import Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -33,26 +33,6 @@ def real_of(
     if mask.shape != tuple(shape):
         raise ValueError(f"{name} must be [batch, pos], {[*shape]}; got {list(mask.shape)}")
     return mask.bool()
-
-
-def check_tokens(tokens: Any, what: str = "tokens") -> None:
-    """Refuses what is no batch of texts, or of images or sounds.
-
-    Raises:
-        ValueError: if it is no tensor [batch, pos], or of other numbers than tokens.
-    """
-    if not is_batch(tokens):
-        got = list(tokens.shape) if isinstance(tokens, Tensor) else f"a {type(tokens).__name__}"
-        raise ValueError(
-            f"{what} must be a tensor [batch, pos]; got {got}: one text is torch.as_tensor(text)[None]"
-        )
-
-
-def is_batch(inputs: Any) -> TypeGuard[Tensor]:
-    """Whether inputs are a tensor with a row for each text: tokens [batch, pos], or images or sounds [batch, ...]."""
-    if not isinstance(inputs, Tensor):
-        return False
-    return inputs.ndim == 2 or (inputs.ndim > 2 and inputs.is_floating_point())
 
 
 def is_worded(tokens: Any) -> bool:

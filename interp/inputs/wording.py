@@ -30,9 +30,9 @@ def tokens_of_pairs(
     clean: Texts,
     corrupted: Texts | None,
     answers: Any,
-    spans: Mapping[str, Any] | Sequence[str] | None,
-) -> dict[str, Any]:
-    """The arguments of `Pairs` that hold tokens, for texts, answers and spans that are strings; see there.
+    spans: Mapping[str, Any] | Sequence[str],
+) -> tuple[Text, Text | None, Any, Mapping[str, Any], Mapping[str, Any] | None]:
+    """The texts of pairs, their answers and the spans of both as tokens, for those that are strings; see `Pairs`.
 
     Raises:
         ValueError: if an answer is no token of its own or may be two, a span is not once in its text, or texts
@@ -40,24 +40,21 @@ def tokens_of_pairs(
         UnknownNameError: if chats have no span of a name.
         TypeError: if the model cannot read text.
     """
-    one = text_for(model, clean)
-    other = None if corrupted is None else text_for(model, corrupted)
-    pairs: dict[str, Any] = {"clean": one, "corrupted": other, "answers": answers}
-    if other is not None and not spans:
-        _require_same_lengths(model, one, other)
+    texts = (clean,) if corrupted is None else (clean, corrupted)
+    read = [text_for(model, each) for each in texts]
+    if len(read) == 2 and not spans:
+        _require_same_lengths(model, *read)
     if answers is not None and not isinstance(answers, Tensor):
-        several = [answers] * len(one.tokens) if _is_one(answers) else answers
-        pairs["answers"] = _answers(model, one.of_logits, several)
-    if spans:
+        several = [answers] * len(read[0].tokens) if _is_one(answers) else answers
+        answers = _answers(model, read[0].of_logits, several)
+    if isinstance(spans, Mapping):
         columns = [
-            named_spans(texts, spans)
-            if not isinstance(spans, Mapping)
-            else {name: _columns(model, text, name, span, side) for name, span in spans.items()}
-            for side, (texts, text) in enumerate(((clean, one), (corrupted, other)))
-            if text is not None
+            {name: _columns(model, text, name, span, side) for name, span in spans.items()}
+            for side, text in enumerate(read)
         ]
-        pairs |= dict(zip(("spans", "corrupted_spans"), columns, strict=False))
-    return pairs
+    else:
+        columns = [named_spans(each, spans) for each in texts]
+    return read[0], read[1] if read[1:] else None, answers, columns[0], columns[-1]
 
 
 def writer_of(model: nn.Module) -> Callable[[Any], Any] | None:

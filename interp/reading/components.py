@@ -41,12 +41,7 @@ class ResidualComponents:
         SelectionError: if there is no such position, or it is padding.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        cache: ActivationCache,
-        pos: Index | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, cache: ActivationCache, pos: Index | None = None) -> None:
         self.model: Any = plain(model, "blocks")
         self._cache, self._columns = cache, None
         self._given = model

@@ -142,11 +142,7 @@ def stacked(jobs: Sequence[Job], batch: Batch, inside: Container[nn.Module] | No
 
 
 def _edit_rows(
-    copies: int,
-    batch: Batch,
-    calls: Calls,
-    places: list[tuple[int, Job, EditedPoint]],
-    output: Any,
+    copies: int, batch: Batch, calls: Calls, places: list[tuple[int, Job, EditedPoint]], output: Any
 ) -> Any:
     point, value = places[0][2].point, first_tensor(output, places[0][2].point)
     call = calls.next(point.name)

@@ -103,11 +103,7 @@ class PlannedHarvest(NamedTuple):
 
 @without_gradients
 def plan(
-    model: Model,
-    texts: Corpus,
-    names: Selector,
-    out: str | os.PathLike[str] = ".",
-    **settings: Any,
+    model: Model, texts: Corpus, names: Selector, out: str | os.PathLike[str] = ".", **settings: Any
 ) -> PlannedHarvest:
     """Count what `harvest` would write, and time its first batch.
 

@@ -192,11 +192,7 @@ def _check_keys(needed: set[str], held: set[str], where: str) -> None:
 
 
 def _converted(
-    source: Source,
-    tensors: list[Tensor],
-    shape: torch.Size,
-    where: str,
-    dtype: torch.dtype | None,
+    source: Source, tensors: list[Tensor], shape: torch.Size, where: str, dtype: torch.dtype | None
 ) -> Tensor:
     held = ", ".join(
         f"{key} {tensor.dtype} {list(tensor.shape)}"

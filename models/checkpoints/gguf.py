@@ -158,9 +158,6 @@ def _halves_together(n_rotated: int, d_head: int, *qkv: Tensor) -> Tensor:
     """
     rows = torch.cat(qkv)
     turned = rearrange(
-        rows[:n_rotated],
-        "(head pair half) ... -> (head half pair) ...",
-        half=2,
-        pair=d_head // 2,
+        rows[:n_rotated], "(head pair half) ... -> (head half pair) ...", half=2, pair=d_head // 2
     )
     return torch.cat([turned, rows[n_rotated:]])

@@ -93,9 +93,7 @@ class Bench:
         """Greedy generation from a cache, from one prompt."""
         ours, prompt = self._placed(peers.ours(self.prompts)), self.prompts.tokens()
         there, new = prompt.to(self.device), self.prompts.new
-        calls: Calls = {
-            "hookscope": lambda: generate(ours, prompt, max_new_tokens=new, stop=()),
-        }
+        calls: Calls = {"hookscope": lambda: generate(ours, prompt, max_new_tokens=new, stop=())}
         if has_transformers():
             theirs = self._placed(peers.of_transformers(self.prompts, "sdpa"))
             options = dict(max_new_tokens=new, do_sample=False, use_cache=True, pad_token_id=0)

@@ -32,10 +32,7 @@ def main() -> None:
         for size in SIZES:
             noise = torch.randn(batch, size, size, generator=torch.Generator().manual_seed(0))
             found = timing.ratios(
-                {
-                    "top": partial(randomized_svd, noise, options.k),
-                    "all": partial(svd, noise),
-                },
+                {"top": partial(randomized_svd, noise, options.k), "all": partial(svd, noise)},
                 base="top",
                 budget=options.budget,
             )

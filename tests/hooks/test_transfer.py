@@ -212,17 +212,14 @@ def columns(kind):
             edits.mean(vectors, attention_mask=PADDED.to(DEVICE)),
             kl_divergence(torch.randn(4, 7, 23), None, attention_mask=FIRST_PADDED),
         ),
-        "resample": (
-            edits.resample(vectors, attention_mask=torch.ones(4, 7)),
-            log_prob(3, pos=-2),
-        ),
+        "resample": (edits.resample(vectors, attention_mask=torch.ones(4, 7)), log_prob(3, pos=-2)),
         "noise": (edits.noise(1.0), logit_diff(3, 4)),
         "span": (edits.project_out(torch.randn(12)), logit_diff(3, 4)),
         "early": (edits.zero(pos=1), logit_diff(3, 4)),
     }[kind]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("exact", ["resume", "rerun"])
 @pytest.mark.parametrize(
     "kind", ["columns", "holes", "source", "mean", "resample", "noise", "span", "early"]

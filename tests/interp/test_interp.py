@@ -8,14 +8,7 @@ from torch import nn
 
 import interp
 from hooks import CacheError, HookedRunner, ModeError
-from interp import (
-    Pairs,
-    activation_patching,
-    log_prob,
-    logit_diff,
-    logit_lens,
-    run_with_cache,
-)
+from interp import Pairs, activation_patching, log_prob, logit_diff, logit_lens, run_with_cache
 from interp.graph import Graph
 
 

@@ -8,11 +8,7 @@ import pytest
 import torch
 
 from hooks import HookedRunner
-from models import (
-    TransformerConfig,
-    causal_mask,
-    scaled_dot_product_attention,
-)
+from models import TransformerConfig, causal_mask, scaled_dot_product_attention
 from tests.reference import (
     BATCH,
     FORMS,
@@ -186,7 +182,7 @@ def test_gradients_of_the_function(mask):
 # --- the model's attention, and every point: the reference's values under the reference's names
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_value_is_what_its_name_says(name):
     model, tokens = variant(name), some_tokens()

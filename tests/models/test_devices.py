@@ -41,7 +41,7 @@ def moves(name, layers, cache, *places):
     return found
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["pre", "like llama", "like gemma 2", "window of one layer", "sinusoidal"])  # fmt: skip
 @pytest.mark.parametrize("cache", [None, KVCache])
 def test_stream_and_context_move_once_per_change_of_device(name, cache):
@@ -222,7 +222,7 @@ ANALYSES = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("analysis", ANALYSES.values(), ids=ANALYSES)
 def test_an_analysis_gives_the_numbers_of_one_device(devices, analysis):
     changes = dict(n_layers=2, n_kv_heads=3, positions="rotary", tied_unembed=False)
@@ -238,7 +238,7 @@ OF_POINTS = ["attribution", "logit lens", "heads"]
 OF_WEIGHTS = ["edges", "paths to logits", "logits", "why, from a cache on the CPU"]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     ("kind", "names"),
     [

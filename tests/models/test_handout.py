@@ -7,13 +7,7 @@ import pytest
 import torch
 
 from hooks import HookedRunner
-from models import (
-    Transformer,
-    TransformerConfig,
-    build,
-    causal_mask,
-    scaled_dot_product_attention,
-)
+from models import Transformer, TransformerConfig, build, causal_mask, scaled_dot_product_attention
 from models.positions import Sinusoidal
 
 # Section 4.3.

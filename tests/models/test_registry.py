@@ -4,15 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from models import (
-    Transformer,
-    TransformerConfig,
-    available,
-    build,
-    config_of,
-    register,
-    registry,
-)
+from models import Transformer, TransformerConfig, available, build, config_of, register, registry
 
 # n_layers, n_heads, d_model
 SIZES = {"d12": (12, 12, 768), "d24": (24, 16, 1024), "d36": (36, 20, 1280), "d48": (48, 25, 1600)}

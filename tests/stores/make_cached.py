@@ -77,8 +77,7 @@ def main():
             for part in tokens.split(AT_ONCE)
         ]
     save_file(
-        {HOOK: torch.cat(parts), "token_ids": tokens.to(torch.int32)},
-        HERE / "expected.safetensors",
+        {HOOK: torch.cat(parts), "token_ids": tokens.to(torch.int32)}, HERE / "expected.safetensors"
     )
 
 

@@ -39,7 +39,7 @@ def refused(capsys, *arguments):
     return err.splitlines()[-1]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "name", ["points", "lens", "patch", "features", "trace", "generate", "harvest"]
 )

@@ -96,7 +96,7 @@ POSITIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("pos", POSITIONS.values(), ids=POSITIONS)
 def test_padding_is_no_example_in_any_form_of_positions(model, pos):
     name, runner = "blocks.1.resid_post", HookedRunner(model)

@@ -327,12 +327,7 @@ def test_noise_is_normal_and_belongs_to_its_place():
     assert torch.equal(late[0], drawn[0, 200:])
 
 
-FORMS = [
-    {},
-    dict(attn_cap=2.0),
-    dict(window=3),
-    dict(positions="rotary", parallel=True),
-]
+FORMS = [{}, dict(attn_cap=2.0), dict(window=3), dict(positions="rotary", parallel=True)]
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -236,7 +236,7 @@ def live_tensors():
     return sum(type(kept) is torch.Tensor for kept in gc.get_objects())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("analysis", "options"),
     [

@@ -100,9 +100,7 @@ def test_patches_are_those_of_raw_hooks(name):
         exact="rerun",
     )
     resumed = sweep(
-        model,
-        pairs,
-        [{f"{prefix}blocks.1.resid_pre": edits.scale(2.0, pos=value.shape[-2] - 1)}],
+        model, pairs, [{f"{prefix}blocks.1.resid_pre": edits.scale(2.0, pos=value.shape[-2] - 1)}]
     )
     torch.testing.assert_close(resumed.values, exact.values)
     with torch.enable_grad():

@@ -12,14 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from hooks import UnknownNameError
-from interp.features import (
-    Dictionary,
-    Gated,
-    JumpReLU,
-    TopK,
-    load_sae,
-    splice,
-)
+from interp.features import Dictionary, Gated, JumpReLU, TopK, load_sae, splice
 from models import load
 from tests.count import ROOT
 

@@ -28,7 +28,7 @@ def test_spans_are_positions_of_each_example(tokens, corrupted):
     name, verb = [[1, 2], [3], [0, 5, 6], [4, 2]], torch.tensor([[0], [1], [2], [3]])
     pairs = Pairs(tokens, corrupted, spans={"name": name, "verb": verb})
     assert pairs.spans["name"].tolist() == [[1, 2, 2], [3, 3, 3], [0, 5, 6], [4, 2, 2]]
-    assert torch.equal(pairs.corrupted_spans["name"], pairs.spans["name"])
+    assert torch.equal(pairs.other.spans["name"], pairs.spans["name"])
     assert torch.equal(pairs.spans["verb"], verb)
     last = Pairs(tokens, corrupted, spans={"name": name}, last_only=True)
     assert last.spans["name"].tolist() == [[2], [3], [6], [2]]
@@ -47,16 +47,16 @@ def test_texts_of_different_lengths_correspond_by_spans(tokens, corrupted):
     shifted = {"name": [[p + 2 for p in row] for row in own["name"]]}
     masked = {"input_ids": other, "attention_mask": mask}
     pairs = Pairs(tokens, masked, spans=own, corrupted_spans=shifted)
-    assert torch.equal(pairs.corrupted_spans["name"], pairs.spans["name"] + 2)
-    assert pairs.attention_mask is None
-    assert torch.equal(pairs.corrupted_mask, mask.bool())
+    assert torch.equal(pairs.other.spans["name"], pairs.spans["name"] + 2)
+    assert pairs.text.mask is None
+    assert torch.equal(pairs.other.mask, mask.bool())
     fewer = {"name": [row[1:] for row in shifted["name"]]}
     options = {"spans": own, "corrupted_spans": fewer}
     part = pairs[2:]
-    assert torch.equal(part.corrupted_mask, mask[2:].bool())
-    assert part.corrupted_spans["name"].tolist() == [[2, 7], [6, 4]]
+    assert torch.equal(part.other.mask, mask[2:].bool())
+    assert part.other.spans["name"].tolist() == [[2, 7], [6, 4]]
     last = Pairs(tokens, masked, last_only=True, **options)
-    assert last.corrupted_spans["name"].tolist() == [[4], [6], [7], [4]]
+    assert last.other.spans["name"].tolist() == [[4], [6], [7], [4]]
     with pytest.raises(ValueError, match="'name'.*2 and 1 in example 0"):
         Pairs(tokens, masked, **options)
 
@@ -65,14 +65,14 @@ def test_one_mask_serves_both_texts(tokens, corrupted):
     mask = torch.ones_like(tokens)
     mask[1, :3] = 0
     pairs = Pairs(tokens, corrupted, attention_mask=mask)
-    assert torch.equal(pairs.corrupted_mask, mask.bool())
+    assert torch.equal(pairs.other.mask, mask.bool())
     other = torch.ones_like(mask)
     whole = {"input_ids": corrupted, "attention_mask": other}
     with pytest.raises(ValueError, match="same shape and padding"):
         Pairs(tokens, whole, attention_mask=mask)
     spans = {"a": [[1], [4], [1], [2]]}
     pairs = Pairs(tokens, whole, spans=spans, attention_mask=mask)
-    assert torch.equal(pairs.corrupted_mask, other.bool())
+    assert torch.equal(pairs.other.mask, other.bool())
 
 
 def test_the_metric_of_the_answers(tokens, corrupted):
@@ -146,8 +146,8 @@ def test_parts_of_pairs(tokens, corrupted):
         assert torch.equal(part.clean, tokens[[1, 3]])
         assert torch.equal(part.corrupted, corrupted[[1, 3]])
         assert part.answers.tolist() == [1, 3]
-        assert part.spans["a"].tolist() == part.corrupted_spans["a"].tolist() == [[1], [3]]
-        assert torch.equal(part.attention_mask, mask[[1, 3]].bool())
+        assert part.spans["a"].tolist() == part.other.spans["a"].tolist() == [[1], [3]]
+        assert torch.equal(part.text.mask, mask[[1, 3]].bool())
     assert pairs[-1].answers.tolist() == [3]
     assert [one.answers.item() for one in pairs] == [0, 1, 2, 3]
     first, second = pairs.split(seed=3, share=0.75)
@@ -162,7 +162,7 @@ def test_parts_of_pairs(tokens, corrupted):
 
 def test_clean_texts_alone(tokens):
     pairs = Pairs(tokens, spans={"a": [[1]] * 4})
-    assert (pairs.corrupted, pairs.corrupted_spans) == (None, {})
+    assert pairs.corrupted is pairs.other is None
     part = pairs[1:].to("cpu")
     assert torch.equal(part.clean, tokens[1:])
     assert len({*pairs.digests(), *Pairs(tokens, tokens).digests()}) == 8
@@ -216,14 +216,8 @@ TEXT = torch.ones(BATCH, POS).long()
         ({"spans": {"a": [[1, 2, 3], [1], [1], [-8]]}}, "example 3|-7"),
         ({"spans": {"a": [[1], [], [2], [3]]}}, "'a'"),
         ({"spans": {"a": [[1], [7], [2], [3]]}}, "'a'.*clean.*to 6; got 7"),
-        (
-            {"spans": {"a": [[1]] * 4}, "corrupted_spans": {"b": [[1]] * 4}},
-            r"\['a'\] and \['b'\]",
-        ),
-        (
-            {"spans": {"a": [[1]] * 4}, "corrupted_spans": {"a": [[9]] * 4}},
-            "corrupted.*got 9",
-        ),
+        ({"spans": {"a": [[1]] * 4}, "corrupted_spans": {"b": [[1]] * 4}}, r"\['a'\] and \['b'\]"),
+        ({"spans": {"a": [[1]] * 4}, "corrupted_spans": {"a": [[9]] * 4}}, "corrupted.*got 9"),
         ({"spans": {"a": [[6]] * 4}, "attention_mask": torch.ones(BATCH, POS).tril(3)}, "real"),
         (
             {
@@ -261,14 +255,14 @@ def test_a_mapping_is_the_arguments_of_a_run(tokens, corrupted):
     given = {"pixel_values": image, "attention_mask": mask, "input_ids": tokens}
     pairs = Pairs(given, {"input_ids": corrupted, "pixel_values": -image, "attention_mask": mask})
     assert torch.equal(pairs.clean, tokens)
-    assert torch.equal(pairs.corrupted_mask, mask.bool())
-    assert [*pairs.arguments] == [*pairs.corrupted_arguments] == ["pixel_values"]
+    assert torch.equal(pairs.other.mask, mask.bool())
+    assert [*pairs.text.more] == [*pairs.other.more] == ["pixel_values"]
     edited, source = pairs[2:].texts("denoising")
     assert torch.equal(edited.more["pixel_values"], -image[2:])
     assert torch.equal(source.kwargs["attention_mask"], mask[2:].bool())
     shared = Pairs(given, corrupted)
-    assert torch.equal(shared.corrupted_arguments["pixel_values"], image)
-    assert torch.equal(shared.corrupted_mask, mask.bool())
+    assert torch.equal(shared.other.more["pixel_values"], image)
+    assert torch.equal(shared.other.mask, mask.bool())
     seen = Pairs({"pixel_values": image[:, None], "labels": None})
     assert torch.equal(seen.text.tokens, image[:, None])
-    assert seen.arguments == {"labels": None}
+    assert seen.text.more == {"labels": None}

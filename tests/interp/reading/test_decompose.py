@@ -21,14 +21,7 @@ from interp import (
 )
 from models import attach
 from tests.models.test_kernels import Largest
-from tests.reference import (
-    VARIANTS,
-    VOCAB,
-    Reference,
-    some_tokens,
-    tolerance,
-    variant,
-)
+from tests.reference import VARIANTS, VOCAB, Reference, some_tokens, tolerance, variant
 
 SUMS = [name for name in VARIANTS if name != "post"]
 BATCH, POS = 3, 5
@@ -106,7 +99,7 @@ def close(found, expected, config, size=None):
     torch.testing.assert_close(found, expected, rtol=0, atol=tolerance(config) * float(size))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", SUMS)
 def test_parts_are_those_of_numpy_and_add_up(name):
     model = variant(name)
@@ -161,7 +154,7 @@ FAMILIES = ("gpt2", "gpt_bigcode", "gpt_neox", "gpt_neox sequential", "llama", "
 FAMILIES += ("qwen3", "olmo2 biased", "gemma2 uncapped", "opt")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("row", FAMILIES)
 def test_parts_add_up_to_the_logits_of_transformers(row, tmp_path):
     pytest.importorskip("transformers")
@@ -216,7 +209,7 @@ WIDTHS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("n_layers", [12, 24])
 @pytest.mark.parametrize("family", WIDTHS)
 def test_deep_runs_in_bfloat16_are_right(family, n_layers):

@@ -53,7 +53,7 @@ def test_experts_that_read_vectors_times_their_weights():
     agree(parts.values.sum(0), cache[f"blocks.{LAYERS - 1}.resid_post"])
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("kind", SUMS)
 def test_each_expert_adds_what_a_call_of_its_own_gives(kind):
     model = made(kind)
@@ -80,7 +80,7 @@ def test_each_expert_adds_what_a_call_of_its_own_gives(kind):
         agree(total, logits[:, -1, 5], tolerance=1e-4)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("kind", KINDS)
 def test_patches_of_weights_are_those_of_raw_hooks(kind):
     model = made(kind)

@@ -173,10 +173,7 @@ def test_nothing_is_divided_where_base_and_target_agree(result):
         target[2] = result.base[2] = 0
     assert not close.normalized().mean().isnan().any()
     same = replace(result, target=result.base)
-    with (
-        pytest.warns(UserWarning, match="13 of 13"),
-        pytest.raises(ValueError, match="example"),
-    ):
+    with pytest.warns(UserWarning, match="13 of 13"), pytest.raises(ValueError, match="example"):
         same.normalized(per_example=True)
     # One half up, one half down: each example differs, the means agree.
     target = result.base + torch.tensor([1.0] * 6 + [-1.0] * 6 + [0.0])

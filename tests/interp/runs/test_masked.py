@@ -87,10 +87,7 @@ def test_means_and_zeros_come_from_what_was_asked_for():
     many = torch.randint(23, (11, 7))
     _, wrote = slow_run(model, many)
     for source, made_of in (
-        (
-            nodes.mean(HookedRunner(model).run_with_cache(many)[1]),
-            lambda v: v.mean(0, True),
-        ),
+        (nodes.mean(HookedRunner(model).run_with_cache(many)[1]), lambda v: v.mean(0, True)),
         ("zero", torch.zeros_like),
     ):
         other = {name: made_of(value)[:1].expand(5, -1, -1) for name, value in wrote.items()}

@@ -8,14 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hooks import (
-    EditError,
-    HookedRunner,
-    HookPoint,
-    ModeError,
-    NeverFiredError,
-    UnknownNameError,
-)
+from hooks import EditError, HookedRunner, HookPoint, ModeError, NeverFiredError, UnknownNameError
 from hooks._torch import PeakBytes
 from interp import Pairs, activation_patching, edits, log_prob, logit_diff, sweep
 from tests.reference import BATCH, POS, VOCAB, some_tokens, variant
@@ -86,7 +79,7 @@ def sites_of(model):
 EVERY = slice(None)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("form", "mask"), [(f, list(MASKS)[i % 3]) for i, f in enumerate(FORMS)])
 def test_patching_every_site_equals_whole_runs(form, mask):
     model, mask = variant(form), MASKS[mask]

@@ -8,14 +8,7 @@ from interp import attribution_graph, why_attends
 from interp.tracing.descent import Descent
 from interp.tracing.frozen import FrozenRun
 from models import Transformer, TransformerConfig
-from tests.interp.tracing.test_tracing import (
-    FORMS,
-    SIZES,
-    TEXT,
-    model_of,
-    skip_of,
-    transcoders,
-)
+from tests.interp.tracing.test_tracing import FORMS, SIZES, TEXT, model_of, skip_of, transcoders
 
 MORE = {
     "norm of each head": {"qk_norm": "head"},
@@ -83,7 +76,7 @@ def slope(model, cache, dictionaries, name, vector, reads, directions, held):
     ).detach()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("form", "more"), CASES)
 def test_effects_by_attention_are_slopes_of_a_run_with_norms_held(form, more):
     model = made(form, more)
@@ -161,7 +154,7 @@ def test_many_targets_in_parts_move_what_they_move_together(monkeypatch):
     torch.testing.assert_close(parts.by_attention, graph.by_attention, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("form", ["rms", "both ways", "window", "parallel"])
 @pytest.mark.parametrize("against", [None, 0, "mean"])
 def test_pairs_by_paths_add_up_like_those_by_writers(form, against):

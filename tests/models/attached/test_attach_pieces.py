@@ -23,7 +23,7 @@ def padded(rows, width):
     return tokens, mask
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", attachable.MODELS)
 @torch.no_grad()
 def test_left_padding_changes_no_number_of_any_architecture(name):
@@ -111,7 +111,7 @@ def test_edits_of_generation_count_from_the_start_of_the_text_without_keys(state
         assert torch.equal(written[:, : pos + 1], plain[:, : pos + 1])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("pos", [-1, slice(-1, None), [-2, -1], slice(5, None), 7])
 @pytest.mark.parametrize("name", ["llama", "mpt", "gemma3_text", "phi"])
 @torch.no_grad()

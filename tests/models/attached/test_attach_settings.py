@@ -55,7 +55,7 @@ def other(kind, dtype=torch.float32):
     return maker(maker.config_class(**sizes)).eval().to(dtype)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     "kind", ["gpt2", "llama", "gemma3", "bloom", "bert", "roberta", "distilbert", "modernbert", "bart", "ctrl"]
@@ -82,7 +82,7 @@ def in_half(name, dtype):
     return attachable.made(name, config=transformers.CONFIG_MAPPING[name](**sizes)).to(dtype)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", attachable.MODELS)
 def test_every_architecture_has_the_points_of_single_precision_in_half(name, dtype):
@@ -155,7 +155,7 @@ WIDE = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("kind", "dtype"), [*zip(WIDE, [torch.bfloat16, torch.float16] * 4, strict=True)]
 )
@@ -318,7 +318,7 @@ UNUSUAL = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("name", UNUSUAL)
 def test_patches_of_unusual_architectures_are_those_of_hooks(name, rows):
@@ -585,7 +585,7 @@ GENERATIONS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 @pytest.mark.parametrize("how", GENERATIONS)
@@ -750,7 +750,7 @@ def blocks_in(model):
     return max(lists, key=lambda part: sum(weight.numel() for weight in part.parameters()))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.filterwarnings("ignore:.is_gradient", "ignore:fan_in_fan_out")  # of peft
 @pytest.mark.parametrize(
     "chosen", [*pairwise(SETTINGS)], ids=lambda chosen: "-".join(map(str, chosen.values()))

@@ -395,7 +395,7 @@ def pytest_generate_tests(metafunc):
     metafunc.parametrize("name, job", cases, ids=lambda part: getattr(part, "__name__", part))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @torch.no_grad()
 def test_attached(name, job):
     job(world(name))

@@ -26,9 +26,7 @@ from tests.attachable import (
     made,
     transformers,
 )
-from tests.attachable import (
-    agree as close,
-)
+from tests.attachable import agree as close
 from tests.models.attached.test_attach_settings import in_form
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -128,7 +126,7 @@ def size(model):
     return model.config.hidden_size // HEADS
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", "qkv")
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
@@ -147,7 +145,7 @@ def test_a_head_of_queries_keys_or_values(kind, name):
     assert (ours - logits(model)).abs().max() > 1e-3
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_a_head_without_an_output(kind):
@@ -227,7 +225,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.filterwarnings("ignore:the .* drew random numbers")
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("kind", KINDS)
@@ -259,7 +257,7 @@ def test_hooks_everywhere_change_nothing(kind, setting):
 CACHED = [kind for kind in KINDS if kind != "openai-gpt"]  # which has no cache
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("kind", CACHED)

@@ -67,12 +67,8 @@ def reactions():
     path = folder("rxnfp", "models/transformers/bert_pretrained")
     words = (path / "vocab.txt").read_text().split()
     tokens = torch.tensor([[words.index(word) for word in REACTION]])
-    return (
-        loaded(path),
-        tokens,
-        words.index("[MASK]"),
-        15,
-    )  # the second oxygen's bond in the product
+    second_oxygen = 15  # its bond in the product
+    return loaded(path), tokens, words.index("[MASK]"), second_oxygen
 
 
 def antibodies():
@@ -86,6 +82,7 @@ MODELS = {"reactions": reactions, "antibodies": antibodies}
 
 
 @torch.no_grad()
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_encoders_that_were_trained(name):
     model, tokens, mask, pos = MODELS[name]()

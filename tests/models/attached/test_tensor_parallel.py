@@ -1,6 +1,6 @@
 """Models split over two processes by a tensor-parallel plan: the numbers of one process, or a refusal by name.
 
-`python -m tests.models.attached.test_tensor_parallel FOLDER RANK` is one of the two processes; the tests compare what both saved.
+`python -m tests.models.attached.test_tensor_parallel FOLDER RANK MODELS` is one of the two processes; the tests compare what both saved.
 """
 
 import os
@@ -171,7 +171,7 @@ def wholes(rank):
     return {name: is_whole(value, mesh) for name, value in values.items()}
 
 
-def work(folder, rank):
+def work(folder, rank, *names):
     """One of two processes."""
     from transformers.distributed import DistributedConfig
 
@@ -179,7 +179,7 @@ def work(folder, rank):
     store = f"file://{path_of(folder, 'store')}"
     torch.distributed.init_process_group("gloo", init_method=store, rank=int(rank), world_size=2)
     torch.save(wholes(int(rank)), path_of(folder, f"wholes.{rank}"))
-    for name in MODELS:
+    for name in names:
         split = DistributedConfig(tp_plan="auto", tp_size=2)
         found = observed(folder, name, distributed_config=split)
         torch.save(found, path_of(folder, f"{name}.{rank}"))
@@ -187,18 +187,19 @@ def work(folder, rank):
 
 
 @pytest.fixture(scope="module")
-def observations(tmp_path_factory):
-    """For each model what one process observes, and what each of two do."""
+def observations(tmp_path_factory, request):
+    """For each model what one process observes, and what each of two do. Without --full there are two models."""
     folder = tmp_path_factory.mktemp("split")
-    for name, changes in MODELS.items():
+    names = [*MODELS] if request.config.getoption("full") else ["llama", "mixtral"]
+    for name in names:
         config = config_of(name)
-        for key, value in changes.items():
+        for key, value in MODELS[name].items():
             setattr(config, key, value)
         made(name, config=config).save_pretrained(path_of(folder, name))
     command = [sys.executable, "-m", __name__, str(folder)]
-    started = [subprocess.Popen([*command, rank], stderr=subprocess.PIPE, text=True) for rank in "01"]  # fmt: skip
+    started = [subprocess.Popen([*command, rank, *names], stderr=subprocess.PIPE, text=True) for rank in "01"]  # fmt: skip
     try:
-        alone = {name: observed(folder, name) for name in MODELS}
+        alone = {name: observed(folder, name) for name in names}
     finally:
         errors = [process.communicate(timeout=120)[1] for process in started]
     assert [process.returncode for process in started] == [0, 0], errors
@@ -206,7 +207,7 @@ def observations(tmp_path_factory):
     assert both == [dict(pattern=False, normalized=False, mask=False, phases=False, nan=True, count=True)] * 2  # fmt: skip
     return {
         name: (alone[name], *(torch.load(path_of(folder, f"{name}.{rank}")) for rank in "01"))
-        for name in MODELS
+        for name in names
     }
 
 
@@ -234,7 +235,7 @@ def test_two_processes_give_the_numbers_of_one_or_refuse_by_name(observations):
         parts = {f"model.layers.{layer}.{part}" for layer in (0, 1) for part in INSIDE}
         assert parts <= found["skipped"].keys()
         assert found["only zeros"].startswith("ValueError: blocks.1.attn must have numbers that")
-    for name in ("gemma3_text", "mixtral"):
+    for name in {"gemma3_text", "mixtral"} & observations.keys():
         assert "not split over 2 processes" in observations[name][1]["edges"]
 
 

@@ -247,7 +247,7 @@ def test_features_are_put_into_the_stream(make):
 
 
 @torch.no_grad()
-@pytest.mark.sampled(15)
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 @every_model
@@ -284,11 +284,7 @@ def test_lazy_caches_have_towers():
             torch.testing.assert_close(lazy[name], value, atol=1e-5, rtol=1e-4)
 
 
-GENERATED = {
-    "t5": seeing.t5,
-    "bart": seeing.bart,
-    "whisper": seeing.whisper,
-}
+GENERATED = {"t5": seeing.t5, "bart": seeing.bart, "whisper": seeing.whisper}
 CHANGES = {
     "decoder.blocks.1.resid_post": lambda: edits.add(3 * seeing.drawn(16), pos=slice(2, 4)),
     "encoder.blocks.1.resid_post": lambda: edits.add(5 * seeing.drawn(16), pos=-1),
@@ -298,7 +294,7 @@ CHANGES = {
 
 
 @torch.no_grad()
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("point", CHANGES)
 @pytest.mark.parametrize("name", GENERATED)
 def test_generation_under_edits_is_that_without_a_cache(name, point):

@@ -338,6 +338,7 @@ print(peak_in_this_process(lambda: load(sys.argv[1])))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from /proc")
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("form", ["safetensors", "shards", "bin"])
 def test_loading_takes_little_more_memory_than_the_model(tmp_path, form):
     """Of a GPT-2, whose matrices are all transposed when it is loaded."""

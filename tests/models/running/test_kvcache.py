@@ -96,7 +96,7 @@ def read(model, pieces, cache, mask=None):
 # --- what the cache promises first of all
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("sizes", [[1] * LENGTH, [LENGTH], [4, 4, 4, 1], [1, 2, 10]])
 def test_pieces_equal_the_whole(form, sizes):

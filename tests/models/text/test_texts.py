@@ -156,7 +156,7 @@ def test_what_a_tokenizer_gives_is_read_by_its_keys(n):
     assert [*map(list, each_text(encoding))] == [*map(list, each(encoding))] == ids
     pairs = Pairs(encoding, encoding, torch.tensor([4, 5])).read_by(model)
     assert len(Pairs(encoding, encoding)) == 2
-    assert torch.equal(pairs.attention_mask, real)
+    assert torch.equal(pairs.text.mask, real)
 
 
 def test_one_encoded_text_and_a_row_of_a_table_are_texts():
@@ -494,8 +494,8 @@ def test_spans_are_found_by_what_they_say():
     spans = {"who": [("cat", "mat"), ("the dog", "the mat")], "verb": ["sat", "ran"]}
     pairs = Pairs(clean, corrupted, " mat", spans=spans, last_only=True).read_by(model)
     assert pairs.spans["who"].tolist() == [[1], [1]]
-    assert pairs.corrupted_spans["who"].tolist() == [[4], [1]]
-    assert (pairs.spans["verb"].tolist(), pairs.corrupted_spans["verb"].tolist()) == (
+    assert pairs.other.spans["who"].tolist() == [[4], [1]]
+    assert (pairs.spans["verb"].tolist(), pairs.other.spans["verb"].tolist()) == (
         [[2], [2]],
         [[1], [2]],
     )
@@ -503,7 +503,7 @@ def test_spans_are_found_by_what_they_say():
         model
     )
     assert whole.spans["who"].tolist() == [[0, 1]]
-    assert whole.corrupted_mask is None
+    assert whole.other.mask is None
     result = interp.activation_patching(
         model,
         Pairs(clean, corrupted, " mat", spans={"who": spans["who"]}, last_only=True),

@@ -453,13 +453,7 @@ def test_files_give_the_tokenizer_that_they_were_written_from(name, file, tmp_pa
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [
-        ("model", "rwkv"),
-        ("model", None),
-        ("pre", "kimi-k2"),
-        ("pre", "smolm"),
-        ("merges", ["q zz"]),
-    ]
+    [("model", "rwkv"), ("model", None), ("pre", "kimi-k2"), ("pre", "smolm"), ("merges", ["q zz"])]
     + [(key, None) for key in ("merges", "tokens", "token_type")],
 )
 def test_gguf_tokenizers_that_cannot_be_read(key, value, tmp_path):
