@@ -172,7 +172,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(("name", "kind", "side"), CASES)
 def test_a_batch_of_unequal_texts_gives_what_each_gives_alone(name, kind, side):
     model, function = model_of(kind), READ[name]
@@ -229,7 +229,7 @@ CUTS = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("kind", ["learned", "rotary", "attached gpt2"])

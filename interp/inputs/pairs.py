@@ -14,7 +14,7 @@ from hooks.shared import without_gradients
 from interp import pictures
 from interp.inputs.arguments import require_rows
 from interp.inputs.spans import Spans, aligned
-from interp.inputs.texts import Text, Texts, as_text, check_tokens, each_text
+from interp.inputs.texts import Text, Texts, as_text, each_text, is_batch
 from interp.inputs.token_positions import is_worded, last_real, short
 from interp.inputs.wording import tokens_of_pairs, writer_of
 from interp.measuring import Metric, Writer, evaluate, in_words, last_of, metric_for
@@ -109,7 +109,9 @@ class Pairs(pictures.Shown):
                 raise ValueError(f"attention_mask needs texts that are tensors alone; got {got}")
             one = one._replace(mask=attention_mask)
         if isinstance(one, Text) and isinstance(corrupted, Tensor):  # the words alone are others
-            check_tokens(corrupted, "corrupted")
+            if not is_batch(corrupted):
+                got = f"{list(corrupted.shape)}: one text is torch.as_tensor(text)[None]"
+                raise ValueError(f"corrupted must be a tensor [batch, pos]; got {got}")
             other = one._replace(tokens=corrupted)
         are_tokens = isinstance(one, Text) and isinstance(other, Text | None)
         self.is_read = are_tokens and not is_worded(answers) and isinstance(spans, Mapping | None)

@@ -137,19 +137,6 @@ def as_text(texts: Any) -> Any:
     return Text(texts) if is_batch(texts) else texts
 
 
-def check_tokens(tokens: Any, what: str = "tokens") -> None:
-    """Refuses what is no batch of texts, or of images or sounds.
-
-    Raises:
-        ValueError: if it is no tensor [batch, pos], or of other numbers than tokens.
-    """
-    if not is_batch(tokens):
-        got = list(tokens.shape) if isinstance(tokens, Tensor) else f"a {type(tokens).__name__}"
-        raise ValueError(
-            f"{what} must be a tensor [batch, pos]; got {got}: one text is torch.as_tensor(text)[None]"
-        )
-
-
 def is_batch(inputs: Any) -> TypeGuard[Tensor]:
     """Whether inputs are a tensor with a row for each text: tokens [batch, pos], or images or sounds [batch, ...]."""
     if not isinstance(inputs, Tensor):

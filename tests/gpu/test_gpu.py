@@ -32,7 +32,7 @@ def test_a_gpu_is_at_hand():
         pytest.skip("PyTorch finds no CUDA device: the tests of this folder ran on the CPU only")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("kind", KINDS)

@@ -182,7 +182,7 @@ def test_gradients_of_the_function(mask):
 # --- the model's attention, and every point: the reference's values under the reference's names
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_value_is_what_its_name_says(name):
     model, tokens = variant(name), some_tokens()
@@ -227,7 +227,7 @@ SOME = ["pre", "post", "like llama", "like gemma 2", "like olmo 2", "window", "q
 WITH_MASKS = [(name, mask) for name in SOME for mask in ("padding", "4-D")]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "mask"), [(name, "none") for name in VARIANTS] + WITH_MASKS)
 def test_explicit_and_fused_agree_in_values_and_gradients(name, mask):
     """Every switch, with masks under which some queries see nothing."""

@@ -98,7 +98,7 @@ ALONE = [*FORMS, "attn_cap", "gated", "window of one layer", "attn_scale by laye
 MASKED = [("pre", MASK), ("pre", MASK[None]), ("window", MASK.expand(5, 6, -1, -1))]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "mask"), [(name, None) for name in ALONE] + MASKED)
 def test_parts_compute_what_their_config_says(name, mask):
     """From the config and a mask alone, what the equations give in a model."""

@@ -222,7 +222,7 @@ ANALYSES = {
 }
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("analysis", ANALYSES.values(), ids=ANALYSES)
 def test_an_analysis_gives_the_numbers_of_one_device(devices, analysis):
     changes = dict(n_layers=2, n_kv_heads=3, positions="rotary", tied_unembed=False)

@@ -59,7 +59,7 @@ def block(request, monkeypatch):
         monkeypatch.setattr(module, "BLOCK", request.param)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.usefixtures("block")
 @pytest.mark.parametrize("name", SOME)
 @pytest.mark.parametrize("mask", MASKS)
@@ -81,7 +81,7 @@ def test_blocks_give_what_the_equations_give(name, mask, hooks):
         )
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.usefixtures("block")
 @pytest.mark.parametrize("name", SOME)
 @pytest.mark.parametrize("mask", MASKS)

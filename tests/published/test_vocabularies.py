@@ -50,7 +50,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.xdist_group("vocabularies")  # one process unpacks them
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", VOCABULARIES)
 def test_every_line_is_as_llama_cpp_has_it(name, folder):
     path = folder / f"ggml-vocab-{name}.gguf"

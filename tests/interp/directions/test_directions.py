@@ -640,6 +640,7 @@ def test_what_varies_by_rounding_alone_is_not_erased():
     assert (left[:30].mean(0) - left[30:].mean(0)).abs().max() < 1e-6
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("per", "shift", "least"), [(6, 2.0, 0.86), (12, 2.0, 0.86), (12, 0.0, 0.75)]
 )

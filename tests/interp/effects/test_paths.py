@@ -115,7 +115,7 @@ RECEIVERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("mlps", ["recomputed", "frozen"])
 @pytest.mark.parametrize("receivers", RECEIVERS, ids=" ".join)
 @pytest.mark.parametrize("form", ["pre", "sandwich", "sandwich rms"])

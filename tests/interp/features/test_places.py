@@ -127,7 +127,7 @@ PLACES = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("family", PLACES)
 def test_a_name_is_the_point_with_its_value(family, models):
     theirs, *forms = models(family)

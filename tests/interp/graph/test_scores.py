@@ -111,7 +111,7 @@ def test_what_moves_a_pattern_is_its_derivative(form):
 
 
 @torch.no_grad()
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("kind", [*KINDS, *KNOWN])
 def test_of_attached_models_across_what_their_norms_divide_by(kind, monkeypatch):
     """A change of projections along which no scale changes moves queries by the map: finite differences of the model's own code."""

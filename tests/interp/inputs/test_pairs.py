@@ -204,6 +204,7 @@ TEXT = torch.ones(BATCH, POS).long()
         ({"corrupted": torch.ones(3, POS).long()}, "4 and 3"),
         ({"clean": torch.ones(0, 2).long(), "corrupted": torch.ones(0, 2).long()}, "0 and 0"),
         ({"corrupted": torch.ones(BATCH, 5).long()}, r"\[4, 7\] and \[4, 5\]"),
+        ({"corrupted": torch.ones(POS).long()}, r"corrupted.*\[7\]: one text"),
         ({"answers": torch.ones(BATCH, 3).long()}, r"\[4, 3\]"),
         ({"answers": torch.tensor([1, 2, -1, 3])}, "-1"),
         ({"attention_mask": torch.ones(BATCH, 6)}, r"attention_mask.*\[4, 6\]"),

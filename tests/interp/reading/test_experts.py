@@ -80,7 +80,7 @@ def test_each_expert_adds_what_a_call_of_its_own_gives(kind):
         agree(total, logits[:, -1, 5], tolerance=1e-4)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("kind", KINDS)
 def test_patches_of_weights_are_those_of_raw_hooks(kind):
     model = made(kind)

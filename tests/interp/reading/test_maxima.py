@@ -29,7 +29,7 @@ KINDS = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("k", "batch"), [(1, 3), (5, 2), (11, 16), (99, 4)])
 def test_the_largest_of_all_places(model, kind, k, batch):

@@ -192,7 +192,7 @@ METRICS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(14))
 def test_random_sweeps_equal_whole_runs(seed):
     draw = random.Random(seed)

@@ -501,7 +501,7 @@ OTHERS = [
 ]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("change", OTHERS, ids=lambda change: "-".join(change))
 @pytest.mark.parametrize("place", ["disk", "memory://lost"])
 def test_a_lost_manifest_lets_no_other_adopt_the_files(place, change, tmp_path):

@@ -395,7 +395,7 @@ def test_predictions_hold_where_all_else_is_held():
     torch.testing.assert_close(result.true[:2], change.detach(), rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("kind", [*KINDS, *KNOWN])
 def test_attached_models_have_the_graph_of_their_parts(kind, monkeypatch):
     if kind in FOREIGN:  # their tiny configs have fields that from_hf does not know

@@ -59,7 +59,7 @@ def check(w, table):
 SITES = {"resid_pre": "pos", "z": "head", "pattern": "head", "v": "head", "mlp_out": "pos"}
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("site", SITES)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_patching(name, site):

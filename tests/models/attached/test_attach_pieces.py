@@ -23,7 +23,7 @@ def padded(rows, width):
     return tokens, mask
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("name", attachable.MODELS)
 @torch.no_grad()
 def test_left_padding_changes_no_number_of_any_architecture(name):

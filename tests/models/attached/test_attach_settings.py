@@ -82,7 +82,7 @@ def in_half(name, dtype):
     return attachable.made(name, config=transformers.CONFIG_MAPPING[name](**sizes)).to(dtype)
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(32)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", attachable.MODELS)
 def test_every_architecture_has_the_points_of_single_precision_in_half(name, dtype):
@@ -750,7 +750,7 @@ def blocks_in(model):
     return max(lists, key=lambda part: sum(weight.numel() for weight in part.parameters()))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.filterwarnings("ignore:.is_gradient", "ignore:fan_in_fan_out")  # of peft
 @pytest.mark.parametrize(
     "chosen", [*pairwise(SETTINGS)], ids=lambda chosen: "-".join(map(str, chosen.values()))

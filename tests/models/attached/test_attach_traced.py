@@ -126,7 +126,7 @@ def size(model):
     return model.config.hidden_size // HEADS
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", "qkv")
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
@@ -225,7 +225,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.filterwarnings("ignore:the .* drew random numbers")
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("kind", KINDS)
@@ -257,7 +257,7 @@ def test_hooks_everywhere_change_nothing(kind, setting):
 CACHED = [kind for kind in KINDS if kind != "openai-gpt"]  # which has no cache
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("kind", CACHED)
@@ -297,7 +297,7 @@ def test_pieces_in_a_cache_are_the_whole_text(kind, static, dtype):
         assert (output.logits - logits(model)).abs().max() > 1e-3
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_derivatives(kind):
     model = model_of(kind).requires_grad_(False)
@@ -317,7 +317,7 @@ def test_gradients_are_derivatives(kind):
             torch.testing.assert_close(rise, expected, rtol=0.02, atol=2e-5)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_sweeps_and_lazy_caches(kind):

@@ -66,7 +66,7 @@ def test_points_have_what_raw_hooks_see(kind):
         agree(short["_out"], factor * (routed + short.get(".shared", 0)))
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("kind", KINDS)
 def test_edits_are_those_of_raw_hooks(kind):
     model = made(kind)
@@ -143,7 +143,7 @@ def test_the_shared_expert_is_edited_behind_its_gate(kind):
     agree(doubled[names[1]], plain[names[1]] + plain[names[0]])
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("kind", [*KINDS, *OTHERWISE])
 def test_the_router_is_the_first_map_and_its_edits_choose(kind):
     model = made(kind)
@@ -176,7 +176,7 @@ def test_the_router_is_the_first_map_and_its_edits_choose(kind):
     assert not torch.allclose(logits(twin), plain, atol=1e-4)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_finite_differences_also_of_experts_that_were_not_chosen(kind):
     model = made(kind)

@@ -16,31 +16,7 @@ from models import attach
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 
-REACTION = [
-    "[CLS]",
-    "C",
-    "C",
-    "(",
-    "=",
-    "O",
-    ")",
-    "O",
-    ".",
-    "O",
-    "C",
-    "C",
-    ">>",
-    "C",
-    "C",
-    "(",
-    "=",
-    "O",
-    ")",
-    "O",
-    "C",
-    "C",
-    "[SEP]",
-]  # an ester is made
+REACTION = "[CLS] C C ( = O ) O . O C C >> C C ( = O ) O C C [SEP]"  # an ester is made
 HEAVY = "EVQLVESGGGLVQPGGSLRLSCAASGFTFSSYAMSWVRQAPGKGLEWVSAISGSGGSTYYADSVKG"
 RESIDUES = "ACDEFGHIKLMNPQRSTVWY"
 
@@ -66,7 +42,7 @@ def loaded(path):
 def reactions():
     path = folder("rxnfp", "models/transformers/bert_pretrained")
     words = (path / "vocab.txt").read_text().split()
-    tokens = torch.tensor([[words.index(word) for word in REACTION]])
+    tokens = torch.tensor([[words.index(word) for word in REACTION.split()]])
     second_oxygen = 15  # its bond in the product
     return loaded(path), tokens, words.index("[MASK]"), second_oxygen
 
@@ -141,7 +117,7 @@ def test_encoders_without_a_head(name):
     held = {name.removeprefix("bert."): weight for name, weight in held.items()}
     assert not model.load_state_dict(held, strict=False).missing_keys
     words = (path / "vocab.txt").read_text().split()
-    tokens, twin = torch.tensor([[words.index(word) for word in REACTION]]), copy.deepcopy(model)
+    tokens, twin = torch.tensor([[words.index(word) for word in REACTION.split()]]), copy.deepcopy(model)
     plain = twin(tokens, output_hidden_states=True)
     with attach(model):
         assert torch.equal(model(tokens).last_hidden_state, plain.last_hidden_state)

@@ -542,7 +542,7 @@ def test_an_index_may_err_about_what_is_ignored(made, suffix):
     assert parameters_equal(load(directory), expected)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_key_is_needed(made, family):
     """Each tensor of a model, left out, is missed by its name."""

@@ -272,7 +272,7 @@ def encoder(name):
     return encode
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", [*WRITTEN, *SCALES])
 def test_every_type_that_the_package_dequantizes(path, name):
     model = llama(**WIDE, num_hidden_layers=1)

@@ -88,7 +88,7 @@ def close(ours, theirs):
     torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=0)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.usefixtures("block")
 @pytest.mark.parametrize(("name", "mask"), CASES)
 @pytest.mark.parametrize("hooks", [{}, {"*.scores": lambda value, point: None}], ids=["fused", "explicit"])  # fmt: skip
@@ -104,7 +104,7 @@ def test_a_run_from_a_block_and_a_position_gives_what_the_whole_gave(name, mask,
         assert all(map(torch.equal, (part for pair in past for part in pair), before))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.usefixtures("block")
 @pytest.mark.parametrize(("name", "mask"), CASES)
 def test_edits_as_rows_give_what_each_gives_alone(name, mask):

@@ -96,7 +96,7 @@ def read(model, pieces, cache, mask=None):
 # --- what the cache promises first of all
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("sizes", [[1] * LENGTH, [LENGTH], [4, 4, 4, 1], [1, 2, 10]])
 def test_pieces_equal_the_whole(form, sizes):
@@ -135,7 +135,7 @@ def expected_alone(form):
     return [by_prefix(build(form), row)[0] for row in rows]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     ("sizes", "hooked"), [([3, 1, 1, 8], True), ([1] * LENGTH, False), ([8, 5], False)]
