@@ -298,7 +298,7 @@ class Pairs(pictures.Shown):
     def _mapped(self, change: Callable[[Tensor], Tensor]) -> "Pairs":
         changed = copy.copy(self)
         changed._one, changed._other = (
-            text and text.changed(change, spans=True) for text in (self.text, self.other)
+            text and text.changed(change) for text in (self.text, self.other)
         )
         changed.answers = None if self.answers is None else change(self.answers)
         return changed

@@ -97,30 +97,30 @@ class Text(NamedTuple):
         return [row[real].tolist() for row, real in zip(self.tokens, self.real, strict=True)]
 
     def rows(self, rows: slice | Tensor) -> "Text":
-        """Some of the texts, without spans.
+        """Some of the texts.
 
         Raises:
             ValueError: if an argument has no rows for them.
         """
         every = range(len(self.tokens))
         if isinstance(rows, slice) and every[rows] == every:
-            return self._replace(spans={})
+            return self
         require_rows(self.more, len(self.tokens))
         return self.changed(lambda value: value[rows])
 
     def repeated(self, n: int) -> "Text":
-        """`n` copies of the texts in sequence, without spans; see `rows` for errors."""
+        """`n` copies of the texts in sequence; see `rows` for errors."""
         if n == 1:
-            return self._replace(spans={})
+            return self
         require_rows(self.more, len(self.tokens))
         return self.changed(lambda value: value.repeat(n, *[1] * (value.ndim - 1)))
 
-    def changed(self, change: Callable[[Tensor], Tensor], spans: bool = False) -> "Text":
-        """The texts, with spans or without, after a change of each tensor that has a row for each text."""
+    def changed(self, change: Callable[[Tensor], Tensor]) -> "Text":
+        """The texts after a change of each tensor that has a row for each text."""
         mask = None if self.mask is None else change(self.mask)
-        columns = {name: change(places) for name, places in self.spans.items() if spans}
+        spans = {name: change(places) for name, places in self.spans.items()}
         more = each_row(self.more, len(self.tokens), change)
-        return Text(change(self.tokens), mask, columns, more)
+        return Text(change(self.tokens), mask, spans, more)
 
 
 def as_text(texts: Any) -> Any:

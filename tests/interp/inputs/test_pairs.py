@@ -65,7 +65,11 @@ def test_one_mask_serves_both_texts(tokens, corrupted):
     mask = torch.ones_like(tokens)
     mask[1, :3] = 0
     pairs = Pairs(tokens, corrupted, attention_mask=mask)
+    assert pairs.text.mask.dtype == pairs.other.mask.dtype == torch.bool
     assert torch.equal(pairs.other.mask, mask.bool())
+    for masked in ({"input_ids": tokens, "attention_mask": mask}, ["the cat"]):
+        with pytest.raises(ValueError, match="attention_mask needs texts that are tensors alone"):
+            Pairs(masked, attention_mask=mask)
     other = torch.ones_like(mask)
     whole = {"input_ids": corrupted, "attention_mask": other}
     with pytest.raises(ValueError, match="same shape and padding"):
@@ -156,6 +160,8 @@ def test_parts_of_pairs(tokens, corrupted):
     again = [pairs.split(seed, 0.5)[0].answers.tolist() for seed in range(9)]
     assert again == [pairs.split(seed)[0].answers.tolist() for seed in range(9)]
     assert len(set(map(tuple, again))) > 1
+    with pytest.raises(ValueError, match="none of 4"):
+        pairs[4:]
     with pytest.raises(ValueError, match="0 and 4"):
         pairs.split(share=0.1)
 

@@ -117,7 +117,10 @@ def test_encoders_without_a_head(name):
     held = {name.removeprefix("bert."): weight for name, weight in held.items()}
     assert not model.load_state_dict(held, strict=False).missing_keys
     words = (path / "vocab.txt").read_text().split()
-    tokens, twin = torch.tensor([[words.index(word) for word in REACTION.split()]]), copy.deepcopy(model)
+    tokens, twin = (
+        torch.tensor([[words.index(word) for word in REACTION.split()]]),
+        copy.deepcopy(model),
+    )
     plain = twin(tokens, output_hidden_states=True)
     with attach(model):
         assert torch.equal(model(tokens).last_hidden_state, plain.last_hidden_state)
