@@ -28,10 +28,11 @@
 # python -m pip install -e ".[dev]" && python -m pytest
 # ```
 #
-# sets everything up on a fresh machine and runs the tests, in one process per core. Annotated shapes are checked at the first four calls of each
-# function in each test. `--full` also runs the cases that are otherwise sampled (two of eight jobs on each architecture, for one) and a few long tests. `bash .ci/check` also checks format,
-# lint and types; `bash .ci/run` does all that in a fresh environment. `hooks` knows no transformer and imports neither sibling;
-# `models` and the library code of `interp` import only `hooks`.
+# sets everything up on a fresh machine and runs the tests, in one process per core. Annotated shapes are checked at the first four
+# calls of each function in each test. `--full` also runs the cases that are otherwise sampled (one of twelve jobs on each
+# architecture, for one) and a few long tests. `bash .ci/check` also checks format, lint and types; `bash .ci/run` does all that in a
+# fresh environment. `hooks` knows no transformer and imports neither sibling; `models` and the library code of `interp` import only
+# `hooks`.
 #
 # Your own tests can check the shapes of what you give and get, too: with beartype installed,
 # `python -m pytest --jaxtyping-packages=hooks,models,interp,beartype.beartype` (add a package of yours to check its annotations).

@@ -15,7 +15,7 @@ from interp.results.result import Result
 from interp.runs.masked import CircuitSource, MaskedRuns
 
 
-class CircuitRuns:
+class CircuitRuns(MaskedRuns):
     """Runs of circuits on the same texts, of which the empty and the whole one are the ends of a scale."""
 
     def __init__(
@@ -27,12 +27,12 @@ class CircuitRuns:
         max_bytes: int,
     ) -> None:
         graph = Graph(model, split_embeddings="input" not in circuit.graph.writers)
-        self._masked = MaskedRuns(graph, pairs, source, max_bytes=max_bytes)
-        pairs = self._masked.runs.pairs
-        seen = sum(digest in circuit.found_on for digest in pairs.digests())
+        super().__init__(graph, pairs, source, max_bytes=max_bytes)
+        digests = self.runs.pairs.digests()
+        seen = sum(digest in circuit.found_on for digest in digests)
         if seen:
             warnings.warn(
-                f"the circuit was found on {seen} of these {len(pairs)} pairs: others show how good it is",
+                f"the circuit was found on {seen} of these {len(digests)} pairs: others show how good it is",
                 stacklevel=3,
             )
         whole = circuit | ~circuit
@@ -44,10 +44,10 @@ class CircuitRuns:
     @without_gradients
     def __call__(self, circuit: Circuit) -> Float[Tensor, " example"]:
         """The metric of a run in which only the circuit's edges have their own values."""
-        return self._masked.metric(circuit)
+        return self.metric(circuit)
 
     def shares(self, values: Tensor, axis: str, labels: Iterable[object]) -> Result:
         """Differences of the metric as shares of the whole scale."""
-        about, named = {"metric": repr(self._masked.runs.metric)}, {axis: tuple(labels)}
+        about, named = {"metric": repr(self.runs.metric)}, {axis: tuple(labels)}
         effects = Result(values, (axis, "example"), self.none, self.whole, named, about=about)
         return effects.normalized()
