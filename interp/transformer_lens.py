@@ -18,22 +18,6 @@ from torch import nn
 from hooks import UnknownNameError
 from hooks.shared import register_hints, unknown_name
 
-_PARTS_OF_STREAM = "interp.decompose(model, cache)"
-_ATTRIBUTES = {
-    "OV": "interp.ov_circuit(model)",
-    "QK": "interp.qk_circuit(model)",
-    "all_composition_scores": "interp.composition_scores(model, kind)",
-    "tokens_to_residual_directions": "interp.token_directions(model, tokens)",
-    "compute_head_results": _PARTS_OF_STREAM,
-    "stack_head_results": _PARTS_OF_STREAM,
-    "stack_neuron_results": "interp.decompose(model, cache, neurons=True)",
-    "decompose_resid": _PARTS_OF_STREAM,
-    "get_full_resid_decomposition": _PARTS_OF_STREAM,
-    "accumulated_resid": "cache.stack('resid_pre'), or interp.accumulated for what it says of logits",
-    "logit_attrs": "interp.direct_logit_attribution(model, cache, right=token)",
-    "apply_ln_to_stack": "interp.apply_norm(model, cache, values, layer)",
-}
-
 # Short names in TransformerLens: those that stand for others, and those that are the ends of no name of ours.
 _ALIASES = {"attn": "pattern", "attn_logits": "attn_scores", "key": "k", "query": "q", "value": "v"}
 _ALIASES |= {"mlp_pre": "pre", "mlp_mid": "mid", "mlp_post": "post"}
@@ -191,4 +175,4 @@ def _full(name: str, layer: int | str | None = None, layer_type: str | None = No
     return key.replace("blocks.*", f"blocks.{layer}")
 
 
-register_hints(_hint, attributes=_ATTRIBUTES)
+register_hints(_hint)
