@@ -66,10 +66,6 @@ class Ray:
             ValueError: if there is no worker.
             TypeError: if the texts can be read only once.
         """
-        try:
-            import ray
-        except ImportError:
-            raise ImportError('Ray is missing: pip install "hookscope[ray]"') from None
         if self.workers < 1:
             raise ValueError(f"workers must be at least 1; got {self.workers}")
         if isinstance(arguments[0], Iterator):
@@ -77,6 +73,10 @@ class Ray:
                 "each worker reads the texts, so they must be a path, a list or a table; "
                 f"got a {type(arguments[0]).__name__}"
             )
+        try:
+            import ray
+        except ImportError:
+            raise ImportError('Ray is missing: pip install "hookscope[ray]"') from None
         if not ray.is_initialized():
             ray.init()
 

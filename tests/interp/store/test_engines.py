@@ -45,7 +45,7 @@ def kill_one(out, killed):
 @pytest.mark.filterwarnings("default")  # Ray's own
 def test_a_cluster_writes_what_one_process_writes(tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    ray = pytest.importorskip("ray")
+    ray = pytest.importorskip("ray", reason="needs the extra ray")
     corpus, out, killed = tmp_path / "texts.txt", tmp_path / "ray", []
     corpus.write_text("".join(text + "\n" for text in TEXTS))
     one = harvest(load("pydoc-4l"), corpus, NAME, tmp_path / "one", per_file=4)
@@ -73,7 +73,6 @@ def test_a_cluster_writes_what_one_process_writes(tmp_path, monkeypatch):
 
 
 def test_what_ray_cannot_do_is_refused(tmp_path, monkeypatch):
-    pytest.importorskip("ray")
     model = torch.nn.Linear(2, 3)
     for wrong, error, message in (
         ({"engine": Ray(workers=0)}, ValueError, "workers must be at least 1"),
