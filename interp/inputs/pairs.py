@@ -151,7 +151,10 @@ class Pairs(pictures.Shown):
 
     @property
     def spans(self) -> Any:
-        """The spans of the clean texts as they were given or, once they are read, positions [batch, n] by name."""
+        """The spans of the clean texts as they were given or, once they are read, positions [batch, n] by name.
+
+        Where an example has fewer than n, its last one is repeated.
+        """
         return self._one.spans if self.is_read else self._spans
 
     @property
