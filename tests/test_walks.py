@@ -246,6 +246,7 @@ def rows_of(path):
     return list(csv.DictReader(path.read_text().splitlines()))
 
 
+@pytest.mark.full
 def test_the_example_runs_on_a_few_steps(call, study, tmp_path, monkeypatch):
     status, said, complaints = call(steps=2)
     assert (status, complaints) == (0, "")

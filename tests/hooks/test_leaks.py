@@ -116,6 +116,7 @@ print(resident(10_000) / before)
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not STATM.exists(), reason="reads resident memory from /proc, which is Linux's")
 def test_ten_thousand_cached_runs_do_not_grow_by_a_hundredth():
     done = subprocess.run([sys.executable, "-c", GROWTH], capture_output=True, text=True)

@@ -117,6 +117,7 @@ def drawn_change(rng, name, cache):
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(150))
 def test_equals_numpy(wide, texts, source, seed):
     rng = random.Random(seed)

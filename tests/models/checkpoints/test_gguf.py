@@ -212,6 +212,7 @@ def path(tmp_path):
     return tmp_path / "model.gguf"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_those_of_the_model_that_was_converted(path, name):
     reference = MODELS[name]()
