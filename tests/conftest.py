@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import math
 import os
 import types
 
@@ -13,8 +14,8 @@ import pytest
 import torch
 
 _jaxtyped = jaxtyping.jaxtyped
-CHECKED_CALLS = 4  # of each function in each test
-_test = [object()]  # another in each
+# Whose calls are counted, and how many of each function are checked; with --full all.
+_checks = types.SimpleNamespace(test=object(), most=4)
 
 
 def jaxtyped(*, typechecker):
@@ -33,9 +34,9 @@ def jaxtyped(*, typechecker):
         @functools.wraps(thing)
         def partly_checked(*args, **kwargs):
             nonlocal checked, test, calls
-            calls = calls + 1 if test is _test[0] else 1
-            test = _test[0]
-            if calls > CHECKED_CALLS:
+            calls = calls + 1 if test is _checks.test else 1
+            test = _checks.test
+            if calls > _checks.most:
                 return thing(*args, **kwargs)
             checked = checked or _jaxtyped(typechecker=typechecker)(thing)
             return checked(*args, **kwargs)
@@ -53,6 +54,12 @@ BATCH, POS, LAYERS, HEADS, D_HEAD, D_MODEL, D_MLP, VOCAB, N_CTX = 4, 7, 3, 2, 5,
 def pytest_addoption(parser):
     """Adds the option that runs whole tables instead of a sample."""
     parser.addoption("--full", action="store_true", help="all jobs on all architectures")
+
+
+def pytest_configure(config):
+    """Checks the shapes of all calls with `--full`."""
+    if config.getoption("full"):
+        _checks.most = math.inf
 
 
 def pytest_collection_modifyitems(config, items):
@@ -74,7 +81,7 @@ def pytest_collection_modifyitems(config, items):
 @pytest.fixture(autouse=True)
 def seeded():
     """The same draws in every test, alone or after others, and shape checks anew."""
-    _test[0] = object()
+    _checks.test = object()
     torch.manual_seed(0)
 
 

@@ -101,11 +101,12 @@ class Pairs(pictures.Shown):
         self._metric, self.last_only = metric, last_only
         # Gives the text of tokens, once a model has read the pairs.
         self._write: Writer | None = None
-        # Each is a `Text`, or strings that a model must read first.
+        # Each is a `Text`, or what a model must read first.
         one, other = as_text(clean), as_text(corrupted)
         if attention_mask is not None:
             if not isinstance(one, Text) or one.mask is not None:
-                got = "strings" if not isinstance(one, Text) else "some with a mask of their own"
+                got = "some with a mask of their own"
+                got = got if isinstance(one, Text) else f"a {type(clean).__name__}"
                 raise ValueError(f"attention_mask needs texts that are tensors alone; got {got}")
             one = one._replace(mask=attention_mask)
         if isinstance(one, Text) and isinstance(corrupted, Tensor):  # the words alone are others

@@ -67,8 +67,9 @@ def test_one_mask_serves_both_texts(tokens, corrupted):
     pairs = Pairs(tokens, corrupted, attention_mask=mask)
     assert pairs.text.mask.dtype == pairs.other.mask.dtype == torch.bool
     assert torch.equal(pairs.other.mask, mask.bool())
-    for masked in ({"input_ids": tokens, "attention_mask": mask}, ["the cat"]):
-        with pytest.raises(ValueError, match="attention_mask needs texts that are tensors alone"):
+    given = {"input_ids": tokens, "attention_mask": mask}
+    for masked, got in ((given, "a mask of their own"), ([[3, 1]], "a list")):
+        with pytest.raises(ValueError, match=f"attention_mask.*got .*{got}"):
             Pairs(masked, attention_mask=mask)
     other = torch.ones_like(mask)
     whole = {"input_ids": corrupted, "attention_mask": other}
