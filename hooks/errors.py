@@ -13,7 +13,10 @@ HookError
 
 import difflib
 import functools
-from collections.abc import Container, Iterable
+import math
+import operator
+from collections.abc import Collection, Container, Iterable
+from typing import Any
 
 from torch import nn
 
@@ -159,6 +162,44 @@ def require_module(model: object) -> None:
 def unknown_name(name: object, known: Iterable[str], what: str) -> UnknownNameError:
     """The error for a `name` that no `what` has, with close matches in the message."""
     return UnknownNameError(f"no {what} is named {name!r}", name, known)
+
+
+def require_choice(name: str, value: object, choices: Collection[Any]) -> None:
+    """Refuse a value that is none of the choices.
+
+    Raises:
+        ValueError: naming the argument, the choices and the nearest.
+
+    >>> require_choice("side", "lft", ("left", "right"))
+    Traceback (most recent call last):
+    ValueError: side must be one of left, right; got 'lft'; did you mean 'left'?
+    """
+    if value not in choices:
+        close = difflib.get_close_matches(
+            str(value), [c for c in choices if isinstance(c, str)], n=1
+        )
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        listed = ", ".join(map(str, choices))
+        raise ValueError(f"{name} must be one of {listed}; got {value!r}{hint}")
+
+
+def require_whole(name: str, value: Any, least: int = 1, most: float = math.inf) -> None:
+    """Refuse what is no whole number, of Python, NumPy or PyTorch, from `least` to `most`.
+
+    Raises:
+        ValueError: naming the argument, the bounds and its value.
+
+    >>> require_whole("k", 0, most=5)
+    Traceback (most recent call last):
+    ValueError: k must be a whole number from 1 to 5; got 0
+    """
+    try:
+        fits = not isinstance(value, bool) and least <= operator.index(value) <= most
+    except TypeError:
+        fits = False
+    if not fits:
+        bounds = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
+        raise ValueError(f"{name} must be a whole number {bounds}; got {value!r}")
 
 
 def require_fired(names: Iterable[str], fired: Container[str], reason: str = NEVER_FIRED) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hooks.copies import private
-from hooks.errors import HookError
+from hooks.errors import HookError, require_choice
 from hooks.pieces import Piece, piece_read, reading, real_columns
 from hooks.point import POSITION_AXES, Point
 from hooks.positions import Index, Selection, taken
@@ -97,10 +97,7 @@ class Options:
             object.__setattr__(self, "positions", positions)
         if self.dtype is not None and not self.dtype.is_floating_point:
             raise ValueError(f"the dtype of kept values must be a floating one; got {self.dtype}")
-        if self.max_bytes is not None and self.max_bytes < 1:
-            raise ValueError(f"max_bytes must be at least 1; got {self.max_bytes}")
-        if self.calls not in ("one", "all"):
-            raise ValueError(f"calls must be 'one' or 'all'; got {self.calls!r}")
+        require_choice("calls", self.calls, ("one", "all"))
         if self.grads and self.calls == "all":
             raise ValueError("calls='all' keeps no gradients: leave out grads=True")
         if self.grads and not torch.is_grad_enabled():

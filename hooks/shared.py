@@ -19,7 +19,14 @@ from hooks._torch import (
 )
 from hooks.calls import Calls, number_of_call
 from hooks.capture import Recorder
-from hooks.errors import NEVER_FIRED, require_fired, require_module, unknown_name
+from hooks.errors import (
+    NEVER_FIRED,
+    require_choice,
+    require_fired,
+    require_module,
+    require_whole,
+    unknown_name,
+)
 from hooks.hashes import config_hash, weights_hash
 from hooks.hints import HintsAtNames, register_hints, unknown_point
 from hooks.memory import require_room

@@ -9,25 +9,14 @@ import platform
 import signal
 import sys
 from collections.abc import Sequence
-from importlib import metadata
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
 from hooks import HookError, __version__
-from interp.cli import common, features, generate, harvest, lens, patch, points, report, trace
-
-COMMANDS = {
-    "report": report,
-    "points": points,
-    "lens": lens,
-    "patch": patch,
-    "features": features,
-    "trace": trace,
-    "generate": generate,
-    "harvest": harvest,
-}
+from interp.cli.common import OPTIONS, add_options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,11 +32,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.version:
         print(_versions(options.json))
         return 0
-    if not hasattr(options, "command"):
-        parser.error("a command is needed: " + ", ".join(COMMANDS))
+    if options.command is None:
+        parser.error("a command is needed: " + ", ".join(OPTIONS["commands"]))
     try:
         _require_own_models()
-        options.command(options)
+        import_module(f"interp.cli.{options.command}").run(options)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has stopped, as `head` does
         return 1
@@ -75,18 +64,24 @@ def _parser() -> argparse.ArgumentParser:
         "--version", action="store_true", help="show the versions that a report of an error needs"
     )
     parser.add_argument("--json", action="store_true", help="show them as JSON")
-    commands = parser.add_subparsers(metavar="command")
-    for name, module in COMMANDS.items():
+    commands = parser.add_subparsers(metavar="command", dest="command")
+    for name, about in OPTIONS["commands"].items():
         command = commands.add_parser(
-            name, help=module.HELP, epilog=f"example: hookscope {module.EXAMPLE}"
+            name,
+            help=about["help"],
+            description=about["description"],
+            epilog=f"example: hookscope {about['example']}",
         )
-        if hasattr(module, "TEXT"):  # what its text is
-            common.add_text(command, module.TEXT)
-        module.add(command)
-        common.add_model(command)
-        if hasattr(module, "PRINTS"):  # its result, as text or JSON
-            common.add_output(command)
-        command.set_defaults(command=module.run)
+        if "text" in about:
+            text = command.add_mutually_exclusive_group(required=True)
+            text.add_argument("--prompt", metavar="TEXT", help=about["text"])
+            add_options(text, OPTIONS["text"])
+        for table in (
+            about["options"],
+            OPTIONS["model"],
+            OPTIONS["result"] if "prints_result" in about else {},
+        ):
+            add_options(command, table)
     return parser
 
 

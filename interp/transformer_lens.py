@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from hooks import UnknownNameError
-from hooks.shared import register_hints, unknown_name
+from hooks.shared import register_hints, require_choice, unknown_name
 
 # Short names in TransformerLens: those that stand for others, and those that are the ends of no name of ours.
 _ALIASES = {"attn": "pattern", "attn_logits": "attn_scores", "key": "k", "query": "q", "value": "v"}
@@ -105,8 +105,7 @@ def hooks_name(
     >>> hooks_name("blocks.3.attn.hook_rot_q"), hooks_name("pattern", 3), hooks_name("resid_pre")
     ('blocks.3.attn.q', 'blocks.3.attn.pattern', 'blocks.*.resid_pre')
     """
-    if version not in _tables():
-        raise ValueError(f"version must be one of {', '.join(map(str, _tables()))}; got {version}")
+    require_choice("version", version, _tables())
     theirs = _full(*name) if isinstance(name, tuple) else _full(name, layer, layer_type)
     table = _tables()[version]
     key, layers = _key(theirs, table)

@@ -1,16 +1,14 @@
-"""Checks of arguments: config fields, whole numbers, tokens and masks."""
+"""Checks of arguments: config fields and tokens."""
 
 import dataclasses
 import math
 import numbers
-from collections.abc import Collection
-from difflib import get_close_matches
 from typing import Any, Literal, get_args, get_origin
 
 import torch
 from torch import Tensor
 
-from hooks.shared import FakeTensor, is_trusted
+from hooks.shared import FakeTensor, is_trusted, require_choice
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -34,7 +32,7 @@ def check_types(config: Any, prefix: str = "") -> None:
             value = value.item()
             object.__setattr__(config, field.name, value)
         if get_origin(kind) is Literal:
-            check_choice(called, value, get_args(kind))
+            require_choice(called, value, get_args(kind))
         elif not _is(value, kind):
             name = kind.__name__ if isinstance(kind, type) else kind
             raise ValueError(f"{called} must be of type {name}; got {value!r}")
@@ -50,16 +48,6 @@ def require(config: Any, name: str, holds: object, rule: str, prefix: str = "") 
     """
     if not holds:
         raise ValueError(f"{prefix}{name} must be {rule}; got {getattr(config, name)!r}")
-
-
-def check_whole(name: str, value: object) -> None:
-    """Refuses a value that is not a whole number of at least 1.
-
-    Raises:
-        ValueError: naming the argument and its value.
-    """
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} must be a whole number of at least 1; got {value!r}")
 
 
 def check_tokens(tokens: object) -> None:
@@ -99,15 +87,3 @@ def _is(value: object, kind: Any) -> bool:
     if isinstance(value, bool):  # in Python also an int
         return kind is bool
     return isinstance(value, kind) or (isinstance(value, int) and isinstance(0.0, kind))
-
-
-def check_choice(name: str, value: object, allowed: Collection[str]) -> None:
-    """Refuses a value that is not among the allowed ones.
-
-    Raises:
-        ValueError: naming the argument, all allowed values and the nearest.
-    """
-    if value not in allowed:
-        close = get_close_matches(str(value), allowed, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}{hint}")

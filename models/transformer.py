@@ -8,7 +8,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 from hooks import FusedUnlessHooked, HookPoint, Identity
-from hooks.shared import HintsAtNames, to_device
+from hooks.shared import HintsAtNames, require_whole, to_device
 from models.block import block_of
 from models.checks import check_tokens, should_read
 from models.config import TransformerConfig
@@ -133,11 +133,9 @@ class Transformer(HintsAtNames, ReadsText, BlockWeights):
                 the cache.
         """
         start = starting_at_layer
-        if start is not None and not 0 <= start <= len(self.blocks):
-            raise ValueError(f"starting_at_layer must be 0 to {len(self.blocks)}; got {start}")
+        require_whole("starting_at_layer", start, 0, len(self.blocks))
         tokens, attention_mask = read(self, tokens, attention_mask, kv_cache)
-        if last < 0:
-            raise ValueError(f"last must be at least 0; got {last}")
+        require_whole("last", last, 0)
         context = self.context(
             tokens if start is None else _tokens_unread(tokens),
             attention_mask=attention_mask,

@@ -13,15 +13,6 @@ from interp.alignment.featurizers import Featurizer, neurons, of_dictionary, pca
 from interp.alignment.nullspace import NullSpaces, null_spaces
 
 __all__ = [
-    "Alignment",
-    "Featurizer",
-    "Fit",
-    "NullSpaces",
-    "align",
-    "counterfactual",
-    "neurons",
-    "null_spaces",
-    "of_dictionary",
-    "pca",
-    "subspace",
-]
+    "Alignment", "Featurizer", "Fit", "NullSpaces", "align", "counterfactual", "neurons",
+    "null_spaces", "of_dictionary", "pca", "subspace",
+]  # fmt: skip

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import orthogonal
 
-from hooks.shared import Words, without_gradients
+from hooks.shared import Words, require_whole, without_gradients
 from interp import pictures
 from interp.alignment.featurizers import Featurizer, coordinates, neurons, subspace
 from interp.alignment.runs import Interchanges
@@ -243,8 +243,7 @@ class Fit:
                 return features.only(torch.sigmoid(where / temperature))
 
             return boundary, masked
-        if not 0 < self.k <= size:
-            raise ValueError(f"k must be 1 to {size}, the size of the value; got {self.k}")
+        require_whole("k", self.k, most=size)
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(self.seed)
             columns = orthogonal(nn.Linear(self.k, size, bias=False)).to(**kind)

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from hooks.shared import require_whole
 from interp.edits.subspaces import orthonormal
 from interp.features.dictionary import Dictionary
 from interp.numbers.precision import at_least_float32
@@ -90,8 +91,7 @@ def pca(values: Float[Tensor, "row d"], k: int) -> Featurizer:
     """
     x = values.double()
     components = torch.linalg.svd(x - x.mean(0), full_matrices=False).Vh
-    if not 0 < k <= len(components):
-        raise ValueError(f"k must be 1 to {len(components)}, the number of components; got {k}")
+    require_whole("k", k, most=len(components))
     return coordinates(components[:k].mT.to(values.dtype), "principal components")
 
 

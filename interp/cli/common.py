@@ -4,7 +4,7 @@ import argparse
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -14,43 +14,21 @@ from torch import nn
 
 from hooks.shared import storage
 
-DEFAULT_MODEL = "pydoc-4l"
-DTYPES = ("float32", "bfloat16", "float16", "float64")
+# The commands with what each does, and the options of each and of all.
+OPTIONS = json.loads(Path(__file__).with_name("options.json").read_text(encoding="utf-8"))
 # Paths that are written to directly; other files are replaced.
 STREAMS = ("/dev/std", "/dev/fd/")
 
 
-def add_model(command: argparse.ArgumentParser) -> None:
-    """Add the options that say which model runs, and where."""
-    command.add_argument(
-        "--model",
-        default=DEFAULT_MODEL,
-        metavar="NAME",
-        help="a bundled model, a directory, a GGUF file, a file of TransformerLens' weights, a model on the Hugging "
-        "Face hub or, for points, a registered config (%(default)s)",
-    )
-    command.add_argument(
-        "--tokenizer",
-        metavar="NAME",
-        help="a directory, tokenizer.json, GGUF file or model on the hub whose tokenizer is used (the model's own)",
-    )
-    command.add_argument(
-        "--device", type=_device, metavar="NAME", help="where it runs, such as cuda (cpu)"
-    )
-    command.add_argument("--dtype", choices=DTYPES, help="of its weights (the file's own)")
-
-
-def add_text(command: argparse.ArgumentParser, what: str) -> None:
-    """Add the options that give a text, of which one is needed."""
-    given = command.add_mutually_exclusive_group(required=True)
-    given.add_argument("--prompt", metavar="TEXT", help=what)
-    given.add_argument("--text-file", metavar="FILE", help="a file that holds the text, in UTF-8")
-
-
-def add_output(command: argparse.ArgumentParser) -> None:
-    """Add the options that say in which form the output is, and where it goes."""
-    command.add_argument("--json", action="store_true", help="print JSON")
-    command.add_argument("--out", metavar="FILE", help="where it goes (the terminal)")
+def add_options(
+    command: argparse.ArgumentParser | argparse._MutuallyExclusiveGroup,
+    table: Mapping[str, Mapping[str, Any]],
+) -> None:
+    """Add options of the table `options.json`."""
+    kinds = {"int": int, "float": float, "device": _device}
+    for name, settings in table.items():
+        kind = {"type": kinds[settings["type"]]} if "type" in settings else {}
+        command.add_argument(name, **{**settings, **kind})
 
 
 def text_of(options: argparse.Namespace) -> str:

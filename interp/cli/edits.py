@@ -7,11 +7,6 @@ from interp import edits
 from interp.edits.edit import Edit
 
 KINDS = {"zero": 0, "scale": 1, "noise": 1}  # with how many numbers each takes
-SYNTAX = (
-    "An edit is a point (or a glob), a kind and what it acts on: 'blocks.1.attn.z zero head=3', "
-    "'blocks.*.mlp_out scale 0.5 pos=-1', 'embed noise 0.1 pos=2:5'. Kinds: zero, scale FACTOR, noise SIZE. Axes take "
-    "an index, several (head=1,3) or a slice (pos=4:)."
-)
 
 
 def parsed(text: str) -> tuple[str, Edit]:

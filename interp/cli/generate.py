@@ -5,37 +5,10 @@ import argparse
 from hooks import HookedRunner
 from interp import edits
 from interp.cli.common import model_of, print_or_write, text_of
-from interp.cli.edits import SYNTAX, parsed
+from interp.cli.edits import parsed
 from interp.directions import Direction
 from interp.edits.edit import Edit
 from interp.protocol import of
-
-HELP = "continue a text, also while values are edited"
-EXAMPLE = 'generate --prompt "part AB1 and part AB" --tokens 3 --edit "blocks.3.attn.z zero head=0"'
-TEXT = "the text"
-PRINTS = True
-
-
-def add(generate: argparse.ArgumentParser) -> None:
-    """Add the options."""
-    generate.description = "Continues a text. " + SYNTAX
-    generate.add_argument(
-        "--tokens", type=int, default=40, metavar="N", help="new ones (%(default)s)"
-    )
-    generate.add_argument(
-        "--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest (0)"
-    )
-    generate.add_argument("--seed", type=int, default=0, help="of random draws (%(default)s)")
-    generate.add_argument(
-        "--edit", action="append", default=[], metavar="EDIT", help="may be given several times"
-    )
-    generate.add_argument(
-        "--steer",
-        action="append",
-        default=[],
-        metavar="FILE[:SCALE]",
-        help="add a direction (of Direction.save, or a control vector in GGUF), times a number (1)",
-    )
 
 
 def run(options: argparse.Namespace) -> None:

@@ -7,25 +7,6 @@ from interp.cli.common import model_of, print_or_write, text_of
 from interp.protocol import of
 from interp.reading.lens import logit_lens
 
-HELP = "show the likeliest next tokens at each layer and position (a logit lens)"
-EXAMPLE = 'lens --prompt "part AB1 and part AB"'
-TEXT = "the text"
-PRINTS = True
-
-
-def add(lens: argparse.ArgumentParser) -> None:
-    """Add the options."""
-    lens.description = (
-        "Reads the residual stream before each block, and after the last, through the unembedding: the likeliest next "
-        "token, and its probability."
-    )
-    lens.add_argument(
-        "--top", type=int, default=5, metavar="N", help="tokens in JSON (%(default)s)"
-    )
-    lens.add_argument(
-        "--last", type=int, default=8, metavar="N", help="positions that are printed (%(default)s)"
-    )
-
 
 def run(options: argparse.Namespace) -> None:
     """Print the last positions as a table, or all in JSON."""

@@ -5,15 +5,6 @@ import argparse
 from hooks import HookedRunner
 from interp.cli.common import model_of, print_or_write
 
-HELP = "list a model's hook points"
-EXAMPLE = "points --model gpt2-medium"
-PRINTS = True
-
-
-def add(points: argparse.ArgumentParser) -> None:
-    """Add the options."""
-    points.description = "Lists the points of a model: names, axes and what they are."
-
 
 def run(options: argparse.Namespace) -> None:
     """Print the table, or each point with its axes."""

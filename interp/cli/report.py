@@ -18,27 +18,6 @@ if TYPE_CHECKING:
 DEFAULT_PROMPT = "The part ZQXJ-KV81 is sold out; please ask for ZQXJ-KV8"
 DEFAULT_CORRUPTED = "The part ZQXJ-KV84 is sold out; please ask for ZQXJ-KV8"
 INDUCTION_PERIOD = 40
-HELP = "run a model on a text and write an HTML page about what happened inside"
-EXAMPLE = 'report --prompt "part AB1 and part AB"'
-
-
-def add(report: argparse.ArgumentParser) -> None:
-    """Add the options."""
-    report.description = (
-        "Runs a model on a text and writes one HTML page that works offline: loss of each token, attention patterns, "
-        "logit lens, head scores and activation patching."
-    )
-    default = f"{DEFAULT_PROMPT!r}; if the model cannot read that, what it writes"
-    report.add_argument("--prompt", metavar="TEXT", help=f"the text ({default})")
-    report.add_argument(
-        "--corrupted",
-        metavar="TEXT",
-        help="for patching, a text of equally many tokens that the model continues differently; by "
-        "default one token of the prompt is replaced, and the report says which",
-    )
-    report.add_argument(
-        "--out", default="report.html", metavar="FILE", help="where the page goes (%(default)s)"
-    )
 
 
 def run(options: argparse.Namespace) -> None:

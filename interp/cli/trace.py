@@ -8,55 +8,6 @@ from interp.cli.common import model_of, print_or_write, text_of
 from interp.features import load_sae
 from interp.tracing import AttributionGraph, PrunedGraph, attribution_graph
 
-HELP = "trace which features of transcoders make the next token (an attribution graph)"
-EXAMPLE = 'trace --prompt "part AB1 and part AB"'
-TEXT = "the text"
-
-
-def add(trace: argparse.ArgumentParser) -> None:
-    """Add the options."""
-    trace.description = (
-        "Freezes attention and norms, replaces MLPs by transcoders and their errors, and shows what acts on the likeliest "
-        "next tokens. With --out it writes a page, and a file that Neuronpedia and circuit-tracer's server read."
-    )
-    trace.add_argument(
-        "--transcoders",
-        default="pydoc-4l/transcoders",
-        metavar="PATH",
-        help="a folder of transcoders, or bundled ones (%(default)s)",
-    )
-    trace.add_argument(
-        "--target",
-        action="append",
-        metavar="TOKEN",
-        help="explain this token; may be repeated (the likeliest, to 0.95 of the probability, at most 10)",
-    )
-    trace.add_argument(
-        "--nodes", type=float, default=0.8, metavar="SHARE", help="of influence kept (%(default)s)"
-    )
-    trace.add_argument(
-        "--edges", type=float, default=0.98, metavar="SHARE", help="likewise (%(default)s)"
-    )
-    trace.add_argument(
-        "--max-features",
-        type=int,
-        default=4096,
-        metavar="N",
-        help="whose own inputs are traced (%(default)s)",
-    )
-    trace.add_argument(
-        "--attention",
-        action="store_true",
-        help="show on the page through which scores of heads the first target is decided, and why those are as they are",
-    )
-    trace.add_argument(
-        "--slug", default="trace", metavar="NAME", help="the name of the graph (%(default)s)"
-    )
-    trace.add_argument("--json", action="store_true", help="print Neuronpedia's JSON")
-    trace.add_argument(
-        "--out", metavar="FOLDER", help="where NAME.html, NAME.json and their list go (nowhere)"
-    )
-
 
 def run(options: argparse.Namespace) -> None:
     """Print the targets and what acts on them, and write the files."""

@@ -17,15 +17,6 @@ from interp.directions.steering import SteeringCurve, steering_curve
 from interp.numbers.moments import Moments
 
 __all__ = [
-    "Direction",
-    "Eraser",
-    "Erasure",
-    "Moments",
-    "Probe",
-    "SteeringCurve",
-    "difference_of_means",
-    "erasure",
-    "leace",
-    "probe",
-    "steering_curve",
-]
+    "Direction", "Eraser", "Erasure", "Moments", "Probe", "SteeringCurve", "difference_of_means",
+    "erasure", "leace", "probe", "steering_curve",
+]  # fmt: skip

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from hooks import ActivationCache
-from hooks.shared import Index, without_gradients
+from hooks.shared import Index, require_choice, without_gradients
 from interp import pictures
 from interp.directions.direction import Direction
 from interp.directions.examples import examples, points_of
@@ -108,8 +108,7 @@ def probe(
         UnknownNameError, ModeError: as for `difference_of_means`.
         ImportError: if scikit-learn is not installed.
     """
-    if kind not in ("logistic", "linear"):
-        raise ValueError(f"kind must be 'logistic' or 'linear'; got {kind!r}")
+    require_choice("kind", kind, ("logistic", "linear"))
     points = points_of(model, site)
     parts = [*examples(model, yes, no, points, pos, batch)]
     labels = torch.cat([torch.full_like(part.text, part.label) for part in parts]).numpy()

@@ -25,16 +25,6 @@ from interp.edits.kinds import add, knockout, mean, noise, replace, resample, sc
 from interp.edits.subspaces import interchange, project_out
 
 __all__ = [
-    "Edit",
-    "add",
-    "all_but",
-    "interchange",
-    "knockout",
-    "mean",
-    "noise",
-    "project_out",
-    "replace",
-    "resample",
-    "scale",
-    "zero",
-]
+    "Edit", "add", "all_but", "interchange", "knockout", "mean", "noise", "project_out", "replace",
+    "resample", "scale", "zero",
+]  # fmt: skip

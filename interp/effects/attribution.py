@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hooks import Point
-from hooks.shared import Session, names_by_layer
+from hooks.shared import Session, names_by_layer, require_choice
 from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.results.result import Result
 from interp.runs.gradients.attention import AttentionPoints, OtherKeys, OtherQueries
@@ -116,8 +116,7 @@ def attribution_patching(
 
 def _attentions(sites: Sites, site: str) -> dict[str, AttentionPoints]:
     """The attention of each point of queries or keys."""
-    if site not in ("q", "k"):
-        raise ValueError(f"qk_correction is for the sites 'q' and 'k'; got {site!r}")
+    require_choice("site of qk_correction", site, "qk")
     return {name: AttentionPoints(sites.runs.runner, name) for name in sites.names.values()}
 
 

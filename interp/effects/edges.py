@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from hooks.shared import unknown_name, without_gradients
+from hooks.shared import require_choice, without_gradients
 from interp.graph import Graph
 from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.results.result import Result
@@ -98,8 +98,7 @@ def edge_attribution(
     edge input->a0.h1<k>  +7.037
     edge m2->logits       -4.864
     """
-    if method not in METHODS:
-        raise unknown_name(method, METHODS, "method")
+    require_choice("method", method, METHODS)
     graph = Graph(model, split_embeddings)
     runs = Runs(graph.runner().model, pairs, direction)
     source = runs.source(graph.needed)

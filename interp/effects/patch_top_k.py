@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from hooks.shared import require_whole
 from interp import edits
 from interp.inputs.pairs import Pairs, of_pairs
 from interp.results.result import Result
@@ -98,10 +99,8 @@ def patch_top_k(
     runs = Runs(model, pairs, estimate.about["direction"], max_bytes)
     sites = Sites(runs, choice)
     guess = estimate.mean().flatten().abs()
-    if not 1 <= k < len(guess):
-        raise ValueError(f"k must be 1 to {len(guess) - 1}, fewer than there are places; got {k}")
-    if budget < k + 3:
-        raise ValueError(f"budget must be at least k + 3 = {k + 3} forward passes; got {budget}")
+    require_whole("k", k, most=len(guess) - 1)
+    require_whole("budget", budget, k + 3)
     estimated_labels = {axis: [*estimate.labels[axis]] for axis in estimate.axes[:-1]}
     same = estimated_labels == sites.labels
     # Two runs of one text in half precision differ by as much.

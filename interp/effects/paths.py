@@ -6,7 +6,7 @@ from typing import Literal
 
 from torch import nn
 
-from hooks.shared import without_gradients
+from hooks.shared import require_choice, without_gradients
 from interp.graph.graph import Graph
 from interp.graph.nodes import listed
 from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs
@@ -114,8 +114,7 @@ def path_patching(
     sender m3     -5.003
     sender a3.h0  -0.9231
     """
-    if mlps not in ("recomputed", "frozen"):
-        raise ValueError(f"mlps must be 'recomputed' or 'frozen'; got {mlps!r}")
+    require_choice("mlps", mlps, ("recomputed", "frozen"))
     graph = Graph(model, split_embeddings)
     runs = PathEdits(graph, pairs, direction, max_bytes)
     receivers = listed(receivers, "receivers")

@@ -8,7 +8,7 @@ from jaxtyping import Shaped
 from torch import Tensor, nn
 
 from hooks import Hooks
-from hooks.shared import without_gradients
+from hooks.shared import require_choice, without_gradients
 from interp.inputs.pairs import Pairs
 from interp.inputs.texts import Texts
 from interp.measuring import Metric
@@ -77,8 +77,7 @@ def sweep(
     elif attention_mask is not None:
         raise ValueError("pairs have their own mask; got another")
     _check_edits(edits)
-    if exact not in ("resume", "rerun"):
-        raise ValueError(f"exact must be 'resume' or 'rerun'; got {exact!r}")
+    require_choice("exact", exact, ("resume", "rerun"))
     runs = Runs(model, texts if metric is None else texts.measured_by(metric), None, max_bytes)
     base, effects = runs.edited(edits, exact == "rerun")
     result = runs.result(effects, {"edit": range(len(edits))}, base)

@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import ActivationCache, HookedRunner
-from hooks.shared import names_by_layer, to_device
+from hooks.shared import names_by_layer, require_whole, to_device
 from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.inputs.texts import are_aligned
 from interp.numbers.precision import at_least_float32
@@ -56,8 +56,7 @@ def top_attributions(
     >>> top_attributions(model, pairs, k=2).labels["place"]
     ('layer 3, pos 8, neuron 124', 'layer 0, pos 8, neuron 227')
     """
-    if k < 1:
-        raise ValueError(f"k must be at least 1; got {k}")
+    require_whole("k", k)
     runs = Runs(model, pairs, direction)
     names = [*(titles := _titles(runs.runner, directions))]
     if not are_aligned(runs.text, runs.other):

@@ -20,20 +20,7 @@ from interp.features.matching_pursuit import MatchingPursuit
 from interp.features.splicing import splice
 
 __all__ = [
-    "CrossLayerTranscoder",
-    "Dictionary",
-    "DictionaryScores",
-    "FeatureCard",
-    "FeatureCards",
-    "Gated",
-    "GroupMax",
-    "JumpReLU",
-    "MatchingPursuit",
-    "TopK",
-    "evaluate_sae",
-    "feature_cards",
-    "load_sae",
-    "purity",
-    "splice",
-    "stability",
-]
+    "CrossLayerTranscoder", "Dictionary", "DictionaryScores", "FeatureCard", "FeatureCards",
+    "Gated", "GroupMax", "JumpReLU", "MatchingPursuit", "TopK", "evaluate_sae", "feature_cards",
+    "load_sae", "purity", "splice", "stability",
+]  # fmt: skip

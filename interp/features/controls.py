@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks.shared import Index, to_device, without_gradients
+from hooks.shared import Index, require_whole, to_device, without_gradients
 from interp.features.dictionary import Dictionary
 from interp.inputs.texts import Texts, batches
 from interp.numbers.ranks import largest_rows
@@ -65,8 +65,7 @@ def purity(
     >>> purity(load("pydoc-4l"), ["aaab", "bbba"], "blocks.0.mlp.post", k=2).shape
     torch.Size([512])
     """
-    if k < 1:
-        raise ValueError(f"k must be at least 1; got {k}")
+    require_whole("k", k)
     runner = runner_of(model)
     values, tokens = torch.empty(0), torch.empty(0)
     for _, text in batches(texts, model, batch):

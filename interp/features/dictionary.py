@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import embedding_bag
 
+from hooks.shared import require_whole
 from interp import pictures
 from interp.features.activations import Features, Gated, JumpReLU, TopK
 from interp.pictures import objects
@@ -88,8 +89,8 @@ class Dictionary(pictures.Shown, nn.Module):
                 **{name: (tensor, "feature") for name, tensor in activation.named_buffers()},
             },
         )
-        if isinstance(activation, TopK) and not 0 < activation.k <= sizes["feature"]:
-            raise ValueError(f"k must be from 1 to {sizes['feature']}; got {activation.k}")
+        if isinstance(activation, TopK):
+            require_whole("k", activation.k, most=sizes["feature"])
         self.transcodes = transcodes
         for name, weight in (
             ("W_enc", W_enc),

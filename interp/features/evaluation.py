@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from hooks import Hook, Point
-from hooks.shared import Index, to_device, with_parts, without_gradients
+from hooks.shared import Index, require_choice, to_device, with_parts, without_gradients
 from interp import pictures
 from interp.features.splicing import Dictionaries, SplicedDictionary, placed
 from interp.inputs.texts import Text, Texts, batches
@@ -87,8 +87,7 @@ class DictionaryScores(pictures.Shown):
             ValueError: if that ablation hardly changes the loss: by less than 0.01 nats, or two standard errors. A
                 ratio would say nothing then; see `losses`.
         """
-        if ablation not in ABLATIONS:
-            raise ValueError(f"ablation must be 'zero' or 'mean'; got {ablation!r}")
+        require_choice("ablation", ablation, ABLATIONS)
         unedited, spliced, ablated = (self.losses[RUNS.index(run)] for run in (*RUNS[:2], ablation))
         gap = ablated - unedited
         error = gap.std() / len(gap) ** 0.5 if len(gap) > 1 else gap.new_zeros(())

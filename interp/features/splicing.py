@@ -22,6 +22,7 @@ from hooks.shared import (
     blocks_of,
     names_by_layer,
     register_hints,
+    require_choice,
     to_device,
     unknown_name,
     unknown_point,
@@ -158,8 +159,7 @@ def splice(
     ActivationCache of 1 values, 4,608 bytes
       blocks.1.resid_post.features  float32 [1, 9, 128]  batch pos feature
     """
-    if error not in ("live", "frozen", None):
-        raise ValueError(f"error must be 'live', 'frozen' or None; got {error!r}")
+    require_choice("error", error, ("live", "frozen", None))
     runner = runner_of(model)
     with with_parts(model, runner.points, placed(runner, dictionaries, error, reads, at)):
         yield HookedRunner(model)

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from hooks.shared import storage, unknown_name
+from hooks.shared import require_whole, storage, unknown_name
 from interp import pictures
 from interp.graph.graph import Graph
 
@@ -211,8 +211,7 @@ def largest(
         ValueError: if there are not so many edges.
     """
     every = int(graph.allowed.sum())
-    if not 0 <= n <= every:
-        raise ValueError(f"n must be 0 to {every}, the number of edges; got {n}")
+    require_whole("n", n, 0, every)
     order = strength[graph.allowed].argsort(descending=True, stable=True)
     places = graph.allowed.nonzero()[order[:n]]
     kept = torch.zeros_like(graph.allowed)

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor, nn
 
-from hooks.shared import without_gradients
+from hooks.shared import require_choice, without_gradients
 from interp import pictures
 from interp.inputs.arguments import require_rows
 from interp.inputs.spans import Spans, aligned
@@ -206,8 +206,7 @@ class Pairs(pictures.Shown):
         Raises:
             ValueError: if there is no such direction, or there are no corrupted texts.
         """
-        if direction not in ("denoising", "noising"):
-            raise ValueError(f"direction must be 'denoising' or 'noising'; got {direction!r}")
+        require_choice("direction", direction, ("denoising", "noising"))
         other = self.other
         if other is None:
             raise ValueError(

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 
 from hooks import ActivationCache
-from hooks.shared import Index, Selection, encoded, to_device
+from hooks.shared import Index, Selection, encoded, require_whole, to_device
 from interp.inputs.arguments import each_row, is_listed, require_rows, without_rows
 from interp.inputs.token_positions import real_of
 from interp.protocol import of
@@ -283,8 +283,7 @@ def batches(texts: Texts, model: nn.Module, size: int) -> Iterator[tuple[int, Te
     Raises:
         ValueError: as for `padded`, if `size` is below 1, or if there is no text.
     """
-    if size < 1:
-        raise ValueError(f"a batch must have at least 1 text; got {size}")
+    require_whole("batch", size)
     rest, first = each_text(texts), 0
     while some := list(itertools.islice(rest, size)):
         numbers = range(first, first + len(some))

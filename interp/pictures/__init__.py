@@ -11,16 +11,6 @@ from interp.pictures.texts import lens, patterns, text
 from interp.pictures.view import View
 
 __all__ = [
-    "Shown",
-    "View",
-    "attribution",
-    "circuit",
-    "curves",
-    "effects",
-    "features",
-    "image",
-    "lens",
-    "patterns",
-    "text",
-    "together",
-]
+    "Shown", "View", "attribution", "circuit", "curves", "effects", "features", "image", "lens",
+    "patterns", "text", "together",
+]  # fmt: skip

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import ActivationCache
-from hooks.shared import carried
+from hooks.shared import carried, require_whole
 from interp.pictures.parts import MOST_COLUMNS, MOST_WEIGHTS, axis_part, grid_part, thinned
 from interp.pictures.view import View, limit_of, visible
 
@@ -69,15 +69,14 @@ def patterns(
     for layer in layers:
         pattern = cache.read(names[layer])[0]
         n_texts, n_heads, n_queries, n_keys = pattern.shape
-        _require_example(example, n_texts)
+        require_whole("example", example, 0, n_texts - 1)
         n_facets = len(layers) * n_heads if heads is None else len(heads)
         most = max(1, min(int((MOST_WEIGHTS / n_facets) ** 0.5), MOST_COLUMNS))
         all_rows, all_columns = _window(n_queries, n_keys, queries, keys)
         rows, columns = all_rows[-most:], all_columns[-most:]
         shown = pattern[example, :, [row - n_keys for row in rows]][..., columns].detach().cpu()
         for n in range(n_heads) if heads is None else (n for at, n in heads if at == layer):
-            if not 0 <= n < n_heads:
-                raise ValueError(f"a head must be 0 to {n_heads - 1}; got {n}")
+            require_whole("a head", n, 0, n_heads - 1)
             weights[layer, n] = shown[n]
     order = [*weights] if heads is None else [*heads]
     numbers = None if scores is None else _scores_of(scores, order, example)
@@ -226,8 +225,3 @@ def _words(model: nn.Module | None, row: Sequence[int]) -> tuple[list[str], bool
     except (ImportError, ValueError):  # its files cannot be read, and numbers do as well
         pass
     return [*map(str, row)], False
-
-
-def _require_example(example: int, count: int) -> None:
-    if not 0 <= example < count:
-        raise ValueError(f"example must be 0 to {count - 1}; got {example}")

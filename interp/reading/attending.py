@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hooks import ActivationCache, CacheError
-from hooks.shared import Index, Selection, real_columns, to_device, without_gradients
+from hooks.shared import Index, Selection, real_columns, require_whole, to_device, without_gradients
 from interp.graph.graph import Graph
 from interp.graph.scores import BlockScores
 from interp.inputs.texts import text_of
@@ -202,8 +202,7 @@ def pair_table(
         ValueError: if k is below 1.
         CacheError: if the pairs do not add up to the score.
     """
-    if k < 1:
-        raise ValueError(f"k must be at least 1; got {k}")
+    require_whole("k", k)
     sizes, best, places = query.new_zeros(query.shape[1]), query[:0, 0, 0], key.new_zeros(0).long()
     step = max(1, _BLOCK // (len(key) * len(sizes)))
     for first in range(0, len(query), step):

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks.shared import without_gradients
+from hooks.shared import require_choice, require_whole, without_gradients
 from interp.reading.folded import FoldedWeights
 from interp.results.result import Result
 from interp.spectral.factored import FactoredMatrix
@@ -50,10 +50,8 @@ def composition_scores(
     >>> composition_scores(model, "K", draws=2).select(layer=0, to_layer=1).values.shape  # head, to_head, example
     torch.Size([4, 4, 1])
     """
-    if kind not in ("Q", "K", "V"):
-        raise ValueError(f"kind must be 'Q', 'K' or 'V'; got {kind!r}")
-    if draws < 2:
-        raise ValueError(f"draws must be at least 2; got {draws}")
+    require_choice("kind", kind, "QKV")
+    require_whole("draws", draws, 2)
     folded = FoldedWeights(model, fold, "W_Q", "W_K", "W_V", "W_O")
     first = later = FactoredMatrix(folded.values(), folded.written())
     if kind != "V":

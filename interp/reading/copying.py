@@ -5,7 +5,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from hooks import Point
-from hooks.shared import to_device, without_gradients
+from hooks.shared import require_whole, to_device, without_gradients
 from interp.numbers.precision import at_least_float32
 from interp.protocol import runner_of
 from interp.reading.folded import FoldedWeights
@@ -80,8 +80,7 @@ def positional_scores(model: nn.Module, back: int = 1, n_pos: int = 64) -> Resul
     >>> positional_scores(model).top(1)
     layer 0, head 3  +0.4135
     """
-    if not 0 <= back < n_pos:
-        raise ValueError(f"back must be 0 to {n_pos - 1}; got {back}")
+    require_whole("back", back, 0, n_pos - 1)
     runner, mean = runner_of(model), FoldedWeights(model, False, "W_E").embedding().mean(0)
     first: list[Tensor] = []
 

@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import ActivationCache
-from hooks.shared import to_device, unknown_name, without_gradients
+from hooks.shared import require_whole, to_device, unknown_name, without_gradients
 from interp import pictures
 from interp.numbers.precision import at_least_float32, like
 from interp.reading.components import ResidualComponents
@@ -100,8 +100,7 @@ def decompose(
     """
     parts = ResidualComponents(model, cache)
     n_layers = len(parts.model.blocks)
-    if before is not None and not 0 <= before < n_layers:
-        raise ValueError(f"before must be 0 to {n_layers - 1}; got {before}")
+    require_whole("before", before, 0, n_layers - 1)
     groups = [*parts(before, neurons, experts)]
     names = tuple(name for part in groups for name in part.names)
     stream = parts.at(parts.last if before is None else f"blocks.{before}.resid_pre")

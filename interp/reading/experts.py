@@ -7,7 +7,7 @@ from einops import rearrange
 from torch import nn
 
 from hooks import ActivationCache, CacheError, HookError
-from hooks.shared import stacked, to_device, without_gradients
+from hooks.shared import require_choice, stacked, to_device, without_gradients
 from interp.inputs.texts import mask_of, text_of
 from interp.inputs.wording import words_of
 from interp.numbers.precision import at_least_float32
@@ -52,8 +52,7 @@ def expert_load(
     >>> load.axes, load.mean().sum()  # each token goes to two
     (('layer', 'expert', 'example'), tensor(2.))
     """
-    if over not in (None, "pos"):
-        raise ValueError(f"over must be 'pos' or None; got {over!r}")
+    require_choice("over", over, (None, "pos"))
     of(model)  # refuses a cache in its place
     cache.require_weights_of(model)
     try:

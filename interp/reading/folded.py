@@ -7,7 +7,7 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from hooks.shared import stacked, to_device
+from hooks.shared import require_whole, stacked, to_device
 from interp.graph.norms import LinearPart, linear_part
 from interp.numbers.precision import at_least_float32
 from interp.protocol import plain
@@ -128,8 +128,7 @@ class FoldedWeights:
             ValueError: if positions are rotary and there is no distance from 0 to n_ctx - 1.
         """
         n_ctx = self.model.config.n_ctx
-        if distance is not None and not 0 <= distance < n_ctx:
-            raise ValueError(f"distance must be 0 to {n_ctx - 1}; got {distance}")
+        require_whole("distance", distance, 0, n_ctx - 1)
         weights = []
         for name, norm, pos in (("W_Q", "q_norm", distance), ("W_K", "k_norm", 0)):
             layers = zip(self.model.blocks, self.read(name), strict=True)

@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks import HookedRunner
-from hooks.shared import config_hash, peak_bytes, stacked
+from hooks.shared import config_hash, peak_bytes, require_whole, stacked
 from interp.inputs.texts import Texts, batches
 from interp.numbers.precision import at_least_float32
 from interp.reading.affine import AffineLens, for_fit
@@ -106,8 +106,7 @@ def jacobian_lens(
     >>> jacobian_lens(model, [[3, 1, 4, 1], [5, 2, 6]], skip=0)
     JacobianLens [layer 2, d_model 4]
     """
-    if skip < 0:
-        raise ValueError(f"skip must be at least 0; got {skip}")
+    require_whole("skip", skip, 0)
     runner, names = for_fit(model)
     total, squares, count = torch.zeros(()), torch.zeros(()), 0
     for number, text in batches(texts, model, 1):

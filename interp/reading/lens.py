@@ -9,7 +9,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 from hooks import ActivationCache, CacheError, HookError
-from hooks.shared import stacked, to_device, without_gradients
+from hooks.shared import require_whole, stacked, to_device, without_gradients
 from interp import pictures
 from interp.inputs.texts import mask_of, nan_at_padding, text_of
 from interp.inputs.wording import token_ids, writer_of
@@ -174,8 +174,7 @@ def _followed(
         )
     vocab = n_logits(model)
     for target in targets.aminmax() if targets.numel() else ():
-        if not 0 <= int(target) < vocab:
-            raise ValueError(f"targets must be tokens, 0 to {vocab - 1}; got {int(target)}")
+        require_whole("targets", int(target), 0, vocab - 1)
     return targets.flatten()
 
 

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import index_by_axis
-from hooks.shared import Index, to_device, without_gradients
+from hooks.shared import Index, require_whole, to_device, without_gradients
 from interp import pictures
 from interp.inputs.texts import Texts, batches
 from interp.inputs.wording import writer_of
@@ -105,8 +105,7 @@ def max_activating(
     >>> max_activating(model, [[3, 1], [4, 2]], "1", direction=torch.tensor([1.0, 0.0]), k=1)
     [8 in text 1 at 0: '«4» 2']
     """
-    if k < 1:
-        raise ValueError(f"k must be at least 1; got {k}")
+    require_whole("k", k)
     runner, chosen = runner_of(model), {"head": head, "neuron": neuron, "feature": feature}
     kept: list[Activation] = []
     for first, text in batches(texts, model, batch):

@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import CacheError, HookedRunner
-from hooks.shared import config_hash, stacked, storage, to_device, without_gradients
+from hooks.shared import config_hash, require_whole, stacked, storage, to_device, without_gradients
 from interp.inputs.texts import Texts, each_text, padded
 from interp.numbers.precision import divergence, finite
 from interp.protocol import of
@@ -131,8 +131,8 @@ def tuned_lens(
     torch.Size([3, 2])
     """
     at_once = (1024 if isinstance(texts, Stored) else 8) if batch is None else batch
-    if min(steps, at_once) < 1:
-        raise ValueError(f"steps and batch must be at least 1; got {steps} and {at_once}")
+    require_whole("steps", steps)
+    require_whole("batch", at_once)
     size, parameter = of(model, "unembed", "config").config.d_model, next(model.parameters())
     runner, names = for_fit(model)
     dtype = torch.promote_types(parameter.dtype, torch.float32)

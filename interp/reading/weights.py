@@ -7,12 +7,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from hooks.shared import without_gradients
+from hooks.shared import require_choice, require_whole, without_gradients
 from interp.inputs.token_positions import tokens_of
 from interp.inputs.wording import token_ids, writer_of
 from interp.reading.folded import FoldedWeights
 from interp.spectral.factored import FactoredMatrix
-from interp.spectral.singular import check_k, svd
+from interp.spectral.singular import svd
 
 
 @without_gradients
@@ -209,8 +209,7 @@ def singular_tokens(
     >>> singular_tokens(model, layer=3, head=1, k=2, top=4).read.shape  # directions, ends, tokens
     torch.Size([2, 2, 4])
     """
-    if circuit not in ("ov", "qk", "W_in", "W_out"):
-        raise ValueError(f"circuit must be 'ov', 'qk', 'W_in' or 'W_out'; got {circuit!r}")
+    require_choice("circuit", circuit, ("ov", "qk", "W_in", "W_out"))
     if (head is None) == (circuit in ("ov", "qk")):
         raise ValueError(f"head must be given for 'ov' and 'qk' alone; got {head} for {circuit!r}")
     folded = FoldedWeights(model, fold, "W_E", "W_U")
@@ -220,7 +219,7 @@ def singular_tokens(
         decomposition = qk_circuit(model, fold=fold, distance=distance)[layer, head].svd()
     else:
         decomposition = svd(folded.mlp(layer, circuit), circuit)
-    check_k(k, len(decomposition.s))
+    require_whole("k", k, most=len(decomposition.s))
     embedding = folded.embedding()
     u, vh = (x.to(embedding.dtype) for x in (decomposition.u[:, :k], decomposition.vh[:k]))
     reading = u.mT if circuit == "W_out" else u.mT @ embedding.mT

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from hooks.shared import storage
+from hooks.shared import require_whole, storage
 from interp import pictures
 from interp.numbers.intervals import Interval, auroc_interval, interval, share_interval
 from interp.results import parts
@@ -233,8 +233,7 @@ class Result(pictures.Shown):
         Raises:
             ValueError: if `k` is below 1.
         """
-        if k < 1:
-            raise ValueError(f"k must be at least 1; got {k}")
+        require_whole("k", k)
         size = self.mean().flatten().abs().nan_to_num(nan=-1.0)
         return self.places(size.argsort(descending=True, stable=True)[:k].tolist())
 

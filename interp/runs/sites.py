@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hooks import ActivationCache, HookedRunner, UnknownNameError
-from hooks.shared import layer_of, names_by_layer, unknown_point
+from hooks.shared import layer_of, names_by_layer, require_whole, unknown_point
 from interp.edits import Edit
 from interp.inputs.texts import Text, are_aligned
 from interp.protocol import is_of_text, require_points
@@ -239,8 +239,7 @@ def _along(
         return [(name, at | {"source_pos": source.spans[str(name)]}) for name, at in spans]
     if axis == "neuron":
         size = 1 if choice.neurons is None else choice.neurons
-        if size < 1:
-            raise ValueError(f"neurons must be at least 1; got {size}")
+        require_whole("neurons", size)
         groups = [range(sizes[point_axis])[n : n + size] for n in range(0, sizes[point_axis], size)]
         return [(_label(group), {point_axis: slice(group.start, group.stop)}) for group in groups]
     if axis == "feature":

@@ -25,20 +25,7 @@ from interp.spectral.subspaces import (
 )
 
 __all__ = [
-    "SVD",
-    "alignment",
-    "answer_power",
-    "condition_number",
-    "drift",
-    "effective_rank",
-    "fourier_basis",
-    "frequency_power",
-    "principal_angles",
-    "randomized_svd",
-    "spectral_gap",
-    "stable_rank",
-    "subspace_angles",
-    "subspace_overlap",
-    "subspace_projection",
-    "svd",
-]
+    "SVD", "alignment", "answer_power", "condition_number", "drift", "effective_rank",
+    "fourier_basis", "frequency_power", "principal_angles", "randomized_svd", "spectral_gap",
+    "stable_rank", "subspace_angles", "subspace_overlap", "subspace_projection", "svd",
+]  # fmt: skip

@@ -10,6 +10,8 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from hooks.shared import require_whole
+
 
 def fourier_basis(n: int) -> Float[Tensor, "n n"]:
     """Orthonormal functions of the numbers modulo n, as columns, in float64.
@@ -29,8 +31,7 @@ def fourier_basis(n: int) -> Float[Tensor, "n n"]:
             [ 0.5774, -0.4082,  0.7071],
             [ 0.5774, -0.4082, -0.7071]], dtype=torch.float64)
     """
-    if n < 1:
-        raise ValueError(f"n must be at least 1; got {n}")
+    require_whole("n", n)
     # Whole numbers of turns are taken off before rounding.
     turns = (torch.arange(n)[:, None] * torch.arange(1, n // 2 + 1)) % n
     angles = turns.double() * (2 * torch.pi / n)

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Complex, Float, Int
 from torch import Tensor
 
+from hooks.shared import require_whole
 from interp import pictures
 from interp.numbers.precision import finite
 from interp.numbers.ranks import largest_rows
@@ -212,8 +213,7 @@ class FactoredMatrix(pictures.Shown):
         if len(self.shape) > 2:
             raise ValueError(f"top must be of one matrix: index the others away; got {self.shape}")
         rows, columns = self.shape
-        if not 1 <= k <= rows * columns:
-            raise ValueError(f"k must be 1 to {rows * columns}, the number of entries; got {k}")
+        require_whole("k", k, most=rows * columns)
         for name in ("left", "right"):
             finite(getattr(self, name), name)
         sign = 1 if largest else -1

@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from hooks.shared import require_whole
 from interp.numbers.precision import finite
 
 
@@ -62,7 +63,7 @@ class SVD:
         Raises:
             ValueError: if there are fewer.
         """
-        check_k(k, self.s.shape[-1])
+        require_whole("k", k, most=self.s.shape[-1])
         next_value = self.s[..., k] if k < self.s.shape[-1] else self.next_value
         return SVD(
             self.u[..., :k], self.s[..., :k], self.vh[..., :k, :], next_value, self.tolerance
@@ -145,9 +146,8 @@ def randomized_svd(
     tensor([4., 3.], dtype=torch.float64)
     """
     float64 = finite(matrices, name).double()
-    check_k(k, min(float64.shape[-2:]))
-    if oversample < 2:
-        raise ValueError(f"oversample must be at least 2; got {oversample}")
+    require_whole("k", k, most=min(float64.shape[-2:]))
+    require_whole("oversample", oversample, 2)
     size = k + oversample
     if size >= min(float64.shape[-2:]):
         return svd(matrices, name).top(k)
@@ -220,7 +220,7 @@ def spectral_gap(s: Float[Tensor, "*batch k"], at: int = 1) -> Float[Tensor, "*b
     tensor(0.5000, dtype=torch.float64)
     """
     s = _checked_values(s)
-    check_k(at, s.shape[-1], "at")
+    require_whole("at", at, most=s.shape[-1])
     return s[..., at - 1] - (s[..., at] if at < s.shape[-1] else 0)
 
 
@@ -249,9 +249,3 @@ def _checked_values(s: Tensor) -> Tensor:
         first = s.flatten()[:8].tolist()
         raise ValueError(f"singular values must be finite, at least 0 and descending; got {first}")
     return s.double()
-
-
-def check_k(k: int, most: int, name: str = "k") -> None:
-    """Refuses a `k` that is not from 1 to `most`."""
-    if not 1 <= k <= most:
-        raise ValueError(f"{name} must be 1 to {most}, the number of singular values; got {k}")

@@ -6,7 +6,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from interp.spectral.singular import SVD, check_k, svd
+from hooks.shared import require_choice, require_whole
+from interp.spectral.singular import SVD, svd
 
 Side = Literal["left", "right"]
 """The side of singular vectors: `left` (columns of u) or `right` (rows of vh)."""
@@ -157,9 +158,8 @@ def _independent(basis: Tensor, name: str) -> Tensor:
 
 def _vectors(one: SVD, k: int, side: Side) -> Tensor:
     """The top k vectors, as columns."""
-    if side not in ("left", "right"):
-        raise ValueError(f"side must be 'left' or 'right'; got {side!r}")
-    check_k(k, one.s.shape[-1])
+    require_choice("side", side, ("left", "right"))
+    require_whole("k", k, most=one.s.shape[-1])
     return (one.u if side == "left" else one.vh.mT)[..., :k]
 
 

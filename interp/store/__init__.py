@@ -19,15 +19,6 @@ from interp.store.streaming import PlannedHarvest, plan, statistics
 from interp.store.summary import Statistics, StatisticsByPoint
 
 __all__ = [
-    "Activations",
-    "PlannedHarvest",
-    "Ray",
-    "Settings",
-    "Statistics",
-    "StatisticsByPoint",
-    "from_arrow",
-    "harvest",
-    "plan",
-    "statistics",
-    "to_arrow",
-]
+    "Activations", "PlannedHarvest", "Ray", "Settings", "Statistics", "StatisticsByPoint",
+    "from_arrow", "harvest", "plan", "statistics", "to_arrow",
+]  # fmt: skip

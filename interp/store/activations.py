@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from hooks import CacheError
-from hooks.shared import unknown_name
+from hooks.shared import require_whole, unknown_name
 from interp import pictures
 from interp.inputs.wording import writer_of
 from interp.numbers.moments import Moments
@@ -180,10 +180,9 @@ class Activations(pictures.Shown):
             ValueError: if a size is below 1, or this reader has no row.
             UnknownNameError: as for `file`.
         """
-        if min(size, window, 1 if epochs is None else epochs) < 1:
-            raise ValueError(
-                f"size, window and epochs must be at least 1; got {size}, {window}, {epochs}"
-            )
+        require_whole("size", size)
+        require_whole("window", window)
+        require_whole("epochs", 1 if epochs is None else epochs)
         read, epoch, any_row = partial(self.file, names=names or self.names), 0, False
         while epochs is None or epoch < epochs:
             draw = None if seed is None else np.random.default_rng([seed, epoch])

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from hooks.shared import progress_bar
+from hooks.shared import progress_bar, require_whole
 
 Model = nn.Module | Callable[[], nn.Module]
 """A model, or a function that makes one."""
@@ -66,8 +66,7 @@ class Ray:
             ValueError: if there is no worker.
             TypeError: if the texts can be read only once.
         """
-        if self.workers < 1:
-            raise ValueError(f"workers must be at least 1; got {self.workers}")
+        require_whole("workers", self.workers)
         if isinstance(arguments[0], Iterator):
             raise TypeError(
                 "each worker reads the texts, so they must be a path, a list or a table; "

@@ -16,6 +16,8 @@ from hooks.shared import (
     config_hash,
     edits_in_force,
     parts_of,
+    require_choice,
+    require_whole,
     resolve,
     to_device,
     weights_hash,
@@ -73,10 +75,8 @@ class Settings:
             raise ValueError(f"dtype must be a float of 16 bits or more; got {self.dtype}")
         sizes = {"batch": self.batch, "per_file": self.per_file, "context": self.context}
         for name, size in sizes.items():
-            if size is not None and size < 1:
-                raise ValueError(f"{name} must be at least 1; got {size}")
-        if self.pool not in (None, *_POOLS):
-            raise ValueError(f"pool must be one of {', '.join(_POOLS)}; got {self.pool!r}")
+            require_whole(name, 1 if size is None else size)
+        require_choice("pool", self.pool, (None, *_POOLS))
         if self.pos is not None and Selection(self.pos).is_by_example:
             raise ValueError(f"pos must be the same in each piece; got {Selection(self.pos)}")
         if self.pool and self.pack:

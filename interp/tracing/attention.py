@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from hooks.shared import require_choice
 from interp.inputs.texts import Text
 from interp.inputs.wording import words_of
 from interp.numbers.ranks import largest_rows
@@ -35,8 +36,7 @@ def why(
     k: int,
 ) -> Result:
     """The pairs of sources of a score; for arguments see `AttributionGraph.attention`."""
-    if through not in ("paths", "writers"):
-        raise ValueError(f"through must be 'paths' or 'writers'; got {through!r}")
+    require_choice("through", through, ("paths", "writers"))
     if through == "writers":
         return why_attends(run.graph.model, run.cache, head, query, key, against, k=k)
     layer, _ = checked_head(run.graph, head)

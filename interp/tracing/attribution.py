@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hooks.shared import progress_bar, without_gradients
+from hooks.shared import progress_bar, require_whole, without_gradients
 from interp.inputs.texts import Texts
 from interp.numbers.precision import finite
 from interp.tracing import influence
@@ -71,8 +71,7 @@ def attribution_graph(
     """
     run = FrozenRun(model, text, transcoders, first)
     n_pos = len(run.tokens)
-    if not -n_pos <= pos < n_pos:
-        raise ValueError(f"pos must be {-n_pos} to {n_pos - 1}; got {pos}")
+    require_whole("pos", pos, -n_pos, n_pos - 1)
     pos %= n_pos
     logits, directions, named = chosen(model, run, targets, desired_prob, pos)
     if not logits and not named:

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from hooks.shared import to_device, without_gradients
+from hooks.shared import require_whole, to_device, without_gradients
 from interp.graph import Graph
 from interp.graph.norms import LinearPart, is_identity, linear_part
 from interp.graph.scores import BlockScores
@@ -93,8 +93,7 @@ class FrozenRun:
         given = text_for(model, text)
         if len(given.tokens) != 1 or not given.real.all():
             raise ValueError(f"the text must be one, without padding; got {[*given.tokens.shape]}")
-        if first < 0:
-            raise ValueError(f"first must be 0 or more; got {first}")
+        require_whole("first", first, 0)
         self.write = writer_of(model) or (lambda tokens: [*map(str, tokens)])
         names = [*graph.needed, *(graph.names[point] for point in self._points())]
         output, self.cache = graph.runner().run_with_cache(given.tokens, names=names)

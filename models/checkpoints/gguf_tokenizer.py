@@ -14,8 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from hooks.shared import require_choice
 from models.checkpoints.gguf_file import GGUFFile
-from models.checks import check_choice
 from models.files import library
 from models.text.templates import template_of
 from models.text.tokenizer import SubwordTokenizer, byte_level, frame_texts
@@ -44,7 +44,7 @@ def read_tokenizer(file: GGUFFile) -> SubwordTokenizer:
         ValueError: if the tokenizer is of an unknown kind.
     """
     stated = file.metadata("tokenizer.ggml.")
-    check_choice("tokenizer.ggml.model", model := str(stated.get("model")), _KINDS)
+    require_choice("tokenizer.ggml.model", model := str(stated.get("model")), _KINDS)
     make, defaults = _KINDS[model]
     entries = {**defaults, **stated}
     tokenizer = make(entries)
@@ -97,7 +97,7 @@ def _splits() -> dict[str, dict[str, Any]]:
 
 def _byte_pairs(entries: dict[str, Any]) -> Any:
     library_ = library("tokenizers")
-    check_choice("tokenizer.ggml.pre", pre := str(entries["pre"]), _splits())
+    require_choice("tokenizer.ggml.pre", pre := str(entries["pre"]), _splits())
     split = _splits()[pre]
     entries.setdefault("add_bos_token", split.get("adds_bos", False))
     is_byte_level = split.get("byte_level", True)

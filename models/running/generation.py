@@ -16,8 +16,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from hooks.shared import to_device, trusted, without_gradients
-from models.checks import check_whole
+from hooks.shared import require_whole, to_device, trusted, without_gradients
 from models.running.kvcache import KVCache
 from models.running.prompts import IN_TRAINING, as_lists, check_prompts
 from models.running.sampling import Sampling, row_generator
@@ -201,8 +200,8 @@ def stream(
     texts = as_lists(model, prompts, attention_mask)
     stop = model.config.eos_token_ids if stop is None else stop
     stops = [index(token) for token in (stop if isinstance(stop, Iterable) else [stop])]
-    check_whole("max_new_tokens", max_new_tokens)
-    check_whole("prefill_chunk", prefill_chunk)
+    require_whole("max_new_tokens", max_new_tokens)
+    require_whole("prefill_chunk", prefill_chunk)
     check_prompts(model, texts, stops, max_new_tokens, max_context)
     # The blocks of a model may be on several devices.
     device, drawn_on = model.token_embedding.weight.device, model.unembedding.weight.device

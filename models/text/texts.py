@@ -9,8 +9,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from hooks.shared import encoded
-from models.checks import check_choice
+from hooks.shared import encoded, require_choice
 from models.text.token_batch import TokenBatch, is_columns, is_integer, is_one_text
 from models.text.tokenizer import Tokenizer, as_tokenizer, pieces_of
 
@@ -110,7 +109,7 @@ class ReadsText:
             masked = self.to_tokens([[*map(int, row)] for row in real], side=side).tokens.bool()
             is_whole = padding is None and all(map(all, real))
             return TokenBatch(tokens, None if is_whole else masked)
-        check_choice("side", side, ("left", "right"))
+        require_choice("side", side, ("left", "right"))
         several = [texts] if is_one_text(texts) else [*texts]
         rows = [
             self.encoded(text, bos) if isinstance(text, str) else _integers(text)

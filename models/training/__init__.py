@@ -12,13 +12,6 @@ from models.training.data import (
 from models.training.loop import TrainingResult, train
 
 __all__ = [
-    "Batches",
-    "Evaluation",
-    "TrainingConfig",
-    "TrainingResult",
-    "evaluate",
-    "next_token_loss",
-    "sample_batch",
-    "split",
-    "train",
-]
+    "Batches", "Evaluation", "TrainingConfig", "TrainingResult", "evaluate", "next_token_loss",
+    "sample_batch", "split", "train",
+]  # fmt: skip

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from hooks.shared import to_device, trusted, without_gradients
-from models.checks import INTEGERS, check_types, check_whole
+from hooks.shared import require_whole, to_device, trusted, without_gradients
+from models.checks import INTEGERS, check_types
 from models.mode import mode
 from models.norm import widened
 from models.transformer import Transformer
@@ -228,7 +228,7 @@ def evaluate(
     7
     """
     length = model.config.n_ctx
-    check_whole("batch", batch)
+    require_whole("batch", batch)
     tokens = torch.as_tensor(tokens)
     check_learnable("the text", tokens, length + 1, model.config.vocab_size)
     windows = tokens.unfold(-1, length + 1, length).flatten(0, -2)  # [window, pos]

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
+from hooks.shared import require_choice
 from interp.features.activations import GroupMax, TopK
 from interp.features.dictionary import Dictionary
 from interp.features.forms.common import json_of, require, require_known
@@ -22,8 +23,7 @@ def read(folder: Path, *, transcodes: bool | None = None) -> Dictionary:
     require(weights, {"encoder.weight", "encoder.bias", "W_dec", "b_dec"} | skip, "cfg.json")
     kinds = {"topk": TopK, "groupmax": GroupMax}
     kind = config.get("activation", "topk")
-    if kind not in kinds:
-        raise ValueError(f"activation must be 'topk' or 'groupmax'; got {kind!r}")
+    require_choice("activation", kind, kinds)
     if config.get("signed"):
         raise ValueError("signed must be false, as features are not negative; got true")
     if bool(skip) != config.get("skip_connection", bool(skip)):

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from hooks.shared import all_to_device, to_device
+from hooks.shared import all_to_device, require_choice, to_device
 from interp.graph import Graph
 from interp.inputs.texts import Text, are_aligned
 from interp.numbers.precision import at_least_float32
@@ -66,8 +66,7 @@ def positions(over: str | None, edited: Text, source: Text) -> ChangedPositions:
     Raises:
         ValueError: if there is no such way, or the texts do not fit it.
     """
-    if over not in (None, "pos", "span"):
-        raise ValueError(f"over must be None, 'pos' or 'span'; got {over!r}")
+    require_choice("over", over, (None, "pos", "span"))
     batch, n = edited.tokens.shape
     if over != "span":
         if not are_aligned(edited, source):

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 from jaxtyping import Float
 from torch import Tensor
 
-from hooks.shared import to_device
+from hooks.shared import require_whole, to_device
 
 _FIRST, _MOST = 4, 1024
 
@@ -60,8 +60,7 @@ def averaged(
     >>> averaged(at, torch.zeros(1, 1), torch.zeros(1), lambda means: means, 4, 0.0)
     Mean(values=tensor([[0.3438]]), steps=[4], gaps=tensor([[0.0312]]))
     """
-    if steps != "auto" and steps < 1:
-        raise ValueError(f"steps must be at least 1, or 'auto'; got {steps}")
+    require_whole("steps", 1 if steps == "auto" else steps)
     last, end = at(range(len(first)), 1.0)
     change = to_device(end - base, first.device)
     if not change.isfinite().all():

@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hooks.shared import hooks_of, is_foreign, storage
+from hooks.shared import hooks_of, is_foreign, require_choice, storage
 from models.checkpoints.assemble import Reader, assemble, end_tokens
 from models.checkpoints.huggingface.families import FAMILIES
 from models.checkpoints.huggingface.family import Attributes, Family
 from models.checkpoints.readers import reader_of
-from models.checks import check_choice
 from models.config import TransformerConfig
 from models.files import read_object, without
 from models.transformer import Transformer
@@ -29,7 +28,7 @@ def translated(described: Mapping[str, Any], where: str) -> tuple[Family, Transf
         ValueError: if the family or an attribute is unknown or cannot be expressed; it names it.
     """
     kind = str(described.get("model_type"))
-    check_choice(f"{where}: model_type", kind, FAMILIES)
+    require_choice(f"{where}: model_type", kind, FAMILIES)
     attributes, family = Attributes(described), FAMILIES[kind]
     with storage.one_error(where):
         config = family.config(attributes)

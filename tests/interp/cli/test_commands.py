@@ -11,7 +11,8 @@ import torch
 import hooks
 from hooks import HookedRunner
 from interp import Pairs, activation_patching, edits, load_sae, logit_lens
-from interp.__main__ import COMMANDS, main
+from interp.__main__ import main
+from interp.cli.common import OPTIONS
 from interp.cli.edits import parsed
 from interp.directions import Direction
 from interp.store import Activations, harvest
@@ -49,7 +50,7 @@ def test_the_example_in_the_help_runs(name, capsys, tmp_path, monkeypatch):
     with pytest.raises(SystemExit):
         main([name, "--help"])
     assert f"hookscope {name}" in " ".join(capsys.readouterr().out.split())
-    example = COMMANDS[name].EXAMPLE.replace("gpt2-medium", "tiny-lm")
+    example = OPTIONS["commands"][name]["example"].replace("gpt2-medium", "tiny-lm")
     assert printed(capsys, *shlex.split(example)).strip()
 
 
