@@ -13,7 +13,6 @@ from jaxtyping import Bool, Shaped
 from torch import Tensor, nn
 
 from hooks import names, storage
-from hooks.copies import Copies
 from hooks.errors import CacheError, UnknownNameError, unknown_name
 from hooks.hints import HintsAtNames, unknown_point
 from hooks.lazy import LazyValues
@@ -22,7 +21,7 @@ from hooks.modes import Options
 from hooks.origin import Origin
 from hooks.point import index_by_axis
 from hooks.positions import TEXT_AXES, Index, Selection, taken
-from hooks.transfer import stacked
+from hooks.transfer import Copies, stacked
 
 _FORMAT = "hookscope-cache-6"
 # Before the name of a gradient, an input or a mask; no module's name starts with a dot.

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from hooks import _torch
-from hooks.copies import Copies, private
 from hooks.errors import NEVER_FIRED, CacheError, HookError, MemoryLimitError, require_fired
 from hooks.joined import join, require_next
 from hooks.memory import Bound
@@ -19,6 +18,7 @@ from hooks.pieces import Piece, piece_read, reading
 from hooks.point import HookPoint, Point, as_node, first_tensor
 from hooks.processes import require_whole
 from hooks.session import Session
+from hooks.transfer import Copies, private
 
 
 class Complete(BaseException):

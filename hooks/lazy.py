@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from hooks import _torch
 from hooks.capture import Recorder
-from hooks.copies import Copies, private
 from hooks.errors import HookError
 from hooks.names import Blocks
 from hooks.point import Point
 from hooks.replay import BlockCall
 from hooks.session import Edits
+from hooks.transfer import Copies, private
 
 
 class LazyValues(Mapping[str, Tensor]):

@@ -8,12 +8,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hooks.copies import private
 from hooks.errors import HookError, require_choice
 from hooks.pieces import Piece, piece_read, reading, real_columns
 from hooks.point import POSITION_AXES, Point
 from hooks.positions import Index, Selection, taken
-from hooks.transfer import Placement, to_device
+from hooks.transfer import Placement, private, to_device
 
 
 class Mode(StrEnum):

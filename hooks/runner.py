@@ -16,13 +16,12 @@ from hooks.capture import Complete, Recorder, memory_in
 from hooks.draws import Draws
 from hooks.edit import EditedPoint, HookContext, HookHandle, Hooks, edited_points
 from hooks.errors import NEVER_FIRED, ModeError, NeverFiredError, require_module
-from hooks.hashes import config_hash
 from hooks.hints import HintsAtNames
 from hooks.lazy import LazyValues, divided
 from hooks.memory import Bound
 from hooks.modes import Mode, Options
 from hooks.names import Blocks, Selector, blocks_of, flatten, resolve
-from hooks.origin import Origin, bound, prepared, signature_of
+from hooks.origin import Origin, bound, config_hash, prepared, signature_of
 from hooks.parts import PartPoint
 from hooks.plan import Plan, planned
 from hooks.point import HookPoint, OptionalPoints, Point, has_forward, point_at

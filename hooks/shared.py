@@ -27,11 +27,11 @@ from hooks.errors import (
     require_whole,
     unknown_name,
 )
-from hooks.hashes import config_hash, weights_hash
 from hooks.hints import HintsAtNames, register_hints, unknown_point
 from hooks.memory import require_room
 from hooks.names import blocks_of, names_by_layer, resolve
 from hooks.nested import mapped, tensors_in, with_first_tensor
+from hooks.origin import config_hash, weights_hash
 from hooks.parts import Part, PartPoint, parts_of, with_parts
 from hooks.pieces import Piece, encoded, piece_read, reading, real_columns
 from hooks.point import (

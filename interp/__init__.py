@@ -35,17 +35,15 @@ except ImportError as error:
 from hooks import __version__  # noqa: F401  # the version of all three packages
 from interp import edits, features, graph, pictures, spectral, tracing
 from interp.effects.acdc import acdc
-from interp.effects.attribution import attribution_patching
+from interp.effects.attribution import attribution_patching, integrated_gradients
 from interp.effects.comparison import compare
 from interp.effects.curves import curve
 from interp.effects.edges import edge_attribution
 from interp.effects.evaluation import auroc, completeness, faithfulness, minimality
-from interp.effects.integrated import integrated_gradients
 from interp.effects.nodes import node_effects
 from interp.effects.patch_top_k import patch_top_k
-from interp.effects.patching import activation_patching
+from interp.effects.patching import activation_patching, sweep
 from interp.effects.paths import edge_patching, path_patching
-from interp.effects.sweeping import sweep
 from interp.effects.top import top_attributions
 from interp.features import evaluate_sae, load_sae, splice
 from interp.graph import circuits
@@ -55,8 +53,6 @@ from interp.measuring import Metric, measure
 from interp.metrics import accuracy, cross_entropy, kl_divergence, log_prob, logit_diff, rank
 from interp.protocol import LanguageModel, run_with_cache
 from interp.reading.attending import why_attends
-from interp.reading.composition import composition_scores
-from interp.reading.copying import copying_scores, positional_scores
 from interp.reading.decompose import apply_norm, decompose
 from interp.reading.experts import expert_load
 from interp.reading.heads import head_scores, repeated_tokens
@@ -65,6 +61,7 @@ from interp.reading.lens import logit_lens
 from interp.reading.logit_attribution import accumulated, direct_logit_attribution
 from interp.reading.maxima import max_activating
 from interp.reading.tuned import TunedLens, tuned_lens
+from interp.reading.weight_scores import composition_scores, copying_scores, positional_scores
 from interp.reading.weights import (
     full_circuits,
     ov_circuit,

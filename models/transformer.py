@@ -133,7 +133,7 @@ class Transformer(HintsAtNames, ReadsText, BlockWeights):
                 the cache.
         """
         start = starting_at_layer
-        require_whole("starting_at_layer", start, 0, len(self.blocks))
+        require_whole("starting_at_layer", 0 if start is None else start, 0, len(self.blocks))
         tokens, attention_mask = read(self, tokens, attention_mask, kv_cache)
         require_whole("last", last, 0)
         context = self.context(

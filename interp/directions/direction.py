@@ -14,7 +14,7 @@ from torch import Tensor
 from hooks import CacheError, Point
 from hooks.shared import layer_of, storage, unknown_name
 from interp import pictures
-from interp.pictures.shown import told
+from interp.pictures.view import told
 from interp.results.result import Result
 
 _KIND = "direction"

@@ -10,7 +10,7 @@ from hooks.shared import Index, without_gradients
 from interp import edits, pictures
 from interp.directions.direction import Direction
 from interp.edits import Edit
-from interp.effects.sweeping import sweep
+from interp.effects.patching import sweep
 from interp.inputs.texts import Texts, text_for
 from interp.inputs.wording import named_spans
 from interp.measuring import Metric

@@ -13,8 +13,7 @@ from interp.graph.circuit import Circuit
 from interp.graph.circuits import random, top
 from interp.inputs.pairs import Pairs, of_pairs
 from interp.results.result import Result
-from interp.runs.circuits import CircuitRuns
-from interp.runs.masked import CircuitSource
+from interp.runs.masked import CircuitRuns, CircuitSource
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

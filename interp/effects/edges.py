@@ -24,8 +24,7 @@ from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.results.result import Result
 from interp.runs.gradients.edge_paths import Found, Paths
 from interp.runs.gradients.edge_scores import EdgeScores, positions
-from interp.runs.gradients.estimates import warn_of_flat
-from interp.runs.gradients.trapezoid import Steps
+from interp.runs.gradients.estimates import Steps, warn_of_flat
 from interp.runs.runs import Runs
 
 METHODS = ("eap", "eap_ig_inputs", "eap_ig_activations")

@@ -8,8 +8,7 @@ from interp.graph.circuits import random, strengths
 from interp.inputs.pairs import Pairs, of_pairs
 from interp.numbers.ranks import area_under_curve
 from interp.results.result import Result
-from interp.runs.circuits import CircuitRuns
-from interp.runs.masked import CircuitSource
+from interp.runs.masked import CircuitRuns, CircuitSource
 
 
 @of_pairs

@@ -1,15 +1,20 @@
-"""Activation patching: how the metric changes when values of one run are put into another."""
+"""Activation patching and sweeps: how the metric changes when values are replaced or edited, each as if in a run of its own."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
-from torch import nn
+from jaxtyping import Shaped
+from torch import Tensor, nn
 
-from hooks.shared import without_gradients
+from hooks import Hooks
+from hooks.shared import require_choice, without_gradients
 from interp import edits
 from interp.edits import Edit
 from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs
+from interp.inputs.texts import Texts
+from interp.measuring import Metric
 from interp.results.result import Result
 from interp.runs.runs import Runs
 from interp.runs.sites import Choice, Sites, Some
@@ -75,3 +80,93 @@ def activation_patching(
     put = partial(edits.replace, sites.values) if edit is None else edit.at
     about: dict[str, Any] = {} if edit is None else {"edit": repr(edit)}
     return sites.result(*runs.edited(sites.edits(put), stacklevel=5), **about)
+
+
+@without_gradients
+def sweep(
+    model: nn.Module,
+    texts: Texts | Pairs,
+    edits: Sequence[Hooks],
+    metric: Metric | None = None,
+    *,
+    attention_mask: Shaped[Tensor, "batch pos"] | None = None,
+    max_bytes: int = 2**30,
+    exact: Literal["resume", "rerun"] = "resume",
+) -> Result:
+    """Measure the effect of each edit on the metric, each as if it had a run of its own.
+
+    A run is resumed where it begins to differ from the unedited one: at the first block and the first
+    position that its edits touch. Earlier keys and values are those of the unedited run, and logits are
+    computed only at the positions that the metric reads. Runs that are resumed share forward passes as
+    further rows of the batch. Effects equal those of separate runs up to rounding, 1e-5 of the largest
+    value in float32.
+
+    Functions of your own are called with the rows of one batch, in any order of the runs. They may depend
+    on any position, so their runs begin at the first one. In a model without the steps `input_resid`,
+    `blocks` and `unembed`, edited runs share whole forward passes. Where hooks act on the model already, each
+    edited run has a forward pass of its own.
+
+    Args:
+        model: the model, in evaluation mode.
+        texts: the texts, or a mapping of all arguments of a run, as a processor gives; or pairs, of which the clean texts are run.
+        edits: for each run what `run_with_hooks` takes as `hooks`.
+        metric: a function from logits to a number per example; see `interp.metrics`. By default that of
+            the pairs.
+        attention_mask: which tokens of a tensor [batch, pos] are not padding.
+        max_bytes: bounds the memory that the sweep takes beyond the model and one unedited run. What
+            functions of your own take is not counted.
+        exact: `rerun` runs the whole model for each edit instead.
+
+    Returns:
+        Effects [edit, example], metric(edited) - metric(unedited), in the metric's unit. They print what was edited.
+
+    Warns:
+        UserWarning: if effects are NaN, because the metric of an edited run is, or two infinities cancel.
+
+    Raises:
+        ValueError: if there are no edits, `max_bytes` is too small for one edited run, or the metric of the
+            unedited run is not one number per example.
+        EditError: if an edit does not fit.
+        ModeError: if the model is in training mode.
+        NeverFiredError: if a run did not reach an edited point.
+
+    >>> from models import load
+    >>> model, pairs = load("pydoc-4l"), Pairs("def __ini", "def __nam", ("t", "e"))
+    >>> from interp import edits
+    >>> without_mlps = [{f"blocks.{n}.mlp_out": edits.zero()} for n in (0, 3)]
+    >>> sweep(model, pairs, without_mlps).top(2)
+    edit 0 'blocks.0.mlp_out: edits.zero()'  -9.01
+    edit 1 'blocks.3.mlp_out: edits.zero()'  -1.602
+    """
+    if not isinstance(texts, Pairs):
+        texts = Pairs(texts, attention_mask=attention_mask)
+    elif attention_mask is not None:
+        raise ValueError("pairs have their own mask; got another")
+    _check_edits(edits)
+    require_choice("exact", exact, ("resume", "rerun"))
+    runs = Runs(model, texts if metric is None else texts.measured_by(metric), None, max_bytes)
+    base, effects = runs.edited(edits, exact == "rerun")
+    result = runs.result(effects, {"edit": range(len(edits))}, base)
+    return replace(result, words={"edit": [*map(_described, edits)]})
+
+
+def _described(edit: Hooks) -> str:
+    """An entry of a sweep in a few words."""
+    pairs = edit.items() if isinstance(edit, Mapping) else edit
+    named = ([getattr(part, "__name__", part) for part in pair] for pair in pairs)
+    text = ", ".join(f"{point}: {change}" for point, change in named)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _check_edits(edits: Sequence[Hooks]) -> None:
+    if isinstance(edits, Mapping):
+        raise TypeError(
+            "edits must be a list, with an entry for each run; got one mapping: [edits]"
+        )
+    for entry in edits:
+        if callable(entry):
+            raise TypeError(
+                f"an entry of edits must say where, as {{'blocks.*.attn.z': {entry!r}}}; got {entry!r}"
+            )
+    if not edits:
+        raise ValueError("a sweep needs at least one edit; got none")

@@ -5,10 +5,9 @@ Figures of matplotlib need the extra `plots`, so they are imported only when one
 """
 
 from interp.pictures.graphs import attribution, circuit, features
-from interp.pictures.shown import Shown
 from interp.pictures.tables import curves, effects, image, together
 from interp.pictures.texts import lens, patterns, text
-from interp.pictures.view import View
+from interp.pictures.view import Shown, View
 
 __all__ = [
     "Shown", "View", "attribution", "circuit", "curves", "effects", "features", "image", "lens",

@@ -2,10 +2,9 @@
 
 from typing import Any
 
-from interp.pictures.shown import told
 from interp.pictures.tables import curves, effects
 from interp.pictures.texts import text
-from interp.pictures.view import View
+from interp.pictures.view import View, told
 
 _MOST_PAIRS = 6
 

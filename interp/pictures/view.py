@@ -13,7 +13,7 @@ import math
 import os
 import tempfile
 import webbrowser
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -249,3 +249,43 @@ def _height(part: Mapping[str, Any]) -> int:
     if part["kind"] == "text":
         return min(400, 80 + sum(map(len, part["tokens"])) // 3)
     return 640 if part.get("strip") else 460
+
+
+class Shown:
+    """A base of classes that have a picture; each says in `view` which."""
+
+    def view(self) -> View:
+        """The picture."""
+        raise NotImplementedError
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the picture as a page where the path ends in `.html`; otherwise a file that `load` reads, where the class
+        has such files. Either is written completely or not at all.
+
+        Raises:
+            ValueError: if it has none.
+            FileNotFoundError: if there is no such directory.
+            TypeError: if a fact does not fit JSON.
+        """
+        if Path(path).suffix == ".html":
+            self.view().save(path)
+        else:
+            self._save(Path(path))
+
+    def _save(self, path: Path) -> None:
+        """Writes what `load` reads."""
+        raise ValueError(
+            f"a {type(self).__name__} is saved as a picture, so the path must end in .html; got {path}"
+        )
+
+    def _repr_html_(self) -> str:
+        return self.view()._repr_html_()
+
+
+def told(facts: Mapping[str, Any]) -> Iterator[str]:
+    """Lines of the facts that are numbers, text or short lists of them."""
+    for name, fact in facts.items():
+        if isinstance(fact, str | int | float) or (
+            isinstance(fact, list | tuple) and len(fact) < 9
+        ):
+            yield f"{name}: {fact!s:.200}"

@@ -100,7 +100,7 @@ def decompose(
     """
     parts = ResidualComponents(model, cache)
     n_layers = len(parts.model.blocks)
-    require_whole("before", before, 0, n_layers - 1)
+    require_whole("before", 0 if before is None else before, 0, n_layers - 1)
     groups = [*parts(before, neurons, experts)]
     names = tuple(name for part in groups for name in part.names)
     stream = parts.at(parts.last if before is None else f"blocks.{before}.resid_pre")

@@ -128,7 +128,7 @@ class FoldedWeights:
             ValueError: if positions are rotary and there is no distance from 0 to n_ctx - 1.
         """
         n_ctx = self.model.config.n_ctx
-        require_whole("distance", distance, 0, n_ctx - 1)
+        require_whole("distance", 0 if distance is None else distance, 0, n_ctx - 1)
         weights = []
         for name, norm, pos in (("W_Q", "q_norm", distance), ("W_K", "k_norm", 0)):
             layers = zip(self.model.blocks, self.read(name), strict=True)

@@ -11,6 +11,7 @@ The algorithm, after the edge masks of Bhaskar et al. 2024, "Finding Transformer
 5. Read the logits from the stream that the unembedding sees.
 """
 
+import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Literal
@@ -26,6 +27,7 @@ from interp.graph.graph import Graph
 from interp.inputs.pairs import Pairs, PatchingDirection
 from interp.inputs.texts import are_aligned
 from interp.measuring import evaluate
+from interp.results.result import Result
 from interp.runs.readers import Readers, stream_after
 from interp.runs.rows import Batch
 from interp.runs.runs import Runs
@@ -251,3 +253,41 @@ class MaskedRuns:
 
 def _examples(source: Tensor, rows: slice) -> Tensor:
     return source if source.shape[1] == 1 else source[:, rows]
+
+
+class CircuitRuns(MaskedRuns):
+    """Runs of circuits on the same texts, of which the empty and the whole one are the ends of a scale."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        pairs: Pairs,
+        circuit: Circuit,
+        source: CircuitSource,
+        max_bytes: int,
+    ) -> None:
+        graph = Graph(model, split_embeddings="input" not in circuit.graph.writers)
+        super().__init__(graph, pairs, source, max_bytes=max_bytes)
+        digests = self.runs.pairs.digests()
+        seen = sum(digest in circuit.found_on for digest in digests)
+        if seen:
+            warnings.warn(
+                f"the circuit was found on {seen} of these {len(digests)} pairs: others show how good it is",
+                stacklevel=3,
+            )
+        whole = circuit | ~circuit
+        self.none, self.whole = self(whole - whole), self(whole)
+        gap, size = self.whole - self.none, torch.maximum(self.whole.abs(), self.none.abs())
+        if gap.mean().abs() <= 100 * torch.finfo(gap.dtype).eps * size.mean():
+            raise ValueError("the metric must differ between the whole model and none of it")
+
+    @without_gradients
+    def __call__(self, circuit: Circuit) -> Float[Tensor, " example"]:
+        """The metric of a run in which only the circuit's edges have their own values."""
+        return self.metric(circuit)
+
+    def shares(self, values: Tensor, axis: str, labels: Iterable[object]) -> Result:
+        """Differences of the metric as shares of the whole scale."""
+        about, named = {"metric": repr(self.runs.metric)}, {axis: tuple(labels)}
+        effects = Result(values, (axis, "example"), self.none, self.whole, named, about=about)
+        return effects.normalized()

@@ -17,7 +17,7 @@ from hooks.shared import require_whole, unknown_name
 from interp import pictures
 from interp.inputs.wording import writer_of
 from interp.numbers.moments import Moments
-from interp.pictures.shown import told
+from interp.pictures.view import told
 from interp.reading.maxima import Activation, TopActivations
 from interp.store.files import MANIFEST, ROWS, Folder, file_of, gathered, store_of
 from interp.store.rows import FORMAT, identity

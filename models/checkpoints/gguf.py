@@ -1,4 +1,4 @@
-"""Models in GGUF, the file format of llama.cpp, of the architectures in `gguf_tables`."""
+"""Models in GGUF, the file format of llama.cpp, of the architectures in `gguf_config`."""
 
 import os
 from collections.abc import Collection, Mapping
@@ -10,9 +10,7 @@ from torch import Tensor
 
 from hooks.shared import storage
 from models.checkpoints.assemble import Reader, Source, assemble, concatenated
-from models.checkpoints.gguf_config import gguf_config
-from models.checkpoints.gguf_file import GGUFFile
-from models.checkpoints.gguf_tables import (
+from models.checkpoints.gguf_config import (
     ARCHITECTURES,
     BEYOND,
     BLOCK,
@@ -20,7 +18,9 @@ from models.checkpoints.gguf_tables import (
     READ_BY_TRANSFORMERS,
     TOP,
     Architecture,
+    gguf_config,
 )
+from models.checkpoints.gguf_file import GGUFFile
 from models.checkpoints.gguf_tokenizer import read_tokenizer
 from models.config import TransformerConfig
 from models.text.tokenizer import Tokenizer

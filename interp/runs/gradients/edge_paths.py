@@ -12,7 +12,7 @@ from hooks import Point
 from interp.measuring import Metric, per_example
 from interp.runs.gradients.backward import Gradients
 from interp.runs.gradients.edge_scores import EdgeScores
-from interp.runs.gradients.trapezoid import Steps, averaged
+from interp.runs.gradients.estimates import Steps, averaged
 from interp.runs.runs import Runs
 
 _TOKENS = 1024  # of runs that are rows of one batch

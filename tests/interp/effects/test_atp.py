@@ -207,7 +207,7 @@ def test_both_options_together():
 @pytest.mark.parametrize(
     ("match", "form", "options"),
     [
-        ("'q' and 'k'.*'z'", {}, {"site": "z", "qk_correction": True}),
+        ("site.*'z'", {}, {"site": "z", "qk_correction": True}),
         ("2 layers.*1", {"n_layers": 1}, {"grad_drop": True}),
     ],
 )

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hooks import HookedRunner, HookError, ModeError, UnknownNameError
+from hooks import HookedRunner, HookError, ModeError
 from interp import Pairs, edge_attribution, edge_patching
 from interp.graph import Graph
 from tests.streams import FORMS, made, slow_run
@@ -220,7 +220,7 @@ def test_half_precision_is_summed_in_float32():
 @pytest.mark.parametrize(
     ("error", "match", "given"),
     [
-        (UnknownNameError, "eap_ig_inputs", {"method": "eap_ig_input"}),
+        (ValueError, "eap_ig_inputs", {"method": "eap_ig_input"}),
         (ValueError, "steps", {"method": "eap_ig_inputs", "steps": 0}),
         (ValueError, "over", {"over": "head"}),
         (ValueError, "spans", {"over": "span"}),

@@ -86,9 +86,9 @@ def test_the_budget_bounds_the_forward_passes():
 @pytest.mark.parametrize(
     ("match", "options"),
     [
-        ("k must be 1 to 13.*14", {"k": 14}),
-        ("k must be 1 to 13.*0", {"k": 0}),
-        ("budget.* 8 .*7", {"k": 5, "budget": 7}),
+        ("k .*1 to 13.*14", {"k": 14}),
+        ("k .*1 to 13.*0", {"k": 0}),
+        ("budget .*8.*7", {"k": 5, "budget": 7}),
         ("another", {"model": variant("pre", n_layers=3)}),
         ("another", {"pairs": Pairs(BASE, BASE, metric=METRIC)}),
         ("another", {"pairs": Pairs(TARGET, TARGET, metric=METRIC)}),

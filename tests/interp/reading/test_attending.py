@@ -216,7 +216,7 @@ def test_what_cannot_be_explained_is_refused():
     for head in ((2, 0), (-1, 0), (1, 6)):
         with pytest.raises(ValueError, match=r"2 layers with 6 heads; got \("):
             why_attends(model, cache, head)
-    with pytest.raises(ValueError, match="k must be at least 1; got 0"):
+    with pytest.raises(ValueError, match="k must be .*1; got 0"):
         why_attends(model, cache, (1, 0), k=0)
     with pytest.raises(SelectionError):
         why_attends(model, cache, (1, 0), query=5)

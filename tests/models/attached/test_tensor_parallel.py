@@ -130,7 +130,7 @@ def observed(folder, name, **options):
     """All that is compared, of one model."""
     import models
     from hooks import HookedRunner
-    from hooks.hashes import weights_hash
+    from hooks.origin import weights_hash
 
     load = transformers.AutoModelForCausalLM.from_pretrained
     model = load(path_of(folder, name), dtype=torch.float32, **options).eval()

@@ -12,7 +12,7 @@ from models import load
 from tests.count import ROOT
 
 gguf = pytest.importorskip("gguf", reason="reads GGUF")
-from models.checkpoints.gguf_tables import ARCHITECTURES, READ_BY_TRANSFORMERS  # noqa: E402 - reads gguf
+from models.checkpoints.gguf_config import ARCHITECTURES, READ_BY_TRANSFORMERS  # noqa: E402 - reads gguf
 
 HERE = ROOT / "tests" / "gguf"
 # What the error names.
