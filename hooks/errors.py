@@ -13,6 +13,7 @@ HookError
 
 import difflib
 import functools
+import importlib
 import math
 import operator
 from collections.abc import Collection, Container, Iterable
@@ -200,6 +201,20 @@ def require_whole(name: str, value: Any, least: int = 1, most: float = math.inf)
     if not fits:
         bounds = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
         raise ValueError(f"{name} must be a whole number {bounds}; got {value!r}")
+
+
+def library(name: str, install: str = "hookscope[hf]") -> Any:
+    """Import an optional library.
+
+    Raises:
+        ImportError: if it is missing; the message says what to install.
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name.partition(".")[0]:
+            raise
+        raise ImportError(f'{error.name} is missing: pip install "{install}"', name=name) from None
 
 
 def require_fired(names: Iterable[str], fired: Container[str], reason: str = NEVER_FIRED) -> None:

@@ -21,6 +21,7 @@ from hooks.calls import Calls, number_of_call
 from hooks.capture import Recorder
 from hooks.errors import (
     NEVER_FIRED,
+    library,
     require_choice,
     require_fired,
     require_module,

@@ -1,6 +1,5 @@
-"""Reads JSON files and those of `torch.save`, and imports optional libraries."""
+"""Reads JSON files and those of `torch.save`."""
 
-import importlib
 import json
 import pickle
 import re
@@ -12,20 +11,6 @@ from typing import Any
 import torch
 
 from hooks.shared import storage, unknown_name
-
-
-def library(name: str) -> Any:
-    """Imports an optional library.
-
-    Raises:
-        ImportError: if it is missing; the message says what to install.
-    """
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name != name:
-            raise
-        raise ImportError(f'{name} is missing: pip install "hookscope[hf]"', name=name) from None
 
 
 def read_json(path: Path) -> Any:

@@ -12,7 +12,7 @@ from typing import IO, Any
 import torch
 from torch import nn
 
-from hooks.shared import storage
+from hooks.shared import library, storage
 
 # The commands with what each does, and the options of each and of all.
 OPTIONS = json.loads(Path(__file__).with_name("options.json").read_text(encoding="utf-8"))
@@ -93,7 +93,7 @@ def _loaded(
     from models import attach, load, load_tokenizer
     from models.checkpoints.huggingface.families import FAMILIES
     from models.checkpoints.loading import locate
-    from models.files import library, read_object
+    from models.files import read_object
 
     config = locate(name, weights=False) / "config.json"
     described = read_object(config) if config.is_file() else {}

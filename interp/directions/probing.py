@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from hooks import ActivationCache
-from hooks.shared import Index, require_choice, without_gradients
+from hooks.shared import Index, library, require_choice, without_gradients
 from interp import pictures
 from interp.directions.direction import Direction
 from interp.directions.examples import examples, points_of
@@ -170,19 +170,16 @@ def _drawn(kinds: list[Any], fold_of: Any, folds: int, draw: Any) -> Any:
 
 
 def _fitted(values: Any, labels: Any, kind: str, C: float) -> tuple[Any, float]:
-    try:
-        from sklearn.linear_model import LogisticRegression, Ridge
-    except ModuleNotFoundError:
-        raise ImportError('probes need scikit-learn: pip install "hookscope[probes]"') from None
+    linear = library("sklearn.linear_model", "hookscope[probes]")
     mean, spread = values.mean(0), values.std(0)
     # A column that differs by no more than rounding in float32, in any dtype, counts as constant, with coefficient 0.
     spread = np.where(spread > _ROUNDING * abs(values).max(0), spread, np.inf)
     scaled = (values - mean) / spread
     if kind == "logistic":
-        made = LogisticRegression(C=C, max_iter=1000).fit(scaled, labels)
+        made = linear.LogisticRegression(C=C, max_iter=1000).fit(scaled, labels)
         weights, bias = made.coef_[0], float(made.intercept_[0])
     else:
-        made = Ridge(alpha=1 / C).fit(scaled, 2 * labels - 1)
+        made = linear.Ridge(alpha=1 / C).fit(scaled, 2 * labels - 1)
         weights, bias = made.coef_, float(made.intercept_)
     return weights / spread, bias - float(mean @ (weights / spread))
 

@@ -183,16 +183,11 @@ def noise(scale: float, seed: int = 0, **where: Index) -> Edit:
         seed: another seed gives other noise.
         where: what is changed.
 
-    Raises:
-        ValueError: if the scale is negative.
-
     >>> from hooks import Point
     >>> noised = noise(0.1, seed=3, pos=slice(0, 2))(torch.zeros(1, 3), Point("any", ("batch", "pos")))
     >>> (noised != 0).tolist()
     [[True, True, False]]
     """
-    if scale < 0:
-        raise ValueError(f"scale must be at least 0; got {scale}")
 
     def noisy(region: Tensor, value: Tensor, place: Region) -> Tensor:
         drawn = scale * normal(f"{seed} {place.point.name}", place.firsts, place.lengths)

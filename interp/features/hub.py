@@ -5,7 +5,7 @@ import importlib.util
 import re
 from pathlib import Path
 
-from hooks.shared import unknown_name
+from hooks.shared import library, unknown_name
 
 _NAME = re.compile(r"(\w[\w.-]*/[\w.-]+)(?:/(.+))?")
 
@@ -21,21 +21,15 @@ def downloaded(name: str) -> Path:
     A repository alone is downloaded whole.
 
     Raises:
-        FileNotFoundError: if the hub has no such thing or cannot be reached, in one line.
-        ImportError: if huggingface_hub is not installed.
+        FileNotFoundError: if the hub has no such thing, cannot be reached, or its library is missing, in one line.
         UnknownNameError: if a release of SAELens has no such id.
     """
     match = _NAME.fullmatch(_of_sae_lens(name) or name)
     assert match is not None
     repository, inside = match[1], (match[2] or "").rstrip("/")
-    try:
-        fetch = importlib.import_module("huggingface_hub").snapshot_download
-    except ImportError:
-        raise ImportError(
-            f'{name!r} is not at hand, and the hub needs huggingface_hub: pip install "hookscope[hf]"'
-        ) from None
     patterns = [inside, f"{inside}/*"] if inside else None
     try:
+        fetch = library("huggingface_hub").snapshot_download
         path = Path(fetch(repository, allow_patterns=patterns)) / inside
     except Exception as error:  # many kinds, from the hub, HTTP, the network or the disk
         reason = " ".join(str(error).split())

@@ -22,7 +22,6 @@ def above(graph: Graph, scores: Result, threshold: float, signed: bool = False) 
             towards the other text's, on average. Otherwise those that move it away do too.
 
     Raises:
-        TypeError: if scores are no Result.
         ValueError: if scores are not finite, or not of all edges of this graph; or, with `signed`, if they do
             not tell the metric of both texts.
     """
@@ -85,11 +84,6 @@ def strengths(graph: Graph, scores: Result, signed: bool) -> Float[Tensor, "writ
 
     For arguments and errors see `above`.
     """
-    if not isinstance(graph, Graph) or not isinstance(scores, Result):
-        got = f"{type(graph).__name__} and {type(scores).__name__}"
-        raise TypeError(
-            f"circuits are made of a Graph and a Result with scores of its edges; got {got}"
-        )
     if scores.axes != ("edge", "example") or scores.labels["edge"] != graph.edges:
         raise ValueError(
             f"scores must be [edge, example] of the {len(graph.edges)} edges of this graph; got "

@@ -50,16 +50,11 @@ def features(cards: Sequence[Any]) -> View:
     Args:
         cards: of `interp.features.feature_cards`.
 
-    Raises:
-        ValueError: if there is no card.
-
     >>> from interp.features import FeatureCard
     >>> features([FeatureCard(7, 0.25, top=[("a", 1.5)])])
     View of feature 7: .save("x.html") writes it, .show() opens it
     """
     shown = cards[:_MOST_CARDS]
-    if not shown:
-        raise ValueError("cards must hold at least one feature; got none")
     parts: list[dict[str, Any]] = []
     for card in shown:
         mine: list[dict[str, Any]] = []

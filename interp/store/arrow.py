@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hooks.shared import unknown_name
+from hooks.shared import library, unknown_name
 from interp.numbers.precision import at_least_float32
 from interp.store.activations import Activations
 from interp.store.files import Folder, described, require_same, store_of
@@ -47,7 +47,7 @@ def to_arrow(
         CacheError, UnknownNameError: as for `Activations.batches`.
         ImportError: if `datasets` is not installed.
     """
-    datasets, context = _datasets(), store.manifest["context"]
+    datasets, context = library("datasets", "datasets"), store.manifest["context"]
     if os.path.exists(folder) and os.listdir(folder):
         raise FileExistsError(f"a data set must have a directory of its own; got {folder!s}")
     if context is None or any(store.manifest[key] for key in ("pos", "pool", "without")):
@@ -106,7 +106,7 @@ def from_arrow(
         UnknownNameError: if it has no such column or no tokens, or we know no point for a column's name.
         ImportError: if `datasets` is not installed.
     """
-    table = _datasets().load_from_disk(os.fspath(folder)).with_format("torch")
+    table = library("datasets", "datasets").load_from_disk(os.fspath(folder)).with_format("torch")
     names = columns or {name: hooks_name(name) for name in table.column_names if name != TOKENS}
     for column in (TOKENS, *names):
         if column not in table.column_names:
@@ -145,13 +145,3 @@ def _plain(value: Tensor) -> Tensor:
     """Rows [row, d_in] in a dtype that Arrow has."""
     flat = value.flatten(1)
     return at_least_float32(flat) if flat.dtype == torch.bfloat16 else flat
-
-
-def _datasets() -> Any:
-    try:
-        import datasets
-    except ImportError:
-        raise ImportError(
-            "data sets in Arrow need the package datasets: pip install datasets"
-        ) from None
-    return datasets

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from hooks.shared import progress_bar, require_whole
+from hooks.shared import library, progress_bar, require_whole
 
 Model = nn.Module | Callable[[], nn.Module]
 """A model, or a function that makes one."""
@@ -72,10 +72,7 @@ class Ray:
                 "each worker reads the texts, so they must be a path, a list or a table; "
                 f"got a {type(arguments[0]).__name__}"
             )
-        try:
-            import ray
-        except ImportError:
-            raise ImportError('Ray is missing: pip install "hookscope[ray]"') from None
+        ray = library("ray", "hookscope[ray]")
         if not ray.is_initialized():
             ray.init()
 

@@ -184,11 +184,6 @@ class PrunedGraph(pictures.Shown):
 
     @classmethod
     def _from_json(cls, data: Mapping[str, Any]) -> "PrunedGraph":
-        for name in ("metadata", "qParams", "nodes", "links"):
-            if name not in data:
-                raise ValueError(
-                    f"a graph must have metadata, qParams, nodes and links; it has no {name}"
-                )
         metadata = dict(data["metadata"])
         tokens = metadata.pop("prompt_tokens")
         pins, groups, labels = neuronpedia.state(data["qParams"] or {})
@@ -202,14 +197,10 @@ class PrunedGraph(pictures.Shown):
                 "each node must have a name of its own; "
                 f"it has {len(nodes) - distinct} names twice, such as {counts.most_common(1)[0][0]}"
             )
-        links = []
-        for each in data["links"]:
-            ends = [each["source"], each["target"]]
-            if unknown := [end for end in ends if end not in names]:
-                raise ValueError(
-                    f"links must join nodes; it has one of {unknown[0]!r}, which is none"
-                )
-            links.append(Link(names[ends[0]], names[ends[1]], each["weight"]))
+        links = [
+            Link(names[link["source"]], names[link["target"]], link["weight"])
+            for link in data["links"]
+        ]
         # Anthropic's page names the nodes in its state by `jsNodeId`.
         names = {each["jsNodeId"]: names[each["node_id"]] for each in data["nodes"]} | names
         supernodes: dict[str, list[str]] = {}

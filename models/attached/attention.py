@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import FusedUnlessHooked, HookPoint, HookPoints
-from hooks.shared import carried, is_listened_to
+from hooks.shared import carried, is_listened_to, library
 from models.attached.configs import HOOKED, Kernel, kernel_name, kernel_of
 from models.attached.past import (
     AttachedPast,
@@ -23,7 +23,6 @@ from models.attached.past import (
 )
 from models.attached.wiring import fire
 from models.dot_product import require_room_for_scores
-from models.files import library
 
 Heads = Float[Tensor, "batch head query d_head"]
 

@@ -14,9 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hooks.shared import require_choice
+from hooks.shared import library, require_choice
 from models.checkpoints.gguf_file import GGUFFile
-from models.files import library
 from models.text.templates import template_of
 from models.text.tokenizer import SubwordTokenizer, byte_level, frame_texts
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from hooks.shared import storage
+from hooks.shared import library, storage
 from models import verification
 from models.checkpoints.huggingface import load_huggingface
 from models.checkpoints.own import BUNDLED, CONFIG, bundled, load_own
 from models.checkpoints.transformer_lens import from_transformer_lens, weights_in
-from models.files import library, read_object, read_saved, without
+from models.files import read_object, read_saved, without
 from models.registry import ON_HUB, available
 from models.text.files import tokenizer_from
 from models.text.tokenizer import Tokenizer

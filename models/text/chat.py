@@ -41,7 +41,7 @@ def chat(
         add_generation_prompt, variables: see `ChatTemplate.render`.
 
     Raises:
-        ValueError: if a message has no role or content; if there is no tokenizer, or one without offsets, or no template; or as for `ChatTemplate`.
+        ValueError: if a message has no role or content; if there is no tokenizer or no template; or as for `ChatTemplate`.
 
     >>> from models import load
     >>> source = "{% for m in messages %}{{ m.role }}: {{ m.content }}. {% endfor %}"
@@ -60,10 +60,6 @@ def chat(
     chosen = getattr(tokenizer, "chat_template", None) if template is None else template
     if chosen is None:
         raise ValueError("a chat needs a template; the tokenizer's files have none: give template=")
-    if not hasattr(tokenizer, "offsets"):
-        raise ValueError(
-            f"a chat needs a tokenizer with offsets(text); got a {type(tokenizer).__name__}"
-        )
     if isinstance(chosen, str):
         chosen = ChatTemplate(chosen)
     options = {"add_generation_prompt": add_generation_prompt, **variables}

@@ -7,8 +7,8 @@ from operator import index
 from pathlib import Path
 from typing import Any
 
-from hooks.shared import storage
-from models.files import library, read_json, read_object
+from hooks.shared import library, storage
+from models.files import read_json, read_object
 from models.text.tekken import tokenizer_of_tekken
 from models.text.templates import template_of
 from models.text.tokenizer import (

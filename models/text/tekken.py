@@ -8,8 +8,8 @@ import base64
 from pathlib import Path
 from typing import Any
 
-from hooks.shared import storage
-from models.files import library, read_object
+from hooks.shared import library, storage
+from models.files import read_object
 from models.text.tokenizer import SubwordTokenizer, byte_level, byte_signs, frame_texts
 
 _BEGIN, _END = "<s>", "</s>"

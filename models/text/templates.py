@@ -6,7 +6,7 @@ from datetime import datetime
 from functools import cache
 from typing import Any
 
-from models.files import library
+from hooks.shared import library
 
 Messages = Sequence[Mapping[str, str]]
 """Messages as `{"role": "user", "content": "Hello"}`."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from jaxtyping import Shaped
 from torch import Tensor
 
-from models.files import library
+from hooks.shared import library
 from models.text.templates import ChatTemplate, template_of
 
 if TYPE_CHECKING:

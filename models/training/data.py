@@ -78,8 +78,6 @@ class TrainingConfig:
                 raise ValueError(f"{name} must be at least {bound}; got {getattr(self, name)}")
         if not 0 <= self.final_rate <= 1:
             raise ValueError(f"final_rate must be from 0 to 1; got {self.final_rate}")
-        if not -(2**63) <= self.seed < 2**64:  # PyTorch's range
-            raise ValueError(f"seed must be from -2**63 to 2**64 - 1; got {self.seed}")
 
     def rate(self, step: int) -> float:
         """The learning rate at a step, counted from 0."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hooks import UnknownNameError
+from hooks.shared import library
 
 Weights = dict[str, Tensor]
 
@@ -26,11 +27,7 @@ def yaml_of(folder: Path) -> dict[str, Any]:
     path = folder / "config.yaml"
     if not path.is_file():
         return {}
-    try:
-        import yaml  # type: ignore[import-untyped]
-    except ModuleNotFoundError:
-        raise ModuleNotFoundError("config.yaml needs PyYAML: pip install pyyaml") from None
-    return dict(yaml.safe_load(path.read_text(encoding="utf-8")) or {})
+    return dict(library("yaml", "pyyaml").safe_load(path.read_text(encoding="utf-8")) or {})
 
 
 def require_known(config: Mapping[str, Any], what: str) -> None:

@@ -516,7 +516,7 @@ def test_without_the_hub_the_error_is_one_line(hub, monkeypatch, tmp_path):
             load_sae(path)
     assert {repository for repository, _ in hub[1]} == {"no-such/repository"}
     monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", None)
-    with pytest.raises(ImportError, match=r"pip install"):
+    with pytest.raises(FileNotFoundError, match=r"pip install"):
         load_sae("no-such/repository")
 
 

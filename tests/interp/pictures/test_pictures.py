@@ -477,5 +477,3 @@ def test_cards_of_features():
     cards = FeatureCards([FeatureCard(n, 0.5, [example]) for n in range(13)])
     assert "12 of 13 features" in pictures.features(cards).html()
     assert "<iframe" in cards._repr_html_()
-    with pytest.raises(ValueError, match="at least one"):
-        pictures.features([])

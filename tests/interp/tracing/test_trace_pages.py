@@ -189,9 +189,9 @@ def test_the_files_of_circuit_tracer_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda data: data.pop("links"), "has no links"),
+        (lambda data: data.pop("links"), "no 'links'"),
         (lambda data: data["nodes"].append(data["nodes"][0]), "1 names twice"),
-        (lambda data: data["links"][0].update(source="E_8_0"), "one of 'E_8_0', which is none"),
+        (lambda data: data["links"][0].update(source="E_8_0"), "no 'E_8_0'"),
         (lambda data: data["nodes"][0].update(feature_type="lorsa"), "got 'lorsa' as 1_5_0"),
     ],
 )
