@@ -692,7 +692,7 @@ def test_probes_that_cannot_be_fitted_are_refused():
     model, texts = embedded(torch.randn(5, 3)), torch.arange(3)[:, None]
     with pytest.raises(ValueError, match=r"\(3 and 2\); got 3"):
         probe(model, texts, texts[:2], "1", folds=3)
-    with pytest.raises(ValueError, match="'logistic' or 'linear'"):
+    with pytest.raises(ValueError, match="logistic, linear"):
         probe(model, texts, texts, "1", kind="svm")
     with pytest.raises(UnknownNameError):
         probe(model, texts, texts, "resid_post")

@@ -475,7 +475,7 @@ WRONG = {
         "in the block",
     ),
     "no place": (dictionary(), {}, ValueError, "where it belongs"),
-    "error": ({"embed": dictionary()}, {"error": "dead"}, ValueError, "'live', 'frozen' or None"),
+    "error": ({"embed": dictionary()}, {"error": "dead"}, ValueError, "got 'dead'"),
     "no dictionary": ({"embed": nn.Linear(D, D)}, {}, TypeError, "load_sae"),
     "several layers": (
         {"embed": CrossLayerTranscoder([], [], [], torch.zeros(0, 1), [])},

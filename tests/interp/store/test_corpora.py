@@ -209,8 +209,8 @@ def test_values_that_a_dtype_cannot_hold_are_refused(tmp_path):
 def test_unknown_settings_are_refused(tmp_path):
     model = variant("pre", n_layers=1)
     for wrong, message in (
-        ({"pool": "sum"}, "one of mean, max; got 'sum'"),
-        ({"context": 0}, "context must be at least 1; got 0"),
+        ({"pool": "sum"}, "got .sum"),
+        ({"context": 0}, "context .*got 0"),
         ({"per_file": 0}, "per_file must be"),
         ({"batch": -1}, "batch must be"),
     ):
