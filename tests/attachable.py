@@ -1,6 +1,8 @@
 """Causal language models of `transformers` as tiny random ones, one line each, to be attached to."""
 
 import inspect
+import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,201 +15,22 @@ IS_5_24 = "cache" in inspect.signature(transformers.LlamaForCausalLM.forward).pa
 # The argument and the output that hold keys and values.
 CACHE = "cache" if IS_5_24 else "past_key_values"
 
-BATCH, POS, LAYERS, HEADS, KV_HEADS, VOCAB = 3, 7, 2, 4, 2, 29
-SIZES = dict(
-    vocab_size=VOCAB,
-    hidden_size=24,
-    intermediate_size=20,
-    num_hidden_layers=LAYERS,
-    num_attention_heads=HEADS,
-    num_key_value_heads=KV_HEADS,
-    head_dim=8,
-    max_position_embeddings=17,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=None,
-)
-SQUARE = dict(hidden_size=32)  # where d_head must be hidden_size / num_attention_heads
-ALL_HEADS = dict(num_key_value_heads=HEADS)
-WINDOWED = dict(sliding_window=3, layer_types=["sliding_attention", "full_attention"])
-LINEAR = dict(
-    layer_types=["full_attention", "linear_attention"],
-    linear_num_value_heads=4,
-    linear_num_key_heads=2,
-    linear_key_head_dim=6,
-    linear_value_head_dim=6,
-)
-EXPERTS = dict(
-    num_experts=5,
-    num_local_experts=5,
-    n_routed_experts=5,
-    moe_num_experts=5,
-    num_experts_per_tok=2,
-    moe_topk=2,
-    moe_k=2,
-    moe_intermediate_size=12,
-    shared_expert_intermediate_size=16,
-    n_shared_experts=1,
-)
-DENSE_FIRST = EXPERTS | dict(first_k_dense_replace=1, n_group=1, topk_group=1)
-LATENT = ALL_HEADS | dict(
-    q_lora_rank=10,
-    kv_lora_rank=14,
-    qk_nope_head_dim=6,
-    qk_rope_head_dim=4,
-    v_head_dim=12,
-    head_dim=4,
-)
-MAMBA = dict(
-    mamba_d_state=6,
-    mamba_d_conv=3,
-    mamba_expand=2,
-    mamba_n_heads=4,
-    mamba_d_head=12,
-    mamba_n_groups=1,
-    mamba_d_ssm=48,
-    mamba_chunk_size=4,
-)
-DECODER = dict(
-    d_model=24,
-    decoder_layers=LAYERS,
-    decoder_attention_heads=HEADS,
-    decoder_ffn_dim=20,
-    is_decoder=True,
-    is_encoder_decoder=False,
-)
+BATCH, POS = 3, 7
+_DATA = json.loads(Path(__file__).with_suffix(".json").read_text())
+SIZES, GROUPS = _DATA["sizes"], _DATA["groups"]
+"""What configs of all models have, and what some of them have besides."""
+LAYERS, HEADS = SIZES["num_hidden_layers"], SIZES["num_attention_heads"]
+KV_HEADS, VOCAB = SIZES["num_key_value_heads"], SIZES["vocab_size"]
 
-# Overrides of SIZES by model type.
-MODELS = {
-    "afmoe": EXPERTS | WINDOWED | dict(num_dense_layers=1),
-    "apertus": {},
-    "apertus1p5_text": {},
-    "arcee": {},
-    "aria_text": EXPERTS,
-    "axk1": DENSE_FIRST | LATENT,
-    "axk2": DENSE_FIRST | LATENT,
-    "bamba": MAMBA | dict(attn_layer_indices=[1]),
-    "bart": DECODER,
-    "bert": dict(is_decoder=True),
-    "biogpt": {},
-    "bitnet": SQUARE,
-    "blenderbot": DECODER,
-    "bloom": {},
-    "codegen": dict(n_head=HEADS, rotary_dim=4, n_ctx=17, n_inner=20),
-    "cohere": {},
-    "cohere2": WINDOWED,
-    "cohere2_moe": EXPERTS,
-    "ctrl": dict(n_embd=24, n_head=HEADS, n_layer=LAYERS, dff=20, n_positions=17),
-    "cwm": {},
-    "deepseek_v2": DENSE_FIRST | LATENT,
-    "deepseek_v3": DENSE_FIRST | LATENT,
-    "deepseek_v32": DENSE_FIRST | LATENT,
-    "diffllama": {},
-    "doge": {},
-    "dots1": DENSE_FIRST,
-    "dots3_note_text": DENSE_FIRST | LATENT,
-    "electra": dict(is_decoder=True, embedding_size=24),
-    "ernie4_5": {},
-    "ernie4_5_moe": EXPERTS | dict(moe_num_shared_experts=1),
-    "exaone": {},
-    "exaone4": WINDOWED,
-    "exaone_moe": DENSE_FIRST | WINDOWED | dict(mlp_layer_types=["dense", "sparse"]),
-    "falcon": dict(new_decoder_architecture=True, alibi=False, num_kv_heads=KV_HEADS),
-    "falcon_h1": MAMBA
-    | dict(ssm_out_multiplier=0.6, attention_out_multiplier=1.7, key_multiplier=0.8),
-    "flex_olmo": EXPERTS,
-    "flint": {},
-    "gemma": {},
-    "gemma2": WINDOWED | dict(query_pre_attn_scalar=7, attn_logit_softcapping=2.0),
-    "gemma3_text": WINDOWED | dict(query_pre_attn_scalar=7),
-    "gemma4_text": WINDOWED | dict(hidden_size_per_layer_input=4, vocab_size_per_layer_input=VOCAB),
-    "glm": {},
-    "glm4": {},
-    "glm4_moe": DENSE_FIRST,
-    "glm4_moe_lite": DENSE_FIRST | LATENT,
-    "glm_moe_dsa": DENSE_FIRST | LATENT,
-    "gpt2": dict(n_inner=20),
-    "gpt_bigcode": dict(n_inner=20, num_key_value_heads=1),
-    "gpt_neo": dict(num_layers=LAYERS, attention_types=[[["global", "local"], 1]], window_size=3),
-    "gpt_neox": SQUARE | dict(rotary_pct=0.5),
-    "gpt_neox_japanese": SQUARE,
-    "gpt_oss": EXPERTS | WINDOWED,
-    "gptj": dict(n_embd=24, rotary_dim=4, n_inner=20),
-    "granite": dict(embedding_multiplier=3.0, residual_multiplier=0.7, logits_scaling=2.0),
-    "granite_swa": {},
-    "granitemoe": SQUARE | EXPERTS | dict(residual_multiplier=0.7),
-    "granitemoe_swa": EXPERTS,
-    "granitemoeshared": SQUARE | EXPERTS | dict(shared_intermediate_size=16),
-    "helium": SQUARE,
-    "hunyuan_v1_dense": {},
-    "hunyuan_v1_moe": EXPERTS,
-    "hy_v3": DENSE_FIRST,
-    "hyperclovax": {},
-    "internlm3": {},
-    "iquestcoder": {},
-    "jais2": {},
-    "jamba": MAMBA
-    | dict(
-        mamba_dt_rank=3,
-        attn_layer_period=2,
-        attn_layer_offset=1,
-        num_experts=5,
-        expert_layer_offset=1,
-        use_mamba_kernels=False,
-    ),
-    "jetmoe": dict(num_local_experts=5, kv_channels=8),
-    "kolibri1": EXPERTS,
-    "laguna": EXPERTS,
-    "lara_mini": EXPERTS | LINEAR,
-    "lfm2": dict(layer_types=["full_attention", "conv"]),
-    "lfm2_moe": EXPERTS | dict(layer_types=["full_attention", "conv"], num_dense_layers=1),
-    "llama": {},
-    "llama4_text": EXPERTS | dict(intermediate_size_mlp=20, moe_layers=[1]),
-    "marian": DECODER | dict(decoder_start_token_id=0),
-    "mbart": DECODER,
-    "mellum": EXPERTS,
-    "mimo_v2_flash": EXPERTS,
-    "minicpm3": LATENT,
-    "minimax_m2": EXPERTS,
-    "minimax_m3_vl_text": EXPERTS,
-    "ministral": WINDOWED,
-    "ministral3": {},
-    "mistral": dict(sliding_window=3),
-    "mixtral": EXPERTS,
-    "modernbert-decoder": SQUARE,
-    "mpt": dict(d_model=24, n_heads=HEADS, n_layers=LAYERS, max_seq_len=17),
-    "nanochat": {},
-    "nemotron": dict(head_dim=8),
-    "olmo": {},
-    "olmo2": {},
-    "olmo3": WINDOWED,
-    "olmoe": SQUARE | EXPERTS,
-    "openai-gpt": {},
-    "opt": dict(ffn_dim=20, word_embed_proj_dim=24),
-    "persimmon": SQUARE | ALL_HEADS,
-    "phi": SQUARE,
-    "phi3": SQUARE,
-    "phimoe": SQUARE | EXPERTS,
-    "plbart": DECODER,
-    "qwen2": {},
-    "qwen2_moe": SQUARE | EXPERTS,
-    "qwen3": {},
-    "qwen3_5_text": LINEAR,
-    "qwen3_moe": EXPERTS,
-    "qwen3_next": LINEAR | EXPERTS,
-    "roberta": dict(is_decoder=True),
-    "sarvam_mla": DENSE_FIRST | LATENT,
-    "sarvam_moe": DENSE_FIRST,
-    "seed_oss": {},
-    "smollm3": {},
-    "solar_open": DENSE_FIRST,
-    "stablelm": SQUARE,
-    "starcoder2": dict(sliding_window=3),
-    "vaultgemma": {},
-    "xglm": dict(d_model=24, num_layers=LAYERS, attention_heads=HEADS, ffn_dim=20),
-    "youtu": LATENT,
-}
-MODELS = {name: sizes for name, sizes in MODELS.items() if name in transformers.CONFIG_MAPPING}
+
+def _of(parts):
+    """What the parts of a table's line say, groups by name."""
+    given = [GROUPS[part] if isinstance(part, str) else part for part in parts]
+    return {name: value for part in given for name, value in part.items()}
+
+
+# By model type, of those that this version of the library has.
+MODELS = {n: _of(p) for n, p in _DATA["models"].items() if n in transformers.CONFIG_MAPPING}
 
 
 def config_of(name):

@@ -3,7 +3,9 @@
 It knows a config's fields and the names of weights, and gives every value that has a name.
 """
 
+import json
 import math
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -18,69 +20,13 @@ LLAMA = ROTARY | dict(norm="rmsnorm", n_kv_heads=KV_HEADS, mlp="gated", activati
 LLAMA |= dict(qkv_bias=False, out_bias=False, mlp_bias=False, tied_unembed=False)
 
 # Each block form, with the switches that change what it computes.
-FORMS = {
-    "pre": {},
-    "post": dict(norm_place="post"),
-    "output": dict(norm_place="output", norm="rmsnorm"),
-    "sandwich": dict(norm_place="sandwich", mlp="gated"),
-    "parallel": dict(parallel=True, n_kv_heads=1),
-    "parallel output": dict(parallel=True, norm_place="output"),
-    "parallel sandwich": dict(parallel=True, norm_place="sandwich"),
-    "attention only": dict(mlp="none", d_mlp=0),
-    "attention only output": dict(mlp="none", d_mlp=0, norm_place="output"),
-    "attention only sandwich": dict(mlp="none", d_mlp=0, norm_place="sandwich"),
-    "shortformer": dict(positions="shortformer", n_kv_heads=KV_HEADS, qk_norm="head"),
-    "not causal": dict(causal=False, n_kv_heads=KV_HEADS),
-    "solu and mlp_norm": dict(activation="solu", mlp_norm=True),
-}
-SWITCHES = {
-    "grouped": dict(n_kv_heads=KV_HEADS),
-    "multi-query": dict(n_kv_heads=1),
-    "d_head follows": dict(n_heads=5, d_head=2),
-    "rmsnorm": dict(norm="rmsnorm", norm_eps=0.3),
-    "no norm": dict(norm="none"),
-    "layernorm eps": dict(norm_eps=0.3),
-    "unlearned": dict(norm_learned=False),
-    "unlearned rmsnorm": dict(norm="rmsnorm", norm_learned=False),
-    "no norm bias": dict(norm_bias=False),
-    "no final norm": dict(final_norm=False),
-    "embed_norm": dict(embed_norm=True),
-    "embed_scale": dict(embed_scale=1.7),
-    "sinusoidal": dict(positions="sinusoidal"),
-    "no positions": dict(positions="none"),
-    "rotary": ROTARY,
-    "rotary theta": ROTARY | dict(rotary_theta=7.0),
-    "rotary partly": ROTARY | dict(rotary_fraction=0.5, n_kv_heads=1),
-    "qk_norm head": ROTARY | dict(qk_norm="head", n_kv_heads=KV_HEADS),
-    "qk_norm all": ROTARY | dict(qk_norm="all", n_kv_heads=KV_HEADS, norm_eps=0.3),
-    "qk_norm unlearned": dict(qk_norm="head", qk_norm_learned=False, norm_eps=0.3),
-    "attn_scale": dict(attn_scale=0.2),
-    "attn_scale by layer": dict(attn_scale_by_layer=True),
-    "attn_cap": dict(attn_cap=0.7),
-    "logit_cap": dict(logit_cap=1.3),
-    "shortformer attention only": dict(positions="shortformer", mlp="none", d_mlp=0),
-    "rotary of adjacent pairs": ROTARY | dict(rotary_pairs="adjacent", rotary_fraction=0.75),
-    "solu": dict(activation="solu"),
-    "mlp_norm": dict(mlp_norm=True, norm="rmsnorm", norm_eps=0.2),
-    "other output vocabulary": dict(vocab_size_out=29, tied_unembed=False),
-    "window": dict(window=3),
-    "window of one layer": dict(window=2, window_layers=(1,), n_kv_heads=KV_HEADS),
-    "gated": dict(mlp="gated"),
-    "gelu": dict(activation="gelu"),
-    "relu": dict(activation="relu"),
-    "silu": dict(activation="silu"),
-    "no qkv bias": dict(qkv_bias=False),
-    "no out bias": dict(out_bias=False),
-    "no mlp bias": dict(mlp_bias=False, mlp="gated"),
-    "unembed bias": dict(unembed_bias=True),
-    "untied": dict(tied_unembed=False),
-    "like llama": LLAMA,
-    "like gemma 2": LLAMA
-    | dict(norm_place="sandwich", attn_cap=0.9, logit_cap=1.9, embed_scale=3.0, window=3)
-    | dict(window_layers=(0,), tied_unembed=True, attn_scale=0.5),
-    "like olmo 2": LLAMA | dict(norm_place="output", qk_norm="all"),
-    "like gpt-neox": dict(parallel=True, positions="rotary", rotary_fraction=0.25),
-}
+_VARIANTS = json.loads(
+    Path(__file__).with_name("variants.json").read_text(),
+    object_hook=lambda fields: {
+        k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()
+    },
+)
+FORMS, SWITCHES = _VARIANTS["forms"], _VARIANTS["switches"]
 VARIANTS = FORMS | SWITCHES
 
 

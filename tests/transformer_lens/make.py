@@ -13,64 +13,8 @@ STEP = 16
 FILE = Path(__file__).with_name("models.npz")
 SIZES = dict(n_layers=2, n_heads=3, d_head=4, d_model=5, d_mlp=7, n_ctx=11, d_vocab=13)
 SIZES |= dict(act_fn="gelu_new", normalization_type="LN", device="cpu", seed=0)
-ROTARY = dict(positional_embedding_type="rotary")
-GROUPED = dict(n_heads=6, n_key_value_heads=2)
-LLAMA = ROTARY | GROUPED | dict(normalization_type="RMS", gated_mlp=True, act_fn="silu")
 
-MODELS = {
-    "ln": {},
-    "ln_pre": dict(normalization_type="LNPre"),
-    "rms": dict(normalization_type="RMS"),
-    "rms_pre": dict(normalization_type="RMSPre"),
-    "no_norm": dict(normalization_type=None),
-    "final_rms": dict(final_rms=True),
-    "eps": dict(eps=0.3),
-    "attn_only": dict(use_hook_tokens=True, attn_only=True, act_fn=None, d_mlp=None),
-    "attn_only_no_norm": dict(attn_only=True, act_fn=None, d_mlp=None, normalization_type=None),
-    "gelu": dict(act_fn="gelu"),
-    "gelu_fast": dict(act_fn="gelu_fast"),
-    "relu": dict(act_fn="relu"),
-    "silu": dict(act_fn="silu"),
-    "gated": dict(gated_mlp=True, act_fn="silu"),
-    "gated_gelu": dict(gated_mlp=True, act_fn="gelu"),
-    "grouped": GROUPED,
-    "multi_query": dict(n_key_value_heads=1),
-    "rotary": ROTARY,
-    "rotary_partly": ROTARY | dict(rotary_dim=2, rotary_base=100),
-    "rotary_adjacent": ROTARY | dict(rotary_adjacent_pairs=True),
-    "rotary_adjacent_partly": ROTARY | dict(rotary_adjacent_pairs=True, rotary_dim=2, d_head=6),
-    "rotary_by_parts": ROTARY
-    | dict(use_NTK_by_parts_rope=True, NTK_original_ctx_len=8, rotary_base=10, d_head=8),
-    "llama": LLAMA,
-    "parallel": dict(parallel_attn_mlp=True),
-    "gpt_j": ROTARY | dict(parallel_attn_mlp=True, rotary_dim=2, rotary_adjacent_pairs=True),
-    "local": dict(use_local_attn=True, window_size=3, attn_types=["global", "local"]),
-    "qk_norm": LLAMA | dict(use_qk_norm=True),
-    "qk_norm_ln": dict(use_qk_norm=True),
-    "sandwich": LLAMA | dict(use_normalization_before_and_after=True),
-    "caps": dict(attn_scores_soft_cap=0.7, output_logits_soft_cap=1.3),
-    "out_vocab": dict(d_vocab_out=3),
-    "bidirectional": dict(attention_dir="bidirectional"),
-    "shortformer": dict(positional_embedding_type="shortformer"),
-    "shortformer_attn_only": dict(positional_embedding_type="shortformer", attn_only=True)
-    | dict(act_fn=None, d_mlp=None),
-    "solu": dict(act_fn="solu"),
-    "solu_ln": dict(act_fn="solu_ln"),
-    "solu_ln_pre": dict(act_fn="solu_ln", normalization_type="LNPre"),
-    "post_embedding_ln_rotary": ROTARY | dict(post_embedding_ln=True),
-    "attn_scale": dict(attn_scale=1.7),
-    "no_attn_scale": dict(use_attn_scale=False),
-    "attn_scale_by_layer": dict(scale_attn_by_inverse_layer_idx=True),
-    # Models that were processed: norms folded, writing weights and unembedding centred, and value biases folded.
-    "processed": {},
-    "processed_rms": dict(normalization_type="RMS", act_fn="silu"),
-    "processed_solu_ln": dict(act_fn="solu_ln"),
-    "processed_grouped": GROUPED,
-    # To be refused.
-    "post_embedding_ln": dict(post_embedding_ln=True),
-    "alibi": dict(positional_embedding_type="alibi"),
-    "experts": LLAMA | dict(num_experts=3, experts_per_token=2),
-}
+MODELS = json.loads(FILE.with_suffix(".json").read_text())
 CACHED = {
     *(
         "ln",

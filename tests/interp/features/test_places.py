@@ -1,6 +1,8 @@
 """Names of places in the files of other libraries, against what modules of `transformers` read and give."""
 
 import copy
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -74,57 +76,7 @@ def dictionary(size, **about):
 
 
 # By family: the name that a file has, the module and the end of it that it means, and our point; None where none has the value.
-PLACES = {
-    "gemma3_text": {
-        "model.layers.1.output": ("layers.1.output", "blocks.1.resid_post"),
-        "model.layers.1.pre_feedforward_layernorm.output": ("layers.1.pre_feedforward_layernorm.output", "blocks.1.ln2.normalized"),
-        "model.layers.1.post_feedforward_layernorm.output": ("layers.1.post_feedforward_layernorm.output", "blocks.1.mlp_out"),
-        "model.layers.1.self_attn.o_proj.input": ("layers.1.self_attn.o_proj.input", "blocks.1.attn.z"),
-        "layers.1.mlp.input": ("layers.1.mlp.input", "blocks.1.ln2.normalized"),
-        "layers.1.mlp": ("layers.1.mlp.output", None),
-        "mlp_out_layer_1": ("layers.1.mlp.output", None),
-        "attention_out_layer_1": ("layers.1.self_attn.output", None),
-        "model.layers.1.post_attention_layernorm.output": ("layers.1.post_attention_layernorm.output", "blocks.1.attn_out"),
-    },
-    "gemma2": {
-        "layers.1": ("layers.1.output", "blocks.1.resid_post"),
-        "layers.1.mlp": ("layers.1.mlp.output", None),
-        "model.layers.0.post_feedforward_layernorm.output": ("layers.0.post_feedforward_layernorm.output", "blocks.0.mlp_out"),
-    },
-    "llama": {
-        "model.layers.1": ("layers.1.output", "blocks.1.resid_post"),
-        "layers.1.mlp": ("layers.1.mlp.output", "blocks.1.mlp_out"),
-        "layers.1.mlp.input": ("layers.1.mlp.input", "blocks.1.ln2.normalized"),
-        "layers.1.self_attn": ("layers.1.self_attn.output", "blocks.1.attn_out"),
-        "layers.1.input": ("layers.1.input", "blocks.1.resid_pre"),
-        "layers.1.self_attn.o_proj.input": ("layers.1.self_attn.o_proj.input", "blocks.1.attn.z"),
-    },
-    "gpt_neox": {
-        "resid_post_layer_1": ("layers.1.output", "blocks.1.resid_post"),
-        "mlp_out_layer_1": ("layers.1.mlp.output", "blocks.1.mlp_out"),
-        "attention_out_layer_1": ("layers.1.attention.output", "blocks.1.attn_out"),
-        "gpt_neox.layers.0.mlp": ("layers.0.mlp.output", "blocks.0.mlp_out"),
-    },
-    "gpt2": {
-        "transformer.h.1": ("h.1.output", "blocks.1.resid_post"),
-        "h.1.mlp": ("h.1.mlp.output", "blocks.1.mlp_out"),
-        "h.1.attn": ("h.1.attn.output", "blocks.1.attn_out"),
-    },
-    "olmo2": {  # norms of what is added, and none of what is read
-        "layers.1.mlp": ("layers.1.mlp.output", None),
-        "layers.1.mlp.input": ("layers.1.mlp.input", "blocks.1.resid_mid"),
-        "model.layers.1.post_feedforward_layernorm.output": ("layers.1.post_feedforward_layernorm.output", "blocks.1.mlp_out"),
-    },
-    "granite": {  # a factor of what is added
-        "layers.1": ("layers.1.output", "blocks.1.resid_post"),
-        "layers.1.mlp": ("layers.1.mlp.output", None),
-        "layers.1.self_attn": ("layers.1.self_attn.output", None),
-    },
-    "cohere": {  # one norm for both sublayers
-        "layers.1.mlp": ("layers.1.mlp.output", "blocks.1.mlp_out"),
-        "layers.1.mlp.input": ("layers.1.mlp.input", "blocks.1.ln1.normalized"),
-    },
-}  # fmt: skip
+PLACES = json.loads(Path(__file__).with_name("places.json").read_text())
 
 
 @pytest.mark.sampled(4)

@@ -1,6 +1,7 @@
 """Pruned attribution graphs: Neuronpedia's format, the page in a browser, and the command `trace`."""
 
 import json
+from pathlib import Path
 
 import jsonschema
 import pytest
@@ -14,69 +15,8 @@ from models import load
 from tests.interp.pictures.test_pictures import seen_in_browser
 
 TEXT = "part KV8 and part K"
-STRING, NUMBER = {"type": "string"}, {"type": ["number", "null"]}
 # What Neuronpedia's front end asks of a graph, from its schema of 2025.
-SCHEMA = {
-    "type": "object",
-    "required": ["metadata", "qParams", "nodes", "links"],
-    "properties": {
-        "metadata": {
-            "type": "object",
-            "required": ["slug", "scan", "prompt_tokens", "prompt"],
-            "properties": {
-                "slug": STRING,
-                "scan": STRING,
-                "prompt": STRING,
-                "prompt_tokens": {"type": "array", "items": STRING},
-                "node_threshold": {"type": "number"},
-            },
-        },
-        "qParams": {
-            "type": "object",
-            "properties": {
-                "pinnedIds": {"type": "array", "items": STRING},
-                "supernodes": {"type": "array", "items": {"type": "array", "items": STRING}},
-                "linkType": STRING,
-                "clickedId": STRING,
-                "sg_pos": STRING,
-            },
-        },
-        "nodes": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "required": [
-                    "node_id",
-                    "feature",
-                    "layer",
-                    "ctx_idx",
-                    "feature_type",
-                    "jsNodeId",
-                    "clerp",
-                ],
-                "properties": {
-                    "node_id": STRING,
-                    "feature": {"type": ["integer", "null"]},
-                    "layer": {"type": ["string", "integer"]},
-                    "ctx_idx": {"type": "integer"},
-                    "feature_type": STRING,
-                    "jsNodeId": STRING,
-                    "clerp": STRING,
-                    "influence": NUMBER,
-                    "activation": NUMBER,
-                },
-            },
-        },
-        "links": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "required": ["source", "target", "weight"],
-                "properties": {"source": STRING, "target": STRING, "weight": {"type": "number"}},
-            },
-        },
-    },
-}
+SCHEMA = json.loads((Path(__file__).parents[2] / "tracing" / "schema.json").read_text())
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,103 +15,19 @@ from models.config import TransformerConfig
 from models.rotary_scaling import RotaryScaling
 
 # config.json of published models.
-GPT2 = json.loads("""{
-"activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1, "bos_token_id":
-50256, "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05,
-"model_type": "gpt2", "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024,
-"resid_pdrop": 0.1, "summary_activation": null, "summary_first_dropout": 0.1, "summary_proj_to_labels":
-true, "summary_type": "cls_index", "summary_use_proj": true, "task_specific_params": {"text-generation":
-{"do_sample": true, "max_length": 50}}, "vocab_size": 50257
-}""")
-TINY_STARCODER = json.loads("""{
-"activation_function": "gelu_pytorch_tanh", "architectures": ["GPTBigCodeForCausalLM"],
-"attention_softmax_in_fp32": true, "attn_pdrop": 0.1, "embd_pdrop": 0.1, "inference_runner": 0,
-"layer_norm_epsilon": 1e-05, "max_batch_size": null, "max_sequence_length": null, "model_type":
-"gpt_bigcode", "multi_query": true, "n_embd": 768, "n_head": 12, "n_inner": 3072, "n_layer": 20,
-"n_positions": 8192, "pad_key_length": true, "pre_allocate_kv_cache": false, "resid_pdrop": 0.1,
-"scale_attention_softmax_in_fp32": true, "scale_attn_weights": true, "summary_activation": null,
-"validate_runner_input": true, "vocab_size": 49152, "torch_dtype": "bfloat16", "transformers_version":
-"4.40.0", "use_cache": true, "initializer_range": 0.02, "bos_token_id": 1, "eos_token_id": 2
-}""")
-TINYSTORIES_8M = json.loads("""{
-"activation_function": "gelu_new", "architectures": ["GPTNeoForCausalLM"], "attention_dropout": 0,
-"attention_layers": ["global", "local", "global", "local", "global", "local", "global", "local"],
-"attention_types": [[["global", "local"], 4]], "bos_token_id": 50256, "embed_dropout": 0, "eos_token_id":
-50256, "gradient_checkpointing": false, "hidden_size": 256, "initializer_range": 0.02, "intermediate_size":
-null, "layer_norm_epsilon": 1e-05, "max_position_embeddings": 2048, "model_type": "gpt_neo", "num_heads": 16,
-"num_layers": 8, "resid_dropout": 0, "summary_activation": null, "summary_first_dropout": 0.1,
-"summary_proj_to_labels": true, "summary_type": "cls_index", "summary_use_proj": true, "torch_dtype":
-"float32", "transformers_version": "4.28.1", "use_cache": true, "vocab_size": 50257, "window_size": 256
-}""")
-OPT_1_3B = json.loads("""{
-"_remove_final_layer_norm": false, "activation_dropout": 0.0, "activation_function": "relu",
-"architectures": ["OPTForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 2, "do_layer_norm_before":
-true, "dropout": 0.1, "eos_token_id": 2, "ffn_dim": 8192, "hidden_size": 2048, "init_std": 0.02, "layerdrop":
-0.0, "max_position_embeddings": 2048, "model_type": "opt", "num_attention_heads": 32, "num_hidden_layers":
-24, "pad_token_id": 1, "prefix": "</s>", "torch_dtype": "float16", "transformers_version": "4.21.0.dev0",
-"use_cache": true, "vocab_size": 50272, "word_embed_proj_dim": 2048
-}""")
-PYTHIA_70M = json.loads("""{
-"architectures": ["GPTNeoXForCausalLM"], "hidden_act": "gelu", "hidden_size": 512, "intermediate_size":
-2048, "layer_norm_eps": 1e-05, "max_position_embeddings": 2048, "model_type": "gpt_neox",
-"num_attention_heads": 8, "num_hidden_layers": 6, "rotary_emb_base": 10000, "rotary_pct": 0.25,
-"tie_word_embeddings": false, "use_parallel_residual": true, "vocab_size": 50304, "torch_dtype": "bfloat16",
-"transformers_version": "4.40.0", "use_cache": true, "initializer_range": 0.02, "bos_token_id": 1,
-"eos_token_id": 2
-}""")
-LLAMA_3_2_1B = json.loads("""{
-"architectures": ["LlamaForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "head_dim": 64,
-"hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 8192, "max_position_embeddings": 131072,
-"mlp_bias": false, "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 16,
-"num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_scaling": {"factor": 32.0,
-"high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192, "rope_type":
-"llama3"}, "rope_theta": 500000.0, "tie_word_embeddings": true, "vocab_size": 128256, "torch_dtype":
-"bfloat16", "transformers_version": "4.40.0", "use_cache": true, "initializer_range": 0.02, "bos_token_id":
-1, "eos_token_id": 2
-}""")
-MISTRAL_7B = json.loads("""{
-"architectures": ["MistralForCausalLM"], "hidden_act": "silu", "hidden_size": 4096, "intermediate_size":
-14336, "max_position_embeddings": 32768, "model_type": "mistral", "num_attention_heads": 32,
-"num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 10000.0,
-"sliding_window": 4096, "tie_word_embeddings": false, "vocab_size": 32000, "torch_dtype": "bfloat16",
-"transformers_version": "4.40.0", "use_cache": true, "initializer_range": 0.02, "bos_token_id": 1,
-"eos_token_id": 2
-}""")
-QWEN_2_5 = json.loads("""{
-"architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "hidden_act": "silu", "hidden_size": 896,
-"intermediate_size": 4864, "max_position_embeddings": 32768, "max_window_layers": 24, "model_type": "qwen2",
-"num_attention_heads": 14, "num_hidden_layers": 24, "num_key_value_heads": 2, "rms_norm_eps": 1e-06,
-"rope_theta": 1000000.0, "sliding_window": 32768, "tie_word_embeddings": true, "use_mrope": false,
-"use_sliding_window": false, "vocab_size": 151936, "torch_dtype": "bfloat16", "transformers_version":
-"4.40.0", "use_cache": true, "initializer_range": 0.02, "bos_token_id": 1, "eos_token_id": 2
-}""")
-QWEN_3 = json.loads("""{
-"architectures": ["Qwen3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "head_dim": 128,
-"hidden_act": "silu", "hidden_size": 1024, "intermediate_size": 3072, "max_position_embeddings": 40960,
-"max_window_layers": 28, "model_type": "qwen3", "num_attention_heads": 16, "num_hidden_layers": 28,
-"num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 1000000,
-"sliding_window": null, "tie_word_embeddings": true, "use_sliding_window": false, "vocab_size": 151936,
-"torch_dtype": "bfloat16", "transformers_version": "4.40.0", "use_cache": true, "initializer_range": 0.02,
-"bos_token_id": 1, "eos_token_id": 2
-}""")
-OLMO_2_1B = json.loads("""{
-"architectures": ["Olmo2ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "hidden_act":
-"silu", "hidden_size": 2048, "intermediate_size": 8192, "max_position_embeddings": 4096, "model_type":
-"olmo2", "num_attention_heads": 16, "num_hidden_layers": 16, "num_key_value_heads": 16, "pad_token_id":
-100277, "rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 500000, "tie_word_embeddings": false,
-"vocab_size": 100352, "torch_dtype": "bfloat16", "transformers_version": "4.40.0", "use_cache": true,
-"initializer_range": 0.02, "bos_token_id": 1, "eos_token_id": 2
-}""")
-GEMMA_2_2B = json.loads("""{
-"architectures": ["Gemma2ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
-"attn_logit_softcapping": 50.0, "cache_implementation": "hybrid", "final_logit_softcapping": 30.0,
-"head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh", "hidden_size":
-2304, "intermediate_size": 9216, "max_position_embeddings": 8192, "model_type": "gemma2",
-"num_attention_heads": 8, "num_hidden_layers": 26, "num_key_value_heads": 4, "pad_token_id": 0,
-"query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_theta": 10000.0, "sliding_window": 4096,
-"vocab_size": 256000, "torch_dtype": "bfloat16", "transformers_version": "4.40.0", "use_cache": true,
-"initializer_range": 0.02, "bos_token_id": 1, "eos_token_id": 2
-}""")
+(
+    GPT2,
+    TINY_STARCODER,
+    TINYSTORIES_8M,
+    OPT_1_3B,
+    PYTHIA_70M,
+    LLAMA_3_2_1B,
+    MISTRAL_7B,
+    QWEN_2_5,
+    QWEN_3,
+    OLMO_2_1B,
+    GEMMA_2_2B,
+) = json.loads(Path(__file__).with_name("published.json").read_text()).values()
 RMS = dict(norm="rmsnorm", mlp="gated", positions="rotary", mlp_bias=False)
 UNBIASED = RMS | dict(activation="silu", qkv_bias=False, out_bias=False)
 LLAMA3 = RotaryScaling(kind="llama3", factor=32.0, original_n_ctx=8192, low=1.0, high=4.0)

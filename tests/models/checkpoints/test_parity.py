@@ -1,6 +1,8 @@
 """Every family against `transformers`: logits, hidden states and patterns, padded, in pieces, in bfloat16."""
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -42,67 +44,7 @@ SIZES = dict(gpt2=GPT2, gpt_bigcode=BIGCODE, gpt_neox=NEOX, olmo2=OLMO2, gemma2=
 SIZES |= dict(gpt_neo=NEO, opt=OPT)
 
 
-def rope(kind, theta=123.0, **numbers):
-    return dict(rope_parameters=dict(rope_type=kind, rope_theta=theta, **numbers))
-
-
-LLAMA3 = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=17)
-LLAMA3 = rope("llama3", factor=8.0, **LLAMA3)
-YARN = dict(factor=3.0, original_max_position_embeddings=13)
-SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
-
-WINDOW = dict(use_sliding_window=True, sliding_window=4)
-UNCAPPED = dict(attn_logit_softcapping=None, final_logit_softcapping=None)
-HEADS_FOLLOW = dict(num_key_value_heads=None, hidden_size=60, head_dim=None)
-LISTED = ["global", "local", "global"]  # it counts, not attention_types
-UNBIASED = dict(enable_bias=False, layer_norm_elementwise_affine=False)
-TIED, UNTIED = dict(tie_word_embeddings=True), dict(tie_word_embeddings=False)
-ROWS = {
-    "gpt2": ("gpt2", {}),
-    "gpt2 gelu": ("gpt2", dict(activation_function="gelu", n_inner=None)),
-    "gpt2 gelu_fast unscaled": (
-        "gpt2",
-        dict(activation_function="gelu_fast", scale_attn_weights=False),
-    ),
-    "gpt2 relu untied": ("gpt2", dict(activation_function="relu") | UNTIED),
-    "gpt2 swish": ("gpt2", dict(activation_function="swish")),
-    "gpt_bigcode": ("gpt_bigcode", {}),
-    "gpt_bigcode heads": ("gpt_bigcode", dict(multi_query=False) | UNTIED),
-    "gpt_neo": ("gpt_neo", {}),
-    "gpt_neo local": ("gpt_neo", dict(attention_types=[[["local"], 3]]) | UNTIED),
-    "gpt_neo global": ("gpt_neo", dict(attention_types=[[["global"], 3]], intermediate_size=None)),
-    "gpt_neo listed": ("gpt_neo", dict(attention_layers=LISTED, activation_function="relu")),
-    "gpt_neox": ("gpt_neox", {}),
-    "gpt_neox sequential": ("gpt_neox", dict(use_parallel_residual=False, attention_bias=False)),
-    "gpt_neox whole": ("gpt_neox", dict(rotary_pct=1.0, rotary_emb_base=77)),
-    "gpt_neox linear": ("gpt_neox", rope("linear", factor=3.0, partial_rotary_factor=0.5) | TIED),
-    "opt": ("opt", {}),
-    "opt after": ("opt", dict(do_layer_norm_before=False) | UNTIED),
-    "opt after unbiased": ("opt", dict(do_layer_norm_before=False, enable_bias=False)),
-    "opt unbiased": ("opt", UNBIASED | dict(activation_function="gelu")),
-    "opt unnormed": ("opt", dict(_remove_final_layer_norm=True) | UNTIED),
-    "llama": ("llama", {}),
-    "llama heads": ("llama", HEADS_FOLLOW | TIED | dict(hidden_act="gelu")),
-    "llama attention biased": ("llama", dict(attention_bias=True)),
-    "llama mlp biased": ("llama", dict(mlp_bias=True)),
-    "llama linear": ("llama", rope("linear", factor=3.0)),
-    "llama llama3": ("llama", LLAMA3),
-    "llama yarn": ("llama", rope("yarn", **YARN)),
-    "llama yarn long": ("llama", rope("yarn", **YARN, attention_factor=1.3, beta_fast=9.0)),
-    "llama yarn mscale": ("llama", rope("yarn", **YARN, mscale=0.7, mscale_all_dim=1.9)),
-    "mistral": ("mistral", dict(sliding_window=5)),
-    "mistral all": ("mistral", dict(sliding_window=None, hidden_act="relu") | TIED),
-    "qwen2": ("qwen2", {}),
-    "qwen2 upper": ("qwen2", WINDOW | dict(max_window_layers=1) | TIED),
-    "qwen2 types": ("qwen2", WINDOW | dict(layer_types=SLIDING)),
-    "qwen3": ("qwen3", {}),
-    "qwen3 biased": ("qwen3", WINDOW | dict(attention_bias=True, max_window_layers=0) | TIED),
-    "olmo2": ("olmo2", {}),
-    "olmo2 biased": ("olmo2", dict(attention_bias=True, rms_norm_eps=1e-2) | TIED),
-    "gemma2": ("gemma2", {}),
-    "gemma2 uncapped": ("gemma2", UNCAPPED | UNTIED | dict(hidden_activation="gelu")),
-    "gemma2 types": ("gemma2", dict(layer_types=SLIDING[1:] + SLIDING[:1], attention_bias=True)),
-}
+ROWS = json.loads(Path(__file__).with_name("parity.json").read_text())
 
 
 class Pair:
