@@ -1,15 +1,10 @@
 """The examples that train: what they write and draw, how they go on, and how they refuse."""
 
-import io
 import json
 import math
-import os
 import re
-import signal
 import sys
-from functools import partial
 from importlib import import_module
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -17,12 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from models import (
-    CharTokenizer,
-    Evaluation,
-    Sampling,
-    TrainingConfig,
     Transformer,
-    TransformerConfig,
     load,
     load_tokenizer,
 )
@@ -163,25 +153,6 @@ def test_the_experiments_are_options(call, tmp_path, options, fields, training_o
     assert [json.loads(line)["learning_rate"] for line in lines] == [2e-3] * 4
 
 
-def test_samples_leave_the_training_as_it_is(call, tmp_path, training_only):
-    losses = []
-    for every in ("1", "4"):
-        arguments = ["--dropout", "0.5", "--evaluate-every", every, "--out", str(tmp_path / every)]
-        assert call(*arguments)[::2] == (0, "")
-        log = (tmp_path / every / "log.jsonl").read_text().splitlines()
-        losses.append([json.loads(line)["loss"] for line in log])
-    assert losses[0] == losses[1]
-
-
-@pytest.mark.parametrize(("more", "length"), [([], 56), (["--validation-windows", "4"], 9)])
-def test_all_held_out_text_is_the_default(call, monkeypatch, more, length):
-    def train(*_, validation, **__):
-        raise ValueError(f"{len(validation)} held out")
-
-    monkeypatch.setattr(tiny_lm, "train", train)
-    assert f"error: {length} held out" in call("--model", "tiny-lm", "--context", "2", *more)[2]
-
-
 def test_nanogpts_setting_at_twice_its_rate_is_the_default():
     options = tiny_lm.all_options().parse_args([])
     found = (options.steps, options.batch_size, options.learning_rate, options.warmup)
@@ -194,46 +165,15 @@ def test_nanogpts_setting_at_twice_its_rate_is_the_default():
     assert Transformer(config).count_parameters() - 64 * 128 == 795_904
 
 
-def test_samples_go_on_beyond_the_context():
-    """Each token is the most probable one after what the model was given anew, half a context."""
-    torch.manual_seed(3)
-    config = TransformerConfig(vocab_size=9, n_ctx=6, n_layers=1, n_heads=1, d_model=4)
-    model = Transformer(config).eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(30)
-        tokens, start = [2, 7], 0
-        while len(tokens) < 2 + 13:
-            if len(tokens) - start == 6:
-                start += 3
-            tokens.append(model(torch.tensor([tokens[start:]]))[0, -1].argmax().item())
-    assert tiny_lm.continued(model, [2, 7], 13, Sampling(), 0) == tokens
-    assert len(set(tokens)) > 2
-    drawn = [tiny_lm.continued(model, [2], 30, Sampling(temperature=5.0), s) for s in (0, 0, 1)]
-    assert drawn[0] == drawn[1] != drawn[2]
-
-
-def test_a_sample_begins_with_a_line_if_the_text_has_lines():
-    for text, prompt in (("BA" * 9, "B"), ("ab\n" * 9, "\n"), ("床前明月光" * 9, "床")):
-        tokenizer = CharTokenizer.of(text)
-        assert tokenizer.decode(tiny_lm.prompt_of(None, text, tokenizer)) == prompt
-
-
 REFUSED = [
     (tiny_lm, ["--context", "90"], "text to validate on"),
     (tiny_lm, ["--learning-rate", "1e38"], "no checkpoint"),
     (tiny_lm, ["--model", "d12_post_nrm"], "d12_post_norm"),
     (tiny_lm, ["--heads", "5"], "n_heads"),
-    (tiny_lm, ["--text", "/no/such/file"], "/no/such/file"),
     (tiny_lm, ["--resume"], "checkpoint.pt"),
     (tiny_lm, ["--out", __file__], f"--out must be a directory; got the file {__file__}"),
     (tiny_lm, ["--out", str(EXAMPLES.parent / "models/bundled/pydoc-4l")], "already has a model"),
-    (tiny_lm, ["--tokens", "/no/such/directory"], "--tokens must be characters, bytes, or"),
-    (tiny_lm, ["--prompt", "Ω"], "--prompt: "),
-    (tiny_lm, ["--prompt", ""], "--prompt "),
-    (tiny_lm, ["--validation-windows", "-1"], "--validation-windows must be at least 1; got -1"),
     (tiny_lm, ["--length", "0", "--context", "1"], "--context must be at least 2; got 1; --length"),
-    (tiny_lm, ["--steps", "0"], "steps must be at least 1; got 0"),
     (qk_norm, ["--learning-rates", "-1"], "-1.0"),
     (qk_norm, ["--context", "90"], "(56,)"),
     (train_pydoc, ["--prose-steps", "-1"], "--prose-steps must be at least 0; got -1"),
@@ -250,42 +190,6 @@ def test_what_cannot_be_done_is_one_line(call, example, options, reason, tmp_pat
     assert complaints.count("\n") == 1
     assert reason in complaints
     assert not (tmp_path / "out" / "model.safetensors").exists()
-
-
-def test_a_text_that_is_none_is_refused_by_name(call, text):
-    for data in (b"", b"to b\xe9 or"):
-        text.write_bytes(data)
-        status, _, complaints = call()
-        assert status == 1
-        assert complaints.startswith(f"error: {text} ")
-
-
-def test_matplotlib_is_asked_for_before_the_training(call, tmp_path, monkeypatch):
-    monkeypatch.setattr("commands.find_spec", lambda name: None)
-    status, _, complaints = call()
-    assert status == 1
-    assert 'pip install "hookscope[plots]"' in complaints
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(("steps", "length"), [(7, 1.0), (250, 3.5)])
-def test_the_losses_are_drawn(steps, length):
-    losses = torch.rand(steps, dtype=torch.float64).add(1).tolist()
-    found = {3: Evaluation(1.25, length), steps: Evaluation(0.75, length)}
-    figure = figures.loss_figure(losses, found)
-    (axes,) = figure.axes
-    *training, validation = [line.get_xydata().tolist() for line in axes.lines]
-    assert validation == [[3, 1.25], [steps, 0.75]]
-    assert training[0] == [[i + 1, loss] for i, loss in enumerate(losses)]
-    if steps == 250:  # and the mean of two
-        means = [[i + 2.0, sum(pair) / 2] for i, pair in enumerate(pairwise(losses))]
-        torch.testing.assert_close(training[1], means)
-    figure.draw_without_rendering()
-    (bits,) = axes.child_axes
-    assert axes.get_ylabel() == f"loss in nats per {'character' if length == 1 else 'token'}"
-    assert bits.get_ylabel() == "bits per character"
-    bounds = [limit / math.log(2) / length for limit in axes.get_ylim()]
-    assert bits.get_ylim() == pytest.approx(bounds)
 
 
 def drawn_at_random(config):
@@ -314,38 +218,6 @@ def scores_by_hand(model, tokens):
         future = torch.ones(scores.shape[-2:]).triu(1).bool()
         found.append(scores.masked_fill(future, -math.inf))
     return torch.stack(found)
-
-
-def test_the_attention_maps_are_the_patterns():
-    text = "to be\nor not"
-    tokenizer = CharTokenizer.of(text)
-    sizes = {"n_ctx": 13, "n_layers": 2, "n_heads": 3, "d_model": 15}
-    model = drawn_at_random(tiny_lm.nano(len(tokenizer.characters)).replace(**sizes))
-    patterns = scores_by_hand(model, torch.tensor([tokenizer.encode(text)])).softmax(-1)
-    figure = figures.attention_figure(model, tokenizer, tokenizer.encode(text))
-    *maps, _ = figure.axes
-    titles = [f"layer {layer}, head {head}" for layer in range(2) for head in range(3)]
-    for axes, pattern, title in zip(maps, patterns.flatten(0, 1), titles, strict=True):
-        assert axes.get_title() == title
-        torch.testing.assert_close(torch.tensor(axes.images[0].get_array().data), pattern)
-        for ticks in (axes.get_xticklabels(), axes.get_yticklabels()):
-            assert [tick.get_text() for tick in ticks] == list("to·be↵or·not")
-        # Rows, from the top, are queries.
-        assert axes.get_ylim() == (11.5, -0.5)
-    assert (figure.get_supxlabel(), figure.get_supylabel()) == ("key", "query")
-
-
-def test_what_the_font_lacks_is_labelled_by_its_code_point():
-    text = "床a$\n \t$\x00é"
-    labels = ["5E8A", "a", "$", "↵", "·", "0009", "$", "0000", "é"]
-    assert figures.labels_of(text) == labels
-    assert figures.labels_of([" is", "\t$"]) == ["·is", "0009$"]
-    config = TransformerConfig(vocab_size=8, n_ctx=9, n_layers=1, n_heads=2, d_model=4)
-    tokenizer = CharTokenizer.of(text)
-    tokens = tokenizer.encode(text)
-    figure = figures.attention_figure(drawn_at_random(config), tokenizer, tokens)
-    # A missing glyph would be a warning, and so an error.
-    figure.savefig(io.BytesIO())
 
 
 def test_qk_norm_bounds_the_scores(call, tmp_path):
@@ -390,49 +262,6 @@ def test_qk_norm_measures_scores_and_entropy():
         qk_norm.measure(model, text[:14].view(2, 7), text, 6)
 
 
-def test_qk_norms_figure_shows_the_measurements():
-    names = ("no norm", "norm", "no norm, fast")
-    points = [
-        [qk_norm.Measurement(step, *torch.rand(4).tolist()) for step in (0, 3)] for _ in names
-    ]
-    figure = qk_norm.figure_of(dict(zip(names, points, strict=True)), 2.5)
-    for axes, field in zip(
-        figure.axes, ("largest_score", "entropy", "validation_loss"), strict=True
-    ):
-        for line, run, name in zip(axes.lines[:3], points, names, strict=True):
-            assert line.get_xydata().tolist() == [[m.step, getattr(m, field)] for m in run]
-            assert line.get_label() == name
-    assert list(figure.axes[0].lines[3].get_ydata()) == [2.5, 2.5]
-
-
-@pytest.fixture
-def small_pydoc(monkeypatch):
-    """The example with a small model, which is said to copy, on little text."""
-    config = {"n_ctx": 20, "n_layers": 1, "n_heads": 1, "d_model": 4}
-    monkeypatch.setattr(
-        train_pydoc, "model_config", lambda v, dropout: TransformerConfig(vocab_size=v, **config)
-    )
-    monkeypatch.setattr(train_pydoc, "pydoc_text", lambda: "to be or not to be, that is " * 30)
-    monkeypatch.setattr(train_pydoc, "copying", lambda model: (4.0, 1.0))
-    return train_pydoc
-
-
-def test_pydoc_rows_have_a_prediction_for_every_position(small_pydoc, tmp_path, monkeypatch):
-    drawn = []
-
-    def train(model, batches, schedule, **_):
-        drawn.extend(batches(step, torch.Generator().manual_seed(step)) for step in (0, 1))
-        raise ValueError("seen")
-
-    monkeypatch.setattr(small_pydoc, "train", train)
-    assert small_pydoc.main(["--out", str(tmp_path / "out"), "--prose-steps", "1"]) == 1
-    assert [rows.shape for rows in drawn] == [(16, 21), (16, 21)]
-    text = small_pydoc.pydoc_text()
-    tokenizer = CharTokenizer.of(text)
-    is_prose = [[tokenizer.decode(row.tolist()) in text for row in rows] for rows in drawn]
-    assert is_prose == [[True] * 16, [True] * 10 + [False] * 6]
-
-
 def test_repeated_rows_have_a_period():
     rows = train_pydoc.repeated(90, 101, 1000, torch.Generator().manual_seed(0))
     assert rows.shape == (90, 101)
@@ -441,39 +270,3 @@ def test_repeated_rows_have_a_period():
     ]  # fmt: skip
     assert min(periods) == 4
     assert max(periods) == 48
-
-
-def test_pydoc_keeps_the_best_model_and_goes_on(small_pydoc, tmp_path, capsys, monkeypatch):
-    def ctrl_c(model):
-        os.kill(os.getpid(), signal.SIGINT)
-        return 4.0, 1.0
-
-    out = tmp_path / "out"
-    arguments = ["--steps", "6", "--out", str(out)]
-    monkeypatch.setattr(small_pydoc, "TrainingConfig", partial(TrainingConfig, evaluate_every=2))
-    # At step 2; of the model kept then, as the run goes on; at steps 4 and 6; of the model kept, twice.
-    found = iter([1.5, 1.5, 1.75, 1.0, 1.25, 1.0])
-    monkeypatch.setattr(small_pydoc, "evaluate", lambda *_: Evaluation(next(found)))
-    with monkeypatch.context() as patch:
-        patch.setattr(small_pydoc, "copying", ctrl_c)
-        status = small_pydoc.main(arguments)
-    shown, complaints = capsys.readouterr()
-    assert status == 130
-    assert re.search("step 2 of 6.*: validation 1.5000 .* characters 4.00, repeated 1.00\n", shown)
-    assert "step 2 of 6" in complaints
-    assert "--resume" in complaints
-    kept = load(out).W_E
-    assert small_pydoc.main(arguments) == 1
-    assert "already has a checkpoint of a run: --resume" in capsys.readouterr().err
-    at_steps = []
-    monkeypatch.setattr(
-        small_pydoc, "copying", lambda model: at_steps.append(load(out).W_E) or (4.0, 1.0)
-    )
-    assert small_pydoc.main([*arguments, "--resume"]) == 0
-    shown, complaints = capsys.readouterr()
-    assert complaints == ""
-    assert "step 4 of 6: validation 1.7500" in shown
-    assert [torch.equal(one, kept) for one in at_steps] == [True, True, False]
-    report = json.loads((out / "training.json").read_text())
-    assert report["command"] == f"python examples/train_pydoc.py --steps 6 --out {out} --resume"
-    assert (report["training_loss_nats"], report["validation_loss_nats"]) == (1.25, 1.0)

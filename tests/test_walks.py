@@ -2,15 +2,11 @@
 
 import csv
 import math
-import os
-import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-
-from models import load
 
 EXAMPLES = Path(__file__).parent.parent / "examples" / "studies"
 DELAY, BUFFER, WIDTH = 4, 3, 11
@@ -54,18 +50,6 @@ def test_a_graph_is_what_was_asked_for(walks, graph):
     assert (graph.region.diff() != 0).sum() > 10
 
 
-def test_seeds_decide(walks, graph):
-    def drawn(seed):
-        again = walks.random_graph(n=47, regions=3, degree=4, jumpers=2, seed=seed)
-        walk = walks.random_walks(graph, 2, 30, DELAY, torch.Generator().manual_seed(seed))
-        return again.adjacency, walk.tokens
-
-    for first, same, other in zip(drawn(5), drawn(5), drawn(6), strict=True):
-        assert torch.equal(first, same)
-        assert not torch.equal(first, other)
-    assert torch.equal(drawn(5)[0], graph.adjacency)
-
-
 def test_every_vertex_is_reached_from_every_other(graph):
     """Along edges, and from a jumper to any vertex of its region."""
     to = graph.adjacency.float()
@@ -94,26 +78,6 @@ def test_walks_by_an_account_kept_step_by_step(walks, graph, delay):
     assert jumps > 100
 
 
-def test_walks_are_uniform_over_neighbours_and_landings(walks, graph):
-    walked = walks.random_walks(graph, 400, 200, DELAY, torch.Generator().manual_seed(3))
-    landed = torch.zeros(47)
-    at = walked.events.nonzero()
-    at = at[at[:, 1] + DELAY < 200]
-    to = graph.leads_to[walked.tokens[at[:, 0], at[:, 1]]]
-    for vertex, region in zip(
-        walked.tokens[at[:, 0], at[:, 1] + DELAY].tolist(), to.tolist(), strict=True
-    ):
-        assert graph.region[vertex] == region
-        landed[vertex] += 1
-    for region in range(3):
-        counts = landed[graph.region == region]
-        assert (counts - counts.mean()).abs().max() < 5 * counts.mean().sqrt()
-    vertex = int((graph.leads_to < 0).nonzero()[0])
-    stays = walked.tokens[:, :-1] == vertex
-    following = torch.bincount(walked.tokens[:, 1:][stays], minlength=47)[graph.adjacency[vertex]]
-    assert (following > 0.6 * following.float().mean()).all()
-
-
 def test_event_windows_are_closed_and_end_with_the_walk(walks):
     events = torch.zeros(2, 20, dtype=torch.bool)
     events[0, 5] = events[1, 0] = events[1, 6] = events[1, 18] = True
@@ -121,12 +85,6 @@ def test_event_windows_are_closed_and_end_with_the_walk(walks):
     assert found[0].nonzero().flatten().tolist() == list(range(5, 13))
     assert found[1].nonzero().flatten().tolist() == [*range(14), 18, 19]
     assert walks.event_windows(events, delay=50, buffer=0)[0].nonzero()[0].item() == 5
-
-
-def test_windows_slide_by_one(walks, walked):
-    windows = walks.sliding_windows(walked.tokens, WIDTH)
-    assert windows.shape == (60, 80, WIDTH)
-    assert torch.equal(windows[7, 31], walked.tokens[7, 31 : 31 + WIDTH])
 
 
 @pytest.mark.parametrize(
@@ -168,21 +126,6 @@ def test_differences_come_with_an_interval_over_walks(statistics):
     alike = torch.full((5, 8), 2.0)
     assert statistics.interval(alike, alike.cumsum(1) > 9) == (2, 2, 0, 0, 0)
     assert math.isnan(statistics.interval(values[:2], inside[:2]).low)
-
-
-@pytest.mark.parametrize("count", [4, 12])
-def test_the_interval_covers_as_often_as_it_says(statistics, count):
-    """Walks with an effect of their own: an interval over steps would be far too narrow."""
-    generator = torch.Generator().manual_seed(0)
-    covered, trials, effect = 0, 400, 0.5
-    for _ in range(trials):
-        inside = torch.rand(count, 30, generator=generator) < 0.3
-        own = torch.randn(count, 1, generator=generator)
-        values = torch.randn(count, 30, generator=generator) + inside * (effect + own)
-        found = statistics.interval(values, inside)
-        covered += found.low < effect < found.high
-    # Twice the standard error of 400 trials.
-    assert covered / trials == pytest.approx(0.96, abs=0.025)
 
 
 def test_the_course_around_an_event_is_read_at_its_lag(statistics):
@@ -276,66 +219,6 @@ def test_the_example_runs_on_a_few_steps(call, study, tmp_path, monkeypatch):
     assert [list(kept) for kept in looked] == [[0, 1, 2]]
 
 
-def test_sizes_of_the_model_are_the_documents(call, training_only):
-    sizes = (
-        "--d-model",
-        "128",
-        "--layers",
-        "4",
-        "--window",
-        "17",
-        "--delay",
-        "3",
-        "--vertices",
-        "40",
-    )
-    status, _, complaints = call(*sizes, steps=1)
-    assert (status, complaints) == (0, "")
-    config = load(training_only[0][1]).config
-    assert (config.d_model, config.n_layers, config.n_heads) == (128, 4, 1)
-    assert (config.n_ctx, config.vocab_size) == (17, 40)
-
-
-@pytest.fixture
-def uninterrupted(call, training_only, tmp_path):
-    assert call(out="whole")[0] == 0
-    return kept(tmp_path / "whole")
-
-
-def test_ctrl_c_says_how_to_go_on_and_loses_nothing(
-    call, study, tmp_path, monkeypatch, uninterrupted
-):
-    save, out = study.save, tmp_path / "out"
-
-    def press(path, model):
-        save(path, model)
-        if path.name == "step-2":
-            os.kill(os.getpid(), signal.SIGINT)
-
-    monkeypatch.setattr(study, "save", press)
-    status, _, complaints = call()
-    assert status == 130
-    assert "step 2 of 4" in complaints
-    assert "--resume" in complaints
-    assert len(kept(out)) == 2 * 3
-    assert call("--resume")[::2] == (0, "")
-    assert kept(out) == uninterrupted
-
-
-def test_ctrl_c_without_words_is_explained(call, study, tmp_path, monkeypatch, training_only):
-    """Between the steps of training it is `train` that speaks; elsewhere nobody does."""
-
-    def pressed(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(study, "look", pressed)
-    status, _, complaints = call()
-    assert status == 130
-    assert f"{tmp_path / 'out'} has all checkpoints: --resume" in complaints
-    monkeypatch.setattr(study, "random_graph", pressed)
-    assert call(out="other") == (130, "", "\ninterrupted\n")
-
-
 def refused(found):
     """The one line that says why."""
     status, said, complaints = found
@@ -343,24 +226,6 @@ def refused(found):
     assert complaints.startswith("error: ")
     assert complaints.count("\n") == 1
     return complaints
-
-
-def test_what_cannot_be_done_is_one_line(call, training_only, tmp_path):
-    for options, reason in (
-        (["--steps", "0"], "--steps"),
-        (["--walks", "3"], "--walks"),
-        (["--seed", "-1"], "--seed"),
-        (["--window", "3"], "--window must be at least 4"),
-        (["--window", "33"], "--window must be at most 32"),
-        (["--delay", "17"], "--delay must be at most 16"),
-        (["--vertices", "19"], "--vertices must be at least 20"),
-        (["--resume"], "checkpoint.pt"),
-    ):
-        assert reason in refused(call(*options))
-    assert not (tmp_path / "out" / "checkpoints").exists()
-    (tmp_path / "out").write_text("mine")
-    assert str(tmp_path / "out") in refused(call())
-    assert (tmp_path / "out").read_text() == "mine"
 
 
 def test_a_run_that_is_there_is_not_written_over(call, tmp_path, training_only):

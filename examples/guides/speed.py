@@ -36,8 +36,6 @@
 # |  | statistics of the same rows; with covariances (same) | **0.16; 0.10 GB/s** | | |
 # |  | two workers of Ray, one core each, GPT-2-small shape, 240 texts of 256 (`tests/bench/store.py --ray`) | **41 s** | 1.01 of the rate of two processes | at least 0.8 |
 # |  | 10⁶ tokens of a model of no work (same) | **7 s** | a peak of 307 and 313 MiB after a tenth of them, 321 and 316 MiB at the end | flat |
-# |  | a training step, 4 layers d=128, 12 rows of 64 (`tests/bench/training.py`) | 29 ms | 1.04 of a minimal GPT without hook points | 1.05 |
-# |  | top 8 of an SVD, 128 or 512 rows and columns (`tests/bench/svd.py`) | 0.7, 4.2 ms | 2.3, 9.7 times as fast as all of it | |
 # | `import` | `import interp` beyond `import torch`, from source without bytecode | **0.26 s** | | 0.3 s |
 # | `smollm2-32`, `-512`, `-2048` | plain forward, SmolLM2-135M, B=1 | **175; 1189; 5807 ms** | 1.00; 1.00; 0.95 of `transformers` with sdpa on the same file | 1.02 |
 # | `spectra` | spectra of QKᵀ, WvWo and AVWo of all 270 heads, SmolLM2-135M, 8 tokens | 0.84 s, 497 MiB | 9.8 of its plain forward | 2 s |

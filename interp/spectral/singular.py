@@ -129,7 +129,7 @@ def randomized_svd(
     exact up to rounding if the rank is at most k + p. Vectors are less exact than values: for noise, the
     space of the top k may be 30 degrees or more from the true one. `tolerance` shows this, so
     comparisons of such subspaces give NaN. It is faster than `svd` from about 64 rows and columns on
-    (CPU, k = 8; measured by `tests/bench/svd.py`).
+    (CPU, k = 8).
 
     Args:
         matrices: finite numbers.

@@ -626,24 +626,3 @@ def test_a_block_that_writes_its_own_buffers_is_not_run_again():
     with pytest.raises(CacheError, match="blocks.0"):
         lazy["blocks.0.0"]
     assert block.calls == 1
-
-
-def test_a_sparse_argument():
-    class Graph(nn.Module):
-        def forward(self, x, edges):
-            return edges @ x
-
-    class Graphs(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList([Graph()])
-
-        def forward(self, x, edges):
-            return self.layers[0](x, edges)
-
-    x, edges = torch.randn(3, 2), torch.tensor([[0.0, 2, 0], [0, 0, 5], [0, 0, 0]]).to_sparse()
-    _, cache = HookedRunner(Graphs().eval()).run_with_cache(x, edges, lazy=True)
-    expected = torch.stack([2 * x[1], 5 * x[2], 0 * x[0]])
-    edges.mul_(0)
-    assert "bytes" in repr(cache)
-    torch.testing.assert_close(cache["layers.0"], expected)

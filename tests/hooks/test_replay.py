@@ -68,14 +68,3 @@ def test_a_shared_module_is_found_by_the_block_that_runs(blocks):
     with runner.hooks({"blocks.1.inner": lambda value, point: value + 1}):  # acts in both
         _, lazy = runner.run_with_cache(X, names=names, lazy=True)
     assert [lazy[name].tolist() for name in reversed(names)] == [[[17, 22]], [[3, 4]]]
-
-
-def test_a_block_of_the_transformer_without_its_heads(model, tokens):
-    block, stream = model.blocks[1], torch.randn(4, 7, 10)
-    points = HookedRunner(block).points
-    recorder = Recorder({"resid_mid": points["resid_mid"]}, Options())
-    edits = [(block.attn.z, torch.zeros_like)]
-    output = replay(block, (stream, model.context(tokens)), {}, edits, recorder)
-    middle = stream + model.b_O[1]
-    torch.testing.assert_close(recorder.values["resid_mid"], middle)
-    torch.testing.assert_close(output, middle + block.mlp(block.ln2(middle)))

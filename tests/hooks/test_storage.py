@@ -64,15 +64,6 @@ def test_a_full_disk_is_an_error_of_the_system(tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
-def test_what_is_saved_is_read(path):
-    tensors, facts = read(path)
-    assert facts == FACTS
-    assert tensors.keys() == TENSORS.keys()
-    for name, value in TENSORS.items():
-        assert torch.equal(tensors[name], value)
-        assert tensors[name].dtype == value.dtype
-
-
 def test_a_damaged_file_is_refused(path):
     for content in damaged(path.read_bytes()):
         path.write_bytes(content)

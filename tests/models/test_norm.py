@@ -9,8 +9,7 @@ from torch import nn
 
 from hooks import HookedRunner
 from interp.graph.norms import linear_part
-from models import LayerNorm, RMSNorm, TransformerConfig
-from models.norm import QKNorm, norm
+from models import LayerNorm, RMSNorm
 
 BATCH, POS, D = 3, 5, 7
 LOOK = {"scale": lambda value, point: None}
@@ -146,44 +145,6 @@ def test_an_edit_of_the_scale_acts(module):
     x = draw(BATCH, POS, D, dtype=torch.float32)
     halved = run(module, x, {"scale": lambda scale, point: scale / 2})
     torch.testing.assert_close(halved, module(x) * 2)
-
-
-@pytest.mark.parametrize(("name", "kind"), [("layernorm", LayerNorm), ("rmsnorm", RMSNorm)])
-def test_the_config_chooses_the_norm(name, kind):
-    sizes = dict(vocab_size=23, n_ctx=17, n_layers=1, n_heads=1, d_model=D)
-    config = TransformerConfig(**sizes, norm=name, norm_eps=0.03)
-    chosen, x = norm(config, meaning="a norm"), draw(BATCH, POS, D, dtype=torch.float32)
-    assert (type(chosen), chosen.eps, chosen.normalized.meaning) == (kind, 0.03, "a norm")
-    assert chosen.weight is not None
-    assert (getattr(chosen, "bias", None) is not None) == (kind is LayerNorm)
-    assert getattr(norm(config.replace(norm_bias=False)), "bias", None) is None
-    assert not list(norm(config.replace(norm_learned=False)).parameters())
-    for nothing in (norm(config, present=False), norm(config.replace(norm="none"))):
-        assert torch.equal(nothing(x), x)
-        assert not HookedRunner(nothing).points
-
-
-@pytest.mark.parametrize("learned", [True, False])
-@pytest.mark.parametrize("kind", ["head", "all"])
-def test_norm_of_queries_and_keys(kind, learned):
-    heads, d_head = 3, 4
-    config = TransformerConfig(vocab_size=23, n_ctx=17, n_layers=1, n_heads=6, d_model=24, n_kv_heads=heads, qk_norm=kind, qk_norm_learned=learned, norm_eps=0.1)  # fmt: skip
-    module = QKNorm(heads, config).double()
-    x = draw(BATCH, POS, heads, d_head).requires_grad_()
-    if learned:
-        assert module.weight.tolist() == [1.0] * (d_head if kind == "head" else heads * d_head)
-        randomised(module)
-    else:
-        assert module.weight is None
-    out = module(x)
-    gain = np.ones(heads * d_head) if not learned else module.weight.detach().numpy()
-    gain = np.broadcast_to(gain.reshape(-1, d_head), (heads, d_head))
-    value = x.detach().numpy()
-    for at in np.ndindex(BATCH, POS, heads):
-        among = value[at] if kind == "head" else value[at[:2]]
-        expected = value[at] / np.sqrt((among**2).mean() + 0.1) * gain[at[2]]
-        np.testing.assert_allclose(out[at].detach(), expected, rtol=1e-12)
-    torch.autograd.gradcheck(module, x[:1, :2])
 
 
 @pytest.mark.parametrize(

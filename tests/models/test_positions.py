@@ -48,20 +48,6 @@ def rotate(rotary, x, positions):
     return rotary(x, rotary.rotation(positions, x.dtype))
 
 
-@pytest.mark.parametrize("fraction", [1.0, 0.5, 1 / 6])
-@pytest.mark.parametrize("theta", [10_000.0, 50.0])
-def test_rotation_is_complex_multiplication(fraction, theta):
-    rotary = Rotary(config(rotary_fraction=fraction, rotary_theta=theta))
-    d_rotary = round(D_HEAD * fraction)
-    x, positions = draw(BATCH, POS, HEADS, D_HEAD), places()
-    frequencies = [theta ** (-2 * i / d_rotary) for i in range(d_rotary // 2)]
-    out = rotate(rotary, x, positions)
-    torch.testing.assert_close(out, turned(x, positions, frequencies), atol=1e-5, rtol=0)
-    assert torch.equal(out[..., d_rotary:], x[..., d_rotary:])
-    assert rotary.rotation(positions, torch.float32)[0].shape == (BATCH, POS, 1, d_rotary)
-    assert rotary.rotation(positions, torch.float16)[1].dtype == torch.float16
-
-
 def test_one_quarter_turn():
     # theta 1: every pair turns by one radian a position.
     rotary = Rotary(config(d_head=2, rotary_theta=1.0))
@@ -128,29 +114,6 @@ def test_scalings_are_those_of_transformers(name):
     x, positions = draw(BATCH, POS, HEADS, D_HEAD), places()
     out = rotate(rotary, x, positions)
     torch.testing.assert_close(out, turned(x, positions, frequencies, length), atol=1e-5, rtol=0)
-
-
-def test_scalings_by_hand():
-    # d_rotary 4 and theta 100: frequencies of 1 and 0.1 radians a position.
-    def of(**scaling):
-        return Rotary(config(d_head=4, rotary_theta=100.0, rotary_scaling=RotaryScaling(**scaling)))
-
-    assert of(kind="linear", factor=4.0).frequencies.values.tolist() == pytest.approx([0.25, 0.025])
-    assert of(kind="factors", factors=(2.0, 5.0)).frequencies.values.tolist() == pytest.approx(
-        [0.5, 0.02]
-    )
-    # Within 10π positions they turn 5 times and 0.5 times. Kept from 5 on, divided by 3 up to 0.4:
-    kept = (0.5 - 0.4) / (5 - 0.4)
-    scaled = of(kind="llama3", factor=3.0, original_n_ctx=31, low=0.4 * 31 / (10 * math.pi), high=5 * 31 / (10 * math.pi))  # fmt: skip
-    assert scaled.frequencies.values.tolist() == pytest.approx(
-        [1, 0.1 * kept + 0.1 / 3 * (1 - kept)]
-    )
-    assert scaled.length == 1
-    # Yarn multiplies rotated vectors by 0.1 ln(e²) + 1 = 1.2.
-    yarn = of(kind="yarn", factor=math.e**2, original_n_ctx=31)
-    assert yarn.length == pytest.approx(1.2)
-    x = torch.ones(1, 1, 1, 4)
-    torch.testing.assert_close(rotate(yarn, x, torch.zeros(1, 1).long()), 1.2 * x)
 
 
 # --- precision and copies

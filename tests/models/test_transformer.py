@@ -54,41 +54,6 @@ def test_a_model_knows_its_device_and_dtype(model):
 
 
 # Conv1D holds [in, out], Linear [out, in].
-GPT2_NAMES = {
-    "ln1": "ln_1",
-    "attn.qkv": "attn.c_attn",
-    "attn.output": "attn.c_proj",
-    "ln2": "ln_2",
-    "mlp.input": "mlp.c_fc",
-    "mlp.output": "mlp.c_proj",
-}
-
-
-def test_equals_the_gpt2_of_transformers(tokens):
-    transformers = pytest.importorskip("transformers", reason="needs the extra hf")
-    sizes = dict(vocab_size=23, n_positions=17, n_embd=10, n_layer=3, n_head=2, n_inner=13)
-    config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
-    reference = transformers.GPT2LMHeadModel(config).eval()
-    with torch.no_grad():
-        for parameter in reference.parameters():
-            parameter.mul_(3)
-    theirs = {n.removeprefix("transformer."): v for n, v in reference.state_dict().items()}
-    ours = {
-        "token_embedding.weight": theirs["wte.weight"],
-        "unembedding.weight": theirs["wte.weight"],
-        "position_embedding.weight": theirs["wpe.weight"],
-        "ln_final.weight": theirs["ln_f.weight"],
-        "ln_final.bias": theirs["ln_f.bias"],
-    }
-    for layer in range(3):
-        for name, their_name in GPT2_NAMES.items():
-            weight = theirs[f"h.{layer}.{their_name}.weight"]
-            ours[f"blocks.{layer}.{name}.weight"] = weight.T if weight.ndim == 2 else weight
-            ours[f"blocks.{layer}.{name}.bias"] = theirs[f"h.{layer}.{their_name}.bias"]
-    model = Transformer(TransformerConfig(**SMALL, d_mlp=13)).eval()
-    model.load_state_dict(ours)
-    with torch.no_grad():
-        torch.testing.assert_close(model(tokens), reference(tokens).logits, atol=1e-5, rtol=0)
 
 
 def test_the_steps_of_the_forward_pass(model, tokens):
@@ -377,20 +342,6 @@ def test_dropout_has_four_places_and_acts_in_training_only(place, mlp):
     assert torch.equal(model.eval()(tokens), model(tokens))
     modules[place].p = 0.0
     assert torch.equal(model.train()(tokens), model(tokens))
-
-
-@pytest.mark.parametrize("mlp", ["plain", "gated"])
-def test_dropout_may_be_after_the_activation_instead(mlp):
-    """model-architecture.md: in embeddings, patterns and the MLP's hidden layer, not in outputs."""
-    model = variant("pre", dropout=0.75, dropout_place="hidden", mlp=mlp).train()
-    places = [n for n, m in model.named_modules() if isinstance(m, nn.Dropout)]
-    ends = ("attn.pattern_dropout", "mlp.hidden_dropout")
-    assert places == ["embed_dropout", *(f"blocks.{n}.{end}" for n in (0, 1) for end in ends)]
-    part, read = model.blocks[1].mlp, []
-    part.output.register_forward_pre_hook(lambda module, args: read.append(args[0]))
-    with HookedRunner(part).hooks({"post": lambda value, point: torch.ones_like(value)}):
-        part(draw(5, 7, 10).double())
-    assert read[0].unique().tolist() == [0.0, 4.0]  # 1 / (1 - 0.75)
 
 
 @pytest.mark.parametrize("name", ["sinusoidal", "like llama", "no positions"])

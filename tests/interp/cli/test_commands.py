@@ -222,35 +222,29 @@ def test_edits_are_parsed(text, expected):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["generate", "--prompt", "a", "--edit", "blocks.9.attn.z zero"], "close matches"),
-        (["generate", "--prompt", "a", "--edit", "blocks.1.attn.z zeroo"], "close matches: zero"),
-        (["generate", "--prompt", "a", "--edit", "blocks.1.attn.z"], "a point and a kind"),
-        (["generate", "--prompt", "a", "--edit", "zero head=3"], "a point and a kind"),
+        ("generate --prompt a --edit 'blocks.9.attn.z zero'", "close matches"),
+        ("generate --prompt a --edit 'blocks.1.attn.z zeroo'", "close matches: zero"),
+        ("generate --prompt a --edit blocks.1.attn.z", "a point and a kind"),
+        ("generate --prompt a --edit 'zero head=3'", "a point and a kind"),
         (
-            ["patch", "--prompt", "ab", "--corrupted", "ac", "--answers", "b", "--site", "zz"],
+            "patch --prompt ab --corrupted ac --answers b --site zz",
             "there are embed, pos_embed, resid_pre",
         ),
-        (["generate", "--prompt", "a", "--edit", "embed scale pos=1"], "takes 1 numbers"),
-        (["generate", "--prompt", "a", "--edit", "embed scale x"], "must be one; got 'x'"),
-        (["generate", "--prompt", "a", "--edit", "embed zero pos=x"], "pos must be an index"),
-        (["generate", "--prompt", "a", "--edit", "embed zero head=1"], "head"),
-        (["lens", "--text-file", "no/such"], "No such file"),
-        (["lens", "--prompt", "a", "--model", "no/such"], "no file or directory"),
-        (
-            ["patch", "--prompt", "ab", "--corrupted", "abc", "--answers", "a"],
-            "equally many tokens",
-        ),
-        (
-            ["patch", "--prompt", "ab", "--corrupted", "ac", "--answers", "a", "b", "c"],
-            "one or two",
-        ),
-        (["patch", "--prompt", "ab", "--corrupted", "ac", "--answers", "a", "--site", "zz"], "zz"),
-        (["lens"], "--prompt"),
-        (["lens", "--prompt", "a", "--out", "no/such/file"], "--out must be a file"),
+        ("generate --prompt a --edit 'embed scale pos=1'", "takes 1 numbers"),
+        ("generate --prompt a --edit 'embed scale x'", "must be one; got 'x'"),
+        ("generate --prompt a --edit 'embed zero pos=x'", "pos must be an index"),
+        ("generate --prompt a --edit 'embed zero head=1'", "head"),
+        ("lens --text-file no/such", "No such file"),
+        ("lens --prompt a --model no/such", "no file or directory"),
+        ("patch --prompt ab --corrupted abc --answers a", "equally many tokens"),
+        ("patch --prompt ab --corrupted ac --answers a b c", "one or two"),
+        ("patch --prompt ab --corrupted ac --answers a --site zz", "zz"),
+        ("lens", "--prompt"),
+        ("lens --prompt a --out no/such/file", "--out must be a file"),
     ],
 )
 def test_what_is_wrong_is_one_line(arguments, said, capsys):
-    assert said in refused(capsys, *arguments)
+    assert said in refused(capsys, *shlex.split(arguments))
 
 
 def test_the_version(capsys):

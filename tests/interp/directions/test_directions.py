@@ -640,40 +640,6 @@ def test_what_varies_by_rounding_alone_is_not_erased():
     assert (left[:30].mean(0) - left[30:].mean(0)).abs().max() < 1e-6
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize(
-    ("per", "shift", "least"), [(6, 2.0, 0.86), (12, 2.0, 0.86), (12, 0.0, 0.75)]
-)
-def test_intervals_of_probes_hold_the_auroc_of_their_directions(per, shift, least):
-    """Each probe's mean AUROC is that of its folds' own classifiers on all texts that there might be."""
-    pytest.importorskip("sklearn", reason="needs the extra probes")
-    from interp.directions import probing
-
-    draw, held = np.random.default_rng(per), []
-    yes, no = torch.arange(per)[:, None], torch.arange(per, 2 * per)[:, None]
-    for _ in range(60):
-        values = (
-            draw.normal(size=(2 * per, 2)) + shift * (np.arange(2 * per) < per)[:, None] / 2**0.5
-        )
-        true, fitted = [], probing._fitted
-
-        def seen(x, y, kind, C, true=true, fitted=fitted):
-            vector, offset = fitted(x, y, kind, C)
-            true.append(vector.sum() * shift / 2**0.5 / np.linalg.norm(vector) / 2**0.5)
-            return vector, offset
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(probing, "_fitted", seen)
-            found = probe(
-                embedded(torch.tensor(values)), yes, no, "1", kind="linear", folds=3, draws=0
-            )
-        truth = scipy.stats.norm.cdf(true[:3]).mean()
-        low, high = (float(end) for end in found.auroc.interval())
-        assert 0 <= low < high <= 1
-        held.append(low <= truth <= high)
-    assert np.mean(held) >= least
-
-
 def test_values_that_are_not_finite_are_refused():
     values, texts = torch.randn(6, 3), torch.arange(6)[:, None]
     values[4, 1] = math.inf

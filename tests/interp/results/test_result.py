@@ -9,7 +9,6 @@ import torch
 
 from hooks import UnknownNameError
 from interp import Result
-from interp.numbers import intervals
 
 LAYERS, HEADS, EXAMPLES = [4, 5, 7], 2, 13
 
@@ -56,20 +55,6 @@ def test_three_examples_by_hand():
     assert (low.item(), high.item()) == pytest.approx((2 - 2.4842, 2 + 2.4842), abs=1e-4)
 
 
-@pytest.mark.parametrize("n", [3, 4, 5, 8, 20])
-@pytest.mark.parametrize("kind", ["normal", "log-normal"])
-def test_intervals_cover_as_often_as_they_say(n, kind):
-    """Of means, and of ratios with gaps that differ by 30 or 50%."""
-    z, w = torch.randn(2, 40_000, n, dtype=torch.float64)
-    least, most = (0.93, 0.97) if kind == "normal" else (0.88, 1)
-    noise, gaps = (z, 1 + 0.3 * w) if kind == "normal" else (z.exp() - math.exp(0.5), (w / 2).exp())
-    for effects, gap, truth in ((noise, None, 0), (0.4 * gaps + noise / 2, gaps, 0.4)):
-        if n == 3 and gap is not None:
-            continue
-        low, high = intervals.interval(effects, gap)
-        assert least <= ((low <= truth) & (truth <= high)).double().mean() <= most
-
-
 @pytest.mark.parametrize(("right", "n"), [(0, 3), (7, 7), (13, 17), (19, 20), (1, 41)])
 @pytest.mark.parametrize("confidence", [0.95, 0.6])
 def test_shares_of_examples_have_the_interval_of_wilson(right, n, confidence):
@@ -81,17 +66,6 @@ def test_shares_of_examples_have_the_interval_of_wilson(right, n, confidence):
         result = Result(low + width * values, ("head", "example"), bounds=(low, low + width))
         ends = [(float(end) - low) / width for end in result.interval(confidence)]
         assert ends == pytest.approx([*expected], abs=1e-9)
-
-
-@pytest.mark.parametrize("n", [3, 8, 20])
-@pytest.mark.parametrize(("a", "b"), [(0.5, 0.5), (2, 2), (8, 1), (0.3, 3)])
-def test_intervals_of_shares_stay_inside_and_cover(n, a, b):
-    draws = torch.tensor(np.random.default_rng(n).beta(a, b, (8_000, n)))
-    low, high = Result(draws, ("place", "example"), bounds=(0.0, 1.0)).interval()
-    assert low.min() >= 0
-    assert high.max() <= 1
-    truth = a / (a + b)
-    assert 0.86 <= ((low <= truth) & (truth <= high)).double().mean() <= 0.98
 
 
 def test_an_interval_above_a_bound_begins_there():

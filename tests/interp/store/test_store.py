@@ -118,27 +118,6 @@ def test_what_is_missing_or_damaged_is_made_again_and_nothing_else(tmp_path):
         assert (tmp_path / name).stat().st_mtime_ns == times[name]
 
 
-def test_a_file_made_again_with_other_bits_is_the_one_that_counts(tmp_path, monkeypatch):
-    model, texts = model_and_texts()
-    for job in range(3):
-        store = made(model, texts, tmp_path, shard=(job, 3))
-    before = store.checksums
-    (tmp_path / "values-000004.safetensors").unlink()
-    tensors = rows.Reader.tensors
-
-    def elsewhere(*arguments):  # another machine rounds otherwise
-        found = tensors(*arguments)
-        return found | {NAMES[0]: found[NAMES[0]] + 1e-15}
-
-    monkeypatch.setattr(rows.Reader, "tensors", elsewhere)
-    store = made(model, texts, tmp_path)
-    assert store.damaged() == []
-    assert [one == other for one, other in zip(before, store.checksums, strict=True)] == [
-        True
-    ] * 4 + [False]
-    assert made(model, texts, tmp_path, shard=(0, 3)).checksums == store.checksums
-
-
 def test_two_processes_may_do_the_same_job(tmp_path, monkeypatch):
     """As those do that a model is split over: one is done and tidies up while the other writes its last file."""
     model, texts = model_and_texts()
@@ -254,18 +233,6 @@ def test_batches_have_each_row_once(tmp_path):
     for wrong in ({"size": 0}, {"size": 2, "window": 0}, {"size": 2, "epochs": 0}):
         with pytest.raises(ValueError, match="at least 1"):
             next(store.batches(**wrong))
-
-
-def test_several_read_at_once(tmp_path):
-    model, texts = model_and_texts(40)
-    store = made(model, texts, tmp_path)
-    expected = torch.cat([x for (x,) in store.batches(7, 3, names=NAMES[:1])])
-
-    def read(n):
-        return torch.cat([x for (x,) in Activations(tmp_path).batches(7, 3, names=NAMES[:1])])
-
-    with ThreadPoolExecutor(6) as pool:
-        assert all(torch.equal(x, expected) for x in pool.map(read, range(24)))
 
 
 PLAIN = """
@@ -824,30 +791,6 @@ def test_after_an_overflow_another_dtype_begins_again(jobs, dtype, place, tmp_pa
     with pytest.raises(ValueError, match="same dtype"):
         job(0, torch.float16)
     assert store.damaged() == []
-
-
-def test_no_overflow_lets_a_store_begin_again(tmp_path, monkeypatch):
-    model, texts = large(model_and_texts()[1], 22)
-    call = {"names": "embed", "out": tmp_path / "one", "per_file": 5}
-    # Of a complete one, that grows.
-    half = harvest(model, texts[:10], **call, dtype=torch.float16)
-    with pytest.raises(ValueError, match=r"a complete store needs another folder"):
-        harvest(model, texts, **call, dtype=torch.float16)
-    with pytest.raises(ValueError, match="same dtype"):
-        harvest(model, texts, **call, dtype=torch.bfloat16)
-    assert half.damaged() == []
-    # Of one that is under way.
-    call["out"] = tmp_path / "two"
-    harvest(model, texts, **call, shard=(1, 2))
-    with pytest.raises(ValueError, match="same dtype"):
-        harvest(model, texts, **call, dtype=torch.float16)
-    # Where the model has such values itself, whatever the dtype.
-    with torch.no_grad():
-        model.token_embedding.weight[22] = torch.inf
-    with pytest.raises(ValueError, match="finite; .* as the model has them$"):
-        harvest(model, texts, **call | {"out": tmp_path / "three"}, dtype=torch.float16)
-    with pytest.raises(ValueError, match="same dtype"):
-        harvest(model, texts, **call | {"out": tmp_path / "three"})
 
 
 def test_points_are_in_the_order_of_the_model(tmp_path):

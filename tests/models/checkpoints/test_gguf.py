@@ -229,20 +229,6 @@ def test_logits_are_those_of_the_model_that_was_converted(path, name):
     assert not any(map(torch.equal, before, model.parameters()))
 
 
-@pytest.mark.parametrize("name", ["llama biases", "gpt2"])
-def test_logits_are_those_of_transformers_reading_the_file(path, name):
-    module = pytest.importorskip(
-        "transformers.modeling_gguf_pytorch_utils",
-        reason="needs transformers' own reader of GGUF, which this version has not",
-    )
-    reference = MODELS[name]()
-    written(path, reference)
-    empty = type(reference)(reference.config)
-    read = module.load_gguf_checkpoint(path, return_tensors=True, model_to_load=empty)["tensors"]
-    assert set(empty.load_state_dict(read, strict=False).missing_keys) <= {"lm_head.weight"}
-    assert_same(load(path), empty.eval())
-
-
 # Where the halves that scale a block are, of types that the package can read and not write.
 SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 SCALES |= {"IQ2_XXS": (0,), "IQ3_S": (0,), "IQ4_NL": (0,), "IQ4_XS": (0,)}
@@ -319,60 +305,10 @@ def test_llamas_two_matrices_stay_apart(path):
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-SAID = {"type": "yarn", "factor": 4.0, "original_context_length": 16}
-SCALED = {
-    "linear": ({"rope_type": "linear", "factor": 4.0}, {"type": "linear", "factor": 4.0}),
-    "linear by default": ({"rope_type": "linear", "factor": 4.0}, {"factor": 4.0}),
-    "linear, an older name": ({"rope_type": "linear", "factor": 4.0}, {"scale_linear": 4.0}),
-    "yarn": (YARN, SAID | {"finetuned": True}),
-    "yarn, from the whole context": (
-        YARN | {"original_max_position_embeddings": N_CTX},
-        {"type": "yarn", "factor": 4.0},
-    ),
-    "yarn, all options": (
-        YARN | {"beta_fast": 2.0, "beta_slow": 0.25, "attention_factor": 1.5},
-        SAID
-        | {"yarn_beta_fast": 2.0, "yarn_beta_slow": 0.25, "yarn_attn_factor": 1.5}
-        | {"yarn_ext_factor": 1.0},
-    ),
-    "none": (None, {"type": "none", "factor": 4.0}),
-    "a factor of none": (None, {"type": "linear", "factor": 0.0}),
-}
 
 
 def scaled(rope):
     return llama() if rope is None else llama(rope_scaling=rope | {"rope_theta": 500.0})
-
-
-@pytest.mark.parametrize("kind", SCALED)
-def test_scaled_rotation(path, kind):
-    rope, said = SCALED[kind]
-    reference = scaled(rope)
-    metadata = {f"llama.rope.scaling.{key}": value for key, value in said.items()}
-    if "scale_linear" in said:
-        metadata = {"llama.rope.scale_linear": said["scale_linear"]}
-    assert_same(load(written(path, reference, metadata)), reference)
-
-
-def test_divisors_of_frequencies(path):
-    rope = {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 32,
-    }
-    # As llama.cpp's converter computes them, LlamaModel.generate_extra_tensors.
-    divisors = []
-    for frequency in 1 / 500.0 ** (np.arange(0, D_HEAD, 2) / D_HEAD):
-        turns = 32 * frequency / (2 * np.pi)
-        smooth = (turns - 1) / 3
-        kept = 1 if turns > 4 else 0 if turns < 1 else smooth
-        divisors.append(1 / ((1 - kept) / 8 + kept))
-    assert len(set(divisors)) > 2
-    reference = scaled(rope)
-    tensor = np.array(divisors, np.float32)
-    assert_same(load(written(path, reference, tensors={"rope_freqs.weight": tensor})), reference)
 
 
 def test_the_tokens_that_end_a_text(path):

@@ -180,20 +180,6 @@ def test_seeds_share_no_row():
     assert generate(build(), [[3, 1, 4]] * 5, seed=-1, **options) == drawn[3]
 
 
-def test_a_generator_as_seed_is_drawn_from_row_by_row():
-    model = build()
-    shared, same = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
-    rows = generate(model, PROMPTS, max_new_tokens=3, temperature=1.5, seed=shared)
-    texts = [list(prompt) for prompt in PROMPTS]
-    with torch.no_grad():
-        for _ in range(3):
-            for text in texts:
-                probabilities = (model(torch.tensor([text]))[0, -1] / 1.5).softmax(-1)
-                text.append(int(torch.multinomial(probabilities, 1, generator=same)))
-    assert rows == texts
-    assert torch.equal(shared.get_state(), same.get_state())
-
-
 def test_the_global_generator_is_left_alone():
     before = torch.get_rng_state()
     generate(build(), PROMPTS, max_new_tokens=2, temperature=1.0)
@@ -221,33 +207,7 @@ def test_a_row_ends_with_its_stop_token_and_the_others_go_on(monkeypatch):
     assert generate(model, PROMPTS, max_new_tokens=9, stop=stops[0]) == one != expected
 
 
-def test_it_ends_when_every_row_has_stopped():
-    model = build()
-    whole = [continued(model, prompt, 9) for prompt in PROMPTS]
-    stops = sorted({row[len(prompt) + 1] for row, prompt in zip(whole, PROMPTS, strict=True)})
-    expected = [continued(model, prompt, 9, stop=stops) for prompt in PROMPTS]
-    longest = max(len(row) - len(prompt) for row, prompt in zip(expected, PROMPTS, strict=True))
-    assert longest == 2
-    lengths, handle = calls(model)
-    with handle:
-        assert generate(model, PROMPTS, max_new_tokens=9, stop=stops) == expected
-    assert lengths == [7, 1]
-    assert len(list(stream(model, PROMPTS, max_new_tokens=9, stop=stops))) == 2
-
-
 # The stream.
-
-
-def test_the_stream_works_on_demand():
-    model = build()
-    lengths, handle = calls(model)
-    with handle:
-        steps = stream(model, PROMPTS, max_new_tokens=4, prefill_chunk=4)
-        assert lengths == []
-        next(steps)
-        assert lengths == [4, 3]
-        assert len(list(steps)) == 3
-    assert lengths == [4, 3, 1, 1, 1]
 
 
 @pytest.mark.parametrize("form", ["learned", "windows"])
@@ -280,18 +240,6 @@ def test_the_mode_of_the_caller_stays_between_steps():
                 assert not step.logits.requires_grad
                 assert (model(torch.tensor([[1]])).requires_grad) == grads
             assert torch.is_grad_enabled() == grads
-
-
-def test_a_step_may_be_written_into():
-    model = build()
-    expected = [[step.tokens.tolist(), step.running.tolist()] for step in stream(model, PROMPTS, max_new_tokens=5, stop=[7])]  # fmt: skip
-    found = []
-    for step in stream(model, PROMPTS, max_new_tokens=5, stop=[7]):
-        found.append([step.tokens.tolist(), step.running.tolist()])
-        step.tokens.fill_(0)
-        step.running.fill_(False)
-        step.logits.fill_(torch.nan)
-    assert found == expected
 
 
 def test_a_row_that_has_ended_cannot_fail():

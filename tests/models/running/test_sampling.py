@@ -36,40 +36,6 @@ def generators(*seeds):
 FOUR = of(0.4, 0.3, 0.2, 0.1)
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        # Squares 16 9 4 1, of which there are 30.
-        (dict(temperature=0.5), (16 / 30, 9 / 30, 4 / 30, 1 / 30)),
-        (dict(top_k=3), (4 / 9, 3 / 9, 2 / 9, 0)),
-        (dict(top_k=9), (0.4, 0.3, 0.2, 0.1)),
-        (dict(top_p=0.39), (1, 0, 0, 0)),
-        (dict(top_p=0.41), (4 / 7, 3 / 7, 0, 0)),
-        (dict(top_p=0.71), (4 / 9, 3 / 9, 2 / 9, 0)),
-        (dict(top_p=1.0), (0.4, 0.3, 0.2, 0.1)),
-        (dict(top_p=1e-9), (1, 0, 0, 0)),
-        (dict(min_p=0.0), (0.4, 0.3, 0.2, 0.1)),
-        (dict(min_p=0.49), (4 / 9, 3 / 9, 2 / 9, 0)),
-        (dict(min_p=1.0), (1, 0, 0, 0)),
-        # The temperature acts first: 4/16 is less than 0.3, 0.2/0.4 is not.
-        (dict(temperature=0.5, min_p=0.3), (16 / 25, 9 / 25, 0, 0)),
-        (dict(temperature=0.5, top_p=0.52), (1, 0, 0, 0)),
-        # top_p cuts what top_k left: 4/9 reaches 0.42, 0.4 does not.
-        (dict(top_k=3, top_p=0.42), (1, 0, 0, 0)),
-        (dict(top_p=0.42), (4 / 7, 3 / 7, 0, 0)),
-        (dict(top_p=0.71, min_p=0.51), (4 / 7, 3 / 7, 0, 0)),
-        # A temperature above one flattens: the square roots are as 2, 3^0.5, 2^0.5 and 1.
-        (dict(temperature=2.0, top_k=2), (0.5358984, 0.4641016, 0, 0)),
-    ],
-)
-def test_distributions_worked_out_by_hand(options, expected):
-    options = {"temperature": 1.0} | options
-    assert left(FOUR, **options) == about(*expected)
-    order = [2, 0, 3, 1]
-    shuffled = left(FOUR[:, order], **options)
-    assert shuffled == about(*(expected[i] for i in order))
-
-
 def test_logits_are_left_alone_and_may_forbid_tokens():
     logits = FOUR.clone()
     logits[0, 1] = -torch.inf

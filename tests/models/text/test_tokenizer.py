@@ -657,31 +657,6 @@ def test_beginnings_and_ends_are_those_of_transformers(template, ends, tmp_path)
     assert ours.eos_token_ids == (() if theirs.eos_token_id is None else (theirs.eos_token_id,))
 
 
-@pytest.mark.parametrize(
-    ("name", "said", "start", "end"),
-    [
-        ("llama", dict(bos_token_id=1, eos_token_id=2), (1,), (2,)),
-        (
-            "llama",
-            dict(add_bos_token=False, eos_token_id=4, eot_token_id=5, eom_token_id=6),
-            (),
-            (4, 5, 6),
-        ),
-        ("llama", {}, (1,), (2,)),
-        ("gemma 4", dict(eos_token_id=1), (2,), (1,)),
-        ("llama 3", dict(bos_token_id=9, eos_token_id=7, eot_token_id=8), (9,), (7, 8)),
-        ("gpt2", dict(bos_token_id=9, eos_token_id=9), (), (9,)),
-        ("gpt2", dict(bos_token_id=9, add_bos_token=True), (9,), ()),
-    ],
-)
-def test_beginnings_and_ends_in_gguf(name, said, start, end, tmp_path):
-    make, more = ORIGINALS[name]
-    ours = load_tokenizer(write_gguf(tmp_path / "model.gguf", make(), **more | said))
-    assert (ours.bos_token_ids, ours.eos_token_ids) == (start, end)
-    said = {"bos_token_id": 1 if name == "llama" else None} | more | said
-    assert ours.bos_token_id == said["bos_token_id"]
-
-
 def test_a_file_that_begins_texts_must_say_with_what(tmp_path):
     path = write_gguf(
         tmp_path / "model.gguf", byte_level(), "gpt2", pre="gpt-2", add_bos_token=True

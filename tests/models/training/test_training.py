@@ -234,22 +234,6 @@ def test_a_text_is_split_and_sampled_from_its_first_part_alone():
     assert len(result.losses) == 60
 
 
-def test_a_function_gets_the_step_and_the_generator():
-    seen, calls = [], []
-
-    def batches(step, generator):
-        seen.append((step, torch.rand(1, generator=generator).item()))
-        return sample_batch(TEXT, 2, 6, generator)
-
-    result = train(
-        tiny(), batches, config(), after_step=lambda model, step, loss: calls.append((step, loss))
-    )
-    assert [step for step, _ in seen] == list(range(7))
-    assert seen[0][1] == torch.rand(1, generator=torch.Generator().manual_seed(0)).item()
-    assert calls == list(enumerate(result.losses, 1))
-    assert not result.validation
-
-
 def test_modes_are_restored_frozen_weights_stay_and_no_gradients_are_left():
     model = tiny(dropout=0.2).eval()
     model.blocks[0].attn.train()
@@ -262,25 +246,6 @@ def test_modes_are_restored_frozen_weights_stay_and_no_gradients_are_left():
     changed = {name for name, value in after.items() if not torch.equal(value, before[name])}
     assert before.keys() - changed == {"blocks.0.mlp.input.weight"}
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_the_log_has_a_line_a_step(tmp_path):
-    settings = config(characters_per_token=2.0)
-    result = train(tiny(), TEXT, settings, directory=tmp_path / "new" / "run")
-    lines = log_of(tmp_path / "new" / "run")
-    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6, 7]
-    assert [line["loss"] for line in lines] == list(result.losses)
-    assert [line["learning_rate"] for line in lines][:2] == pytest.approx([5e-4, 1e-3])
-    assert all(line["gradient_norm"] > 0 for line in lines)
-    measured = {line["step"]: line for line in lines if "validation_loss" in line}
-    assert list(measured) == list(result.validation) == [3, 6, 7]
-    for step, line in measured.items():
-        nats = result.validation[step].nats
-        assert line["validation_loss"] == nats
-        assert line["bits_per_token"] == pytest.approx(nats / 0.693147, rel=1e-5)
-        assert line["bits_per_character"] == pytest.approx(nats / 0.693147 / 2, rel=1e-5)
-        assert line["perplexity"] == pytest.approx(math.e**nats)
-    assert result.validation[7].bits_per_character == lines[-1]["bits_per_character"]
 
 
 def test_a_bar_shows_loss_and_tokens_per_second_on_a_terminal_alone(monkeypatch, capsys):
