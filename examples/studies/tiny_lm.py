@@ -58,7 +58,6 @@ from models import (
     split,
     train,
 )
-from models.files import library
 from models.text.tokenizer import SubwordTokenizer, byte_level
 
 # Options for fields of the model's config. Options that are given replace its values.
@@ -106,7 +105,8 @@ def tokenizer_of(kind: str, text: str, out: Path) -> CharTokenizer | SubwordToke
     if kind == "characters":
         return CharTokenizer.of(text)  # saved with the model
     if kind == "bytes":
-        tokenizers = library("tokenizers")
+        import tokenizers
+
         signs = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
         vocabulary = {sign: token for token, sign in enumerate(signs)}
         whole = byte_level(tokenizers.models.BPE(vocabulary, []))
