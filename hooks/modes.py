@@ -67,8 +67,8 @@ class Options:
             keep more ends by a MemoryLimitError, as soon as one layer shows it.
 
     Raises:
-        ValueError: if options contradict each other, if `dtype` is not a floating one, if `max_bytes` is below 1, or if
-            `grads=True` while gradients are off.
+        ValueError: if options contradict each other, if `dtype` is not a floating one, or if `grads=True` while
+            gradients are off.
         TypeError: if `positions` has no form of a `Selection`, or is one integer.
 
     >>> Options(positions=range(2)).positions

@@ -81,10 +81,9 @@ def edge_attribution(
         know what they were found on (`Pairs.digests`).
 
     Raises:
-        ValueError: if texts, positions or steps do not fit, the metric has no gradient, or gradients or scores
-            are not finite; or as for `Graph`.
+        ValueError: if there is no such method, texts, positions or steps do not fit, the metric has no gradient, or
+            gradients or scores are not finite; or as for `Graph`.
         TypeError: if the model lacks a part for a `Graph`.
-        UnknownNameError: if there is no such method; with close matches.
         HookError: if hooks act on the model.
         ModeError: if the model is in training mode.
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from hooks.shared import require_choice
 from models.checkpoints.assemble import end_tokens
 from models.checkpoints.gguf_file import GGUFFile
 from models.config import TransformerConfig
@@ -89,9 +90,7 @@ def gguf_config(file: GGUFFile, name: str) -> tuple[TransformerConfig, dict[str,
         KeyError: if a key is missing.
         ValueError: if our config cannot express the model; the message names the key or the tensor.
     """
-    if name not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
-        raise ValueError(f"general.architecture must be one of {known}; got {name!r}")
+    require_choice("general.architecture", name, ARCHITECTURES)
     architecture = ARCHITECTURES[name]
     # An array has one value for each layer.
     keys = {
