@@ -58,25 +58,7 @@ def same(ours, theirs, what):
     assert torch.equal(ours, theirs), what
 
 
-USUAL = [
-    "resid_pre",
-    "resid_mid",
-    "resid_post",
-    "attn_out",
-    "mlp_out",
-    "ln1.normalized",
-    "ln1.scale",
-    "ln2.normalized",
-    "ln2.scale",
-    "attn.q",
-    "attn.k",
-    "attn.v",
-    "attn.z",
-    "attn.scores",
-    "attn.pattern",
-    "mlp.pre",
-    "mlp.post",
-]
+USUAL = SHAPE.split()
 
 
 # Their pattern is without the share of a sink, which scales z after it.

@@ -55,6 +55,7 @@ def test_of_tied_tokens_the_first_ones_are_left():
         kept = [p > 0 for p in left(logits, temperature=1.0, top_k=k)]
         assert kept == [False, True, k > 1, k > 2, False]
     assert Sampling().choose(logits, []).item() == 1
+    assert left(logits, temperature=1.0, top_p=0.0) == [0, 1, 0, 0, 0]
     assert sum(p > 0 for p in left(torch.zeros(1, 8), temperature=1.0, top_p=0.5)) == 4
 
 
