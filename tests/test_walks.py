@@ -87,19 +87,6 @@ def test_event_windows_are_closed_and_end_with_the_walk(walks):
     assert walks.event_windows(events, delay=50, buffer=0)[0].nonzero()[0].item() == 5
 
 
-@pytest.mark.parametrize(
-    "change", [dict(regions=1), dict(n=8), dict(degree=1), dict(degree=15), dict(jumpers=0)]
-)
-def test_impossible_graphs_and_walks_are_refused(walks, graph, change):
-    ((name, value),) = change.items()
-    with pytest.raises(ValueError, match=rf"{name}.*got.*\b{value}\b"):
-        walks.random_graph(**dict(n=47, regions=3, degree=4, jumpers=2, seed=0) | change)
-    with pytest.raises(ValueError, match="delay .*0"):
-        walks.random_walks(graph, 2, 9, 0, torch.Generator())
-    with pytest.raises(ValueError, match="delay .*0"):
-        walks.event_windows(torch.zeros(2, 9, dtype=torch.bool), 0, 2)
-
-
 @pytest.fixture
 def statistics(walks):
     import svd_statistics
@@ -217,24 +204,3 @@ def test_the_example_runs_on_a_few_steps(call, study, tmp_path, monkeypatch):
     monkeypatch.setattr(study, "look", lambda setting, kept, *_: looked.append(kept))
     assert call("--resume", steps=2)[::2] == (0, "")
     assert [list(kept) for kept in looked] == [[0, 1, 2]]
-
-
-def refused(found):
-    """The one line that says why."""
-    status, said, complaints = found
-    assert (status, "Learning" in said) == (1, False)
-    assert complaints.startswith("error: ")
-    assert complaints.count("\n") == 1
-    return complaints
-
-
-def test_a_run_that_is_there_is_not_written_over(call, tmp_path, training_only):
-    assert call()[0] == 0
-    before = kept(tmp_path / "out")
-    assert "--resume" in refused(call())
-    for other in (["--seed", "4"], ["--steps", "5"]):
-        assert f"training.{other[0][2:]} " in refused(call("--resume", *other))
-    assert "--delay must be 6" in refused(call("--resume", "--delay", "5"))
-    assert kept(tmp_path / "out") == before
-    # More walks are more to look at: the training is the same.
-    assert call("--resume", "--walks", "13")[0] == 0

@@ -91,23 +91,3 @@ def test_sinusoids_of_the_formula_and_lower_i_is_faster():
 
 
 # --- appendix A: the shapes, by name; one size each
-
-
-def test_the_shapes_of_the_appendix():
-    b, t, v, d, heads, d_head, d_ff = 3, 5, 23, 14, 2, 7, 11
-    config = TransformerConfig(vocab_size=v, n_ctx=17, n_layers=1, n_heads=heads, d_model=d, d_mlp=d_ff, positions="sinusoidal")  # fmt: skip
-    model = Transformer(config).eval()
-    logits, cache = HookedRunner(model).run_with_cache(torch.randint(v, (b, t)))
-    assert logits.shape == (b, t, v)
-    shapes = {
-        **dict.fromkeys(("embed", "pos_embed", "resid_pre", "resid_post", "attn_out"), (b, t, d)),
-        **dict.fromkeys(("q", "k", "v", "z"), (b, t, heads, d_head)),
-        **dict.fromkeys(("scores", "pattern"), (b, heads, t, t)),
-        "mlp.post": (b, t, d_ff),
-    }
-    for name, shape in shapes.items():
-        key = name if name.endswith("embed") else (name, 0)
-        assert cache[key].shape == shape, name
-    q, k, value = (cache[name, 0].transpose(1, 2) for name in "qkv")
-    z = scaled_dot_product_attention(q, k, value, causal_mask(t))
-    close(z, cache["z", 0].transpose(1, 2))

@@ -381,3 +381,17 @@ def test_a_scale_of_embeddings_is_rounded_as_they_are():
     model = randomised(TransformerConfig(**SIZES, embed_scale=math.sqrt(10))).bfloat16()
     tokens = some_tokens()
     assert torch.equal(model.token_embedding(tokens), model.W_E[tokens] * 3.15625)
+
+
+@pytest.mark.parametrize("mlp", ["plain", "gated"])
+def test_dropout_may_be_after_the_activation_instead(mlp):
+    """model-architecture.md: in embeddings, patterns and the MLP's hidden layer, not in outputs."""
+    model = variant("pre", dropout=0.75, dropout_place="hidden", mlp=mlp).train()
+    places = [n for n, m in model.named_modules() if isinstance(m, nn.Dropout)]
+    ends = ("attn.pattern_dropout", "mlp.hidden_dropout")
+    assert places == ["embed_dropout", *(f"blocks.{n}.{end}" for n in (0, 1) for end in ends)]
+    part, read = model.blocks[1].mlp, []
+    part.output.register_forward_pre_hook(lambda module, args: read.append(args[0]))
+    with HookedRunner(part).hooks({"post": lambda value, point: torch.ones_like(value)}):
+        part(draw(5, 7, 10).double())
+    assert read[0].unique().tolist() == [0.0, 4.0]  # 1 / (1 - 0.75)
