@@ -153,18 +153,6 @@ def test_the_experiments_are_options(call, tmp_path, options, fields, training_o
     assert [json.loads(line)["learning_rate"] for line in lines] == [2e-3] * 4
 
 
-def test_nanogpts_setting_at_twice_its_rate_is_the_default():
-    options = tiny_lm.all_options().parse_args([])
-    found = (options.steps, options.batch_size, options.learning_rate, options.warmup)
-    assert found == (2000, 12, 2e-3, 100)
-    assert (options.final_rate, options.weight_decay, options.clip) == (0.1, 0.1, 1.0)
-    config = tiny_lm.nano(65)
-    assert (config.n_layers, config.n_heads, config.d_model, config.n_ctx) == (4, 4, 128, 64)
-    assert (config.dropout, config.positions, config.tied_unembed) == (0.0, "learned", True)
-    # nanoGPT prints 0.80M for it: without biases, and without positions.
-    assert Transformer(config).count_parameters() - 64 * 128 == 795_904
-
-
 REFUSED = [
     (tiny_lm, ["--context", "90"], "text to validate on"),
     (tiny_lm, ["--learning-rate", "1e38"], "no checkpoint"),
@@ -260,13 +248,3 @@ def test_qk_norm_measures_scores_and_entropy():
     assert found.validation_loss == pytest.approx(loss, rel=1e-4)
     with pytest.raises(FloatingPointError, match="nan at step 6"):
         qk_norm.measure(model, text[:14].view(2, 7), text, 6)
-
-
-def test_repeated_rows_have_a_period():
-    rows = train_pydoc.repeated(90, 101, 1000, torch.Generator().manual_seed(0))
-    assert rows.shape == (90, 101)
-    periods = [
-        next(p for p in range(1, 101) if torch.equal(row[p:], row[:-p])) for row in rows
-    ]  # fmt: skip
-    assert min(periods) == 4
-    assert max(periods) == 48

@@ -8,7 +8,6 @@ import torch
 
 from hooks import HookedRunner
 from models import Transformer, TransformerConfig, causal_mask, scaled_dot_product_attention
-from models.positions import Sinusoidal
 
 # Section 4.3.
 Q = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
@@ -78,16 +77,6 @@ def test_the_worked_example(kind):
 
 
 # --- positions
-
-
-def test_sinusoids_of_the_formula_and_lower_i_is_faster():
-    """The specs' correction of section 7.2: wavelengths grow with i."""
-    waves = Sinusoidal(6)(torch.arange(4)[None])[0]
-    for pos in range(4):
-        angles = [pos, pos / 10_000 ** (2 / 6), pos / 10_000 ** (4 / 6)]
-        close(waves[pos], [f(a) for a in angles for f in (math.sin, math.cos)])
-    steps = waves[1] - waves[0]
-    assert steps[0] > steps[2] > steps[4] > 0
 
 
 # --- appendix A: the shapes, by name; one size each

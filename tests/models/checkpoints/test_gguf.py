@@ -304,11 +304,27 @@ def test_llamas_two_matrices_stay_apart(path):
     assert_same(ours, model)
 
 
+LINEAR = {"rope_type": "linear", "factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+YARN |= {"beta_fast": 2.0, "beta_slow": 0.25, "attention_factor": 1.5}
+SAID = {"type": "yarn", "factor": 4.0, "original_context_length": 16, "yarn_beta_fast": 2.0}
+SAID |= {"yarn_beta_slow": 0.25, "yarn_attn_factor": 1.5, "yarn_ext_factor": 1.0}
+SCALED = {
+    "linear by default": (LINEAR, {"scaling.factor": 4.0}),
+    "an older name": (LINEAR, {"scale_linear": 4.0}),
+    "yarn, all options": (YARN, {f"scaling.{key}": value for key, value in SAID.items()}),
+    "none": (None, {"scaling.type": "none", "scaling.factor": 4.0}),
+    "a factor of none": (None, {"scaling.type": "linear", "scaling.factor": 0.0}),
+}
 
 
-def scaled(rope):
-    return llama() if rope is None else llama(rope_scaling=rope | {"rope_theta": 500.0})
+@pytest.mark.parametrize("kind", SCALED)
+def test_scaled_rotation(path, kind):
+    """Ways of saying it that llama.cpp's converter does not use now."""
+    rope, said = SCALED[kind]
+    reference = llama(**{"rope_scaling": rope | {"rope_theta": 500.0}} if rope else {})
+    metadata = {f"llama.rope.{key}": value for key, value in said.items()}
+    assert_same(load(written(path, reference, metadata)), reference)
 
 
 def test_the_tokens_that_end_a_text(path):
