@@ -53,9 +53,6 @@ def test_a_model_knows_its_device_and_dtype(model):
     assert model.to("meta").device == torch.device("meta")
 
 
-# Conv1D holds [in, out], Linear [out, in].
-
-
 def test_the_steps_of_the_forward_pass(model, tokens):
     context = model.context(tokens)
     resid = model.input_resid(tokens, context)

@@ -207,6 +207,20 @@ def test_a_row_ends_with_its_stop_token_and_the_others_go_on(monkeypatch):
     assert generate(model, PROMPTS, max_new_tokens=9, stop=stops[0]) == one != expected
 
 
+def test_it_ends_when_every_row_has_stopped():
+    model = build()
+    whole = [continued(model, prompt, 9) for prompt in PROMPTS]
+    stops = sorted({row[len(prompt) + 1] for row, prompt in zip(whole, PROMPTS, strict=True)})
+    expected = [continued(model, prompt, 9, stop=stops) for prompt in PROMPTS]
+    longest = max(len(row) - len(prompt) for row, prompt in zip(expected, PROMPTS, strict=True))
+    assert longest == 2
+    lengths, handle = calls(model)
+    with handle:
+        assert generate(model, PROMPTS, max_new_tokens=9, stop=stops) == expected
+    assert lengths == [7, 1]
+    assert len(list(stream(model, PROMPTS, max_new_tokens=9, stop=stops))) == 2
+
+
 # The stream.
 
 
@@ -258,6 +272,30 @@ def test_a_row_that_has_ended_cannot_fail():
         assert generate(model, PROMPTS, max_new_tokens=NEW, stop=[stop]) == expected
         with pytest.raises(ValueError, match="nan in row 0"):
             generate(model, PROMPTS, max_new_tokens=NEW)
+
+
+def test_a_step_may_be_written_into():
+    model = build()
+    expected = [[step.tokens.tolist(), step.running.tolist()] for step in stream(model, PROMPTS, max_new_tokens=5, stop=[7])]  # fmt: skip
+    found = []
+    for step in stream(model, PROMPTS, max_new_tokens=5, stop=[7]):
+        found.append([step.tokens.tolist(), step.running.tolist()])
+        step.tokens.fill_(0)
+        step.running.fill_(False)
+        step.logits.fill_(torch.nan)
+    assert found == expected
+
+
+def test_the_stream_works_on_demand():
+    model = build()
+    lengths, handle = calls(model)
+    with handle:
+        steps = stream(model, PROMPTS, max_new_tokens=4, prefill_chunk=4)
+        assert lengths == []
+        next(steps)
+        assert lengths == [4, 3]
+        assert len(list(steps)) == 3
+    assert lengths == [4, 3, 1, 1, 1]
 
 
 # Hooks.
@@ -434,41 +472,3 @@ def test_training_mode_is_refused():
     model.train()
     with pytest.raises(ValueError, match=r"model.eval\(\)"):
         next(steps)
-
-
-def test_it_ends_when_every_row_has_stopped():
-    model = build()
-    whole = [continued(model, prompt, 9) for prompt in PROMPTS]
-    stops = sorted({row[len(prompt) + 1] for row, prompt in zip(whole, PROMPTS, strict=True)})
-    expected = [continued(model, prompt, 9, stop=stops) for prompt in PROMPTS]
-    longest = max(len(row) - len(prompt) for row, prompt in zip(expected, PROMPTS, strict=True))
-    assert longest == 2
-    lengths, handle = calls(model)
-    with handle:
-        assert generate(model, PROMPTS, max_new_tokens=9, stop=stops) == expected
-    assert lengths == [7, 1]
-    assert len(list(stream(model, PROMPTS, max_new_tokens=9, stop=stops))) == 2
-
-
-def test_the_stream_works_on_demand():
-    model = build()
-    lengths, handle = calls(model)
-    with handle:
-        steps = stream(model, PROMPTS, max_new_tokens=4, prefill_chunk=4)
-        assert lengths == []
-        next(steps)
-        assert lengths == [4, 3]
-        assert len(list(steps)) == 3
-    assert lengths == [4, 3, 1, 1, 1]
-
-
-def test_a_step_may_be_written_into():
-    model = build()
-    expected = [[step.tokens.tolist(), step.running.tolist()] for step in stream(model, PROMPTS, max_new_tokens=5, stop=[7])]  # fmt: skip
-    found = []
-    for step in stream(model, PROMPTS, max_new_tokens=5, stop=[7]):
-        found.append([step.tokens.tolist(), step.running.tolist()])
-        step.tokens.fill_(0)
-        step.running.fill_(False)
-        step.logits.fill_(torch.nan)
-    assert found == expected

@@ -31,7 +31,7 @@ def generators(*seeds):
     return [torch.Generator().manual_seed(seed) for seed in seeds]
 
 
-# By hand.
+# What is cut.
 
 FOUR = of(0.4, 0.3, 0.2, 0.1)
 

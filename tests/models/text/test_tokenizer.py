@@ -684,6 +684,31 @@ def test_the_tokens_of_phi_3_take_the_spaces_after_them(name, after, tmp_path):
     assert len(ours.encode("<s>  ")) == 1 + 3  # one of three that do not
 
 
+@pytest.mark.parametrize(
+    ("name", "said", "start", "end"),
+    [
+        ("llama", dict(bos_token_id=1, eos_token_id=2), (1,), (2,)),
+        (
+            "llama",
+            dict(add_bos_token=False, eos_token_id=4, eot_token_id=5, eom_token_id=6),
+            (),
+            (4, 5, 6),
+        ),
+        ("llama", {}, (1,), (2,)),
+        ("gemma 4", dict(eos_token_id=1), (2,), (1,)),
+        ("llama 3", dict(bos_token_id=9, eos_token_id=7, eot_token_id=8), (9,), (7, 8)),
+        ("gpt2", dict(bos_token_id=9, eos_token_id=9), (), (9,)),
+        ("gpt2", dict(bos_token_id=9, add_bos_token=True), (9,), ()),
+    ],
+)
+def test_beginnings_and_ends_in_gguf(name, said, start, end, tmp_path):
+    make, more = ORIGINALS[name]
+    ours = load_tokenizer(write_gguf(tmp_path / "model.gguf", make(), **more | said))
+    assert (ours.bos_token_ids, ours.eos_token_ids) == (start, end)
+    said = {"bos_token_id": 1 if name == "llama" else None} | more | said
+    assert ours.bos_token_id == said["bos_token_id"]
+
+
 # Text in, text out.
 
 
@@ -737,28 +762,3 @@ def test_a_prompt_begins_as_its_tokenizer_says(prompt, tmp_path):
     model.tokenizer = ours
     assert generate_text(model, prompt, max_new_tokens=19) == f"{prompt} of hooks"
     assert read[0] == [[1, *ours.encode(prompt.removeprefix("<s>"))]]
-
-
-@pytest.mark.parametrize(
-    ("name", "said", "start", "end"),
-    [
-        ("llama", dict(bos_token_id=1, eos_token_id=2), (1,), (2,)),
-        (
-            "llama",
-            dict(add_bos_token=False, eos_token_id=4, eot_token_id=5, eom_token_id=6),
-            (),
-            (4, 5, 6),
-        ),
-        ("llama", {}, (1,), (2,)),
-        ("gemma 4", dict(eos_token_id=1), (2,), (1,)),
-        ("llama 3", dict(bos_token_id=9, eos_token_id=7, eot_token_id=8), (9,), (7, 8)),
-        ("gpt2", dict(bos_token_id=9, eos_token_id=9), (), (9,)),
-        ("gpt2", dict(bos_token_id=9, add_bos_token=True), (9,), ()),
-    ],
-)
-def test_beginnings_and_ends_in_gguf(name, said, start, end, tmp_path):
-    make, more = ORIGINALS[name]
-    ours = load_tokenizer(write_gguf(tmp_path / "model.gguf", make(), **more | said))
-    assert (ours.bos_token_ids, ours.eos_token_ids) == (start, end)
-    said = {"bos_token_id": 1 if name == "llama" else None} | more | said
-    assert ours.bos_token_id == said["bos_token_id"]
