@@ -157,14 +157,7 @@ KINDS = (("learned", "left"), ("rotary", "right"), ("attached gpt2", "left"))
 
 
 # The slow ones take turns.
-SLOW = {
-    "integrated",
-    "faithfulness",
-    "completeness",
-    "minimality",
-    "path_patching",
-    "edge_attribution",
-}
+SLOW = {*"integrated faithfulness completeness minimality path_patching edge_attribution".split()}
 CASES = [
     (name, *case)
     for n, name in enumerate(READ)

@@ -303,16 +303,7 @@ def printed(monkeypatch, capsys, tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "patching",
-        "attribution",
-        "reading",
-        "ioi",
-        "features",
-        "attribution_graph",
-        "directions",
-        "interchange",
-    ],
+    "patching attribution reading ioi features attribution_graph directions interchange".split(),
 )
 def test_a_wrong_option_is_one_line(name, printed, capsys):
     example = import_module(name)

@@ -85,15 +85,7 @@ def test_features_are_those_of_python(capsys):
 def test_jobs_of_a_harvest_are_those_of_python(capsys, tmp_path):
     texts = [f"part {n} of the list" for n in range(30)]
     (tmp_path / "texts.txt").write_text("\n".join(texts))
-    options = [
-        "--point",
-        "blocks.1.mlp_out",
-        "--point",
-        "blocks.1.attn.z",
-        "--context",
-        "8",
-        "--pack",
-    ]
+    options = "--point blocks.1.mlp_out --point blocks.1.attn.z --context 8 --pack".split()
     options += ["--skip-first", "--values", "float16", "--batch", "3", "--per-file", "7"]
     given = ["harvest", str(tmp_path / "texts.txt"), "--out", str(tmp_path / "out"), *options]
     assert "for which there is room" in printed(capsys, *given, "--plan")

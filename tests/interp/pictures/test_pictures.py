@@ -89,7 +89,7 @@ class FakeCurve:
 
 FLAGS = """--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync
     --disable-background-networking --disable-component-update --window-size=800,900 --virtual-time-budget=3000 --dump-dom
-    --disable-features=IsolateSandboxedIframes""".split()  # noqa: SIM905  # shorter than a list
+    --disable-features=IsolateSandboxedIframes""".split()
 
 
 def seen_in_browser(page, folder, probe, *options, around="content-visibility: auto"):

@@ -298,14 +298,10 @@ def test_an_intervention_says_what_attention_did_and_was_said_to_do():
         result.scales_held[:2], changes["pattern", "scale"], rtol=1e-4, atol=1e-13
     )
     assert (result.true[:2] - result.patterns_held[:2]).abs().min() > 1e-12
-    assert repr(result).splitlines()[2].split() == [
-        "node",
-        "direct",
-        "predicted",
-        "attention",
-        "true",
-        "attention",
-    ]
+    assert (
+        repr(result).splitlines()[2].split()
+        == "node direct predicted attention true attention".split()
+    )
 
 
 def test_what_no_graph_can_explain_is_refused():

@@ -31,7 +31,7 @@ from tests.attachable import (
 )
 
 SHARED = """afmoe aria_text axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 dots1 dots3_note_text ernie4_5_moe exaone_moe glm4_moe glm4_moe_lite glm_moe_dsa hunyuan_v1_moe
-    hy_v3 kolibri1 laguna lara_mini minimax_m3_vl_text qwen2_moe qwen3_next sarvam_mla sarvam_moe solar_open""".split()  # noqa: SIM905  # shorter than a list
+    hy_v3 kolibri1 laguna lara_mini minimax_m3_vl_text qwen2_moe qwen3_next sarvam_mla sarvam_moe solar_open""".split()
 
 
 @pytest.mark.sampled(12)

@@ -14,23 +14,7 @@ from interp import Pairs, Result, edits
 from interp.measuring import measure
 from tests.streams import SIZES
 
-WORDS = [
-    "<s>",
-    "</s>",
-    "<pad>",
-    "the",
-    "cat",
-    "dog",
-    "sat",
-    "on",
-    "mat",
-    "ran",
-    ".",
-    "Anne",
-    "Mark",
-    "play",
-    "ing",
-]
+WORDS = "<s> </s> <pad> the cat dog sat on mat ran . Anne Mark play ing".split()
 TEXTS = ["the cat sat", "the dog sat on the mat"]
 IDS = [[3, 4, 6], [3, 5, 6, 7, 3, 8]]
 
