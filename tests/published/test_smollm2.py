@@ -86,6 +86,7 @@ def test_logits_of_unequal_texts(ours, theirs):
         assert torch.equal(ours(alone)[0], wanted)  # the same kernels in the same order
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["text", "chat"])
 def test_greedy_text(ours, theirs, kind):
     text = GIVING if kind == "text" else chat(ours, CHAT, add_generation_prompt=True)
