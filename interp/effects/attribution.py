@@ -123,7 +123,7 @@ def attribution_patching(
 
 def _attentions(sites: Sites, site: str) -> dict[str, AttentionPoints]:
     """The attention of each point of queries or keys."""
-    require_choice("site of qk_correction", site, "qk")
+    require_choice("site of qk_correction", site, ("q", "k"))
     return {name: AttentionPoints(sites.runs.runner, name) for name in sites.names.values()}
 
 

@@ -54,7 +54,7 @@ def composition_scores(
     >>> composition_scores(model, "K", draws=2).select(layer=0, to_layer=1).values.shape  # head, to_head, example
     torch.Size([4, 4, 1])
     """
-    require_choice("kind", kind, "QKV")
+    require_choice("kind", kind, ("Q", "K", "V"))
     require_whole("draws", draws, 2)
     folded = FoldedWeights(model, fold, "W_Q", "W_K", "W_V", "W_O")
     first = later = FactoredMatrix(folded.values(), folded.written())

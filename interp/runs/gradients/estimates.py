@@ -69,7 +69,7 @@ def averaged(
     >>> averaged(at, torch.zeros(1, 1), torch.zeros(1), lambda means: means, 4, 0.0)
     Mean(values=tensor([[0.3438]]), steps=[4], gaps=tensor([[0.0312]]))
     """
-    require_whole("steps", 1 if steps == "auto" else steps)
+    require_whole("steps, if not 'auto',", 1 if steps == "auto" else steps)
     last, end = at(range(len(first)), 1.0)
     change = to_device(end - base, first.device)
     if not change.isfinite().all():
