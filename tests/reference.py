@@ -51,6 +51,19 @@ def variant(name, **changes):
     return randomised(TransformerConfig(**SIZES | VARIANTS[name] | changes)).double()
 
 
+def separately(model, texts, edits, metric=None, attention_mask=None):
+    """Effects [edit, example], from a whole run of the model for each edit, with `run_with_hooks`."""
+    from interp import Pairs
+    from interp.measuring import measure
+    from interp.runs.runs import Runs
+
+    pairs = texts if isinstance(texts, Pairs) else Pairs(texts, attention_mask=attention_mask)
+    runs = Runs(model, pairs if metric is None else pairs.measured_by(metric))
+    mask = runs.text.of_logits.mask
+    base, *edited = (measure(runs.metric, runs.logits(each), mask) for each in [{}, *edits])
+    return torch.stack(edited).detach() - base
+
+
 def some_tokens(seed=1, shape=(BATCH, POS)):
     return torch.randint(VOCAB, shape, generator=torch.Generator().manual_seed(seed))
 

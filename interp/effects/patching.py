@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from jaxtyping import Shaped
 from torch import Tensor, nn
 
 from hooks import Hooks
-from hooks.shared import require_choice, without_gradients
+from hooks.shared import without_gradients
 from interp import edits
 from interp.edits import Edit
 from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs
@@ -91,7 +91,6 @@ def sweep(
     *,
     attention_mask: Shaped[Tensor, "batch pos"] | None = None,
     max_bytes: int = 2**30,
-    exact: Literal["resume", "rerun"] = "resume",
 ) -> Result:
     """Measure the effect of each edit on the metric, each as if it had a run of its own.
 
@@ -115,7 +114,6 @@ def sweep(
         attention_mask: which tokens of a tensor [batch, pos] are not padding.
         max_bytes: bounds the memory that the sweep takes beyond the model and one unedited run. What
             functions of your own take is not counted.
-        exact: `rerun` runs the whole model for each edit instead.
 
     Returns:
         Effects [edit, example], metric(edited) - metric(unedited), in the metric's unit. They print what was edited.
@@ -143,9 +141,8 @@ def sweep(
     elif attention_mask is not None:
         raise ValueError("pairs have their own mask; got another")
     _check_edits(edits)
-    require_choice("exact", exact, ("resume", "rerun"))
     runs = Runs(model, texts if metric is None else texts.measured_by(metric), None, max_bytes)
-    base, effects = runs.edited(edits, exact == "rerun")
+    base, effects = runs.edited(edits)
     result = runs.result(effects, {"edit": range(len(edits))}, base)
     return replace(result, words={"edit": [*map(_described, edits)]})
 

@@ -99,16 +99,15 @@ class Runs:
         return measure(self.metric, logits_of(output), text.of_logits.mask), cache
 
     def edited(
-        self, edits: Sequence[Hooks], rerun: bool = False, stacklevel: int = 4
+        self, edits: Sequence[Hooks], stacklevel: int = 4
     ) -> tuple[Float[Tensor, " example"], Float[Tensor, "edit example"]]:
         """Return the metric of the unedited run, and what each edit adds to it; see `sweep`.
 
         Args:
             edits: for each run what `run_with_hooks` takes as `hooks`.
-            rerun: whether each edit has a run of its own.
             stacklevel: as in `warnings.warn`, for effects that are NaN.
         """
-        base, values = self._swept(edits, rerun)
+        base, values = self._swept(edits)
         effects = values - base
         if effects.isnan().any():
             wrong = effects.isnan().any(1).nonzero()[:, 0].tolist()
@@ -119,10 +118,10 @@ class Runs:
         return base, effects
 
     @without_gradients
-    def _swept(self, edits: Sequence[Hooks], rerun: bool) -> tuple[Tensor, Tensor]:
+    def _swept(self, edits: Sequence[Hooks]) -> tuple[Tensor, Tensor]:
         batch = Batch(self.text, self.metric)
         with batch.reading():
-            return measured(self.runner, batch, edits, self.max_bytes, rerun)
+            return measured(self.runner, batch, edits, self.max_bytes)
 
     def logits(
         self, hooks: Hooks, rows: slice | Int[Tensor, " row"] = slice(None)

@@ -26,7 +26,7 @@ from interp.runs.unedited import Unedited
 
 
 def measured(
-    runner: HookedRunner, batch: Batch, edits: Sequence[Hooks], max_bytes: int, rerun: bool
+    runner: HookedRunner, batch: Batch, edits: Sequence[Hooks], max_bytes: int
 ) -> tuple[Float[Tensor, " batch"], Float[Tensor, "edit batch"]]:
     """The metric of the unedited run, and of each edited one.
 
@@ -34,7 +34,6 @@ def measured(
         runner: the model's.
         batch: the texts and the metric.
         edits, max_bytes: see `sweep`.
-        rerun: whether each edited run has a whole forward pass of its own.
     """
     model, (size, n_pos) = runner.model, batch.tokens.shape[:2]
     jobs = [Job(index, runner.edits(hooks)) for index, hooks in enumerate(edits)]
@@ -42,7 +41,7 @@ def measured(
         if batch.tokens.ndim == 2:  # images and sounds have positions of their own
             job.pos = min((_first(edited, n_pos) for edited in job.edits), default=0)
     # Hooks that act already may depend on which rows are which, as scales of quantised values do.
-    alone = rerun or is_listened_to(model, parts=False) or any(map(_mixes_rows, model.modules()))
+    alone = is_listened_to(model, parts=False) or any(map(_mixes_rows, model.modules()))
     unedited = Unedited(runner, batch, jobs)
     base = evaluate(batch.metric, unedited.logits, size)
     runs: Resumed | WholeRuns

@@ -219,18 +219,16 @@ def columns(kind):
     }[kind]
 
 
-@pytest.mark.sampled(6)
-@pytest.mark.parametrize("exact", ["resume", "rerun"])
 @pytest.mark.parametrize(
     "kind", ["columns", "holes", "source", "mean", "resample", "noise", "span", "early"]
 )
-def test_a_sweep_waits_as_often_for_any_number_of_edits(device, tokens, kind, exact):
+def test_a_sweep_waits_as_often_for_any_number_of_edits(device, tokens, kind):
     model, there, (edit, metric) = made("cpu"), made(DEVICE), columns(kind)
     point = "embed" if kind == "early" else "blocks.1.resid_pre"
 
     def swept(model, n, place):
-        options = dict(attention_mask=FIRST_PADDED, exact=exact)
-        return sweep(model, tokens.to(place), [{point: edit}] * n, metric, **options).values
+        given = tokens.to(place), [{point: edit}] * n, metric
+        return sweep(model, *given, attention_mask=FIRST_PADDED).values
 
     (_, once, _), (found, often, _) = (
         device.counted(lambda n=n: swept(there, n, DEVICE)) for n in (1, 5)

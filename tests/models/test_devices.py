@@ -12,7 +12,7 @@ from interp import edits, logit_diff, sweep
 from interp.features import Dictionary, TopK
 from models import KVCache, Transformer, TransformerConfig, attach
 from tests.pretended import DEVICE, SECOND, Devices, split
-from tests.reference import BATCH, POS, SIZES, VARIANTS, VOCAB, some_tokens, variant
+from tests.reference import BATCH, POS, SIZES, VARIANTS, VOCAB, separately, some_tokens, variant
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_a_sweep_resumes_as_on_one_device(devices, name, mask, apart):
     tokens, metric = some_tokens(), logit_diff(3, 1)
     at = ["embed", "blocks.0.attn.z", "blocks.1.resid_pre", "blocks.3.mlp_out", "blocks.4.attn.v"]
     given = [{point: edits.scale(0.3, pos=[4, 6])} for point in at]
-    alone = [sweep(model, tokens, [edit], metric, exact="rerun", **mask).values for edit in given]
+    alone = [separately(model, tokens, [edit], metric, **mask) for edit in given]
     with torch.no_grad():
         there(tokens, **mask)
     once, calls = [*devices.moves], noted(there)

@@ -19,6 +19,7 @@ from interp import (
 )
 from models import attach
 from tests import seeing
+from tests.reference import separately
 from tests.seeing import drawn, made
 
 ANSWERS = torch.tensor([[5, 6], [7, 8]])
@@ -93,16 +94,9 @@ def test_patches_are_those_of_raw_hooks(name):
     for pos in range(0, value.shape[-2], 3):
         wanted = difference(with_row(twin, block, value, pos, corrupted)) - base
         torch.testing.assert_close(effects.values[1, pos], wanted, atol=1e-5, rtol=1e-4)
-    exact = sweep(
-        model,
-        pairs,
-        [{f"{prefix}blocks.1.resid_pre": edits.scale(2.0, pos=value.shape[-2] - 1)}],
-        exact="rerun",
-    )
-    resumed = sweep(
-        model, pairs, [{f"{prefix}blocks.1.resid_pre": edits.scale(2.0, pos=value.shape[-2] - 1)}]
-    )
-    torch.testing.assert_close(resumed.values, exact.values)
+    last = [{f"{prefix}blocks.1.resid_pre": edits.scale(2.0, pos=value.shape[-2] - 1)}]
+    exact = separately(model, pairs, last)
+    torch.testing.assert_close(sweep(model, pairs, last).values, exact)
     with torch.enable_grad():
         estimates = attribution_patching(model, pairs, f"{prefix}resid_pre")
         there = read_by(twin, block, corrupted).requires_grad_()
@@ -169,7 +163,7 @@ def test_padding_of_an_encoder_is_not_read_in_its_decoder():
     torch.testing.assert_close(base, torch.stack(wanted))
     last = [{"encoder.blocks.0.resid_post": edits.scale(n, pos=-1)} for n in (0.0, 2.0, -1.0)]
     together = sweep(model, pairs, last)
-    torch.testing.assert_close(together.values, sweep(model, pairs, last, exact="rerun").values)
+    torch.testing.assert_close(together.values, separately(model, pairs, last))
     column = [{"encoder.blocks.0.resid_post": edits.scale(0.0, pos=[[6], [3]])}]
     torch.testing.assert_close(together.values[0], sweep(model, pairs, column).values[0])
     keys = activation_patching(

@@ -16,6 +16,7 @@ from interp import edits, log_prob, sweep
 from interp.protocol import of
 from models import attach
 from tests.attachable import CACHE
+from tests.reference import separately
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 
@@ -352,10 +353,10 @@ def test_steps_and_sweeps(kind):
     ]
     for given in (None, mask) if kind != "bloom" else (None,):  # its padded rows are NaN in float64
         swept, alone = (
-            sweep(model, TOKENS, changes, log_prob(3), attention_mask=given, exact=how)
-            for how in ("resume", "rerun")
+            effects(model, TOKENS, changes, log_prob(3), attention_mask=given)
+            for effects in (sweep, separately)
         )
-        torch.testing.assert_close(swept.values, alone.values)
+        torch.testing.assert_close(swept.values, alone)
 
 
 def test_weights_where_the_family_is_known():
