@@ -1,6 +1,5 @@
 """Draws: whether a run drew random numbers, as dropout does in training mode."""
 
-import warnings
 from collections.abc import Sequence
 from operator import attrgetter
 
@@ -8,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hooks._torch import state_of, unset_fake_temporarily
+from hooks.errors import warn
 
 
 class Draws:
@@ -30,16 +30,15 @@ class Draws:
             self._devices = {torch.device("cpu"), *(t.device for t in state_of(modules[0]))}
         self._before = self._states()
 
-    def warn(self, what: str, level: int = 4) -> bool:
-        """Warns if numbers were drawn since, and says whether they were. The caller is `level` calls up."""
+    def warn(self, what: str) -> bool:
+        """Warns if numbers were drawn since, and says whether they were."""
         with unset_fake_temporarily():  # a plan draws nothing
             pairs = zip(self._before, self._states(), strict=True)
             drew = any(not torch.equal(*pair) for pair in pairs)
         if drew:
-            warnings.warn(
+            warn(
                 f"{what} drew random numbers in this run, as dropout does in training mode, so each run gives others: "
                 "call model.eval() first",
-                stacklevel=level,
             )
         return drew
 

@@ -16,10 +16,15 @@ import functools
 import importlib
 import math
 import operator
+import sys
+import traceback
+import warnings
 from collections.abc import Collection, Container, Iterable
 from typing import Any
 
 from torch import nn
+
+_PACKAGES = ("hooks", "models", "interp")
 
 NEVER_FIRED = (
     "this input may not lead there, a parent may compute it another way (PyTorch's own attention layers "
@@ -224,3 +229,11 @@ def require_fired(names: Iterable[str], fired: Container[str], reason: str = NEV
         rest = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
         listed = ", ".join(missing[:5])
         raise NeverFiredError(f"the forward pass never reached {listed}{rest}: {reason}")
+
+
+def warn(message: str) -> None:
+    """Warn at the line that called these packages, however deep inside them this is."""
+    frames = traceback.walk_stack(sys._getframe(1))
+    packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in frames]
+    outermost = max(n for n, package in enumerate(packages) if package in _PACKAGES)
+    warnings.warn(message, stacklevel=outermost + 3)

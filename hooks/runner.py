@@ -181,7 +181,7 @@ class HookedRunner(HintsAtNames):
         draws = self._draws()
         with self.hooks(hooks, backward=backward):
             output = self.model(*args, **kwargs)
-        self._has_warned |= draws.warn(f"the {type(self.model).__name__}", 3)
+        self._has_warned |= draws.warn(f"the {type(self.model).__name__}")
         return output
 
     def hooks(

@@ -27,6 +27,7 @@ from hooks.errors import (
     require_module,
     require_whole,
     unknown_name,
+    warn,
 )
 from hooks.hints import HintsAtNames, register_hints, unknown_point
 from hooks.memory import require_room

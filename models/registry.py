@@ -1,12 +1,11 @@
 """Named configs of GPT-2 and of the source documents (configs.json): `build("gpt2")`, `register("name")`."""
 
 import json
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hooks.shared import unknown_name
+from hooks.shared import unknown_name, warn
 from models.config import TransformerConfig
 from models.transformer import Transformer
 
@@ -37,7 +36,7 @@ def register(name: str) -> Callable[[Describe], Describe]:
                 f"{name!r} must be a function that returns a TransformerConfig; got {describe!r}"
             )
         if name in _configs:
-            warnings.warn(f"{name!r} was registered already and is replaced", stacklevel=2)
+            warn(f"{name!r} was registered already and is replaced")
         _configs[name] = config
         return describe
 

@@ -1,6 +1,5 @@
 """The kinds of edits: functions that make an `Edit`, and what each does to a value."""
 
-import warnings
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -8,7 +7,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from hooks import EditError, Point
-from hooks.shared import Index, Selection, to_device
+from hooks.shared import Index, Selection, to_device, warn
 from interp.edits.draws import donors, normal
 from interp.edits.edit import Axes, Edit, Source, Values, source_of
 from interp.edits.places import Region
@@ -213,10 +212,9 @@ def knockout(query: Index | None = None, key: Index | None = None, **where: Inde
     """
     first, last = (Selection(slice(None) if index is None else index) for index in (key, query))
     if _comes_after(first.index, last.index):
-        warnings.warn(
+        warn(
             f"a causal model sees no key that comes after its query, as key {first} after query {last}: "
             "this knockout changes nothing there",
-            stacklevel=2,
         )
     chosen = {"query": query, "key": key, **where}
     selected = {axis: index for axis, index in chosen.items() if index is not None}

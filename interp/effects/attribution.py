@@ -1,7 +1,6 @@
 """Attribution patching, a first-order estimate from one backward pass, and integrated gradients, whose effects add up to that of the whole change."""
 
 import itertools
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hooks import Point
-from hooks.shared import Session, names_by_layer, require_choice
+from hooks.shared import Session, names_by_layer, require_choice, warn
 from interp import edits
 from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.numbers.precision import at_least_float32
@@ -117,7 +116,7 @@ def attribution_patching(
 
     for n, without in enumerate(dropped, 1):
         run.backward(receive, without, last=n == len(dropped))
-    warn_of_flat(run, 3)
+    warn_of_flat(run)
     return of_layers(sites, by_point, run.base, **_about(qk_correction, grad_drop))
 
 
@@ -249,7 +248,7 @@ def integrated_gradients(
     )
     if (largest := max(float(gap.max()) for gap in gaps)) > tolerance:
         rule = f"effects should add up to within {tolerance:.2g} of the mean change of the metric"
-        warnings.warn(f"{rule}; got {largest:.2g} after {max(taken)} steps", stacklevel=2)
+        warn(f"{rule}; got {largest:.2g} after {max(taken)} steps")
     return result
 
 

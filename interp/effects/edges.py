@@ -12,13 +12,12 @@ paths are those of Hanna et al. 2024, "Have Faith in Faithfulness"):
 6. Check the sums: the edges of a writer add up to the writer's change times the gradient where it is added.
 """
 
-import warnings
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from hooks.shared import require_choice, without_gradients
+from hooks.shared import require_choice, warn, without_gradients
 from interp.graph import Graph
 from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.results.result import Result
@@ -106,7 +105,7 @@ def edge_attribution(
     scores.base, base = start.values, start.base
     scored, difference = Found(scores.of_all(start)), runs.target - base
     if method == "eap":
-        warn_of_flat(start, 4)
+        warn_of_flat(start)
     del start
     if method != "eap":
         size = difference.abs().mean()
@@ -116,7 +115,7 @@ def edge_attribution(
     about, gap = _checked_sums(scored, difference)
     if gap > tolerance:
         rule = f"edges should add up to within {tolerance:.2g} of the change of the metric"
-        warnings.warn(f"{rule}; got {gap:.2g}", stacklevel=2)
+        warn(f"{rule}; got {gap:.2g}")
     values = scored.scores[:, :-1][graph.allowed.to(scored.scores.device)]
     values = values.squeeze(1) if over is None else values
     labels: dict[str, Any] = {"edge": graph.edges} | ({over: where.labels} if over else {})

@@ -79,7 +79,7 @@ def activation_patching(
     sites = Sites(runs, Choice(site, over, layers, heads, neurons))
     put = partial(edits.replace, sites.values) if edit is None else edit.at
     about: dict[str, Any] = {} if edit is None else {"edit": repr(edit)}
-    return sites.result(*runs.edited(sites.edits(put), stacklevel=5), **about)
+    return sites.result(*runs.edited(sites.edits(put)), **about)
 
 
 @without_gradients

@@ -78,8 +78,8 @@ def top_attributions(
         read.add(name)
 
     run.backward(receive)
-    warn_of_flat(run, 3)
-    warn_of_unread([name for name in names if name not in read], 3)
+    warn_of_flat(run)
+    warn_of_unread([name for name in names if name not in read])
     return runs.result(kept.values, {"place": kept.labels}, run.base, estimate="attribution")
 
 

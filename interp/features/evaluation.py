@@ -9,7 +9,6 @@ start. Compare two seeds (`stability`), and what activates features with what ac
 """
 
 import math
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -19,7 +18,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from hooks import Hook, Point
-from hooks.shared import Index, require_choice, to_device, with_parts, without_gradients
+from hooks.shared import Index, require_choice, to_device, warn, with_parts, without_gradients
 from interp import pictures
 from interp.features.splicing import Dictionaries, SplicedDictionary, placed
 from interp.inputs.texts import Text, Texts, batches
@@ -224,9 +223,7 @@ def _with_loss(read: list[Text]) -> list[Text]:
     if not n_long:
         raise ValueError("texts must have at least two tokens, one to read and one to predict")
     if n_long < n:
-        warnings.warn(
-            f"{n - n_long} of {n} texts are left out: one token alone has no loss", stacklevel=4
-        )
+        warn(f"{n - n_long} of {n} texts are left out: one token alone has no loss")
     return [text.rows(rows) for text, rows in zip(read, long, strict=True) if rows.any()]
 
 
@@ -281,10 +278,9 @@ class _Sums:
         """Warn if one of several positions has most of the variance."""
         shares = self.variances() / self.variances().sum()
         if (self.counts > 0).sum() > 3 and shares.max() > 0.5:
-            warnings.warn(
+            warn(
                 f"position {int(shares.argmax())} has {float(shares.max()):.0%} of the variance at {name}, so explained "
                 "variance says little of the others: leave it out by pos=, as in pos=slice(1, None)",
-                stacklevel=4,
             )
 
     def scores(self) -> PointScores:

@@ -8,7 +8,6 @@ kept as they are.
 import json
 import os
 import re
-import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hooks import CacheError
-from hooks.shared import storage
+from hooks.shared import storage, warn
 from interp.graph.circuit import Circuit
 from interp.graph.graph import Graph
 
@@ -92,9 +91,8 @@ def write_mib(
         share = -circuit.scores[at].nan_to_num().item() / len(names)
         edges |= {name: (share, bool(circuit.kept[at])) for name in names}
     if len(edges) > graph.allowed.sum():
-        warnings.warn(
+        warn(
             "MIB's format has no shared key heads: each query head gets an equal share of their scores",
-            stacklevel=2,
         )
     nodes, width = _joined_edges(graph), graph.model.config.d_model
     for name, scores, shape in (

@@ -3,7 +3,6 @@
 import math
 import os
 import reprlib
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from hooks.shared import require_whole, storage
+from hooks.shared import require_whole, storage, warn
 from interp import pictures
 from interp.numbers.intervals import Interval, auroc_interval, interval, share_interval
 from interp.results import parts
@@ -159,10 +158,10 @@ class Result(pictures.Shown):
         if not agree.any():
             return shares
         if not per_example:
-            warnings.warn("base and target agree on average: shares are NaN", stacklevel=2)
+            warn("base and target agree on average: shares are NaN")
             return shares
         left = f"{int(agree.sum())} of {len(gap)} examples, which are left out"
-        warnings.warn(f"base and target agree in {left}", stacklevel=2)
+        warn(f"base and target agree in {left}")
         return parts.part(shares, "example", (~agree).nonzero().flatten().tolist())
 
     def select(self, **where: Any) -> "Result":

@@ -11,7 +11,6 @@ The algorithm, after the edge masks of Bhaskar et al. 2024, "Finding Transformer
 5. Read the logits from the stream that the unembedding sees.
 """
 
-import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Literal
@@ -21,7 +20,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from hooks import ActivationCache
-from hooks.shared import Session, all_to_device, to_device, without_gradients
+from hooks.shared import Session, all_to_device, to_device, warn, without_gradients
 from interp.graph.circuit import Circuit
 from interp.graph.graph import Graph
 from interp.inputs.pairs import Pairs, PatchingDirection
@@ -271,9 +270,8 @@ class CircuitRuns(MaskedRuns):
         digests = self.runs.pairs.digests()
         seen = sum(digest in circuit.found_on for digest in digests)
         if seen:
-            warnings.warn(
+            warn(
                 f"the circuit was found on {seen} of these {len(digests)} pairs: others show how good it is",
-                stacklevel=3,
             )
         whole = circuit | ~circuit
         self.none, self.whole = self(whole - whole), self(whole)

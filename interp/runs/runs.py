@@ -1,6 +1,5 @@
 """Runs of pairs: the texts that they share, and the ways to run them."""
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -8,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks import ActivationCache, Hooks
-from hooks.shared import without_gradients
+from hooks.shared import warn, without_gradients
 from interp.inputs.pairs import Pairs, PatchingDirection, pairs_for
 from interp.inputs.texts import Text
 from interp.inputs.wording import words_of
@@ -99,21 +98,19 @@ class Runs:
         return measure(self.metric, logits_of(output), text.of_logits.mask), cache
 
     def edited(
-        self, edits: Sequence[Hooks], stacklevel: int = 4
+        self, edits: Sequence[Hooks]
     ) -> tuple[Float[Tensor, " example"], Float[Tensor, "edit example"]]:
         """Return the metric of the unedited run, and what each edit adds to it; see `sweep`.
 
         Args:
             edits: for each run what `run_with_hooks` takes as `hooks`.
-            stacklevel: as in `warnings.warn`, for effects that are NaN.
         """
         base, values = self._swept(edits)
         effects = values - base
         if effects.isnan().any():
             wrong = effects.isnan().any(1).nonzero()[:, 0].tolist()
-            warnings.warn(
+            warn(
                 f"{len(wrong)} of {len(edits)} edits have no effect that is a number (NaN), the first is edit {wrong[0]}",
-                stacklevel=stacklevel,
             )
         return base, effects
 

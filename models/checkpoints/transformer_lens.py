@@ -9,7 +9,6 @@
 """
 
 import re
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +17,7 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks.shared import without_gradients
+from hooks.shared import warn, without_gradients
 from models.checkpoints.assemble import Reader, Rows, Source, assemble, expanded
 from models.checkpoints.transformer_lens_config import lens_config
 from models.config import TransformerConfig
@@ -80,10 +79,9 @@ def from_transformer_lens(
     model = assemble(ours, table, reader, "the state dict", _is_buffer, dtype, device)
     _check_buffers(model, weights)
     if _is_centred(weights):
-        warnings.warn(
+        warn(
             "these weights are centred, as TransformerLens processes them: probabilities are the original model's, "
             "logits less their mean over the vocabulary",
-            stacklevel=3,
         )
     if tokenizer is not None:
         model.tokenizer = tokenizer

@@ -3,7 +3,6 @@
 import math
 import os
 import re
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hooks.shared import storage
+from hooks.shared import storage, warn
 from models.checkpoints.huggingface.family import ACTIVATIONS, Attributes
 from models.config import TransformerConfig
 from models.files import read_object
@@ -121,10 +120,9 @@ def _defaults(implied: Mapping[str, Any]) -> dict[str, Any]:
     if not implied["attn_only"] and "act_fn" not in implied:
         assumed["act_fn"] = "silu" if implied["gated_mlp"] else "gelu_new"
     said = ", ".join(f"{name}={value!r}" for name, value in assumed.items())
-    warnings.warn(
+    warn(
         f"no config: {said} are taken, which the weights do not say; if they are not so, logits are wrong "
         "(config=cfg.to_dict() of the HookedTransformer)",
-        stacklevel=5,
     )
     return assumed
 

@@ -1,8 +1,10 @@
-"""Checks that all packages share: optional libraries, choices."""
+"""Errors and warnings that all packages share: optional libraries, choices, lines of callers."""
+
+import inspect
 
 import pytest
 
-from hooks.shared import library
+from hooks.shared import library, warn
 from interp import composition_scores
 
 
@@ -19,3 +21,18 @@ def test_a_library_that_lacks_another_says_which(tmp_path, monkeypatch):
 def test_a_part_of_a_choice_is_none(model):
     with pytest.raises(ValueError, match="one of Q, K, V; got 'QK'"):
         composition_scores(model, "QK")
+
+
+def test_a_warning_names_the_line_that_called_these_packages():
+    """A function of the caller's own may stand between, as a metric does."""
+    deep, top = {"__name__": "interp.deep", "warn": warn}, {"__name__": "models.top"}
+    exec("def warned(): warn('seen')", deep)
+    exec("def run(function): return function()", top)
+
+    def between():
+        deep["warned"]()
+
+    with pytest.warns(UserWarning, match="seen") as caught:
+        top["run"](between)
+    line = inspect.currentframe().f_lineno - 1
+    assert (caught[0].filename, caught[0].lineno) == (__file__, line)

@@ -1,6 +1,5 @@
 """Estimates of effects from gradients: sums over places, and means along paths by the trapezoid rule."""
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -9,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hooks import ActivationCache, Point
-from hooks.shared import require_whole, to_device
+from hooks.shared import require_whole, to_device, warn
 from interp import edits
 from interp.numbers.precision import at_least_float32
 from interp.results.result import Result
@@ -112,7 +111,7 @@ def of_layers(
     for name, values in by_point.items():
         require_numbers(name, values)
     names, places = [*sites.names.values()], sites.places
-    warn_of_unread([name for name in names if name not in by_point], 4)
+    warn_of_unread([name for name in names if name not in by_point])
     sizes = [len(along) for axis, along in places.items() if axis != "layer"]
     zero = base.new_zeros(*sizes, len(base))
     by_layer = [to_device(by_point.get(name, zero), base.device) for name in names]
@@ -127,21 +126,20 @@ def require_numbers(name: str, effects: Float[Tensor, "..."]) -> None:
         raise ValueError(f"gradients must be numbers; going back, the first NaN is at {name}")
 
 
-def warn_of_unread(names: Sequence[str], stacklevel: int) -> None:
-    """Warns once of points that no gradient reached; `stacklevel` as in `warnings.warn`, called here."""
+def warn_of_unread(names: Sequence[str]) -> None:
+    """Warns once of points that no gradient reached."""
     if names:
         more = f" and {len(names) - 1} more points" if len(names) > 1 else ""
         without = f"the metric does not depend on {names[0]}{more}: effects there are 0"
-        warnings.warn(without, stacklevel=stacklevel)
+        warn(without)
 
 
-def warn_of_flat(run: Gradients, stacklevel: int) -> None:
-    """Warns if the metric has no gradient at the base run; `stacklevel` as in `warnings.warn`, called here."""
+def warn_of_flat(run: Gradients) -> None:
+    """Warns if the metric has no gradient at the base run."""
     if run.is_flat():
-        warnings.warn(
+        warn(
             "the metric has no gradient at the base run, where it is smallest or largest: these estimates are "
             "rounding. integrated_gradients, or method='eap_ig_inputs' of edges, takes gradients along the way",
-            stacklevel=stacklevel,
         )
 
 
