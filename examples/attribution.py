@@ -41,7 +41,7 @@ def run(out: Path | None) -> None:
         exact = activation_patching(model, pairs, site=site)
         for estimate in (
             attribution_patching(model, pairs, site=site),
-            integrated_gradients(model, pairs, site=site, tolerance=0.05),
+            integrated_gradients(model, pairs, site=site),
         ):
             found = compare(exact, estimate)
             size = (found.estimate.abs().sum() / found.exact.abs().sum()).item()

@@ -144,7 +144,7 @@ READ = {
     "patching last": on_pairs(interp.activation_patching, site="resid_post", **LAYERS),
     "ablation": on_pairs(interp.activation_patching, site="z", edit=edits.zero()),
     "attribution": on_pairs(interp.attribution_patching, site="z"),
-    "integrated": on_pairs(interp.integrated_gradients, site="z", steps=8, tolerance=1.0),
+    "integrated": on_pairs(interp.integrated_gradients, site="z", steps=8),
     "path_patching": on_pairs(interp.path_patching),
     "edge_patching": on_pairs(interp.edge_patching, edges=["input->a0.h1<q>", "a0.h2->m1", "m0->logits"]),
     "faithfulness": shares(interp.faithfulness),

@@ -17,6 +17,7 @@ from interp.results.result import Result
 from interp.runs.gradients.attention import AttentionPoints, OtherKeys, OtherQueries
 from interp.runs.gradients.backward import Gradients
 from interp.runs.gradients.estimates import (
+    TOLERANCE,
     Mean,
     Steps,
     averaged,
@@ -178,7 +179,6 @@ def integrated_gradients(
     over: Sequence[str] | None = None,
     *,
     steps: Steps = "auto",
-    tolerance: float = 0.01,
     direction: PatchingDirection = "denoising",
     layers: Some = None,
     heads: Some = None,
@@ -196,14 +196,13 @@ def integrated_gradients(
         pairs: see `attribution_patching`.
         site: see `activation_patching`; by default the token embeddings.
         over: see `activation_patching`; with several layers `layer` is one of them.
-        steps: how many steps each path has; one more gradient is taken. `auto` doubles them until the gap
-            of every example is within the tolerance, at most 1024, and keeps each gradient it has.
-        tolerance: for the gap, as a share of the mean absolute change of the metric over examples.
+        steps: how many steps each path has; one more gradient is taken. `auto` doubles them until the gap of every
+            example is within 0.01 of the mean absolute change of the metric, at most 1024, and keeps each gradient it has.
         direction, layers, heads, neurons: see `attribution_patching`.
 
     Returns:
         Effects [*over, example], in float32 at least. `about` has the `steps` of each path, and its `gaps`
-        for each example, as shares like the tolerance.
+        for each example, as shares of that change.
 
     Raises:
         ValueError: as for `attribution_patching`, or if `steps` is less than 1, or a metric is infinite.
@@ -211,7 +210,7 @@ def integrated_gradients(
         ModeError: if the model is in training mode.
 
     Warns:
-        UserWarning: if a gap is larger than the tolerance.
+        UserWarning: if a gap is larger than that.
 
     >>> from models import load
     >>> model, pairs = load("pydoc-4l"), Pairs("def __ini", "def __nam", ("t", "e"))
@@ -226,7 +225,7 @@ def integrated_gradients(
     start.backward(first.__setitem__)
     names, points = [*sites.names.values()], runs.runner.points
     paths = {
-        name: _mean_gradient(sites, name, start, first[name], steps, tolerance)
+        name: _mean_gradient(sites, name, start, first[name], steps)
         for name in names
         if name in first
     }
@@ -246,15 +245,13 @@ def integrated_gradients(
         steps=taken,
         gaps=[[float(f"{share:.2g}") for share in gap.tolist()] for gap in gaps],
     )
-    if (largest := max(float(gap.max()) for gap in gaps)) > tolerance:
-        rule = f"effects should add up to within {tolerance:.2g} of the mean change of the metric"
+    if (largest := max(float(gap.max()) for gap in gaps)) > TOLERANCE:
+        rule = f"effects should add up to within {TOLERANCE} of the mean change of the metric"
         warn(f"{rule}; got {largest:.2g} after {max(taken)} steps")
     return result
 
 
-def _mean_gradient(
-    sites: Sites, name: str, start: Gradients, first: Tensor, steps: Steps, tolerance: float
-) -> Mean:
+def _mean_gradient(sites: Sites, name: str, start: Gradients, first: Tensor, steps: Steps) -> Mean:
     """The mean gradient while one point's values move from base to target, from the gradient at the start."""
     base = start.values[name]
     change = _whole_change(sites, sites.runs.runner.points[name], base)
@@ -269,7 +266,7 @@ def _mean_gradient(
     def added(means: Tensor) -> Tensor:
         return (change * means).flatten(2).sum(2)
 
-    return averaged(at, at_least_float32(first)[None], start.base, added, steps, tolerance)
+    return averaged(at, at_least_float32(first)[None], start.base, added, steps)
 
 
 def _whole_change(sites: Sites, point: Point, base: Tensor) -> Tensor:

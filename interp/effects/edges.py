@@ -23,7 +23,7 @@ from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.results.result import Result
 from interp.runs.gradients.edge_paths import Found, Paths
 from interp.runs.gradients.edge_scores import EdgeScores, positions
-from interp.runs.gradients.estimates import Steps, warn_of_flat
+from interp.runs.gradients.estimates import TOLERANCE, Steps, warn_of_flat
 from interp.runs.runs import Runs
 
 METHODS = ("eap", "eap_ig_inputs", "eap_ig_activations")
@@ -38,7 +38,6 @@ def edge_attribution(
     over: Literal["pos", "span"] | None = None,
     *,
     steps: Steps = "auto",
-    tolerance: float = 0.01,
     direction: PatchingDirection = "noising",
     split_embeddings: bool = False,
 ) -> Result:
@@ -65,9 +64,8 @@ def edge_attribution(
         method: one of these three.
         over: `pos` keeps the positions at which the reader reads apart, `span` those of each named span. By
             default they are summed.
-        steps: how many steps each path has; `auto` doubles them until the gap of every example is within
-            the tolerance, at most 1024. `eap` has none.
-        tolerance: for gaps, as a share of the mean absolute difference of target and base.
+        steps: how many steps each path has; `auto` doubles them until the gap of every example is within 0.01 of the
+            mean absolute difference of target and base, at most 1024. `eap` has none.
         direction: noising edits the clean run, as circuits do; denoising the corrupted one.
         split_embeddings: whether token and position embeddings are writers of their own; see `Graph`. Together they are
             the input of `eap_ig_inputs`.
@@ -87,7 +85,7 @@ def edge_attribution(
         ModeError: if the model is in training mode.
 
     Warns:
-        UserWarning: if a gap is larger than the tolerance.
+        UserWarning: if a gap is larger than that.
 
     >>> from models import load
     >>> model, pairs = load("pydoc-4l"), Pairs("def __ini", "def __nam", ("t", "e"))
@@ -109,12 +107,12 @@ def edge_attribution(
     del start
     if method != "eap":
         size = difference.abs().mean()
-        paths = Paths(runs, scores, base, size, steps, tolerance)
+        paths = Paths(runs, scores, base, size, steps)
         of = paths.of_input if method == "eap_ig_inputs" else paths.of_writers
         scored = of(scored.scores)
     about, gap = _checked_sums(scored, difference)
-    if gap > tolerance:
-        rule = f"edges should add up to within {tolerance:.2g} of the change of the metric"
+    if gap > TOLERANCE:
+        rule = f"edges should add up to within {TOLERANCE} of the change of the metric"
         warn(f"{rule}; got {gap:.2g}")
     values = scored.scores[:, :-1][graph.allowed.to(scored.scores.device)]
     values = values.squeeze(1) if over is None else values

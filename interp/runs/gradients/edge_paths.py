@@ -34,7 +34,7 @@ class Paths:
         scores: the scores of its edges.
         base: the metric of the run.
         size: what gaps are a share of.
-        steps, tolerance: see `edge_attribution`.
+        steps: see `edge_attribution`.
     """
 
     def __init__(
@@ -44,10 +44,9 @@ class Paths:
         base: Float[Tensor, " batch"],
         size: Float[Tensor, ""],
         steps: Steps,
-        tolerance: float,
     ) -> None:
         self._runs, self._scores, self._batch = runs, scores, len(base)
-        self._averaged = partial(averaged, base=base, steps=steps, tolerance=tolerance, size=size)
+        self._averaged = partial(averaged, base=base, steps=steps, size=size)
 
     def of_input(self, first: Float[Tensor, "writer column group batch"]) -> Found:
         """The scores of all edges, from their values at the start of the path."""

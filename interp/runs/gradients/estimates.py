@@ -16,10 +16,13 @@ from interp.runs.gradients.backward import Gradients
 from interp.runs.runs import Runs
 from interp.runs.sites import Choice, PatchPlace, Sites
 
+TOLERANCE = 0.01
+"""How large a gap may be without a warning."""
+
 _FIRST, _MOST = 4, 1024
 
 Steps = int | Literal["auto"]
-"""The number of steps of each path; `auto` doubles them until its gap is small enough, at most 1024."""
+"""The number of steps of each path; `auto` doubles them until its gap is within `TOLERANCE`, at most 1024."""
 
 AtShare = Callable[
     [Sequence[int], float], tuple[Float[Tensor, "_some *axes"], Float[Tensor, "_some batch"]]
@@ -47,7 +50,6 @@ def averaged(
     base: Float[Tensor, " batch"],
     added: Callable[[Float[Tensor, "path *axes"]], Float[Tensor, "path batch"]],
     steps: Steps,
-    tolerance: float,
     size: Float[Tensor, ""] | None = None,
 ) -> Mean:
     """The mean of a function along each path. No value is computed twice.
@@ -57,7 +59,6 @@ def averaged(
         first, base: its values at the start, and the metric there.
         added: what means add up to, which should be the change of the metric.
         steps: see `Steps`.
-        tolerance: how large gaps may be.
         size: what gaps are a share of; by default the mean absolute change of the metric.
 
     Raises:
@@ -65,7 +66,7 @@ def averaged(
 
     >>> import torch
     >>> at = lambda paths, share: (torch.tensor([[share**2]]), torch.tensor([[share**3 / 3]]))
-    >>> averaged(at, torch.zeros(1, 1), torch.zeros(1), lambda means: means, 4, 0.0)
+    >>> averaged(at, torch.zeros(1, 1), torch.zeros(1), lambda means: means, 4)
     Mean(values=tensor([[0.3438]]), steps=[4], gaps=tensor([[0.0312]]))
     """
     require_whole("steps, if not 'auto',", 1 if steps == "auto" else steps)
@@ -85,7 +86,7 @@ def averaged(
         means = sums / sums.new_tensor(taken).view(-1, *[1] * (sums.ndim - 1))
         gaps = ((added(means) - change).abs() / size).nan_to_num()  # 0 / 0, where nothing changes
         off = gaps.amax(1).tolist()
-        before, again = now, [path for path in paths if off[path] > tolerance]
+        before, again = now, [path for path in paths if off[path] > TOLERANCE]
         if steps != "auto" or now == _MOST or not again:
             return Mean(means, taken, gaps)
         paths, now = again, 2 * now

@@ -165,10 +165,10 @@ def test_a_circuit_of_embeddings_apart():
 def test_edges_of_embeddings_apart_add_up_to_those_of_the_input(method):
     model = made(embed_norm=True, n_layers=1).requires_grad_(False)
     nodes, pairs = Graph(model, split_embeddings=True), Pairs(*TEXTS, ANSWERS)
-    found = edge_attribution(
-        model, pairs, method=method, split_embeddings=True, steps=8, tolerance=0.1
+    found, joined = (
+        edge_attribution(model, pairs, method=method, split_embeddings=apart)
+        for apart in (True, False)
     )
-    joined = edge_attribution(model, pairs, method=method, steps=8, tolerance=0.1)
     of_each = dict(zip(nodes.edges, found.values, strict=True))
     for edge, values in zip(Graph(model).edges, joined.values, strict=True):
         if edge.startswith("input->"):
