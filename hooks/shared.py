@@ -19,6 +19,7 @@ from hooks._torch import (
 )
 from hooks.calls import Calls, number_of_call
 from hooks.capture import Recorder
+from hooks.draws import generator
 from hooks.errors import (
     NEVER_FIRED,
     library,

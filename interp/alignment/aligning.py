@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import orthogonal
@@ -143,7 +142,7 @@ def align(
     everywhere = [fitted, tested, *(Runs(shuffled, each, direction) for each in (pairs, test))]
     answers = fitted.pairs.answers
     assert answers is not None  # checked above
-    drawn = torch.tensor(np.random.default_rng(seed).permutation(len(answers)))
+    drawn = torch.randperm(len(answers), generator=torch.Generator().manual_seed(seed))
     scores, learned, losses = [], {}, {}
     for name in points:
         for place in places:
@@ -206,12 +205,12 @@ class Fit:
         """The part, and the mean loss of each epoch."""
         module, part = self._learner(site.source)
         optimizer = torch.optim.Adam(module.parameters(), lr=self.rate)
-        draw, losses = np.random.default_rng(self.seed), []
+        draw, losses = torch.Generator().manual_seed(self.seed), []
         n = len(site.source)
         steps = self.epochs * -(-n // self.batch)
         step = 0
         for _ in range(self.epochs):
-            order, total = torch.tensor(draw.permutation(n)), 0.0
+            order, total = torch.randperm(n, generator=draw), 0.0
             for rows in order.split(self.batch):
                 with torch.enable_grad():
                     learned = part(_COLDEST ** (step / max(1, steps - 1)))

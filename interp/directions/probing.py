@@ -118,10 +118,10 @@ def probe(
         raise ValueError(
             f"folds must be 2 to the texts of each kind ({len(kinds[1])} and {len(kinds[0])}); got {folds}"
         )
-    draw = np.random.default_rng(seed)
+    draw = torch.Generator().manual_seed(seed)
     fold_of = np.zeros(texts.max() + 1, int)
     for each in kinds:  # each fold has texts of both kinds
-        fold_of[draw.permutation(each)] = np.arange(len(each)) % folds
+        fold_of[each[torch.randperm(len(each), generator=draw)]] = np.arange(len(each)) % folds
     targets = [labels, *(_drawn(kinds, fold_of, folds, draw)[texts] for _ in range(draws))]
     ranks = torch.cat([part.rank for part in parts]).numpy()
     groups, axes, places = [np.full(len(ranks), True)], ["point"], {"point": points}
@@ -165,7 +165,7 @@ def _drawn(kinds: list[Any], fold_of: Any, folds: int, draw: Any) -> Any:
     drawn = np.zeros(len(fold_of), int)
     for fold in range(folds):
         members = np.concatenate([each[fold_of[each] == fold] for each in kinds])
-        drawn[draw.permutation(members)] = np.arange(len(members)) % 2
+        drawn[members[torch.randperm(len(members), generator=draw)]] = np.arange(len(members)) % 2
     return drawn
 
 

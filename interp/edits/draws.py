@@ -1,7 +1,6 @@
 """Draws that follow from a seed and a place alone, whatever else is drawn."""
 
-import hashlib
-import random
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -9,6 +8,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from hooks import EditError
+from hooks.shared import generator
+from interp.edits.places import Region
+
+_TOGETHER = 16  # texts that share a generator, which takes longer to make than its draws
 
 
 def donors(padding: Sequence[Sequence[bool]], seed: int) -> list[int]:
@@ -20,7 +23,7 @@ def donors(padding: Sequence[Sequence[bool]], seed: int) -> list[int]:
     >>> donors([[True], [False], [True], [False]], seed=0)
     [2, 3, 0, 1]
     """
-    draw, groups = random.Random(seed), dict[tuple[bool, ...], list[int]]()
+    draw, groups = torch.Generator().manual_seed(seed), dict[tuple[bool, ...], list[int]]()
     donor_of: dict[int, int] = {}
     for row, is_padding in enumerate(padding):
         groups.setdefault(tuple(is_padding), []).append(row)
@@ -29,51 +32,43 @@ def donors(padding: Sequence[Sequence[bool]], seed: int) -> list[int]:
             raise EditError(
                 f"resample must have 2 rows with the same padding; got one, row {rows[0]}"
             )
-        order = draw.sample(rows, len(rows))
+        order = [rows[n] for n in torch.randperm(len(rows), generator=draw).tolist()]
         # Each takes from the one before it in a random circle.
         donor_of |= zip(order, order[-1:] + order[:-1], strict=True)
     return [donor_of[row] for row in range(len(padding))]
 
 
-def normal(name: str, firsts: tuple[int, ...], lengths: tuple[int, ...]) -> Float[Tensor, "..."]:
-    """A number from the normal distribution for each place of a box.
+def normal(seed: int, region: Region) -> Float[Tensor, "..."]:
+    """A number from the normal distribution for each place of a region's box.
 
-    It is a hash (splitmix64) of the name and of the number's own place, so it does not depend on the box.
-
-    Args:
-        name: another name gives other numbers.
-        firsts, lengths: where the box begins along each axis, and its sizes.
+    It follows from the seed, the point's name and the number's own place. So it does not depend on the box, nor on how
+    long the text is so far: each row and column has a generator, which draws the first keys first.
     """
-    state = _started(name)
-    for first, length in zip(firsts, lengths, strict=True):
-        state = _mixed(state[..., None] + torch.arange(first + 1, first + length + 1) * _GOLDEN)
-    uniform = (_shifted(state, 11) + 0.5) * 2.0**-53
-    return torch.special.ndtri(uniform)
+    axes = region.axes
+    apart = [at for at, axis in enumerate(axes) if axis in ("batch", "pos", "query")]
+    rest = sorted({*range(len(axes))} - {*apart}, key=lambda at: (axes[at] != "key", at))
+    ends = [first + length for first, length in zip(region.firsts, region.lengths, strict=True)]
+    sizes = [ends[at] if axes[at] == "key" else region.sizes[at] for at in rest]
+    box = [slice(first, end) for first, end in zip(region.firsts, ends, strict=True)]
+    drawn = [
+        torch.rand(sizes, dtype=torch.float64, generator=generator(seed, region.point.name, *place))
+        for place in itertools.product(*(range(box[at].start, box[at].stop) for at in apart))
+    ]
+    uniform = torch.stack([numbers[tuple(box[at] for at in rest)] for numbers in drawn])
+    order = [*apart, *rest]
+    uniform = uniform.view([region.lengths[at] for at in order]).movedim([*range(len(axes))], order)
+    return torch.special.ndtri(uniform.clamp(min=2.0**-54))
 
 
-def hashes(name: str, places: Int[Tensor, "row axis"]) -> Int[Tensor, " row"]:
-    """A hash (splitmix64) of the name and of each place, as a signed integer; one with other places is another."""
-    state = _started(name)
-    for column in places.unbind(1):
-        state = _mixed(state + (column + 1) * _GOLDEN)
-    return state
-
-
-def _started(name: str) -> Tensor:
-    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-    return torch.tensor(int.from_bytes(digest, "little", signed=True))
-
-
-# Steele, Lea & Flood 2014, "Fast splittable pseudorandom number generators"; as signed integers.
-_GOLDEN, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
-
-
-def _mixed(state: Tensor) -> Tensor:
-    state = (state ^ _shifted(state, 30)) * _FIRST
-    state = (state ^ _shifted(state, 27)) * _SECOND
-    return state ^ _shifted(state, 31)
-
-
-def _shifted(state: Tensor, by: int) -> Tensor:
-    """A shift to the right as of unsigned integers."""
-    return (state >> by) & ((1 << (64 - by)) - 1)
+def keys_of(
+    seed: int, text: Int[Tensor, " row"], pos: Int[Tensor, " row"]
+) -> Float[Tensor, " row"]:
+    """A number from [0, 1) for each place of a text, which follows from the seed and the place alone."""
+    keys, groups = torch.empty(len(text), dtype=torch.float64), text // _TOGETHER
+    order = groups.argsort()
+    numbers, counts = groups[order].unique_consecutive(return_counts=True)
+    for number, rows in zip(numbers.tolist(), order.split(counts.tolist()), strict=True):
+        sizes = int(pos[rows].max()) + 1, _TOGETHER
+        drawn = torch.rand(sizes, dtype=torch.float64, generator=generator(seed, number))
+        keys[rows] = drawn[pos[rows], text[rows] % _TOGETHER]
+    return keys

@@ -174,8 +174,8 @@ def resample(
 def noise(scale: float, seed: int = 0, **where: Index) -> Edit:
     """Adds Gaussian noise, as in causal tracing (Meng et al. 2022).
 
-    Each number is a hash (splitmix64) of the seed, the point's name and the number's own place: row, column of
-    the text, and so on. So it does not depend on the length of a piece, on the device or on other edits.
+    Each number follows from the seed, the point's name and the number's own place: row, column of the text, and
+    so on. So it does not depend on the length of a piece, on the device or on other edits.
 
     Args:
         scale: the standard deviation.
@@ -189,7 +189,7 @@ def noise(scale: float, seed: int = 0, **where: Index) -> Edit:
     """
 
     def noisy(region: Tensor, value: Tensor, place: Region) -> Tensor:
-        drawn = scale * normal(f"{seed} {place.point.name}", place.firsts, place.lengths)
+        drawn = scale * normal(seed, place)
         return region + to_device(drawn.to(region.dtype), region.device)
 
     return Edit("noise", noisy, {"0": scale, "seed": seed}).at(**where)

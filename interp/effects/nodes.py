@@ -55,9 +55,7 @@ def node_effects(
         direct[place, -1] = 1
         effects.append([masked.metric(mask) - base for mask in (total, direct)])
     table = torch.stack([torch.stack(each) for each in zip(*effects, strict=True)])
-    labels = {
-        "effect": ["total", "direct", "later"],
-        "node": [graph.writers[place] for place in places],
-    }
     values = torch.cat([table, table[:1] - table[1:]])
+    nodes: list[str] = [graph.writers[place] for place in places]
+    labels = {"effect": ["total", "direct", "later"], "node": nodes}
     return masked.runs.result(values, labels, base)

@@ -1,7 +1,6 @@
 """The places that an estimate ranks first, checked exactly, and what it may have missed elsewhere."""
 
 import math
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -109,7 +108,9 @@ def patch_top_k(
     _require_same(same and _metrics_agree(estimate.target, runs.target, precision))
     order = guess.argsort(descending=True, stable=True).tolist()
     n = min(budget - 2 - k, len(order) - k)
-    chosen = order[:k] + random.Random(seed).sample(order[k:], n)
+    draw = torch.Generator().manual_seed(seed)
+    others = torch.randperm(len(order) - k, generator=draw)[:n].tolist()
+    chosen = order[:k] + [order[k + other] for other in others]
     jobs = sites.edits(partial(edits.replace, sites.values))
     base, effects = runs.edited([jobs[at] for at in chosen])
     _require_same(_metrics_agree(estimate.base, base, precision))

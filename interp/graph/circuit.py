@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Bool, Float, Shaped
@@ -12,6 +12,7 @@ from torch import Tensor
 from hooks.shared import require_whole, storage, unknown_name
 from interp import pictures
 from interp.graph.graph import Graph
+from interp.results.node import NodeName
 
 if TYPE_CHECKING:
     from interp.pictures.view import Arrow
@@ -103,11 +104,11 @@ class Circuit(pictures.Shown):
         return self._with(self.graph.allowed & ~self.kept)
 
     @property
-    def nodes(self) -> tuple[str, ...]:
+    def nodes(self) -> tuple[NodeName, ...]:
         """The nodes that its edges come from, in the order of computation, and the logits if any lead there."""
         writes = self.kept.any(1).tolist()
         names = (name for name, is_in in zip(self.graph.writers, writes, strict=True) if is_in)
-        return (*names, *(["logits"] if self.kept[:, -1].any() else []))
+        return (*names, *(self.graph.readers[-1:] if self.kept[:, -1].any() else []))
 
     def without(self, node: str) -> "Circuit":
         """The circuit without the edges that lead to a node or from it.
@@ -149,20 +150,18 @@ class Circuit(pictures.Shown):
         """Nodes that are connected, in rows from the input upward, and the edges between them."""
         from interp.pictures.view import Arrow
 
-        shown, rows, arrows = self.pruned(), dict[str, list[str]](), []
+        shown, rows, arrows = self.pruned(), dict[Any, list[str]](), []
         for node in shown.nodes:
-            ends = "logits" if node == "logits" else "input"
-            rows.setdefault(node.partition(".")[0] if node[1:2].isdigit() else ends, []).append(
-                node
-            )
+            row = (node == "logits") if node.layer is None else (node.layer, node.part[0])
+            rows.setdefault(row, []).append(node)
         writers, readers = self.graph.writers, self.graph.readers
         scores, feeds = shown.scores.nan_to_num(), feeding(self.graph)
         for writer, reader in shown.kept.nonzero().tolist():
             fed = [writers[n] for n in feeds[:, reader].nonzero().flatten().tolist()]
-            part, score = readers[reader].partition("<")[2][:1], scores[writer, reader].item()
+            part, score = readers[reader].kind, scores[writer, reader].item()
             # A key head that several heads share is drawn at those that are in the circuit.
             for node in [n for n in fed if n in shown.nodes] or ["logits"]:
-                arrows.append(Arrow(writers[writer], node, part, score))
+                arrows.append(Arrow(writers[writer], node, part if part in "qkv" else "", score))
         return [*rows.values()], arrows
 
     def view(self) -> pictures.View:

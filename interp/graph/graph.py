@@ -21,6 +21,7 @@ from interp.inputs.texts import text_of
 from interp.inputs.token_positions import real_of
 from interp.numbers.precision import is_rounding, like
 from interp.protocol import plain, runner_of
+from interp.results.node import NodeName
 
 _STEPS = ("config", "blocks", "context", "input_resid", "logits", "unembed")
 
@@ -73,28 +74,27 @@ class Graph:
         norm: Any = getattr(self.model, "ln_embed", None)
         self._norm = norm if split_embeddings and not is_identity(norm) else None
         # Each node with the time when it writes or reads.
-        writers: dict[str, int] = {}
-        readers: dict[str, int] = {}
-        add(
-            writers,
-            0,
-            [self.names[point] for point in self._inputs] if split_embeddings else ["input"],
-        )
+        writers: dict[NodeName, int] = {}
+        readers: dict[NodeName, int] = {}
+        inputs = [self.names[point] for point in self._inputs] if split_embeddings else ["input"]
+        add(writers, 0, map(NodeName, inputs))
         if linear_part(self._norm, self.model.config.d_model).bias.any():
-            add(writers, 0, ["input.bias"])
+            add(writers, 0, [NodeName("input.bias")])
         self.layers = tuple(
             nodes_of_block(n, block, writers, readers) for n, block in enumerate(blocks)
         )
-        add(readers, 2 * len(blocks), ["logits"])
+        add(readers, 2 * len(blocks), [NodeName("logits")])
         self.writers, self.readers = tuple(writers), tuple(readers)
         nodes = {"writer": self.writers, "reader": self.readers}
-        self._places = {kind: {name: n for n, name in enumerate(nodes[kind])} for kind in nodes}
+        self._places: dict[str, dict[str, int]] = {
+            kind: {name: n for n, name in enumerate(nodes[kind])} for kind in nodes
+        }
         varying = [
             layer.bias
             for layer in self.layers
             if layer.scale is not None and layer.added.bias.any()
         ]
-        varies = [n in varying or not name.endswith("bias") for n, name in enumerate(writers)]
+        varies = [n in varying or not w.kind.endswith("bias") for n, w in enumerate(writers)]
         wrote, reads = (torch.tensor([*nodes.values()]) for nodes in (writers, readers))
         self.allowed: Bool[Tensor, "writer reader"] = (wrote[:, None] <= reads) & torch.tensor(
             varies

@@ -7,7 +7,6 @@ kept as they are.
 
 import json
 import os
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ from hooks import CacheError
 from hooks.shared import storage, warn
 from interp.graph.circuit import Circuit
 from interp.graph.graph import Graph
+from interp.results.node import NodeName, node_name
 
 _NEEDED = ("cfg", "src_nodes", "dst_nodes", "edges_scores", "edges_in_graph", "nodes_in_graph")
 
@@ -194,30 +194,29 @@ def _config(graph: Graph) -> dict[str, Any]:
 
 
 def _readers(config: Mapping[str, Any]) -> list[str]:
-    readers = []
+    readers: list[NodeName] = []
     for layer in range(config["n_layers"]):
         heads = range(config["n_heads"])
-        readers += [f"a{layer}.h{head}<{letter}>" for letter in "qkv" for head in heads]
-        readers.append(f"m{layer}")
-    return [*readers, "logits"]
+        readers += [node_name(layer, part, head) for part in "qkv" for head in heads]
+        readers.append(node_name(layer, "mlp"))
+    return [*map(str, readers), "logits"]
 
 
 def _joined_edges(graph: Graph) -> list[str]:
-    """The writers that have edges."""
-    return [name for name, row in zip(graph.writers, graph.allowed, strict=True) if row.any()]
+    """The names of the writers that have edges."""
+    return [str(name) for name, row in zip(graph.writers, graph.allowed, strict=True) if row.any()]
 
 
 def _mib_names(graph: Graph) -> dict[tuple[int, int], list[str]]:
     """The names that MIB's format has for each edge: several where query heads share a key head."""
-    odd = [
-        name for name in _joined_edges(graph) if not re.fullmatch(r"input|a\d+\.h\d+|m\d+", name)
-    ]
+    others = [name for name in graph.writers if name.kind not in ("input", "head", "mlp")]
+    odd = [*{*others} & {*_joined_edges(graph)}]
     if odd or any(layer.mlp is None for layer in graph.layers):
         raise ValueError(
             "MIB's format has edges from the input, heads and an MLP in each block; this graph has "
             f"{odd or 'blocks without MLPs'}"
         )
-    readers = {n: [name] for n, name in enumerate(graph.readers)}
+    readers = {n: [str(name)] for n, name in enumerate(graph.readers)}
     for layer in graph.layers:
         heads = graph.writers[layer.heads]
         for letter, part in (("k", layer.k), ("v", layer.v)):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from hooks.shared import all_to_device
 from interp.graph.norms import is_identity, linear_part
 from interp.numbers.precision import like
+from interp.results.node import NodeName, node_name
 
 At = Callable[[nn.Module], Float[Tensor, "batch pos *size"]]
 """The value that a point had in a run."""
@@ -26,7 +27,7 @@ class Writers(NamedTuple):
         weight: passed through that norm without its division; None where values are vectors.
     """
 
-    names: Sequence[str]
+    names: Sequence[NodeName]
     values: Float[Tensor, "batch pos writer size"]
     weight: Float[Tensor, "writer size d_model"] | None = None
 
@@ -83,8 +84,8 @@ class Added(NamedTuple):
 
     def writers(
         self,
-        names: Sequence[str],
-        rest: str | None,
+        names: Sequence[NodeName],
+        rest: NodeName | None,
         values: Float[Tensor, "batch pos writer size"],
         scale: Float[Tensor, "batch pos 1"] | None,
     ) -> Iterator[Writers]:
@@ -168,10 +169,11 @@ class Layer:
 
     def attention_writers(self, at: At, added: Added | None = None) -> Iterator[Writers]:
         """Yield the heads and, if it is a writer, the bias. `added` are the factors, where they are at hand."""
-        heads = [f"a{self.n}.h{head}" for head in range(self.heads.stop - self.heads.start)]
+        n_heads = range(self.heads.stop - self.heads.start)
+        heads = [node_name(self.n, "head", head) for head in n_heads]
         scale = None if self.scale is None else at(self.scale)
         z, added = at(self.attention.sublayer.z), added or self.added
-        rest = None if self.bias is None else f"a{self.n}.bias"
+        rest = None if self.bias is None else node_name(self.n, "attn_bias")
         yield from added.writers(heads, rest, z, scale)
 
     def mlp_writers(self, at: At, neurons: bool = False) -> Iterator[Writers]:
@@ -180,14 +182,14 @@ class Layer:
             return
         branch = self.mlp.branch
         if not neurons:
-            yield Writers([f"m{self.n}"], at(branch.added)[:, :, None])
+            yield Writers([node_name(self.n, "mlp")], at(branch.added)[:, :, None])
             return
         mlp, scale = branch.sublayer, _scale_of(branch)
         hidden = at(mlp.post)[..., None]
-        names = [f"m{self.n}.n{neuron}" for neuron in range(hidden.shape[2])]
+        names = [node_name(self.n, "neuron", n) for n in range(hidden.shape[2])]
         added = added_by(branch, mlp.W_out[:, None], mlp.b_out)
         scales = None if scale is None else at(scale)
-        rest = f"m{self.n}.bias" if added.has_rest else None
+        rest = node_name(self.n, "mlp_bias") if added.has_rest else None
         yield from added.writers(names, rest, hidden, scales)
 
 
@@ -195,21 +197,24 @@ def _scale_of(branch: Any) -> nn.Module | None:
     return None if is_identity(branch.after) else branch.after.scale
 
 
-def nodes_of_block(n: int, block: Any, writers: dict[str, int], readers: dict[str, int]) -> Layer:
+def nodes_of_block(
+    n: int, block: Any, writers: dict[NodeName, int], readers: dict[NodeName, int]
+) -> Layer:
     """Adds the nodes of a block."""
     attention, *others = block.branches
     queries, keys = range(len(attention.sublayer.W_Q)), range(len(attention.sublayer.W_K))
     q, k, v = (
-        add(readers, 2 * n, [f"a{n}.h{head}<{part}>" for head in heads])
+        add(readers, 2 * n, [node_name(n, part, head) for head in heads])
         for part, heads in (("q", queries), ("k", keys), ("v", keys))
     )
-    heads, bias, mlp = add(writers, 2 * n + 1, [f"a{n}.h{head}" for head in queries]), None, None
+    heads = add(writers, 2 * n + 1, [node_name(n, "head", head) for head in queries])
+    bias, mlp, name = None, None, node_name(n, "mlp")
     if added_by(attention, attention.sublayer.W_O, attention.sublayer.b_O).has_rest:
-        bias = add(writers, 2 * n + 1, [f"a{n}.bias"]).start
+        bias = add(writers, 2 * n + 1, [node_name(n, "attn_bias")]).start
     for branch in others:
         time = 2 * n + (branch.reads is not attention.reads)
-        read = add(readers, time, [f"m{n}"]).start
-        mlp = MLP(add(writers, 2 * n + 2, [f"m{n}"]).start, read, branch)
+        read = add(readers, time, [name]).start
+        mlp = MLP(add(writers, 2 * n + 2, [name]).start, read, branch)
     return Layer(n, attention, heads, bias, q, k, v, mlp)
 
 
@@ -240,7 +245,7 @@ def listed(names: str | Iterable[str], what: str) -> tuple[str, ...]:
     return tuple(several)
 
 
-def add(nodes: dict[str, int], time: int, names: Iterable[str]) -> slice:
+def add(nodes: dict[NodeName, int], time: int, names: Iterable[NodeName]) -> slice:
     """Adds nodes that write or read at a time, and returns their places."""
     start = len(nodes)
     nodes.update(dict.fromkeys(names, time))

@@ -19,6 +19,7 @@ from interp.graph.norms import LinearPart, is_identity, linear_part
 from interp.inputs.texts import mask_of
 from interp.numbers.precision import at_least_float32, is_rounding
 from interp.protocol import plain
+from interp.results.node import NodeName, node_name
 
 # What is read of a run, but for neurons; and what is read besides for experts.
 _READ = re.compile(r"(^(pos_)?embed|(ln_embed|ln_final|_post)\.scale|attn\.z|mlp_out|resid_\w+)$")
@@ -128,7 +129,7 @@ class ResidualComponents:
             if not torch.equal(left, entering):
                 added = entering - left
                 if not is_rounding(entering, entering - added, self.dtype).all():
-                    yield Writers([f"input{n}"], added[:, :, None])
+                    yield Writers([NodeName(f"input{n}")], added[:, :, None])
 
     def _experts(self, layer: Layer) -> Iterator[Writers]:
         """Yield the experts of a block, each with its weight, and the shared one.
@@ -144,10 +145,10 @@ class ResidualComponents:
             weighted = given * routing.gather(-1, chosen)[..., None]
             values = given.new_zeros(*routing.shape, given.shape[-1])
             values.scatter_add_(2, chosen[..., None].expand_as(given), weighted)
-        names = [f"m{layer.n}.e{expert}" for expert in range(values.shape[2])]
+        names = [node_name(layer.n, "expert", n) for n in range(values.shape[2])]
         if f"{mlp}.shared" in self._points:
             values = torch.cat([values, self.at(f"{mlp}.shared")[:, :, None]], 2)
-            names.append(f"m{layer.n}.shared")
+            names.append(node_name(layer.n, "shared"))
         linear = linear_part(branch.after, given.shape[-1])
         values = linear.after(values * branch.sublayer.factor)
         if not is_identity(branch.after):
@@ -159,7 +160,7 @@ class ResidualComponents:
             )
         yield Writers(names, values)
         if linear.bias.any():
-            yield Writers([f"m{layer.n}.bias"], linear.bias.expand_as(values[:, :, :1]))
+            yield Writers([node_name(layer.n, "mlp_bias")], linear.bias.expand_as(values[:, :, :1]))
 
     def _inputs(self, at: At) -> Writers:
         """The embeddings and, where something else stands in their place, such as an image, the stream."""
@@ -171,7 +172,7 @@ class ResidualComponents:
             replaced = ~is_rounding(inputs.sum(2), stream, self.dtype).all(-1)[:, :, None, None]
             if replaced.any():
                 inputs = torch.cat([inputs * ~replaced, stream[:, :, None] * replaced], 2)
-                names = (*names, "input")
+                names = (*names, NodeName("input"))
         return Writers(names, inputs)
 
     def check(

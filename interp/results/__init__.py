@@ -1,1 +1,1 @@
-"""Tables of effects, and how sure their means are. `result` stands on `intervals`, `places` and `parts`; `plot` draws it."""
+"""Tables of effects, and how sure their means are. `result` stands on `parts`, `places` and `node`."""

@@ -1,7 +1,6 @@
 """Checks of results; parts of them, by label; entries regrouped by what their names say; and differences of two results."""
 
 import fnmatch
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -10,17 +9,10 @@ import torch
 
 from hooks.shared import unknown_name
 from interp.inputs.token_positions import short
+from interp.results.node import NodeName
 
 if TYPE_CHECKING:
     from interp.results.result import Result
-
-# By the second axis of the regrouped result, the names of nodes that belong there: see `interp.graph`.
-_NODES = {
-    "head": re.compile(r"a(?P<layer>\d+)\.h(?P<place>\d+)"),
-    "neuron": re.compile(r"m(?P<layer>\d+)\.n(?P<place>\d+)"),
-    "expert": re.compile(r"m(?P<layer>\d+)\.e(?P<place>\d+)"),
-    "part": re.compile(r"(?P<kind>[am])(?P<layer>\d+)(?P<place>.*)"),
-}
 
 
 def check(result: "Result") -> None:
@@ -122,22 +114,23 @@ def _indices(result: "Result", axis: str, label: Any) -> list[int]:
 
 def regrouped(result: "Result", what: str) -> "Result":
     """The entries of nodes as [layer, head], [layer, neuron] or [layer, part]; see `Result.by`."""
+    ways = ("layer", "head", "neuron", "expert")
+    if what not in ways:
+        raise unknown_name(what, ways, "way to regroup")
     second = "part" if what == "layer" else what
-    if second not in _NODES:
-        raise unknown_name(what, ("layer", "head", "neuron", "expert"), "way to regroup")
     for axis in result.axes[:-1]:
-        names = [_NODES[second].fullmatch(str(label)) for label in result.labels[axis]]
-        if any(names):
+        indices: dict[tuple[int, Any], int] = {
+            (label.layer, label.part if what == "layer" else label.number): n
+            for n, label in enumerate(result.labels[axis])
+            if isinstance(label, NodeName) and (what in ("layer", label.kind))
+            if label.layer is not None
+        }
+        if indices:
             break
     else:
         raise ValueError(
             f"by({what!r}) needs an axis of nodes, such as 'a0.h1' or 'm0'; got {result.axes}"
         )
-    indices = {
-        (int(name["layer"]), name["kind"] + name["place"] if second == "part" else int(name["place"])): n
-        for n, name in enumerate(names)
-        if name
-    }  # fmt: skip
     layers = sorted({layer for layer, _ in indices})
     places = [*dict.fromkeys(place for _, place in indices)]
     places = places if second == "part" else sorted(places)

@@ -17,6 +17,7 @@ from hooks.shared import require_whole, storage, warn
 from interp import pictures
 from interp.numbers.intervals import Interval, auroc_interval, interval, share_interval
 from interp.results import parts
+from interp.results.node import as_fact, from_fact
 from interp.results.places import Entries, Entry
 
 if TYPE_CHECKING:
@@ -183,7 +184,7 @@ class Result(pictures.Shown):
         return result
 
     def by(self, what: Literal["layer", "head", "neuron", "expert"]) -> "Result":
-        """Regroup entries whose labels are nodes, such as `a2.h1` and `m2`, into named axes.
+        """Regroup entries of nodes, such as `a2.h1` and `m2`, into named axes: of components, and writers of a graph.
 
         Args:
             what: `head` gives the heads as [layer, head], `neuron` the neurons as [layer, neuron], `expert` the experts likewise, and `layer` all
@@ -197,13 +198,15 @@ class Result(pictures.Shown):
             UnknownNameError: if there is no such way to regroup.
             ValueError: if no axis has such nodes.
 
-        >>> nodes = ["embed", "a0.h0", "a0.h1", "m0", "a1.h0", "a1.h1", "m1"]
+        >>> from interp.results.node import NodeName, node_name
+        >>> heads = [node_name(layer, "head", head) for layer in (0, 1) for head in (0, 1)]
+        >>> nodes = [NodeName("embed"), *heads, node_name(0, "mlp"), node_name(1, "mlp")]
         >>> result = Result(torch.arange(7.0)[:, None], ("component", "example"), labels={"component": nodes})
         >>> result.by("head").mean()
         tensor([[1., 2.],
-                [4., 5.]])
+                [3., 4.]])
         >>> result.by("layer").select(part="m").mean()
-        tensor([3., 6.])
+        tensor([5., 6.])
         """
         return parts.regrouped(self, what)
 
@@ -302,6 +305,7 @@ class Result(pictures.Shown):
         held = {name: value.detach() for name, value in tensors.items() if value is not None}
         names = ("axes", "labels", "unit", "about", "is_ratio", "words", "bounds", "counts")
         facts = {name: getattr(self, name) for name in names}
+        facts["labels"] = {axis: [*map(as_fact, labels)] for axis, labels in self.labels.items()}
         storage.save(path, _FORMAT, held, facts)
 
     @classmethod
@@ -314,6 +318,8 @@ class Result(pictures.Shown):
         """
         with storage.opened(Path(path), _FORMAT) as (tensors, facts):
             tuples = {name: tuple(fact) for name, fact in facts.items() if name in _TUPLES and fact}
+            labels = facts["labels"].items()
+            facts["labels"] = {axis: [*map(from_fact, each)] for axis, each in labels}
             return cls(**tensors, **facts | tuples)
 
     def view(self) -> pictures.View:

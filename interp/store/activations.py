@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Shaped
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from hooks import CacheError
-from hooks.shared import require_whole, unknown_name
+from hooks.shared import generator, require_whole, unknown_name
 from interp import pictures
 from interp.inputs.wording import writer_of
 from interp.numbers.moments import Moments
@@ -185,7 +184,7 @@ class Activations(pictures.Shown):
         require_whole("epochs", 1 if epochs is None else epochs)
         read, epoch, any_row = partial(self.file, names=names or self.names), 0, False
         while epochs is None or epoch < epochs:
-            draw = None if seed is None else np.random.default_rng([seed, epoch])
+            draw = None if seed is None else generator(seed, epoch)
             for batch in shuffled(read, len(self.files), size, draw, window, part):
                 any_row = True
                 yield tuple(batch.values())

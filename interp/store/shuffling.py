@@ -8,7 +8,6 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor, distributed
@@ -21,7 +20,7 @@ def shuffled(
     read: Callable[[int], Rows],
     n_files: int,
     size: int,
-    draw: np.random.Generator | None,
+    draw: torch.Generator | None,
     window: int,
     part: tuple[int, int],
 ) -> Iterator[dict[str, Shaped[Tensor, "row ..."]]]:
@@ -35,13 +34,17 @@ def shuffled(
         window: how many files are mapped at a time.
         part: of how many readers this is which one.
     """
-    order = (np.arange(n_files) if draw is None else draw.permutation(n_files))[part[0] :: part[1]]
+
+    def ordered(n: int) -> Int[Tensor, " _n"]:
+        return torch.arange(n) if draw is None else torch.randperm(n, generator=draw)
+
+    order = ordered(n_files)[part[0] :: part[1]]
     rest: dict[str, Tensor] = {}
     for start in range(0, len(order), window):
         files = [read(number) for number in order[start : start + window].tolist()]
         ends = torch.tensor([_length(file) for file in files]).cumsum(0)
         count = int(ends[-1])
-        rows = torch.from_numpy(np.arange(count) if draw is None else draw.permutation(count))
+        rows = ordered(count)
         first = size - _length(rest) if rest else 0
         for chunk in filter(len, [rows[:first], *rows[first:].split(size)]):
             batch = _gathered(files, ends, chunk)

@@ -2,7 +2,7 @@
 
 1. Means and products of deviations are summed in float64 (`interp.numbers.moments`).
 2. Of each column the largest values are kept, with their places.
-3. Quantiles are those of a uniform sample of rows: the ones whose places have the smallest hashes, whatever the order and
+3. Quantiles are those of a uniform sample of rows: the ones whose places draw the smallest keys, whatever the order and
    the parts. It is the same sample for all points, and exact while there are no more rows than it has room for.
 """
 
@@ -20,11 +20,11 @@ from torch import Tensor
 
 from hooks import Point
 from hooks.shared import storage
-from interp.edits.draws import hashes
+from interp.edits.draws import keys_of
 from interp.numbers.moments import Moments
 from interp.numbers.ranks import largest_rows
 
-_KIND = "statistics-1"
+_KIND = "statistics-2"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -38,7 +38,7 @@ class Statistics:
         low, high: the least and the largest value.
         positive: how many values are above 0.
         top_values, top_places: the largest values and where they were: the number of the text, and the place in it.
-        sample, keys: the rows of the sample, and the hashes of their places.
+        sample, keys: the rows of the sample, and the keys of their places.
         room, top: how many rows the sample has room for, and how many of the largest are kept.
     """
 
@@ -51,7 +51,7 @@ class Statistics:
     top_values: Float[Tensor, "k d"]
     top_places: Int[Tensor, "k d 2"]
     sample: Float[Tensor, "sampled d"]
-    keys: Int[Tensor, " sampled"]
+    keys: Float[Tensor, " sampled"]
     room: int
     top: int
 
@@ -91,7 +91,7 @@ class Statistics:
         )
         rows = largest_rows(exact, top)
         largest = _earliest_first(exact.gather(0, rows), places[rows], top)
-        keys = hashes(str(seed), places)
+        keys = keys_of(seed, *places.unbind(1))
         chosen = keys.argsort()[:sample]
         return cls(
             n=len(exact),

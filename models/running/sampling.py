@@ -1,6 +1,5 @@
 """Sampling: takes the most probable next token, or draws one by temperature and cuts."""
 
-import hashlib
 import math
 from dataclasses import dataclass
 from operator import index
@@ -9,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from hooks.shared import to_device
+from hooks.shared import generator, to_device
 from models.checks import check_types
 
 GREEDY_BELOW = 1e-6
@@ -126,8 +125,7 @@ def row_generator(seed: int, row: int, device: torch.device | str = "cpu") -> to
     """The generator from which row `row` of `generate(..., seed=seed)` draws.
 
     With it as the seed, a prompt alone draws what it draws as that row of a batch. Other seeds have
-    unrelated streams. PyTorch keeps 32 bits of a seed on the CPU, so the rows of two seeds share a
-    stream with a chance of about one in two billion for each row.
+    unrelated streams, but for a chance of about one in four billion for each row.
 
     Args:
         seed: any whole number.
@@ -138,7 +136,4 @@ def row_generator(seed: int, row: int, device: torch.device | str = "cpu") -> to
     >>> bool(first == second)
     False
     """
-    # Numbers that follow each other are good seeds for the rows, but not for the users' seeds: row 1
-    # of seed 0 would be row 0 of seed 1.
-    mixed = hashlib.blake2b(str(index(seed)).encode(), digest_size=7).digest()
-    return torch.Generator(device).manual_seed(int.from_bytes(mixed) + row)
+    return generator(index(seed), row, device=device)

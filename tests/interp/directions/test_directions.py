@@ -516,7 +516,7 @@ def test_positions_are_scored_apart_in_one_pass():
     assert found.auroc.labels["pos"] == (0, 1, 2)
     first, second, third = found.auroc.mean()[0].tolist()
     assert second == 1
-    assert max(abs(first - 0.5), abs(third - 0.5)) < 0.25
+    assert max(abs(first - 0.5), abs(third - 0.5)) < 0.35
     alone = probe(embedded(values), yes, no, "1", pos=1, draws=2)
     torch.testing.assert_close(found.auroc.values[:, 1], alone.auroc.values)
     torch.testing.assert_close(found.control.values[:, 1], alone.control.values)
@@ -581,9 +581,9 @@ def test_the_auroc_of_a_fold_is_that_of_scikit_learn():
         seed=4,
     )
     # The folds are drawn from the seed as documented: texts of `no` (6 to 11) first, then those of `yes`.
-    draw, fold = np.random.default_rng(4), np.zeros(12, int)
+    draw, fold = torch.Generator().manual_seed(4), np.zeros(12, int)
     for each in (np.arange(6, 12), np.arange(6)):
-        fold[draw.permutation(each)] = np.arange(6) % 2
+        fold[each[torch.randperm(6, generator=draw)]] = np.arange(6) % 2
     x, labels, expected = values.double().numpy(), np.arange(12) < 6, []
     for n in range(2):
         kept = fold != n

@@ -326,6 +326,15 @@ def test_noise_is_normal_and_belongs_to_its_place():
     with position_offset(200):
         late = noisy(torch.zeros(1, 11, 401, dtype=torch.float64), Point("embed", axes))
     assert torch.equal(late[0], drawn[0, 200:])
+    scores = Point("scores", ("batch", "head", "query", "key"))
+    drawn = noisy(torch.zeros(2, 3, 7, 7), scores).clone()
+    assert torch.equal(noisy(torch.zeros(2, 3, 5, 5), scores), drawn[:, :, :5, :5])
+    assert torch.equal(
+        edits.noise(0.5, 3, head=1)(torch.zeros_like(drawn), scores)[:, 1], drawn[:, 1]
+    )
+    with position_offset(5):
+        late = noisy(torch.zeros(2, 3, 2, 7), scores)
+    assert torch.equal(late, drawn[:, :, 5:])
 
 
 FORMS = [{}, dict(attn_cap=2.0), dict(window=3), dict(positions="rotary", parallel=True)]

@@ -1,5 +1,6 @@
 """Results: means and intervals against NumPy and SciPy, parts, figures, tables and files."""
 
+import copy
 import math
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ import torch
 
 from hooks import UnknownNameError
 from interp import Result
+from interp.results.node import NodeName, node_name
 
 LAYERS, HEADS, EXAMPLES = [4, 5, 7], 2, 13
 
@@ -336,8 +338,18 @@ def test_labels_by_pattern():
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_nodes_as_axes():
-    names = ["embed", "a0.h1", "a0.h0", "m0", "a2.h1", "a2.bias", "m2.n0", "m2.n7"]
+def test_nodes_as_axes(tmp_path):
+    kinds = [
+        (0, "head", 1),
+        (0, "head", 0),
+        (0, "mlp"),
+        (2, "head", 1),
+        (2, "attn_bias"),
+        (2, "neuron", 0),
+        (2, "neuron", 7),
+    ]
+    names = [NodeName("embed"), *(node_name(*kind) for kind in kinds)]
+    assert names == ["embed", "a0.h1", "a0.h0", "m0", "a2.h1", "a2.bias", "m2.n0", "m2.n7"]
     values = torch.arange(48.0).view(3, 8, 2)  # [pos, node, example]
     result = Result(values, ("pos", "node", "example"), labels={"node": names, "pos": [4, 5, 9]})
     heads = result.by("head")
@@ -351,6 +363,11 @@ def test_nodes_as_axes():
     assert parts.labels["part"] == ("a.h1", "a.h0", "m", "a.bias", "m.n0", "m.n7")
     assert torch.equal(parts.select(layer=2, part="a.bias").values, values[:, 5])
     assert torch.equal(result.by("neuron").values, values[:, None, 6:])
+    result.save(tmp_path / "nodes")
+    for same in (Result.load(tmp_path / "nodes"), copy.deepcopy(result)):
+        assert same.labels == result.labels
+        assert same.by("layer").labels == parts.labels
+        torch.testing.assert_close(same.by("head").values, heads.values, equal_nan=True)
     with pytest.raises(ValueError, match="nodes.*'pos'"):
         result.select(node="embed").by("head")
     with pytest.raises(UnknownNameError, match="heads.*head"):
