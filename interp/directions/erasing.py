@@ -45,8 +45,8 @@ class Eraser:
         right, left, mean = (
             part.to(x.device, precision) for part in (self.right, self.left, self.mean)
         )
-        wide = x.to(precision)
-        return (wide - (wide - mean) @ right @ left).to(x.dtype)
+        exact = x.to(precision)
+        return (exact - (exact - mean) @ right @ left).to(x.dtype)
 
 
 def leace(moments: Moments) -> Eraser:

@@ -126,13 +126,13 @@ def _moments(
     pos: Index | str | None,
     batch: int,
 ) -> dict[str, Moments]:
-    found: dict[str, Moments] = {}
+    moments: dict[str, Moments] = {}
     for part in examples(model, yes, no, points_of(model, site), pos, batch):
         for name, values in part.values.items():
             labels = torch.full((len(values), 1), float(part.label), device=values.device)
             new = Moments.of(values, labels)
-            found[name] = found[name] + new if name in found else new
-    return found
+            moments[name] = moments[name] + new if name in moments else new
+    return moments
 
 
 def _counts(moments: Mapping[str, Moments]) -> dict[str, int]:

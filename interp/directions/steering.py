@@ -121,7 +121,7 @@ def steering_curve(
         ]
 
     labels = {"edit": [*strengths]}
-    found = sweep(model, prompts, changes(prompts), score, max_bytes=max_bytes)
+    effects = sweep(model, prompts, changes(prompts), score, max_bytes=max_bytes)
     kl = None
     if others is not None:
         text = text_for(model, others)
@@ -130,7 +130,7 @@ def steering_curve(
         where, mask = changes(others), text.mask
         lost = sweep(model, text.tokens, where, metric, attention_mask=mask, max_bytes=max_bytes)
         kl = replace(_by_strength(lost, labels), bounds=(0.0, math.inf))
-    return SteeringCurve(tuple(strengths), _by_strength(found, labels), kl)
+    return SteeringCurve(tuple(strengths), _by_strength(effects, labels), kl)
 
 
 def _by_strength(result: Result, labels: dict[str, list[float]]) -> Result:

@@ -101,7 +101,7 @@ def mean(
         return Edit("mean", _source_values, {"0": reference}, Source(reference)).at(**where)
     source = Source(reference, dropped)
     # On the CPU, where the check below waits for nothing.
-    given = None if attention_mask is None else attention_mask.bool().cpu()
+    asked_mask = None if attention_mask is None else attention_mask.bool().cpu()
 
     def averaged(region: Tensor, value: Tensor, place: Region) -> Tensor:
         dims = [place.axes.index(axis) for axis in dropped]
@@ -111,7 +111,7 @@ def mean(
                 "(edits.replace takes it as it is)"
             )
         value = value.to(torch.promote_types(value.dtype, torch.float32))
-        real = source.mask(place.point.name) if given is None else given
+        real = source.mask(place.point.name) if asked_mask is None else asked_mask
         if real is None or (attention_mask is None and place.positions is None):
             return value.mean(dims, keepdim=True)
         real_there = _real_columns(real, dropped, value, place)
@@ -154,12 +154,12 @@ def resample(
     tensor([3., 1., 2.])
     """
     values = Source(source, ("batch",))
-    given = None if attention_mask is None else attention_mask.bool()
+    asked_mask = None if attention_mask is None else attention_mask.bool()
 
     def donated(region: Tensor, value: Tensor, place: Region) -> Tensor:
         at = place.axes.index("batch")
         n, first = place.sizes[at], place.firsts[at]
-        real = values.mask(place.point.name) if given is None else given
+        real = values.mask(place.point.name) if asked_mask is None else asked_mask
         padding = None if real is None else real.tolist()
         rows = [value.shape[at]] if padding is None else [value.shape[at], len(padding)]
         if {*rows} != {n}:

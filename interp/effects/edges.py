@@ -21,7 +21,7 @@ from hooks.shared import require_choice, warn, without_gradients
 from interp.graph import Graph
 from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.results.result import Result
-from interp.runs.gradients.edge_paths import Found, Paths
+from interp.runs.gradients.edge_paths import Paths, PathScores
 from interp.runs.gradients.edge_scores import EdgeScores, positions
 from interp.runs.gradients.estimates import TOLERANCE, Steps, warn_of_flat
 from interp.runs.runs import Runs
@@ -101,7 +101,7 @@ def edge_attribution(
     scores = EdgeScores(graph, where, source, runs.target.device)
     start = runs.gradients(scores.names)
     scores.base, base = start.values, start.base
-    scored, difference = Found(scores.of_all(start)), runs.target - base
+    scored, difference = PathScores(scores.of_all(start)), runs.target - base
     if method == "eap":
         warn_of_flat(start)
     del start
@@ -120,7 +120,7 @@ def edge_attribution(
     return runs.result(values, labels, base, estimate=method, **about)
 
 
-def _checked_sums(scored: Found, difference: Tensor) -> tuple[dict[str, Any], float]:
+def _checked_sums(scored: PathScores, difference: Tensor) -> tuple[dict[str, Any], float]:
     """The gaps between the sums of edges and what they should add up to: for `about`, and the largest.
 
     Raises:

@@ -65,16 +65,16 @@ def load_sae(
             dictionary.to(dtype)
         return made if len(made) > 1 else next(iter(made.values()))
     on_hub = isinstance(path, str) and may_be_on_hub(path) and not Path(path).exists()
-    given = downloaded(str(path)) if on_hub else Path(path)
-    if not given.exists():
+    local = downloaded(str(path)) if on_hub else Path(path)
+    if not local.exists():
         raise FileNotFoundError(
             f"no folder or file is at {str(path)!r} (bundled: {', '.join(NAMES)}; on the hub: owner/repository/folder)"
         )
-    folder = given.parent if given.is_file() else given
+    folder = local.parent if local.is_file() else local
     if format != "auto" and format not in FORMS:
         raise unknown_name(format, FORMS, "format of dictionaries")
     wanted = FORMS if format == "auto" else {format: FORMS[format]}
-    fitting = {name: form for name, form in wanted.items() if _fits(form, given)}
+    fitting = {name: form for name, form in wanted.items() if _fits(form, local)}
     # A file of a folder's form is no dictionary of its own.
     fitting = {name: form for name, form in fitting.items() if not form.single} or fitting
     if len(fitting) > 1:
@@ -95,7 +95,7 @@ def load_sae(
     options = {name: value for name, value in asked.items() if value is not None}
     if idle := sorted(options.keys() - known):
         raise ValueError(f"{', '.join(idle)} must be None for files of {name}, which say all")
-    loaded = form.read(_file(form, given) if form.single else folder, **options)
+    loaded = form.read(_file(form, local) if form.single else folder, **options)
     for each in loaded.values() if isinstance(loaded, dict) else [loaded]:
         each.to(dtype or _at_least_float32(each))
     return loaded
@@ -110,24 +110,24 @@ def _at_least_float32(module: nn.Module) -> torch.dtype:
     )
 
 
-def _fits(form: Form, given: Path) -> bool:
+def _fits(form: Form, local: Path) -> bool:
     """Whether a file or folder has the files of a form. A file of `torch.save` must be one of them itself."""
-    is_one_of_them = any(given.match(pattern) for pattern in form.files)
-    if given.is_file() and (form.single or given.suffix in (".pt", ".pth")) and not is_one_of_them:
+    is_one_of_them = any(local.match(pattern) for pattern in form.files)
+    if local.is_file() and (form.single or local.suffix in (".pt", ".pth")) and not is_one_of_them:
         return False
-    folder = given.parent if given.is_file() else given
+    folder = local.parent if local.is_file() else local
     return (any if form.single else all)(any(folder.glob(each)) for each in form.files)
 
 
-def _file(form: Form, given: Path) -> Path:
+def _file(form: Form, local: Path) -> Path:
     """The file of a form whose dictionaries are single files.
 
     Raises:
         ValueError: if a folder has several.
     """
-    if given.is_file():
-        return given
-    files = sorted(file for pattern in form.files for file in given.glob(pattern))
+    if local.is_file():
+        return local
+    files = sorted(file for pattern in form.files for file in local.glob(pattern))
     if len(files) > 1:
         raise ValueError(
             f"the path must be of one file, not of a folder of {len(files)}, such as {files[0]}"

@@ -138,18 +138,18 @@ class ResidualComponents:
             ValueError: if they are not all that the MLP adds.
         """
         branch, mlp = layer.mlp.branch, f"blocks.{layer.n}.mlp"  # type: ignore[union-attr]
-        values = given = self.at(f"{mlp}.experts")
+        values = outputs = self.at(f"{mlp}.experts")
         if f"{mlp}.routing" in self._points:
             routing, chosen = (self.at(f"{mlp}.{part}") for part in ("routing", "chosen"))
             chosen = chosen.long()
-            weighted = given * routing.gather(-1, chosen)[..., None]
-            values = given.new_zeros(*routing.shape, given.shape[-1])
-            values.scatter_add_(2, chosen[..., None].expand_as(given), weighted)
+            weighted = outputs * routing.gather(-1, chosen)[..., None]
+            values = outputs.new_zeros(*routing.shape, outputs.shape[-1])
+            values.scatter_add_(2, chosen[..., None].expand_as(outputs), weighted)
         names = [node_name(layer.n, "expert", n) for n in range(values.shape[2])]
         if f"{mlp}.shared" in self._points:
             values = torch.cat([values, self.at(f"{mlp}.shared")[:, :, None]], 2)
             names.append(node_name(layer.n, "shared"))
-        linear = linear_part(branch.after, given.shape[-1])
+        linear = linear_part(branch.after, outputs.shape[-1])
         values = linear.after(values * branch.sublayer.factor)
         if not is_identity(branch.after):
             values = values / self.at(self.graph.names[branch.after.scale])[..., None]

@@ -90,15 +90,15 @@ class FrozenRun:
         self.graph = graph = Graph(model, split_embeddings=True)
         self.model: Any = of(graph.model, "W_U")
         self._mlps = {n: layer.mlp.branch for n, layer in enumerate(graph.layers) if layer.mlp}
-        given = text_for(model, text)
-        if len(given.tokens) != 1 or not given.real.all():
-            raise ValueError(f"the text must be one, without padding; got {[*given.tokens.shape]}")
+        read = text_for(model, text)
+        if len(read.tokens) != 1 or not read.real.all():
+            raise ValueError(f"the text must be one, without padding; got {[*read.tokens.shape]}")
         require_whole("first", first, 0)
         self.write = writer_of(model) or (lambda tokens: [*map(str, tokens)])
         names = [*graph.needed, *(graph.names[point] for point in self._points())]
-        output, self.cache = graph.runner().run_with_cache(given.tokens, names=names)
+        output, self.cache = graph.runner().run_with_cache(read.tokens, names=names)
         self.logits: Float[Tensor, "pos vocab"] = at_least_float32(logits_of(output)[0].detach())
-        self.tokens: Int[Tensor, " pos"] = to_device(given.tokens[0], self.logits.device)
+        self.tokens: Int[Tensor, " pos"] = to_device(read.tokens[0], self.logits.device)
         if not self.logits.isfinite().all():  # a weight's name says more than a place among logits
             for name, weight in model.named_parameters():
                 finite(weight, name)

@@ -68,10 +68,10 @@ class AttributionGraph(pictures.Shown):
     def _is_unexplained(self) -> Tensor:
         """Errors, and features without a row of their own."""
         n, n_errors = len(self.run.layer), len(self.run.tokens) * len(self.run.errors)
-        found = torch.zeros(self.rows.shape[1], dtype=torch.bool, device=self.rows.device)
-        found[: n + n_errors] = True
-        found[self.column[self.column >= 0]] = False
-        return found
+        unexplained = torch.zeros(self.rows.shape[1], dtype=torch.bool, device=self.rows.device)
+        unexplained[: n + n_errors] = True
+        unexplained[self.column[self.column >= 0]] = False
+        return unexplained
 
     @cached_property
     def _scores(self) -> dict[str, float]:
@@ -123,12 +123,12 @@ class AttributionGraph(pictures.Shown):
     def _row(self, name: str) -> int:
         """The row of a node that is explained."""
         place = self.place(name)
-        found = [row for row, explained in enumerate(self.explained) if explained == place]
-        if not found:
+        rows = [row for row, explained in enumerate(self.explained) if explained == place]
+        if not rows:
             raise ValueError(
                 f"{name} must be a logit or a feature with a row of its own; it has none: raise max_features"
             )
-        return found[0]
+        return rows[0]
 
     def effect(self, source: str, target: str, by_attention: bool = False) -> float:
         """What one node adds to another, in logits or in the unit of the pre-activation.

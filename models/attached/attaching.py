@@ -97,8 +97,8 @@ def attach(
     owners = [model, *map(dict(model.named_children()).get, parts)]
     if taken := [name for owner in owners for name in TOP if hasattr(owner, name)]:
         raise ValueError(f"{', '.join(TOP)} must be free for points; the model has {taken[0]}")
-    default, given = example_of(model), None if example is None else example_of(model, example)
-    if default is None and given is None:
+    default, asked = example_of(model), None if example is None else example_of(model, example)
+    if default is None and asked is None:
         reads = ", ".join(parameters_of(model)[:3])
         raise ValueError(
             f"attach needs example=, the arguments of a run, for a {what}, which reads {reads}"
@@ -108,7 +108,7 @@ def attach(
         register({kernel_name(config) for config in configs.values()})
     attached = Attached(model)
     try:
-        SetUp(attached, _runs_of(model, default, given), Roles(blocks, attn, mlp)).run()
+        SetUp(attached, _runs_of(model, default, asked), Roles(blocks, attn, mlp)).run()
     except BaseException:
         attached.remove()
         raise

@@ -22,12 +22,12 @@ def slope_of(forward: Callable[..., Any], args: Any, kwargs: Any) -> float:
     try:
         with torch.enable_grad(), _Slope():
             forward(*args, **kwargs)
-    except _Found as found:
-        return float(found.args[0])
+    except _SoftmaxReached as reached:
+        return float(reached.args[0])
     return math.nan
 
 
-class _Found(BaseException):
+class _SoftmaxReached(BaseException):
     """Ends a run at the softmax, and holds the slope there."""
 
 
@@ -44,7 +44,7 @@ class _Slope(TorchFunctionMode):
         """The function's result.
 
         Raises:
-            _Found: at the softmax, with the derivative if it is one number.
+            _SoftmaxReached: at the softmax, with the derivative if it is one number.
         """
         output, kind = func(*args, **(kwargs or {})), kind_of(func, args, kwargs)
         if kind == "product" and self._product is None:
@@ -60,7 +60,7 @@ class _Slope(TorchFunctionMode):
         (slopes,) = torch.autograd.grad(scores, self._product, weights)
         slopes = (slopes.reshape(scores.shape) / weights)[output > 0]
         same = torch.allclose(slopes, slopes[:1], rtol=1e-5, atol=0)
-        raise _Found(float(slopes[0]) if same else math.nan)
+        raise _SoftmaxReached(float(slopes[0]) if same else math.nan)
 
 
 def in_float32(module: nn.Module, args: Any, kwargs: Any) -> tuple[nn.Module, Any, Any]:

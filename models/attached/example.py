@@ -64,29 +64,31 @@ class Example:
         return self.tokens is not None and others <= {"input_ids", "attention_mask"}
 
 
-def example_of(model: nn.Module, given: Any = None) -> Example | None:
-    """What a user gives as an example or, for None, a few tokens; None for a model that reads something else.
+def example_of(model: nn.Module, example: Any = None) -> Example | None:
+    """The example or, for None, a few tokens; None for a model that reads something else.
 
     Raises:
         TypeError: if it is neither a mapping nor a tensor.
     """
     config, names = getattr(model, "config", None), parameters_of(model)
-    if given is not None and not isinstance(given, Mapping | Tensor):
+    if example is not None and not isinstance(example, Mapping | Tensor):
         raise TypeError(
-            f"example must be a mapping of arguments, as a processor gives, or a tensor; got a {type(given).__name__}"
+            f"example must be a mapping of arguments, as a processor gives, or a tensor; got a {type(example).__name__}"
         )
-    if isinstance(given, Tensor):
-        return Example((given,))
-    if given is None and config is None:
+    if isinstance(example, Tensor):
+        return Example((example,))
+    if example is None and config is None:
         return Example((tokens_for(model),))
-    if given is None and "input_ids" not in {getattr(model, "main_input_name", ""), *names}:
+    if example is None and "input_ids" not in {getattr(model, "main_input_name", ""), *names}:
         return None
-    if given is None:
+    if example is None:
         tokens = tokens_for(model)
-        given = {"input_ids": tokens}
+        example = {"input_ids": tokens}
         if is_encoder_decoder(model):
-            given["decoder_input_ids"] = tokens[:, :5]  # fewer, so that the streams differ in size
-    return Example(kwargs={**uncached(model), **given})
+            example["decoder_input_ids"] = tokens[
+                :, :5
+            ]  # fewer, so that the streams differ in size
+    return Example(kwargs={**uncached(model), **example})
 
 
 def uncached(model: nn.Module) -> dict[str, Any]:

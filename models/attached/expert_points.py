@@ -128,13 +128,15 @@ class Given(Wire):
         n, size = chosen.shape[-1], x.shape[-1]
         rows = x.reshape(-1, size).repeat_interleave(n, 0)
         each = [chosen.reshape(-1, 1), torch.ones_like(weights).reshape(-1, 1)]
-        given = module.forward(rows, *(each if args[1] is chosen else each[::-1]))
-        given = given.view(*chosen.shape, size) * self.factor
-        new = fire(self.point, given)
-        if new is given:
+        outputs = module.forward(rows, *(each if args[1] is chosen else each[::-1]))
+        outputs = outputs.view(*chosen.shape, size) * self.factor
+        new = fire(self.point, outputs)
+        if new is outputs:
             return None
-        weights = weights[..., None].to(given.dtype)
-        before, after = ((part * weights).sum(-2).view_as(output) for part in (given.detach(), new))
+        weights = weights[..., None].to(outputs.dtype)
+        before, after = (
+            (part * weights).sum(-2).view_as(output) for part in (outputs.detach(), new)
+        )
         # Alive through the point alone, or a gradient would count twice.
         change = (after - before.detach()) / self.factor
         return (output.detach() if new.requires_grad else output) + change
@@ -152,9 +154,9 @@ class Copies(Wire):
         """The output with what the point changes; None if nobody listens."""
         if not is_listened_to(self.point):
             return None
-        given = output.view(self.n, *texts_read.get(), -1).movedim(0, -2) * self.factor
-        new = fire(self.point, given)
-        return None if new is given else (new / self.factor).movedim(-2, 0).reshape(output.shape)
+        outputs = output.view(self.n, *texts_read.get(), -1).movedim(0, -2) * self.factor
+        new = fire(self.point, outputs)
+        return None if new is outputs else (new / self.factor).movedim(-2, 0).reshape(output.shape)
 
 
 @dataclass(eq=False)

@@ -161,8 +161,8 @@ def unequal(mixtures: Mapping[int, Experts], run: Run, calls: Callable[..., Any]
         return
     arguments = calls([*modules.values()])
     for n, module in modules.items():
-        routing, chosen, given = (cache[f"blocks.{n}.mlp.{part}"] for part in parts)
-        total = (routing.gather(-1, chosen)[..., None] * given).sum(2)
+        routing, chosen, outputs = (cache[f"blocks.{n}.mlp.{part}"] for part in parts)
+        total = (routing.gather(-1, chosen)[..., None] * outputs).sum(2)
         with torch.no_grad():
             output = module(*arguments[module][0])
         if not agree(total.view_as(output), output * mixtures[n].factor, 1e-4):

@@ -58,9 +58,9 @@ class PaddedPositions:
         columns = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         alone = self._logits_alone(tokens)
         for first in (0, pad + 1 if isinstance(pad, int) else 2):
-            given = self._logits_alone(tokens, position_ids=columns + first)
+            shifted = self._logits_alone(tokens, position_ids=columns + first)
             # In half precision other positions may give almost the same, but these the same bits.
-            if is_same(given, alone) or (alone.dtype not in HALF and agree(given, alone, 1e-3)):
+            if is_same(shifted, alone) or (alone.dtype not in HALF and agree(shifted, alone, 1e-3)):
                 return first
         return None
 
@@ -72,10 +72,10 @@ class PaddedPositions:
         tokens = tokens_for(attached.model)
         mask = torch.ones_like(tokens).index_fill(1, tokens.new_zeros(1), 0)
         with mode(attached.model, training=False), _alone.set(True):
-            given = AttachedContext({"attention_mask": mask, **attached.uncached})
+            with_mask = AttachedContext({"attention_mask": mask, **attached.uncached})
             late, stream = (
                 hooks_disabled(attached.input_resid, part, context)
-                for part, context in ((tokens, given), (tokens[:, 1:], None))
+                for part, context in ((tokens, with_mask), (tokens[:, 1:], None))
             )
         # Vectors of positions, which half precision may hide in the logits.
         if not is_same(late[:, 1:], stream):

@@ -164,9 +164,9 @@ class Checks:
             self.wiring.drop(points, "pattern")
             self.left_out["scores"] = self.left_out["pattern"] = "attention has terms of its own"
         top = {part for name, part in self.wiring.owner.named_children() if name in TOP}
-        own = {module for part in top for module in part.modules()}
+        of_top = {module for part in top for module in part.modules()}
         known = HookedRunner(self.model).points
-        others = [name for name, point in known.items() if point.module in own]
+        others = [name for name, point in known.items() if point.module in of_top]
         others = [name for name in others if not name.endswith(("scores", "pattern"))]
         if not agree(self._run(others)[0], reference, 1e-3):
             raise ValueError(

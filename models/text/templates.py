@@ -41,9 +41,9 @@ class ChatTemplate:
             ValueError: if the template refuses the messages, or is damaged.
         """
         jinja = library("jinja2")
-        given = {**self.special, **variables, "add_generation_prompt": add_generation_prompt}
+        values = {**self.special, **variables, "add_generation_prompt": add_generation_prompt}
         try:
-            text: str = _environment().from_string(self.source).render(messages=messages, **given)
+            text: str = _environment().from_string(self.source).render(messages=messages, **values)
         except jinja.TemplateError as error:
             raise ValueError(
                 f"the chat template must accept the messages; it says: {error}"

@@ -90,9 +90,9 @@ def _measured(
     modules = dict(blocks[layer].named_modules()) if layer < len(blocks) else {}
     words = [next((same for same in _WORDS if part in same), (part,)) for part in module.split(".")]
     known = (module, *map(".".join, itertools.product(*words)))
-    found = next((modules[each] for each in known if each in modules), None)
+    owner = next((modules[each] for each in known if each in modules), None)
     names = [each for last in _POINTS if (each := f"blocks.{layer}.{last}") in points]
-    if found is None or not names:
+    if owner is None or not names:
         return None
     seen: list[Tensor] = []
 
@@ -100,7 +100,7 @@ def _measured(
         value = (args, kwargs) if end == "input" else output
         seen.append(next(tensors_in(value)).detach().clone())
 
-    handle = found.register_forward_hook(see, with_kwargs=True)
+    handle = owner.register_forward_hook(see, with_kwargs=True)
     try:
         device = next(model.parameters()).device
         tokens = torch.arange(1, 6, device=device)[None] % n_logits(model)

@@ -18,7 +18,7 @@ from interp.runs.runs import Runs
 _TOKENS = 1024  # of runs that are rows of one batch
 
 
-class Found(NamedTuple):
+class PathScores(NamedTuple):
     """Scores, with the steps of each path, and how far off its sum is for each example."""
 
     scores: Float[Tensor, "writer column group batch"]
@@ -48,7 +48,7 @@ class Paths:
         self._runs, self._scores, self._batch = runs, scores, len(base)
         self._averaged = partial(averaged, base=base, steps=steps, size=size)
 
-    def of_input(self, first: Float[Tensor, "writer column group batch"]) -> Found:
+    def of_input(self, first: Float[Tensor, "writer column group batch"]) -> PathScores:
         """The scores of all edges, from their values at the start of the path."""
         # The input is the first writers, and only their edges have a known sum. The last column is no edge.
         n = self._scores.graph.layers[0].heads.start
@@ -59,9 +59,9 @@ class Paths:
             return self._scores.of_all(run)[None], run.base[None]
 
         mean = self._averaged(at, first[None], added=lambda means: means[:, :n, :-1].sum((1, 2, 3)))
-        return Found(mean.values[0], mean.steps[0], mean.gaps[0])
+        return PathScores(mean.values[0], mean.steps[0], mean.gaps[0])
 
-    def of_writers(self, first: Float[Tensor, "writer column group batch"]) -> Found:
+    def of_writers(self, first: Float[Tensor, "writer column group batch"]) -> PathScores:
         """The scores of each writer's edges on a path of its own."""
         changes, batch = self._scores.changes(slice(None)), self._batch
         at_once = max(1, _TOKENS // self._runs.text.tokens.numel())
@@ -77,7 +77,7 @@ class Paths:
             return torch.cat(scores), torch.cat(metrics)
 
         mean = self._averaged(at, first, added=lambda means: means[:, :-1].sum((1, 2)))
-        return Found(mean.values, mean.steps, mean.gaps.amax(0))
+        return PathScores(mean.values, mean.steps, mean.gaps.amax(0))
 
     def _run(self, writers: Sequence[int], changes: Tensor, share: float) -> Gradients:
         """A run of copies of the text, in each of which one writer has moved."""
