@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from hooks import HookPoint
 from hooks.shared import Wire, is_listened_to
 from models.attached.experts import Experts
-from models.attached.wiring import Replaced, fire, texts_read
+from models.attached.wiring import Computed, Replaced, fire, texts_read
 
 
 class ExpertPoints(nn.Module):
@@ -114,16 +114,13 @@ def _others(chosen: Tensor, routing: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(eq=False)
-class Given(Wire):
+class ChosenOutputs(Computed):
     """Passes what each chosen expert gives, times a factor, through a point."""
 
-    point: HookPoint
     factor: float = 1.0
 
-    def __call__(self, module: Any, args: Any, output: Tensor) -> Tensor | None:
-        """The output with what the point changes; None if nobody listens."""
-        if not is_listened_to(self.point):
-            return None
+    def passed(self, module: Any, args: Any, output: Tensor) -> Tensor | None:
+        """The output with what the point changes; None if it changes nothing."""
         x, (chosen, weights) = args[0], sorted(args[1:], key=torch.is_floating_point)
         n, size = chosen.shape[-1], x.shape[-1]
         rows = x.reshape(-1, size).repeat_interleave(n, 0)
@@ -143,33 +140,27 @@ class Given(Wire):
 
 
 @dataclass(eq=False)
-class Copies(Wire):
+class Copies(Computed):
     """Passes what each expert gives, times a factor, through a point, where each reads all vectors."""
 
-    point: HookPoint
     n: int
     factor: float = 1.0
 
-    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
-        """The output with what the point changes; None if nobody listens."""
-        if not is_listened_to(self.point):
-            return None
+    def passed(self, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+        """The output with what the point changes; None if it changes nothing."""
         outputs = output.view(self.n, *texts_read.get(), -1).movedim(0, -2) * self.factor
         new = fire(self.point, outputs)
         return None if new is outputs else (new / self.factor).movedim(-2, 0).reshape(output.shape)
 
 
 @dataclass(eq=False)
-class Gated(Wire):
+class Gated(Computed):
     """Passes the output of a shared expert through a point, times its gate."""
 
-    point: HookPoint
     gate: nn.Module
 
-    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
-        """The output with what the point gives; None if nobody listens."""
-        if not is_listened_to(self.point):
-            return None
+    def passed(self, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+        """The output with what the point changes; None if it changes nothing."""
         share = self.gate.forward(args[0]).sigmoid()
         gated = output * share
         new = fire(self.point, gated)

@@ -11,7 +11,7 @@ from hooks.shared import hooks_last
 from models.attached.attention import AttentionPoints, CrossPoints
 from models.attached.configs import text_config
 from models.attached.example import embedding_of
-from models.attached.expert_points import Copies, ExpertPoints, Gated, Given, Routing
+from models.attached.expert_points import ChosenOutputs, Copies, ExpertPoints, Gated, Routing
 from models.attached.layout import BlockLayout
 from models.attached.norms import TracedNorm, norm_of
 from models.attached.past import CacheGiven, number_of, past_of
@@ -218,7 +218,7 @@ class Wiring:
                 self._listen(experts.module, Copies(mlp.experts, experts.n, experts.factor))
             elif experts.module is not None:
                 self._listen(experts.module, Routing(mlp.routing, mlp.chosen, experts.n))
-                self._listen(experts.module, Given(mlp.experts, experts.factor))
+                self._listen(experts.module, ChosenOutputs(mlp.experts, experts.factor))
             if experts.gate is not None and experts.shared is not None:
                 self._listen(experts.shared.module, Gated(mlp.shared, experts.gate))
             elif experts.shared is not None:

@@ -160,15 +160,26 @@ class Scale(Wire):
 
 
 @dataclass(eq=False)
-class PositionsWire(Wire):
-    """Passes the vectors of positions, which rows may share, through a point with a row for each text."""
+class Computed(Wire):
+    """Passes something that is computed from an output through a point, if somebody listens there."""
 
     point: HookPoint
 
     def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
-        """Return what the point gives, or None if nobody listens."""
-        if not is_listened_to(self.point):
-            return None
+        """The output with what the point changes; None if it changes nothing."""
+        return self.passed(module, args, output) if is_listened_to(self.point) else None
+
+    def passed(self, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+        """The same, while somebody listens."""
+        raise NotImplementedError
+
+
+@dataclass(eq=False)
+class PositionsWire(Computed):
+    """Passes the vectors of positions, which rows may share, through a point with a row for each text."""
+
+    def passed(self, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+        """Return what the point gives."""
         vectors = output.view(-1, *output.shape[-2:]).expand(*texts_read.get(), -1)
         return fire(self.point, vectors)
 

@@ -91,7 +91,7 @@ def assemble(
     table: Mapping[str, Source],
     reader: Reader,
     where: str,
-    ignored: Callable[[str], bool] = lambda key: False,
+    ignored: Callable[[str], object] = lambda key: False,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> Transformer:

@@ -76,7 +76,7 @@ def from_transformer_lens(
     ours = config if isinstance(config, TransformerConfig) else lens_config(weights, config)
     table = expanded(_lens_rows(ours, weights), ours, weights)
     reader = Reader(weights.keys(), weights.__getitem__, keep=False)
-    model = assemble(ours, table, reader, "the state dict", _is_buffer, dtype, device)
+    model = assemble(ours, table, reader, "the state dict", _BUFFER.fullmatch, dtype, device)
     _check_buffers(model, weights)
     if _is_centred(weights):
         warn(
@@ -113,10 +113,6 @@ def weights_in(held: Any, where: str) -> tuple[dict[str, Tensor] | None, Any]:
         )
     config = next((held[name] for name in ("cfg", "config") if held.get(name)), None)
     return next(((dict(weights), config) for weights in inner.values()), (None, None))
-
-
-def _is_buffer(key: str) -> bool:
-    return _BUFFER.fullmatch(key) is not None
 
 
 def _lens_rows(config: TransformerConfig, weights: Mapping[str, Tensor]) -> Rows:
