@@ -12,7 +12,7 @@ from torch import Tensor
 from hooks._torch import FakeTensor
 from hooks.scoped import Scoped
 
-Mask = Shaped[Tensor, "batch key"]
+KeyMask = Shaped[Tensor, "batch key"]
 """True or 1 at real tokens, False or 0 at padding."""
 
 
@@ -29,7 +29,7 @@ class Piece:
     def __init__(
         self,
         start: int | None = None,
-        real: Mask | None = None,
+        real: KeyMask | None = None,
         moved: bool = False,
         began: int | None = None,
     ) -> None:
@@ -53,13 +53,13 @@ class Piece:
         fits = self.real is not None and self.real.shape == (rows, end)
         return self.columns if fits else None
 
-    def mask_of(self, rows: int, size: int) -> Mask | None:
+    def mask_of(self, rows: int, size: int) -> KeyMask | None:
         """The mask of the `size` columns of the piece itself, if the batch has `rows` texts; otherwise None."""
         fits = self.real is not None and self.real.shape == (rows, (self.start or 0) + size)
         return self.real[:, -size:] if self.real is not None and fits else None
 
 
-def real_columns(mask: Mask) -> list[list[int]] | None:
+def real_columns(mask: KeyMask) -> list[list[int]] | None:
     """The columns of each text's real tokens; None if there is no padding, or in a plan, without numbers."""
     if mask.is_meta or isinstance(mask, FakeTensor):
         return None
@@ -117,7 +117,9 @@ _WHOLE = Piece()
 _piece = Scoped("piece", _WHOLE)
 
 
-def position_offset(column: int | None, real: Mask | None = None) -> AbstractContextManager[None]:
+def position_offset(
+    column: int | None, real: KeyMask | None = None
+) -> AbstractContextManager[None]:
     """A `with` in which runs read a piece of their texts: columns `column`, `column + 1` and so on.
 
     Edits count positions from the start of the text, and negative ones from its last real token. Whoever

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
 from hooks.errors import SelectionError
-from hooks.pieces import Mask, real_columns
+from hooks.pieces import KeyMask, real_columns
 from hooks.point import is_mask, places, plain_index
 from hooks.transfer import to_device
 
@@ -148,7 +148,7 @@ class Selection:
             raise SelectionError(f"{what} must be some of {size} places; got nothing")
         return rows
 
-    def is_plain(self, real: Mask | None) -> bool:
+    def is_plain(self, real: KeyMask | None) -> bool:
         """Whether these are the same columns of each text, whatever its padding: a subscript of PyTorch selects them."""
         if isinstance(self.index, AllBut) or self.is_by_example:
             return False
@@ -167,7 +167,7 @@ class Selection:
         return any(place < 0 for place in listed)
 
     def columns(
-        self, size: int, what: str, batch: int | None = None, real: Mask | None = None
+        self, size: int, what: str, batch: int | None = None, real: KeyMask | None = None
     ) -> Int[Tensor, "_batch n"]:
         """The places of `rows`, of which each example must have as many. One row stands for all.
 

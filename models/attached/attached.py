@@ -26,14 +26,14 @@ from models.attached.configs import (
     own_configs,
     sizes_of,
 )
-from models.attached.context import CACHES, AttachedContext, context_of
+from models.attached.context import CACHES, AttachedContext, repeatable_context
 from models.attached.example import parameters_of, uncached
 from models.attached.points import TOP, Blocks
 from models.attached.positions import PaddedPositions
 from models.attached.stacks import Stack, Tower
 from models.attached.unembedding import unembed_of
 from models.attached.view import PlainView
-from models.attached.wiring import restore_methods
+from models.attached.wires import restore_methods
 from models.checkpoints.huggingface import from_memory
 from models.checkpoints.huggingface.families import FAMILIES
 from models.text.texts import ReadsText, read
@@ -198,7 +198,7 @@ class Attached(ReadsText):
         self, calls: Sequence[Any], model_arguments: dict[str, Any]
     ) -> AttachedContext | None:
         """The context of a run, from how it called the blocks; None if they cannot be called again."""
-        return context_of(list(self.blocks), calls, model_arguments)
+        return repeatable_context(list(self.blocks), calls, model_arguments)
 
     def input_resid(
         self, tokens: Int[Tensor, "batch pos"], context: AttachedContext | None = None

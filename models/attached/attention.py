@@ -21,7 +21,7 @@ from models.attached.past import (
     past_of,
     take_cache,
 )
-from models.attached.wiring import fire
+from models.attached.wires import fire
 from models.dot_product import require_room_for_scores
 
 Heads = Float[Tensor, "batch head query d_head"]

@@ -87,7 +87,7 @@ def _later(name: str, value: Any, pos: int, new: int, device: torch.device) -> A
     return mapped(value, cut)
 
 
-def context_of(
+def repeatable_context(
     blocks: Sequence[nn.Module], calls: Sequence[tuple[Any, Any]], model_arguments: dict[str, Any]
 ) -> AttachedContext | None:
     """The context of a run, from how it called the blocks; None if they cannot be called again.

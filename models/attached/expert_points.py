@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from hooks import HookPoint
 from hooks.shared import Wire, is_listened_to
 from models.attached.experts import Experts
-from models.attached.wiring import Computed, Replaced, fire, texts_read
+from models.attached.wires import Computed, Replaced, fire, texts_read
 
 
 class ExpertPoints(nn.Module):

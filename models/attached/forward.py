@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from hooks import HookError, start_of_piece
 from hooks.shared import Piece, Scoped, Words, forwards_in, memory_of, reading, tensors_in
 from models.attached.configs import HOOKED
-from models.attached.wiring import Output, Replaced, texts_read
+from models.attached.wires import Output, Replaced, texts_read
 
 _generation = Scoped[dict[str, int] | None]("generation", None)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hooks import HookError, HookPoint, start_of_piece
 from hooks.shared import Wire, is_listened_to, memory_of
 from models.attached.forward import is_cache, own_cache
-from models.attached.wiring import fire
+from models.attached.wires import fire
 from models.running.context import joined
 
 # Values may be narrower than keys, and there may be copies of the rows.

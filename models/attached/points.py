@@ -19,7 +19,7 @@ from models.attached.probe import Call, ProbeRun
 from models.attached.stacks import Stack
 from models.attached.sums import Summand, factors_of, is_same, summand
 from models.attached.traced import TracedCross, TracedPoints
-from models.attached.wiring import (
+from models.attached.wires import (
     BlockInput,
     Input,
     Merged,

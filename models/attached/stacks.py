@@ -25,7 +25,7 @@ from models.attached.example import SHAPE, embedding_of, is_encoder_decoder
 from models.attached.layout import BlockLayout
 from models.attached.probe import Call, ProbeRun
 from models.attached.sums import is_same
-from models.attached.wiring import Replaced
+from models.attached.wires import Replaced
 
 
 @dataclass(eq=False)

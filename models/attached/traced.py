@@ -22,7 +22,7 @@ from models.attached.attention import AttentionPoints, CrossPoints
 from models.attached.checked import slope_of
 from models.attached.past import cached_layer, first_new, number_of, passed, take_cache
 from models.attached.probe import ATTENTION, FUSED, kind_of
-from models.attached.wiring import Replaced, fire, rows_of
+from models.attached.wires import Replaced, fire, rows_of
 
 FUSED_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
 OPERANDS = ("batch1", "batch2", "mat2", "other", "tensor2")
