@@ -96,5 +96,5 @@ def test_a_cache_of_other_weights_says_to_run_again(cache):
 
 @pytest.mark.parametrize("analysis", [activation_patching, edge_attribution, faithfulness])
 def test_a_metric_goes_into_the_pairs(model, analysis):
-    with pytest.raises(TypeError, match=rf"{analysis.__name__} .* Pairs\(\.\.\., metric=\.\.\.\)"):
+    with pytest.raises(TypeError, match=rf"{analysis.__name__} .*Pairs\(.*metric="):
         analysis(model, Pairs(TEXT, OTHER), metric=log_prob(3))

@@ -64,9 +64,7 @@ def test_misspelt_words_are_refused(kind, call):
     runner = HookedRunner(kind().eval())
     right = {"names": "point"} if call == "capture" else {}
     for word in MISSPELT[call].split():
-        with pytest.raises(
-            TypeError, match=f"{call} of a {kind.__name__} takes no argument {word}="
-        ):
+        with pytest.raises(TypeError, match=f"{call} of a {kind.__name__} .* {word}="):
             getattr(runner, call)(X, **right, **{word: 1})
     with pytest.raises(TypeError, match="close matches: weight"):
         Words(Typed().forward).require(["weigth"], (), "the model")

@@ -220,12 +220,12 @@ def test_what_cannot_be_explained_is_refused():
         why_attends(model, cache, (1, 0), k=0)
     with pytest.raises(SelectionError):
         why_attends(model, cache, (1, 0), query=5)
-    with pytest.raises(ValueError, match="against must be a position or 'mean'; got 'first'"):
+    with pytest.raises(ValueError, match="against must .*got 'first'"):
         why_attends(model, cache, (1, 0), against="first")
     for point in ("q", "k", "v", "pattern"):
         with HookedRunner(model).hooks({f"blocks.1.attn.{point}": edits.scale(2.0)}):
             edited = HookedRunner(model).run_with_cache(TEXT)[1]
-        with pytest.raises(CacheError, match=r"head \(1, 0\) must do in the run what it does now"):
+        with pytest.raises(CacheError, match=r"head \(1, 0\) must do in the run"):
             why_attends(model, edited, (1, 0))
     hooks = {"blocks.0.mlp_out": edits.scale(1.5, pos=2)}
     with HookedRunner(model).hooks({"blocks.1.resid_pre": edits.scale(2.0)}):

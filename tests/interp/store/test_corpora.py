@@ -90,7 +90,7 @@ def test_what_is_no_corpus_is_refused(tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": \n')
     with pytest.raises(ValueError, match=r"line 2 of .*bad.jsonl must be JSON"):
         [*each(tmp_path / "bad.jsonl")]
-    with pytest.raises(ValueError, match=r"must be one of .txt, .jsonl, .npy.*a list of one"):
+    with pytest.raises(ValueError, match=r"must be one of .txt.*a list of one"):
         [*each("part KV8 is sold out")]
     with pytest.raises(FileNotFoundError, match="no file fits"):
         [*each(str(tmp_path / "none-*.txt"))]
@@ -217,9 +217,7 @@ def test_unknown_settings_are_refused(tmp_path):
         with pytest.raises(ValueError, match=message):
             harvest(model, [[1]], "blocks.0.mlp_out", tmp_path, **wrong)
     for call in (harvest, plan):
-        with pytest.raises(
-            TypeError, match=f"{call.__name__} takes no .*contxt=.*matches: context"
-        ):
+        with pytest.raises(TypeError, match=f"{call.__name__} .*contxt=.*: context"):
             call(model, [[1]], "blocks.0.mlp_out", tmp_path, contxt=3)
     with pytest.raises(TypeError, match="engine must be interp.store.Ray.* got 'dask'"):
         harvest(model, [[1]], "blocks.0.mlp_out", tmp_path, engine="dask")

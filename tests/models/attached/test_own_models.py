@@ -171,9 +171,9 @@ def test_the_larger_of_two_lists_has_the_points():
 def test_names_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="Mine has none"):
         attach(mine(listed=False))
-    with pytest.raises(ValueError, match=r"'layer\.\*' matches none \(the model has token, place"):
+    with pytest.raises(ValueError, match=r"'layer\.\*' .*has token, place"):
         attach(mine(), blocks="layer.*")
-    with pytest.raises(ValueError, match=r"'attention' must be a module of each block.*n1, n2"):
+    with pytest.raises(ValueError, match=r"'attention' must .*n1, n2"):
         attach(mine(), attn="attention")
     for wrong in (dict(attn="n1"), dict(mlp="mixing.qkv")):
         with pytest.raises(ValueError, match="must give what is added to the stream"):

@@ -495,9 +495,7 @@ def test_spans_are_found_by_what_they_say():
     )
     assert result.labels["span"] == ("who",)
     for part, count in (("mat", 0), ("on", 2)):
-        with pytest.raises(
-            ValueError, match=rf"span 'x' must be in the text once; got '{part}' {count} times"
-        ):
+        with pytest.raises(ValueError, match=rf"'x' must .*got '{part}' {count} times"):
             Pairs("cat on sat on", spans={"x": part}).read_by(model)
 
 
