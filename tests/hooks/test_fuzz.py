@@ -459,7 +459,7 @@ def failures(sessions, first=0):
 
 
 @pytest.mark.parametrize(
-    ("sessions", "first"), [(400, 0), pytest.param(4600, 400, marks=pytest.mark.full)]
+    ("sessions", "first"), [(200, 0), pytest.param(4800, 200, marks=pytest.mark.full)]
 )
 def test_random_sessions(sessions, first):
     """In a process of its own: as users run, without the tests' shape checks, which take most of the time."""

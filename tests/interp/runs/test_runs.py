@@ -1,13 +1,12 @@
 """Runs of pairs, against the model itself."""
 
-import subprocess
-import sys
+import itertools
 
 import pytest
 import torch
 
 from hooks import ModeError
-from interp import Pairs, edits
+from interp import Pairs, activation_patching, edits, sweep
 from interp.runs.runs import Runs
 from tests.streams import made
 
@@ -63,23 +62,15 @@ def test_runs_are_refused_without_their_texts():
         Runs(model, CLEAN)
 
 
-def test_effects_that_are_no_numbers_are_told_at_the_line_of_the_call(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text("""
-import itertools, torch, warnings
-from interp import Pairs, activation_patching, edits, sweep
-from models import load
-def broken():
-    runs = itertools.count()
-    def metric(logits):  # a number in the unedited run alone
-        return logits[:, -1, 3] * (torch.nan if next(runs) else 1.0)
-    return metric
-model, pairs = load("pydoc-4l"), Pairs("def f", metric=broken())
-sweep(model, "def f", [{"embed": edits.zero()}], broken())
-activation_patching(model, pairs, "embed", ["pos"], edit=edits.zero())
-""")
-    shown = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
-    places = [line for line in shown.stderr.splitlines() if "UserWarning" in line]
-    assert len(places) == 2
-    assert f"{script.name}:11:" in places[0]
-    assert f"{script.name}:12:" in places[1]
+def test_effects_that_are_no_numbers_are_told():
+    def broken():
+        runs = itertools.count()
+        # A number in the unedited run alone.
+        return lambda logits: logits[:, -1, 3] * (torch.nan if next(runs) else 1.0)
+
+    given = made(), Pairs(CLEAN, metric=broken()), [{"embed": edits.zero()}]
+    with pytest.warns(UserWarning, match="1 of 1 edits .*NaN"):
+        assert sweep(*given).values.isnan().all()
+    given = made(), Pairs(CLEAN, metric=broken()), "embed", ["pos"]
+    with pytest.warns(UserWarning, match="7 of 7 edits .*NaN"):
+        assert activation_patching(*given, edit=edits.zero()).values.isnan().all()

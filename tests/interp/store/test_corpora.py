@@ -2,8 +2,6 @@
 
 import gzip
 import json
-import subprocess
-import sys
 
 import datasets
 import fsspec
@@ -225,22 +223,10 @@ def test_unknown_settings_are_refused(tmp_path):
         harvest(lambda: "gpt2", [[1]], "blocks.0.mlp_out", tmp_path)
 
 
-# In a process of its own, without the checks of annotations that would come before it.
-WORDED = """
-import sys
-from interp.store import harvest
-from models import load
-try:
-    harvest(load("pydoc-4l"), ["a"], "blocks.0.mlp_out", sys.argv[1], dtype="float16")
-except TypeError as error:
-    print(error)
-"""
-
-
+@pytest.mark.usefixtures("unchecked")
 def test_a_dtype_in_words_is_refused_before_anything_is_made(tmp_path):
-    command = [sys.executable, "-c", WORDED, str(tmp_path / "new")]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.stdout == "dtype must be one of PyTorch, as torch.float16; got 'float16'\n"
+    with pytest.raises(TypeError, match="dtype must be .*got 'float16'"):
+        harvest(load("pydoc-4l"), ["a"], "blocks.0.mlp_out", tmp_path / "new", dtype="float16")
     assert not [*tmp_path.iterdir()]
 
 
