@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
-from operator import attrgetter
+from operator import attrgetter, index
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +21,16 @@ def generator(*key: int | str, device: torch.device | str = "cpu") -> torch.Gene
         key: a seed, and for what it is used, such as a row.
         device: where the numbers are drawn.
 
+    Raises:
+        TypeError: if a number is not whole.
+
     >>> first, again, other = (torch.rand(1, generator=generator(7, row)).item() for row in (0, 0, 1))
     >>> first == again, first == other
     (True, False)
     """
     # Numbers that follow each other are good seeds for rows, but not for users' seeds: row 1 of seed 0 would be row 0 of seed 1.
-    mixed = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    words = [part if isinstance(part, str) else index(part) for part in key]
+    mixed = hashlib.blake2b(repr(words).encode(), digest_size=8).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(mixed))
 
 

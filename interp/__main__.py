@@ -8,6 +8,7 @@ import os
 import platform
 import signal
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib import import_module, metadata
 from importlib.util import find_spec
@@ -76,11 +77,8 @@ def _parser() -> argparse.ArgumentParser:
             text = command.add_mutually_exclusive_group(required=True)
             text.add_argument("--prompt", metavar="TEXT", help=about["text"])
             add_options(text, OPTIONS["text"])
-        for table in (
-            about["options"],
-            OPTIONS["model"],
-            OPTIONS["result"] if "prints_result" in about else {},
-        ):
+        of_results = OPTIONS["result"] if "prints_result" in about else {}
+        for table in (about["options"], OPTIONS["model"], of_results):
             add_options(command, table)
     return parser
 
@@ -101,6 +99,7 @@ def _versions(as_json: bool) -> str:
 
 def script() -> int:
     """The installed command `hookscope`."""
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     try:
         # See `interp/__init__.py`. A shell may also have told its background processes to ignore Ctrl-C.
         if ends := signal.getsignal(signal.SIGINT) is signal.SIG_DFL:

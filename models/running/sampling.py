@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from operator import index
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -136,4 +135,4 @@ def row_generator(seed: int, row: int, device: torch.device | str = "cpu") -> to
     >>> bool(first == second)
     False
     """
-    return generator(index(seed), row, device=device)
+    return generator(seed, row, device=device)

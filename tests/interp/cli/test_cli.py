@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 import interp.cli.report as cli
 import models
+from interp import __main__ as command
 from interp.__main__ import main
 from interp.report import SITES
 from models import CharTokenizer, Transformer, TransformerConfig, save
@@ -77,6 +79,13 @@ def test_no_argument_is_needed(here):
     assert embedded(page)["Patching: What attention adds"]["marked"] == [len("The part ZQXJ-KV8")]
     assert scores_of(page, "Induction").max() > 0.3
     assert scores_of(page, "Previous-token").max() > 0.3
+
+
+def test_a_warning_is_one_line(monkeypatch):
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    monkeypatch.setattr(command, "main", lambda: 0)
+    assert command.script() == 0
+    assert warnings.formatwarning("seen", UserWarning, "file.py", 7) == "warning: seen\n"
 
 
 def test_the_summary_says_what_the_page_shows(saved, here, capsys):
