@@ -164,7 +164,7 @@ def test_public_names_show_how_they_are_used(package):
 
 
 @pytest.mark.parametrize(
-    ("folders", "most_lines", "most_files"), [(SOURCE, 25_809, 283), (("tests",), 33_637, 195)]
+    ("folders", "most_lines", "most_files"), [(SOURCE, 25_809, 283), (("tests",), 33_638, 195)]
 )
 def test_the_project_stays_small(folders, most_lines, most_files):
     lines, files = counted(*folders)

@@ -90,7 +90,8 @@ def words():
 
 def frames_of(page):
     """The frames of pictures, in the order of cells, after all are drawn."""
-    page.wait_for_function(f"document.querySelectorAll('iframe[srcdoc]').length >= {len(CELLS)}")
+    shown = f"document.querySelectorAll('iframe[srcdoc]').length >= {len(CELLS)}"
+    page.wait_for_function(shown, timeout=120_000)
     handles = page.query_selector_all("iframe[srcdoc]")
     for handle in handles:
         handle.scroll_into_view_if_needed()
