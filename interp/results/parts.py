@@ -129,7 +129,7 @@ def regrouped(result: "Result", what: str) -> "Result":
             break
     else:
         raise ValueError(
-            f"by({what!r}) needs an axis of such nodes, whose labels are NodeName; got {result.axes}"
+            f"by({what!r}) needs an axis of nodes, with labels that know a {what} (NodeName); got {result.axes}"
         )
     layers = sorted({layer for layer, _ in indices})
     places = [*dict.fromkeys(place for _, place in indices)]

@@ -77,7 +77,7 @@ def sums():
 def test_a_planted_variable_is_found_and_controls_fail():
     model, (train, test) = rotated(), sums()
     before = copy.deepcopy(model.state_dict())
-    found = align(model, train, "h", N, test=test, epochs=25)
+    found = align(model, train, "h", N, test=test, epochs=35)
     accuracy = dict(
         zip(found.accuracy.labels["control"], found.accuracy.mean().flatten().tolist(), strict=True)
     )
@@ -92,7 +92,7 @@ def test_a_planted_variable_is_found_and_controls_fail():
     basis = found.featurizers["h", -1].encode(torch.eye(2 * N)).detach()
     truth = model.rotation.detach()[:, :N]
     apart = truth - truth.mean(1, keepdim=True)
-    assert (apart - basis @ basis.mT @ apart).norm() < 0.25 * apart.norm()
+    assert (apart - basis @ basis.mT @ apart).norm() < 0.2 * apart.norm()
     torch.testing.assert_close(basis.mT @ basis, torch.eye(N), atol=1e-5, rtol=0)
     losses = found.losses["h", -1]
     assert losses[-1] < losses[0] / 10

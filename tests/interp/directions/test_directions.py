@@ -509,13 +509,13 @@ def test_positions_are_scored_apart_in_one_pass():
     values[:20, 2] += 9
     yes, no = (torch.randint(20, 43, (n, 3)) for n in (22, 18))
     yes[:, 1] = torch.randint(0, 20, (22,))
-    found = probe(embedded(values), yes, no, "1", pos=[0, 1, 2], over="pos", draws=2)
+    found = probe(embedded(values), yes, no, "1", pos=[0, 1, 2], over="pos", draws=2, seed=2)
     assert found.auroc.axes == ("point", "pos", "example")
     assert found.auroc.labels["pos"] == (0, 1, 2)
     first, second, third = found.auroc.mean()[0].tolist()
     assert second == 1
-    assert max(abs(first - 0.5), abs(third - 0.5)) < 0.35
-    alone = probe(embedded(values), yes, no, "1", pos=1, draws=2)
+    assert max(abs(first - 0.5), abs(third - 0.5)) < 0.25
+    alone = probe(embedded(values), yes, no, "1", pos=1, draws=2, seed=2)
     torch.testing.assert_close(found.auroc.values[:, 1], alone.auroc.values)
     torch.testing.assert_close(found.control.values[:, 1], alone.control.values)
     together = probe(embedded(values), yes, no, "1", pos=[0, 1, 2])
