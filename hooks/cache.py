@@ -48,6 +48,7 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
     Attributes:
         skipped: the chosen points that have no value, each with the reason: in a model without
             `HookPoint`s, a module that did not run, for instance.
+        is_part: whether `at` has cut texts or positions, so that `inputs` are of more than the values.
 
     >>> from hooks import HookedRunner, HookPoint
     >>> model = nn.Sequential(HookPoint("batch d_model"), nn.ReLU()).eval()
@@ -74,6 +75,7 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
         self._origin = origin or Origin()
         self._grads = grads
         self.skipped = dict(skipped or {})
+        self.is_part = False
         self._masks, self._texts = dict(masks or {}), dict(texts or {})
 
     def __getitem__(self, key: str | tuple[str, int]) -> Tensor:
@@ -122,7 +124,9 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
         """The arguments of the model's run, by the names of its `forward`.
 
         Masks and tensors that are not of floating-point numbers are copies; other tensors are left out, and
-        so is all but None, numbers and strings. `at` does not slice them. Empty for a run by `run=`.
+        so is all but None, numbers and strings. `at` does not slice them. A function `run=` may run the model
+        many times: then integers [batch, pos], such as tokens, are joined along the positions, and masks are
+        the last ones.
         """
         return self._origin.inputs
 
@@ -177,9 +181,11 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
         arrived = {name: self._grads[name] for name in self._axes if name in self._grads}
         missing = {name: "no gradient arrived there" for name in self._axes if name not in arrived}
         skipped = missing | self.skipped
-        return type(self)(
+        grads = type(self)(
             arrived, self._axes, self._origin, None, skipped, self._masks, self._texts
         )
+        grads.is_part = self.is_part
+        return grads
 
     def layer_names(self, short: str) -> dict[int, str]:
         """The full names that end in `short`, by layer.
@@ -265,8 +271,9 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
                 raise unknown_name(axis, sorted(known), "axis of any value in this cache")
         if "pos" in where and "query" in known:
             where = {"query": where["pos"], **where}
-        by_text = {axis: Selection(where[axis]) for axis in TEXT_AXES if axis in where}
         masks = self._masks_at(where.get("batch", slice(None)))
+        counted = {*TEXT_AXES, *map(_axis, masks)}
+        by_text = {axis: Selection(index) for axis, index in where.items() if axis in counted}
         by_text = {
             axis: chosen
             for axis, chosen in by_text.items()
@@ -291,10 +298,13 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
             if not (chosen := Selection(where[axis])).is_one:
                 left[name], _ = _cut(mask, ("batch", axis), axis, chosen, mask, "the texts")
         axes = {name: _left(self.axes(name), where) for name in self}
-        if not isinstance(self._values, LazyValues):
-            return self._mapped(cut, axes, left)
-        changed = self._values.changed(cut)
-        return type(self)(changed, axes, self._origin, None, self.skipped, left, self._texts)
+        if isinstance(self._values, LazyValues):
+            changed = self._values.changed(cut)
+            part = type(self)(changed, axes, self._origin, None, self.skipped, left, self._texts)
+        else:
+            part = self._mapped(cut, axes, left)
+        part.is_part = self.is_part or not where.keys().isdisjoint(("batch", "pos"))
+        return part
 
     def _masks_at(self, batch: Any) -> dict[str, Tensor]:
         """The masks of some of the texts."""
@@ -368,6 +378,7 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
             "hashed": self._origin.weights_hash(),
             "skipped": self.skipped,
             "texts": self._texts,
+            "is_part": self.is_part,
         }
         storage.save(Path(path), _FORMAT, tensors, facts, names=self.keys(), later=self._by_block())
 
@@ -396,6 +407,7 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
             cache = cls(
                 values, axes, origin, grads or None, facts["skipped"], masks, facts["texts"]
             )
+            cache.is_part = facts.get("is_part", False)  # files of earlier versions do not say
         if model is not None:
             cache.require_weights_of(model)
         return cache
@@ -416,7 +428,9 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
             bound.add(name, values[name])
         grads = {name: change(name, value) for name, value in (self._grads or {}).items()}
         origin, texts = self._origin, self._texts
-        return type(self)(values, axes, origin, grads or None, self.skipped, masks, texts)
+        mapped = type(self)(values, axes, origin, grads or None, self.skipped, masks, texts)
+        mapped.is_part = self.is_part
+        return mapped
 
     def _repr_html_(self) -> str:
         """The table of its values, as many as `repr` shows."""

@@ -102,7 +102,7 @@ class Recorder:
         except HookError as error:
             self.skip(point, error)
         self.fired.add(name)
-        if (piece := piece_read()).real is not None:
+        if (piece := piece_read()).has_masks:
             self.note(name, piece)
         if self.stops and len(self.fired) == len(self.points):
             raise Complete(self)
@@ -111,8 +111,9 @@ class Recorder:
     def note(self, name: str, piece: Piece) -> None:
         """Keeps the piece of texts with padding that a point read; of several, where the first began and what the last knows."""
         before = self._pieces.get(name)
-        if before is None or piece.real is not before.real:
-            self._pieces[name] = Piece((before or piece).start, piece.real)
+        if before is None or not piece.has_masks_of(before):
+            start = (before or piece).start
+            self._pieces[name] = Piece(start, piece.real, others=piece.others)
 
     def masks(self) -> tuple[dict[str, Tensor], dict[str, int]]:
         """The masks of the texts that points read, by axis, and for some names the number of their texts.
@@ -120,17 +121,21 @@ class Recorder:
         Most runs read one batch of texts, which has the number 0. An encoder's points read others than its decoder's; names
         with the number -1 read none with padding.
         """
-        # The last ones first: those of a decoder, or of the text beside an image.
-        texts = {id(piece.real): piece for piece in reversed(self._pieces.values())}
-        order = [*texts]
+        # The last texts come first: the texts of a decoder, or the text beside an image.
+        texts: list[Piece] = []
+        for piece in reversed(self._pieces.values()):
+            if not any(piece.has_masks_of(text) for text in texts):
+                texts.append(piece)
         masks = {
-            f"{axis}.{n}" if n else axis: mask
-            for n, piece in enumerate(texts.values())
+            f"{axis}.{number}" if number else axis: mask
+            for number, piece in enumerate(texts)
             for axis, mask in self.options.kept_masks(piece).items()
         }
-        read = {name: id(piece.real) for name, piece in self._pieces.items()}
-        numbers = {name: order.index(read[name]) if name in read else -1 for name in self.axes}
-        return masks, {name: n for name, n in numbers.items() if masks and n}
+        numbers = dict.fromkeys(self.axes, -1)
+        for name in numbers.keys() & self._pieces.keys():
+            matching = [self._pieces[name].has_masks_of(text) for text in texts]
+            numbers[name] = matching.index(True)
+        return masks, {name: number for name, number in numbers.items() if masks and number}
 
     def skip(self, point: Point, error: HookError) -> None:
         """Leaves an optional point out, and says why in `skipped`. Raises `error` for any other."""

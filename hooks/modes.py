@@ -150,13 +150,18 @@ class Options:
         return self._columns[key]
 
     def kept_masks(self, piece: Piece) -> dict[str, Tensor]:
-        """The mask [batch, column] of the kept values' columns, by axis, of a piece of texts with padding."""
+        """Return the masks of the kept values, [batch, column] by axis, of a piece with padding."""
+        masks = {
+            axis: private(mask.bool())
+            for axis, mask in piece.others.items()
+            if real_columns(mask) is not None
+        }
         real = piece.real
         if real is None or real_columns(real) is None:
-            return {}
+            return masks
         read = private(real[:, piece.start or 0 :].bool())
         if self.positions is not None:
             with reading(piece):
                 chosen = self._chosen(read.shape[1], len(read), read.device, "the texts")
             read = taken(read, chosen, 1, 0)
-        return {**dict.fromkeys(POSITION_AXES, read), "key": private(real.bool())}
+        return {**masks, **dict.fromkeys(POSITION_AXES, read), "key": private(real.bool())}

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hooks._torch import has_storage
@@ -152,6 +153,61 @@ def bound(signature: inspect.Signature | None, args: Any, kwargs: Any) -> dict[s
     for name, value in arguments.items():
         if isinstance(value, _PLAIN):
             inputs[name] = value
-        elif isinstance(value, Tensor) and (name.endswith("mask") or not value.is_floating_point()):
+        elif isinstance(value, Tensor) and (_is_mask(name) or not value.is_floating_point()):
             inputs[name] = private(value)
     return inputs
+
+
+def _is_mask(name: str) -> bool:
+    return name.endswith("mask")
+
+
+class JoinedInputs:
+    """The arguments of all runs of a model inside a function, as if one run had covered all positions.
+
+    A generation runs the model once for each new token. Of each argument this keeps:
+
+    1. the integers [batch, pos] of all runs, joined along the positions, such as tokens;
+    2. the last mask, which covers all columns so far;
+    3. numbers and strings that were the same in all runs.
+
+    Args:
+        model: the model.
+        signature: the signature of its `forward`.
+    """
+
+    def __init__(self, model: nn.Module, signature: inspect.Signature | None) -> None:
+        self._model, self._signature = model, signature
+        self._runs: list[dict[str, Any]] = []
+
+    def note(self, args: Any, kwargs: Any) -> None:
+        """Keep the arguments of a run; a hook before the model's forward."""
+        args, kwargs = prepared(self._model, args, kwargs)
+        self._runs.append(bound(self._signature, args, kwargs))
+
+    def joined(self) -> dict[str, Any]:
+        """Return the arguments of all runs together, by the names of `forward`."""
+        if not self._runs:
+            return {}
+        inputs: dict[str, Any] = {}
+        last = self._runs[-1]
+        for name in last:
+            values = [run[name] for run in self._runs if name in run]
+            if _is_mask(name):
+                inputs[name] = last[name]
+            elif len(values) == len(self._runs) and _are_columns(values):
+                inputs[name] = torch.cat(values, 1)
+            elif len(values) == len(self._runs) and all(map(_is_plain, values)):
+                if all(value == values[0] for value in values):
+                    inputs[name] = values[0]
+        return inputs
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, _PLAIN)
+
+
+def _are_columns(values: list[Any]) -> bool:
+    """Whether values are tensors [batch, pos] of one batch."""
+    are_tensors = all(isinstance(value, Tensor) and value.ndim == 2 for value in values)
+    return are_tensors and len({len(value) for value in values}) == 1

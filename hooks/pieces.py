@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,15 +14,21 @@ from hooks.scoped import Scoped
 KeyMask = Shaped[Tensor, "batch key"]
 """True or 1 at real tokens, False or 0 at padding."""
 
+Columns = list[list[int]]
+"""The real columns of each text."""
+
 
 class Piece:
     """A piece of a batch of texts.
 
     Attributes:
         start: its first column, padding included; None for whole texts.
-        real: which columns, up to its last, are no padding; None if all are, or nobody knows.
-        moved: whether its rows are not those of the piece before it, as in a beam search.
-        began: how many columns the text had when its generation began, if each run reads all of it again.
+        real: which columns, up to its last, are not padding; None if all are, or if it is not known.
+        moved: whether its rows differ from the rows of the piece before it, as in a beam search.
+        began: how many columns the text had when its generation began, if each run reads all of it
+            again.
+        others: masks of other texts that the run reads, by the axis of their columns: the texts of
+            an encoder have the axis `encoder_pos`.
     """
 
     def __init__(
@@ -32,26 +37,75 @@ class Piece:
         real: KeyMask | None = None,
         moved: bool = False,
         began: int | None = None,
+        others: Mapping[str, KeyMask] | None = None,
     ) -> None:
         self.start, self.real, self.moved, self.began = start, real, moved, began
+        self.others = dict(others or {})
         self._firsts: dict[int, Piece] = {}
+        self._columns: dict[str, Columns | None] = {}
+        self._masks: dict[str, KeyMask] = {}
 
-    @cached_property
+    @property
     def columns(self) -> list[list[int]] | None:
         """The real columns of each text; None if there is no padding."""
-        return None if self.real is None else real_columns(self.real)
+        return self._known("key")
+
+    @property
+    def has_masks(self) -> bool:
+        """Whether a mask of any text is known."""
+        return self.real is not None or bool(self.others)
+
+    def has_masks_of(self, other: "Piece") -> bool:
+        """Whether another piece has the same masks, which are the same tensors."""
+        return (
+            self.real is other.real
+            and self.others.keys() == other.others.keys()
+            and all(mask is other.others[axis] for axis, mask in self.others.items())
+        )
 
     def first(self, rows: int) -> "Piece":
-        """The piece of the first rows alone."""
-        if self.real is None or len(self.real) <= rows:
+        """Return the piece of the first rows alone."""
+        masks = [mask for mask in (self.real, *self.others.values()) if mask is not None]
+        if all(len(mask) <= rows for mask in masks):
             return self
-        first = Piece(self.start, self.real[:rows], self.moved, self.began)
+        real = None if self.real is None else self.real[:rows]
+        others = {axis: mask[:rows] for axis, mask in self.others.items()}
+        first = Piece(self.start, real, self.moved, self.began, others)
         return self._firsts.setdefault(rows, first)  # which may know its columns already
 
-    def columns_of(self, rows: int, end: int) -> Sequence[Sequence[int]] | None:
-        """Return `columns` if the batch has `rows` texts of `end` columns so far; otherwise None."""
-        fits = self.real is not None and self.real.shape == (rows, end)
-        return self.columns if fits else None
+    def columns_along(self, axis: str, rows: int, end: int) -> Sequence[Sequence[int]] | None:
+        """Return the real columns along an axis of a value; None if there is no padding.
+
+        Args:
+            axis: the axis. `pos`, `query` and `key` count the columns of the text.
+            rows: the number of texts in the batch. A mask of another batch is ignored.
+            end: the number of columns so far, up to the last one of this piece.
+        """
+        mask = self.others.get(axis, self.real)
+        fits = mask is not None and mask.shape == (rows, end)
+        return self._known(axis) if fits else None
+
+    def mask_along(self, axis: str, rows: int, end: int) -> KeyMask | None:
+        """Return the mask of the real columns along an axis, on the CPU; see `columns_along`."""
+        columns = self.columns_along(axis, rows, end)
+        if columns is None:
+            return None
+        axis = axis if axis in self.others else "key"
+        if axis not in self._masks:
+            mask = torch.zeros(rows, end, dtype=torch.bool)
+            for row, places in zip(mask, columns, strict=True):
+                row[places] = True
+            self._masks[axis] = mask
+        return self._masks[axis]
+
+    def _known(self, axis: str) -> "Columns | None":
+        axis = axis if axis in self.others else "key"
+        mask = self.others.get(axis, self.real)
+        if mask is None:
+            return None
+        if axis not in self._columns:
+            self._columns[axis] = real_columns(mask)
+        return self._columns[axis]
 
     def mask_of(self, rows: int, size: int) -> KeyMask | None:
         """The mask of the `size` columns of the piece itself, if the batch has `rows` texts; otherwise None."""

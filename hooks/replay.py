@@ -149,7 +149,7 @@ class BlockCall:
             HookError: if the block ran twice and a point is not optional.
         """
         if self.fired:
-            if self._piece.real is not None:
+            if self._piece.has_masks:
                 for name in self.points:
                     recorder.note(name, self._piece)
             names, optional = self.points.keys(), recorder.optional

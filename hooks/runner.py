@@ -21,7 +21,7 @@ from hooks.lazy import LazyValues, divided
 from hooks.memory import Bound
 from hooks.modes import Mode, Options
 from hooks.names import Blocks, Selector, blocks_of, flatten, resolve
-from hooks.origin import Origin, bound, config_hash, prepared, signature_of
+from hooks.origin import JoinedInputs, Origin, bound, config_hash, prepared, signature_of
 from hooks.parts import PartPoint
 from hooks.plan import Plan, planned
 from hooks.point import HookPoint, OptionalPoints, Point, has_forward, point_at
@@ -386,8 +386,11 @@ class HookedRunner(HintsAtNames):
         edits = edits_in_force()
         # Before the run, which may write into its arguments.
         inputs = bound(self._signature, args, kwargs) if run is None else {}
+        several = JoinedInputs(self.model, self._signature)
         draws = self._draws()
         with Session() as session:
+            if run is not None:
+                session.before(self.model, several.note)
             recorder.listen(session)
             for call in calls:
                 call.listen(session, limit)
@@ -408,6 +411,7 @@ class HookedRunner(HintsAtNames):
             raise NeverFiredError(f"nothing is left: {next(iter(recorder.skipped.values()))}")
         values = LazyValues(recorder, calls, edits) if lazy else recorder.values
         grads = recorder.grads if options.grads else None
+        inputs = inputs if run is None else several.joined()
         origin = Origin(tuple(self._known), self.config_hash, inputs, model=weakref.ref(self.model))
         return output, ActivationCache(
             values, recorder.axes, origin, grads, recorder.skipped, *recorder.masks()

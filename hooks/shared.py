@@ -47,7 +47,7 @@ from hooks.point import (
     point_at,
     require_axes,
 )
-from hooks.positions import TEXT_AXES, Index, Rows, Selection, all_but, broadcast
+from hooks.positions import TEXT_AXES, Index, Rows, Selection, all_but, broadcast, taken
 from hooks.processes import Shards, is_whole, mesh_of
 from hooks.progress import progress_bar
 from hooks.replay import plain_argument, replay

@@ -1,11 +1,10 @@
 """Edit: a change of an activation at a place, as a value that is also a hook."""
 
 import difflib
-import math
 import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from jaxtyping import Shaped
@@ -13,145 +12,27 @@ from torch import Tensor
 
 from hooks import ActivationCache, EditError, Point
 from hooks.shared import (
-    POSITION_AXES,
-    TEXT_AXES,
     Index,
-    Rows,
     Selection,
     number_of_call,
-    piece_read,
-    real_columns,
     to_device,
     unknown_name,
 )
+from interp.edits.padding import require_real_source
 from interp.edits.places import Region, Where, axes_of, first_column, locate
+from interp.edits.sources import Source
 from interp.protocol import is_of_text
-
-
-@runtime_checkable
-class Vectors(Protocol):
-    """A vector for each of some points, such as a `Direction`."""
-
-    def vector_at(self, point: Point) -> Shaped[Tensor, " d"]:
-        """The vector of a point."""
-
-
-Values = Shaped[Tensor, "..."] | ActivationCache | Vectors
-"""The source of an edit's values: a cache or a direction, looked up by the point's name, or a tensor with the point's axes.
-Axes of size 1 broadcast, except `pos`, `query` and `key` of a cache. A tensor may lack the axes that an
-integer selects, and then leading ones."""
 
 Change = Callable[[Tensor, Tensor, Region], Tensor]
 """Computes the new value of a region, or one that broadcasts to it.
 
 Its arguments are the value there, the source's value there (meaningless without a source), and the place."""
 
-Axes = tuple[str, ...]
-
 AXES = ("batch", "pos", "query", "key", "head", "kv_head", "d_head", "d_model", "d_mlp", "vocab")
 """The axes that points usually have."""
 
 CALL = "call"
 """What `where` calls the number of a call, for a module that runs many times; no axis of a value."""
-
-
-@dataclass(frozen=True, eq=False)
-class Source:
-    """A source of values.
-
-    Attributes:
-        values: what was given.
-        whole: the axes along which the change needs all of the source, as a mean does.
-        columns: those that go to the selected positions, in order, or one for all; None for the same ones.
-    """
-
-    values: Values
-    whole: Axes = ()
-    columns: Selection | None = None
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.values, (Tensor, ActivationCache, Vectors)):
-            raise TypeError(
-                f"values must be a tensor, a cache or a direction; got {self.values!r} (torch.tensor makes one number a tensor)"
-            )
-
-    def mask(self, name: str) -> Tensor | None:
-        """A mask of a cached value's real columns, [batch, pos], on the CPU; None if all are, or nobody knows."""
-        values = self.values
-        mask = values.real(name=name) if isinstance(values, ActivationCache) else None
-        return None if mask is None else mask.cpu()
-
-    def real(self, batch: int, n_pos: int, point: Point) -> Rows | None:
-        """The real columns among `n_pos` of a source with its own columns, for a batch; None if all are.
-
-        Raises:
-            EditError: if places count from the end of a tensor beside padding, as it has no mask.
-        """
-        if self.columns is None:
-            return None
-        if not isinstance(self.values, ActivationCache):
-            if self.columns.counts_back and piece_read().columns is not None:
-                raise EditError(
-                    f"source_pos must not count from the end of a tensor beside padding, as its padding is not known; "
-                    f"got {self.columns!r} at {point} (a cache knows its own)"
-                )
-            return None
-        mask = self.mask(point.name)
-        fits = mask is not None and mask.shape[1] == n_pos and len(mask) in (1, batch)
-        rows = real_columns(mask) if mask is not None and fits else None
-        return rows and [*rows] * (batch // len(rows))
-
-    def at(self, point: Point, sizes: Mapping[str, int], left: list[str]) -> tuple[Tensor, Axes]:
-        """The value for a point, and its axes.
-
-        Args:
-            point: where it goes.
-            sizes: the sizes of all axes there.
-            left: those that no integer selects.
-
-        Raises:
-            UnknownNameError: if a cache lacks the point, or the value an axis of `whole`.
-            EditError: if a tensor has too many axes, or its first may be the batch or the positions.
-        """
-        axes = tuple(sizes)
-        if not isinstance(self.values, ActivationCache):
-            held = self.values
-            value = held if isinstance(held, Tensor) else held.vector_at(point)
-            if held is not value and value.ndim == 1 and len(value) != sizes[axes[-1]]:
-                # A direction has the axes after `pos` in a row.
-                inner = [sizes[axis] for axis in axes if axis not in ("batch", *TEXT_AXES)]
-                value = value.unflatten(0, inner) if len(value) == math.prod(inner) else value
-            n = value.ndim
-            if n > len(left) and n != len(axes):
-                raise EditError(f"a source at {point} must have its axes; got {list(value.shape)}")
-            # A vector has all of the point's last axes; a tensor may lack those that an integer selects.
-            kept = left if held is value and n < len(axes) else axes
-            source_axes = tuple(kept[len(kept) - n :])
-            lacks_batch = (
-                n > 0 and "batch" in {*left} - {*source_axes} and source_axes[0] in TEXT_AXES
-            )
-            if lacks_batch and len(value) == sizes["batch"] == sizes[source_axes[0]] > 1:
-                raise EditError(
-                    f"a source at {point} must say whether it has rows or columns: values[:, None] for rows "
-                    f"of the batch, values[None] for columns along {source_axes[0]}; got {list(value.shape)}"
-                )
-        else:
-            value = self.values[point.name]
-            source_axes = self.values.axes(point.name) or axes
-        for axis in self.whole:
-            if axis not in source_axes:
-                raise unknown_name(axis, source_axes, f"axis of the source at {point}")
-        return value, source_axes
-
-    @property
-    def fixed(self) -> Axes:
-        """The axes along which a size of 1 does not broadcast: a cached run has columns of its own."""
-        return TEXT_AXES if isinstance(self.values, ActivationCache) else ()
-
-
-def source_of(values: Values, columns: Index | None) -> Source:
-    """A source, and its columns that go to the selected positions."""
-    return Source(values, columns=None if columns is None else Selection(columns))
 
 
 @dataclass(frozen=True, eq=False)
@@ -242,24 +123,39 @@ class Edit:
             return activation
         where = {axis: at for axis, at in self.where.items() if axis != CALL}
         axes = axes_of(point, activation.ndim)
-        left = [axis for axis in axes if axis not in where or not where[axis].is_one]
-        value, source_axes, columns, n_columns, real = activation, axes, None, 0, None
-        if self.source is not None:
-            value, source_axes = self.source.at(
-                point, dict(zip(axes, activation.shape, strict=True)), left
+        if self.source is None:
+            place = locate(activation, point, where)
+            value = activation
+        else:
+            left = [axis for axis in axes if axis not in where or not where[axis].is_one]
+            sizes = dict(zip(axes, activation.shape, strict=True))
+            value, source_axes = self.source.at(point, sizes, left)
+            columns = self.source.columns_at(
+                point=point,
+                value=value,
+                axes=source_axes,
+                where=where,
+                batch=len(activation),
             )
-            n_source = [
-                n for n, axis in zip(value.shape, source_axes, strict=True) if axis in POSITION_AXES
-            ]
-            columns, n_columns = self.source.columns, max(n_source, default=1)
-            real = self.source.real(activation.shape[0], n_columns, point)
-        place = locate(activation, point, where, columns, n_columns, real)
+            place = locate(
+                activation,
+                point,
+                where,
+                source_pos=columns.selected,
+                n_source=columns.n_columns,
+                source_real=columns.real,
+            )
         if place is None:
             return activation
         region = activation[place.box]
         if self.source is not None:
+            require_real_source(self.source, place, where)
             value = place.source_values(
-                value, source_axes, activation, self.source.whole, self.source.fixed
+                columns.value,
+                source_axes,
+                activation,
+                whole=columns.whole,
+                fixed=self.source.fixed,
             )
         new = self.change(region, value, place)
         if place.mask is not None:

@@ -9,8 +9,9 @@ from torch import Tensor
 from hooks import EditError, Point
 from hooks.shared import Index, Selection, to_device, warn
 from interp.edits.draws import donors, normal
-from interp.edits.edit import Axes, Edit, Source, Values, source_of
+from interp.edits.edit import Edit
 from interp.edits.places import Region
+from interp.edits.sources import Axes, Source, Values, source_of
 
 
 @runtime_checkable
@@ -99,9 +100,12 @@ def mean(
         raise ValueError("over must name at least one axis; got ()")
     if isinstance(reference, Means):
         return Edit("mean", _source_values, {"0": reference}, Source(reference)).at(**where)
-    source = Source(reference, dropped)
-    # On the CPU, where the check below waits for nothing.
-    asked_mask = None if attention_mask is None else attention_mask.bool().cpu()
+    source = Source(
+        reference,
+        whole=dropped,
+        attention_mask=_as_mask(attention_mask),
+        rows="all" if "batch" in dropped else "same",
+    )
 
     def averaged(region: Tensor, value: Tensor, place: Region) -> Tensor:
         dims = [place.axes.index(axis) for axis in dropped]
@@ -111,7 +115,10 @@ def mean(
                 "(edits.replace takes it as it is)"
             )
         value = value.to(torch.promote_types(value.dtype, torch.float32))
-        real = source.mask(place.point.name) if asked_mask is None else asked_mask
+        if source.rows == "all" and place.source_columns is not None:
+            # The columns of each text were counted from its last real token, so all are real.
+            return place.in_order(value.mean(dims, keepdim=True))
+        real = source.mask(place.point.name)
         if real is None or (attention_mask is None and place.positions is None):
             return value.mean(dims, keepdim=True)
         real_there = _real_columns(real, dropped, value, place)
@@ -153,13 +160,17 @@ def resample(
     >>> resample(rows, seed=0)(rows.clone(), Point("any", ("batch", "pos"))).flatten()
     tensor([3., 1., 2.])
     """
-    values = Source(source, ("batch",))
-    asked_mask = None if attention_mask is None else attention_mask.bool()
+    values = Source(
+        source,
+        whole=("batch",),
+        attention_mask=_as_mask(attention_mask),
+        rows="donor",
+    )
 
     def donated(region: Tensor, value: Tensor, place: Region) -> Tensor:
         at = place.axes.index("batch")
         n, first = place.sizes[at], place.firsts[at]
-        real = values.mask(place.point.name) if asked_mask is None else asked_mask
+        real = values.mask(place.point.name)
         padding = None if real is None else real.tolist()
         rows = [value.shape[at]] if padding is None else [value.shape[at], len(padding)]
         if {*rows} != {n}:
@@ -230,6 +241,11 @@ def _comes_after(key: Any, query: Any) -> bool:
     numbers = [*keys, *queries]
     same_end = {type(n) for n in numbers} == {int} and len({n < 0 for n in numbers}) == 1
     return same_end and min(keys) > max(queries)
+
+
+def _as_mask(attention_mask: Tensor | None) -> Tensor | None:
+    """The mask on the CPU, where checks of it wait for nothing."""
+    return None if attention_mask is None else attention_mask.bool().cpu()
 
 
 def _source_values(region: Tensor, value: Tensor, place: Region) -> Tensor:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Shaped
 from torch import Tensor
+from torch.nn.functional import pad
 
 from hooks import EditError, Point, SelectionError, start_of_piece
 from hooks.shared import TEXT_AXES, Rows, Selection, broadcast, piece_read, require_axes, to_device
@@ -59,7 +60,8 @@ class Region:
         box: a slice of the activation along each axis.
         firsts: where the box begins along each axis; along `TEXT_AXES` in the whole text.
         positions: which axis is the one of this call's positions, if any.
-        mask: what changes inside the box: boolean, broadcast over it. None: all of it.
+        mask: what changes inside the box: boolean, broadcast over it. None: all of it. Padded keys
+            never change.
         source_columns: the source's column for each position of the box, with as many axes as the box.
             None: the same columns.
     """
@@ -110,8 +112,7 @@ class Region:
             if axis in whole or (size == 1 and axis not in fixed):
                 continue
             if at == self.positions and self.source_columns is not None:
-                columns = to_device(self.source_columns, value.device)
-                value = torch.take_along_dim(value, columns, at)
+                value = self.in_order(value)
                 continue
             grows = axis in TEXT_AXES and start_of_piece() is not None
             if size != full and not (grows and size >= first + self.lengths[at]):
@@ -124,6 +125,13 @@ class Region:
                 )
             value = value.narrow(at, first, self.lengths[at])
         return to_device(value, like.device)
+
+    def in_order(self, value: Shaped[Tensor, "..."]) -> Shaped[Tensor, "..."]:
+        """Return the columns of a source in the order of the box's positions."""
+        if self.source_columns is None or self.positions is None:
+            return value
+        columns = to_device(self.source_columns, value.device)
+        return torch.take_along_dim(value, columns, self.positions)
 
 
 def locate(
@@ -163,9 +171,8 @@ def locate(
         if axis not in where and source is None:
             continue
         n_rows = held[batch] if batch not in (-1, at) else 1
-        is_text = axis in TEXT_AXES
-        whole = not is_text or start is None
-        real = _unpadded(piece.columns_of(n_rows, sizes[at]), where, sizes[at]) if is_text else None
+        whole = axis not in TEXT_AXES or start is None
+        real = _unpadded(_real_along(axis, n_rows, sizes[at]), where, sizes[at])
         selected, what = where.get(axis, _ALL), f"{axis} at {point.name}"
         rows = selected.rows(sizes[at], what, n_rows, real, whole)
         if at == along and piece.began is not None and selected.counts_back:
@@ -184,6 +191,20 @@ def locate(
             )
             taken = taken if source is None else columns.clamp(min=0)
             mask = columns >= 0 if mask is None else mask & (columns >= 0)
+    for at, axis in enumerate(axes):
+        if axis != "key" and axis not in piece.others:
+            continue
+        n_rows = held[batch] if batch != -1 else 1
+        real_keys = piece.mask_along(axis, n_rows, sizes[at])
+        if real_keys is not None:
+            rows = real_keys[box[batch]] if len(real_keys) > 1 else real_keys
+            length = box[at].stop - box[at].start
+            # Virtual tokens come before the text, and are never padding.
+            n_virtual = min(max(-firsts[at], 0), length)
+            columns = slice(firsts[at] + n_virtual, firsts[at] + length)
+            keys = pad(rows[:, columns], [n_virtual, 0], value=True)
+            keys = broadcast(keys, at, batch, len(axes))
+            mask = keys if mask is None else mask & keys
     return Region(point, axes, tuple(sizes), tuple(box), tuple(firsts), along, mask, taken)
 
 
@@ -219,6 +240,13 @@ def _sizes(
         return list(held)
     end = start + held[along]
     return [end if axis in TEXT_AXES else n for axis, n in zip(axes, held, strict=True)]
+
+
+def _real_along(axis: str, n_rows: int, size: int) -> Rows | None:
+    """The real columns of each text along an axis of a value; None if there is no padding."""
+    piece = piece_read()
+    is_counted = axis in TEXT_AXES or axis in piece.others
+    return piece.columns_along(axis, n_rows, size) if is_counted else None
 
 
 def _unpadded(real: Rows | None, where: Where, size: int) -> Rows | None:

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from hooks import EditError
 from hooks.shared import Index, to_device
-from interp.edits.edit import Change, Edit, Values, source_of
+from interp.edits.edit import Change, Edit
+from interp.edits.sources import Values, source_of
 
 
 @runtime_checkable

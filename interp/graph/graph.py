@@ -17,7 +17,7 @@ from hooks import ActivationCache, CacheError, HookedRunner, HookError
 from hooks.shared import config_hash, is_listened_to, unknown_name
 from interp.graph.nodes import Added, At, Writers, add, nodes_of_block, require_branches
 from interp.graph.norms import is_identity, linear_part
-from interp.inputs.texts import text_of
+from interp.inputs.texts import mask_of
 from interp.inputs.token_positions import real_of
 from interp.numbers.precision import is_rounding, like
 from interp.protocol import plain, runner_of
@@ -241,9 +241,9 @@ class Graph:
             ValueError: if texts have padding before a real token, because their positions are then in
                 different columns; or if no text has a real token in a column.
         """
-        contributions, text = self.contributions(cache), text_of(cache)
-        mask = None if text is None else text.mask
-        real = real_of(mask, contributions.shape[1:3]).to(contributions.device)
+        contributions = self.contributions(cache)
+        shape = contributions.shape[1:3]
+        real = real_of(mask_of(cache, shape), shape).to(contributions.device)
         if (real[:, 1:] & ~real[:, :-1]).any():
             raise ValueError(
                 "a mean at each position needs texts padded on the right; got padding before a token"

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 
-from hooks import ActivationCache
+from hooks import ActivationCache, CacheError
 from hooks.shared import Index, Selection, encoded, require_whole, to_device
 from interp.inputs.arguments import each_row, is_listed, require_rows, without_rows
 from interp.inputs.token_positions import real_of
@@ -173,10 +173,26 @@ def text_of(cache: ActivationCache) -> Text | None:
     tensor([[3, 1]])
     """
     tokens = cache.inputs.get("tokens", cache.inputs.get("input_ids"))
-    mask = cache.inputs.get("attention_mask")
     if not isinstance(tokens, Tensor):
         return None
-    return Text(tokens, mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None)
+    mask = cache.inputs.get("attention_mask")
+    mask = mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
+    fits = mask is not None and mask.shape == tokens.shape[:2]
+    # A later piece of a text, or a generation, has the mask that its points read.
+    real = None if fits or "decoder_input_ids" in cache.inputs else cache.real()
+    if real is not None and real.shape == tokens.shape[:2]:
+        mask = real
+    return Text(tokens, mask)
+
+
+def text_of_values(cache: ActivationCache, shape: Sequence[int]) -> Text | None:
+    """Return the texts of a cache's values, [batch, pos]; None if the cache does not know their tokens.
+
+    A cache that `at` has cut knows only the texts before the cut.
+    """
+    text = text_of(cache)
+    is_known = text is not None and not cache.is_part and text.tokens.shape == tuple(shape)
+    return text if is_known else None
 
 
 def text_for(model: nn.Module, texts: Texts, attention_mask: Tensor | None = None) -> Text:
@@ -207,11 +223,26 @@ def text_for(model: nn.Module, texts: Texts, attention_mask: Tensor | None = Non
 
 
 def mask_of(cache: ActivationCache, shape: Sequence[int]) -> Tensor | None:
-    """The mask of a cache's values, True at real tokens; None without padding, or if values [batch, pos] have another shape."""
+    """Return the mask of a cache's values, True at real tokens; None if there is no padding.
+
+    Args:
+        cache: the cache.
+        shape: the shape of the values, [batch, pos].
+
+    Raises:
+        CacheError: if texts of the run had padding, and it is not known which of these values are padding.
+    """
     mask = cache.real()
     if mask is None and (text := text_of(cache)) is not None:
         mask = text.mask  # of a model that does not say which columns are padding
-    return mask if mask is not None and mask.shape == tuple(shape) else None
+    if mask is None or mask.shape == tuple(shape):
+        return mask
+    if bool(mask.all()):
+        return None
+    raise CacheError(
+        f"the cache must know which of its values, [batch, pos] {[*shape]}, are padding; its mask is "
+        f"{[*mask.shape]}: read the whole cache, or attach the model before the run"
+    )
 
 
 def nan_at_padding(

@@ -85,7 +85,7 @@ def patterns(
     if head is not None and head not in order:
         raise ValueError(f"head must be one that is drawn, (layer, head); got {head}")
     tokens = cache.inputs.get("tokens", cache.inputs.get("input_ids"))
-    known = isinstance(tokens, Tensor) and tokens.shape[-1] == n_keys
+    known = isinstance(tokens, Tensor) and tokens.shape == (n_texts, n_keys) and not cache.is_part
     row = tokens[example].tolist() if known and isinstance(tokens, Tensor) else None
     words, written = (None, False) if row is None else _words(model, row)
     longest = max(all_rows, all_columns, key=len)
@@ -175,7 +175,10 @@ def lens(readout: Any) -> View:
     View of lens of “def f(x):”: .save("x.html") writes it, .show() opens it
     """
     words, likeliest = readout.first or (None, readout.tokens[:, 0].tolist())
-    chances = readout.probabilities[:, 0].detach().cpu()
+    columns = readout.columns
+    words = words and [words[column] for column in columns]
+    likeliest = [[layer[column] for column in columns] for layer in likeliest]
+    chances = readout.probabilities[:, 0, columns].detach().cpu()
     layers, n = chances.shape[:2]
     last = max(1, min(n, _MOST_CELLS // layers))
     best = [[[visible(f"{t}") for t in pos] for pos in layer[-last:]] for layer in likeliest]
@@ -190,7 +193,7 @@ def lens(readout: Any) -> View:
         "lens",
         shown[None, ..., 0],
         {"name": "stream", "labels": rows},
-        axis_part("pos", range(n), words, last),
+        axis_part("pos", columns, words, last),
         "probability of the likeliest token",
         least=1.0,
         from_end=True,

@@ -20,7 +20,7 @@ from hooks import ActivationCache, CacheError
 from hooks.shared import Index, Selection, real_columns, require_whole, to_device, without_gradients
 from interp.graph.graph import Graph
 from interp.graph.scores import BlockScores
-from interp.inputs.texts import text_of
+from interp.inputs.texts import text_of_values
 from interp.inputs.wording import words_of
 from interp.numbers.precision import is_rounding, like, rounding
 from interp.numbers.ranks import largest_rows
@@ -76,9 +76,13 @@ def why_attends(
     >>> pairs.about["head"], bool(abs(pairs.values.sum() - pairs.about["score"]) < 1e-3)
     ('a1.h0', True)
     """
-    parts, text = ResidualComponents(model, cache), text_of(cache)
+    parts = ResidualComponents(model, cache)
+    text = text_of_values(cache, parts.at(parts.last).shape[:2])
     if text is None:
-        raise CacheError("a score needs a cache whose run was given tokens; got another")
+        raise CacheError(
+            "a score needs a whole cache of a run that was given tokens; got a cache that does not know "
+            "the tokens of its values"
+        )
     layer, _ = checked_head(parts.graph, head)
     attention = parts.graph.layers[layer].attention
     stream = parts.at(parts.graph.names[attention.reads]).to(parts.dtype)

@@ -8,7 +8,7 @@ from torch import nn
 
 from hooks import ActivationCache, CacheError, HookError
 from hooks.shared import require_choice, stacked, to_device, without_gradients
-from interp.inputs.texts import mask_of, text_of
+from interp.inputs.texts import mask_of, text_of_values
 from interp.inputs.wording import words_of
 from interp.numbers.precision import at_least_float32
 from interp.protocol import of
@@ -76,7 +76,7 @@ def expert_load(
     if over is None:
         values = values.nanmean(2)
     else:
-        labels["pos"], text = [*range(n_pos)], text_of(cache)
+        labels["pos"], text = [*range(n_pos)], text_of_values(cache, (batch, n_pos))
         words = None if text is None else words_of(model, text)
     about: dict[str, Any] = dict(unit=unit, bounds=bounds, words={"pos": words} if words else {})
     return Result(values, (*labels, "example"), labels=labels, **about)

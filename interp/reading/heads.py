@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hooks import ActivationCache, CacheError, HookError
 from hooks.shared import Index, Selection, stacked, unknown_name, without_gradients
-from interp.inputs.texts import text_of
+from interp.inputs.texts import mask_of, text_of_values
 from interp.inputs.token_positions import real_of
 from interp.numbers.precision import at_least_float32, like
 from interp.protocol import of
@@ -69,8 +69,8 @@ def head_scores(
     Raises:
         UnknownNameError: if there is no such kind.
         CacheError: if the cache is of another model, or lacks a layer's pattern.
-        ValueError: if a tensor is not of the cache's queries and keys, the cache does not hold all positions, does not know the tokens that a kind needs (that of a
-            `run=`), a span is missing or does not fit it, or an example has no query that counts.
+        ValueError: if a tensor is not of the cache's queries and keys, the cache does not hold all positions, does not know the tokens that a kind needs,
+            a span is missing or does not fit it, or an example has no query that counts.
 
     >>> from hooks import HookedRunner
     >>> from models import load
@@ -99,9 +99,9 @@ def head_scores(
             f"the cache must hold whole texts, without positions= and kv_cache=; got {n_queries} "
             f"queries and {n_pos} keys, {list(first.shape)}"
         )
-    text = text_of(cache)
-    tokens, mask = (None, None) if text is None else (text.tokens, text.mask)
-    real = real_of(mask, (batch, n_pos)).cpu()
+    text = text_of_values(cache, (batch, n_pos))
+    tokens = None if text is None else text.tokens
+    real = real_of(mask_of(cache, (batch, n_pos)), (batch, n_pos)).cpu()
     wanted, counted = _wanted(kind, tokens, real, span)
     if queries is not None:
         counted &= Selection(queries).inside(real, "queries")
@@ -185,7 +185,10 @@ def _attended(
         after = columns > columns.where(inside, -1).amax(1, keepdim=True)
         return after[..., None] & inside[:, None]
     if tokens is None:
-        raise ValueError(f"{kind} needs a cache that knows its tokens; that of a run= does not")
+        raise ValueError(
+            f"{kind} needs a cache that knows its tokens; got a cache of a run without tokens, or a part "
+            "of a cache (at() does not cut the tokens)"
+        )
     ids = tokens.cpu()  # read once
     same = (ids[..., None] == ids[:, None]) & real[:, None] & (columns[:, None] > columns)
     if kind != "induction":

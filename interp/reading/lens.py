@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 
 import torch
 from einops import rearrange
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 
 from hooks import ActivationCache, CacheError, HookError
 from hooks.shared import require_whole, stacked, to_device, without_gradients
 from interp import pictures
-from interp.inputs.texts import mask_of, nan_at_padding, text_of
+from interp.inputs.texts import mask_of, nan_at_padding, text_of_values
 from interp.inputs.wording import token_ids, writer_of
 from interp.numbers.precision import divergence
 from interp.protocol import n_logits, of
@@ -38,6 +38,7 @@ class LensReadout(pictures.Shown):
             It is 0 at the last layer.
         first: of the first text its tokens as text, [pos], and the likeliest next ones, [layer pos top]; None where the
             model has no tokenizer. `model.to_pieces(lens.tokens)` gives all.
+        real: True at real tokens, False at padding; None if there is no padding. Padding is not printed.
     """
 
     tokens: Int[Tensor, "layer batch pos top"]
@@ -47,6 +48,15 @@ class LensReadout(pictures.Shown):
     entropy: Float[Tensor, "layer batch pos"]
     kl: Float[Tensor, "layer batch pos"]
     first: tuple[list[str] | None, list[list[list[str]]]] | None = None
+    real: Bool[Tensor, "batch pos"] | None = None
+
+    @property
+    def columns(self) -> list[int]:
+        """The columns of the first text that are not padding."""
+        if self.real is None:
+            return [*range(self.tokens.shape[2])]
+        columns: list[int] = self.real[0].nonzero()[:, 0].tolist()
+        return columns
 
     def view(self) -> pictures.View:
         """The likeliest token of each layer at each position of the first text."""
@@ -57,13 +67,14 @@ class LensReadout(pictures.Shown):
         sizes = zip(("layer", "batch", "pos", "top"), self.tokens.shape, strict=True)
         title = f"LensReadout [{', '.join(f'{axis} {size}' for axis, size in sizes)}]"
         text, likeliest = self.first or (None, self.tokens[:, 0].tolist())
-        rows = [
-            [str(n), *(repr(best[0]) for best in layer[-_SHOWN:])]
-            for n, layer in enumerate(likeliest)
-        ]
+        columns = self.columns[-_SHOWN:]
+        rows = []
+        for number, layer in enumerate(likeliest):
+            best = [repr(layer[column][0]) for column in columns]
+            rows.append([str(number), *best])
         rows = rows[-_MOST_LAYERS:]
         if text is not None:
-            rows.insert(0, ["layer", *map(repr, text[-_SHOWN:])])
+            rows.insert(0, ["layer", *(repr(text[column]) for column in columns)])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [" ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         return "\n".join([f"{title}: the likeliest next tokens of the first text", *lines])
@@ -126,12 +137,13 @@ def logit_lens(
     )
     chances = rearrange(chances, "stream batch pos top -> top stream batch pos")
     chances = rearrange(nan_at_padding(chances, mask), "top ... -> ... top")
-    readout = LensReadout(best, chances, target, ranks, entropy, kl)
-    written, text = writer_of(model), text_of(cache)
-    if written is None:
+    readout = LensReadout(best, chances, target, ranks, entropy, kl, real=mask)
+    writer = writer_of(model)
+    if writer is None:
         return readout
-    read = None if text is None or text.tokens.shape != shape else written(text.tokens[0])
-    return replace(readout, first=(read, written(best[:, 0])))
+    text = text_of_values(cache, shape)
+    read = None if text is None else writer(text.tokens[0])
+    return replace(readout, first=(read, writer(best[:, 0])))
 
 
 def _distributions(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hooks import ActivationCache
 from hooks.shared import Index, stacked, to_device, without_gradients
-from interp.inputs.texts import nan_at_padding, text_of
+from interp.inputs.texts import nan_at_padding, text_of_values
 from interp.inputs.token_positions import short, tokens_of
 from interp.inputs.wording import token_ids, words_of
 from interp.numbers.precision import at_least_float32, like
@@ -230,7 +230,8 @@ class _Reading:
         words = None
         if not self._one:
             values = nan_at_padding(logits, self.parts.mask).transpose(1, 2)
-            words = (text := text_of(self._cache)) and words_of(self._named, text)
+            text = text_of_values(self._cache, logits.shape[1:3])
+            words = None if text is None else words_of(self._named, text)
         return Result(
             values,
             tuple(axes),

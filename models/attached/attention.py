@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from hooks import FusedUnlessHooked, HookPoint, HookPoints
@@ -149,18 +149,27 @@ class AttentionPoints(HookPoints):
         groups = query.shape[1] // key.shape[1]
         key, value = (_repeated(part, groups) for part in (key, value))
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        scores = fire(self.scores, torch.matmul(query, key.transpose(2, 3)) * scaling)
+        computed = torch.matmul(query, key.transpose(2, 3)) * scaling
+        scores = fire(self.scores, computed)
         masked = scores if softcap is None else torch.tanh(scores / softcap) * softcap
+        if scores is not computed:
+            # The cap would make a key that an edit has set to -inf visible again.
+            masked = masked.masked_fill(torch.isneginf(scores), -torch.inf)
         if mask is None:
             causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
             mask = _causal(masked) if causal and query.shape[2] > 1 else None
         masked = masked if position_bias is None else masked + position_bias
         masked = _masked(masked, mask)
+        without_keys = None if scores is computed else queries_without_keys(scores, masked)
+        if without_keys is not None:
+            masked = masked.masked_fill(without_keys, 0)
         if s_aux is None:
             precision = torch.promote_types(masked.dtype, torch.float32)
             pattern = F.softmax(masked, -1, dtype=precision).to(query.dtype)
         else:
             pattern = _softmax_with_sink(masked, s_aux)
+        if without_keys is not None:
+            pattern = pattern.masked_fill(without_keys, 0)
         pattern = fire(self.pattern, pattern)
         weights = F.dropout(pattern, dropout, module.training).to(value.dtype)
         return torch.matmul(weights, value).transpose(1, 2).contiguous(), pattern
@@ -178,6 +187,23 @@ class CrossPoints(AttentionPoints):
         """No cache: all keys are there in each call."""
         take_cache()
         return None, None, range(key.shape[2])
+
+
+def queries_without_keys(
+    scores: Float[Tensor, "batch head query key"], masked: Float[Tensor, "batch head query key"]
+) -> Bool[Tensor, "batch head query 1"]:
+    """Return the queries for which edits of the scores left no key that the mask lets them see.
+
+    Softmax would give NaN there or, because the kernels mask with the lowest finite number, attend to
+    masked keys. These queries attend to nothing instead, as in a plain transformer.
+
+    Args:
+        scores: edited scores. Edits set keys to -inf, as `edits.knockout` does.
+        masked: the same scores after the mask.
+    """
+    lowest = torch.finfo(masked.dtype).min / 2
+    has_lost_keys = torch.isneginf(scores).any(-1, keepdim=True)
+    return has_lost_keys & (masked.amax(-1, keepdim=True) <= lowest)
 
 
 def _repeated(part: Tensor, groups: int) -> Tensor:

@@ -79,15 +79,26 @@ class StackForward(Replaced):
         token = texts_read.set(texts)
         mask = kwargs.get("attention_mask", args[self._mask] if len(args) > self._mask else None)
         real = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+        encoded = kwargs.get("encoder_attention_mask")
+        are_masked = isinstance(encoded, Tensor) and encoded.ndim == 2
+        others = {"encoder_pos": encoded} if are_masked else {}
         try:
             if not self._grows:
-                with reading(Piece(None, real if self._reads_tokens else None)):
+                real = real if self._reads_tokens else None
+                with reading(Piece(None, real, others=others)):
                     return self.inner(*args, **kwargs)
-            return self._piece(texts, real, args, kwargs)
+            return self._piece(texts, real, others, args, kwargs)
         finally:
             texts_read.reset(token)
 
-    def _piece(self, texts: Any, real: Tensor | None, args: Any, kwargs: Any) -> Any:
+    def _piece(
+        self,
+        texts: Any,
+        real: Tensor | None,
+        others: dict[str, Tensor],
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
         """The output of a run that may go on from another."""
         cache = next(filter(is_cache, (*args, *kwargs.values())), None)
         moved = cache is not None and self._left not in (None, _mark(cache)) and bool(_held(cache))
@@ -102,7 +113,7 @@ class StackForward(Replaced):
             start, began = 0, generation.setdefault("began", texts[1])
         if start is None:
             start = 0 if kwargs.get("use_cache") else start_of_piece()
-        with reading(Piece(start, real, moved, began)):
+        with reading(Piece(start, real, moved, began, others)):
             output = self.inner(*args, **kwargs)
         self._left = None if cache is None else _mark(cache)
         self._note_end([cache, *_fields(output)], (start or 0) + texts[1])

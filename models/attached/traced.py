@@ -14,11 +14,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 
 from hooks import HookError, HookPoint
 from hooks.shared import is_listened_to, tensors_in
-from models.attached.attention import AttentionPoints, CrossPoints
+from models.attached.attention import AttentionPoints, CrossPoints, queries_without_keys
 from models.attached.checked import slope_of
 from models.attached.past import cached_layer, first_new, number_of, passed, take_cache
 from models.attached.probe import ATTENTION, FUSED, kind_of
@@ -103,6 +104,8 @@ class _Passing(TorchFunctionMode):
         self._batch, self._n_pos = rows_of(stream)
         self._dtype = stream.dtype
         self._new: range | None = None
+        # The scores, if a hook has changed them.
+        self._edited: Tensor | None = None
         self._steps = (self._scores, self._pattern, self._z)
 
     def __torch_function__(
@@ -146,17 +149,34 @@ class _Passing(TorchFunctionMode):
         new = self._over_keys(points.scores, scores)
         if new is scores:
             return product
+        assert self._new is not None
+        self._edited = self._by_head(new)[..., : self._new.stop]
         new = new / points.scale
         beta = kwargs.get("beta", 1) if added else 0  # with 0 the first argument may hold anything
         return new + added[0] * beta if beta else new
 
     def _pattern(self, func: Any, *args: Any, **kwargs: Any) -> Tensor:
-        weights = func(*args, **kwargs)
+        weights = self._softmax(func, *args, **kwargs)
         if weights.numel() != self._n_places:  # of a hook inside the module
             raise _changed(self.points)
         pattern = weights.to(self._dtype)  # most modules do so next
         new = self._over_keys(self.points.pattern, pattern)
         return weights if new is pattern else new.to(weights.dtype)
+
+    def _softmax(self, func: Any, masked: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The module's softmax. Queries that lost all keys by an edit attend to nothing."""
+        edited = self._edited
+        if edited is None or masked.numel() != self._n_places:
+            return func(masked, *args, **kwargs)
+        by_head = self._by_head(masked)
+        # The module may have capped scores, which makes a key at -inf visible again.
+        free = by_head.shape[-1] - edited.shape[-1]
+        removed = pad(torch.isneginf(edited), [0, free], value=False)
+        by_head = by_head.masked_fill(removed, -torch.inf)
+        without_keys = queries_without_keys(edited, by_head[..., : edited.shape[-1]])
+        masked = by_head.masked_fill(without_keys, 0).reshape(masked.shape)
+        weights = func(masked, *args, **kwargs)
+        return self._by_head(weights).masked_fill(without_keys, 0).reshape(weights.shape)
 
     def _z(self, func: Any, *args: Any, **kwargs: Any) -> Tensor:
         *others, value = (*args, *(kwargs.pop(n) for n in OPERANDS if n in kwargs))

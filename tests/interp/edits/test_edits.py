@@ -610,7 +610,7 @@ ONES = torch.ones(BATCH, POS, 10).double()
         (lambda s: edits.mean(s, attention_mask=torch.ones(1, POS)), "embed", "5, 7.*1, 7"),
         (lambda s: edits.mean(s, attention_mask=torch.eye(BATCH, POS)), "embed", "average"),
         (lambda s: edits.replace(s.at(pos=[-1])), "embed", "7 along pos.*1"),
-        (lambda s: edits.mean(s.at(pos=[-1]), pos=-1), "embed", "7 along pos.*1"),
+        (lambda s: edits.mean(s.at(pos=[-1]), pos=4), "embed", "7 along pos.*1"),
         (lambda s: edits.replace(s.at(key=[3])), "blocks.0.attn.scores", "7 along key.*1"),
         (lambda s: edits.resample(s.at(batch=0)), "embed", "batch"),
         (lambda s: edits.resample(ONES[:1]), "embed", "5 rows.*1"),

@@ -216,7 +216,12 @@ def test_scores_that_make_no_sense(model, unchecked):
     _, lacking = run_with_cache(model, tokens, names="blocks.1.attn.pattern")
     different = torch.tensor([[1, 2, 3, 4, 5, 6], [1, 2, 1, 4, 5, 6]])
     _, differing = run_with_cache(model, different, names="*.pattern")
-    _, unknown = run_with_cache(model, tokens, run=model, names="*.pattern")
+    # `at` does not cut the tokens of the run.
+    unknown = cache.at(batch=[1, 0])
+    _, several = run_with_cache(model, tokens, run=lambda tokens: model(tokens.clone()), names="*.pattern")
+    for kind in ("induction", "duplicate_token"):
+        expected = head_scores(model, cache, kind).values
+        assert torch.equal(head_scores(model, several, kind).values, expected)
     left = torch.tensor([[0] + [1] * 5] * 2)
     _, padded = run_with_cache(model, tokens, attention_mask=left, names="*.pattern")
     wrong = [
