@@ -197,14 +197,14 @@ class JoinedInputs:
                 inputs[name] = last[name]
             elif len(values) == len(self._runs) and _are_columns(values):
                 inputs[name] = torch.cat(values, 1)
-            elif len(values) == len(self._runs) and all(map(_is_plain, values)):
-                if all(value == values[0] for value in values):
-                    inputs[name] = values[0]
+            elif len(values) == len(self._runs) and _are_equal_numbers(values):
+                inputs[name] = values[0]
         return inputs
 
 
-def _is_plain(value: object) -> bool:
-    return isinstance(value, _PLAIN)
+def _are_equal_numbers(values: list[Any]) -> bool:
+    """Whether values are one number, string or None."""
+    return all(isinstance(value, _PLAIN) and value == values[0] for value in values)
 
 
 def _are_columns(values: list[Any]) -> bool:

@@ -9,6 +9,7 @@ from hooks._torch import (
     FakeTensor,
     hooks_last,
     hooks_of,
+    is_fully_sharded,
     is_unwatched,
     memory_of,
     peak_bytes,

@@ -302,7 +302,11 @@ def padded(texts: Sequence[Any], model: nn.Module, numbers: Sequence[int]) -> Te
                 f"got {row.dtype} {list(row.shape)} as text {number}"
             )
     lengths = torch.tensor([len(row) for row in rows])
-    tokens = nn.utils.rnn.pad_sequence([row.long() for row in rows], batch_first=True)
+    tokens = nn.utils.rnn.pad_sequence(
+        [row.long() for row in rows],
+        batch_first=True,
+        padding_value=getattr(of(model), "pad_token", 0),
+    )
     mask = torch.arange(tokens.shape[1]) < lengths[:, None]
     device = next((weight.device for weight in model.parameters()), tokens.device)
     return Text(tokens.to(device), None if mask.all() else mask.to(device))

@@ -27,7 +27,7 @@ from models.attached.configs import (
     sizes_of,
 )
 from models.attached.context import CACHES, AttachedContext, repeatable_context
-from models.attached.example import parameters_of, uncached
+from models.attached.example import embedding_of, parameters_of, uncached
 from models.attached.points import TOP, Blocks
 from models.attached.positions import PaddedPositions
 from models.attached.stacks import Stack, Tower
@@ -188,7 +188,20 @@ class Attached(ReadsText):
 
     def positions_of(self, mask: Shaped[Tensor, "batch pos"]) -> dict[str, Tensor]:
         """Positions for texts with padding before a token, for a model that takes them; see `PaddedPositions.of`."""
-        return self._positions.of(mask) if self.has("run_block") else {}
+        return self._positions.of(mask)
+
+    @property
+    def pad_token(self) -> int:
+        """The token of padding: of the config, whose classifiers look for it, or else of the tokenizer, or 0."""
+        config = getattr(self.model, "config", None)
+        named = [config, getattr(config, "get_text_config", lambda: None)(), self._tokenizer]
+        embedding = embedding_of(self.model)
+        known = range(1 if embedding is None else len(embedding.weight))
+        for owner in named:
+            token = getattr(owner, "pad_token_id", None)
+            if isinstance(token, int) and token in known:
+                return token
+        return 0
 
     def context(self, tokens: Int[Tensor, "batch pos"], **arguments: Any) -> AttachedContext:
         """The context of a run, which blocks read besides the residual stream: the arguments of the model."""

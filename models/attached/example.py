@@ -133,6 +133,10 @@ def tokens_for(model: Any) -> Tensor:
     weight = embedding.weight
     # A weight that is elsewhere until it is needed has no device; whoever brings it moves tokens too.
     device = "cpu" if weight.is_meta else weight.device
-    return (
-        (torch.arange(math.prod(SHAPE), device=device) * 5 + 1).remainder(len(weight)).view(SHAPE)
-    )
+    n_tokens = math.prod(SHAPE)
+    numbers = (torch.arange(n_tokens + 1, device=device) * 5 + 1).remainder(len(weight))
+    # Models that count positions or find the end of a text by the padding token would see padding here.
+    pad = getattr(getattr(model, "config", None), "pad_token_id", None)
+    if isinstance(pad, int):
+        numbers = torch.cat([numbers[numbers != pad], numbers[numbers == pad]])
+    return numbers[:n_tokens].view(SHAPE)

@@ -75,10 +75,15 @@ class StackForward(Replaced):
             new = self.embedded(self.embedded.point, (), embeddings)
             kwargs["inputs_embeds"] = embeddings if new is None else new
         named = [kwargs.get(name) for name in ("input_ids", "inputs_embeds")]
-        texts = next(tensors_in((args, named)), torch.empty(0, 0)).shape[:2]
+        tokens = next(tensors_in((args, named)), torch.empty(0, 0))
+        if tokens.ndim == 3 and not tokens.is_floating_point():
+            tokens = tokens.flatten(0, 1)  # several choices for each text, which blocks see as rows
+        texts = tokens.shape[:2]
         token = texts_read.set(texts)
         mask = kwargs.get("attention_mask", args[self._mask] if len(args) > self._mask else None)
         real = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+        if isinstance(mask, Tensor) and mask.ndim == 3 and mask.flatten(0, 1).shape == texts:
+            real = mask.flatten(0, 1)
         encoded = kwargs.get("encoder_attention_mask")
         are_masked = isinstance(encoded, Tensor) and encoded.ndim == 2
         others = {"encoder_pos": encoded} if are_masked else {}

@@ -7,9 +7,15 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from hooks.shared import FakeTensor, Scoped, hooks_disabled, without_gradients
+from hooks.shared import (
+    FakeTensor,
+    Scoped,
+    hooks_disabled,
+    is_fully_sharded,
+    without_gradients,
+)
 from models.attached.context import AttachedContext
-from models.attached.example import logits_of, tokens_for
+from models.attached.example import is_encoder_decoder, logits_of, tokens_for
 from models.attached.sums import HALF, agree, is_same
 from models.mode import mode
 
@@ -27,26 +33,94 @@ class PaddedPositions:
 
     def __init__(self, attached: Any, takes_positions: bool) -> None:
         self._attached, self._takes_positions = attached, takes_positions
+        self._reads_padding: dict[str, bool] = {}
 
     def of(self, mask: Shaped[Tensor, "batch pos"]) -> dict[str, Tensor]:
         """Positions for texts with padding before a token, for a model that takes them: columns without padding.
 
         Raises:
-            ValueError: if the model takes none, and counts padding.
+            ValueError: if the model takes none, and counts padding; or if its output reads padding.
         """
         if _alone.get() or mask.is_meta or isinstance(mask, FakeTensor):
             return {}
-        late = mask[:, 1:].bool() & ~mask[:, :-1].bool()
-        if not bool(late.any()):
+        real = mask.bool()
+        is_start = real[:, 1:] & ~real[:, :-1]
+        is_end = real[:, :-1] & ~real[:, 1:]
+        # Together, so that an accelerator is waited for once.
+        has_left, has_right = torch.stack([is_start.any(), is_end.any()]).tolist()
+        if has_left:
+            self._require_unread("left")
+        if has_right:
+            self._require_unread("right")
+        if not has_left or not self._attached.has("run_block"):
             return {}
         if (first := self._first_position) is not None:
-            return {"position_ids": (mask.long().cumsum(1) - 1).clamp(min=0) + first}
+            return {"position_ids": self._counted(mask, first)}
         if self._counts_padding:
             raise ValueError(
                 f"texts must be padded on the right for a {type(self._attached.model).__name__}, which takes no positions and "
                 "counts padding; got padding before a token"
             )
         return {}
+
+    def _require_unread(self, side: str) -> None:
+        """Refuse padding on a side if a text with it has another output than the text alone.
+
+        A classifier may read the first column, a convolution reads across the end of a text.
+
+        Raises:
+            ValueError: saying which texts the model can read.
+        """
+        if side not in self._reads_padding:
+            self._reads_padding[side] = self._changes_output(side)
+        if not self._reads_padding[side]:
+            return
+        model = self._attached.model
+        other = "left" if side == "right" else "right"
+        if not self._changes_output(other):
+            rule = f"must be padded on the {other}"
+        elif getattr(model.config, "pad_token_id", None) is None:
+            rule = "must have one length, or the model a config.pad_token_id"
+        else:
+            rule = "must have one length"
+        raise ValueError(
+            f"texts {rule} for a {type(model).__name__}, whose output changes with padding on the {side}; "
+            "got padding there"
+        )
+
+    @without_gradients
+    def _changes_output(self, side: str) -> bool:
+        """Whether one column of padding on a side changes the output of a text."""
+        attached = self._attached
+        model = attached.model
+        if any(map(is_fully_sharded, model.modules())):
+            return False  # other processes may have no padding, and would not take part in this run
+        pad = attached.pad_token
+        tokens = tokens_for(model)[:1]
+        # A classifier may find the end of a text by the first padding token.
+        tokens = tokens[:, tokens[0] != pad]
+        n_pos = tokens.shape[1]
+        padding = tokens.new_full((1, 1), pad)
+        columns = [padding, tokens] if side == "left" else [tokens, padding]
+        padded = torch.cat(columns, 1)
+        mask = torch.ones_like(padded)
+        mask[:, 0 if side == "left" else -1] = 0
+        more = {"decoder_input_ids": tokens[:, :3]} if is_encoder_decoder(model) else {}
+        try:
+            alone = self._logits_alone(tokens, **more)
+            if side == "left" and attached.has("run_block") and self._first_position is not None:
+                more["position_ids"] = self._counted(mask, self._first_position)
+            beside = self._logits_alone(padded, attention_mask=mask, **more)
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+            return False  # the model needs more than tokens; a run with all of it tells
+        if beside.shape[1:2] == (n_pos + 1,) and alone.shape[1:2] == (n_pos,):
+            beside = beside[:, 1:] if side == "left" else beside[:, :-1]
+        tolerance = 0.05 if alone.dtype in HALF else 1e-3
+        return beside.shape == alone.shape and not agree(beside, alone, tolerance)
+
+    def _counted(self, mask: Tensor, first: int) -> Tensor:
+        """Positions of real tokens, the first of which has the number `first`."""
+        return (mask.long().cumsum(1) - 1).clamp(min=0) + first
 
     @cached_property
     def _first_position(self) -> int | None:

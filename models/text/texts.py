@@ -80,6 +80,11 @@ class ReadsText:
         """The device for tokens; None for the CPU."""
         return None
 
+    @property
+    def pad_token(self) -> int:
+        """The token that stands where a text is padded. A model that masks padding never reads it."""
+        return 0
+
     def to_tokens(
         self, texts: Texts, *, bos: bool | None = None, side: Literal["left", "right"] = "right"
     ) -> TokenBatch:
@@ -89,7 +94,7 @@ class ReadsText:
             texts: see `Texts`.
             bos: whether strings begin with the token for the beginning of a text; None as the tokenizer's own
                 configuration says, with the token at the end too where it has one. False adds neither.
-            side: where shorter texts are padded, with token 0.
+            side: where shorter texts are padded, with `pad_token`.
 
         Raises:
             ValueError: if there is no tokenizer for strings, a text has no tokens, or they are something else.
@@ -122,7 +127,7 @@ class ReadsText:
             )
         pads = [max(map(len, rows)) - len(row) for row in rows]
         padded = [
-            [0] * pad + row if side == "left" else row + [0] * pad
+            [self.pad_token] * pad + row if side == "left" else row + [self.pad_token] * pad
             for row, pad in zip(rows, pads, strict=True)
         ]
         tokens, mask = torch.tensor(padded, device=self._text_device()), None
