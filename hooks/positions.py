@@ -290,9 +290,9 @@ def taken(
 
 
 def broadcast(
-    columns: Int[Tensor, "_batch n"], at: int, batch: int, ndim: int
-) -> Int[Tensor, "..."]:
-    """Columns along one axis, and those of each example along the batch, with `ndim` axes."""
+    columns: Int[Tensor, "_batch n"] | Bool[Tensor, "_batch n"], at: int, batch: int, ndim: int
+) -> Shaped[Tensor, "..."]:
+    """Columns along one axis, or a mask of them, and of each example along the batch, with `ndim` axes."""
     shape = [columns.shape[1] if axis == at else 1 for axis in range(ndim)]
     if len(columns) > 1:
         shape[batch] = len(columns)

@@ -101,6 +101,11 @@ class Transformer(HintsAtNames, ReadsText, BlockWeights):
             tie(self)
         initialise(self, config)
 
+    @property
+    def is_causal(self) -> bool:
+        """Whether the logits at a position do not depend on later tokens."""
+        return self.config.causal
+
     def forward(
         self,
         tokens: Texts | Float[Tensor, "batch _pos d_model"],

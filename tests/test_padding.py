@@ -343,3 +343,212 @@ def test_gradients_are_cut_as_values_are():
     grads = cache.grads["embed"]
     wanted = torch.stack([grads[n, len(row) - 1] for n, row in enumerate(ROWS)])
     assert torch.equal(cache.grads.at(pos=-1)["embed"], wanted)
+
+
+def pattern_edits(after):
+    """Edits of attention patterns that would write at padded keys, and whether they follow columns."""
+    return {
+        "add": edits.add(torch.tensor(0.1).double(), **after),
+        "replace": edits.replace(torch.tensor(0.2).double(), **after),
+        "noise": edits.noise(0.1, seed=1, **after),
+    }
+
+
+PLACES = {"all": {}, "last query": {"query": -1}, "a slice of keys": {"key": slice(0, None)}}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("kind", ["learned", "rotary", "attached gpt2"])
+def test_an_edit_writes_nothing_at_padded_keys(kind, side, place):
+    model = model_of(kind)
+    runner, batch = HookedRunner(model), protocol.of(model).to_tokens(ROWS, side=side)
+    name, mask = "blocks.1.attn.pattern", batch.attention_mask
+    for what, edit in pattern_edits(PLACES[place]).items():
+        with runner.hooks({name: edit}, receipts=True) as context:
+            output, cache = runner.run_with_cache(batch, names=name)
+        assert context.receipts[0].rows == 3
+        # Queries that are padding attend to anything.
+        at_padding = cache[name].masked_select(mask[:, None, :, None] & ~mask[:, None, None])
+        assert at_padding.numel()
+        assert not at_padding.any()
+        logits = protocol.logits_of(output)
+        for n, row in enumerate(ROWS):
+            # Noise belongs to a row and a column, which are others where the text is alone.
+            if what != "noise" or (side == "right" and n == 0):
+                alone = protocol.logits_of(
+                    runner.run_with_hooks(torch.tensor([row]), hooks={name: edit})
+                )
+                torch.testing.assert_close(logits[n][mask[n]], alone[0])
+                plain = protocol.logits_of(model(torch.tensor([row])))
+                assert (alone - plain).abs().max() > 1e-6
+
+
+def test_an_edit_is_the_same_beside_other_hooks():
+    """On attached models other kernels leave other values in padded rows."""
+    model = model_of("attached gpt2")
+    batch = protocol.of(model).to_tokens(ROWS, side="left")
+    noise = {"blocks.1.attn.pattern": edits.noise(0.1, 1)}
+    other = {"blocks.0.attn.pattern": edits.zero(head=1)}
+    metric = interp.log_prob(RIGHT)
+    alone = interp.sweep(model, batch, [noise], metric).values
+    beside = interp.sweep(model, batch, [noise, other], metric).values
+    torch.testing.assert_close(beside[:1], alone)
+
+
+@pytest.mark.parametrize("kind", ["learned", "rotary"])
+def test_a_padded_generation_is_edited_as_each_text_is(kind):
+    """Also where a window has dropped the first keys."""
+    model = model_of(kind)
+    hooks = {"blocks.*.attn.pattern": edits.add(torch.tensor(0.3).double())}
+    with HookedRunner(model).hooks(hooks):
+        together = models.generate(model, ROWS, max_new_tokens=5, stop=())
+        alone = [models.generate(model, [row], max_new_tokens=5, stop=())[0] for row in ROWS]
+    assert together == alone
+    assert together != models.generate(model, ROWS, max_new_tokens=5, stop=())
+
+
+@functools.cache
+def encoder_decoder():
+    transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+    from models import attach
+
+    sizes = dict(vocab_size=23, d_model=12, d_kv=5, d_ff=17, num_layers=2, num_heads=3)
+    torch.manual_seed(0)
+    config = transformers.T5Config(**sizes, decoder_start_token_id=0)
+    model = transformers.T5ForConditionalGeneration(config).double().eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.normal_(0, 0.4)
+    attach(model)
+    return model
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_an_edit_writes_nothing_at_padding_of_an_encoder(side):
+    model = encoder_decoder()
+    runner, language = HookedRunner(model), protocol.of(model)
+    tokens, mask = language.to_tokens(ROWS, side=side)
+    decoded = torch.tensor([[0, 3, 8]] * 3)
+    name = "decoder.blocks.1.cross.pattern"
+    given = dict(decoder_input_ids=decoded)
+    for where in ({}, {"query": -1}, {"encoder_pos": slice(0, None)}, {"encoder_pos": -1}):
+        hooks = {name: edits.add(torch.tensor(0.3).double(), **where)}
+        together = runner.run_with_hooks(
+            input_ids=tokens, attention_mask=mask, hooks=hooks, **given
+        ).logits
+        for n, row in enumerate(ROWS):
+            alone = {"input_ids": torch.tensor([row]), "decoder_input_ids": decoded[:1]}
+            edited = runner.run_with_hooks(hooks=hooks, **alone).logits
+            torch.testing.assert_close(together[n], edited[0])
+            assert (edited - model(**alone).logits).abs().max() > 1e-4
+    # A cache knows the padding of the encoder, and its last column is each text's own.
+    _, cache = runner.run_with_cache(input_ids=tokens, attention_mask=mask, **given)
+    assert torch.equal(cache.real("encoder_pos", name), mask)
+    last = cache.at(encoder_pos=-1)["decoder.blocks.1.cross.v"]
+    for n, row in enumerate(ROWS):
+        alone = runner.run_with_cache(input_ids=torch.tensor([row]), decoder_input_ids=decoded[:1])
+        torch.testing.assert_close(last[n], alone[1]["decoder.blocks.1.cross.v"][0, -1])
+    turned = cache.at(batch=[2, 1, 0])
+    with pytest.raises(EditError, match="encoder_pos"):
+        runner.run_with_hooks(
+            input_ids=tokens,
+            attention_mask=mask,
+            hooks={"decoder.blocks.1.cross.v": edits.replace(turned)},
+            **given,
+        )
+
+
+SOURCES = [[8, 1, 6, 2, 7, 4, 9], [12, 3, 5, 1], [2, 2, 6, 7, 1, 3]]
+"""Texts of other lengths than `ROWS`: 7, 4 and 6 where these have 5, 7 and 4."""
+
+
+@pytest.mark.parametrize("source_side", ["left", "right"])
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("kind", ["learned", "rotary", "attached gpt2"])
+def test_positions_from_the_end_count_in_the_texts_of_a_source(kind, side, source_side):
+    model = model_of(kind)
+    runner, to_tokens = HookedRunner(model), protocol.of(model).to_tokens
+    batch = to_tokens(ROWS, side=side)
+    _, source = runner.run_with_cache(to_tokens(SOURCES, side=source_side))
+    last = runner.run_with_cache(to_tokens(SOURCES, side=source_side), positions=[-1])[1]
+    name = "blocks.1.resid_post"
+    alone = [runner.run_with_cache(torch.tensor([row]))[1][name][0] for row in SOURCES]
+    plain = [runner.run_with_cache(torch.tensor([row]))[1][name][0] for row in ROWS]
+    vector = torch.linspace(-1, 2, alone[0].shape[1]).double()
+    onto = torch.outer(vector, vector) / vector.square().sum()
+
+    def edited(edit, pos):
+        with runner.hooks({name: edit}):
+            return runner.run_with_cache(batch, names=name)[1].at(pos=pos)[name]
+
+    pairs = [*zip(plain, alone, strict=True)]
+    for given in (source, last):
+        expected = torch.stack([theirs[-1] for theirs in alone])
+        torch.testing.assert_close(edited(edits.replace(given, pos=-1), -1), expected)
+    expected = torch.stack([theirs[-3:-1] for theirs in alone])
+    chosen = slice(-3, -1)
+    torch.testing.assert_close(edited(edits.replace(source, pos=chosen), chosen), expected)
+    torch.testing.assert_close(edited(edits.replace(source, pos=[-3, -2]), chosen), expected)
+    expected = torch.stack([ours[-2] + theirs[-2] for ours, theirs in pairs])
+    torch.testing.assert_close(edited(edits.add(source, pos=-2), -2), expected)
+    expected = torch.stack([ours[-1] + onto @ (theirs[-1] - ours[-1]) for ours, theirs in pairs])
+    torch.testing.assert_close(edited(edits.interchange(source, vector, pos=-1), -1), expected)
+    # A mean over texts is the mean over their last tokens, whatever their lengths.
+    for given in (source, last):
+        expected = torch.stack([theirs[-1] for theirs in alone]).mean(0).expand(3, -1)
+        torch.testing.assert_close(edited(edits.mean(given, pos=-1), -1), expected)
+    expected = torch.stack([theirs[-3:-1] for theirs in alone]).mean(0).expand(3, -1, -1)
+    torch.testing.assert_close(edited(edits.mean(source, pos=chosen), chosen), expected)
+
+
+def test_padding_of_a_source_is_never_copied():
+    model = model_of("learned")
+    runner = HookedRunner(model)
+    name, batch = "blocks.1.resid_post", model.to_tokens(ROWS[1:2] * 3)
+    for side, columns in (("right", ("4 of text 1", "6 of text 2")), ("left", ("0 of text 1", "0 of text 2"))):
+        _, source = runner.run_with_cache(model.to_tokens(SOURCES, side=side))
+        for edit in (
+            edits.replace(source),
+            edits.add(source, pos=slice(0, 7)),
+            edits.interchange(source, torch.ones(source[name].shape[-1]).double()),
+            edits.replace(source, pos=[4, 0], batch=[0, 1]),
+        ):
+            with pytest.raises(EditError, match=f"pos {columns[0]}.*source_pos=-1"):
+                runner.run_with_hooks(batch, hooks={name: edit})
+        with pytest.raises(EditError, match=columns[1]):
+            runner.run_with_hooks(batch, hooks={name: edits.replace(source, batch=[0, 2])})
+        with pytest.raises(EditError, match="resample.*text 1"):
+            runner.run_with_hooks(batch, hooks={name: edits.resample(source)})
+        # The first text has no padding, and columns 4 and 5 or 1 and 2 of the others are padding here too.
+        runner.run_with_hooks(batch, hooks={name: edits.replace(source, batch=0)})
+        alike = model.to_tokens(SOURCES, side=side)
+        for edit in (edits.replace(source), edits.add(source, pos=slice(1, 6))):
+            runner.run_with_hooks(alike, hooks={name: edit})
+        # Keys of another text: its weights would add up to less than 1, or be of padding.
+        pattern = "blocks.1.attn.pattern"
+        for where in ({"query": -1}, {"query": 3, "key": slice(0, 7)}, {"key": -1, "query": 3}):
+            with pytest.raises(EditError, match=r"key [0456] of text [012]"):
+                runner.run_with_hooks(batch, hooks={pattern: edits.replace(source, **where)})
+        shared = slice(0, 4) if side == "right" else slice(3, 7)
+        hooks = {pattern: edits.replace(source, query=3, key=shared)}
+        runner.run_with_hooks(batch, hooks=hooks)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_pattern_of_unpadded_texts_does_not_fit_padded_ones(side):
+    model = model_of("learned")
+    runner, batch = HookedRunner(model), model.to_tokens(ROWS, side=side)
+    _, source = runner.run_with_cache(torch.tensor(SOURCES[:1] * 3))
+    hooks = {"blocks.0.attn.pattern": edits.replace(source, query=slice(4, 7))}
+    if side == "left":
+        with pytest.raises(EditError, match="key 0 of text 0"):
+            runner.run_with_hooks(batch, hooks=hooks)
+        return
+    # On the right the missing keys come after all queries, which give them no weight.
+    hooks = {"blocks.0.attn.pattern": edits.replace(source, query=slice(0, 4))}
+    with runner.hooks(hooks):
+        cache = runner.run_with_cache(batch, names="*.pattern")[1]
+    rows = cache["pattern", 0][:, :, :4].sum(-1)
+    torch.testing.assert_close(rows, torch.ones_like(rows))

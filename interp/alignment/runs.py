@@ -12,9 +12,8 @@ from hooks import Point
 from hooks.shared import Selection, real_columns, to_device, unknown_name
 from interp.alignment.featurizers import Featurizer
 from interp.inputs.texts import Text
-from interp.inputs.token_positions import last_real
+from interp.inputs.token_positions import Position, last_real
 from interp.measuring import evaluate, last_of
-from interp.numbers.precision import at_least_float32
 from interp.runs.runs import Runs
 
 
@@ -121,10 +120,11 @@ class Interchanges:
         return values, torch.cat(right).to(values) if right else values.new_empty(0)
 
     def _choices(self, output: Tensor, rows: Any) -> tuple[Tensor, Tensor]:
-        """The last logits of what is chosen from, all tokens or two answers, and which of them is right."""
-        logits = at_least_float32(
-            last_real(output, 1, self.runs.text.rows(rows).of_logits.mask)[:, 0]
-        )
+        """The logits of what is chosen from, all tokens or two answers, and which of them is right."""
+        pos = self.runs.pairs.pos
+        position = Position(-1 if pos is None else pos[rows] if isinstance(pos, Tensor) else pos)
+        mask = self.runs.text.rows(rows).of_logits.mask
+        logits = position(last_real(output, position.last, mask))
         assert self.answers is not None  # `align` refuses pairs without
         answers = to_device(self.answers[rows], logits.device)
         if answers.ndim == 1:

@@ -47,8 +47,9 @@ def activation_patching(
             corrupted texts are not needed.
         site: what to patch: any point of the model, such as `embed`, or `resid_pre`, `z` and `mlp.pre` of each layer.
         over: the axes of the result: `layer`, and those of `pos`, `span`, `head`, `neuron`, `query` and
-            `key` that the site has. Without `layer` a patch acts in all layers at once. By default `layer`, and
-            `head` or else `pos`.
+            `key` that the site has. By default `layer`, and `head` or else `pos`. Without `layer`, each patch
+            changes all layers at once: `over="head"` patches head 3 of every layer together, and the
+            result prints "head 3 of all 4 layers". Most people mean `over=["layer", "head"]`.
         direction: denoising edits the corrupted run, noising the clean one; not with `edit`.
         edit: an edit of the clean run to make at each place instead, such as `edits.mean(cache)`.
         layers, heads: only this one or these; all by default. `heads` needs `head` in `over`.

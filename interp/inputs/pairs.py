@@ -15,8 +15,8 @@ from interp import pictures
 from interp.inputs.arguments import require_rows
 from interp.inputs.spans import Spans, aligned
 from interp.inputs.texts import Text, Texts, as_text, each_text, is_batch
-from interp.inputs.token_positions import is_worded, last_real, short
-from interp.inputs.wording import tokens_of_pairs, writer_of
+from interp.inputs.token_positions import Tokens, as_positions, is_worded, last_real, short
+from interp.inputs.wording import answer_positions, tokens_of_pairs, writer_of
 from interp.measuring import Metric, Writer, evaluate, in_words, last_of, metric_for
 from interp.metrics import accuracy, log_prob, logit_diff
 from interp.pictures import objects
@@ -63,14 +63,18 @@ class Pairs(pictures.Shown):
         corrupted_spans: the same for the corrupted texts; by default as in the clean ones.
         last_only: keep only the last position of each span. Otherwise a span has as many positions in
             the clean text as in the corrupted one.
+        pos: the position of the answers, one for all texts or one for each, as for `logit_diff`. By default
+            the last real token or, for a model that reads texts in both directions, the mask token.
 
     Attributes:
         is_read: whether all are tokens, as those of `read_by` are.
         answers: as they were given, and a tensor of tokens once they are read.
+        pos: the position of the answers; None until a model reads the pairs, if it was not given.
         solved_of: from how many pairs `solved` chose these; None if it did not, and for parts of these.
 
     Raises:
         ValueError: if texts, answers, masks or spans do not fit each other; of strings when a model reads them.
+            If a model reads texts in both directions, and they do not have one mask token each.
         TypeError: if the metric is no function.
 
     >>> clean, corrupted = torch.tensor([[3, 1, 4], [2, 1, 5]]), torch.tensor([[3, 6, 4], [2, 6, 5]])
@@ -95,10 +99,14 @@ class Pairs(pictures.Shown):
         metric: Metric | None = None,
         corrupted_spans: Spans | None = None,
         last_only: bool = False,
+        pos: Tokens | None = None,
     ) -> None:
         if metric is not None:
             last_of(metric)  # refuses what is no function
+            if pos is not None:
+                raise ValueError(f"pos must be given to the metric, as in {metric!r}; got pos={pos!r}")
         self._metric, self.last_only = metric, last_only
+        self.pos = None if pos is None else as_positions(pos)
         # Gives the text of tokens, once a model has read the pairs.
         self._write: Writer | None = None
         # Each is a `Text`, or what a model must read first.
@@ -136,6 +144,8 @@ class Pairs(pictures.Shown):
             read = tokens_of_pairs(model, self._one, self._other, self.answers, self._spans)
             pairs._one, pairs._other, pairs.answers = aligned(*read, self.last_only)
             pairs.is_read = True
+        if pairs.pos is None and pairs.answers is not None and self._metric is None:
+            pairs.pos = answer_positions(model, pairs._one, pairs._other)
         pairs._metric = self._metric and metric_for(model, self._metric)
         pairs._write = self._write or writer_of(model)
         return pairs
@@ -190,9 +200,19 @@ class Pairs(pictures.Shown):
             self._require_read()
             if self.answers is None:
                 raise ValueError("pairs must have answers or a metric; got neither")
-            columns = self.answers.unbind(1) if self.answers.ndim == 2 else ()
-            metric = logit_diff(*columns) if columns else log_prob(self.answers)
+            pos = self._listed_pos()
+            if self.answers.ndim == 2:
+                right, wrong = self.answers.unbind(1)
+                metric = logit_diff(right, wrong, pos=pos)
+            else:
+                metric = log_prob(self.answers, pos=pos)
         return in_words(metric, self._write)
+
+    def _listed_pos(self) -> int | list[int]:
+        """The position of the answers as metrics take it."""
+        if self.pos is None:
+            return -1
+        return self.pos.tolist() if isinstance(self.pos, Tensor) else self.pos
 
     def measured_by(self, metric: Metric) -> "Pairs":
         """The same pairs with another metric."""
@@ -230,7 +250,7 @@ class Pairs(pictures.Shown):
         pairs = self.read_by(model)
         right, every = pairs.answers, pairs.text
         if metric is None and self._metric is None and right is not None and right.ndim == 1:
-            metric = accuracy(right)
+            metric = accuracy(right, pos=pairs._listed_pos())
         metric = pairs.metric if metric is None else metric_for(model, metric)
         runner_of(model)  # refuses dropout
         last = last_of(metric, every.of_logits.mask)
@@ -304,6 +324,7 @@ class Pairs(pictures.Shown):
             text and text.changed(change) for text in (self.text, self.other)
         )
         changed.answers = None if self.answers is None else change(self.answers)
+        changed.pos = change(self.pos) if isinstance(self.pos, Tensor) else self.pos
         return changed
 
     def __repr__(self) -> str:

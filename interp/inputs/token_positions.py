@@ -121,6 +121,18 @@ class Position:
         return at_least_float32(logits[rows, to_device(columns, logits.device)])
 
 
+def as_positions(pos: Tokens) -> int | Int[Tensor, " batch"]:
+    """One position, or a tensor with one for each example.
+
+    Raises:
+        ValueError, TypeError: as for `Position`.
+    """
+    position = Position(pos)
+    if position.where.is_one:
+        return int(position.where.index)
+    return torch.tensor([part[0] for part in position.where.parts])
+
+
 def tokens_of(tokens: SeveralTokens, most: int = 1) -> Int[Tensor, "..."]:
     """Tokens [], [batch] or, where `most` is 2, [batch, n], on the CPU.
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from jaxtyping import Int
 from torch import Tensor, nn
 
 from hooks.shared import unknown_name
@@ -93,6 +94,50 @@ def named_spans(texts: Texts | None, names: Sequence[str]) -> dict[str, list[lis
         if without := [n for n, places in enumerate(known[name]) if not len(places)]:
             raise ValueError(f"each text must have the span {name!r}; text {without[0]} has none")
     return {name: known[name] for name in names}
+
+
+def answer_positions(
+    model: nn.Module, clean: Text, corrupted: Text | None
+) -> int | Int[Tensor, " batch"] | None:
+    """Return the positions of the answers of pairs, counted from the end of each text; None for the last one.
+
+    A causal model answers after the last token. A model that reads texts in both directions answers at the
+    mask token.
+
+    Raises:
+        ValueError: if that model has no mask token, a text does not have it once, or it is at other places
+            in the corrupted texts.
+    """
+    language = of(model)
+    if getattr(language, "is_causal", True):
+        return None
+    rule = (
+        f"pairs must say with pos= where the answers are, because a {type(model).__name__} reads texts in "
+        "both directions"
+    )
+    if (mask_token := _mask_token(language)) is None:
+        raise ValueError(f"{rule} and its tokenizer has no mask token")
+    positions = []
+    for text in (clean, corrupted):
+        for number, row in enumerate([] if text is None else text.listed()):
+            if row.count(mask_token) != 1:
+                raise ValueError(f"{rule}; text {number} has {row.count(mask_token)} mask tokens")
+            positions.append(row.index(mask_token) - len(row))
+    n_texts = len(clean.tokens)
+    if positions[:n_texts] != positions[-n_texts:]:
+        raise ValueError(
+            "the mask token must be as far from the end in the corrupted text as in the clean one; got "
+            f"{positions[:n_texts]} and {positions[-n_texts:]}"
+        )
+    return torch.tensor(positions[:n_texts])
+
+
+def _mask_token(language: Any) -> int | None:
+    """The token that stands where a masked language model predicts; None without one."""
+    try:
+        return getattr(language, "mask_token", None)
+    except (ImportError, ValueError):  # the files of its tokenizer cannot be read
+        return None
 
 
 def _is_one(answers: Any) -> bool:

@@ -6,21 +6,29 @@ from typing import Any, NamedTuple
 
 
 class Entry(NamedTuple):
-    """One entry of a result: its labels by axis, its mean effect and the 95% interval; and words, by axis."""
+    """One entry of a result.
+
+    Attributes:
+        where: its labels by axis.
+        effect: its mean effect.
+        low, high: the 95% interval of the effect.
+        words: the text at a label, by axis.
+        together: the layers that were changed together, such as `all 4 layers`; empty for one layer.
+    """
 
     where: Mapping[str, Any]
     effect: float
     low: float
     high: float
     words: Mapping[str, str] = {}
+    together: str = ""
 
     @property
     def name(self) -> str:
-        """The labels as one text, such as `layer 2, pos 9 ' Mary'`."""
+        """The labels as one text, such as `layer 2, pos 9 ' Mary'` or `head 3 of all 4 layers`."""
         words = {axis: f" {word!r}" for axis, word in self.words.items() if word}
-        return ", ".join(
-            f"{axis} {label}{words.get(axis, '')}" for axis, label in self.where.items()
-        )
+        labels = [f"{axis} {label}{words.get(axis, '')}" for axis, label in self.where.items()]
+        return ", ".join(labels) + (f" of {self.together}" if self.together else "")
 
 
 def written(low: float, high: float, form: str = "+.4g") -> str:

@@ -251,7 +251,7 @@ class Result(pictures.Shown):
             index = dict(zip(self.axes[:-1], along, strict=True))
             where = {axis: self.labels[axis][n] for axis, n in index.items()}
             words = {axis: self.words[axis][n] for axis, n in index.items() if axis in self.words}
-            places.append(Entry(where, mean, start, end, words))
+            places.append(Entry(where, mean, start, end, words, self.about.get("together", "")))
         return Entries(places)
 
     def plot(self, facet: str | None = None) -> "Figure":
@@ -275,15 +275,12 @@ class Result(pictures.Shown):
         """A table of pandas, with a row for each place: its labels and words, mean effect and 95% interval."""
         import pandas
 
-        places = [p._asdict() for p in self.places(range(self.values[..., 0].numel()))]
-        return pandas.DataFrame(
-            [
-                place.pop("where")
-                | {f"{axis}_word": word for axis, word in place.pop("words").items()}
-                | place
-                for place in places
-            ]
-        )
+        rows = []
+        for place in self.places(range(self.values[..., 0].numel())):
+            words = {f"{axis}_word": word for axis, word in place.words.items()}
+            numbers = {"effect": place.effect, "low": place.low, "high": place.high}
+            rows.append({**place.where, **words, **numbers})
+        return pandas.DataFrame(rows)
 
     def as_json(self) -> dict[str, Any]:
         """Axes, labels, values, base, target, unit and facts, as JSON has them: NaN is null."""

@@ -132,6 +132,12 @@ class Sites:
             jobs.append([(edited, put(**selected))])
         return jobs
 
+    def _layers(self) -> str:
+        """The layers that are changed together, in words."""
+        if self._choice.layers is None:
+            return f"all {len(self.names)} layers"
+        return f"layers {', '.join(map(str, self.names))}"
+
     def result(
         self, base: Float[Tensor, " example"], effects: Float[Tensor, "... example"], **about: Any
     ) -> Result:
@@ -145,6 +151,8 @@ class Sites:
         facts: dict[str, Any] = {"site": self._choice.site}
         if "layer" not in self.places and len(self.names) == 1:
             facts["layer"] = layer_of(next(iter(self.names.values())))
+        elif "layer" not in self.places:
+            facts["together"] = self._layers()
         if self._choice.neurons is not None:
             facts["neurons"] = self._choice.neurons
         values = effects.view(*map(len, self.places.values()), -1)

@@ -1,6 +1,7 @@
 """The one object of an attached model: what analyses use of it besides its points, its texts, and the way back."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,10 +14,12 @@ from hooks.shared import (
     Wire,
     hooks_disabled,
     inside,
+    is_fully_sharded,
     is_listened_to,
     remove_hooks,
     tensors_in,
     to_device,
+    without_gradients,
 )
 from models.attached.configs import (
     base_of,
@@ -27,15 +30,24 @@ from models.attached.configs import (
     sizes_of,
 )
 from models.attached.context import CACHES, AttachedContext, repeatable_context
-from models.attached.example import embedding_of, parameters_of, uncached
+from models.attached.example import (
+    embedding_of,
+    is_encoder_decoder,
+    logits_of,
+    parameters_of,
+    tokens_for,
+    uncached,
+)
 from models.attached.points import TOP, Blocks
 from models.attached.positions import PaddedPositions
 from models.attached.stacks import Stack, Tower
+from models.attached.sums import HALF, agree
 from models.attached.unembedding import unembed_of
 from models.attached.view import PlainView
 from models.attached.wires import restore_methods
 from models.checkpoints.huggingface import from_memory
 from models.checkpoints.huggingface.families import FAMILIES
+from models.mode import mode
 from models.text.texts import ReadsText, read
 from models.text.token_batch import is_tokens
 from models.transformer import Transformer
@@ -189,6 +201,40 @@ class Attached(ReadsText):
     def positions_of(self, mask: Shaped[Tensor, "batch pos"]) -> dict[str, Tensor]:
         """Positions for texts with padding before a token, for a model that takes them; see `PaddedPositions.of`."""
         return self._positions.of(mask)
+
+    @cached_property
+    @without_gradients
+    def is_causal(self) -> bool:
+        """Whether the logits at a position do not depend on later tokens.
+
+        Models that are not asked for logits at each position count as causal, and so do decoders that
+        an encoder feeds.
+        """
+        if is_encoder_decoder(self.model) or embedding_of(self.model) is None:
+            return True
+        if any(map(is_fully_sharded, self.model.modules())):
+            return True  # this run may not be one that all processes take part in
+        tokens = tokens_for(self.model)
+        changed = torch.cat([tokens[:, :-1], tokens[:, :1]], 1)
+        with mode(self.model, training=False):
+            try:
+                logits, others = (
+                    logits_of(hooks_disabled(self.run_base, part)) for part in (tokens, changed)
+                )
+            except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+                return True  # it needs more than tokens
+        if logits.ndim != 3 or logits.shape[1] != tokens.shape[1]:
+            return True
+        # In a causal model rounding may differ between the runs; a later token changes much more.
+        tolerance = 0.05 if logits.dtype in HALF else 1e-3
+        return agree(logits[:, :-1], others[:, :-1], tolerance)
+
+    @property
+    def mask_token(self) -> int | None:
+        """The token that stands where a masked language model predicts, by the tokenizer or the config."""
+        token = super().mask_token
+        config = getattr(self.model, "config", None)
+        return getattr(config, "mask_token_id", None) if token is None else token
 
     @property
     def pad_token(self) -> int:

@@ -175,6 +175,10 @@ def _finished(
     with _beside(file, _CONFIG) as described:
         more = {key: described[key] for key in _IN_TEMPLATES if described.get(key) is not None}
         special |= {key: _token(token).content for key, token in more.items()}
+        made.pad_token_id, made.mask_token_id = (
+            tokenizer.token_to_id(special[key]) if key in special else None
+            for key in ("pad_token", "mask_token")
+        )
         written = file.with_name("chat_template.jinja")
         source = written.read_text("utf-8") if written.is_file() else described.get("chat_template")
         made.chat_template = template_of(source, special)

@@ -81,6 +81,11 @@ class ReadsText:
         return None
 
     @property
+    def mask_token(self) -> int | None:
+        """The token that stands where a masked language model predicts; None if the tokenizer names none."""
+        return getattr(self.tokenizer, "mask_token_id", None)
+
+    @property
     def pad_token(self) -> int:
         """The token that stands where a text is padded. A model that masks padding never reads it."""
         return 0

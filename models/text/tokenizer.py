@@ -60,6 +60,7 @@ def as_tokenizer(tokenizer: Any) -> Tokenizer | None:
     end, begin = tokenizer.eos_token_id, tokenizer.bos_token_id
     made = SubwordTokenizer(copied, () if end is None else (end,), begin)
     made.pad_token_id = tokenizer.pad_token_id
+    made.mask_token_id = tokenizer.mask_token_id
     made.chat_template = template_of(tokenizer.chat_template, tokenizer.special_tokens_map)
     return made
 
@@ -143,7 +144,8 @@ class SubwordTokenizer:
         vocab_size: the least that a model of its tokens has: the largest token plus 1.
         closing_token_ids: the tokens that the template puts after a text.
         chat_template: writes messages as one text; None if its files have none.
-        pad_token_id: the token of padding, which a tokenizer of `transformers` says; None if there is none.
+        pad_token_id: the token of padding; None if its files name none.
+        mask_token_id: the token where a masked language model predicts; None if its files name none.
     """
 
     def __init__(
@@ -163,6 +165,7 @@ class SubwordTokenizer:
         self.eos_token_ids, self.bos_token_id = eos_token_ids, bos_token_id
         self.chat_template: ChatTemplate | None = None
         self.pad_token_id: int | None = None
+        self.mask_token_id: int | None = None
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder().keys()
         self._byte_level = isinstance(tokenizer.decoder, library_.decoders.ByteLevel)

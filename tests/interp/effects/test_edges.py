@@ -48,7 +48,7 @@ def by_masks(model, real=REAL, texts=(BASE, TARGET)):
 def test_an_edge_is_the_derivative_of_a_masked_run(form):
     model, real = made(**FORMS[form]), PADDED.get(form, REAL)
     expected = by_masks(model, real)
-    pairs = Pairs(BASE, TARGET, ANSWERS, attention_mask=real)
+    pairs = Pairs(BASE, TARGET, ANSWERS, attention_mask=real, pos=-1)
     found = edge_attribution(model, pairs, over="pos")
     together = edge_attribution(model, pairs)
     close(found.values, expected)
