@@ -507,7 +507,10 @@ def test_padding_of_a_source_is_never_copied():
     model = model_of("learned")
     runner = HookedRunner(model)
     name, batch = "blocks.1.resid_post", model.to_tokens(ROWS[1:2] * 3)
-    for side, columns in (("right", ("4 of text 1", "6 of text 2")), ("left", ("0 of text 1", "0 of text 2"))):
+    for side, columns in (
+        ("right", ("4 of text 1", "6 of text 2")),
+        ("left", ("0 of text 1", "0 of text 2")),
+    ):
         _, source = runner.run_with_cache(model.to_tokens(SOURCES, side=side))
         for edit in (
             edits.replace(source),

@@ -88,9 +88,7 @@ def _require_same(ours: Tensor, theirs: Tensor, place: Region) -> None:
         )
 
 
-def _require_same_keys(
-    ours: Tensor, theirs: Tensor, place: Region, where: Where, at: int
-) -> None:
+def _require_same_keys(ours: Tensor, theirs: Tensor, place: Region, where: Where, at: int) -> None:
     """Refuse attention to other keys than the edited text has: its weights would not add up to 1."""
     axis = place.axes[at]
     rows, _ = _box(place, at)

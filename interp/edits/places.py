@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Shaped
+from jaxtyping import Bool, Shaped
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -191,19 +191,13 @@ def locate(
             )
             taken = taken if source is None else columns.clamp(min=0)
             mask = columns >= 0 if mask is None else mask & (columns >= 0)
+    n_rows = held[batch] if batch != -1 else 1
+    rows = box[batch] if n_rows > 1 else slice(None)
     for at, axis in enumerate(axes):
-        if axis != "key" and axis not in piece.others:
-            continue
-        n_rows = held[batch] if batch != -1 else 1
-        real_keys = piece.mask_along(axis, n_rows, sizes[at])
-        if real_keys is not None:
-            rows = real_keys[box[batch]] if len(real_keys) > 1 else real_keys
-            length = box[at].stop - box[at].start
-            # Virtual tokens come before the text, and are never padding.
-            n_virtual = min(max(-firsts[at], 0), length)
-            columns = slice(firsts[at] + n_virtual, firsts[at] + length)
-            keys = pad(rows[:, columns], [n_virtual, 0], value=True)
-            keys = broadcast(keys, at, batch, len(axes))
+        columns = range(firsts[at], firsts[at] + box[at].stop - box[at].start)
+        keys = _real_keys(axis, n_rows, sizes[at], columns)
+        if keys is not None:
+            keys = broadcast(keys[rows], at, batch, len(axes))
             mask = keys if mask is None else mask & keys
     return Region(point, axes, tuple(sizes), tuple(box), tuple(firsts), along, mask, taken)
 
@@ -240,6 +234,23 @@ def _sizes(
         return list(held)
     end = start + held[along]
     return [end if axis in TEXT_AXES else n for axis, n in zip(axes, held, strict=True)]
+
+
+def _real_keys(
+    axis: str, n_rows: int, size: int, columns: range
+) -> Bool[Tensor, "batch column"] | None:
+    """Which columns of an axis of keys are not padding; None for other axes, or if all are.
+
+    Virtual tokens, which come before the text, have negative columns, and are not padding.
+    """
+    piece = piece_read()
+    if axis != "key" and axis not in piece.others:
+        return None
+    real = piece.mask_along(axis, n_rows, size)
+    if real is None:
+        return None
+    n_virtual = min(max(-columns.start, 0), len(columns))
+    return pad(real[:, columns.start + n_virtual : columns.stop], [n_virtual, 0], value=True)
 
 
 def _real_along(axis: str, n_rows: int, size: int) -> Rows | None:

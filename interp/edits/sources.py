@@ -47,6 +47,7 @@ Values = Shaped[Tensor, "..."] | ActivationCache | Vectors
 Axes of size 1 broadcast, except `pos`, `query` and `key` of a cache. A tensor may lack the axes that an
 integer selects, and then leading ones."""
 
+
 @dataclass(frozen=True, eq=False)
 class SourceColumns:
     """The columns of a source that an edit takes.

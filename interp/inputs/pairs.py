@@ -104,7 +104,9 @@ class Pairs(pictures.Shown):
         if metric is not None:
             last_of(metric)  # refuses what is no function
             if pos is not None:
-                raise ValueError(f"pos must be given to the metric, as in {metric!r}; got pos={pos!r}")
+                raise ValueError(
+                    f"pos must be given to the metric, as in {metric!r}; got pos={pos!r}"
+                )
         self._metric, self.last_only = metric, last_only
         self.pos = None if pos is None else as_positions(pos)
         # Gives the text of tokens, once a model has read the pairs.

@@ -134,7 +134,7 @@ def tokens_for(model: Any) -> Tensor:
     # A weight that is elsewhere until it is needed has no device; whoever brings it moves tokens too.
     device = "cpu" if weight.is_meta else weight.device
     n_tokens = math.prod(SHAPE)
-    numbers = (torch.arange(n_tokens + 1, device=device) * 5 + 1).remainder(len(weight))
+    numbers = (torch.arange(2 * n_tokens, device=device) * 5 + 1).remainder(len(weight))
     # Models that count positions or find the end of a text by the padding token would see padding here.
     pad = getattr(getattr(model, "config", None), "pad_token_id", None)
     if isinstance(pad, int):

@@ -85,8 +85,9 @@ class StackForward(Replaced):
         if isinstance(mask, Tensor) and mask.ndim == 3 and mask.flatten(0, 1).shape == texts:
             real = mask.flatten(0, 1)
         encoded = kwargs.get("encoder_attention_mask")
-        are_masked = isinstance(encoded, Tensor) and encoded.ndim == 2
-        others = {"encoder_pos": encoded} if are_masked else {}
+        others: dict[str, Tensor] = {}
+        if isinstance(encoded, Tensor) and encoded.ndim == 2:
+            others["encoder_pos"] = encoded
         try:
             if not self._grows:
                 real = real if self._reads_tokens else None

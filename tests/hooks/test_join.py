@@ -102,6 +102,38 @@ def test_names_types_and_edits_act_in_every_run(toy):
     assert torch.equal(cache["square"], (2 * X.double() + 1) ** 2)
 
 
+class Reads(nn.Module):
+    """A model with arguments of several kinds."""
+
+    def __init__(self):
+        super().__init__()
+        self.point = HookPoint("batch pos")
+
+    def forward(self, ids, attention_mask=None, scale=1.0, step=0, places=None, **more):
+        return self.point(ids * scale)
+
+
+def test_a_joined_run_knows_what_the_model_was_given():
+    model, ids = Reads().eval(), torch.arange(16).view(2, 8)
+    mask = torch.ones(2, 8).tril(6)
+
+    def run(ids):
+        for start, stop in ((0, 5), (5, 6), (6, 8)):
+            seen = mask[:, :stop]
+            places = torch.arange(start, stop)
+            model(ids[:, start:stop], seen, scale=0.5, step=start, places=places, late=start > 5)
+
+    _, cache = HookedRunner(model).run_with_cache(ids, run=run)
+    assert cache["point"].shape == (2, 8)
+    assert torch.equal(cache.inputs["ids"], ids)
+    assert torch.equal(cache.inputs["attention_mask"], mask)
+    # Of other tensors and of numbers that change no value stands for all runs.
+    assert cache.inputs.keys() == {"ids", "attention_mask", "scale"}
+    assert cache.inputs["scale"] == 0.5
+    ids.zero_()
+    assert cache.inputs["ids"][1, 7] == 15
+
+
 def test_runs_that_fail(toy):
     runner = HookedRunner(toy)
     with pytest.raises(ZeroDivisionError):

@@ -218,7 +218,9 @@ def test_scores_that_make_no_sense(model, unchecked):
     _, differing = run_with_cache(model, different, names="*.pattern")
     # `at` does not cut the tokens of the run.
     unknown = cache.at(batch=[1, 0])
-    _, several = run_with_cache(model, tokens, run=lambda tokens: model(tokens.clone()), names="*.pattern")
+    _, several = run_with_cache(
+        model, tokens, run=lambda tokens: model(tokens.clone()), names="*.pattern"
+    )
     for kind in ("induction", "duplicate_token"):
         expected = head_scores(model, cache, kind).values
         assert torch.equal(head_scores(model, several, kind).values, expected)

@@ -266,6 +266,23 @@ def test_labels_say_what_was_patched():
     assert "logit_diff" in found.about["metric"]
 
 
+def test_what_was_patched_in_several_layers_at_once_is_told():
+    model, pairs = variant("pre"), draw_pairs()
+    n_layers = len(model.blocks)
+    for layers, together in ((None, f"all {n_layers} layers"), ([0, 1], "layers 0, 1")):
+        result = activation_patching(model, pairs, "z", over="head", layers=layers)
+        assert f"head 1 of {together}" in [place.name for place in result.top(9)]
+        assert together in repr(result).splitlines()[1]
+        assert "together" not in result.to_dataframe()
+    for options in (
+        dict(over=["layer", "head"]),
+        dict(over="head", layers=[1]),
+        dict(over="head", layers=1),
+    ):
+        result = activation_patching(model, pairs, "z", **options)
+        assert " of " not in repr(result.top(9)) + repr(result).splitlines()[1]
+
+
 def test_ablation_of_each_head_is_the_same_sweep():
     model, tokens = variant("like llama"), some_tokens(3)
     _, cache = HookedRunner(model).run_with_cache(some_tokens(4))

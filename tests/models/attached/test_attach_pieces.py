@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hooks import HookedRunner, start_of_piece
-from interp import edits
+from interp import edits, head_scores, logit_lens
 from models import attach
 from tests import attachable
 from tests.attachable import CACHE, made
@@ -245,3 +245,73 @@ def test_an_mlp_in_a_block_of_its_own_is_no_mixer(monkeypatch):
     }
     last = {n: next(v for k, v in expected.items() if k in kind) for n, kind in enumerate(kinds)}
     assert names == {f"{n}.{name}" for n, name in last.items()}
+
+
+@torch.no_grad()
+def test_a_cache_of_a_padded_generation_knows_its_texts():
+    model = made("llama")
+    tokens, mask = padded(ROWS, 5)
+
+    def generated(tokens, attention_mask):
+        options = dict(max_new_tokens=4, do_sample=False, pad_token_id=0)
+        return model.generate(tokens, attention_mask=attention_mask, **options)
+
+    attach(model)
+    runner = HookedRunner(model)
+    texts, cache = runner.run_with_cache(tokens, attention_mask=mask, run=generated)
+    assert torch.equal(cache.inputs["input_ids"], texts[:, :-1])
+    whole = torch.cat([mask, torch.ones(3, 3)], 1).bool()
+    assert torch.equal(cache.real(), whole)
+    for n, real in enumerate(whole):
+        alone = runner.run_with_cache(texts[n, :-1][real][None])[1]
+        for kind in ("current_token", "previous_token", "first_token", "distance", "entropy"):
+            torch.testing.assert_close(
+                head_scores(model, cache, kind).values[..., n],
+                head_scores(model, alone, kind).values[..., 0],
+            )
+        lens, expected = logit_lens(model, cache), logit_lens(model, alone)
+        torch.testing.assert_close(lens.entropy[:, n, real], expected.entropy[:, 0])
+        assert lens.entropy[:, n, ~real].isnan().all()
+    # Padding is not printed.
+    turned = logit_lens(model, cache.at(batch=[1]))
+    printed = repr(turned).splitlines()[1:]
+    assert {len(line.split()) for line in printed} == {1 + int(whole[1].sum())}
+    with pytest.raises(ValueError, match="tokens"):  # those of the run are of other rows
+        head_scores(model, cache.at(batch=[1, 0, 2]), "induction")
+
+
+KNOCKED = ["gpt2", "llama", "gemma2", "bloom", "gpt_neox", "gpt_oss", "qwen2", "falcon"]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", KNOCKED)
+@torch.no_grad()
+def test_a_query_without_keys_attends_to_nothing(name, side):
+    """As zeros of z there. The kernels mask with the lowest number, which stays visible beside -inf."""
+    model = made(name)
+    width = 6
+    tokens, mask = padded(ROWS, width)
+    if side == "right":
+        tokens = torch.tensor([row + [0] * (width - len(row)) for row in ROWS])
+        mask = mask.flip(1)
+    attach(model)
+    runner, given = HookedRunner(model), dict(attention_mask=mask, use_cache=False)
+    for query in (-1, slice(-2, None)):
+        hooks = {"blocks.1.attn.scores": edits.knockout(query=query, head=[0, 2])}
+        with runner.hooks(hooks):
+            output, cache = runner.run_with_cache(tokens, **given, names="*.pattern")
+        zeroed = {"blocks.1.attn.z": edits.zero(pos=query, head=[0, 2])}
+        expected = runner.run_with_hooks(tokens, **given, hooks=zeroed).logits
+        allowed = 2e-5 * float(expected.abs().max())
+        torch.testing.assert_close(
+            output.logits[mask > 0], expected[mask > 0], rtol=0, atol=allowed
+        )
+        assert not cache.at(query=-1)["pattern", 1][:, [0, 2]].any()
+        assert not output.logits.isnan().any()
+    # Some keys may go while others stay, and gradients are numbers.
+    with torch.enable_grad():
+        hooks = {"blocks.0.attn.scores": edits.knockout(query=-1)}
+        runner.run_with_hooks(tokens, **given, hooks=hooks).logits[mask > 0].sum().backward()
+    gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
+    assert all(gradient.isfinite().all() for gradient in gradients)
