@@ -192,12 +192,12 @@ def locate(
             taken = taken if source is None else columns.clamp(min=0)
             mask = columns >= 0 if mask is None else mask & (columns >= 0)
     n_rows = held[batch] if batch != -1 else 1
-    rows = box[batch] if n_rows > 1 else slice(None)
+    texts = box[batch] if n_rows > 1 else slice(None)
     for at, axis in enumerate(axes):
-        columns = range(firsts[at], firsts[at] + box[at].stop - box[at].start)
-        keys = _real_keys(axis, n_rows, sizes[at], columns)
+        places = range(firsts[at], firsts[at] + box[at].stop - box[at].start)
+        keys = _real_keys(axis, n_rows, sizes[at], places)
         if keys is not None:
-            keys = broadcast(keys[rows], at, batch, len(axes))
+            keys = broadcast(keys[texts], at, batch, len(axes))
             mask = keys if mask is None else mask & keys
     return Region(point, axes, tuple(sizes), tuple(box), tuple(firsts), along, mask, taken)
 
