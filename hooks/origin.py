@@ -33,6 +33,7 @@ def config_hash(model: nn.Module) -> str:
         described = dataclasses.asdict(config)
     else:
         described = {name: list(value.shape) for name, value in model.named_parameters()}
+    # The text is hashed and not kept, so a config may have NaN and infinity.
     text = json.dumps([type(model).__name__, described], sort_keys=True, default=_described)
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -3,7 +3,7 @@
 Nothing else of `hooks` is imported there, but for what `hooks` itself exports.
 """
 
-from hooks import storage
+from hooks import storage, strict_json
 from hooks._torch import (
     Component,
     FakeTensor,

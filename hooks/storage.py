@@ -1,7 +1,6 @@
 """Small files of tensors and facts, written whole and checked when they are read; hashes of models."""
 
 import itertools
-import json
 import os
 import uuid
 import zlib
@@ -15,11 +14,22 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from hooks import strict_json
 from hooks._torch import has_storage, memory_of
 from hooks.errors import CacheError, UnknownNameError
 
 CHECKSUMS = "checksums"
 """The key of the checksums in a file's metadata."""
+
+SAFETENSORS = ("", ".safetensors")
+"""The suffixes of files of safetensors. A name without a suffix is kept as it is."""
+
+# Suffixes of files, which no folder should have. Others, as in `llama-3.1`, are a part of the name.
+_OF_FILES = {
+    *(".safetensors", ".gguf", ".pt", ".pth", ".bin", ".ckpt", ".onnx", ".h5", ".pkl"),
+    *(".npy", ".npz", ".parquet", ".arrow", ".json", ".jsonl", ".yaml", ".csv", ".txt", ".md"),
+    *(".html", ".htm", ".png", ".jpg", ".jpeg", ".svg", ".pdf", ".zip", ".tar", ".gz"),
+}
 
 # Before the place of bytes that only fill a gap; no module's name starts with a dot.
 _PAD = ".pad."
@@ -30,6 +40,47 @@ def nbytes(tensors: Collection[Tensor]) -> int:
     shared = {memory_of(t): t.untyped_storage().nbytes() for t in tensors if has_storage(t)}
     others = [t.numel() * t.element_size() for t in tensors if not has_storage(t)]
     return sum(shared.values()) + sum(others)
+
+
+def suffix_of(path: str | os.PathLike[str], supported: Iterable[str]) -> str:
+    """Return the suffix of a file that is to be written, in lower case: it decides the format.
+
+    Args:
+        path: the file. A name without a dot has the suffix `""`.
+        supported: the suffixes of the formats that there are, in lower case.
+
+    Raises:
+        ValueError: if the suffix is another one.
+
+    >>> suffix_of("run.1/means.HTML", [".html", ".safetensors"])
+    '.html'
+    >>> suffix_of("run.1/means.png", ["", ".html", ".safetensors"])
+    Traceback (most recent call last):
+    ValueError: path must end in .html or .safetensors, or have no suffix; got run.1/means.png
+    """
+    known, suffix = [*supported], Path(path).suffix.lower()
+    if suffix not in known:
+        named = [each for each in known if each]
+        listed = " or ".join(filter(None, [", ".join(named[:-1]), *named[-1:]]))
+        rules = [f"end in {listed}"] if named else []
+        rules += ["have no suffix"] if "" in known else []
+        raise ValueError(f"path must {', or '.join(rules)}; got {os.fspath(path)}")
+    return suffix
+
+
+def require_folder(path: str | os.PathLike[str], files: Iterable[str] = ()) -> None:
+    """Refuse a name of a file, such as `model.safetensors`, where a folder is to be made.
+
+    Args:
+        path: the folder.
+        files: suffixes of files that could be written instead.
+
+    Raises:
+        ValueError: if no folder is there, and the suffix is that of a file.
+    """
+    if Path(path).suffix.lower() in _OF_FILES and not Path(path).is_dir():
+        others = "".join(f" or end in {suffix}" for suffix in files)
+        raise ValueError(f"path must be a folder{others}; got {os.fspath(path)}")
 
 
 def save(
@@ -46,19 +97,21 @@ def save(
     It is a file of safetensors, which any of its readers reads.
 
     Args:
-        path: the file.
+        path: the file; its name ends in `.safetensors` or has no suffix.
         kind: what it is.
         tensors: by their names.
-        facts: anything that fits JSON.
+        facts: anything that fits JSON, and NaN and infinity.
         place: as for `replacing`.
         names, later: more tensors, which may be computed while others are written: all their names, and pairs of a name and
             a tensor. Each is let go before the next is asked for.
 
     Raises:
+        ValueError: if the path has another suffix.
         FileNotFoundError: if there is no such directory.
         TypeError: if a fact does not fit JSON, or safetensors has no such dtype.
         OSError: if the disk is full.
     """
+    suffix_of(path, SAFETENSORS)
     with replacing(path, place) as partial, partial.open("wb") as file:
         write(file, path, kind, tensors, facts, names, later)
 
@@ -82,11 +135,11 @@ def write(
     Raises:
         TypeError, OSError: as for `save`.
     """
-    text = json.dumps(facts)
+    text = strict_json.dumps(strict_json.encoded(facts))
 
     def header(entries: Mapping[str, Any], sums: Mapping[str, int]) -> bytes:
         metadata = {"kind": kind, "facts": text, CHECKSUMS: _summed(sums, text)}
-        return json.dumps({"__metadata__": metadata, **entries}).encode()
+        return strict_json.dumps({"__metadata__": metadata, **entries}).encode()
 
     def put(at: int, content: bytes | memoryview) -> None:
         try:
@@ -139,7 +192,7 @@ def _form(name: str, value: Tensor) -> tuple[str, list[int]]:
 def header_of(data: bytes) -> dict[str, Any]:
     """The header of a file of safetensors."""
     size = int.from_bytes(data[:8], "little")
-    return dict(json.loads(data[8 : 8 + size]))
+    return dict(strict_json.loads(data[8 : 8 + size]))
 
 
 def unpacked(kind: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Any:
@@ -152,7 +205,16 @@ def unpacked(kind: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, st
     text = metadata["facts"]
     if (metadata["kind"], metadata[CHECKSUMS]) != (kind, checksums(tensors, text)):
         raise ValueError(f"kind and checksums must be as saved; got {metadata['kind']!r}")
-    return json.loads(text)
+    return facts_of(metadata)
+
+
+def facts_of(metadata: Mapping[str, str]) -> Any:
+    """Return the facts in the metadata of what `write` wrote.
+
+    Raises:
+        KeyError: if it was made by something else.
+    """
+    return strict_json.decoded(metadata["facts"])
 
 
 @contextmanager
@@ -248,7 +310,7 @@ def checksums(tensors: Mapping[str, Tensor], text: str = "") -> str:
 
 
 def _summed(sums: Mapping[str, int], text: str) -> str:
-    return json.dumps({"": zlib.crc32(text.encode()), **sums}, sort_keys=True)
+    return strict_json.dumps({"": zlib.crc32(text.encode()), **sums}, sort_keys=True)
 
 
 def checksums_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:

@@ -14,7 +14,7 @@ from hooks.shared import storage, unknown_name
 
 
 def read_json(path: Path) -> Any:
-    """Reads the value in a JSON file.
+    """Reads the value in a JSON file. Configs of `transformers` have Infinity, so it is read too.
 
     Raises:
         ValueError: if it is not JSON in UTF-8; the message names the file.

@@ -118,6 +118,22 @@ def test_private_parts_of_torch_are_used_in_one_module(path):
     assert bool(found) == (path.relative_to(ROOT) == Path("hooks/_torch.py")), found
 
 
+# What is only hashed, and what is a prompt, which must be as `transformers` writes it.
+WRITES_OTHER_JSON = {"hooks/strict_json.py", "hooks/origin.py", "models/text/templates.py"}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_json_is_written_by_one_module(path):
+    """Others might write NaN, which is no JSON."""
+    writers = {"json.dumps", "json.dump"}
+    found = {
+        ast.unparse(node.func)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+    }
+    assert bool(found & writers) == (path.relative_to(ROOT).as_posix() in WRITES_OTHER_JSON)
+
+
 PUBLIC = {
     "hooks": """ActivationCache CacheError ContextError EditError EditedPoint FusedUnlessHooked Hook HookContext
         HookError HookHandle HookPoint HookPoints HookedRunner Hooks Identity MemoryLimitError Mode ModeError

@@ -6,6 +6,7 @@
 """
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hooks.shared import Index, storage, to_device, without_gradients
+from hooks.shared import Index, storage, strict_json, to_device, without_gradients
 from interp import pictures
 from interp.features.dictionary import Dictionary
 from interp.features.splicing import Dictionaries, placed, splice
@@ -79,7 +80,7 @@ class FeatureCard:
         return "\n".join(lines)
 
     def to_neuronpedia(self) -> dict[str, Any]:
-        """Return it as the JSON that Neuronpedia's front end reads."""
+        """Return it as the JSON that Neuronpedia's front end reads. None stands for NaN and infinity."""
         examples = [
             {
                 "tokens": [*example.tokens],
@@ -89,7 +90,7 @@ class FeatureCard:
             }
             for example in self.examples
         ]
-        return {
+        made = {
             "index": self.index,
             "examples_quantiles": [{"quantile_name": "Top activations", "examples": examples}],
             "top_logits": [token for token, _ in self.top],
@@ -100,10 +101,13 @@ class FeatureCard:
             "histogram": [*self.histogram],
             "activation_frequency": self.density,
         }
+        return dict(strict_json.finite(made))
 
     @classmethod
     def from_neuronpedia(cls, data: Mapping[str, Any]) -> "FeatureCard":
-        """Read what `to_neuronpedia`, or another tool, wrote. Logits are then NaN, as the format has none.
+        """Read what `to_neuronpedia`, or another tool, wrote.
+
+        Logits are then NaN, as the format has none. Null is NaN too.
 
         Raises:
             ValueError: if it has no index or no examples.
@@ -116,7 +120,7 @@ class FeatureCard:
         examples = [
             Example(
                 each["tokens"],
-                [*map(float, each["tokens_acts_list"])],
+                [*map(_number, each["tokens_acts_list"])],
                 int(each["train_token_ind"]),
             )
             for quantile in data["examples_quantiles"]
@@ -127,14 +131,22 @@ class FeatureCard:
             for end in ("top", "bottom")
         )
         return cls(
-            int(data["index"]), float(data.get("activation_frequency", "nan")), examples, top, bottom,
-            histogram=[*map(float, data.get("histogram", ()))], largest=float(data.get("act_max", "nan")),
+            int(data["index"]), _number(data.get("activation_frequency")), examples, top, bottom,
+            histogram=[*map(_number, data.get("histogram", ()))], largest=_number(data.get("act_max")),
         )  # fmt: skip
 
 
+def _number(value: float | None) -> float:
+    """A number of JSON; NaN for null."""
+    return math.nan if value is None else float(value)
+
+
 class FeatureCards(list[FeatureCard], pictures.Shown):
-    """Cards of features. A notebook shows them as a page, which `save("cards.html")` writes. Saved under another name they
-    are a directory with a JSON file of Neuronpedia's format for each feature, named by its number."""
+    """Cards of features. A notebook shows them as a page, which `save("cards.html")` writes.
+
+    `save("cards")` makes a folder with a JSON file of Neuronpedia's format for each feature, named by
+    its number.
+    """
 
     def __repr__(self) -> str:
         more = f"\nand {len(self) - 5} more" if len(self) > 5 else ""
@@ -144,11 +156,24 @@ class FeatureCards(list[FeatureCard], pictures.Shown):
         """One card below the other."""
         return pictures.features(self)
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the page where the path ends in `.html`, and otherwise a folder of JSON files.
+
+        Raises:
+            ValueError: if the suffix is that of another kind of file, such as `.json`, and no folder has
+                this name.
+        """
+        if Path(path).suffix.lower() == ".html":
+            super().save(path)
+        else:
+            storage.require_folder(path, [".html"])
+            self._save(Path(path))
+
     def _save(self, path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
         for card in self:
             with storage.replacing(path / f"{card.index}.json") as partial:
-                partial.write_text(json.dumps(card.to_neuronpedia()), encoding="utf-8")
+                partial.write_text(strict_json.dumps(card.to_neuronpedia()), encoding="utf-8")
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str]) -> "FeatureCards":
@@ -156,6 +181,7 @@ class FeatureCards(list[FeatureCard], pictures.Shown):
         paths = sorted(Path(directory).glob("*.json"), key=lambda path: (len(path.stem), path.stem))
         if not paths:
             raise FileNotFoundError(f"{directory} must have JSON files of features; it has none")
+        # In files of other tools, NaN is a number that is not known.
         return cls(
             FeatureCard.from_neuronpedia(json.loads(path.read_text("utf-8"))) for path in paths
         )

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hooks import CacheError
-from hooks.shared import storage, warn
+from hooks.shared import storage, strict_json, warn
 from interp.graph.circuit import Circuit
 from interp.graph.graph import Graph
 from interp.results.node import NodeName, node_name
@@ -46,9 +46,10 @@ def read_mib(path: str | os.PathLike[str], graph: Graph) -> MIB:
         CacheError: if it is not such a file.
         ValueError: if it is not of this graph.
     """
-    is_pt = Path(path).suffix == ".pt"
+    is_pt = Path(path).suffix.lower() == ".pt"
     places = {name: at for at, names in _mib_names(graph).items() for name in names}
     with storage.one_error(path, "be a circuit in a format of MIB", CacheError):
+        # Files of MIB have NaN as the score of a node that is not scored.
         table = torch.load(path, weights_only=True) if is_pt else json.loads(Path(path).read_text())
         edges, nodes, neurons = _of_pt(table, graph, places) if is_pt else _of_json(table)
     if odd := {*places} ^ {*edges}:
@@ -69,23 +70,27 @@ def write_mib(
     node_scores: Float[Tensor, " node"] | None = None,
     neuron_scores: Float[Tensor, "node d_model"] | None = None,
 ) -> None:
-    """Write a file of the MIB benchmark, completely or not at all: `.pt`, or else JSON.
+    """Write a file of the MIB benchmark, completely or not at all. Its suffix decides the format.
 
-    Scores of edges that are not known become 0. Neurons are in the graph where their node is.
+    Scores of edges that are not known become 0. Neurons are in the graph where their node is. Scores
+    of nodes that are NaN are left out of JSON, and MIB reads them as not scored.
 
     Args:
         circuit: the edges and their scores.
-        path: the file.
+        path: the file; its name ends in `.pt` or `.json`.
         node_scores, neuron_scores: of the nodes in MIB's order: the input, then of each block the heads and the MLP.
 
     Raises:
         FileNotFoundError: if there is no such directory.
-        ValueError: if the graph has nodes that the format has not: biases, or embeddings apart; or if scores are not of its nodes.
+        ValueError: if the path has another suffix; if the graph has nodes that the format has not:
+            biases, or embeddings apart; if scores are not of its nodes; or if JSON cannot hold a score,
+            such as NaN of one neuron of several.
 
     Warns:
         UserWarning: if heads share keys and values. Each gets an equal share of the score, and the file has
             more edges than the circuit.
     """
+    suffix = storage.suffix_of(path, (".pt", ".json"))
     graph, edges = circuit.graph, dict[str, tuple[float, bool]]()
     for at, names in _mib_names(graph).items():
         share = -circuit.scores[at].nan_to_num().item() / len(names)
@@ -102,15 +107,16 @@ def write_mib(
         if scores is not None and scores.shape != shape:
             raise ValueError(f"{name} must be {[*shape]} in this graph; got {[*scores.shape]}")
     kept = [name in circuit.nodes for name in nodes]
-    make = _pt if Path(path).suffix == ".pt" else _json
+    make = _pt if suffix == ".pt" else _json
     described = make(
         _config(graph), dict(zip(nodes, kept, strict=True)), edges, node_scores, neuron_scores
     )
+    text = "" if make is _pt else strict_json.dumps(described)
     with storage.replacing(Path(path)) as partial:
         if make is _pt:
             torch.save(described, partial)
         else:
-            partial.write_text(json.dumps(described))
+            partial.write_text(text)
 
 
 Edges = dict[str, tuple[float, bool]]
@@ -126,9 +132,11 @@ def _of_json(table: Any) -> tuple[Edges, Scores, Scores]:
     nodes = [node for name, node in table["nodes"].items() if name != "logits"]
 
     def scores(key: str) -> Tensor | None:
-        if not nodes or any(key not in node for node in nodes):
+        known = [node[key] for node in nodes if key in node]
+        if not known:
             return None
-        return torch.tensor([node[key] for node in nodes])
+        missing = torch.full_like(torch.tensor(known[0], dtype=torch.float32), torch.nan).tolist()
+        return torch.tensor([node.get(key, missing) for node in nodes])
 
     return edges, scores("score"), scores("neurons_scores")
 
@@ -138,10 +146,11 @@ def _json(
 ) -> dict[str, Any]:
     described: dict[str, dict[str, Any]] = {name: {"in_graph": n} for name, n in nodes.items()}
     for at, (name, kept) in enumerate(nodes.items()):
-        if score is not None:
+        if score is not None and not score[at].isnan():
             described[name]["score"] = float(score[at])
         if neurons is not None:
             described[name]["neurons"] = [kept] * neurons.shape[1]
+        if neurons is not None and not neurons[at].isnan().all():
             described[name]["neurons_scores"] = neurons[at].tolist()
     described["logits"] = {"in_graph": True}
     table = {name: {"score": score, "in_graph": kept} for name, (score, kept) in edges.items()}

@@ -104,7 +104,7 @@ def attribution(graph: Any, cards: Mapping[int, Sequence[Any]] | None = None) ->
     known = {
         (layer, card.index): card for layer, of_layer in (cards or {}).items() for card in of_layer
     }
-    nodes = sorted(graph.nodes, key=lambda node: (node.kind != "logit", node.influence or 0.0))
+    nodes = sorted(graph.nodes, key=_by_influence)
     kept = {node.id: n for n, node in enumerate(nodes[:_MOST_NODES])}
     inside = [link for link in graph.links if link.source in kept and link.target in kept]
     links = sorted(inside, key=lambda link: -abs(link.weight))[:_MOST_LINKS]
@@ -132,6 +132,12 @@ def attribution(graph: Any, cards: Mapping[int, Sequence[Any]] | None = None) ->
         "start": 0, "layers": max((node.layer for node in nodes), default=0), "note": " ".join(filter(None, notes)),
     }  # fmt: skip
     return View(f"attribution graph of “{''.join(tokens)[:60]}”", [part])
+
+
+def _by_influence(node: Any) -> tuple[bool, float]:
+    """The order of nodes: logits first, then by influence. NaN, which has no order, is last."""
+    influence = 0.0 if node.influence is None else node.influence
+    return node.kind != "logit", math.inf if math.isnan(influence) else influence
 
 
 def _shown(node: Any, card: Any) -> dict[str, Any]:

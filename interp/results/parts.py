@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from hooks.shared import unknown_name
@@ -156,12 +157,11 @@ def regrouped(result: "Result", what: str) -> "Result":
 
 
 def numbers(values: torch.Tensor | None) -> Any:
-    """The numbers of a tensor in lists, as JSON has them: NaN is null."""
+    """The numbers of a tensor in lists; None, JSON's null, in place of NaN and infinity."""
     if values is None:
         return None
-    flat = values.detach().cpu().double().numpy().astype(object)
-    flat[flat != flat] = None
-    return flat.tolist()
+    flat = values.detach().cpu().double().numpy()
+    return np.where(np.isfinite(flat), flat, None).tolist()
 
 
 def difference(one: "Result", other: "Result") -> "Result":

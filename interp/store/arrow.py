@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hooks.shared import library, unknown_name
+from hooks.shared import library, storage, unknown_name
 from interp.numbers.precision import at_least_float32
 from interp.store.activations import Activations
 from interp.store.files import Folder, described, require_same, store_of
@@ -42,11 +42,13 @@ def to_arrow(
         The number of contexts that were written.
 
     Raises:
-        ValueError: if tokens of contexts were not kept, or a context is not full.
+        ValueError: if tokens of contexts were not kept, a context is not full, or the name is that of a
+            file.
         FileExistsError: if something is in the directory.
         CacheError, UnknownNameError: as for `Activations.batches`.
         ImportError: if `datasets` is not installed.
     """
+    storage.require_folder(folder)
     datasets, context = library("datasets", "datasets"), store.manifest["context"]
     if os.path.exists(folder) and os.listdir(folder):
         raise FileExistsError(f"a data set must have a directory of its own; got {folder!s}")

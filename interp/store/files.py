@@ -13,7 +13,6 @@ No store reads or replaces a file of another one, as each has a hash of its mani
 
 import hashlib
 import io
-import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -29,7 +28,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from hooks import CacheError
-from hooks.shared import storage
+from hooks.shared import storage, strict_json
 
 KIND = "store"
 MANIFEST = "manifest.json"
@@ -44,7 +43,7 @@ GROWS = ("texts", "files", "overflow")
 def store_of(manifest: Mapping[str, Any]) -> str:
     """The hash that files of a store have: of its manifest, without what grows."""
     fixed = {key: fact for key, fact in manifest.items() if key not in GROWS}
-    return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(strict_json.dumps(fixed, sort_keys=True).encode()).hexdigest()
 
 
 def file_of(number: int) -> str:
@@ -97,7 +96,8 @@ class Folder:
         That is one step on disks, and where `fsspec` writes on condition, as on S3 and GCS. Elsewhere two that write new ones
         at the same moment may both go on, and the later facts stay: whoever writes must read them back, then and later.
         """
-        text, place = json.dumps(facts, indent=1).encode(), storage.create if new else os.replace
+        text = strict_json.dumps(facts, indent=1).encode()
+        place = storage.create if new else os.replace
         try:
             if self._is_here:
                 with storage.replacing(Path(self.path(name)), place) as partial:
@@ -117,7 +117,7 @@ class Folder:
             CacheError: if it is damaged.
         """
         with storage.one_error(self.path(name), "be a file of a store", CacheError):
-            facts = json.loads(self._system.cat_file(self.path(name)))
+            facts = strict_json.loads(self._system.cat_file(self.path(name)))
             if not isinstance(facts, dict):
                 raise ValueError(f"it must hold an object; got a {type(facts).__name__}")
         return facts
@@ -221,7 +221,7 @@ def _metadata_of(data: bytes) -> dict[str, str]:
 def _require_own(
     metadata: Mapping[str, str], store: str, listed: Sequence[Mapping[str, Any]]
 ) -> None:
-    facts = json.loads(metadata["facts"])
+    facts = storage.facts_of(metadata)
     if facts.get("store") != store:
         raise ValueError(f"it {FOREIGN}")
     if listed and facts != listed[0]:
@@ -235,7 +235,9 @@ def require_same(manifest: Mapping[str, Any], folder: Folder) -> dict[str, Any]:
 
     Raises:
         ValueError: if the store there is of another model, or other settings; it names the first. If a file is of another store.
+            If the name is that of a file, such as `store.json`.
     """
+    storage.require_folder(folder.name)
     there, store = folder.manifest(), store_of(manifest)
     old, again = store_of(there), store_of({**there, "dtype": manifest["dtype"]})
     if there.get("overflow") and old != store == again:

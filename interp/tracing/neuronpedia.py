@@ -86,17 +86,17 @@ def read(data: Mapping[str, Any], tokens: Sequence[str], labels: Mapping[str, st
         raise ValueError(f"a node must be at one of {len(tokens)} tokens; {name} is at {pos}")
     if matched is None and kind != "error":
         raise ValueError(f"a node's name must end in its number and position; got {name!r}")
-    number, depth = int(matched[1]) if matched else -1, -1 if layer == "E" else int(layer)
+    index, depth = int(matched[1]) if matched else -1, -1 if layer == "E" else int(layer)
     first, chance = layer, None
     if kind == "error":
-        number = -1
+        index = -1
     elif kind == "feature":
         label = "" if label == f"F{feature}" else label  # what Neuronpedia's server writes for none
         places = str(feature), f"{layer}_{feature}_{pos}"
         label = next((labels[place] for place in places if labels.get(place)), label)
     elif kind == "logit":
         # Differences of logits have none, and the format has 0 for that.
-        chance, written_as = data.get("token_prob") or None, data["jsNodeId"]
+        chance, written_as = number_or_none(data, "token_prob") or None, data["jsNodeId"]
         label = said[2] if (said := _LOGIT.fullmatch(label)) else label
         # circuit-tracer and we write the number of layers plus 1; the server and Anthropic the number alone.
         depth -= written_as != name and "_-" not in written_as
@@ -105,8 +105,32 @@ def read(data: Mapping[str, Any], tokens: Sequence[str], labels: Mapping[str, st
         first = name.partition("_")[0]
         kind = _EMBEDDINGS.get(first, "token")
         label = tokens[pos] if kind == "token" else label
-    about = label, data.get("activation"), chance, data.get("influence")
-    return Node(f"{first}_{number}_{pos}", kind, depth, pos, number, *about)
+    activation, influence = (number_or_none(data, part) for part in ("activation", "influence"))
+    about = label, activation, chance, influence
+    return Node(f"{first}_{index}_{pos}", kind, depth, pos, index, *about)
+
+
+def number_of(data: Mapping[str, Any], name: str) -> float:
+    """Return a number of a node or a link.
+
+    Raises:
+        KeyError: if it is missing.
+        ValueError: if it is no number; the message names it.
+    """
+    value = data[name]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        owner = data.get("node_id") or f"{data.get('source')} -> {data.get('target')}"
+        raise ValueError(f"{name} of {owner} must be a number; got {value!r}")
+    return value
+
+
+def number_or_none(data: Mapping[str, Any], name: str) -> float | None:
+    """Return a number of a node; None if it is null or missing.
+
+    Raises:
+        ValueError: if it is something else; the message names it.
+    """
+    return None if data.get(name) is None else number_of(data, name)
 
 
 def state(data: Mapping[str, Any]) -> tuple[list[str], list[list[str]], dict[str, str]]:

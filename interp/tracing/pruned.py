@@ -1,6 +1,7 @@
 """A pruned attribution graph: what is drawn, and written to and read from files."""
 
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hooks.shared import storage, unknown_name
+from hooks.shared import storage, strict_json, unknown_name
 from interp import pictures
 from interp.tracing import influence, neuronpedia
 from interp.tracing.nodes import AttentionCell, Link, Node
@@ -121,12 +122,19 @@ class PrunedGraph(pictures.Shown):
         return f"PrunedGraph of {''.join(self.tokens)[:60]!r}: {len(self.links)} links; nodes: {counts}{heads}{scores}"
 
     def as_json(self, slug: str, scan: str) -> dict[str, Any]:
-        """Return it in Neuronpedia's format.
+        """Return it in Neuronpedia's format. At nodes, None stands for NaN and infinity.
 
         Args:
             slug: the name of the graph.
             scan: the name of the model.
+
+        Raises:
+            ValueError: if the weight of a link is not finite, as each link of the format has one.
         """
+        for link in self.links:
+            if not math.isfinite(link.weight):
+                ends = f"{link.source} to {link.target}"
+                raise ValueError(f"weights of links must be finite; got {link.weight} from {ends}")
         metadata = {
             "prompt": "".join(self.tokens), "transcoder_list": [], **self.about, "slug": slug, "scan": scan,
             "prompt_tokens": [*self.tokens], "schema_version": 1,
@@ -138,12 +146,13 @@ class PrunedGraph(pictures.Shown):
             "linkType": "both", "clickedId": "", "sg_pos": "",
         }  # fmt: skip
         best = max((node.probability or 0.0 for node in self.nodes), default=0.0)
-        return {
+        made = {
             "metadata": metadata,
             "qParams": state,
             "nodes": [neuronpedia.written(node, best) for node in self.nodes],
             "links": [link._asdict() for link in self.links],
         }
+        return dict(strict_json.finite(made))
 
     def to_neuronpedia(self, directory: str | os.PathLike[str], slug: str, scan: str) -> Path:
         """Write `slug.json` in Neuronpedia's format, and return its path.
@@ -155,17 +164,21 @@ class PrunedGraph(pictures.Shown):
             slug, scan: see `as_json`.
 
         Raises:
-            ValueError: if `graph-metadata.json` is there and lists no graphs.
+            ValueError: if `graph-metadata.json` is there and lists no graphs, the directory has the name of
+                a file, or the weight of a link is not finite.
         """
+        storage.require_folder(directory)
         path, data = Path(directory) / f"{slug}.json", self.as_json(slug, scan)
         path.parent.mkdir(parents=True, exist_ok=True)
         index = path.with_name("graph-metadata.json")
         with _errors_of(index):
+            # Only this list is written again, where NaN of an older file becomes null.
             listed = json.loads(index.read_text("utf-8"))["graphs"] if index.exists() else []
             graphs = [each for each in listed if each["slug"] != slug]
         for file, content in ((path, data), (index, {"graphs": [*graphs, data["metadata"]]})):
+            text = strict_json.dumps(strict_json.finite(content))
             with storage.replacing(file) as partial:
-                partial.write_text(json.dumps(content), encoding="utf-8")
+                partial.write_text(text, encoding="utf-8")
         return path
 
     @classmethod
@@ -176,11 +189,11 @@ class PrunedGraph(pictures.Shown):
 
         Raises:
             FileNotFoundError: if there is no such file.
-            ValueError: if a part is missing, a node is of an unknown type, two have one name, or a link has an end that
-                is no node.
+            ValueError: if a part is missing, a number is not finite, a node is of an unknown type, two have
+                one name, or a link has an end that is no node.
         """
         with _errors_of(path):
-            return cls._from_json(json.loads(Path(path).read_text(encoding="utf-8")))
+            return cls._from_json(strict_json.loads(Path(path).read_text(encoding="utf-8")))
 
     @classmethod
     def _from_json(cls, data: Mapping[str, Any]) -> "PrunedGraph":
@@ -198,7 +211,9 @@ class PrunedGraph(pictures.Shown):
                 f"it has {len(nodes) - distinct} names twice, such as {counts.most_common(1)[0][0]}"
             )
         links = [
-            Link(names[link["source"]], names[link["target"]], link["weight"])
+            Link(
+                names[link["source"]], names[link["target"]], neuronpedia.number_of(link, "weight")
+            )
             for link in data["links"]
         ]
         # Anthropic's page names the nodes in its state by `jsNodeId`.

@@ -121,6 +121,7 @@ def _environment() -> Any:
     def tojson(
         value: Any, indent: int | None = None, separators: Any = None, sort_keys: bool = False
     ) -> str:
+        # The text is a part of the prompt, and must be the text that `transformers` gives.
         return json.dumps(
             value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys
         )

@@ -1,7 +1,6 @@
 """One training run: its state and its files."""
 
 import dataclasses
-import json
 import math
 import os
 from collections import deque
@@ -14,7 +13,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from hooks.shared import later, stacked, storage
+from hooks.shared import later, stacked, storage, strict_json
 from models.files import read_saved
 from models.training.data import Loss, TrainingConfig, check_learnable, evaluate, row_losses
 from models.transformer import Transformer
@@ -45,6 +44,8 @@ class Run:
     ) -> None:
         self.model, self.config, self._loss = model, config, loss
         self.directory = None if directory is None else Path(directory)
+        if self.directory is not None:
+            storage.require_folder(self.directory)
         self.device = model.token_embedding.weight.device
         self.records: list[dict[str, Any]] = []
         # Records whose numbers are still on their way to the host.
@@ -253,4 +254,4 @@ class Run:
 
 
 def _line(record: Mapping[str, Any]) -> bytes:
-    return json.dumps(record, allow_nan=False).encode() + b"\n"
+    return strict_json.dumps(strict_json.finite(record)).encode() + b"\n"

@@ -1,6 +1,7 @@
 """Files of tensors and facts: what is saved is what is read, and any damage is one error."""
 
 import json
+import math
 import subprocess
 import sys
 import zlib
@@ -201,6 +202,37 @@ def test_what_no_file_can_hold_leaves_the_old_file(path, error, value, fact, mat
         storage.save(path, "kind-1", {"x": value}, {"fact": fact})
     assert path.read_bytes() == before
     assert [file.name for file in path.parent.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("name", ["x.png", "x.JSON", "x.safetensors.gz", "a.b/x.pdf", "x.5", "x "])
+def test_the_suffix_of_a_file_is_that_of_its_format(tmp_path, name):
+    (tmp_path / "a.b").mkdir()
+    if name.strip() == name:
+        with pytest.raises(ValueError, match=r"\.safetensors, or have no suffix; got .*x\."):
+            storage.save(tmp_path / name, "kind-1", TENSORS, FACTS)
+        assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    for good in ("a.b/x", "x.SafeTensors", "x.png.safetensors"):
+        storage.save(tmp_path / good, "kind-1", TENSORS, FACTS)
+        assert read(tmp_path / good)[1] == FACTS
+
+
+def test_a_folder_has_no_name_of_a_file(tmp_path):
+    for name in ("model.safetensors", "model.PT", "a.b/cards.json"):
+        with pytest.raises(ValueError, match=r"must be a folder or end in \.html; got .*\."):
+            storage.require_folder(tmp_path / name, [".html"])
+    (tmp_path / "old.json").mkdir()
+    for name in ("llama-3.1", "run.final", "s3://bucket.pt/store", tmp_path / "old.json"):
+        storage.require_folder(name)
+
+
+def test_facts_may_be_nan_and_infinite_and_are_json_for_all_readers(tmp_path):
+    facts = {"bounds": [0.0, math.inf], "low": -math.inf, "text": "NaN"}
+    storage.save(tmp_path / "file", "kind-1", TENSORS, {**facts, "gap": math.nan})
+    found = read(tmp_path / "file")[1]
+    assert math.isnan(found.pop("gap"))
+    assert found == facts
+    with safe_open(tmp_path / "file", framework="np") as file:
+        json.loads(file.metadata()["facts"], parse_constant=pytest.fail)
 
 
 @pytest.mark.parametrize("shape", [[1] * 63 + [2001], [3037000499, 0, 3037000499], [0] * 64])

@@ -1,6 +1,5 @@
 """What readers of several forms share: configs, names of points, the check of tensors."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,14 +8,20 @@ import torch
 from torch import Tensor
 
 from hooks import UnknownNameError
-from hooks.shared import library
+from hooks.shared import library, storage, strict_json
 
 Weights = dict[str, Tensor]
 
 
 def json_of(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file."""
-    config = json.loads(path.read_text(encoding="utf-8"))
+    """Return the JSON object in a file.
+
+    Raises:
+        ValueError: if it is no such file, or a number is not finite; the message names the file and
+            the place.
+    """
+    with storage.one_error(path):
+        config = strict_json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(config, dict):
         raise ValueError(f"{path} must hold a JSON object; got a {type(config).__name__}")
     return config

@@ -23,7 +23,7 @@ from interp.features import (
     splice,
     stability,
 )
-from interp.features.cards import FeatureCards
+from interp.features.cards import Example, FeatureCard, FeatureCards
 from models import Transformer, TransformerConfig, generate, load, next_token_loss
 
 D, FEATURES = 12, 29
@@ -199,6 +199,12 @@ def test_cards_show_where_features_are_and_what_they_write(model, tmp_path):
     data = json.loads((tmp_path / "out" / "28.json").read_text())
     assert data["index"] == 28
     assert data["top_logits"] == [token for token, _ in cards[0].top]
+    for name in ("out.json", "out.PNG"):
+        with pytest.raises(ValueError, match=rf"a folder or end in \.html; got .*{name}"):
+            cards.save(tmp_path / name)
+    cards.save(tmp_path / "of.layer.2")
+    cards.save(tmp_path / "x.HTML")
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "of.layer.2", "x.HTML"}
     again = FeatureCards.load(tmp_path / "out")
     assert [card.index for card in again] == [4, 28]
     assert again[1].examples == cards[0].examples
@@ -206,6 +212,23 @@ def test_cards_show_where_features_are_and_what_they_write(model, tmp_path):
         feature_cards(model, {PLACE: d}, TEXTS, [29])
     with pytest.raises(FileNotFoundError):
         FeatureCards.load(tmp_path)
+
+
+def test_numbers_that_are_not_known_are_null_in_the_files_of_cards(tmp_path):
+    example = Example(["a", "b"], [1.5, math.nan], 0)
+    FeatureCards([FeatureCard(7, math.nan, [example], largest=math.inf)]).save(tmp_path / "out")
+    text = (tmp_path / "out" / "7.json").read_text()
+    data = json.loads(text, parse_constant=pytest.fail)
+    assert data["activation_frequency"] is data["act_max"] is None
+    assert data["examples_quantiles"][0]["examples"][0]["tokens_acts_list"] == [1.5, None]
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "7.json").write_text(text.replace("null", "NaN"))  # as before
+    for folder in ("out", "old"):
+        (card,) = FeatureCards.load(tmp_path / folder)
+        assert math.isnan(card.density)
+        assert math.isnan(card.largest)
+        assert card.examples[0].activations[0] == 1.5
+        assert math.isnan(card.examples[0].activations[1])
 
 
 def test_scores_of_some_positions(model, texts):

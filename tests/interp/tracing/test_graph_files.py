@@ -1,6 +1,7 @@
 """Attribution graphs as circuit-tracer's page, Neuronpedia's server and Anthropic save them; see tests/tracing/make_files.py."""
 
 import json
+import math
 from itertools import pairwise
 
 import numpy as np
@@ -118,6 +119,55 @@ def test_what_no_graph_can_hold_is_refused_by_the_name_of_its_file(change, messa
     (tmp_path / "y.json").write_text("{")
     with pytest.raises(ValueError, match=r"y\.json"):
         PrunedGraph.from_neuronpedia(tmp_path / "y.json")
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-1e999"])
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [
+        (lambda data, n: data["nodes"][2].update(influence=n), r"nodes\[2\]\.influence"),
+        (lambda data, n: data["nodes"][0].update(activation=n), r"nodes\[0\]\.activation"),
+        (lambda data, n: data["links"][3].update(weight=n), r"links\[3\]\.weight"),
+        (lambda data, n: data["metadata"].update(node_threshold=n), r"metadata\.node_threshold"),
+    ],
+)
+def test_a_number_that_is_not_finite_is_refused_by_its_file_and_place(
+    change, place, number, tmp_path
+):
+    text = json.dumps(saved(lambda data: change(data, "here")))
+    (tmp_path / "x.json").write_text(text.replace('"here"', number))
+    with pytest.raises(ValueError, match=rf"x\.json.*(nan|inf) at {place}$"):
+        PrunedGraph.from_neuronpedia(tmp_path / "x.json")
+
+
+def test_a_text_or_null_is_no_weight(tmp_path):
+    for wrong in ("NaN", None, True):
+        data = saved(lambda data, wrong=wrong: data["links"][3].update(weight=wrong))
+        (tmp_path / "x.json").write_text(json.dumps(data))
+        with pytest.raises(ValueError, match=rf"x\.json.*weight of .* -> .*got '?{wrong}"):
+            PrunedGraph.from_neuronpedia(tmp_path / "x.json")
+
+
+def test_a_file_has_null_for_a_number_that_is_not_finite(tmp_path):
+    graph = graph_of("server")
+    graph.nodes[1] = graph.nodes[1]._replace(influence=math.nan, activation=math.inf)
+    graph.about = {**graph.about, "seconds": math.inf}
+    (tmp_path / "graph-metadata.json").write_text('{"graphs": [{"slug": "old", "gap": NaN}]}')
+    path = graph.to_neuronpedia(tmp_path, "new", "m")
+    data, listed = (
+        json.loads(file.read_text(), parse_constant=pytest.fail)
+        for file in (path, tmp_path / "graph-metadata.json")
+    )
+    assert data["nodes"][1]["influence"] is data["nodes"][1]["activation"] is None
+    assert data["metadata"]["seconds"] is None
+    assert listed["graphs"][0] == {"slug": "old", "gap": None}
+    assert PrunedGraph.from_neuronpedia(path).nodes[1].influence is None
+    graph.links[0] = graph.links[0]._replace(weight=math.nan)
+    with pytest.raises(ValueError, match="weights of links must be finite; got nan from"):
+        graph.to_neuronpedia(tmp_path, "other", "m")
+    with pytest.raises(ValueError, match=r"must be a folder; got .*x\.json"):
+        graph_of("server").to_neuronpedia(tmp_path / "x.json", "a", "m")
+    assert {path.name for path in tmp_path.iterdir()} == {"new.json", "graph-metadata.json"}
 
 
 def test_groups_of_one_name_and_labels_of_neuronpedias_page_are_kept(tmp_path):
