@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import io
-import json
 import os
 import platform
 import signal
@@ -17,7 +16,8 @@ from pathlib import Path
 import torch
 
 from hooks import HookError, __version__
-from interp.cli.common import OPTIONS, add_options
+from hooks.shared import strict_json
+from interp.cli.common import OPTIONS, add_options, require_one_format
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("a command is needed: " + ", ".join(OPTIONS["commands"]))
     try:
         _require_own_models()
+        require_one_format(options)
         import_module(f"interp.cli.{options.command}").run(options)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has stopped, as `head` does
@@ -93,7 +94,7 @@ def _versions(as_json: bool) -> str:
     versions["device"] = torch.cuda.get_device_name() if is_cuda else "cpu"
     versions["system"] = platform.platform()
     if as_json:
-        return json.dumps(versions, indent=2)
+        return strict_json.dumps(versions, indent=2)
     return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 

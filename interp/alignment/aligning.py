@@ -73,6 +73,8 @@ class Alignment(pictures.Shown):
     metric: Result
     losses: Mapping[tuple[str, Any], tuple[float, ...]]
 
+    is_plot = True
+
     def view(self) -> pictures.View:
         """The accuracies."""
         return pictures.effects(self.accuracy)

@@ -4,7 +4,7 @@ import argparse
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -12,7 +12,7 @@ from typing import IO, Any
 import torch
 from torch import nn
 
-from hooks.shared import library, storage
+from hooks.shared import library, storage, strict_json
 
 # The commands with what each does, and the options of each and of all.
 OPTIONS = json.loads(Path(__file__).with_name("options.json").read_text(encoding="utf-8"))
@@ -25,7 +25,8 @@ def add_options(
     table: Mapping[str, Mapping[str, Any]],
 ) -> None:
     """Add options of the table `options.json`."""
-    kinds = {"int": int, "float": float, "device": _device}
+    kinds = {"int": int, "float": float, "device": _device, "folder": _folder}
+    kinds |= {"result": _file_of("", ".txt", ".json"), "page": _file_of("", ".html")}
     for name, settings in table.items():
         kind = {"type": kinds[settings["type"]]} if "type" in settings else {}
         command.add_argument(name, **{**settings, **kind})
@@ -47,13 +48,49 @@ def text_of(options: argparse.Namespace) -> str:
 
 
 def print_or_write(options: argparse.Namespace, text: str, data: Any) -> None:
-    """Give the text, or with `--json` the data, to the terminal or the file."""
-    output = json.dumps(data, ensure_ascii=False) if options.json else text
+    """Give the text, or the data as JSON, to the terminal or the file.
+
+    It is JSON with `--json`, or where `--out` ends in `.json`. Null stands for NaN and infinity.
+    """
+    is_json = options.json or Path(options.out or "").suffix.lower() == ".json"
+    output = strict_json.dumps(strict_json.finite(data), ensure_ascii=False) if is_json else text
     if options.out is None:
         print(output)
         return
     with replacing(options.out) as file:
         file.write(output + "\n")
+
+
+def _file_of(*suffixes: str) -> Callable[[str], str]:
+    """A function that refuses files with other suffixes."""
+
+    def checked(path: str) -> str:
+        try:
+            storage.suffix_of(path, suffixes)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        return path
+
+    return checked
+
+
+def _folder(path: str) -> str:
+    try:
+        storage.require_folder(path)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return path
+
+
+def require_one_format(options: argparse.Namespace) -> None:
+    """Refuse `--json` with a file whose suffix is that of texts.
+
+    Raises:
+        ValueError: if both are given.
+    """
+    out = getattr(options, "out", None) or ""
+    if options.json and Path(out).suffix.lower() == ".txt":
+        raise ValueError(f"--out must end in .json, or have no suffix, with --json; got {out}")
 
 
 def _device(name: str) -> torch.device:

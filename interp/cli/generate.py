@@ -43,6 +43,5 @@ def _steering(text: str) -> list[tuple[str, Edit]]:
         raise ValueError(
             f"--steer must be a file, or a file and a number, as v.gguf:2; got {text!r}"
         ) from None
-    read = Direction.from_gguf if path.endswith(".gguf") else Direction.load
-    direction = read(path)
+    direction = Direction.load(path)
     return [(name, edits.add(direction, factor)) for name in direction.vectors]

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -106,18 +106,24 @@ class Direction(pictures.Shown):
             "a direction", pictures.effects(result).parts, says=[*told(self.about)]
         )
 
+    def _writers(self) -> dict[str, Callable[[Path], object]]:
+        files = dict.fromkeys(storage.SAFETENSORS, self._save)
+        return {**super()._writers(), **files, ".gguf": self.to_gguf}
+
     def _save(self, path: Path) -> None:
         facts = {"offsets": dict(self.offsets), "about": dict(self.about)}
         storage.save(path, _KIND, self.vectors, facts)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Direction":
-        """Read what `save` wrote.
+        """Read what `save` wrote. A path that ends in `.gguf` is read by `from_gguf`.
 
         Raises:
             FileNotFoundError: if there is no such file.
             CacheError: if it is another file, or damaged.
         """
+        if Path(path).suffix.lower() == ".gguf":
+            return cls.from_gguf(path)
         with storage.opened(Path(path), _KIND) as (vectors, facts):
             return cls(vectors, facts["offsets"], facts["about"])
 
@@ -128,13 +134,16 @@ class Direction(pictures.Shown):
         0, which is therefore refused.
 
         Args:
-            path: the file.
+            path: the file; its name ends in `.gguf`.
             model_hint: the architecture of the model, such as `llama`.
 
         Raises:
-            ValueError: if a point is no `resid_post` of a layer from 1 on.
+            ValueError: if a point is no `resid_post` of a layer from 1 on, or the path has another
+                suffix.
         """
         import gguf
+
+        storage.suffix_of(path, [".gguf"])
 
         layers: dict[int, Any] = {}
         for name, vector in self.vectors.items():

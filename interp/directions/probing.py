@@ -42,6 +42,8 @@ class Probe(pictures.Shown):
     auroc: Result
     control: Result
 
+    is_plot = True
+
     @property
     def selectivity(self) -> Result:
         """`auroc` less `control`."""

@@ -58,6 +58,8 @@ class Comparison(pictures.Shown):
     misses: tuple[Miss, ...]
     unit: str
 
+    is_plot = True
+
     def view(self) -> pictures.View:
         """Both effects of each place, the places in the order of the exact one."""
         order = self.exact.argsort(descending=True)

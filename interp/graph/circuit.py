@@ -1,7 +1,7 @@
 """A circuit: some of the edges of a model's graph, with their scores, as a set that can be saved."""
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -167,6 +167,9 @@ class Circuit(pictures.Shown):
     def view(self) -> pictures.View:
         """Its nodes in rows of layers, with its edges."""
         return pictures.circuit(self)
+
+    def _writers(self) -> dict[str, Callable[[Path], object]]:
+        return {**super()._writers(), **dict.fromkeys(storage.SAFETENSORS, self._save)}
 
     def _save(self, path: Path) -> None:
         facts = {"graph": self.graph.identity, "found_on": sorted(self.found_on)}

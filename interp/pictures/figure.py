@@ -2,6 +2,9 @@
 
 import io
 import os
+from pathlib import Path
+
+from hooks.shared import storage
 
 try:
     from matplotlib.axes import Axes as Axes
@@ -10,12 +13,25 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError('figures need Matplotlib: pip install "hookscope[plots]"') from error
 
 
+def save(figure: Figure, path: str | os.PathLike[str]) -> None:
+    """Write a figure to a file; see `Picture.save`."""
+    kinds = figure.canvas.get_supported_filetypes()
+    suffix = storage.suffix_of(path, [f".{kind}" for kind in kinds])
+    with storage.replacing(Path(path)) as partial:
+        figure.savefig(partial, format=suffix[1:], bbox_inches="tight")
+
+
 class Picture(Figure):
     """A figure of matplotlib. As the last line of a cell it shows itself."""
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it to a file, as views do; the end of its name says the format: png, svg or pdf."""
-        self.savefig(path, bbox_inches="tight")
+        """Write the figure to a file, completely or not at all. The suffix, as `.png`, decides the format.
+
+        Raises:
+            ValueError: if Matplotlib has no such format.
+            FileNotFoundError: if there is no such directory.
+        """
+        save(self, path)
 
     def _repr_png_(self) -> bytes:
         # A fresh kernel knows no other way: matplotlib's own is set by `%matplotlib inline`.

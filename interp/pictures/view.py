@@ -3,12 +3,12 @@
 1. A picture is a list of parts, `grid`, `text`, `bars`, `histogram`, `lines`, `network` or `attribution`, with their numbers as tensors.
 2. The numbers become typed arrays in base64: exact or, in a page above `BUDGET`, of 8 bits.
 3. The page holds them as JSON, a style and a script. Its policy allows these two alone, by their digests.
+   In this JSON, null stands for NaN and infinity outside of arrays.
 """
 
 import base64
 import hashlib
 import html
-import json
 import math
 import os
 import tempfile
@@ -16,18 +16,21 @@ import webbrowser
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hooks.shared import storage, unknown_name
+from hooks.shared import storage, strict_json, unknown_name
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 BUDGET = 2_000_000
 """The most bytes of a page whose numbers are exact."""
+
+FIGURES = (".png", ".pdf", ".svg")
+"""The suffixes of figures of matplotlib."""
 
 _EIGHT_BITS = "Numbers are rounded to 254 steps, because exact ones would exceed 2 MB."
 _LONGEST = 80  # characters of one token that are shown
@@ -111,11 +114,21 @@ class View:
         return whole if len(whole) <= BUDGET else _page(self.title, body, self.parts, exact=False)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the page, completely or not at all.
+        """Write the picture to a file, completely or not at all. The suffix decides the format.
+
+        Args:
+            path: the file. `.html` is the page. Of plots, `.png`, `.pdf` and `.svg` are the figure.
 
         Raises:
+            ValueError: if the suffix is another one.
             FileNotFoundError: if there is no such directory.
         """
+        suffix = storage.suffix_of(path, (".html", *(FIGURES if self._plot else ())))
+        if suffix in FIGURES:
+            from interp.pictures.figure import save
+
+            save(self.figure, path)
+            return
         with storage.replacing(Path(path)) as partial:
             partial.write_text(self.html(), encoding="utf-8")
 
@@ -157,7 +170,10 @@ def _file(name: str) -> tuple[str, str]:
 def _page(title: str, body: str, parts: Sequence[Mapping[str, Any]], exact: bool) -> str:
     (style, of_style), (script, of_script) = _file("view.css"), _file("view.js")
     noted = [part if exact else {**part, "note": _joined(part)} for part in parts]
-    data = json.dumps({"parts": noted}, default=lambda value: _packed(value, exact))
+    data = strict_json.dumps(
+        strict_json.finite({"parts": noted}),
+        default=lambda value: strict_json.finite(_packed(value, exact)),
+    )
     for sign in "<>&":
         data = data.replace(sign, f"\\u{ord(sign):04x}")
     policy = f"default-src 'none'; style-src {of_style}; script-src {of_script}; img-src data:; base-uri 'none'; form-action 'none'"
@@ -254,29 +270,31 @@ def _height(part: Mapping[str, Any]) -> int:
 class Shown:
     """A base of classes that have a picture; each says in `view` which."""
 
+    is_plot: ClassVar[bool] = False
+    """Whether the picture is a plot, so that it has a figure too."""
+
     def view(self) -> View:
         """The picture."""
         raise NotImplementedError
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the picture as a page where the path ends in `.html`; otherwise a file that `load` reads, where the class
-        has such files. Either is written completely or not at all.
+        """Write a file, completely or not at all. The suffix of the path decides the format.
+
+        `.html` is the picture as a page. Of plots, `.png`, `.pdf` and `.svg` are the figure. A class
+        with `load` writes the file that it reads under `.safetensors`, or under a name without a suffix.
 
         Raises:
-            ValueError: if it has none.
+            ValueError: if the suffix is another one.
             FileNotFoundError: if there is no such directory.
             TypeError: if a fact does not fit JSON.
         """
-        if Path(path).suffix == ".html":
-            self.view().save(path)
-        else:
-            self._save(Path(path))
+        writers = self._writers()
+        writers[storage.suffix_of(path, writers)](Path(path))
 
-    def _save(self, path: Path) -> None:
-        """Writes what `load` reads."""
-        raise ValueError(
-            f"a {type(self).__name__} is saved as a picture, so the path must end in .html; got {path}"
-        )
+    def _writers(self) -> dict[str, Callable[[Path], object]]:
+        """The functions that write the object to a path, by the suffix."""
+        suffixes = (".html", *(FIGURES if self.is_plot else ()))
+        return {suffix: lambda path: self.view().save(path) for suffix in suffixes}
 
     def _repr_html_(self) -> str:
         return self.view()._repr_html_()

@@ -31,6 +31,8 @@ class Decomposition(pictures.Shown):
     names: tuple[str, ...]
     values: Float[Tensor, "component batch pos d_model"]
 
+    is_plot = True
+
     def __getitem__(self, name: str) -> Float[Tensor, "batch pos d_model"]:
         """Return what one part wrote.
 

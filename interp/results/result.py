@@ -3,7 +3,7 @@
 import math
 import os
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from hooks.shared import require_whole, storage, warn
+from hooks.shared import require_whole, storage, strict_json, warn
 from interp import pictures
 from interp.numbers.intervals import Interval, auroc_interval, interval, share_interval
 from interp.results import parts
@@ -72,6 +72,8 @@ class Result(pictures.Shown):
     words: Mapping[str, Sequence[str]] = field(default_factory=dict)
     bounds: tuple[float, float] | None = None
     counts: tuple[float, float] | None = None
+
+    is_plot = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "axes", tuple(self.axes))
@@ -283,19 +285,31 @@ class Result(pictures.Shown):
         return pandas.DataFrame(rows)
 
     def as_json(self) -> dict[str, Any]:
-        """Axes, labels, values, base, target, unit and facts, as JSON has them: NaN is null."""
+        """Axes, labels, values, base, target, unit and facts for JSON. None stands for NaN and infinity."""
         tensors = {
             name: parts.numbers(getattr(self, name)) for name in ("values", "base", "target")
         }
-        labels = {axis: [*labels] for axis, labels in self.labels.items()}
-        about = dict(self.about)
-        return {
+        facts = {
             "axes": [*self.axes],
-            "labels": labels,
+            "labels": dict(self.labels),
             **tensors,
             "unit": self.unit,
-            "about": about,
+            "about": dict(self.about),
         }
+        return dict(strict_json.finite(facts))
+
+    def _writers(self) -> dict[str, Callable[[Path], object]]:
+        files = dict.fromkeys(storage.SAFETENSORS, self._save)
+        return {**super()._writers(), **files, ".json": self._save_json, ".csv": self._save_csv}
+
+    def _save_json(self, path: Path) -> None:
+        with storage.replacing(path) as partial:
+            partial.write_text(strict_json.dumps(self.as_json()), encoding="utf-8")
+
+    def _save_csv(self, path: Path) -> None:
+        table = self.to_dataframe()
+        with storage.replacing(path) as partial:
+            table.to_csv(partial, index=False)
 
     def _save(self, path: Path) -> None:
         tensors = {name: getattr(self, name) for name in ("values", "base", "target")}

@@ -1,7 +1,6 @@
 """This package's own format: a directory with a config, weights and a vocabulary."""
 
 import dataclasses
-import json
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -12,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from hooks.shared import storage
+from hooks.shared import storage, strict_json
 from models.checkpoints.assemble import assemble
 from models.checkpoints.readers import WHOLE, reader_of
 from models.config import TransformerConfig
@@ -59,6 +58,11 @@ def save(
     The weights have checksums, which `load` compares. Files in the directory are replaced only after all new ones are complete. Other files there do not
     change. For other kinds of tokenizers, copy their own files into the directory.
 
+    Raises:
+        TypeError: if the tokenizer is of another kind.
+        ValueError: if the name is that of a file, such as `model.safetensors`, and no directory has it.
+        OSError: if it cannot be written.
+
     >>> import tempfile
     >>> from models import Transformer, TransformerConfig, load
     >>> config = TransformerConfig(vocab_size=5, n_ctx=7, n_layers=2, n_heads=2, d_model=6)
@@ -69,6 +73,7 @@ def save(
     """
     if not isinstance(tokenizer, CharTokenizer | None):
         raise TypeError(f"tokenizer must be a CharTokenizer or None; got {tokenizer!r}")
+    storage.require_folder(directory)
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
     # Tied weights are written under their first name only.
@@ -105,4 +110,5 @@ def _with_tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    text = strict_json.dumps(value, indent=1, ensure_ascii=False)
+    path.write_text(text + "\n", encoding="utf-8")

@@ -170,6 +170,9 @@ def test_save_and_load_keep_names_order_axes_and_values(cache, model, tmp_path):
     assert torch.equal(loaded["resid_post", -1], cache["resid_post", -1])
     cache.at(pos=[2], batch=slice(0, 1)).save(path)
     assert torch.equal(ActivationCache.load(path)["z", 1], cache["z", 1][:1, [2]])
+    for name in ("run.png", "run.JSON", "run.pt"):
+        with pytest.raises(ValueError, match=rf"\.safetensors, or have no suffix; got .*{name}"):
+            cache.save(tmp_path / name)
     assert [file.name for file in tmp_path.iterdir()] == ["run.safetensors"]
 
 

@@ -137,6 +137,18 @@ def test_texts_and_output_may_be_files(tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_the_suffix_of_a_file_decides_its_format(tmp_path, capsys):
+    data = json.loads(printed(capsys, "points", "--json"))
+    for name in ("x.json", "x.JSON"):
+        assert main(["points", "--out", str(tmp_path / name)]) == 0
+        assert json.loads((tmp_path / name).read_text()) == data
+    text = printed(capsys, "points")
+    for name in ("x.txt", "a.json/x"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        assert main(["points", "--out", str(tmp_path / name)]) == 0
+        assert (tmp_path / name).read_text() == text
+
+
 def test_a_generation_is_steered_by_a_file(tmp_path, capsys):
     direction = Direction({"blocks.2.resid_post": torch.linspace(-2, 2, 128)})
     direction.save(tmp_path / "v.safetensors")
@@ -233,6 +245,12 @@ def test_edits_are_parsed(text, expected):
         ("patch --prompt ab --corrupted ac --answers a --site zz", "zz"),
         ("lens", "--prompt"),
         ("lens --prompt a --out no/such/file", "--out must be a file"),
+        ("lens --prompt a --out x.png", ".txt or .json, or have no suffix; got x.png"),
+        ("patch --prompt ab --corrupted ac --answers a --out x.CSV", "got x.CSV"),
+        ("points --json --out x.txt", "must end in .json"),
+        ("report --out x.pdf", ".html, or have no suffix; got x.pdf"),
+        ("trace --prompt a --out x.json", "must be a folder; got x.json"),
+        ("harvest texts.txt --point embed --out x.safetensors", "a folder; got x.safetensors"),
     ],
 )
 def test_what_is_wrong_is_one_line(arguments, said, capsys):

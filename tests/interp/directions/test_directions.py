@@ -348,6 +348,13 @@ def test_files_hold_directions(model, tmp_path):
     (tmp_path / "other").write_bytes(b"no")
     with pytest.raises(CacheError, match="must be a complete direction"):
         Direction.load(tmp_path / "other")
+    with pytest.raises(ValueError, match=r"\.html, \.safetensors or \.gguf, .*got .*v\.png"):
+        v.save(tmp_path / "v.png")
+    odd = Direction({"here": torch.ones(3)}, {"here": math.inf}, {"scale": math.nan})
+    odd.save(tmp_path / "odd")
+    again = Direction.load(tmp_path / "odd")
+    assert again.offsets == odd.offsets
+    assert math.isnan(again.about["scale"])
 
 
 def test_control_vectors_are_those_of_llama_cpp(model, tmp_path):
@@ -363,6 +370,12 @@ def test_control_vectors_are_those_of_llama_cpp(model, tmp_path):
     np.testing.assert_array_equal(reader.tensors[1].data, v[3].numpy())
     again = Direction.from_gguf(tmp_path / "v.gguf")
     assert torch.equal(again[1], v[1])
+    v.save(tmp_path / "saved.GGUF")
+    assert gguf.GGUFReader(tmp_path / "saved.GGUF").tensors[0].name == "direction.1"
+    assert torch.equal(Direction.load(tmp_path / "saved.GGUF")[3], v[3])
+    for name in ("v", "v.safetensors"):
+        with pytest.raises(ValueError, match=rf"must end in \.gguf; got .*{name}"):
+            v.to_gguf(tmp_path / name)
     for wrong in (
         difference_of_means(model, YES, NO).at(0),
         difference_of_means(model, YES, NO, "mlp_out").at(1),

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import math
 
 import pytest
 import torch
@@ -228,7 +229,10 @@ def test_the_tables_of_mib(name, tmp_path):
         [kept] * model.config.d_model for kept in is_in
     ]
     assert not all(is_in)
-    for file in (path, tmp_path / "mib.json"):
+    for wrong in ("mib", "mib.txt", "mib.pth"):
+        with pytest.raises(ValueError, match=rf"must end in \.pt or \.json; got .*{wrong}"):
+            write_mib(circuit, tmp_path / wrong)
+    for file in (path, tmp_path / "mib.json", tmp_path / "mib.PT"):
         write_mib(circuit, file, nodes, neurons)
         again = read_mib(file, graph)
         assert again.circuit == circuit
@@ -244,6 +248,27 @@ def test_the_tables_of_mib(name, tmp_path):
         read_mib(path, Graph(other))
     with pytest.raises(ValueError, match=r"must be \[9\] .*got \[8\]"):
         write_mib(circuit, path, nodes[1:])
+
+
+def test_scores_that_are_not_known_are_left_out_of_mibs_json(tmp_path):
+    """MIB reads a missing score as NaN, which is a node that was not scored; it writes NaN."""
+    model, path = variant("pre", n_layers=2, n_heads=3, n_kv_heads=3, d_head=4), tmp_path / "x.json"
+    circuit = Circuit(Graph(model), Graph(model).edges[::3])
+    nodes, neurons = torch.arange(9).float(), torch.randn(9, model.config.d_model)
+    nodes[[2, 8]], neurons[[0, 5]] = math.nan, math.nan
+    write_mib(circuit, path, nodes, neurons)
+    described = json.loads(path.read_text(), parse_constant=pytest.fail)["nodes"]
+    assert [n for n, name in enumerate(described) if "score" not in described[name]] == [2, 8, 9]
+    for text in (path.read_text(), path.read_text().replace('"score": 3.0', '"score": NaN')):
+        path.write_text(text)
+        again = read_mib(path, circuit.graph)
+        torch.testing.assert_close(again.neuron_scores, neurons, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(again.node_scores, nodes, rtol=0, atol=0, equal_nan=True)
+        nodes[3] = math.nan
+    neurons[7, 1] = math.nan
+    with pytest.raises(ValueError, match=r"nan at nodes\.a1\.h2\.neurons_scores\[1\]"):
+        write_mib(circuit, path, nodes, neurons)
+    assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
 
 
 def test_auroc_is_the_share_of_pairs_in_the_right_order():

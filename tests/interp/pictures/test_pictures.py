@@ -21,8 +21,9 @@ from interp.directions import difference_of_means
 from interp.features import FeatureCard, FeatureCards, load_sae
 from interp.features.cards import Example
 from interp.graph import Graph
-from interp.pictures.view import visible
+from interp.pictures.view import _page, visible
 from interp.store import harvest
+from interp.tracing import Link, Node, PrunedGraph
 from models import KVCache, load
 
 MINUS = chr(0x2212)
@@ -358,6 +359,36 @@ def test_what_has_a_picture_saves_it(bundled, tmp_path):
     assert differ == [6, 6, 6, 6]
     with pytest.raises(ValueError, match=r"must end in \.html; got x\.pdf"):
         sae.save("x.pdf")
+    for shown in (pairs, sae, stored, exact.view(), interp.ov_circuit(bundled), exact):
+        for name in ("x.docx", "x.pt", "x.HTML5"):
+            with pytest.raises(ValueError, match=rf"\.html.*; got .*{name}"):
+                shown.save(tmp_path / "new" / name)
+    for plot in (exact.view(), interp.compare(guess, exact)):
+        plot.save(tmp_path / "x.PNG")
+        assert (tmp_path / "x.PNG").read_bytes().startswith(b"\x89PNG")
+        (tmp_path / "x.PNG").unlink()
+        with pytest.raises(ValueError, match=r"\.html, \.png, \.pdf or \.svg; got .*x$"):
+            plot.save(tmp_path / "x")
+    assert {path.name for path in tmp_path.iterdir()} == {"store", "x.html"}
+
+
+def test_a_page_has_no_number_that_json_has_not():
+    """Numbers beside the arrays of a page, such as the influence of a node."""
+    nodes = [
+        Node("E_3_0", "token", -1, 0, 3, "a", influence=math.nan),
+        Node("1_4_0", "feature", 1, 0, 4, activation=math.inf, influence=0.5),
+        Node("2_5_0", "logit", 1, 0, 5, "b", influence=-math.inf),
+    ]
+    card = FeatureCard(4, math.nan, [Example(["a"], [math.nan], 0)])
+    graph = PrunedGraph(nodes, [Link("E_3_0", "2_5_0", 1.5)], ["a"])
+    wide = torch.tensor([[-1e308, 1e308], [math.nan, math.inf]]).double()[None]
+    values = Result(wide, ("x", "y", "example"), about={"low": -math.inf})
+    for view in (pictures.attribution(graph, {1: [card]}), pictures.effects(values)):
+        for page in (view.html(), _page(view.title, "", view.parts, exact=False)):
+            data = re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1]
+            json.loads(data, parse_constant=pytest.fail)
+    (part,) = pictures.attribution(graph, {1: [card]}).parts
+    assert [node["id"] for node in part["nodes"]] == ["2_5_0", "1_4_0", "E_3_0"]
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -417,12 +448,18 @@ def test_a_plot_is_saved_by_the_word_of_views(tmp_path):
     for end, start in (("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")):
         result.plot().save(tmp_path / f"x.{end}")
         assert (tmp_path / f"x.{end}").read_bytes().startswith(start)
+    for name in ("x.html", "x.safetensors", "x"):
+        with pytest.raises(ValueError, match=rf"\.png.*; got .*{name}$"):
+            result.plot().save(tmp_path / name)
+    assert len([*tmp_path.iterdir()]) == 3
 
 
 def test_a_view_is_saved_and_refuses_a_figure_it_has_not(cache, bundled, tmp_path):
     view = pictures.patterns(bundled, cache)
     view.save(tmp_path / "x.html")
     assert (tmp_path / "x.html").read_text(encoding="utf-8") == view.html()
+    with pytest.raises(ValueError, match=r"must end in \.html; got .*x\.png"):
+        view.save(tmp_path / "x.png")  # patterns are no plot
     with pytest.raises(ValueError, match="plots"):
         _ = view.figure
     for call in (

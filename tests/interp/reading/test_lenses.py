@@ -262,6 +262,8 @@ def test_lenses_are_kept(tmp_path):
             assert same(getattr(loaded, name), value) if name != "n_texts" else loaded.n_texts == 3
         assert torch.equal(kl_of(model, tokens, loaded), kl_of(model, tokens, lens))
         other = TunedLens if isinstance(lens, JacobianLens) else JacobianLens
+        with pytest.raises(ValueError, match=r"\.safetensors, .*got .*lens\.html"):
+            lens.save(tmp_path / "lens.html")
         with pytest.raises(CacheError, match=f"complete {other._format}"):
             other.load(path)
 

@@ -1,6 +1,7 @@
 """Results: means and intervals against NumPy and SciPy, parts, figures, tables and files."""
 
 import copy
+import json
 import math
 from dataclasses import replace
 
@@ -278,6 +279,74 @@ def test_saved_and_loaded(result, tmp_path, normal):
     for name in ("axes", "labels", "unit", "about", "is_ratio", "bounds", "counts"):
         assert getattr(given, name) == getattr(found, name)
     assert [path.name for path in tmp_path.iterdir()] == ["r.safetensors"]
+
+
+FIGURES = {".png": b"\x89PNG", ".pdf": b"%PDF", ".svg": b"<?xml", ".html": b"<!DOCTYPE html>"}
+
+
+@pytest.mark.parametrize("suffix", FIGURES)
+def test_the_suffix_decides_the_format_of_a_picture(result, tmp_path, suffix):
+    for path in (tmp_path / f"x{suffix}", tmp_path / f"y{suffix.upper()}"):
+        result.save(path)
+        assert path.read_bytes().startswith(FIGURES[suffix])
+    assert len([*tmp_path.iterdir()]) == 2
+
+
+def test_the_suffix_decides_the_format_of_a_table(result, tmp_path):
+    pandas = pytest.importorskip("pandas", reason="optional")
+    result.save(tmp_path / "x.csv")
+    table = pandas.read_csv(tmp_path / "x.csv")
+    assert [*table.columns] == ["layer", "head", "effect", "low", "high"]
+    means = result.values.numpy().mean(-1).flatten()
+    np.testing.assert_allclose(table.effect, means, rtol=1e-5)
+    assert [*table.layer] == [4, 4, 5, 5, 7, 7]
+    result.save(tmp_path / "x.JSON")
+    assert json.loads((tmp_path / "x.JSON").read_text()) == result.as_json()
+
+
+@pytest.mark.parametrize("name", ["x.pt", "x.jpeg", "x.xlsx", "x.png.zip", "x.htm", "x.7"])
+def test_a_suffix_of_no_format_is_refused_before_anything_is_written(result, tmp_path, name):
+    with pytest.raises(ValueError, match=r"\.html, \.png, \.pdf, .* or have no suffix; got .*x\."):
+        result.save(tmp_path / name)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_result_of_many_axes_has_no_figure(tmp_path):
+    many = Result(torch.zeros(2, 3, 2, 5, 7), (*"abcd", "example"))
+    with pytest.raises(ValueError, match=r"got .*x\.png"):
+        many.save(tmp_path / "x.png")
+    many.save(tmp_path / "x.html")
+    three = Result(torch.rand(2, 3, 5, 7), (*"abc", "example"))
+    three.save(tmp_path / "x.svg")
+    assert {path.name for path in tmp_path.iterdir()} == {"x.html", "x.svg"}
+
+
+def test_a_folder_may_have_dots_and_a_file_no_suffix(result, tmp_path):
+    (tmp_path / "run.png").mkdir()
+    for name in ("means", "means.SafeTensors"):
+        result.save(tmp_path / "run.png" / name)
+        assert torch.equal(Result.load(tmp_path / "run.png" / name).values, result.values)
+
+
+def test_json_has_no_number_that_is_not_finite(tmp_path):
+    """Labels, facts and values; a file of this package keeps them as they are."""
+    values = torch.tensor([[math.nan, 1.0, 2.0], [math.inf, 0.5, 1.5]])
+    about = {"scale": math.inf, "nested": [{"low": -math.inf}], "n": 3}
+    labels = {"factor": [math.inf, 0.5]}
+    base = torch.tensor([math.nan, 1.0, -math.inf])
+    result = Result(values, ("factor", "example"), base, labels=labels, about=about)
+    result.save(tmp_path / "x.json")
+    written = json.loads((tmp_path / "x.json").read_text(), parse_constant=pytest.fail)
+    assert written == result.as_json()
+    assert written["values"] == [[None, 1.0, 2.0], [None, 0.5, 1.5]]
+    assert written["base"] == [None, 1.0, None]
+    assert written["labels"]["factor"] == [None, 0.5]
+    assert written["about"] == {"scale": None, "nested": [{"low": None}], "n": 3}
+    result.save(tmp_path / "x")
+    again = Result.load(tmp_path / "x")
+    assert again.about == result.about
+    assert again.labels["factor"] == (math.inf, 0.5)
+    torch.testing.assert_close(again.values, values, equal_nan=True)
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -114,6 +114,8 @@ def test_what_does_not_fit_is_refused(tmp_path):
     for read in (store.statistics, lambda: store.moments(NAME)):
         with pytest.raises(ValueError, match="at least one row"):
             read()
+    with pytest.raises(ValueError, match=r"\.safetensors, .*got .*whole\.csv"):
+        found.save(tmp_path / "whole.csv")
     found.save(tmp_path / "whole")
     (tmp_path / "torn").write_bytes((tmp_path / "whole").read_bytes()[:-4])
     with pytest.raises(CacheError):

@@ -640,6 +640,15 @@ def test_a_job_whose_store_was_taken_over_writes_no_more(tmp_path):
             Activations(out).file(0)
 
 
+@pytest.mark.parametrize("place", ["disk", "memory://folder"])
+def test_a_store_is_a_folder(place, tmp_path):
+    model, texts = model_and_texts(3)
+    out = f"{tmp_path if place == 'disk' else place}/store.safetensors"
+    with pytest.raises(ValueError, match=r"must be a folder; got .*store\.safetensors"):
+        made(model, texts, out)
+    assert not [*tmp_path.iterdir()]
+
+
 @pytest.mark.parametrize("place", ["disk", "memory://mixed"])
 def test_files_of_another_store_are_refused_by_name(place, tmp_path):
     model, texts = model_and_texts()

@@ -68,6 +68,15 @@ def test_a_model_without_a_tokenizer(model, tmp_path):
         load_tokenizer(tmp_path)
 
 
+def test_a_model_is_saved_to_a_folder(model, tmp_path):
+    for name in ("model.safetensors", "model.PT", "config.json"):
+        with pytest.raises(ValueError, match=f"must be a folder; got .*{name}"):
+            save(tmp_path / name, model)
+    assert not [*tmp_path.iterdir()]
+    save(tmp_path / "tiny-0.5", model)
+    assert load(tmp_path / "tiny-0.5").config == model.config
+
+
 def test_a_save_that_fails_changes_nothing(model, saved, tokens, monkeypatch):
     before = {path.name: path.read_bytes() for path in saved.iterdir()}
     assert {path.stat().st_mode & 0o777 for path in saved.iterdir()} == {

@@ -558,6 +558,12 @@ def test_a_text_that_cannot_be_learned_or_measured_is_refused_first(tmp_path, te
         train(tiny(), TEXT[:1], config())
 
 
+def test_a_run_has_a_folder(tmp_path):
+    with pytest.raises(ValueError, match=r"must be a folder; got .*run\.pt"):
+        train(tiny(), TEXT, config(), directory=tmp_path / "run.pt")
+    assert not [*tmp_path.iterdir()]
+
+
 def test_a_checkpoint_is_not_written_over_by_another_run(saved):
     before = (saved / "checkpoint.pt").read_bytes(), (saved / "log.jsonl").read_bytes()
     with pytest.raises(FileExistsError, match=str(saved)):
