@@ -3,10 +3,12 @@
 import importlib
 import importlib.util
 import re
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from hooks.shared import library, unknown_name
 
+_WEIGHTS = (".safetensors", ".npz", ".pt", ".pth")
+_CONFIGS = ("cfg.json", "config.json", "config.yaml", "hyperparams.json")
 _NAME = re.compile(r"(\w[\w.-]*/[\w.-]+)(?:/(.+))?")
 
 
@@ -28,6 +30,9 @@ def downloaded(name: str) -> Path:
     assert match is not None
     repository, inside = match[1], (match[2] or "").rstrip("/")
     patterns = [inside, f"{inside}/*"] if inside else None
+    if patterns and inside.endswith(_WEIGHTS):
+        # The config in its folder may say what the file does not.
+        patterns += [PurePosixPath(inside).with_name(name).as_posix() for name in _CONFIGS]
     try:
         fetch = library("huggingface_hub").snapshot_download
         path = Path(fetch(repository, allow_patterns=patterns)) / inside

@@ -1,7 +1,13 @@
-"""Dictionaries from files: the format is recognised by what lies in a folder."""
+"""Dictionaries from files: the format is recognised by what lies in a folder.
+
+1. Find the folder or the file: a bundled one, one on this machine, or one on the Hugging Face hub.
+2. Ask each form whether it is one of its own. A file is never read as its siblings.
+3. Read it, and widen half precision.
+"""
 
 import inspect
 import os
+from collections.abc import Callable, Iterable
 from functools import reduce
 from pathlib import Path
 
@@ -31,9 +37,11 @@ def load_sae(
     Scope and Goodfire. Points that the files name are given our names. `.to(device)` moves the weights.
 
     Args:
-        path: a folder, a file in it; the name of a bundled dictionary, `pydoc-4l/resid_post` or `pydoc-4l/transcoders`;
-            or a place on the Hugging Face hub, such as `google/gemma-scope-2b-pt-res/layer_20/width_16k/average_l0_71`.
-            Where the package sae_lens is installed, also a release and an id as SAELens names them.
+        path: a folder, or a file in it. A file of one of several layers, such as `layer_1.safetensors`,
+            is this layer alone. Or the name of a bundled dictionary, `pydoc-4l/resid_post` or
+            `pydoc-4l/transcoders`; or a place on the Hugging Face hub, such as
+            `google/gemma-scope-2b-pt-res/layer_20/width_16k/average_l0_71`. Where the package sae_lens is
+            installed, also a release and an id as SAELens names them.
         format: whose files they are, where a folder has those of several.
         dtype: of weights and features. By default that of the file, but half precision becomes float32, whose features
             are those of circuit-tracer.
@@ -51,7 +59,8 @@ def load_sae(
         FileNotFoundError: if there is no such folder, here or on the hub, or it has no known files.
         ImportError: if it may be on the hub, and huggingface_hub is not installed.
         UnknownNameError: if there is no such format.
-        ValueError: if files of several formats are there, or a field or a tensor is missing or unknown.
+        ValueError: if files of several formats are there, a field or a tensor is missing or unknown, or
+            the path is that of a part of a cross-layer transcoder.
 
     >>> load_sae("pydoc-4l/resid_post")
     Dictionary(
@@ -70,22 +79,23 @@ def load_sae(
         raise FileNotFoundError(
             f"no folder or file is at {str(path)!r} (bundled: {', '.join(NAMES)}; on the hub: owner/repository/folder)"
         )
-    folder = local.parent if local.is_file() else local
     if format != "auto" and format not in FORMS:
         raise unknown_name(format, FORMS, "format of dictionaries")
     wanted = FORMS if format == "auto" else {format: FORMS[format]}
-    fitting = {name: form for name, form in wanted.items() if _fits(form, local)}
+    sources = {name: _source(form, local) for name, form in wanted.items()}
+    fitting = {name: source for name, source in sources.items() if source is not None}
     # A file of a folder's form is no dictionary of its own.
-    fitting = {name: form for name, form in fitting.items() if not form.single} or fitting
+    fitting = {name: each for name, each in fitting.items() if not FORMS[name].single} or fitting
     if len(fitting) > 1:
         raise ValueError(
-            f"format= must say which of the files in {folder} to read; it has those of {' and '.join(fitting)}"
+            f"format= must say which of the files in {local} to read; it has those of {' and '.join(fitting)}"
         )
     if not fitting:
         listed = "; ".join(f"{' and '.join(form.files)} ({name})" for name, form in wanted.items())
-        raise FileNotFoundError(f"{folder} must have {listed}. {BY_HAND}")
-    ((name, form),) = fitting.items()
-    known = inspect.signature(form.read).parameters
+        rule = "be one of" if local.is_file() else "have"
+        raise FileNotFoundError(f"{local} must {rule} {listed}. {BY_HAND}")
+    ((name, (read, source)),) = fitting.items()
+    known = inspect.signature(read).parameters
     asked = {
         "norm_factor": norm_factor,
         "k": k,
@@ -95,7 +105,9 @@ def load_sae(
     options = {name: value for name, value in asked.items() if value is not None}
     if idle := sorted(options.keys() - known):
         raise ValueError(f"{', '.join(idle)} must be None for files of {name}, which say all")
-    loaded = form.read(_file(form, local) if form.single else folder, **options)
+    if FORMS[name].single and source.is_dir():
+        source = _only_file(FORMS[name], source)
+    loaded = read(source, **options)
     for each in loaded.values() if isinstance(loaded, dict) else [loaded]:
         each.to(dtype or _at_least_float32(each))
     return loaded
@@ -110,24 +122,48 @@ def _at_least_float32(module: nn.Module) -> torch.dtype:
     )
 
 
-def _fits(form: Form, local: Path) -> bool:
-    """Whether a file or folder has the files of a form. A file of `torch.save` must be one of them itself."""
-    is_one_of_them = any(local.match(pattern) for pattern in form.files)
-    if local.is_file() and (form.single or local.suffix in (".pt", ".pth")) and not is_one_of_them:
-        return False
-    folder = local.parent if local.is_file() else local
+def _source(form: Form, local: Path) -> tuple[Callable[..., Loaded], Path] | None:
+    """The reader of a form and what it reads for a path; None if the path is of no such form.
+
+    1. A folder has the files of the form.
+    2. A file is a whole dictionary, or one layer of several.
+    3. Another file of a folder, such as its config, stands for the folder.
+
+    Raises:
+        ValueError: if a file is a part of a dictionary.
+    """
+    if local.is_dir():
+        return (form.read, local) if _has(form, local) else None
+    if form.single:
+        return (form.read, local) if _is_one_of(local, form.files) else None
+    if _is_one_of(local, form.layers):
+        if form.read_layer is None:
+            raise ValueError(
+                f"path must be the folder {local.parent}, as one layer is no dictionary; got {local}"
+            )
+        return form.read_layer, local
+    for pattern in (*form.files, "config.yaml"):
+        if local.match(pattern) and _has(form, folder := local.parents[pattern.count("/")]):
+            return form.read, folder
+    return None
+
+
+def _is_one_of(local: Path, patterns: Iterable[str]) -> bool:
+    return any(local.match(pattern) for pattern in patterns)
+
+
+def _has(form: Form, folder: Path) -> bool:
+    """Whether a folder has the files of a form."""
     return (any if form.single else all)(any(folder.glob(each)) for each in form.files)
 
 
-def _file(form: Form, local: Path) -> Path:
-    """The file of a form whose dictionaries are single files.
+def _only_file(form: Form, folder: Path) -> Path:
+    """The file in a folder of a form whose dictionaries are single files.
 
     Raises:
-        ValueError: if a folder has several.
+        ValueError: if there are several.
     """
-    if local.is_file():
-        return local
-    files = sorted(file for pattern in form.files for file in local.glob(pattern))
+    files = sorted(file for pattern in form.files for file in folder.glob(pattern))
     if len(files) > 1:
         raise ValueError(
             f"the path must be of one file, not of a folder of {len(files)}, such as {files[0]}"

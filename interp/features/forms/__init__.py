@@ -32,11 +32,15 @@ class Form:
         files: patterns of files, each of which must be in the folder; one of them if a file is a whole dictionary.
         read: the reader.
         single: whether one file is a whole dictionary, and the reader takes its path.
+        layers: patterns of files that have one layer each, where a folder has several.
+        read_layer: the reader of one such file; None if a layer alone is no dictionary.
     """
 
     files: tuple[str, ...]
     read: Callable[..., Loaded]
     single: bool = False
+    layers: tuple[str, ...] = ()
+    read_layer: Callable[..., Dictionary] | None = None
 
 
 FORMS: Mapping[str, Form] = {
@@ -45,11 +49,22 @@ FORMS: Mapping[str, Form] = {
     "dictionary_learning": Form(("config.json", "ae.pt"), dictionary_learning.read),
     "gemma_scope": Form(("params.npz",), gemma_scope.read),
     "gemma_scope_2": Form(("config.json", "params.safetensors"), gemma_scope.read_2),
-    "circuit_tracer": Form(("layer_0.safetensors",), circuit_tracer.read),
-    "cross_layer": Form(
-        ("W_enc_0.safetensors", "W_dec_0.safetensors"), circuit_tracer.read_cross_layer
+    "circuit_tracer": Form(
+        ("layer_0.safetensors",),
+        circuit_tracer.read,
+        layers=("layer_*.safetensors",),
+        read_layer=circuit_tracer.read_layer,
     ),
-    "gemma_scope_2_clt": Form(("params_layer_0.safetensors",), gemma_scope_clt.read),
+    "cross_layer": Form(
+        ("W_enc_0.safetensors", "W_dec_0.safetensors"),
+        circuit_tracer.read_cross_layer,
+        layers=("W_enc_*.safetensors", "W_dec_*.safetensors"),
+    ),
+    "gemma_scope_2_clt": Form(
+        ("params_layer_0.safetensors",),
+        gemma_scope_clt.read,
+        layers=("params_layer_*.safetensors",),
+    ),
     "llama_scope": Form(("hyperparams.json", "checkpoints/final.safetensors"), llama_scope.read),
     "llama_scope_r1": Form(("config.json", "sae_weights.safetensors"), llama_scope.read_r1),
     "saved": Form(("*.pt", "*.pth"), saved.read, single=True),

@@ -18,21 +18,51 @@ from interp.features.forms.places import ours
 def read(folder: Path, *, k: int | None = None) -> dict[str, Dictionary]:
     """circuit-tracer: `layer_0.safetensors` and so on, and `config.yaml` if it is there. By the points where they stand."""
     config = _config_of(folder, "transcoder_set")
+    there = len([*folder.glob("layer_*.safetensors")])
+    listed = _listed(config)
+    if listed and listed != [f"layer_{n}.safetensors" for n in range(there)]:
+        raise ValueError(
+            f"transcoders must list layer_0.safetensors and so on, which are read; got {listed}"
+        )
+    made = [
+        _of_layer(folder / f"layer_{layer}.safetensors", layer, config, k) for layer in range(there)
+    ]
+    return {dictionary.writes: dictionary for dictionary in made if dictionary.writes}
+
+
+def read_layer(path: Path, *, k: int | None = None) -> Dictionary:
+    """One file of circuit-tracer, such as `layer_3.safetensors`, and `config.yaml` beside it if it is there."""
+    number = path.stem.removeprefix("layer_")
+    if not number.isdecimal():
+        raise ValueError(
+            f"path must end in the number of a layer, as layer_3.safetensors; got {path}"
+        )
+    layer = int(number)
+    config = _config_of(path.parent, "transcoder_set")
+    listed = _listed(config)
+    if listed and listed[layer : layer + 1] != [path.name]:
+        raise ValueError(f"transcoders must list {path.name} as number {layer}; got {listed}")
+    return _of_layer(path, layer, config, k)
+
+
+def _of_layer(path: Path, layer: int, config: Mapping[str, Any], k: int | None) -> Dictionary:
+    """The transcoder of one layer, from its file."""
+    weights = load_file(path)
+    saved_k = weights.pop("k", None)
+    more = weights.keys() & {"W_skip", "activation_function.threshold"}
+    require(weights, {"W_enc", "W_dec", "b_enc", "b_dec"} | more, path.stem)
     reads, writes = (_last_part(config, end) for end in ("input", "output"))
-    made = {}
-    for layer in range(len([*folder.glob("layer_*.safetensors")])):
-        weights = load_file(folder / f"layer_{layer}.safetensors")
-        saved_k = weights.pop("k", None)
-        more = weights.keys() & {"W_skip", "activation_function.threshold"}
-        require(weights, {"W_enc", "W_dec", "b_enc", "b_dec"} | more, f"layer_{layer}")
-        threshold = weights.get("activation_function.threshold")
-        place = f"blocks.{layer}.{writes or 'mlp_out'}"
-        made[place] = Dictionary(
-            weights["W_enc"].T, weights["W_dec"], weights["b_enc"], weights["b_dec"],
-            _activation(config, threshold, k, saved_k), W_skip=weights["W_skip"].T if "W_skip" in weights else None,
-            reads=reads and f"blocks.{layer}.{reads}", writes=place, config=config,
-        )  # fmt: skip
-    return made
+    return Dictionary(
+        weights["W_enc"].T,
+        weights["W_dec"],
+        weights["b_enc"],
+        weights["b_dec"],
+        _activation(config, weights.get("activation_function.threshold"), k, saved_k),
+        W_skip=weights["W_skip"].T if "W_skip" in weights else None,
+        reads=reads and f"blocks.{layer}.{reads}",
+        writes=f"blocks.{layer}.{writes or 'mlp_out'}",
+        config=config,
+    )
 
 
 def read_cross_layer(folder: Path) -> CrossLayerTranscoder:
@@ -63,20 +93,20 @@ def read_cross_layer(folder: Path) -> CrossLayerTranscoder:
 
 
 def _config_of(folder: Path, kind: str) -> dict[str, Any]:
-    """What `config.yaml` says of transcoders of this kind, whose files are those of the folder."""
+    """What `config.yaml` says of transcoders of this kind."""
     config = {"model_kind": kind} | yaml_of(folder)
     require_known(config, "config.yaml of circuit-tracer")
     if config["model_kind"] != kind:
         raise ValueError(
             f"model_kind must be {kind!r} for these files; got {config['model_kind']!r}"
         )
-    files = [path.partition("?")[0].rpartition("/")[2] for path in config.get("transcoders") or ()]
-    there = len([*folder.glob("layer_*.safetensors")])
-    if files and files != [f"layer_{n}.safetensors" for n in range(there)]:
-        raise ValueError(
-            f"transcoders must list layer_0.safetensors and so on, which are read; got {files}"
-        )
     return config
+
+
+def _listed(config: Mapping[str, Any]) -> list[str]:
+    """The names of the files that the config lists; none if it lists none."""
+    paths = config.get("transcoders") or ()
+    return [path.partition("?")[0].rpartition("/")[2] for path in paths]
 
 
 def _activation(

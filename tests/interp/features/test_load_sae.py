@@ -134,6 +134,60 @@ def test_a_config_of_circuit_tracer_is_honoured_or_refused(refused, tmp_path):
         load_sae(yaml_changed(folder, tmp_path, text))
 
 
+@pytest.mark.parametrize("siblings", ["beside", "alone"])
+def test_a_file_of_one_layer_is_this_layer(tmp_path, siblings):
+    """In a folder of several, of which layer 10 stands for any with two digits."""
+    pytest.importorskip("yaml", reason="config.yaml needs PyYAML")
+    folder = shutil.copytree(FIXTURES / "circuit_tracer", tmp_path / "own")
+    shutil.copy(folder / "layer_0.safetensors", folder / "layer_10.safetensors")
+    whole = load_sae(FIXTURES / "circuit_tracer")
+    if siblings == "alone":
+        (folder / "layer_0.safetensors").unlink()
+    for number, weights in ((1, "layer_1"), (10, "layer_10")):
+        made = load_sae(folder / f"layer_{number}.safetensors")
+        assert isinstance(made, Dictionary)
+        saved = load_file(folder / f"{weights}.safetensors")
+        assert_close(made.W_enc, saved["W_enc"].T)
+        assert_close(made.b_dec, saved["b_dec"])
+        assert made.writes == f"blocks.{number}.mlp_out"
+        assert made.reads == whole["blocks.1.mlp_out"].reads.replace("1", str(number))
+    assert [*whole] == ["blocks.0.mlp_out", "blocks.1.mlp_out"]
+    assert load_sae(FIXTURES / "circuit_tracer" / "config.yaml").keys() == whole.keys()
+    made = load_sae(str(folder / "layer_1.safetensors"), "circuit_tracer", dtype=torch.float64)
+    assert made.W_enc.dtype == torch.float64
+
+
+def test_a_file_of_one_layer_honours_its_config(tmp_path):
+    text = "{activation: topk, k: 2, transcoders: [layer_1.safetensors, layer_0.safetensors]}"
+    folder = yaml_changed("circuit_tracer_topk", tmp_path, text)
+    path = folder / "layer_0.safetensors"
+    with pytest.raises(ValueError, match=r"list layer_0\.safetensors as number 0"):
+        load_sae(path)
+    (folder / "config.yaml").write_text("{activation: topk, transcoders: [a/layer_0.safetensors]}")
+    assert load_sae(path, k=3).activation.k == 3
+    with pytest.raises(ValueError, match="norm_factor"):
+        load_sae(path, norm_factor=2.0)
+    shutil.copy(path, folder / "layer_x.safetensors")
+    with pytest.raises(ValueError, match=r"number of a layer.*layer_x"):
+        load_sae(folder / "layer_x.safetensors")
+
+
+@pytest.mark.parametrize("end", ["enc", "dec"])
+def test_a_part_of_a_cross_layer_transcoder_is_no_dictionary(end):
+    with pytest.raises(ValueError, match=rf"the folder .*cross_layer_relu.*got .*W_{end}_1"):
+        load_sae(FIXTURES / "cross_layer_relu" / f"W_{end}_1.safetensors")
+
+
+def test_a_file_of_no_form_is_not_its_folder(tmp_path):
+    folder = shutil.copytree(FIXTURES / "sae_lens_standard", tmp_path / "own")
+    save_file({"other": torch.ones(3)}, folder / "other.safetensors")
+    for name in ("other.safetensors", "expected.safetensors"):
+        with pytest.raises(FileNotFoundError, match=rf"{name} must be one of .*cfg\.json"):
+            load_sae(folder / name)
+    for name in ("sae_weights.safetensors", "cfg.json"):
+        assert_close(load_sae(folder / name).W_enc, load_sae(folder).W_enc)
+
+
 def test_a_list_of_its_own_files_changes_nothing(tmp_path):
     listed = "['hf://a/b/layer_0.safetensors?revision=main', layer_1.safetensors]"
     folder = yaml_changed("circuit_tracer", tmp_path, f"{{model_name: any, transcoders: {listed}}}")

@@ -304,6 +304,13 @@ def test_a_file_beside_another_form_is_the_one_that_is_read(tmp_path):
         assert load_sae(path).config["dict_class"] == "AutoEncoder"
 
 
+def test_a_file_in_a_folder_of_the_form_stands_for_it(tmp_path):
+    llama_scope(tmp_path / "a")
+    whole = load_sae(tmp_path / "a")
+    for name in ("hyperparams.json", "checkpoints/final.safetensors"):
+        np.testing.assert_array_equal(array(load_sae(tmp_path / "a" / name).W_enc), array(whole.W_enc))  # fmt: skip
+
+
 def test_a_folder_without_a_known_form_says_how_to_build_one(tmp_path):
     save_file({"encoder": torch.zeros(3, 2)}, tmp_path / "weights.safetensors")
     with pytest.raises(FileNotFoundError, match="three lines build one") as caught:
@@ -337,6 +344,8 @@ def test_cross_layer_transcoders_of_gemma_scope_2(skip, tmp_path):
         {"architecture": "jump_relu", "hf_hook_point_in": "model.layers.0.pre_feedforward_layernorm.output"}
     ))  # fmt: skip
     made = load_sae(folder)
+    with pytest.raises(ValueError, match=r"got .*params_layer_1\.safetensors"):
+        load_sae(folder / "params_layer_1.safetensors")
     streams = [X + n for n in range(3)]
     features, outputs = [], [layer["b_dec"] for layer in layers]
     for layer, x in zip(layers, streams, strict=True):
@@ -502,6 +511,9 @@ def test_places_on_the_hub(hub, tmp_path):
     put(FIXTURES / "circuit_tracer", "mntss/transcoder", "")
     assert len(load_sae("mntss/transcoder")) == 2
     assert asked[-1] == ("mntss/transcoder", None)
+    one = load_sae("mntss/transcoder/layer_1.safetensors")
+    assert one.writes == "blocks.1.mlp_out"
+    assert {"layer_1.safetensors", "config.yaml"} <= {*asked[-1][1]}
     with pytest.raises(FileNotFoundError, match="must have layer_99"):
         load_sae("mntss/transcoder/layer_99")
 
