@@ -24,6 +24,7 @@ from hooks.shared import Words, require_whole, without_gradients
 from interp import pictures
 from interp.alignment.featurizers import Featurizer, coordinates, neurons, subspace
 from interp.alignment.runs import Interchanges
+from interp.features.trained_at import warn_of_place
 from interp.inputs.pairs import Pairs, PatchingDirection
 from interp.numbers.precision import at_least_float32
 from interp.results.places import written
@@ -128,6 +129,9 @@ def align(
         ValueError: if pairs have no answers or corrupted texts, k does not fit, a pair is in both, or a point has other axes.
         UnknownNameError: if there is no such site or span; it has close matches.
         ModeError: if the model is in training mode.
+
+    Warns:
+        UserWarning: if `features` are of a dictionary that was trained at another point.
     """
     fitted, tested = (Runs(model, each, direction) for each in (pairs, test))
     for each in (fitted, tested):
@@ -139,6 +143,9 @@ def align(
     places = [pos] if isinstance(pos, int | str) else [*pos]
     Words(Fit).require(fit, ("test", "pos", "layers", "head", "direction"), "align")
     learning = Fit(k, **fit)
+    if learning.features is not None:
+        uses = [(learning.features.place, name) for name in points]
+        warn_of_place(model, fitted.runner.points, *uses)
     batch, seed = learning.batch, learning.seed
     shuffled = _with_shuffled_weights(model, seed)
     everywhere = [fitted, tested, *(Runs(shuffled, each, direction) for each in (pairs, test))]

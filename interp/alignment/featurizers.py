@@ -24,6 +24,7 @@ class Featurizer:
         encode: from values [*rows d] to features [*rows feature].
         decode: from features, and the values that they are of, to values.
         mask: how much of each feature is taken from the other run, from 0 to 1.
+        place: the place that the features were trained at; None if it is not known.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Featurizer:
         [Float[Tensor, "*rows feature"], Float[Tensor, "*rows d"]], Float[Tensor, "*rows d"]
     ]
     mask: Float[Tensor, " feature"]
+    place: str | None = None
 
     def only(self, mask: Float[Tensor, " feature"]) -> "Featurizer":
         """The same features, of which others are interchanged."""
@@ -104,4 +106,6 @@ def of_dictionary(dictionary: Dictionary) -> Featurizer:
     if dictionary.is_transcoder:
         raise ValueError("features of a point are those of an autoencoder; got a transcoder")
     every = torch.ones(dictionary.n_features)
-    return Featurizer("dictionary", dictionary.encode, dictionary.write, every)
+    return Featurizer(
+        "dictionary", dictionary.encode, dictionary.write, every, place=dictionary.writes
+    )

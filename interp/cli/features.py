@@ -1,6 +1,7 @@
 """`features`: which features of a dictionary are active in a text, and what they write."""
 
 import argparse
+import warnings
 from typing import Any
 
 from hooks.shared import require_whole
@@ -22,8 +23,11 @@ def run(options: argparse.Namespace) -> None:
     chosen = options.feature
     if chosen is None:
         require_whole("--top", options.top)
-        with splice(model, placed, reads=options.reads) as runner:
-            (values,) = runner.capture(text, names="*.features").values()
+        require_whole("--top", options.top)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # `feature_cards` gives the same warnings below
+            with splice(model, placed, reads=options.reads) as runner:
+                (values,) = runner.capture(text, names="*.features").values()
         chosen = (
             values.flatten(0, 1).amax(0).topk(min(options.top, values.shape[-1])).indices.tolist()
         )

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hooks.shared import Index, storage, strict_json, to_device, without_gradients
+from hooks import HookedRunner
+from hooks.shared import Index, storage, strict_json, to_device, with_parts, without_gradients
 from interp import pictures
 from interp.features.dictionary import Dictionary
-from interp.features.splicing import Dictionaries, placed, splice
+from interp.features.splicing import Dictionaries, placed
 from interp.inputs.texts import Texts, batches
 from interp.inputs.wording import writer_of
 from interp.protocol import n_logits, runner_of
@@ -214,13 +215,17 @@ def feature_cards(
         ValueError: if there are several dictionaries, no text, or no such feature.
         TypeError, UnknownNameError, HookError, ModeError: as for `splice`.
 
+    Warns:
+        UserWarning: as for `splice`.
+
     >>> from interp.features import load_sae
     >>> from models import load
     >>> cards = feature_cards(load("pydoc-4l"), load_sae("pydoc-4l/resid_post"), ["def f(x): return x"], [0, 5], k=3)
     >>> [card.index for card in cards]
     [0, 5]
     """
-    parts = placed(runner_of(model), dictionary, "live", reads)
+    unspliced = runner_of(model)
+    parts = placed(unspliced, dictionary, "live", reads)
     if len(parts) != 1:
         raise ValueError(f"cards are of one dictionary at a time; got {len(parts)}")
     ((point, part),) = parts.items()
@@ -232,7 +237,8 @@ def feature_cards(
         )
     writes = _written(model, part.has_heads, chosen, features, k)
     rows: list[tuple[list[int], Tensor, Tensor]] = []
-    with splice(model, {point: chosen}, reads=part.reads) as runner:
+    with with_parts(model, unspliced.points, parts):
+        runner = HookedRunner(model)
         for _, text in batches(texts, model, batch):
             values = runner.capture(text.tokens, names=f"{point}.features", **text.arguments(model))
             active = values[f"{point}.features"][..., [*features]].float().cpu()

@@ -154,7 +154,7 @@ def evaluate_sae(
         TypeError, UnknownNameError, ValueError, HookError, ModeError: as for `splice`; or if there are no texts.
 
     Warns:
-        UserWarning: if texts were left out, or one position has most of the variance, so that explained variance says
+        UserWarning: as for `splice`; if texts were left out; or if one position has most of the variance, so that explained variance says
             little of the others.
 
     >>> from interp.features import load_sae

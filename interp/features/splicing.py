@@ -31,6 +31,7 @@ from hooks.shared import (
 from interp.features.cross_layer import CrossLayerTranscoder
 from interp.features.dictionary import Dictionary
 from interp.features.forms.places import point_at
+from interp.features.trained_at import warn_of_place
 from interp.protocol import of, runner_of
 
 Error = Literal["live", "frozen"] | None
@@ -147,6 +148,10 @@ def splice(
         HookError: if a transcoder reads in another block than it writes, or the point has a dictionary already.
         ModeError: if the model is in training mode.
 
+    Warns:
+        UserWarning: if a dictionary says that it was trained at another place; see
+            `interp.features.trained_at`.
+
     >>> from interp import edits
     >>> from interp.features import TopK
     >>> from models import load
@@ -172,7 +177,7 @@ def placed(
     reads: str | Mapping[str, str] | None = None,
     at: str | None = None,
 ) -> dict[str, SplicedDictionary]:
-    """Dictionaries as parts for points of a model; see `splice`."""
+    """Dictionaries as parts for points of a model, with the warnings of `splice`; see there."""
     if isinstance(dictionaries, nn.Module):
         dictionaries = {at or _place_of(dictionaries): dictionaries}  # type: ignore[dict-item]  # refused below
     elif at is not None:
@@ -192,6 +197,8 @@ def placed(
         point = _point(runner, name, "at")
         source = _reading(runner, dictionary, point, reads)
         _check_sizes(runner.model, dictionary, point, source)
+        places = (dictionary.writes, point.name), (dictionary.reads, source.name)
+        warn_of_place(runner.model, runner.points, *places)
         parts[point.name] = SplicedDictionary(
             dictionary, point, None if source is point else source.name, error
         )

@@ -63,6 +63,9 @@ def attribution_graph(
             a number is not finite, or effects do not add up.
         TypeError: as for `Graph`.
 
+    Warns:
+        UserWarning: as for `FrozenRun`.
+
     >>> from interp.features import load_sae
     >>> from models import load
     >>> graph = attribution_graph(load("pydoc-4l"), "part KV8 and part K", load_sae("pydoc-4l/transcoders"))

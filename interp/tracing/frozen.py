@@ -19,6 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks.shared import require_whole, to_device, without_gradients
+from interp.features.trained_at import warn_of_place
 from interp.graph import Graph
 from interp.graph.norms import LinearPart, is_identity, linear_part
 from interp.graph.scores import BlockScores
@@ -74,6 +75,10 @@ class FrozenRun:
             size, or has a norm or a gate of its own, as its features are then no linear readings.
         TypeError, ValueError: as for `Graph`.
 
+    Warns:
+        UserWarning: if a transcoder says that it was trained at another place; see
+            `interp.features.trained_at`.
+
     >>> from interp.features import load_sae
     >>> from models import load
     >>> run = FrozenRun(load("pydoc-4l"), "part ZQXJ-KV8", load_sae("pydoc-4l/transcoders"))
@@ -113,6 +118,9 @@ class FrozenRun:
         self.transcoders = by_layer(
             transcoders, {graph.names[mlp.added]: n for n, mlp in self._mlps.items()}
         )
+        for n, (dictionary, _) in self.transcoders.items():
+            place = dictionary.writes, graph.names[self._mlps[n].added]
+            warn_of_place(graph.model, graph.runner().points, place)
         self.readings = {n: self._read_by(n, each) for n, each in self.transcoders.items()}
         self.final = self.reading(getattr(self.model, "ln_final", None), graph.points[-1])
         self.errors = {n: self.at(mlp.added) for n, mlp in self._mlps.items()}

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hooks import HookedRunner, Point, UnknownNameError
+from hooks import ActivationCache, HookedRunner, Point, UnknownNameError
 from hooks.shared import tensors_in
 from interp.protocol import n_logits, of
 from interp.transformer_lens import hooks_name
@@ -102,13 +102,27 @@ def _measured(
 
     handle = owner.register_forward_hook(see, with_kwargs=True)
     try:
-        device = next(model.parameters()).device
-        tokens = torch.arange(1, 6, device=device)[None] % n_logits(model)
-        cache = HookedRunner(model).capture(tokens, names=names)
+        cache = _few_tokens(model, names)
     finally:
         handle.remove()
     same = (each for each in names if len(seen) == 1 and _is_same(cache[each], seen[0]))
     return next(same, None)
+
+
+def have_one_value(one: str, other: str, model: nn.Module) -> bool:
+    """Whether two points have the same value in a run on a few tokens; False for a model that reads no tokens."""
+    try:
+        cache = _few_tokens(model, [one, other])
+    except Exception:  # a model that reads images or two texts may raise anything
+        return False
+    return _is_same(cache[one], cache[other])
+
+
+def _few_tokens(model: nn.Module, names: list[str]) -> ActivationCache:
+    """The values of points in a run on a few tokens."""
+    device = next(model.parameters()).device
+    tokens = torch.arange(1, 6, device=device)[None] % n_logits(model)
+    return HookedRunner(model).capture(tokens, names=names)
 
 
 def _is_same(value: Tensor, seen: Tensor) -> bool:

@@ -312,6 +312,7 @@ def test_featurizers_are_what_they_say():
         of_sae.only(mask).interchanged(x, y), x + taken @ sae.W_dec, atol=1e-3, rtol=1e-3
     )
     assert (of_sae.interchanged(x, y) - x).abs().max() > 0.1
+    assert of_sae.only(mask).place == "blocks.2.resid_post"
     spanned = subspace(torch.stack([e := torch.randn(128), e + 2 * torch.randn(128)], 1))
     once = spanned.interchanged(x, y)
     torch.testing.assert_close(spanned.interchanged(once, y), once, atol=1e-3, rtol=1e-3)

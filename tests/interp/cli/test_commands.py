@@ -3,6 +3,7 @@
 import json
 import shlex
 import shutil
+import warnings
 
 import numpy
 import pytest
@@ -80,6 +81,11 @@ def test_features_are_those_of_python(capsys):
     assert "1023" in refused(capsys, *given, "--feature", "1024")
     assert "no hook point" in refused(capsys, "features", "--prompt", "x", "--at", "nowhere")
     assert "no folder" in refused(capsys, "features", "--prompt", "x", "--dictionary", "nowhere")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        printed(capsys, "features", "--prompt", "def", "--at", "blocks.1.attn_out", "--top", "2")
+    (warned,) = caught
+    assert "at blocks.2.resid_post and is used at blocks.1.attn_out" in str(warned.message)
 
 
 def test_jobs_of_a_harvest_are_those_of_python(capsys, tmp_path):

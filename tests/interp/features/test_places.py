@@ -2,6 +2,8 @@
 
 import copy
 import json
+import warnings
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +12,9 @@ import torch
 from torch.testing import assert_close
 
 from hooks import UnknownNameError
-from interp.features import Dictionary, JumpReLU, load_sae, splice
+from interp.features import Dictionary, JumpReLU, evaluate_sae, feature_cards, load_sae, splice
 from interp.features.forms.places import ours
+from interp.tracing import attribution_graph
 from models import Transformer, TransformerConfig, attach, from_hf, load
 from tests.interp.features.test_load_sae import FIXTURES, changed
 
@@ -133,7 +136,10 @@ def test_a_place_that_is_given():
     with pytest.raises(UnknownNameError, match="at="):
         splice(model, sae).__enter__()
     for at in ("blocks.1.mlp_out", "layers.1.mlp", "mlp_out_layer_1", "blocks.1.hook_mlp_out"):
-        with splice(model, sae, at=at) as runner:
+        with (
+            pytest.warns(UserWarning, match=r"at layers\.9\.mlp and is used at blocks\.1\.mlp_out"),
+            splice(model, sae, at=at) as runner,
+        ):
             assert "blocks.1.mlp_out.features" in runner.points
     with pytest.raises(ValueError, match="at must be None"):
         splice(model, {"blocks.1.mlp_out": sae}, at="blocks.1.mlp_out").__enter__()
@@ -142,10 +148,109 @@ def test_a_place_that_is_given():
     transcoder = dictionary(128, reads="layers.9.mlp.input", writes="layers.1.mlp")
     with pytest.raises(UnknownNameError, match="reads="):
         splice(model, transcoder).__enter__()
-    with splice(model, transcoder, reads="layers.1.mlp.input") as runner:
+    with (
+        pytest.warns(UserWarning, match=r"layers\.9\.mlp\.input and .* blocks\.1\.ln2\.normalized"),
+        splice(model, transcoder, reads="layers.1.mlp.input") as runner,
+    ):
         cache = runner.capture("def f", names=["*.features", "blocks.1.ln2.normalized"])
     read = cache["blocks.1.ln2.normalized"]
     assert_close(cache["blocks.1.mlp_out.features"], transcoder.encode(read))
+
+
+def warned(run):
+    """The warnings of a call."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run()
+    return [str(each.message) for each in caught]
+
+
+def spliced(model, dictionaries, **options):
+    with splice(model, dictionaries, **options):
+        pass
+
+
+PLACE = "blocks.2.resid_post"
+OTHER_PLACES = {
+    "another value": (PLACE, "blocks.2.attn.q"),
+    "another layer": (PLACE, "blocks.1.resid_post"),
+    "the stream before the block": (PLACE, "blocks.2.resid_pre"),
+    "the next block's output": ("blocks.3.hook_resid_pre", "blocks.3.resid_post"),
+    "a layer that is not here": ("blocks.30.resid_post", "blocks.3.resid_post"),
+    "a name of transformers": ("model.layers.2", "blocks.1.resid_post"),
+    "a part of a name": ("mlp_out", "blocks.1.attn_out"),
+}
+SAME_PLACES = {
+    "its own": (PLACE, PLACE),
+    "entering the next block": (PLACE, "blocks.3.resid_pre"),
+    "leaving the block before": ("blocks.3.resid_pre", PLACE),
+    "TransformerLens": ("blocks.2.hook_resid_post", PLACE),
+    "transformers": ("model.layers.2.output", "blocks.3.resid_pre"),
+    "dictionary_learning": ("resid_post_layer_2", PLACE),
+    "the last block": ("blocks.3.resid_post", "blocks.3.hook_resid_post"),
+    "unknown": (None, "blocks.1.attn.q"),
+    "a name that nobody knows": ("what load_sae says", "blocks.1.attn.q"),
+    "a module that we cannot read": ("layers.1.mlp.up_proj", "blocks.1.mlp.post"),
+    "a part of a name": ("resid_post", PLACE),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_PLACES)
+def test_a_dictionary_at_another_place_is_a_warning_that_names_both(name):
+    trained, at = OTHER_PLACES[name]
+    model = load("pydoc-4l")
+    sae = dictionary(128, reads=trained, writes=trained)
+    for dictionaries, options in ((sae, {"at": at}), ({at: sae}, {})):
+        (message,) = warned(partial(spliced, model, dictionaries, **options))
+        assert f"trained at {trained} and is used at {at.replace('hook_', '')}, " in message
+    texts = ["def f(x): return x", "class A:"]
+    assert len(warned(lambda: feature_cards(model, {at: sae}, texts, [3]))) == 1
+    found = warned(lambda: evaluate_sae(model, {at: sae}, texts))
+    assert [at in message for message in found if "trained at" in message] == [True]
+
+
+@pytest.mark.parametrize("name", SAME_PLACES)
+def test_a_dictionary_at_its_own_place_is_none(name):
+    trained, at = SAME_PLACES[name]
+    model = load("pydoc-4l")
+    size = 512 if at.endswith("mlp.post") else 128
+    assert not warned(
+        partial(spliced, model, dictionary(size, reads=trained, writes=trained), at=at)
+    )
+
+
+def test_points_of_one_value_are_one_place():
+    """Without encodings of positions the embeddings enter the first block."""
+    config = dict(vocab_size=11, n_ctx=9, n_layers=2, n_heads=3, d_model=12)
+    sae = dictionary(12, reads="embed", writes="embed")
+    for positions, count in (("rotary", 0), ("learned", 1)):
+        model = Transformer(TransformerConfig(**config, positions=positions, d_head=4)).eval()
+        assert len(warned(partial(spliced, model, sae, at="blocks.0.resid_pre"))) == count
+        assert len(warned(partial(spliced, model, sae, at="blocks.0.attn_out"))) == 1
+
+
+def test_a_transcoder_reads_and_writes_its_own_places():
+    model, reads, writes = load("pydoc-4l"), "blocks.1.ln2.normalized", "blocks.1.mlp_out"
+    coder = dictionary(128, reads=reads, writes=writes)
+    for short in (reads, "ln2.normalized", None):
+        assert not warned(partial(spliced, model, coder, reads=short))
+    (message,) = warned(partial(spliced, model, coder, reads="resid_mid"))
+    assert f"trained at {reads} and is used at blocks.1.resid_mid, " in message
+    (message,) = warned(
+        partial(spliced, model, {"blocks.2.mlp_out": coder}, reads="ln2.normalized")
+    )
+    assert f"{writes} and {reads} and is used at blocks.2.mlp_out and blocks.2.ln2" in message
+    part = dictionary(128, reads="ln2.normalized", writes="mlp_out")  # of a cross-layer transcoder
+    assert not warned(partial(spliced, model, {"blocks.3.mlp_out": part}))
+
+
+def test_an_attribution_graph_warns_of_a_transcoder_of_another_layer():
+    model = load("pydoc-4l")
+    part = dictionary(128, reads="ln2.normalized", writes="blocks.1.mlp_out")
+    for at, count in (("blocks.1.mlp_out", 0), ("blocks.2.mlp_out", 1)):
+        found = warned(partial(attribution_graph, model, "part KV8", {at: part}, targets=1))
+        assert len(found) == count
+        assert all("trained at blocks.1.mlp_out and is used at blocks.2" in each for each in found)
 
 
 def test_no_hook_is_left_by_looking():
