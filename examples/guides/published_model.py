@@ -193,5 +193,5 @@ print(cards)
 # %% [markdown]
 # Judged on pages that were not trained on, and without the first token: 0.76 of the variance and 0.97 of the loss that zeros would cost, or
 # 0.94 of what the mean costs. That sounds better than it is: the loss with the reconstruction is 0.33 nats a token above the model's own.
-# No feature is dead, and the three cards mark the ends and the numbers of Python's examples, but the tokens that they raise say nothing.
+# The pages are too few to say which features are dead, and the three cards mark the ends and the numbers of Python's examples, but the tokens that they raise say nothing.
 # Some twenty thousand tokens are few: published dictionaries were trained on hundreds of millions and more.

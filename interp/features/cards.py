@@ -58,6 +58,8 @@ class FeatureCard:
         nearest: other features of the dictionary, with the cosine of their decoder rows.
         histogram: how many positions have it in each of 20 equal steps up to `largest`, zeros apart.
         largest: its largest value.
+        n_tokens: how many positions were read; None if that is not known. A feature that is active
+            at none of them may only be rare: see `interp.features.evaluation.LEAST_FOR_DEAD`.
     """
 
     index: int
@@ -68,12 +70,17 @@ class FeatureCard:
     nearest: Sequence[tuple[int, float]] = ()
     histogram: Sequence[float] = ()
     largest: float = 0.0
+    n_tokens: int | None = None
+
+    @property
+    def frequency(self) -> str:
+        """The density in words."""
+        count = "" if self.n_tokens is None else f"{self.n_tokens:,} "
+        return f"active at {self.density:.2%} of {count}positions"
 
     def __repr__(self) -> str:
         words = " ".join(repr(token) for token, _ in self.top[:5])
-        lines = [
-            f"feature {self.index}: active at {self.density:.2%} of positions; raises {words or 'nothing known'}"
-        ]
+        lines = [f"feature {self.index}: {self.frequency}; raises {words or 'nothing known'}"]
         for example in self.examples[:5]:
             shown = [*example.tokens]
             shown[example.pos] = f"«{shown[example.pos]}»"
@@ -293,6 +300,7 @@ def _card(
         nearest,
         counts.tolist(),
         largest,
+        len(values),
     )
 
 

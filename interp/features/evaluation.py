@@ -34,6 +34,14 @@ ABLATIONS: tuple[Ablation, ...] = ("zero", "mean")
 RUNS = ("unedited", "spliced", *ABLATIONS)
 DENSE = 0.1
 """A feature that is active at a larger share of positions is dense."""
+LEAST_FOR_DEAD = 1_000_000
+"""The fewest tokens on which features that were never active count as dead.
+
+If a feature was active at none of n tokens, its density is below 3 / n with a confidence of 95%,
+here below 3 in a million. On fewer tokens many of these features are only rare. In training,
+libraries call a feature dead after 4 million tokens without it (SAELens) or after 10 million
+(sparsify, dictionary_learning).
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,21 +52,36 @@ class PointScores:
         explained_variance: 1 less the squared error over the variance of what it stands for; NaN if that is constant.
         l0: the mean number of features that are not 0 at a position.
         density: for each feature, the share of positions where it is not 0.
+        n_tokens: how many positions were read; 0 if that is not known.
     """
 
     explained_variance: float
     l0: float
     density: Float[Tensor, " feature"]
+    n_tokens: int = 0
 
     @property
     def dead(self) -> float:
-        """The share of features that are never active."""
+        """The share of features that are never active. It is NaN below `LEAST_FOR_DEAD` tokens."""
+        if self.n_tokens < LEAST_FOR_DEAD:
+            return math.nan
         return (self.density == 0).float().mean().item()
 
     @property
     def dense(self) -> float:
         """The share of features that are active at more than a tenth of the positions."""
         return (self.density > DENSE).float().mean().item()
+
+    def __str__(self) -> str:
+        too_few = f"dead features need {LEAST_FOR_DEAD:,} tokens"
+        parts = [
+            f"{self.n_tokens:,} tokens",
+            f"explained variance {self.explained_variance:.4f}",
+            f"{self.l0:.1f} features at a position",
+            f"{self.dense:.1%} dense",
+            too_few if self.n_tokens < LEAST_FOR_DEAD else f"{self.dead:.1%} dead",
+        ]
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,11 +143,7 @@ class DictionaryScores(pictures.Shown):
             mean = share.mean().item()
             rows.append(f"recovered of {ablation}: {mean:.4f} {written(low, high, '.4f')}")
         rows.append(f"KL {self.kl.mean():.4f} nats")
-        rows += [
-            f"{name}: explained variance {score.explained_variance:.4f}, {score.l0:.1f} features at a position, "
-            f"{score.dead:.1%} dead, {score.dense:.1%} dense"
-            for name, score in self.points.items()
-        ]
+        rows += [f"{name}: {score}" for name, score in self.points.items()]
         return "\n".join(
             [f"DictionaryScores of {self.losses.shape[1]} texts", *(f"  {row}" for row in rows)]
         )
@@ -291,4 +310,4 @@ class _Sums:
         is_constant = variance <= 1e-12 * self.squares.sum().item()
         explained = math.nan if is_constant else 1 - self.error / variance
         density = self.active / self.n
-        return PointScores(explained, density.sum().item(), density.float())
+        return PointScores(explained, density.sum().item(), density.float(), self.n)

@@ -1,6 +1,6 @@
-"""Warnings where a dictionary stands at another place than the one that it was trained at.
+"""Warnings where a dictionary is used at another place than the one that it was trained at.
 
-1. The files of a dictionary name the place. Where this model has no such point, only its layer says something.
+1. The files of a dictionary name the place. If this model has no such point, only its layer counts.
 2. The stream after a block is the stream before the next block. So the two names are one place.
 3. Other points may have one value too, such as `embed` and `blocks.0.resid_pre` without position
    encodings. So the model runs on a few tokens before anything is said.
@@ -21,13 +21,13 @@ _AFTER_BLOCK = re.compile(r"(.*\bblocks\.)(\d+)\.resid_post")
 def warn_of_place(
     model: nn.Module, points: Mapping[str, Point], *pairs: tuple[str | None, str]
 ) -> None:
-    """Warn, once, if a dictionary is used at a point that is known to be another place than its own.
+    """Warn, once, if a dictionary is used at a point that is known to be another place.
 
     Args:
         model: the model.
         points: the points of the model.
-        pairs: a place that the dictionary was trained at, None if unknown, and the name of the point
-            that is used in its stead. A transcoder has two pairs: what it reads, and where it stands.
+        pairs: a place that the dictionary was trained at, None if unknown, and the name of the
+            point that is used for it. A transcoder has two pairs: where it writes, and what it reads.
     """
     wrong = [
         (place, point)
@@ -37,8 +37,8 @@ def warn_of_place(
     if wrong:
         places, here = (" and ".join(dict.fromkeys(names)) for names in zip(*wrong, strict=True))
         warn(
-            f"the dictionary was trained at {places} and is used at {here}, which has other values: "
-            "its features may mean nothing there"
+            f"the dictionary was trained at {places} and is used at {here}, which has other "
+            "values: its features may mean nothing there"
         )
 
 
@@ -57,6 +57,6 @@ def _may_be_at(place: str, point: str, model: nn.Module, points: Mapping[str, Po
 
 
 def _as_entering(name: str) -> str:
-    """The name of a point; of the stream after a block, the name of the stream that enters the next."""
+    """The name of a point. The stream after a block gets the name of the stream before the next."""
     match = _AFTER_BLOCK.fullmatch(name)
     return f"{match[1]}{int(match[2]) + 1}.resid_pre" if match else name

@@ -75,7 +75,7 @@ def features(cards: Sequence[Any]) -> View:
                 "note": "How many positions have it, by its size.",
             })  # fmt: skip
         if mine:
-            mine[0]["heading"] = f"Feature {card.index}, active at {card.density:.2%} of positions"
+            mine[0]["heading"] = f"Feature {card.index}, {card.frequency}"
         parts += mine
     numbers = ", ".join(str(card.index) for card in shown)
     note = thinned(len(cards), len(shown), "features")

@@ -31,7 +31,7 @@ def read(folder: Path, *, k: int | None = None) -> dict[str, Dictionary]:
 
 
 def read_layer(path: Path, *, k: int | None = None) -> Dictionary:
-    """One file of circuit-tracer, such as `layer_3.safetensors`, and `config.yaml` beside it if it is there."""
+    """One file of circuit-tracer, such as `layer_3.safetensors`, and `config.yaml` beside it."""
     number = path.stem.removeprefix("layer_")
     if not number.isdecimal():
         raise ValueError(

@@ -110,7 +110,7 @@ def _measured(
 
 
 def have_one_value(one: str, other: str, model: nn.Module) -> bool:
-    """Whether two points have the same value in a run on a few tokens; False for a model that reads no tokens."""
+    """Whether two points have the same value in a run on a few tokens; False without tokens."""
     try:
         cache = _few_tokens(model, [one, other])
     except Exception:  # a model that reads images or two texts may raise anything

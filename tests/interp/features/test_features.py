@@ -24,6 +24,7 @@ from interp.features import (
     stability,
 )
 from interp.features.cards import Example, FeatureCard, FeatureCards
+from interp.features.evaluation import LEAST_FOR_DEAD, PointScores
 from models import Transformer, TransformerConfig, generate, load, next_token_loss
 
 D, FEATURES = 12, 29
@@ -78,7 +79,27 @@ def test_identity_recovers_all_and_zero_nothing(model, texts):
     )  # fmt: skip
     scores = evaluate_sae(model, {PLACE: nothing}, texts)
     assert_close(scores.recovered().mean(), torch.zeros(1, dtype=torch.float64))
-    assert (scores.points[PLACE].dead, scores.points[PLACE].dense) == (1, 0)
+    point = scores.points[PLACE]
+    assert (point.density.max(), point.dense) == (0, 0)
+    assert math.isnan(point.dead)
+    assert point.n_tokens == sum(map(len, texts))
+    assert f"{PLACE}: {point.n_tokens} tokens, " in repr(scores)
+    assert "need 1,000,000 tokens" in repr(scores)
+    assert "% dead" not in repr(scores)
+
+
+def test_features_are_dead_only_on_many_tokens():
+    """With a density of 3 in a million, a feature is not seen in one of twenty runs at most."""
+    density = torch.tensor([0, 2e-6, 0, 0.5, 0.25])
+    for n_tokens, dead in ((1_000_000, 0.4), (3_000_001, 0.4), (999_999, None), (44, None)):
+        point = PointScores(0.5, 0.75, density, n_tokens)
+        assert (
+            math.isnan(point.dead) if dead is None else math.isclose(point.dead, dead, rel_tol=1e-6)
+        )
+        assert ("40.0% dead" in str(point)) == (dead is not None)
+        assert f"{n_tokens:,} tokens" in str(point)
+    assert math.isnan(PointScores(0.5, 0.75, density).dead)
+    assert (1 - 3e-6) ** LEAST_FOR_DEAD < 0.05
 
 
 @torch.no_grad()
@@ -286,6 +307,8 @@ def test_cards_of_some_positions_and_of_norms_in_the_stream(model):
     kept = torch.cat([column[2:] for column in columns])
     assert math.isclose(card.density, (kept != 0).double().mean().item(), rel_tol=1e-6)
     assert math.isclose(card.largest, kept.max().item(), rel_tol=1e-6)
+    assert card.n_tokens == len(kept)
+    assert f"% of {len(kept)} positions" in repr(card)
     assert all(set(example.activations[:2]) == {0.0} for example in card.examples)
     with pytest.raises(ValueError, match="pos must select a token"):
         feature_cards(model, {PLACE: d}, TEXTS, [28], pos=[99])
