@@ -282,6 +282,7 @@ class Shown:
 
         `.html` is the picture as a page. Of plots, `.png`, `.pdf` and `.svg` are the figure. A class
         with `load` writes the file that it reads under `.safetensors`, or under a name without a suffix.
+        A `Result` has `.json` and `.csv` too, which are not read again. The error lists what there is.
 
         Raises:
             ValueError: if the suffix is another one.

@@ -161,7 +161,9 @@ def numbers(values: torch.Tensor | None) -> Any:
     if values is None:
         return None
     flat = values.detach().cpu().double().numpy()
-    return np.where(np.isfinite(flat), flat, None).tolist()
+    plain = flat.astype(object)
+    plain[~np.isfinite(flat)] = None
+    return plain.tolist()
 
 
 def difference(one: "Result", other: "Result") -> "Result":
