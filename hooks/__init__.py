@@ -16,7 +16,7 @@ from hooks.errors import (
 )
 from hooks.modes import Mode, Options
 from hooks.names import Selector
-from hooks.pieces import position_offset, start_of_piece
+from hooks.pieces import position_offset, start_of_piece, token_mask
 from hooks.plan import Plan, Planned
 from hooks.point import Hook, HookPoint, HookPoints, Point, index_by_axis
 from hooks.receipts import Receipt, Receipts
@@ -31,5 +31,5 @@ __all__ = [
     "HookPoints", "HookedRunner", "Hooks", "Identity", "MemoryLimitError", "Mode", "ModeError",
     "NeverFiredError", "Options", "Plan", "Planned", "Point", "Receipt", "Receipts",
     "SelectionError", "Selector", "UnknownNameError", "index_by_axis", "position_offset",
-    "start_of_piece",
+    "start_of_piece", "token_mask",
 ]  # fmt: skip

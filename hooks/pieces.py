@@ -219,3 +219,22 @@ def start_of_piece() -> int | None:
     True
     """
     return _piece.get().start
+
+
+def token_mask() -> KeyMask | None:
+    """Return the mask of the texts that the model reads now, for use inside a hook function.
+
+    At `pattern` and `scores` a function gets the columns of padded keys too. At `pattern` they hold 0,
+    and a number written there makes the text attend to padding. Edits of `interp.edits` leave these
+    columns as they are. A function of your own can multiply by this mask.
+
+    Returns:
+        True at real tokens, False at padding, [batch, key], for all columns so far. None if there is no
+        padding, or if it is not known, as in a model that does not say it or while `torch.compile` traces.
+
+    >>> with position_offset(None, torch.tensor([[False, True, True]])):
+    ...     token_mask()
+    tensor([[False,  True,  True]])
+    """
+    real = piece_read().real
+    return None if real is None or real_columns(real) is None else real.bool()

@@ -168,7 +168,8 @@ class HookedRunner(HintsAtNames):
             args, kwargs: the model's arguments.
             hooks: a mapping from selectors to functions, or pairs of them. `fn(activation, point)`
                 returns the value to continue with, or writes into `activation`, its own copy, and
-                returns None. Several functions at a point act in the order given.
+                returns None. Several functions at a point act in the order given. A function sees the
+                whole value, padding included; `token_mask()` says what is padding.
             backward: likewise `fn(gradient, point)`, called by `backward()` on this output. These
                 functions stay with the graph of this run, not with the model.
 

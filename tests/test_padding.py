@@ -7,7 +7,7 @@ import torch
 
 import interp
 import models
-from hooks import ActivationCache, EditError, HookedRunner, SelectionError
+from hooks import ActivationCache, EditError, HookedRunner, SelectionError, token_mask
 from interp import Pairs, edits, protocol
 from interp.measuring import measure
 from tests.streams import made
@@ -407,6 +407,27 @@ def test_a_padded_generation_is_edited_as_each_text_is(kind):
         alone = [models.generate(model, [row], max_new_tokens=5, stop=())[0] for row in ROWS]
     assert together == alone
     assert together != models.generate(model, ROWS, max_new_tokens=5, stop=())
+
+
+@pytest.mark.parametrize("kind", ["learned", "rotary", "attached gpt2"])
+def test_a_function_can_leave_padded_keys_as_they_are(kind):
+    model = model_of(kind)
+    runner, batch = HookedRunner(model), protocol.of(model).to_tokens(ROWS, side="left")
+    name, seen = "blocks.1.attn.pattern", []
+
+    def add(value, point):
+        seen.append(token_mask())
+        return value + (0.3 if seen[-1] is None else 0.3 * seen[-1][:, None, None].to(value))
+
+    logits = protocol.logits_of(runner.run_with_hooks(batch, hooks={name: add}))
+    assert torch.equal(seen[0], batch.attention_mask)
+    hooks = {name: edits.add(torch.tensor(0.3).double())}
+    expected = protocol.logits_of(runner.run_with_hooks(batch, hooks=hooks))
+    real = batch.attention_mask
+    torch.testing.assert_close(logits[real], expected[real])
+    runner.run_with_hooks(torch.tensor(ROWS[:1]), hooks={name: add})
+    assert seen[1] is None
+    assert token_mask() is None
 
 
 @functools.cache

@@ -23,7 +23,6 @@ def run(options: argparse.Namespace) -> None:
     chosen = options.feature
     if chosen is None:
         require_whole("--top", options.top)
-        require_whole("--top", options.top)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # `feature_cards` gives the same warnings below
             with splice(model, placed, reads=options.reads) as runner:

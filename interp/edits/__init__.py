@@ -5,10 +5,11 @@ list or a mask, or all but some, `head=all_but(7, 9)`. Several axes select where
 start of the text, padding included; negative ones count from the end of what has been read so far. A list or
 tensor [n] means these columns in every example, also if n is the batch size; [batch, n] means columns of each
 example's own. Columns outside a text are an error; those that a piece of it does not hold (see
-`hooks.position_offset`) change nothing there.
+`hooks.position_offset`) change nothing there. No edit writes at padded keys, and none copies padding of its
+source to a real token.
 
-Here: `places` says what axis names select, `edit` is a change at such a place, `draws` are random numbers
-that follow from a seed, and `kinds` makes edits of these.
+Here: `places` says what axis names select, `sources` which values go there, `padding` checks them, `edit` is
+a change at a place, `draws` are random numbers that follow from a seed, and `kinds` makes edits of these.
 
 >>> import torch
 >>> from hooks import HookedRunner, HookPoint

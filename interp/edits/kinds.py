@@ -44,6 +44,8 @@ def scale(factor: float, **where: Index) -> Edit:
 def add(vector: Values, scale: float = 1.0, **where: Index) -> Edit:
     """Adds a vector, a direction's vector of the point, or other values, times a number.
 
+    For the columns of a cache see `replace`.
+
     >>> add(torch.ones(5), 2.0, head=3, pos=-1)
     edits.add(Tensor[5], 2.0, head=3, pos=-1)
     """
@@ -54,13 +56,21 @@ def add(vector: Values, scale: float = 1.0, **where: Index) -> Edit:
 
 
 def replace(source: Values, *, source_pos: Index | None = None, **where: Index) -> Edit:
-    """Takes values from another run, layer, position or model.
+    """Take values from another run, layer, position or model.
+
+    Where `pos` counts from the end, as `pos=-1` does, a cache gives the positions counted from the end of
+    its own texts, whatever their lengths and padding. Otherwise values go to the same columns.
 
     Args:
-        source: the values of whole texts; for another layer the tensor itself, `cache["z", 2]`.
+        source: the values of whole texts; for another layer the tensor itself, `cache["z", 2]`. A tensor
+            does not know its padding, so its columns are always those of the edited texts.
         source_pos: the columns of the source that go to the selected positions, in order, or one column
-            for all. None for the same columns of texts that are equally long.
+            for all. Negative ones count from the end of each text of the source.
         where: what is replaced.
+
+    Raises:
+        EditError: where the edit acts, if a value of padding would go to a real token, or a pattern has
+            other keys than the edited text.
 
     >>> from hooks import Point
     >>> source = torch.tensor([[5.0, 6.0, 7.0]])
@@ -77,7 +87,10 @@ def mean(
     attention_mask: Shaped[Tensor, "batch pos"] | None = None,
     **where: Index,
 ) -> Edit:
-    """Takes the mean of reference runs (mean ablation). Each position has its own, unless averaged over.
+    """Take the mean of reference runs (mean ablation). Each position has its own, unless averaged over.
+
+    Where `pos` counts from the end, the mean is over positions counted from the end of each reference
+    text: `mean(cache, pos=-1)` is the mean over the last tokens, as for function vectors (Todd et al. 2024).
 
     Args:
         reference: the values of reference runs, any number of texts; or statistics, which hold means already.
@@ -89,7 +102,8 @@ def mean(
 
     Raises:
         ValueError: if `over` names no axis.
-        EditError: where the edit acts, if it is a mean of one row.
+        EditError: where the edit acts, if it is a mean of one row, or if `pos` counts from the end and is
+            not the same for all texts.
 
     >>> from hooks import Point
     >>> mean(torch.tensor([[1.0, 2.0], [3.0, 8.0]]))(torch.zeros(1, 2), Point("any", ("batch", "pos")))
@@ -154,6 +168,9 @@ def resample(
         attention_mask: which columns of the texts are real, 1 or True; a cache knows its own. A row takes
             from one with the same padding.
         where: what is replaced.
+
+    Raises:
+        EditError: where the edit acts, if the source has other padding than the edited texts.
 
     >>> from hooks import Point
     >>> rows = torch.tensor([[1.0], [2.0], [3.0]])
