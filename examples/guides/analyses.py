@@ -106,7 +106,9 @@ print(patched.normalized().top(2), noised.normalized().top(2), sep="\n")
 #
 # **Positions.** `pos=-1` is the last real token of each text in edits, metrics, spans and readings, whatever the padding. From 0 on
 # positions count columns, and a column of padding is an error. Readings are NaN at padding. Every function gives for a padded batch
-# what it gives for each text alone (`tests/test_padding.py`). A metric that you call yourself takes the mask too. Boolean masks
+# what it gives for each text alone (`tests/test_padding.py`). An edit writes nothing at padded keys. `edits.replace(cache, pos=-1)`
+# takes the last real token of each text of the source, and `edits.mean(cache, pos=-1)` the mean over last tokens; other values of
+# padding are an error. A function of your own sees the whole value: `hooks.token_mask()` says what is padding. A metric that you call yourself takes the mask too. Boolean masks
 # are masks and integers are columns. Numbers 0 and 1 that look like a mask of the text are refused.
 #
 # **Patching.** `activation_patching` covers any point by name, in each layer (`resid_pre`, `z`, `q`, `scores`, `mlp.pre`,

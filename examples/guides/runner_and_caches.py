@@ -73,7 +73,7 @@ print(context.receipts)
 # `cache.at(pos=slice(5, None), batch=0)` slices by axis name, queries of patterns included, as `positions=` does. Positions are those of edits: from 0 on they count columns, and negative
 # ones the real tokens of each text, so `positions=[-1]` and `cache.at(pos=-1)` of unequal texts are the last token of each; a slice
 # that takes more of one text than of another, such as `slice(2, -1)`, is refused. `cache.save(path)` and `ActivationCache.load(path)` keep names,
-# axes and gradients. `cache.inputs` is what the run was given, masks included. Readings refuse a model of other weights than the
+# axes and gradients. `cache.inputs` is what the run was given, masks included; of `run=` the tokens of all runs are joined. Readings refuse a model of other weights than the
 # cache's.
 #
 #
