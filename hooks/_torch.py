@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import sys
 import weakref
 from collections.abc import Callable
@@ -260,6 +261,31 @@ def is_fully_sharded(module: nn.Module) -> bool:
     """Whether `module` is PyTorch's FSDP wrapper. If a forward pass of it is cut short, later ones fail."""
     # By name, because importing the class costs more than this package.
     return any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__)
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The module inside the wrapper that `torch.compile` returns; another module as it is."""
+    inner = module._modules.get("_orig_mod")
+    return module if inner is None else inner
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `torch.compile` returned this module, or its method `compile` was called."""
+    return uncompiled(module) is not module or module._compiled_call_impl is not None
+
+
+def compiled_forms(module: nn.Module) -> list[nn.Module]:
+    """The wrappers that `torch.compile` made of a module, or the module itself if it is one.
+
+    Their own hooks run at each call, also where the compiled code runs no hook of the module inside. Nothing
+    else knows the wrappers, so the garbage collector is asked, if a compiler is in use at all.
+    """
+    if uncompiled(module) is not module:
+        return [module]
+    if "torch._dynamo" not in sys.modules:
+        return []
+    wrappers = (each for each in gc.get_objects() if type(each).__name__ == "OptimizedModule")
+    return [wrapper for wrapper in wrappers if uncompiled(wrapper) is module]
 
 
 def traced_as_constant(function: Callable[..., Result]) -> Callable[..., Result]:

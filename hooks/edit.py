@@ -10,10 +10,10 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor, nn
 
-from hooks._torch import FakeTensor, has_storage, is_checkpointed
+from hooks._torch import FakeTensor, compiled_forms, has_storage, is_checkpointed
 from hooks.beside import Watch
 from hooks.calls import Calls, number_of_call
-from hooks.errors import NEVER_FIRED, ContextError, EditError, HookError, require_fired
+from hooks.errors import NEVER_FIRED, ContextError, EditError, HookError, require_fired, warn
 from hooks.names import resolve
 from hooks.nested import tensors_in, with_first_tensor
 from hooks.point import Hook, HookPoint, Point, as_node, first_tensor
@@ -105,6 +105,7 @@ class HookContext:
         self._edits = edits
         self._backward = backward
         self._fired: set[str] = set()
+        self._has_warned = False
         self._receipts = [[Receipt(h, e.point) for h in e.hooks] for e in edits] if receipts else []
         self._session: Session | None = None
         # For each forward pass that ended inside the `with`, whether the hooks acted there.
@@ -145,6 +146,8 @@ class HookContext:
                 listener = edit_at(edited, self._fired, backward=True)
                 session.after(edited.point.module, listener)
             session.note(self._model, self._acted)
+            for compiled in compiled_forms(self._model) if self._stays else ():
+                session.look(compiled, self._warn_if_missed)
         except BaseException:
             session.__exit__()
             raise
@@ -160,6 +163,15 @@ class HookContext:
         if kind is None and (True in self._acted or (self._acted and not self._fired)):
             reason = NEVER_FIRED if True in self._acted else ELSEWHERE
             require_fired(self._names(), self._fired, reason)
+
+    def _warn_if_missed(self, output: Any) -> None:
+        """Warn once after a run of the compiled model in which no hook acted."""
+        if not self._fired and not self._has_warned:
+            self._has_warned = True
+            warn(
+                f"the hooks at {', '.join(self._names())} did not act in this run, because the model was compiled "
+                "and called before they were added: call torch.compiler.reset(), which makes the next run compile again"
+            )
 
     def _names(self) -> list[str]:
         return [edited.point.name for edited in (*self._edits, *self._backward)]
@@ -270,7 +282,11 @@ def edit_at(
         fired.add(point.name)
         require_whole(value, point)
         if not backward:
-            new = edited.apply(value, None if calls is None else calls.next(point.name))
+            # A count that changes at each run would make a compiler trace each run anew.
+            number = None
+            if calls is not None and not torch.compiler.is_compiling():
+                number = calls.next(point.name)
+            new = edited.apply(value, number)
             edited_output = with_first_tensor(output, new)
             is_planned = new.is_meta or isinstance(new, FakeTensor)
             has_numbers = (

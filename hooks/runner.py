@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from hooks import names as layered
-from hooks._torch import is_fully_sharded, state_of, without_gradients
+from hooks._torch import is_fully_sharded, state_of, uncompiled, without_gradients
 from hooks.cache import ActivationCache
 from hooks.capture import Complete, Recorder, memory_in
 from hooks.draws import Draws
@@ -75,7 +75,9 @@ class HookedRunner(HintsAtNames):
     def __init__(self, model: nn.Module) -> None:
         require_module(model)
         self.model = model
-        modules, mesh = model.named_modules(remove_duplicate=False), mesh_of(model)
+        # The names of a compiled model are the names of the model inside.
+        self._inner = uncompiled(model)
+        modules, mesh = self._inner.named_modules(remove_duplicate=False), mesh_of(self._inner)
         self._known = {name: point_at(name, module, mesh) for name, module in modules if name}
         marked = {n: p for n, p in self._known.items() if isinstance(p.module, HookPoint)}
         called = {n: p for n, p in self._known.items() if has_forward(p.module)}
@@ -130,7 +132,7 @@ class HookedRunner(HintsAtNames):
         """
         options, kwargs = self._options(kwargs, self.run_with_cache, run)
         if run is None:
-            args, kwargs = prepared(self.model, args, kwargs)
+            args, kwargs = prepared(self._inner, args, kwargs)
         if run is not None and (lazy or options.grads or options.positions is not None):
             raise ValueError("run= cannot be combined with lazy=, grads= or positions=")
         chosen = self._choose(names, mode, lazy)
@@ -154,7 +156,7 @@ class HookedRunner(HintsAtNames):
         options, kwargs = self._options(kwargs, self.capture)
         if options.grads:
             raise ValueError("capture returns no output to call backward() on; got grads=True")
-        args, kwargs = prepared(self.model, args, kwargs)
+        args, kwargs = prepared(self._inner, args, kwargs)
         chosen = self._choose(flatten(names), None)
         stops = not any(map(is_fully_sharded, self.model.modules()))
         return self._run(*chosen, options, args, kwargs, stops=stops)[1]
@@ -263,7 +265,7 @@ class HookedRunner(HintsAtNames):
             HookError: if the model cannot be copied, or needs numbers: for a shape, for instance.
         """
         options, kwargs = self._options(kwargs, self.plan)
-        args, kwargs = prepared(self.model, args, kwargs)
+        args, kwargs = prepared(self._inner, args, kwargs)
         points, optional = self._choose(names, mode, lazy)
 
         def run(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ActivationCache]:
@@ -279,20 +281,20 @@ class HookedRunner(HintsAtNames):
 
     @functools.cached_property
     def _blocks(self) -> Blocks:
-        return blocks_of(self.model)
+        return blocks_of(self._inner)
 
     @functools.cached_property
     def _signature(self) -> inspect.Signature | None:
-        return signature_of(self.model)
+        return signature_of(self._inner)
 
     @functools.cached_property
     def config_hash(self) -> str:
         """A hash of the model's configuration; caches carry it."""
-        return config_hash(self.model)
+        return config_hash(self._inner)
 
     @functools.cached_property
     def _words(self) -> Words:
-        return Words(self.model.forward, *forwards_in(self.model))
+        return Words(self._inner.forward, *forwards_in(self._inner))
 
     def _options(
         self,
@@ -325,7 +327,9 @@ class HookedRunner(HintsAtNames):
 
     def _overwrites_nothing(self) -> bool:
         """Whether a run writes into no value of a point: the model says so, and nobody's hook acts now."""
-        return not getattr(self.model, "overwrites_values", True) and not is_listened_to(self.model)
+        return not getattr(self._inner, "overwrites_values", True) and not is_listened_to(
+            self.model
+        )
 
     def _draws(self) -> Draws:
         """What warns, once for this runner, if dropout acts in a run."""
@@ -387,7 +391,7 @@ class HookedRunner(HintsAtNames):
         edits = edits_in_force()
         # Before the run, which may write into its arguments.
         inputs = bound(self._signature, args, kwargs) if run is None else {}
-        several = JoinedInputs(self.model, self._signature)
+        several = JoinedInputs(self._inner, self._signature)
         draws = self._draws()
         with Session() as session:
             if run is not None:
@@ -413,7 +417,9 @@ class HookedRunner(HintsAtNames):
         values = LazyValues(recorder, calls, edits) if lazy else recorder.values
         grads = recorder.grads if options.grads else None
         inputs = inputs if run is None else several.joined()
-        origin = Origin(tuple(self._known), self.config_hash, inputs, model=weakref.ref(self.model))
+        origin = Origin(
+            tuple(self._known), self.config_hash, inputs, model=weakref.ref(self._inner)
+        )
         return output, ActivationCache(
             values, recorder.axes, origin, grads, recorder.skipped, *recorder.masks()
         )

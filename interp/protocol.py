@@ -6,7 +6,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks import ActivationCache, HookedRunner, ModeError
-from hooks.shared import carried, require_module
+from hooks.shared import carried, is_compiled, require_module, uncompiled
 
 STACKS = ("encoder", "decoder", "vision", "audio")
 """The first parts of names whose positions are not those of the texts that a model reads. Further ones have numbers."""
@@ -93,6 +93,7 @@ def of(model: nn.Module, *parts: str) -> Any:
         TypeError: if the model lacks one of them, or is no module.
     """
     require_module(model)
+    require_uncompiled(model)
     language: Any = carried(model, "language_parts") or model
     # The class first, because reading a weight view from the instance computes it.
     has = getattr(language, "has", lambda p: hasattr(type(model), p) or hasattr(model, p))
@@ -110,6 +111,23 @@ def of(model: nn.Module, *parts: str) -> Any:
             f"{' and '.join(lacking)} ({hint})"
         )
     return language
+
+
+def require_uncompiled(model: nn.Module) -> None:
+    """Refuse a compiled model: its code was made once, and does not see the hooks that analyses set.
+
+    Raises:
+        TypeError: saying which model to give.
+    """
+    if is_compiled(model):
+        inner = uncompiled(model)
+        remedy = (
+            "compiled._orig_mod, the model inside" if inner is not model else "a copy that is not"
+        )
+        raise TypeError(
+            "the model must not be compiled, because analyses set other hooks in each run; got a compiled "
+            f"{type(inner).__name__}: give {remedy}"
+        )
 
 
 def n_logits(model: nn.Module) -> int:
@@ -179,6 +197,7 @@ def runner_of(model: nn.Module) -> HookedRunner:
         ModeError: if any part of the model is in training mode.
     """
     require_module(model)
+    require_uncompiled(model)
     if any(module.training for module in model.modules()):
         raise ModeError("the model must be in evaluation mode: call model.eval() first")
     return HookedRunner(model)

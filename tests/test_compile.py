@@ -58,10 +58,10 @@ CACHED = """
         compiled = HookedRunner(torch.compile(model, fullgraph=True, backend=BACKEND))
         _, cache = compiled.run_with_cache(tokens, names="*.attn.pattern")
         for name, value in expected.items():
-            torch.testing.assert_close(cache["_orig_mod." + name], value, atol=1e-5, rtol=0)
+            torch.testing.assert_close(cache[name], value, atol=1e-5, rtol=0)
         for some in (slice(2, 5), [5, -3], [True, False] * 3 + [True]):
             _, cache = compiled.run_with_cache(tokens, names="*.1.attn.pattern", positions=some)
-            found = cache["_orig_mod.blocks.1.attn.pattern"]
+            found = cache["blocks.1.attn.pattern"]
             torch.testing.assert_close(found, value[:, :, some], atol=1e-5, rtol=0)
 """
 
@@ -73,6 +73,71 @@ LATE = """
     with pytest.raises(NeverFiredError, match="blocks.1.mlp_out.*compiled"):
         with runner.hooks({"blocks.1.mlp_out": lambda v, p: v * 0}):
             compiled(tokens)
+"""
+
+ADDED = """
+    import warnings
+    compiled = torch.compile(model, fullgraph=True, backend=BACKEND)
+    hooks = {"blocks.1.mlp_out": lambda v, p: v * 0}
+    with torch.no_grad():
+        plain = compiled(tokens)
+        expected = runner.run_with_hooks(tokens, hooks=hooks)
+        handle = runner.add(hooks)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert torch.equal(compiled(tokens), plain)  # the hook has no effect, and the run says so
+            compiled(tokens)
+        assert len([w for w in caught if "blocks.1.mlp_out" in str(w.message)]) == 1
+        torch.compiler.reset()
+        warnings.simplefilter("error")
+        torch.testing.assert_close(compiled(tokens), expected, atol=1e-5, rtol=0)
+        handle.remove()
+        late = HookedRunner(compiled)
+        torch.compiler.reset()
+        with late.hooks(hooks):
+            torch.testing.assert_close(compiled(tokens), expected, atol=1e-5, rtol=0)
+"""
+
+STEPS = """
+    from interp import edits
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def step(stream):  # not the forward of the model, where runs begin
+        for block in model.blocks:
+            stream = block(stream)
+        return model.unembed(stream)
+
+    stream, compiled = torch.randn(3, 7, 10), torch.compile(step, fullgraph=True, backend=backend)
+    with torch.no_grad(), runner.hooks({"blocks.1.mlp_out": edits.zero(pos=2)}):
+        expected = step(stream)
+        for _ in range(12):
+            torch.testing.assert_close(compiled(stream), expected, atol=1e-5, rtol=0)
+    assert len(graphs) == 1, "each run was compiled anew"
+"""
+
+REFUSED = """
+    import pytest
+    from interp import Pairs, activation_patching, logit_lens, log_prob, sweep
+    from interp import edits
+    from models import generate
+    compiled = torch.compile(model, backend=BACKEND)
+    pairs = Pairs(tokens, tokens.flip(1), torch.tensor([1, 2, 3]))
+    _, cache = runner.run_with_cache(tokens)
+    for call in (
+        lambda: activation_patching(compiled, pairs, "z"),
+        lambda: sweep(compiled, tokens, [{"embed": edits.zero()}], log_prob(3)),
+        lambda: logit_lens(compiled, cache),
+        lambda: generate(compiled, tokens, max_new_tokens=2),
+    ):
+        with pytest.raises(TypeError, match="_orig_mod"):
+            call()
+    model.compile(backend=BACKEND)
+    with pytest.raises(TypeError, match="compiled Transformer"):
+        activation_patching(model, pairs, "z")
 """
 
 STEPPED = """
@@ -115,11 +180,15 @@ SCRIPTS = {
     "elsewhere": ELSEWHERE,
     "cached": CACHED,
     "late": LATE,
+    "added": ADDED,
+    "steps": STEPS,
+    "refused": REFUSED,
 }
 # What a backend makes of the graph is its own affair; what is in the graph, the eager one shows.
+QUICK = ("baked", "added", "steps")
 RUNS = [
-    ("baked", "eager"),
-    *(pytest.param(name, "eager", marks=pytest.mark.full) for name in SCRIPTS if name != "baked"),
+    *((name, "eager") for name in QUICK),
+    *(pytest.param(name, "eager", marks=pytest.mark.full) for name in SCRIPTS if name not in QUICK),
     pytest.param("baked", "inductor", marks=pytest.mark.full),
 ]
 

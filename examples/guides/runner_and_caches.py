@@ -77,6 +77,32 @@ print(context.receipts)
 # cache's.
 #
 #
+# ## torch.compile
+#
+# `torch.compile(model)` works with all points of a plain model, and its names stay the same. A compiled model runs the code that the
+# compiler made at its first call, so the order of calls matters:
+#
+# | what you want | when to call what |
+# | --- | --- |
+# | run without hooks | `compiled = torch.compile(model)`, at any time |
+# | the same edits in many runs | set them first (`with runner.hooks(...)` or `runner.add(...)`), then call `compiled`: they become part of its code |
+# | add or change edits of a model that was called | `torch.compiler.reset()` after `runner.add(...)`; the next run compiles again. Without it the run warns |
+# | a cached run | `HookedRunner(compiled).run_with_cache(...)` before the first plain call of `compiled`, or after a reset |
+# | patching, sweeps, attribution, generation | give the model itself, not the compiled one: other hooks act in each run. A compiled one is an error |
+# | an attached model | `attach` first, then `torch.compile` |
+#
+# Compiled code does not know which columns are padding. So compile edits for texts of one length, or give positions from 0 on:
+# `pos=-1` is the last column there.
+
+# %%
+import torch
+
+compiled = torch.compile(model, backend="eager")  # without backend= for speed
+tokens = model.to_tokens("def f(").tokens
+with torch.no_grad(), runner.hooks({"blocks.1.mlp_out": edits.zero()}):
+    assert torch.allclose(compiled(tokens), model(tokens), atol=1e-5)
+
+# %% [markdown]
 # ## Hook points
 #
 #

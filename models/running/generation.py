@@ -14,9 +14,9 @@ from typing import Any, TypedDict, Unpack
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
-from torch import Tensor
+from torch import Tensor, nn
 
-from hooks.shared import require_whole, to_device, trusted, without_gradients
+from hooks.shared import require_whole, to_device, trusted, uncompiled, without_gradients
 from models.running.kvcache import KVCache
 from models.running.prompts import IN_TRAINING, as_lists, check_prompts
 from models.running.sampling import Sampling, row_generator
@@ -262,4 +262,7 @@ def _steps(
 def _require(model: object) -> None:
     if not isinstance(model, Transformer):
         what = type(model).__name__
-        raise TypeError(f"generate needs a models.Transformer; got {what} (try its own .generate)")
+        hint = "try its own .generate"
+        if isinstance(model, nn.Module) and isinstance(uncompiled(model), Transformer):
+            hint = "give compiled._orig_mod, the model inside; each step has another shape"
+        raise TypeError(f"generate needs a models.Transformer; got a {what} ({hint})")
