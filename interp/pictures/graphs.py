@@ -1,6 +1,7 @@
 """Pictures of graphs: circuits, attribution graphs, and cards of their features."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,6 +34,7 @@ def circuit(circuit: Any, curve: Any = None) -> View:
     kept = order[:_MOST_EDGES]
     part = {
         "kind": "network", "title": "circuit", "rows": rows, "edges": [edge[:3] for edge in kept],
+        "names": _meanings(rows),
         "scores": torch.tensor([edge.score for edge in kept], dtype=torch.float64),
         "note": thinned(len(order), len(kept), "edges"),
     }  # fmt: skip
@@ -42,6 +44,19 @@ def circuit(circuit: Any, curve: Any = None) -> View:
         sizes = (int(share * every) for share in curve.absolute.labels["edges"])
         part["faithfulness"] = [*zip(sizes, means, strict=True)]
     return View(repr(circuit), [part])
+
+
+def _meanings(rows: Sequence[Sequence[Any]]) -> list[str]:
+    """One example of the name of a head and one of the name of an MLP, with their meanings."""
+    names = [str(node) for row in reversed(rows) for node in row]
+    head = next(filter(None, (re.fullmatch(r"a(\d+)\.h(\d+)", name) for name in names)), None)
+    mlp = next(filter(None, (re.fullmatch(r"m(\d+)", name) for name in names)), None)
+    meanings = []
+    if head is not None:
+        meanings.append(f"{head[0]}: head {head[2]} of layer {head[1]}")
+    if mlp is not None:
+        meanings.append(f"{mlp[0]}: MLP of layer {mlp[1]}")
+    return meanings
 
 
 def features(cards: Sequence[Any]) -> View:

@@ -43,3 +43,17 @@ def thinned(every: int, shown: int, what: str) -> str:
     if what == "points":
         return f"{shown} of {every} points are drawn." if shown < every else ""
     return f"The {kept} {shown} of {every} {what} are shown." if shown < every else ""
+
+
+def headline(result: Any) -> str:
+    """A title of a result: whether its effects are means, and the facts that a reader of a picture needs.
+
+    Hashes of texts, lists and the rounding gap of a sum are left out.
+    """
+    facts = [
+        f"{name}: {fact}"
+        for name, fact in result.about.items()
+        if isinstance(fact, str | int | float) and name not in ("gap", "error")
+    ]
+    about = f" ({', '.join(facts)[:200]})" if facts else ""
+    return f"{'mean ' if result.values.shape[-1] > 1 else ''}effects{about}"

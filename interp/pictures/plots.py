@@ -4,24 +4,28 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from jaxtyping import Float
 from torch import Tensor
 
 from interp.pictures.figure import Axes, Figure, Picture
+from interp.pictures.parts import headline
 from interp.pictures.view import plotted_axes
 
 Labels = Mapping[str, Sequence[Any]]
 """By the name of an axis, in order, a label for each index."""
 
 _COLOURS = {"signed": "#2166ac", "absolute": "#1b7837", "random": "grey"}
+_MOST_TICKS = 80  # along an axis
 _NAMED = 5  # of the places where estimates are furthest off
 
 
 def effects(result: Any, facet: str | None = None) -> Figure:
     """The mean effects of a result; see `Result.plot`."""
     axes = plotted_axes(result.axes[:-1], facet)
-    unit = f"mean ({result.unit})" if result.unit else "mean"
-    title = ", ".join(f"{name}: {value}" for name, value in result.about.items())
+    what = "mean effect" if result.values.shape[-1] > 1 else "effect"
+    unit = f"{what} ({result.unit})" if result.unit else what
+    title = headline(result)
     labels = {axis: _labels_with_words(result, axis) for axis in axes}
     means = result.mean()
     if len(axes) == 1:
@@ -80,8 +84,8 @@ def heat_maps(
         image = axes.imshow(table, cmap=colours, vmin=least, vmax=limit, aspect="auto")
         axes.set_title(name, fontsize="small")
         axes.set_ylabel(rows)
-        axes.set_yticks(*_ticks(of_rows))
-        _label_columns(axes, columns, of_columns)
+        axes.set_yticks(*_ticks(of_rows, _decisive(table, 1)))
+        _label_columns(axes, columns, of_columns, _decisive(table, 0))
     figure.colorbar(image, ax=panels, label=unit)
     return figure
 
@@ -101,7 +105,7 @@ def bars(
     axes.vlines(places, low.numpy(force=True), high.numpy(force=True), color="black")
     axes.axhline(0, color="black", linewidth=0.8)
     axes.set_ylabel(unit)
-    _label_columns(axes, *next(iter(labels.items())))
+    _label_columns(axes, *next(iter(labels.items())), _decisive(values.numpy(force=True)[None], 0))
     return figure
 
 
@@ -184,13 +188,28 @@ def _framed(size: tuple[float, float], title: str) -> tuple[Figure, Axes]:
     return figure, figure.subplots()
 
 
-def _label_columns(axes: Axes, name: str, labels: Sequence[Any]) -> None:
-    ticks, texts = _ticks(labels)
-    axes.set_xticks(ticks, texts, rotation=90 if max(map(len, texts), default=0) > 3 else 0)
+def _label_columns(axes: Axes, name: str, labels: Sequence[Any], decisive: int) -> None:
+    ticks, texts = _ticks(labels, decisive)
+    is_narrow = len(ticks) > _MOST_TICKS // 2
+    axes.set_xticks(
+        ticks,
+        texts,
+        rotation=90 if max(map(len, texts), default=0) > 3 else 0,
+        fontsize="x-small" if is_narrow else None,
+    )
     axes.set_xlabel(name)
 
 
-def _ticks(labels: Sequence[Any]) -> tuple[list[int], list[str]]:
-    """Indices and texts of at most 40 labels."""
-    at = list(range(0, len(labels), 1 + len(labels) // 40))
-    return at, [str(labels[i]) for i in at]
+def _decisive(table: Any, along: int) -> int:
+    """The index, along the other axis, of the largest value by size."""
+    sizes = np.nan_to_num(np.abs(table), nan=-1).max(along)
+    return int(sizes.argmax()) if sizes.size else 0
+
+
+def _ticks(labels: Sequence[Any], decisive: int) -> tuple[list[int], list[str]]:
+    """Indices and texts of all labels or, of many, at most some of them and the decisive one."""
+    step = 1 + (len(labels) - 1) // _MOST_TICKS
+    # A label beside the decisive one would lie over it.
+    at = [n for n in range(0, len(labels), step) if n == decisive or abs(n - decisive) >= step]
+    at = sorted({*at, decisive}) if labels else []
+    return at, [str(labels[n]) for n in at]

@@ -9,7 +9,14 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
-from interp.pictures.parts import MOST_COLUMNS, MOST_WEIGHTS, axis_part, grid_part, thinned
+from interp.pictures.parts import (
+    MOST_COLUMNS,
+    MOST_WEIGHTS,
+    axis_part,
+    grid_part,
+    headline,
+    thinned,
+)
 from interp.pictures.view import View, plotted_axes, visible_title
 
 # What a browser draws without a pause.
@@ -37,9 +44,7 @@ def effects(result: Any, facet: str | None = None) -> View:
     facet = axes[0] if facet is None and len(axes) == 3 else facet
     rest = plotted_axes(axes, facet)
     low, high = (end.detach().cpu() for end in result.interval())
-    facts = [f"{name}: {x}" for name, x in result.about.items() if isinstance(x, str | int | float)]
-    about = f" ({', '.join(facts)[:200]})" if facts else ""
-    title = f"mean effects{about}"
+    title = headline(result)
 
     def draw() -> Any:
         return result.plot(facet)
@@ -190,7 +195,7 @@ def _bars(axis: str, result: Any, means: Tensor, low: Tensor, high: Tensor) -> d
     words = result.words.get(axis)
     labels, texts = [result.labels[axis][n] for n in at], words and [words[n] for n in at]
     return {
-        "kind": "bars", "title": "mean effects", "unit": result.unit,
+        "kind": "bars", "title": headline(result), "unit": result.unit,
         "axis": axis_part(axis, labels, texts, _MOST_BARS),
         "values": means[at], "low": low[at], "high": high[at],
         "note": len(at) < len(means) and f"The {len(at)} largest of {len(means)} are shown.",

@@ -146,7 +146,9 @@ function grid(part, box) {
   function draw() {
     const [rows, columns] = axes(), [down, over] = [rows.labels.length, columns.labels.length];
     const written = part.cells || (part.written && over <= 24 && down <= 60), high = clamp(Math.floor(420 / down), written ? 24 : 10, part.under ? 90 : 30);
-    const wide = part.square ? high : clamp(Math.floor(900 / over), part.cells ? 44 : written ? 52 : 10, 64);
+    // As narrow as the longest text in a cell allows, so that a long row is seen whole.
+    const longest = Math.max(0, ...(part.cells ?? []).map(text => [...text].length)), least = part.cells ? clamp(8 * longest + 8, 18, 44) : written ? 52 : 10;
+    const wide = part.square ? high : clamp(Math.floor(860 / over), least, 64);
     const map = make("div", "map"), cells = make("div", "cells"), cursor = make("div", "cursor"), overImage = x => [...paint(Math.sign(x) * limit, limit), 220 * Math.min(1, Math.abs(x || 0) / limit)];
     const body = bitmap(down, over, (r, c) => part.under ? overImage(values[at(r, c)]) : paint(values[at(r, c)], limit));
     Object.assign(body, { tabIndex: 0 });
@@ -292,8 +294,11 @@ function bars(part, box) {
       return row;
     });
     axis.append(shape("path", { d: `M${x(0)} 0V${20 * count}`, class: "axis" }));
-    plot.append(...rows, axis, ...[least, 0, most].filter((v, i, all) => all.indexOf(v) === i).map(v =>
-      shape("text", { x: `${x(v) / 10}%`, y: 20 * count + 16, "text-anchor": v === most && most ? "end" : v === least && least ? "start" : "middle" }, told(+v.toPrecision(3)))));
+    // An end too close to 0 has no number of its own, which would lie over the other. The larger end names the unit.
+    const far = most > -least ? most : least, ends = [least, most].filter(v => v && Math.abs(x(v) - x(0)) > 80);
+    plot.append(...rows, axis, ...[0, ...ends].map(v => shape("text",
+      { x: `${x(v) / 10}%`, y: 20 * count + 16, "text-anchor": v > 0 ? "end" : v < 0 ? "start" : "middle" },
+      `${told(+v.toPrecision(3))}${v === far ? ` ${part.unit}` : ""}`)));
     spots(plot, rows, i => [`${told(values[i])} ${part.unit}`, [[named(part.axis, i), ""], ...(Number.isNaN(low[i]) ? [] : [["95 % interval", `${told(low[i])} to ${told(high[i])}`]])]]);
     box.lastElementChild?.matches("svg") && box.lastElementChild.remove();
     box.append(plot);
@@ -388,7 +393,7 @@ function network(part, box) {
     const kind = (colour, dash, said) => { const rule = make("span", "rule"); rule.style.borderTop = `3px ${dash} ${css(colour)}`; return [rule, make("span", "", said)]; };
     const signs = new Set(scores.map(Math.sign));
     meaning.replaceChildren(...(signs.has(-1) ? kind(colours.more, "solid", "helps: without it the metric falls") : []), ...(signs.has(1) ? kind(colours.less, "dashed", "hinders") : []),
-      ...(part.edges.some(edge => edge[2]) ? [make("span", "", "q, k, v: what of a head it enters")] : []));
+      ...(part.edges.some(edge => edge[2]) ? [make("span", "", "q, k, v: what of a head it enters")] : []), ...part.names.map(name => make("span", "", name)));
     const chosen = part.edges.slice(0, +slider.value).map((edge, i) => [...edge.slice(0, 2), edge[2], i]);
     const ahead = reached(part.rows[0], chosen, 0, 1), back = reached(part.rows.at(-1), chosen, 1, 0);
     const kept = chosen.filter(([from, to]) => ahead.has(from) && back.has(to)), alive = new Set(kept.flatMap(([from, to]) => [from, to]));
@@ -512,19 +517,19 @@ function attribution(part, box) {
     for (const n of alive) (cells[[nodes[n].layer, nodes[n].pos]] ??= []).push(n);
     for (const [key, cell] of Object.entries(cells)) {
       const [layer, pos] = key.split(",");
-      wide[pos] = Math.max(wide[pos] ?? 40, 14 * Math.min(across, cell.length) + 12);
+      wide[pos] = Math.max(wide[pos] ?? 20, 14 * Math.min(across, cell.length) + 4);
       high[layer] = Math.max(high[layer] ?? 34, 14 * Math.ceil(cell.length / across) + 20);
     }
-    const left = tokens.reduce((sums, _, pos) => [...sums, sums[pos] + (wide[pos] ?? 30)], [64]), width = left.at(-1) + 64;
+    const left = tokens.reduce((sums, _, pos) => [...sums, sums[pos] + (wide[pos] ?? 20)], [64]), width = left.at(-1) + 64;
     let y = 10;
     const tops = {};
     for (const layer of [...levels].reverse()) { tops[layer] = y; y += high[layer]; }
     const plot = svg(sized(width, y + 30), part.title);
-    plot.style.minWidth = `${0.6 * width}px`;
+    plot.style.minWidth = `${0.47 * width}px`;
     place = {};
     for (const [key, cell] of Object.entries(cells)) {
       const [layer, pos] = key.split(",");
-      cell.forEach((n, i) => { place[n] = [left[pos] + 12 + 14 * (i % across), tops[layer] + high[layer] - 14 - 14 * Math.floor(i / across)]; });
+      cell.forEach((n, i) => { place[n] = [left[pos] + 8 + 14 * (i % across), tops[layer] + high[layer] - 14 - 14 * Math.floor(i / across)]; });
     }
     for (const layer of levels) {
       const [under, named] = [tops[layer] + high[layer], layer < 0 ? "embed" : layer === part.layers ? "logits" : `layer ${layer}`];

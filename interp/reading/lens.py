@@ -68,13 +68,14 @@ class LensReadout(pictures.Shown):
         title = f"LensReadout [{', '.join(f'{axis} {size}' for axis, size in sizes)}]"
         text, likeliest = self.first or (None, self.tokens[:, 0].tolist())
         columns = self.columns[-_SHOWN:]
+        earlier = ["…"] if len(self.columns) > _SHOWN else []
         rows = []
         for number, layer in enumerate(likeliest):
             best = [repr(layer[column][0]) for column in columns]
-            rows.append([str(number), *best])
+            rows.append([str(number), *earlier, *best])
         rows = rows[-_MOST_LAYERS:]
         if text is not None:
-            rows.insert(0, ["layer", *(repr(text[column]) for column in columns)])
+            rows.insert(0, ["layer", *earlier, *(repr(text[column]) for column in columns)])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [" ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         return "\n".join([f"{title}: the likeliest next tokens of the first text", *lines])
@@ -114,12 +115,12 @@ def logit_lens(
     >>> cache = HookedRunner(model).run_with_cache("Return the", lazy=True)[1]
     >>> logit_lens(model, cache)
     LensReadout [layer 5, batch 1, pos 10, top 5]: the likeliest next tokens of the first text
-    layer 't' 'u' 'r' 'n' ' ' 't' 'h' 'e'
-    0     't' 'u' 'r' 'n' ' ' 't' 'h' 'e'
-    1     'h' 'm' 'e' ' ' 'a' 'h' 'i' 'r'
-    2     'u' 'r' 'n' ' ' 'a' 'r' 'a' ' '
-    3     'u' 'r' 'n' ' ' '"' 'h' 'e' ' '
-    4     'u' 'r' 'n' ' ' 't' 'h' 'e' ' '
+    layer … 't' 'u' 'r' 'n' ' ' 't' 'h' 'e'
+    0     … 't' 'u' 'r' 'n' ' ' 't' 'h' 'e'
+    1     … 'h' 'm' 'e' ' ' 'a' 'h' 'i' 'r'
+    2     … 'u' 'r' 'n' ' ' 'a' 'r' 'a' ' '
+    3     … 'u' 'r' 'n' ' ' '"' 'h' 'e' ' '
+    4     … 'u' 'r' 'n' ' ' 't' 'h' 'e' ' '
     """
     of(model, "unembed")
     vocab = n_logits(model)

@@ -491,6 +491,12 @@ def test_plots_have_a_figure(values):
     assert pictures.effects(Result(values, ("row", "column", "example"))).figure.axes
 
 
+def test_a_circuit_says_what_names_of_nodes_mean(bundled):
+    edges = ["input->a1.h2<v>", "a1.h2->m3", "m3->logits"]
+    view = pictures.circuit(Circuit(Graph(bundled), edges))
+    assert view.parts[0]["names"] == ["a1.h2: head 2 of layer 1", "m3: MLP of layer 3"]
+
+
 def test_cards_of_features():
     example = Example([HOSTILE[0], "a", "b"], [0.5, 2.0, 0.0], 1)
     card = FeatureCard(

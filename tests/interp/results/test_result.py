@@ -239,7 +239,7 @@ def test_plots(result):
         assert (norm.vmin, norm.vmax) == pytest.approx((low * float(high), float(high)))
     assert (axes.get_xlabel(), axes.get_ylabel(), bar.get_ylabel()) == (
         *("head", "layer"),
-        "mean (logits)",
+        "mean effect (logits)",
     )
     assert [text.get_text() for text in axes.get_yticklabels()] == ["4", "5", "7"]
     (axes,) = result.select(head=1).plot().axes
@@ -251,7 +251,7 @@ def test_plots(result):
     )
     axes = many.plot().axes[0]
     assert [text.get_text() for text in axes.get_xticklabels()] == ["a", "name"]
-    assert len(axes.get_yticks()) <= 40
+    assert len(axes.get_yticks()) <= 81
     with pytest.raises(ValueError, match="head"):
         replace(many, values=torch.zeros(3, 300, 2, 5), axes=("layer", *many.axes)).plot()
 
@@ -505,12 +505,29 @@ def test_a_heat_map_for_each_label_of_a_facet():
     assert (panels[0].get_xlabel(), panels[0].get_ylabel(), bar.get_ylabel()) == (
         "head",
         "layer",
-        "mean",
+        "mean effect",
     )
     with pytest.raises(UnknownNameError, match="heads"):
         result.plot(facet="heads")
     with pytest.raises(ValueError, match="facet"):
         result.select(layer=0).plot(facet="pos")
+
+
+def test_a_plot_labels_the_decisive_column_and_no_hash():
+    pytest.importorskip("matplotlib", reason="needs the extra plots")
+    for size, decisive in ((44, 13), (190, 133)):
+        values = torch.zeros(3, size, 1)
+        values[1, decisive] = -2.0
+        about = {"site": "z", "texts": ["cae69e703590e665"], "gap": 1e-7}
+        result = Result(values, ("layer", "pos", "example"), unit="logits", about=about)
+        figure = result.plot()
+        panel, bar = figure.axes
+        shown = [label.get_text() for label in panel.get_xticklabels()]
+        assert str(decisive) in shown
+        assert len(shown) == size if size < 80 else 60 < len(shown) <= 81
+        assert bar.get_ylabel() == "effect (logits)"
+        assert figure.get_suptitle() == "effects (site: z)"
+    assert result.view().title == "effects (site: z)"
 
 
 def test_a_result_prints_at_most_40_lines(result):
