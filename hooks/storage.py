@@ -1,8 +1,11 @@
-"""Small files of tensors and facts, written whole and checked when they are read; hashes of models."""
+"""Small files of tensors and facts, written whole and checked when they are read; files of `torch.save`, read as plain data."""
 
 import itertools
 import os
+import pickle
+import re
 import uuid
+import zipfile
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -251,6 +254,44 @@ def one_error(
     except Exception as error:
         reason = " ".join(str(error).split())[:500] or type(error).__name__
         raise kind(f"{what}: {reason}") from None
+
+
+@contextmanager
+def only_tensors(where: str = "it") -> Iterator[None]:
+    """Turn PyTorch's refusal of a pickle into a ValueError that says what the pickle would call.
+
+    PyTorch's own message says how to run it all the same.
+
+    Args:
+        where: the file or folder, for the message.
+    """
+    try:
+        yield
+    except pickle.UnpicklingError as error:
+        called = re.search(r"GLOBAL \S+", str(error)) or ["another pickle"]
+        rule = "must hold only tensors and plain values, because a pickle may run any code"
+        raise ValueError(f"{where} {rule}; got {called[0]}") from None
+
+
+def read_saved(path: Path) -> Any:
+    """Read a file of `torch.save`, if it holds nothing but tensors and plain values.
+
+    Checksums are compared first, because PyTorch compares none. Files from before PyTorch 1.6 have none.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if it is damaged, another file, or would run code; the message names the file.
+    """
+    with one_error(path), path.open("rb") as file:
+        if file.read(4) == b"PK\x03\x04":  # as PyTorch asks
+            records = zipfile.ZipFile(file)
+            # PyTorch reads nothing of a record that is marked as a directory.
+            marked = [entry.filename for entry in records.infolist() if entry.external_attr & 0x10]
+            if damaged := records.testzip() or "".join(marked[:1]):
+                raise ValueError(f"{damaged} in it must be as saved, by its checksum; it differs")
+        file.seek(0)
+        with only_tensors():
+            return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def create(partial: Path, path: Path) -> None:

@@ -132,6 +132,33 @@ def test_json_is_written_by_one_module(path):
     assert bool(found & writers) == (path.relative_to(ROOT).as_posix() in WRITES_OTHER_JSON)
 
 
+# Calls that may run code of the files that they read, and the argument that keeps them from it.
+RUNS_CODE = {
+    "from_pretrained": ("trust_remote_code", {"False", "trusts"}),
+    "from_config": ("trust_remote_code", {"False"}),
+    "pipeline": ("trust_remote_code", {"False"}),
+    "torch.load": ("weights_only", {"True"}),
+    "np.load": ("allow_pickle", {"False"}),
+}
+NEVER = {"yaml.load", "pickle.load", "pickle.loads", "jinja2.Environment", "eval", "exec"}
+EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))
+
+
+@pytest.mark.parametrize(
+    "path", [*MODULES, *EXAMPLES], ids=lambda path: str(path.relative_to(ROOT))
+)
+def test_no_file_that_is_read_runs_code(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.Call):
+            continue
+        name, said = ast.unparse(node.func), {each.arg: each.value for each in node.keywords}
+        assert name not in NEVER, f"line {node.lineno}"
+        for call in {name, name.rpartition(".")[2]} & RUNS_CODE.keys():
+            argument, safe = RUNS_CODE[call]
+            value = ast.unparse(said[argument]) if argument in said else "nothing"
+            assert value in safe, f"{argument} of {name} in line {node.lineno}: {value}"
+
+
 PUBLIC = {
     "hooks": """ActivationCache CacheError ContextError EditError EditedPoint FusedUnlessHooked Hook HookContext
         HookError HookHandle HookPoint HookPoints HookedRunner Hooks Identity MemoryLimitError Mode ModeError

@@ -1,11 +1,13 @@
 """Parts that the commands share: their options, the model, the text, and where output goes."""
 
 import argparse
+import io
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import IO, Any
 
@@ -110,10 +112,10 @@ def model_of(options: argparse.Namespace, *, trained: bool) -> Any:
     from models import available, build
     from models.registry import ON_HUB
 
-    name, dtype = options.model, options.dtype and getattr(torch, options.dtype)
+    name = options.model
     # The hub has weights under the names of GPT-2's sizes.
     if name not in available() or os.path.exists(name) or (trained and name in ON_HUB):
-        return _loaded(name, options.tokenizer, options.device, dtype)
+        return _loaded(options)
     if trained:
         raise ValueError(
             f"a run needs a trained model; got the config {name!r}: train it, for instance with "
@@ -123,30 +125,79 @@ def model_of(options: argparse.Namespace, *, trained: bool) -> Any:
         return build(name)
 
 
-def _loaded(
-    name: str, reader: str | None, device: torch.device | None, dtype: torch.dtype | None
-) -> nn.Module:
-    """A plain model, or an attached one of `transformers` where the family of a directory or hub model has no table."""
-    from models import attach, load, load_tokenizer
+def _loaded(options: argparse.Namespace) -> nn.Module:
+    """Return a plain model, or an attached one of `transformers` where the family of a directory or hub model has no table."""
+    from models import load, load_tokenizer
     from models.checkpoints.huggingface.families import FAMILIES
     from models.checkpoints.loading import locate
     from models.files import read_object
 
-    config = locate(name, weights=False) / "config.json"
+    config = locate(options.model, weights=False) / "config.json"
     described = read_object(config) if config.is_file() else {}
-    if "model_type" not in described or described["model_type"] in FAMILIES:
-        loaded = load(name, device=device, dtype=dtype)
-        if reader:
-            loaded.tokenizer = load_tokenizer(reader)
-        return loaded
-    transformers, folder = library("transformers"), locate(name)
-    options = {} if dtype is None else {"dtype": dtype}
-    model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(folder, **options).eval()
-    tokenizer = (
-        load_tokenizer(reader) if reader else transformers.AutoTokenizer.from_pretrained(folder)
-    )
-    attach(model.to(device) if device else model, tokenizer=tokenizer)
+    if "model_type" in described and described["model_type"] not in FAMILIES:
+        return _attached(options)
+    model = load(options.model, device=options.device, dtype=_dtype(options))
+    if options.tokenizer:
+        model.tokenizer = load_tokenizer(options.tokenizer)
     return model
+
+
+def _attached(options: argparse.Namespace) -> nn.Module:
+    """Return an attached model of `transformers`. Code among its files runs only if the user trusts it.
+
+    Raises:
+        ValueError: if it needs that code, and the user did not say so.
+    """
+    from models import attach, load_tokenizer
+    from models.checkpoints.loading import locate
+
+    transformers, trusts = library("transformers"), options.trust_remote_code
+    folder, dtype = locate(options.model, code=trusts), _dtype(options)
+    settings = {} if dtype is None else {"dtype": dtype}
+    code = nullcontext() if trusts else _without_code(options.model)
+    with storage.only_tensors(str(folder)), code:
+        model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, trust_remote_code=trusts, **settings
+        )
+        tokenizer = (
+            load_tokenizer(options.tokenizer)
+            if options.tokenizer
+            else transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trusts)
+        )
+    model = model.eval()
+    attach(model.to(options.device) if options.device else model, tokenizer=tokenizer)
+    return model
+
+
+@contextmanager
+def _without_code(name: str) -> Iterator[None]:
+    """Keep code among the files of a model from running while `transformers` loads them.
+
+    `transformers` asks whether the code may run, and reads the answer from the input of the command, which may be a pipe.
+    It asks even under `trust_remote_code=False`, if a config inside the config names the code. So here the input is at
+    its end, and the question is hidden.
+
+    Raises:
+        ValueError: if the code is needed; it names the option that lets it run.
+    """
+    answers = sys.stdin
+    sys.stdin = io.StringIO()
+    try:
+        with redirect_stdout(io.StringIO()):
+            yield
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ValueError(
+            f"{name} needs Python code among its files, which may do anything on this machine: "
+            "read the code, and give --trust-remote-code if it may run"
+        ) from None
+    finally:
+        sys.stdin = answers
+
+
+def _dtype(options: argparse.Namespace) -> torch.dtype | None:
+    return getattr(torch, options.dtype) if options.dtype else None
 
 
 @contextmanager

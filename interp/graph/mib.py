@@ -50,7 +50,7 @@ def read_mib(path: str | os.PathLike[str], graph: Graph) -> MIB:
     places = {name: at for at, names in _mib_names(graph).items() for name in names}
     with storage.one_error(path, "be a circuit in a format of MIB", CacheError):
         # Files of MIB have NaN as the score of a node that is not scored.
-        table = torch.load(path, weights_only=True) if is_pt else json.loads(Path(path).read_text())
+        table = storage.read_saved(Path(path)) if is_pt else json.loads(Path(path).read_text())
         edges, nodes, neurons = _of_pt(table, graph, places) if is_pt else _of_json(table)
     if odd := {*places} ^ {*edges}:
         raise ValueError(

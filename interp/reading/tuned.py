@@ -65,7 +65,7 @@ class TunedLens(AffineLens):
             CacheError: if it holds anything but the translators.
         """
         with storage.one_error(path, "hold the translators of a tuned lens", CacheError):
-            held = torch.load(Path(path), map_location="cpu", weights_only=True)
+            held = storage.read_saved(Path(path))
             count = len(held) // 2
             parts = [[held.pop(f"{n}.{part}") for n in range(count)] for part in ("weight", "bias")]
             if held:

@@ -116,10 +116,10 @@ def _objects(file: Any) -> Iterator[Any]:
 
 def _rows_of_array(file: Any) -> Iterator[Any]:
     if isinstance(file.fs, LocalFileSystem) and file.compression is None:
-        array = np.load(file.path, mmap_mode="r")
+        array = np.load(file.path, mmap_mode="r", allow_pickle=False)
     else:
         with file as opened:
-            array = np.load(opened)
+            array = np.load(opened, allow_pickle=False)
     if array.ndim != 2:
         raise ValueError(
             f"an array of tokens must be [text, pos]; got {list(array.shape)} in {file.path} "

@@ -16,7 +16,7 @@ from models import verification
 from models.checkpoints.huggingface import load_huggingface
 from models.checkpoints.own import BUNDLED, CONFIG, bundled, load_own
 from models.checkpoints.transformer_lens import from_transformer_lens, weights_in
-from models.files import read_object, read_saved, without
+from models.files import read_object, without
 from models.registry import ON_HUB, available
 from models.text.files import tokenizer_from
 from models.text.tokenizer import Tokenizer
@@ -128,7 +128,7 @@ def _load_weights(
         ValueError: if it is another file of weights: it does not say what model it is of.
     """
     with storage.one_error(file):
-        held = load_file(file) if kind == "safetensors" else read_saved(file)
+        held = load_file(file) if kind == "safetensors" else storage.read_saved(file)
     weights, config = weights_in(held, str(file))
     beside = file.parent / CONFIG
     if weights is not None:
@@ -179,13 +179,17 @@ def load_tokenizer(
 
 
 def locate(
-    name_or_path: str | os.PathLike[str], weights: bool = True, revision: str | None = None
+    name_or_path: str | os.PathLike[str],
+    weights: bool = True,
+    revision: str | None = None,
+    code: bool = False,
 ) -> Path:
     """The directory or file of a name or path.
 
     Args:
         name_or_path, revision: see `load`.
         weights: whether to download the weights of a hub model.
+        code: whether to download its Python files too. Nothing here runs them.
 
     Raises:
         FileNotFoundError: if there is none; it lists the models that ship with the package.
@@ -218,7 +222,7 @@ def locate(
     if not may_be_on_hub or (name in available() and name not in ON_HUB):
         raise FileNotFoundError(missing)
     try:
-        return _download(name, weights, revision)
+        return _download(name, weights, revision, code)
     except Exception as error:  # many kinds, from the hub, HTTP, the network or the disk
         kind = ImportError if isinstance(error, ImportError) else FileNotFoundError
         reason = " ".join(str(error).split())
@@ -242,11 +246,11 @@ def _in_package(name: str) -> Path:
     )
 
 
-def _download(name: str, weights: bool, revision: str | None) -> Path:
+def _download(name: str, weights: bool, revision: str | None, code: bool) -> Path:
     """Downloads the files of a hub model unless they are in the hub's cache. Returns their directory."""
     fetch = partial(library("huggingface_hub").snapshot_download, revision=revision)
-    wanted = _DESCRIPTION + _WEIGHTS if weights else _DESCRIPTION
-    directory = Path(fetch(name, allow_patterns=wanted))
+    described = [*_DESCRIPTION, *(["*.py"] if code else [])]
+    directory = Path(fetch(name, allow_patterns=described + (_WEIGHTS if weights else [])))
     if weights and not any(directory.glob("*.safetensors")):
-        fetch(name, allow_patterns=_DESCRIPTION + _WEIGHTS_BIN)
+        fetch(name, allow_patterns=described + _WEIGHTS_BIN)
     return directory

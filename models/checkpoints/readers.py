@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hooks.shared import storage
 from models.checkpoints.assemble import Reader
-from models.files import read_object, read_saved
+from models.files import read_object
 
 WHOLE = "model.safetensors"
 WHOLE_BIN = "pytorch_model.bin"
@@ -63,7 +63,7 @@ def _keys(path: Path) -> list[str]:
 
 
 def _load(path: Path) -> dict[str, Tensor]:
-    state = read_saved(path)
+    state = storage.read_saved(path)
     with storage.one_error(path):
         for key, value in dict(state).items():
             if not (isinstance(key, str) and isinstance(value, Tensor)):

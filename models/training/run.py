@@ -14,7 +14,6 @@ from jaxtyping import Int
 from torch import Tensor
 
 from hooks.shared import later, stacked, storage, strict_json
-from models.files import read_saved
 from models.training.data import Loss, TrainingConfig, check_learnable, evaluate, row_losses
 from models.transformer import Transformer
 
@@ -206,7 +205,7 @@ class Run:
 
     def _load(self, path: Path) -> None:
         """Loads a checkpoint, after a check that it is whole and of this run."""
-        state = read_saved(path)
+        state = storage.read_saved(path)
         with storage.one_error(path):
             theirs = state["run"]
             different = [

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hooks.shared import storage
 from interp.features.activations import Gated, JumpReLU, TopK
 from interp.features.dictionary import Dictionary
 from interp.features.forms.common import json_of, no_factor, require, require_known
@@ -26,7 +27,7 @@ def read(folder: Path, *, norm_factor: float | None = None) -> Dictionary:
     require_known(config.get("buffer", {}), "buffer in config.json")
     if (end := config.get("buffer", {}).get("io", "out")) != "out":
         raise ValueError(f"io must be 'out', as values that go in have no place here; got {end!r}")
-    weights = torch.load(folder / "ae.pt", map_location="cpu", weights_only=True)
+    weights = storage.read_saved(folder / "ae.pt")
     if "ae" in weights:  # {step, ae, optimizer, ..., norm_factor}
         norm_factor = weights.get("norm_factor", 1.0) if norm_factor is None else norm_factor
         weights = weights["ae"]

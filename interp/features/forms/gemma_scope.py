@@ -27,7 +27,7 @@ def read(
     A folder `embedding/width_4k` has those that read embeddings scaled by √d_model. A repository `...-transcoders` has those
     that read what the norm before the MLP gives, before its gain; see `Dictionary.with_input_gain`.
     """
-    with np.load(folder / "params.npz") as file:
+    with np.load(folder / "params.npz", allow_pickle=False) as file:
         weights = {name: torch.from_numpy(file[name]) for name in file}
     names = {"W_enc", "W_dec", "b_enc", "b_dec", "threshold"}
     weights = {"W_" + n[2:] if n.startswith("w_") else n: weight for n, weight in weights.items()}

@@ -1,13 +1,12 @@
 """Dictionaries that are one file of `torch.save`: those of OpenAI, Qwen Scope and Goodfire."""
 
-import pickle
 import re
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
+from hooks.shared import storage
 from interp.features.activations import TopK
 from interp.features.dictionary import Dictionary
 from interp.features.forms.common import BY_HAND, require
@@ -48,13 +47,7 @@ def read(path: Path, *, k: int | None = None) -> Dictionary:
 
 def _held(path: Path) -> dict[str, Any]:
     """What is in a file, which may be tensors and plain values only."""
-    try:
-        held = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        called = re.search(r"GLOBAL \S+", str(error)) or [str(error).partition("\n")[0]]
-        raise ValueError(
-            f"{path} must hold only tensors and plain values, as a pickle may run any code; got {called[0]}"
-        ) from None
+    held = storage.read_saved(path)
     if not isinstance(held, dict):
         raise ValueError(f"{path} must hold tensors by name; got a {type(held).__name__}")
     return held

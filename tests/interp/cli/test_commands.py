@@ -1,8 +1,14 @@
 """The commands `points`, `lens`, `patch`, `features`, `trace`, `generate` and `harvest`: what they print is what the Python calls give."""
 
+import fnmatch
+import io
 import json
+import os
+import pathlib
 import shlex
 import shutil
+import subprocess
+import sys
 import warnings
 
 import numpy
@@ -17,7 +23,7 @@ from interp.cli.common import OPTIONS
 from interp.cli.edits import parsed
 from interp.directions import Direction
 from interp.store import Activations, harvest
-from models import generate_text, load
+from models import generate_text, load, load_tokenizer
 from models.checkpoints.loading import locate
 
 CLEAN, OTHER = (f"part ZQXJ-KV8{digit} is out; ask for ZQXJ-KV8" for digit in "14")
@@ -203,6 +209,141 @@ def test_a_family_without_a_table_is_attached(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(hub, "snapshot_download", lambda name, **options: str(tmp_path))
     given[1] = "some/olmoe"
     assert json.loads(printed(capsys, "lens", *given)) == data
+
+
+# A file of a model that says on disk that it ran, and holds a model whose type only it knows.
+CODE = """
+from pathlib import Path
+from transformers import OlmoConfig, OlmoForCausalLM, PreTrainedTokenizerFast
+Path({marker!r}).touch()
+class Config(OlmoConfig):
+    model_type = "only_its_own"
+class Model(OlmoForCausalLM):
+    config_class = Config
+class Words(PreTrainedTokenizerFast):
+    pass
+"""
+CLASSES = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+
+
+def with_code(folder, config, tokenizer_config=None):
+    """Write a small model with code among its files. Return the marker that the code leaves when it runs."""
+    from tests.attachable import VOCAB, made
+
+    tokenizers, transformers = map(pytest.importorskip, ("tokenizers", "transformers"))
+    marker = folder.with_name(f"{folder.name} ran")
+    made("olmo").save_pretrained(folder)
+    plain = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({f"w{n}": n for n in range(VOCAB)}, unk_token="w0")
+    )
+    plain.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=plain).save_pretrained(folder)
+    (folder / "code.py").write_text(CODE.format(marker=str(marker)))
+    for name, more in (("config.json", config), ("tokenizer_config.json", tokenizer_config)):
+        if more is not None:
+            kept = json.loads((folder / name).read_text())
+            (folder / name).write_text(json.dumps(kept | more))
+    return marker
+
+
+@pytest.mark.parametrize(
+    "kind", ["unknown type", "known type", "inside", "tokenizer", "older tokenizer", "of the hub"]
+)
+def test_code_among_the_files_of_a_model_does_not_run(kind, tmp_path, capsys, monkeypatch):
+    folder = tmp_path / "model"
+    config, words = {"model_type": "only_its_own", "auto_map": CLASSES}, None
+    if kind == "known type":  # known, but with no causal language model
+        config = {"model_type": "siglip_text_model", "auto_map": CLASSES}
+    elif (
+        kind == "inside"
+    ):  # a config inside the config, whose code `transformers` looks for at its own path
+        inner = {"model_type": "trocr", "auto_map": {"AutoModel": "code.Model"}}
+        inner["_name_or_path"] = str(folder)
+        config = {"model_type": "gemma3", "vision_config": inner}
+    elif kind.endswith("tokenizer"):  # the type has no tokenizer of its own in the library
+        classes = ["code.Words", None]
+        config = {"model_type": "olmo"}
+        words = {"tokenizer_class": "Words", "auto_map": {"AutoTokenizer": classes}}
+        if kind == "older tokenizer":
+            words["auto_map"] = classes
+        mapping = pytest.importorskip("transformers.models.auto.tokenization_auto")
+        monkeypatch.delitem(mapping.TOKENIZER_MAPPING_NAMES, "olmo", raising=False)
+        monkeypatch.setattr(
+            mapping,
+            "TOKENIZER_MAPPING",
+            mapping._LazyAutoMapping(mapping.CONFIG_MAPPING_NAMES, mapping.TOKENIZER_MAPPING_NAMES),
+        )
+    marker = with_code(folder, config, words)
+    given = [str(folder)]
+    if kind == "of the hub":
+        hub = pytest.importorskip("huggingface_hub")
+        monkeypatch.setattr(hub, "snapshot_download", lambda name, **options: str(folder))
+        given = ["some/model"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 9))
+    said = refused(capsys, "lens", "--prompt", "w3 w5", "--model", *given)
+    assert "--trust-remote-code" in said
+    assert not marker.exists()
+    assert sys.stdin.read() == "y\n" * 9
+    # In Python, no reader of ours gives the files to `transformers`.
+    with pytest.raises(ValueError, match="model_type"):
+        load(given[0])
+    load_tokenizer(given[0])
+    assert not marker.exists()
+
+
+def test_code_among_the_files_of_a_model_runs_if_the_user_says_so(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path / "model"
+    words = {"tokenizer_class": "Words", "auto_map": {"AutoTokenizer": ["code.Words", None]}}
+    marker = with_code(folder, {"model_type": "only_its_own", "auto_map": CLASSES}, words)
+    given = ["lens", "--prompt", "w3 w5 w7", "--model", str(folder), "--json"]
+    command = [sys.executable, "-m", "interp", *given, "--trust-remote-code"]
+    settings = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
+    done = subprocess.run(command, capture_output=True, text=True, input="n\n", env=settings)
+    assert done.returncode == 0, done.stderr
+    assert marker.exists()
+    data = json.loads(done.stdout)
+    (folder / "config.json").write_text(
+        json.dumps(json.loads((folder / "config.json").read_text()) | {"model_type": "olmo"})
+    )
+    model = transformers.OlmoForCausalLM.from_pretrained(folder, trust_remote_code=False).eval()
+    expected = model(torch.tensor([[3, 5, 7]])).logits[0, -1].softmax(-1).max().item()
+    assert data["tokens"] == ["w3", "w5", "w7"]
+    assert data["probabilities"][-1][-1][0] == pytest.approx(expected, rel=1e-5)
+
+
+def test_python_files_of_the_hub_are_downloaded_only_if_they_may_run(tmp_path, monkeypatch):
+    hub, asked = pytest.importorskip("huggingface_hub"), []
+
+    def download(name, allow_patterns, **options):
+        asked.extend(allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr(hub, "snapshot_download", download)
+    locate("some/model")
+    assert not [pattern for pattern in asked if fnmatch.fnmatch("code.py", pattern)]
+    locate("some/model", code=True)
+    assert [pattern for pattern in asked if fnmatch.fnmatch("code.py", pattern)]
+
+
+class Trap:
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return pathlib.Path.touch, (self.marker,)
+
+
+def test_pickled_weights_of_an_attached_model_run_nothing(tmp_path, capsys):
+    folder = tmp_path / "model"
+    with_code(folder, None)
+    (folder / "model.safetensors").unlink()
+    torch.save({"model.norm.weight": Trap(tmp_path / "ran")}, folder / "pytorch_model.bin")
+    for more in ([], ["--trust-remote-code"]):
+        given = ["lens", "--prompt", "w3", "--model", str(folder), *more]
+        assert str(folder) in (said := refused(capsys, *given))
+        assert "only tensors" in said
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_model_without_a_tokenizer_is_given_one(tmp_path, capsys):

@@ -292,8 +292,31 @@ def test_other_files_of_torch_are_refused(tmp_path):
     (tmp_path / "cut.pt").write_bytes((tmp_path / "0.pt").read_bytes()[:300])
     (tmp_path / "pickle.pt").write_bytes(pickle.dumps({"a": 1}, protocol=2))
     for name in ("cut.pt", "pickle.pt"):
-        with pytest.raises(ValueError, match=f"{name} must"):
+        with pytest.raises(ValueError, match=f"{name}: "):
             load_sae(tmp_path / name)
+
+
+class Trap:
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return Path.touch, (self.marker,)
+
+
+@pytest.mark.parametrize("name", ["ae.pt", "mine.pt", "params.npz"])
+def test_no_form_runs_code_of_its_files(name, tmp_path):
+    folder, trap = tmp_path / "form", Trap(tmp_path / "ran")
+    folder.mkdir()
+    (folder / "config.json").write_text('{"trainer": {"dict_class": "AutoEncoder"}}')
+    if name == "params.npz":
+        np.savez(folder / name, W_enc=np.array([trap], dtype=object))
+    else:
+        torch.save({"encoder.weight": trap}, folder / name)
+    with pytest.raises(ValueError, match="pickle") as caught:
+        load_sae(folder / name)
+    assert "weights_only" not in str(caught.value)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_file_beside_another_form_is_the_one_that_is_read(tmp_path):

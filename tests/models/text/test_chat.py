@@ -213,6 +213,26 @@ def test_what_a_template_refuses_or_changes_is_one_error(tmp_path):
     assert left_out.spans["system"] == [[]]
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ (''|attr('__class__')).__mro__ }}",
+        "{{ '{0.__class__.__mro__}'.format(1) }}",
+        "{{ ('{0.__class__.__mro__}'|attr('format'))(1) }}",
+        "{% set call = '{0.__class__.__mro__}'.format %}{{ [1]|map(call)|list }}",
+        "{{ raise_exception.__globals__['os'] }}",
+        "{{ strftime_now.__code__.co_code }}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{{ lipsum.__globals__.os }}",
+        "{{ messages.append(1) }}",
+    ],
+)
+def test_no_template_reaches_the_insides_of_python(source):
+    with pytest.raises(ValueError, match="must accept the messages"):
+        ChatTemplate(source).render([*MESSAGES])
+
+
 def test_of_several_templates_the_default_is_taken(tmp_path):
     made("x").save_pretrained(tmp_path)
     (tmp_path / "chat_template.jinja").unlink()
