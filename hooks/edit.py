@@ -296,7 +296,7 @@ def edit_at(
                 return edited_output
             for receipt in receipts:
                 receipt.beside = sum(1 for _ in tensors_in(output)) - 1
-            # A hook may only look. NaN is as it was, too.
+            # A hook may only look. NaN is as it was, too. A change by rounding is a change.
             is_same = torch.equal(torch.nan_to_num(new), torch.nan_to_num(value))
             return edited_output if is_same else watch.handed_on(edited_output, new)
         value = as_node(value, point)

@@ -201,7 +201,7 @@ class BlockCall:
         if agree(self._output, output, precision):
             return True
         # Hooks may cause other kernels to run. If those round more, compare without hooks; but what was
-        # recorded must then be the same twice.
+        # recorded must then be the same twice: the same kernels on the same tensors round alike.
         again = Recorder(recorder.points, recorder.options)
         is_repeatable = agree(output, self._replayed(edits, again), 0.0)
         return is_repeatable and agree(self._output, self._replayed(edits), precision)

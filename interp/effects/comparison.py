@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from interp import pictures
+from interp.numbers.precision import rounding
 from interp.numbers.ranks import ranks
 from interp.results.result import Result
 
@@ -45,7 +46,7 @@ class Comparison(pictures.Shown):
         exact, estimate: the mean effect at each place, in `unit`.
         rank_correlation: Spearman's, of all places. 1 if both order the places alike; NaN if the effects of
             one are all equal, as those of a single place are.
-        sign_agreement: the share of places with the same sign, of those where the exact effect is not 0.
+        sign_agreement: the share of places with the same sign, of those where the exact effect is more than rounding.
             NaN if there are none, or the estimate has no signs.
         misses: the places where both differ most, at most 10, the largest difference first.
         unit: the unit of the effects.
@@ -121,7 +122,7 @@ def compare(exact: Result, estimate: Result) -> Comparison:
     true, guess = (result.mean().flatten().double() for result in (exact, estimate))
     if wrong := int((~(true - guess).isfinite()).sum()):
         raise ValueError(f"effects must be finite; got others at {wrong} of {len(true)} places")
-    there = true != 0
+    there = true.abs() > rounding(exact.values.dtype) * true.abs().max()
     agree = (true.sign() == guess.sign())[there].double().mean().item() if signed else math.nan
     places = list(itertools.product(*(exact.labels[axis] for axis in exact.axes[:-1])))
     worst = (guess - true).abs().argsort(descending=True, stable=True)[:_MISSES].tolist()

@@ -100,7 +100,7 @@ class Added(NamedTuple):
 
     @property
     def has_rest(self) -> bool:
-        """Whether something is added beside the writers."""
+        """Whether something is added beside the writers. A bias that is absent is exactly 0 after any map."""
         return bool(self.bias.any() or self.constant.any())
 
 

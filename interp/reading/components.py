@@ -126,7 +126,9 @@ class ResidualComponents:
         if all(name in self._cache for name in names):
             left, entering = map(self.at, names)
             left = to_device(left, entering.device)
-            if not torch.equal(left, entering):
+            if not torch.equal(
+                left, entering
+            ):  # mostly the same tensor; else more than rounding decides
                 added = entering - left
                 if not is_rounding(entering, entering - added, self.dtype).all():
                     yield Writers([NodeName(f"input{n}")], added[:, :, None])

@@ -62,6 +62,7 @@ def expert_load(
             f"loads need names='*.routing', and a model with experts: {error}"
         ) from None
     layers = map(at_least_float32, cache.layers("routing"))
+    # 0 is put where an expert was not chosen. A weight that rounds to 0 adds nothing either.
     loads = [layer if weighted else (layer != 0).to(layer) for layer in layers]
     if len(sizes := {load.shape[-1] for load in loads}) > 1:
         raise ValueError(f"layers must have one number of experts; got {sorted(sizes)}")

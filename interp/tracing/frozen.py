@@ -109,6 +109,7 @@ class FrozenRun:
                 finite(weight, name)
         finite(self.logits, "logits")
         patterns = (self.at(layer.attention.sublayer.pattern) for layer in graph.layers)
+        # A masked weight is exactly 0: the exponential of its score is below the smallest number.
         self.is_causal = not any(pattern.triu(1).any() for pattern in patterns)
         self.inputs = graph.inputs(lambda point: self.at(point)[None])[:, 0]
         entering = self.at(graph.layers[0].attention.reads)

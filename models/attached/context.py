@@ -120,5 +120,7 @@ def _is_causal(block: nn.Module, kwargs: dict[str, Any], n_pos: int) -> bool:
         return all(getattr(module, "is_causal", True) for module in block.modules())
     if not isinstance(mask, Tensor) or mask.shape[-2:] != (n_pos, n_pos):
         return False
-    seen = mask if mask.dtype == torch.bool else mask == 0
+    # What is added to a score that is seen may be a bias, and not 0.
+    least = torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else 0
+    seen = mask > least
     return not bool(seen.triu(1).any())

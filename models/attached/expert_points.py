@@ -30,15 +30,16 @@ class ExpertPoints(nn.Module):
             meaning = "the router's logits, before anything is done with them"
             self.router = HookPoint("batch pos expert", meaning)
             experts.router.forward = RouterForward(self.router, experts.router, experts.n)
-        if experts.reads_copies:
+        if experts.reads_copies and experts.has_outputs:
             meaning = "what each expert adds, 0 where it was not chosen"
             self.experts = HookPoint("batch pos expert d_model", meaning)
-        elif experts.module is not None:
+        elif experts.module is not None and not experts.reads_copies:
             meaning = "weights of the experts, 0 where one was not chosen"
             self.routing = HookPoint("batch pos expert", meaning)
             self.chosen = HookPoint("batch pos choice", "numbers of the chosen experts")
-            meaning = "what each chosen expert adds, before its weight"
-            self.experts = HookPoint("batch pos choice d_model", meaning)
+            if experts.has_outputs:
+                meaning = "what each chosen expert adds, before its weight"
+                self.experts = HookPoint("batch pos choice d_model", meaning)
         if experts.shared is not None:
             self.shared = HookPoint("batch pos d_model", "what the shared expert adds")
 

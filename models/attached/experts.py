@@ -3,13 +3,13 @@
 1. The experts of a block are the module that is called with vectors, numbers of experts, [row choice], and as many weights;
    or with all vectors once for each expert, already times their weights (`Copies`: these have no numbers and weights).
 2. The router's logits are the last linear map before that call with a column for each expert.
-3. A shared expert is the module whose output, times a gate or not, is the rest of what the MLP adds.
+3. A shared expert is the module whose output, times a gate or not, is the rest of what the MLP adds (`_wholes`).
 4. When the points are there (`expert_points`), what they promise is checked by a few runs (`unequal`, `inert`).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from models.attached.example import SHAPE
 from models.attached.probe import Call
-from models.attached.sums import Summand, agree, factors_of, is_close, is_same, rolled
+from models.attached.sums import Summand, agree, factors_of, is_close, is_same
 
 Run = Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
 
@@ -34,8 +34,9 @@ class Experts:
         shared: the output of the shared expert; None without one.
         gate: the module whose output, through a sigmoid, that of the shared expert is multiplied with.
         factor: what the MLP multiplies the sum of its experts with.
-        has_rest: whether the MLP adds more than the experts and the shared one.
+        has_rest: whether the MLP may add more than the experts and the shared one.
         reads_copies: whether each expert reads all vectors, times its weight.
+        is_mapped: whether another map reads the sum of the experts before it is added.
     """
 
     n: int
@@ -46,6 +47,12 @@ class Experts:
     factor: float = 1.0
     has_rest: bool = False
     reads_copies: bool = False
+    is_mapped: bool = False
+
+    @property
+    def has_outputs(self) -> bool:
+        """Whether there is a point of what each expert adds."""
+        return self.module is not None and not self.is_mapped
 
     @property
     def missing(self) -> dict[str, str]:
@@ -56,12 +63,16 @@ class Experts:
             why["mlp.router"] = "no linear map before the experts has a column for each"
         if self.module is None:
             called = "experts are not called with vectors, numbers and weights"
-            why |= dict.fromkeys(("mlp.routing", "mlp.chosen", "mlp.experts"), called)
+            why |= dict.fromkeys(("mlp.routing", "mlp.chosen", "mlp.experts", "mlp.shared"), called)
         if self.reads_copies:
             weighted = "experts read vectors that are already times their weights"
             why |= dict.fromkeys(("mlp.routing", "mlp.chosen"), weighted)
+        if self.is_mapped:
+            why["mlp.experts"] = "another map reads what experts give before it is added"
         if self.module is not None and self.has_rest and self.shared is None:
-            why["mlp.shared"] = "what the MLP adds beside its experts is no module's output"
+            why["mlp.shared"] = (
+                "what the MLP adds beside its experts, if anything, is no module's output"
+            )
         return why
 
 
@@ -82,19 +93,45 @@ def find(calls: Sequence[Call], added: Call | None) -> Experts | None:
     router = routers[-1].module if routers else None
     if called is None or called.output is None:
         return Experts(n, None, router) if n else None
-    routed = called.output.view(n, *SHAPE, -1).sum(0) if copies else called.output
-    end = -1 if added is None else added.ended
-    later = [call for call in calls if called.ended < call.began < end]  # a norm may come last
-    wholes = [each for call in (added, *later) if call for each in (call.output, *call.inputs)]
-    same_shape = [whole for whole in wholes if whole is not None and whole.shape == routed.shape]
-    for factor in (1.0, *factors_of(*(call.module for call in calls))):
-        scaled = routed * factor
-        if any(is_close(scaled, whole) for whole in same_shape):
-            return Experts(n, called.module, router, factor=factor, reads_copies=copies)
-        for shared, gate in (each for w in same_shape for each in _beside(calls, scaled, w)):
-            return Experts(n, called.module, router, shared, gate, factor, True, copies)
-    rest = added is not None
-    return Experts(n, called.module, router, has_rest=rest, reads_copies=copies)
+    given = called.output.view(n, *SHAPE, -1) if copies else called.output[None]
+    routed, sizes = given.sum(0), given.abs().sum(0)  # the model may add copies in another order
+    later = [call for call in calls if called.ended < call.began]
+    wholes, mapped = _wholes(added, later), _mapped(routed, later)
+    factors = (1.0, *factors_of(*(call.module for call in calls)), 0.5)  # or a mean of two
+    made = Experts(n, called.module, router, has_rest=True, reads_copies=copies)
+    for (term, is_mapped), whole, factor in product(mapped, wholes, factors):
+        if term.shape != whole.shape:
+            continue
+        fitting = replace(made, factor=factor, is_mapped=is_mapped)
+        scaled, size = term * factor, (term if is_mapped else sizes) * factor
+        if is_close(scaled, whole, size):
+            return replace(fitting, has_rest=False)
+        for shared, gate in _beside(calls, scaled, whole, size, dict.fromkeys((1.0, factor))):
+            return replace(fitting, shared=shared, gate=gate)
+    # What cannot be shown to be added as it is.
+    is_other = mapped[-1][1] or not any(whole.shape == routed.shape for whole in wholes)
+    return replace(made, is_mapped=bool(wholes) and is_other)
+
+
+def _wholes(added: Call | None, later: Sequence[Call]) -> list[Tensor]:
+    """What the MLP adds and, where norms or dropouts make it of something else, that, from the last on."""
+    wholes = [] if added is None else [added.output, *added.inputs]
+    for call in reversed(later):
+        # The same tensor, handed on without arithmetic, so its bits are the same.
+        if any(is_same(call.output, whole) for whole in wholes):
+            wholes += call.inputs
+    return [whole for whole in wholes if whole is not None]
+
+
+def _mapped(routed: Tensor, later: Sequence[Call]) -> list[tuple[Tensor, bool]]:
+    """The sum of the experts, and what modules make of it one after the other, each with whether it is something else."""
+    terms = [(routed, False)]
+    for call in later:
+        value, is_other = terms[-1]
+        # As for `_wholes`.
+        if call.output is not None and any(is_same(read, value) for read in call.inputs):
+            terms.append((call.output, is_other or not is_close(call.output, value)))
+    return terms
 
 
 def _number_of(call: Call) -> int | None:
@@ -119,18 +156,19 @@ def _number_of_copies(call: Call) -> int | None:
 
 
 def _beside(
-    calls: Sequence[Call], routed: Tensor, whole: Tensor
+    calls: Sequence[Call], routed: Tensor, whole: Tensor, size: Tensor, scales: Iterable[float]
 ) -> Iterator[tuple[Summand, nn.Module | None]]:
-    """The outputs that, times a gate or not, are what `whole` has besides `routed`."""
+    """The outputs that, times a gate or one of the scales, are what `whole` has besides `routed`, whose terms have a size."""
     outputs = [(call, call.output) for call in calls if call.output is not None]
-    gates: list[tuple[nn.Module | None, Tensor]] = [(None, torch.ones(1, dtype=whole.dtype))]
-    gates += [
-        (call.module, share.sigmoid()) for call, share in outputs if share.shape == (*SHAPE, 1)
+    shares: list[tuple[nn.Module | None, float, Tensor | float]]
+    shares = [(None, scale, scale) for scale in scales]
+    shares += [
+        (call.module, 1.0, share.sigmoid()) for call, share in outputs if share.shape == (*SHAPE, 1)
     ]
     for call, output in outputs:
-        for gate, share in gates if output.shape == whole.shape else ():
-            if is_close(routed + output * share, whole, routed, output * share):
-                yield Summand(call.module, is_overwritten=call.is_overwritten), gate
+        for gate, scale, share in shares if output.shape == whole.shape else ():
+            if is_close(routed + output * share, whole, routed, size, output * share):
+                yield Summand(call.module, scale, call.is_overwritten), gate
 
 
 Broken = Iterator[tuple[int, str, str]]
@@ -145,10 +183,10 @@ def unequal(mixtures: Mapping[int, Experts], run: Run, calls: Callable[..., Any]
         run: the logits and a cache of a run on a few tokens, given names and hooks.
         calls: the arguments of modules in such a run.
     """
-    modules = {
-        n: each.module
+    modules: dict[int, nn.Module] = {
+        n: module
         for n, each in mixtures.items()
-        if each.module is not None and not each.reads_copies
+        if (module := each.module) is not None and each.has_outputs and not each.reads_copies
     }
     if not modules:
         return
@@ -170,14 +208,26 @@ def unequal(mixtures: Mapping[int, Experts], run: Run, calls: Callable[..., Any]
 
 
 def inert(mixtures: Mapping[int, Experts], run: Run) -> Broken:
-    """The points `router` whose edits change nothing, found by runs of one router of each kind; see `unequal`."""
+    """The points `router` whose edits change nothing, found by runs of one router of each kind; see `unequal`.
+
+    An edit that reaches nothing leaves all arithmetic as it is, so both runs give the same bits, and rounding cannot make it
+    look as if it acted. Weights of experts show best whether it did: experts that give the same would hide it.
+    """
     acts: dict[type[nn.Module], bool] = {}
     for n, each in mixtures.items():
         if each.router is None:
             continue
         if (kind := type(each.router)) not in acts:
-            name, hook = f"blocks.{n}.resid_post", {f"blocks.{n}.mlp.router": rolled}
+            has_weights = each.module is not None and not each.reads_copies
+            name = f"blocks.{n}.mlp.routing" if has_weights else f"blocks.{n}.resid_post"
+            hook = {f"blocks.{n}.mlp.router": _reordered}
             before, after = (run([name], hooks)[1][name] for hooks in ({}, hook))
             acts[kind] = not is_same(before, after)
         if not acts[kind]:
             yield n, "router", "an edit of the logits does not reach what is chosen"
+
+
+def _reordered(logits: Tensor, point: object) -> Tensor:
+    """An edit after which other logits are the largest, also where all were equal."""
+    steps = torch.arange(logits.shape[-1], dtype=logits.dtype, device=logits.device)
+    return logits.roll(1, -1) + steps

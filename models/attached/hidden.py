@@ -61,6 +61,7 @@ def _is_nonlinearity(call: Call, added: Call) -> bool:
     if added.output is None or x.shape[:2] != added.output.shape[:2]:
         return False
     plain = all(weight.numel() == 1 for weight in call.module.parameters())
+    # What hands on its input, as dropout does, computes nothing that could be rounded.
     return plain and not is_same(x, y) and norm_of(call) is None
 
 
@@ -73,7 +74,7 @@ def _around(act: Call, calls: Sequence[Call], added: Call) -> Hidden | None:
         has_weights = any(True for _ in last.module.parameters())
         if hidden is None or last.began < act.ended or not has_weights or hidden.shape != y.shape:
             continue
-        # Where others add to it, as experts may, these are not all neurons.
+        # Where others add to it, as experts may, these are not all neurons. Without them it is the same tensor.
         if not any(is_same(last.output, whole) for whole in (added.output, *added.inputs)):
             continue
         linear = None

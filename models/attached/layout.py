@@ -153,7 +153,10 @@ def _name(layout: BlockLayout, name: str, call: Call) -> None:
 
 
 def _stream_of(call: Call, like: Tensor) -> Tensor | None:
-    """The first input with the shape of the stream; of another precision, only if it is the stream itself."""
+    """The first input with the shape of the stream; of another precision, only if it is the stream itself.
+
+    Here and below `is_same` asks whether a module reads that tensor or another; what was added to it is for `summand`.
+    """
     streams = [t for t in call.inputs if t.shape == like.shape and t.is_floating_point()]
     return next((t for t in streams if t.dtype == like.dtype or is_same(t, like.to(t.dtype))), None)
 

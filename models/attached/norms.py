@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hooks.shared import hooks_disabled
 from models.attached.probe import Call
-from models.attached.sums import HALF, is_same
+from models.attached.sums import HALF, agree, is_close
 from models.norm import widened
 
 
@@ -64,8 +64,8 @@ def norm_of(call: Call) -> TracedNorm | None:
     shift = widened(bias.to(x.device)) if isinstance(bias, Tensor) else 0.0
     # Families compute norms in float32, also of float64 streams.
     best, norm = max(32 * torch.finfo(torch.float32).eps, 4 * torch.finfo(output.dtype).eps), None
-    if is_same(x, output):
-        return None  # what was normed before
+    if _hands_on(call, x, output):
+        return None
     for centered, eps in itertools.product((True, False), _epsilons(module)):
         candidate = TracedNorm(module, centered, eps, isinstance(bias, Tensor))
         shape = candidate._centered(x) / candidate.scale(x)
@@ -81,12 +81,30 @@ def _in_float32(call: Call) -> tuple[Tensor, Tensor]:
     """What a module read and gave. Of half precision it is what a copy in float32 gives, as rounding hides what a norm does."""
     x, output = call.inputs[0], call.output
     assert output is not None
-    if output.dtype in HALF:
-        with contextlib.suppress(Exception):  # weights of a kind that is no number, for instance
-            made = hooks_disabled(copy.deepcopy(call.module).cpu().float(), x.float())
-            if isinstance(made, Tensor) and made.dtype == torch.float32:
-                return x.float(), made.detach()
-    return x, output
+    made = _made_by_copy(call.module, x.float()) if output.dtype in HALF else None
+    if made is None or made.dtype != torch.float32:
+        return x, output
+    return x.float(), made
+
+
+def _hands_on(call: Call, x: Tensor, output: Tensor) -> bool:
+    """Whether a module gives what it read, as dropout does.
+
+    A norm of what was normed before gives that too, up to rounding. Of twice the input it gives no more.
+    """
+    if not is_close(output, x):
+        return False
+    twice = _made_by_copy(call.module, 2 * x)
+    return twice is None or not agree(twice, output, 0.1)
+
+
+def _made_by_copy(module: nn.Module, x: Tensor) -> Tensor | None:
+    """What a copy of a module gives on the CPU, in the precision of its input; None if that does not run."""
+    with contextlib.suppress(Exception):  # weights of a kind that is no number, for instance
+        made = hooks_disabled(copy.deepcopy(module).cpu().to(x.dtype), x)
+        if isinstance(made, Tensor):
+            return made.detach()
+    return None
 
 
 def _epsilons(module: nn.Module) -> list[float]:

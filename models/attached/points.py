@@ -214,11 +214,15 @@ class Wiring:
     def _mlp(self, layout: BlockLayout) -> nn.Module:
         if (experts := layout.experts) is not None:
             mlp: Any = ExpertPoints(experts)
-            if experts.reads_copies and experts.module is not None:
-                self._listen(experts.module, Copies(mlp.experts, experts.n, experts.factor))
-            elif experts.module is not None:
+            if experts.module is not None and not experts.reads_copies:
                 self._listen(experts.module, Routing(mlp.routing, mlp.chosen, experts.n))
-                self._listen(experts.module, ChosenOutputs(mlp.experts, experts.factor))
+            if experts.module is not None and experts.has_outputs:
+                outputs = (
+                    Copies(mlp.experts, experts.n, experts.factor)
+                    if experts.reads_copies
+                    else ChosenOutputs(mlp.experts, experts.factor)
+                )
+                self._listen(experts.module, outputs)
             if experts.gate is not None and experts.shared is not None:
                 self._listen(experts.shared.module, Gated(mlp.shared, experts.gate))
             elif experts.shared is not None:
@@ -250,6 +254,7 @@ class Wiring:
         """Adds `ln_final` where a norm reads the stream that leaves the last block, while `root` runs."""
         end = next((c.ended for c in probe.calls if c.module is root), math.inf)
         for call in (c for c in probe.single if last.ended < c.began < end):
+            # The same tensor: nothing is computed between.
             if call.inputs and is_same(call.inputs[0], last.output) and (norm := norm_of(call)):
                 points = HookPoints(norm.module)
                 self.owner.ln_final = self._around(points, norm)

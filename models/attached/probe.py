@@ -137,7 +137,10 @@ class ProbeRun:
         return replace(self, calls=calls)
 
     def is_as(self, before: "Alone") -> bool:
-        """Whether logits, and functions that compute attention, are those of a run that was not recorded."""
+        """Whether logits, and functions that compute attention, are those of a run that was not recorded.
+
+        A record only copies, and calls the same functions on the same tensors, so rounding is the same in both runs.
+        """
         same = self.logits is not None and torch.equal(self.logits, before.logits.cpu())
         return same and self.functions == before.functions
 

@@ -7,6 +7,7 @@
 5. Attention through the library: with everything listened at, the logits are the model's (`Checks.attention`).
 """
 
+import contextlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hooks import ActivationCache, HookedRunner
-from hooks.shared import without_gradients
+from hooks.shared import Session, without_gradients
 from models.attached.attention import AttentionPoints
 from models.attached.checked import has_other_terms, problem_of
 from models.attached.example import logits_of
@@ -26,7 +27,7 @@ from models.attached.layout import BlockLayout
 from models.attached.points import MLP_OUT, TOP, Wiring
 from models.attached.probe import arguments_of
 from models.attached.stacks import Stack
-from models.attached.sums import HALF, agree, is_close, is_same, rolled
+from models.attached.sums import HALF, agree, is_close, rolled
 from models.attached.traced import TracedPoints
 from models.mode import mode
 
@@ -116,26 +117,57 @@ class Checks:
 
     def mixers(self, layouts: Sequence[BlockLayout]) -> None:
         """Renames `mixer_out` where a position gets nothing from another: that is an MLP in a block of its own."""
+        unknown = [n for n, layout in enumerate(layouts) if layout.mixer_out is not None]
+        for find_mixing in (self._mixing_by_slopes, self._mixing_by_values):
+            if unknown:
+                mixing = find_mixing(unknown)
+                unknown = [n for n in unknown if n not in mixing]
+        for n in unknown:
+            block, layout = self._blocks[n], layouts[n]
+            block.mlp_out, layout.mlp_out = block.mixer_out, layout.mixer_out
+            block.mlp_out.meaning, layout.mixer_out = MLP_OUT, None
+            del block.mixer_out
 
-        def first_changed(value: Tensor, point: object) -> Tensor:
-            return torch.cat([value[:, :1].roll(1, -1), value[:, 1:]], 1)
+    def _mixing_by_slopes(self, blocks: Sequence[int]) -> set[int]:
+        """The blocks whose mixers show a derivative of later positions by the first.
 
-        mixes: dict[type[nn.Module], bool] = {}
-        for n, layout in enumerate(layouts):
-            if layout.mixer_out is None:
-                continue
-            if (kind := type(layout.mixer_out.module)) not in mixes:  # runs each, so one of a kind
-                name, hook = (
-                    self._point(n, "mixer_out"),
-                    {self._point(n, "resid_pre"): first_changed},
-                )
-                before, after = (self._run([name], hooks)[1][name] for hooks in ({}, hook))
-                mixes[kind] = not is_same(before[:, 1:], after[:, 1:])
-            if not mixes[kind]:
-                block = self._blocks[n]
-                block.mlp_out, layout.mlp_out = block.mixer_out, layout.mixer_out
-                block.mlp_out.meaning, layout.mixer_out = MLP_OUT, None
-                del block.mixer_out
+        Without mixing it is a sum of zeros times numbers, which no rounding moves off 0. So the smallest derivative decides,
+        in any precision.
+        """
+        entering, leaving = dict[int, Tensor](), dict[int, Tensor]()
+
+        def begin(n: int, stream: Tensor) -> Tensor:
+            entering[n] = stream.detach().requires_grad_()
+            return entering[n].clone()
+
+        example = self.stack.probe.example
+        with contextlib.suppress(Exception), Session() as session:  # code without derivatives
+            for n in blocks:
+                session.after(self._blocks[n].resid_pre, partial(begin, n))
+                session.after(self._blocks[n].mixer_out, partial(leaving.__setitem__, n))
+            with mode(self.model, training=False), torch.inference_mode(False), torch.enable_grad():
+                example.run(self.model)
+        return {n for n in leaving if _reaches(entering[n], leaving[n])}
+
+    def _mixing_by_values(self, blocks: Sequence[int]) -> set[int]:
+        """The blocks whose mixers give later positions other values where the first one changes, beyond rounding.
+
+        Rounding alone changes some: an expert computes its positions together, and the first one leaves or joins them.
+        """
+
+        streams = {n: self._point(n, "resid_pre") for n in blocks}
+        added = {n: self._point(n, "mixer_out") for n in blocks}
+        _, before = self._run([*streams.values(), *added.values()])
+
+        def first_changed(stream: Tensor, value: Tensor, point: object) -> Tensor:
+            return torch.cat([stream[:, :1].roll(1, -1), stream[:, 1:]], 1)
+
+        # Each block reads its stream of the first run, so that blocks do not change one another.
+        hooks = {name: partial(first_changed, before[name]) for name in streams.values()}
+        _, after = self._run([*added.values()], hooks)
+        return {
+            n for n, name in added.items() if not agree(after[name][:, 1:], before[name][:, 1:])
+        }
 
     def experts(self, layouts: Sequence[BlockLayout]) -> None:
         """Leaves out points of experts whose values do not add up, or whose edits do not act."""
@@ -183,6 +215,18 @@ class Checks:
             example = self.stack.probe.example
             output, cache = runner.run_with_cache(*example.args, **example.kwargs, names=names)
         return logits_of(output), cache
+
+
+def _reaches(entering: Tensor, leaving: Tensor) -> bool:
+    """Whether the first position of a stream has a derivative in later positions of what was made of it."""
+    later = leaving[:, 1:]
+    # Different weights, because a norm makes sums without derivatives.
+    weights = torch.linspace(1, 2, later.numel(), dtype=later.dtype, device=later.device)
+    try:
+        (slopes,) = torch.autograd.grad((later * weights.view(later.shape)).sum(), entering)
+    except Exception:  # code without derivatives
+        return False
+    return bool(slopes[:, 0].any())
 
 
 def _has_other_terms(points: AttentionPoints, calls: Any) -> bool | None:

@@ -34,7 +34,7 @@ def sublayer_of(block: Call, calls: Sequence[Call], name: str) -> Call:
 
 def gives(added: Call, sublayer: Call) -> bool:
     """Whether what is added is a sublayer's output, or what a norm or dropout makes of it."""
-    reads = any(is_same(x, sublayer.output) for x in added.inputs)
+    reads = any(is_same(x, sublayer.output) for x in added.inputs)  # the same tensor
     is_plain = norm_of(added) is not None or not [*added.module.parameters()]
     return (reads and is_plain) or is_in(sublayer, added) or is_in(added, sublayer)
 

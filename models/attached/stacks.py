@@ -213,7 +213,7 @@ def features(
             if ended < c.began < call.began
             and c.output is not None
             and c.output.numel() == put.numel()
-            and is_same(c.output.reshape(put.shape), put)
+            and is_same(c.output.reshape(put.shape), put)  # copied, not computed
         }
         return call.module, {tower.name: [*gives][-1] for tower in towers if gives}
     return None, {}
@@ -263,6 +263,7 @@ def _problem(chain: Sequence[Call], times: set[int]) -> str | None:
                 return "give no tensor"
             several = " (several streams)" if call.output.ndim == 4 else ""
             return f"give {[*call.output.shape]}{several}"
+    # Between blocks nothing is computed that could be rounded.
     if any(not is_same(one.output, two.inputs[0]) for one, two in itertools.pairwise(chain)):
         return "do not read what the last one gave"
     return None

@@ -49,7 +49,11 @@ def rolled(value: Tensor, point: object) -> Tensor:
 
 
 def is_same(one: Tensor | None, other: Tensor | None) -> bool:
-    """Whether two tensors are equal in shape, type and every number."""
+    """Whether two tensors are equal in shape, type and every number.
+
+    This asks whether a module read the very tensor that another one gave. No arithmetic stands between, so rounding cannot
+    change the answer. Where some does, `is_close` and `agree` compare.
+    """
     if one is None or other is None or one.dtype != other.dtype:
         return False
     return torch.equal(one, other)

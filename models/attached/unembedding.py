@@ -46,6 +46,7 @@ def unembed_of(model: Any, probe: ProbeRun, last: Call) -> Unembedding | None:
     modules: list[nn.Module] = []
     at, after = last.output, last.ended
     for call in probe.single:
+        # The same tensor, handed on from module to module.
         if call.began > after and call.inputs and is_same(call.inputs[0], at):
             modules.append(call.module)
             at, after = call.output, call.ended
@@ -56,7 +57,9 @@ def unembed_of(model: Any, probe: ProbeRun, last: Call) -> Unembedding | None:
     cap = getattr(config, "final_logit_softcapping", None) or 0.0
     held = factors_of(config)
     for factor in (1.0, *held, *(1 / value for value in held)):
-        for bound in dict.fromkeys((0.0, cap)):
+        for bound in dict.fromkeys(
+            (cap, 0.0)
+        ):  # a cap far above all logits changes less than rounding
             unembedding = Unembedding(tuple(modules), factor, bound)
             if is_close(unembedding.finished(at), logits, at * factor):
                 return unembedding

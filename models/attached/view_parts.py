@@ -120,6 +120,7 @@ def _chain(read: Tensor | None, wanted: Tensor | None, calls: Sequence[Call]) ->
 def is_projection(call: Call, read: Tensor) -> bool:
     """Whether a module with weights read this, and gave a vector for each position."""
     fits = bool(call.inputs) and call.output is not None and call.output.ndim == 3
+    # The same tensor: nothing is computed between.
     return fits and any(True for _ in call.module.parameters()) and is_same(call.inputs[0], read)
 
 
@@ -150,7 +151,7 @@ def columns_of(
             columns.append(sizes.topk(part.shape[3]).indices.sort().values)
     joined = torch.cat(columns)
     every = torch.arange(sum(output.shape[-1] for output in outputs))
-    return joined if torch.equal(joined.sort().values, every) else None
+    return joined if torch.equal(joined.sort().values, every) else None  # whole numbers
 
 
 def stream_among(tree: Any, width: int) -> Tensor:

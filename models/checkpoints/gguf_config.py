@@ -191,7 +191,7 @@ def _from_tensors(file: GGUFFile, fields: Mapping[str, Any]) -> dict[str, bool]:
     if "attn_q_norm.weight" in ends and "qk_norm" not in fields:
         raise ValueError("queries must have no norms in this architecture; got attn_q_norm.weight")
     pair, rotary = ("output.weight", "token_embd.weight"), fields.get("positions") == "rotary"
-    # Converters write GPT-2's embedding again as the unembedding.
+    # Converters write GPT-2's embedding again as the unembedding. Two that are rounded apart are two: each is used as it is.
     twice = pair[0] in file.shapes and not rotary and torch.equal(*map(file.read, pair))
     return {
         "tied_unembed": twice or pair[0] not in file.shapes,

@@ -94,7 +94,7 @@ def _implied(weights: Mapping[str, Tensor]) -> dict[str, Any]:
     elif mask is not None:
         fields["n_ctx"] = len(mask)
     if sines is not None:
-        halves = sines[:, : sines.shape[1] // 2]
+        halves = sines[:, : sines.shape[1] // 2]  # written twice, so rounded alike
         adjacent = not torch.equal(halves, sines[:, sines.shape[1] // 2 :])
         fields |= {"positional_embedding_type": "rotary", "rotary_dim": sines.shape[1]}
         fields["rotary_adjacent_pairs"] = adjacent

@@ -126,7 +126,10 @@ def _few_tokens(model: nn.Module, names: list[str]) -> ActivationCache:
 
 
 def _is_same(value: Tensor, seen: Tensor) -> bool:
-    """Whether two values are the same bit by bit, heads in a row, and not zero, which might be anything."""
+    """Whether two values are the same bit by bit, heads in a row, and not zero, which might be anything.
+
+    Both are copies of one tensor of one run, so rounding is the same in both.
+    """
     if value.numel() != seen.numel() or not seen.any():
         return False
     return torch.equal(value.reshape(seen.shape), seen)

@@ -109,7 +109,7 @@ def _translate(config: dict[str, Any], weights: Weights) -> None:
     if isinstance(norm, bool):
         config["normalize_activations"] = "expected_average_only_in" if norm else "none"
     factor = weights.pop("scaling_factor", None)
-    if factor is not None and not torch.equal(factor, torch.ones_like(factor)):
+    if factor is not None and not torch.equal(factor, torch.ones_like(factor)):  # set, not computed
         raise ValueError("scaling_factor must be 1 everywhere: fold it into W_dec first")
 
 

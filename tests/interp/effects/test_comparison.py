@@ -41,6 +41,14 @@ def test_ranks_and_signs_of_the_means(noise):
     assert found.unit == "nats"
 
 
+def test_rounding_of_an_effect_that_is_zero_has_no_sign():
+    exact, estimate = drawn(1), drawn(1)
+    exact[1, 2], estimate[1, 2] = 3e-6, -1e-7
+    assert compare(result(exact), result(estimate)).sign_agreement == 1
+    exact[1, 2] = 0.3
+    assert compare(result(exact), result(estimate)).sign_agreement == pytest.approx(14 / 15)
+
+
 def test_an_estimate_without_signs_is_compared_with_sizes():
     exact = drawn(1)
     found = compare(result(exact), result(exact.abs(), signed=False))

@@ -24,6 +24,9 @@ from interp import (
 )
 from interp.protocol import of
 from models import Sampling, attach, detach, from_hf, generate
+from models.attached.context import _is_causal
+from models.attached.norms import norm_of
+from models.attached.probe import Call
 from tests import attachable
 from tests.attachable import CACHE
 from tests.models.attached.test_attach import BART, GPT2, KINDS, SIZES, TOKENS, made
@@ -254,6 +257,85 @@ def test_padding_on_the_left_counts_no_positions(kind):
             swept = sweep(model, TOKENS, jobs, metric, attention_mask=PADDED)
             zeroed = sweep(model, TOKENS[row][mask][None], jobs, metric)
             torch.testing.assert_close(swept.values[0, row], zeroed.values[0, 0])
+
+
+class Wide(nn.Embedding):
+    """Embeddings that a map makes narrower, which rounds otherwise where it reads fewer rows."""
+
+    def __init__(self, vocab, width, narrow):
+        super().__init__(vocab, width)
+        self.narrow = nn.Linear(width, narrow)
+
+    def forward(self, tokens):
+        return self.narrow(super().forward(tokens))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_padding_on_the_left_of_a_model_that_maps_its_embeddings(dtype):
+    torch.manual_seed(0)
+    config = transformers.BloomConfig(vocab_size=23, hidden_size=128, n_layer=2, n_head=4)
+    model = transformers.BloomForCausalLM(config).eval()
+    model.transformer.word_embeddings = Wide(23, 300, 128).eval()
+    embedding = model.transformer.word_embeddings
+    few, many = (embedding(tokens) for tokens in (TOKENS[:, 1:].contiguous(), TOKENS))
+    assert not torch.equal(few, many[:, 1:])  # or nothing is rounded otherwise
+    model.to(dtype)
+    alone = [
+        model(row[mask][None], use_cache=False).logits[0]
+        for row, mask in zip(TOKENS, PADDED.bool(), strict=True)
+    ]
+    with attach(model):
+        logits = model(TOKENS, attention_mask=PADDED, use_cache=False).logits
+    for row, mask, expected in zip(logits, PADDED.bool(), alone, strict=True):
+        attachable.agree(row[mask], expected, tolerance=0.05 if dtype == torch.bfloat16 else 1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("size", [0.01, 11.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cap_of_logits_is_kept_where_rounding_hides_it(dtype, size):
+    model = attachable.made("gemma2")
+    cap = model.config.final_logit_softcapping
+    assert cap == 30
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.clone())  # no longer the embeddings
+    model.lm_head.weight.mul_(size / attachable.logits(model).abs().max())
+    model.to(dtype)
+    with attach(model):
+        _, cache = HookedRunner(model).run_with_cache(attachable.TOKENS, names="*.resid_post")
+        language, stream = of(model, "unembed"), cache["resid_post", -1]
+        expected = attachable.logits(model)
+        tolerance = 0.01 if dtype == torch.bfloat16 else 1e-5
+        attachable.agree(language.unembed(stream), expected, tolerance=tolerance)
+        model.lm_head.weight.mul_(100 / size)
+        twin = model.lm_head(model.model.norm(stream)).float()
+        assert twin.abs().max() > cap
+        capped = torch.tanh(twin / cap) * cap
+        attachable.agree(language.unembed(stream).float(), capped, tolerance=tolerance)
+
+
+@torch.no_grad()
+def test_a_norm_of_what_was_normed_is_a_norm_and_dropout_is_none():
+    """All numbers are 1 or -1, so that no rounding tells a norm from what hands its input on."""
+    x = torch.randn(2, 7, 24, generator=torch.Generator().manual_seed(0)).sign()
+    norm = nn.RMSNorm(24, eps=0.0, elementwise_affine=False)
+    assert torch.equal(norm(x), x)
+    for module, is_norm in ((norm, True), (nn.Dropout(0.3).eval(), False), (nn.Identity(), False)):
+        for dtype in (torch.float32, torch.bfloat16):
+            read = x.to(dtype)
+            call = Call("some", module, [read], 0, output=module(read), ended=1)
+            assert (norm_of(call) is not None) == is_norm
+
+
+@pytest.mark.parametrize("least", [float("-inf"), torch.finfo(torch.float32).min])
+def test_a_mask_with_a_bias_shows_which_keys_are_seen(least):
+    past = torch.full((5, 5), least).triu(1)
+    bias = torch.arange(25.0).view(5, 5) / 7 - 2
+    for mask, is_causal in ((past, True), (past + bias, True), (bias, False), (0 * bias, False)):
+        assert _is_causal(nn.Linear(3, 3), {"attention_mask": mask}, 5) == is_causal
+    for mask in (past == 0, (past == 0).long()):
+        assert _is_causal(nn.Linear(3, 3), {"attention_mask": mask}, 5)
+        assert not _is_causal(nn.Linear(3, 3), {"attention_mask": mask.mT}, 5)
 
 
 def test_hidden_states_collected_before_attach_show_edits():

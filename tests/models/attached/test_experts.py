@@ -11,6 +11,7 @@ from hooks import HookedRunner
 from interp import edits
 from interp.protocol import of
 from models import attach
+from tests import attachable
 from tests.attachable import (
     BATCH,
     KINDS,
@@ -291,3 +292,202 @@ def test_points_that_would_not_hold_are_left_out(part, code, point, why):
     with attach(model) as attached:
         assert why in attached.left_out[point]
         assert f"{MLP}.{point.removeprefix('mlp.')}" not in HookedRunner(model).points
+
+
+# Hybrids, whose blocks are one mixer each or have mixers of several kinds.
+MAMBA = dict(mamba_n_heads=4, mamba_d_head=12, mamba_n_groups=1, mamba_d_state=6, mamba_d_conv=3)
+NEMOTRON = dict(
+    layers_block_type=["linear_attention", "moe", "full_attention", "mlp", "moe"],
+    num_hidden_layers=5,
+    n_routed_experts=N,
+    moe_intermediate_size=12,
+    moe_shared_expert_intermediate_size=16,
+    mamba_num_heads=4,
+    mamba_head_dim=12,
+    n_groups=1,
+    ssm_state_size=6,
+    conv_kernel=3,
+    chunk_size=4,
+)
+MIXTURE = attachable.GROUPS["experts"]
+COHERE = MIXTURE | dict(num_shared_experts=2)
+GRANITE = dict(
+    layers_block_type=["linear_attention", "full_attention"], shared_intermediate_size=10
+)
+HYBRIDS = {
+    "nemotron_h": ("nemotron_h", NEMOTRON),
+    "latent": ("nemotron_h", NEMOTRON | dict(moe_latent_size=12)),
+    "latent as wide": ("nemotron_h", NEMOTRON | dict(moe_latent_size=24)),
+    "sum": ("cohere2_moe", COHERE | dict(shared_expert_combination_strategy="sum")),
+    "mean": ("cohere2_moe", COHERE | dict(shared_expert_combination_strategy="average")),
+    "granite": ("granitemoehybrid", MIXTURE | MAMBA | GRANITE | dict(residual_multiplier=0.7)),
+}
+
+
+def hybrid(name, monkeypatch):
+    kind, sizes = HYBRIDS[name]
+    monkeypatch.setitem(attachable.MODELS, kind, sizes)
+    return made(kind)
+
+
+def drawn_again(model, seed):
+    """Draw other weights, as `made` draws the first ones."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(0.3 * torch.randn(weight.shape, generator=generator))
+
+
+def test_names_do_not_depend_on_the_weights(monkeypatch):
+    """Other positions of an expert change by rounding where one leaves its group."""
+    kinds = ["linear_attention", "moe", "full_attention", "mlp"]
+    sizes = NEMOTRON | dict(layers_block_type=kinds, num_hidden_layers=4)
+    monkeypatch.setitem(attachable.MODELS, "nemotron_h", sizes)
+    model, names, moved = made("nemotron_h"), set(), 0
+    mixture = next(m for m in model.modules() if type(m).__name__.endswith("MoE"))
+    for seed in range(8):
+        drawn_again(model, seed)
+        x = torch.randn(2, 7, 24, generator=torch.Generator().manual_seed(seed))
+        with torch.no_grad():
+            changed = mixture(torch.cat([x[:, :1].roll(1, -1), x[:, 1:]], 1))
+            moved += not torch.equal(changed[:, 1:], mixture(x)[:, 1:])
+        with attach(model) as attached:
+            names.add((*HookedRunner(model).points, *attached.left_out))
+    assert moved > 0  # or no draw shows what rounding does
+    ((*points,),) = names
+    expected = ["0.mixer_out", "1.mlp_out", "2.attn_out", "3.mlp_out"]
+    assert [n for n in points if n.startswith("blocks.") and n.endswith("_out")] == [
+        f"blocks.{name}" for name in expected
+    ]
+    assert "blocks.1.mlp.shared" in points
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+@torch.no_grad()
+def test_what_a_mixture_adds_is_the_sum_of_its_points(name, monkeypatch):
+    model = hybrid(name, monkeypatch)
+    twin, given = copy.deepcopy(model), {}
+    mixture = [m for m in twin.modules() if hasattr(m, "experts") and hasattr(m, "forward")][-1]
+    parts = {"experts": mixture.experts, "mixture": mixture}
+    if hasattr(mixture, "shared_experts"):
+        parts["shared"] = mixture.shared_experts
+    for part, module in parts.items():
+        module.register_forward_hook(
+            lambda module, args, output, part=part: given.update({part: (args, output)})
+        )
+    expected = logits(twin)
+    (x, index, weights), routed = given["experts"]
+    attached = attach(model)
+    mlp = f"blocks.{len(model.blocks) - 1}.mlp"
+    names = [f"{mlp}.*"] if name == "granite" else [f"{mlp}.*", f"{mlp}_out"]
+    ran, cache = HookedRunner(model).run_with_cache(input_ids=TOKENS, use_cache=False, names=names)
+    assert torch.equal(ran.logits, expected)
+    rows = {key.removeprefix(mlp): value.flatten(0, 1) for key, value in cache.items()}
+    assert torch.equal(rows[".chosen"], index)
+    assert torch.equal(rows[".routing"].gather(1, index), weights)
+    half = 0.5 if name == "mean" else 1.0
+    if name == "granite":  # what its block adds is a sum of two modules
+        assert {"mlp.shared", "mlp_out"} <= {*attached.left_out}
+        assert ".shared" not in rows
+    else:
+        shared = given["shared"][1].flatten(0, -2)
+        agree(rows[".shared"], half * shared)
+        assert "mlp.shared" not in attached.left_out
+        whole = given["mixture"][1].flatten(0, -2)
+        agree(rows["_out"], whole)
+    if name.startswith("latent"):  # the sum of the experts goes through another map
+        assert "mlp.experts" in attached.left_out
+        assert ".experts" not in rows
+        return
+    alone = alone_of(mixture.experts, x).gather(1, index[..., None].expand(-1, -1, x.shape[-1]))
+    agree(rows[".experts"], half * alone)
+    total = torch.einsum("rk,rkd->rd", weights, rows[".experts"])
+    agree(total, half * routed)
+    if name != "granite":
+        agree(total + rows[".shared"], whole)
+        doubled = edited(model, {f"{mlp}.shared": edits.scale(2.0)})
+        mixture.shared_experts.register_forward_hook(lambda module, args, output: 2 * output)
+        agree(doubled, logits(twin))
+
+
+def test_a_router_whose_logits_are_all_alike_has_a_point(monkeypatch):
+    """As one is that training has not moved yet. Any order of its logits is the same."""
+    model = made("mixtral")
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "gate.weight" in name:
+                weight.zero_()
+    with attach(model) as attached:
+        assert f"{MLP}.router" in HookedRunner(model).points
+        assert "mlp.router" not in attached.left_out
+
+
+class Latest(torch.autograd.Function):
+    """The mean of all positions so far, by code without a derivative."""
+
+    @staticmethod
+    def forward(context, x):
+        return x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None]
+
+
+class Mixer(torch.nn.Module):
+    """A mixer of positions, or an MLP, whose last module is the same."""
+
+    def __init__(self, how, share):
+        super().__init__()
+        self.how, self.share = how, share
+        self.up, self.down = torch.nn.Linear(12, 12), torch.nn.Linear(12, 12)
+        self.last = torch.nn.Dropout(0.1)
+
+    def forward(self, x):
+        if self.how == "mean":
+            x = x + self.share * (x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None] - x)
+        elif self.how == "without derivative":
+            x = x + Latest.apply(x)
+        elif self.how == "without gradients":
+            x = x + Latest.apply(x.detach())
+        return self.last(self.down(torch.tanh(self.up(x))))
+
+
+class OneMixerEach(torch.nn.Module):
+    """A model whose blocks have a mixer or an MLP each, in modules of the same classes."""
+
+    def __init__(self, kinds, share=1.0):
+        super().__init__()
+        self.embed_tokens = torch.nn.Embedding(29, 12)
+        self.layers = torch.nn.ModuleList(torch.nn.Module() for _ in kinds)
+        for layer, kind in zip(self.layers, kinds, strict=True):
+            layer.norm, layer.mixer = torch.nn.LayerNorm(12), Mixer(kind, share)
+            layer.forward = lambda x, layer=layer: x + layer.mixer(layer.norm(x))
+        self.head = torch.nn.Linear(12, 29)
+
+    def forward(self, tokens):
+        x = self.embed_tokens(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("share", [1.0, 0.003])
+def test_mixers_are_told_from_mlps_in_any_precision(share, dtype):
+    """A mixer may move others by less than rounding of half precision."""
+    torch.manual_seed(0)
+    kinds = ["mlp", "mean", "mlp", "mean"]
+    model = OneMixerEach(kinds, share).eval().to(dtype)
+    with attach(model):
+        points = HookedRunner(model).points
+        for n, kind in enumerate(kinds):
+            assert (f"blocks.{n}.mixer_out" in points) == (kind == "mean")
+            assert (f"blocks.{n}.mlp_out" in points) == (kind == "mlp")
+    assert all(weight.grad is None for weight in model.parameters())
+
+
+@pytest.mark.parametrize("how", ["without derivative", "without gradients"])
+def test_mixers_without_a_derivative_are_found_by_their_values(how):
+    torch.manual_seed(0)
+    kinds = [how, "mlp", how]
+    model = OneMixerEach(kinds).eval()
+    with attach(model):
+        points = HookedRunner(model).points
+        assert [f"blocks.{n}.mixer_out" in points for n in range(3)] == [True, False, True]
