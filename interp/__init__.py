@@ -32,6 +32,8 @@ except ImportError as error:
         _sys.exit(f"error: {_reason}")
     raise ImportError(_reason) from error
 
+from pathlib import Path as _Path
+
 from hooks import __version__  # noqa: F401  # the version of all three packages
 from interp import edits, features, graph, pictures, spectral, tracing
 from interp.effects.acdc import acdc
@@ -71,10 +73,13 @@ from interp.reading.weights import (
 )
 from interp.results.result import Result
 from interp.runs.masked import run_circuit
+from interp.shadowed import warn_of_another_models as _warn_of_another_models
 from interp.spectral.factored import FactoredMatrix
 from interp.spectral.targets import residual_stream, spectra, svd_targets
 from interp.tracing import attribution_graph
 from interp.transformer_lens import hooks_name
+
+_warn_of_another_models(_Path(__file__).parent.parent)
 
 __all__ = [
     "Circuit", "FactoredMatrix", "JacobianLens", "LanguageModel", "Metric", "Pairs", "Result",

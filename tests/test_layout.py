@@ -252,3 +252,15 @@ def test_a_foreign_package_called_hooks_is_named(tmp_path):
     line = done.stderr.strip().splitlines()[-1]
     assert line.startswith("ImportError: the package `hooks` must be hookscope's")
     assert str(tmp_path / "hooks.py") in line
+
+
+def test_a_foreign_module_called_models_is_a_warning(tmp_path):
+    theirs = tmp_path / "models.py"
+    theirs.write_text("")
+    paths = [str(tmp_path), str(ROOT)]
+    done = python(f"import sys; sys.path[:0] = {paths}; import interp; import interp.edits")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("UserWarning") == 1
+    assert str(theirs) in done.stderr
+    done = python(f"import sys; sys.path[:0] = [{str(ROOT)!r}]; import interp")
+    assert not done.stderr
