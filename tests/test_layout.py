@@ -39,8 +39,8 @@ def test_imports_go_one_way(path):
 
 
 # The files and rooms of `interp`. Each imports only what is before it, and a room its own files.
-INTERP = """transformer_lens numbers pictures protocol inputs inputs.token_positions inputs.texts inputs.spans
-    inputs.wording measuring metrics inputs.pairs edits results graph runs spectral reading features effects directions alignment
+INTERP = """shadowed transformer_lens numbers pictures protocol inputs inputs.token_positions inputs.texts inputs.copies
+    inputs.spans inputs.wording measuring metrics inputs.pairs edits results graph runs spectral reading features effects directions alignment
     tracing store report cli __main__""".split()
 # Where files stand side by side, the ones that others of the room may import.
 FLAT = {

@@ -85,7 +85,8 @@ print(patched.normalized().top(2), noised.normalized().top(2), sep="\n")
 # - Positions are labelled with the text's words: `select(pos=" Mary")` finds one. `select(component="a3.*")` takes a pattern.
 # - Intervals are Student's, of ratios Fieller's, widened towards the long tail of skewed examples. Simulated, 88 to 97 % of the 95 %
 #   intervals hold the mean, from 3 to 20 normal or log-normal examples (`tests/interp/results/test_result.py`). Below three examples there are none,
-#   and of ratios none below four. Accuracies, shares of attention and AUROCs have score intervals (Wilson's, Newcombe's), inside 0 to 1.
+#   and of ratios none below four. Examples of one text count once (`Result.groups`).
+#   Accuracies, shares of attention and AUROCs have score intervals (Wilson's, Newcombe's), inside 0 to 1.
 #
 # | edit | what it does |
 # | --- | --- |

@@ -43,8 +43,9 @@ print(v)
 # ## Is it there, and does that mean anything?
 #
 # A probe is fitted on some texts and scored on others, in five folds, with an interval that counts texts and stays between 0 and 1.
-# Its control has labels drawn by chance for each text: what it scores there is no property of the values. It needs scikit-learn
-# (`pip install -e ".[probes]"`).
+# Its control has labels drawn by chance for each text: what it scores there is no property of the values.
+# Copies of a text are in one fold, have one drawn label, and are scored once.
+# It needs scikit-learn (`pip install -e ".[probes]"`).
 
 # %%
 found = probe(model, yes, no)

@@ -8,7 +8,8 @@ Geiger et al. 2024, "Finding Alignments Between Interpretable Causal Variables a
 3. Learn the part by gradients: an orthonormal basis of k columns; or, of given features, a mask (De Cao et al. 2022; the
    sigmoid of a boundary sharpens with a falling temperature, and in the end a feature is in or out).
 4. Score it on other pairs, beside a part drawn at random, the same fit on a model with shuffled weights, the same fit to
-   shuffled answers, and the whole value. A search that is free enough fits anything, and the controls show it.
+   shuffled answers, and the whole value. Copies of a pair get the same shuffled answer, and count
+   once in an interval. A search that is free enough fits anything, and the controls show it.
 """
 
 import copy
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from jaxtyping import Int
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import orthogonal
 
@@ -25,6 +27,7 @@ from interp import pictures
 from interp.alignment.featurizers import Featurizer, coordinates, neurons, subspace
 from interp.alignment.runs import Interchanges
 from interp.features.trained_at import warn_of_place
+from interp.inputs.copies import numbered
 from interp.inputs.pairs import Pairs, PatchingDirection
 from interp.numbers.precision import at_least_float32
 from interp.results.places import written
@@ -151,7 +154,7 @@ def align(
     everywhere = [fitted, tested, *(Runs(shuffled, each, direction) for each in (pairs, test))]
     answers = fitted.pairs.answers
     assert answers is not None  # checked above
-    drawn = torch.randperm(len(answers), generator=torch.Generator().manual_seed(seed))
+    shuffled_answers = answers[_drawn(fitted.pairs, seed).to(answers.device)]
     scores, learned, losses = [], {}, {}
     for name in points:
         for place in places:
@@ -164,7 +167,7 @@ def align(
                 (held, part),
                 (held, learning.random(train.size, part)),
                 (other_held, learning(other)[0]),
-                (held, learning(train.answering(answers[drawn.to(answers.device)]))[0]),
+                (held, learning(train.answering(shuffled_answers))[0]),
                 (held, neurons(train.size)),
             ]
             bases = {site: site.scores(None, batch)[0] for site in (held, other_held)}
@@ -179,6 +182,7 @@ def align(
     def result(values: Tensor, unit: str, base: Tensor | None = None, **more: Any) -> Result:
         axes = ("control", "point", "pos", "example")
         moved = values.movedim(2, 0)
+        more["groups"] = tested.groups
         return Result(moved, axes, base, labels=labels, unit=unit, about=about, **more)
 
     unit = getattr(tested.metric, "unit", "")
@@ -268,6 +272,15 @@ class Fit:
         if self.features is None:
             return subspace(torch.randn(size, self.k, generator=draw))
         return part.only(part.mask[torch.randperm(len(part.mask), generator=draw)])
+
+
+def _drawn(pairs: Pairs, seed: int) -> Int[Tensor, " pair"]:
+    """Draw a pair for each pair, whose answer it gets. Copies get the same answer."""
+    texts = numbered(pairs.digests())
+    first = {text: row for row, text in reversed([*enumerate(texts)])}
+    order = torch.randperm(len(first), generator=torch.Generator().manual_seed(seed))
+    donors = torch.tensor([first[text] for text in range(len(first))])[order]
+    return donors[texts]
 
 
 def _with_shuffled_weights(model: nn.Module, seed: int) -> nn.Module:

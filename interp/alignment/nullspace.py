@@ -131,8 +131,9 @@ def null_spaces(
     parts = {"whole": (columns, every), "varying": (columns, varying), "read": (inside, every)}
     values = torch.stack([site.scores(change(*part), n)[0] - base for part in parts.values()])
     unit = getattr(runs.metric, "unit", "")
-    axes = ("through", "example")
-    return NullSpaces(Result(values, axes, base, labels={"through": [*parts]}, unit=unit))
+    axes, labels = ("through", "example"), {"through": [*parts]}
+    effects = Result(values, axes, base, labels=labels, unit=unit, groups=runs.groups)
+    return NullSpaces(effects)
 
 
 def _axes(sizes: Float[Tensor, " d"]) -> Float[Tensor, "d d"]:

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from hooks import ActivationCache, SelectionError
 from hooks.shared import Index, Selection, names_by_layer
-from interp.inputs.texts import Text, Texts, batches, text_of
+from interp.inputs.copies import digests, numbered
+from interp.inputs.texts import Text, Texts, batches, text_of_values
 from interp.inputs.wording import named_spans
-from interp.numbers.precision import finite
+from interp.numbers.precision import finite, is_rounding
 from interp.protocol import runner_of
 
 
@@ -22,13 +23,19 @@ class Examples(NamedTuple):
         label: 1 for texts of the first kind, 0 for those of the second.
         text: which text each row is of, counted over both kinds.
         rank: which of its text's examples it is.
+        place: its position in the text without padding.
         values: by the names of points.
+        digests: a hash of each text of the batch; see `interp.inputs.copies`.
+        is_cached: whether the values come from a cache that was given.
     """
 
     label: int
     text: Int[Tensor, " row"]
     rank: Int[Tensor, " row"]
+    place: Int[Tensor, " row"]
     values: dict[str, Float[Tensor, "row d"]]
+    digests: list[str]
+    is_cached: bool
 
 
 def points_of(model: nn.Module, site: str | Sequence[str]) -> list[str]:
@@ -66,15 +73,19 @@ def examples(
         for text, cache in _runs(model, texts, points, batch):
             stop = n_texts + len(text.tokens)
             columns = where.read(text.real, f"pos of {kind}", n_texts)
-            rows, places, ranks = zip(*_each(columns), strict=True)
+            rows, places, ranks = ([*numbers] for numbers in zip(*_each(columns), strict=True))
+            values = {
+                name: finite(cache[name][rows, places].flatten(1), f"values at {name}")
+                for name in points
+            }
             yield Examples(
-                label,
-                torch.tensor(rows) + first + n_texts,
-                torch.tensor(ranks),
-                {
-                    name: finite(cache[name][[*rows], [*places]].flatten(1), f"values at {name}")
-                    for name in points
-                },
+                label=label,
+                text=torch.tensor(rows) + first + n_texts,
+                rank=torch.tensor(ranks),
+                place=text.real.cpu().cumsum(1)[rows, places] - 1,
+                values=values,
+                digests=digests(text),
+                is_cached=isinstance(texts, ActivationCache),
             )
             n_texts = stop
         first += n_texts
@@ -84,13 +95,43 @@ def examples(
         )
 
 
+def text_numbers(parts: Sequence[Examples]) -> list[int]:
+    """Return a number for each text, which its copies share.
+
+    Texts of a cache are copies only if their values agree at all places that both have.
+    """
+    part_of = {number: part for part in parts for number in part.text.tolist()}
+
+    def agree(one: int, other: int) -> bool:
+        both = part_of[one], part_of[other]
+        if not any(part.is_cached for part in both):
+            return True
+        rows, others = (
+            {part.place[row].item(): row for row in (part.text == number).nonzero()[:, 0].tolist()}
+            for part, number in zip(both, (one, other), strict=True)
+        )
+        return all(
+            is_rounding(
+                both[0].values[name][rows[place]], both[1].values[name][others[place]]
+            ).all()
+            for place in rows.keys() & others.keys()
+            for name in both[0].values
+        )
+
+    return numbered([digest for part in parts for digest in part.digests], agree)
+
+
 def _runs(
     model: nn.Module, texts: Texts | ActivationCache, points: list[str], batch: int
 ) -> Iterator[tuple[Text, ActivationCache]]:
     """Texts and their values: of one run that is given, or of a run for each batch."""
     if isinstance(texts, ActivationCache):
-        if (text := text_of(texts)) is None:
-            raise ValueError("a cache must be of a run that was given tokens; got one without")
+        text = text_of_values(texts, texts[points[0]].shape[:2])
+        if text is None:
+            raise ValueError(
+                "a cache must be whole, of a run that was given tokens; got a cache that does not know the "
+                "tokens of its values"
+            )
         yield text, texts
         return
     for _, each in batches(texts, model, batch):

@@ -1,9 +1,11 @@
 """Probes: classifiers that read two kinds of texts from values, with the controls that say what a score is worth.
 
-1. Keep the values of all examples. Texts are put into folds, so examples of one text are never in two.
-2. For each fold fit on the others and score on it: the area under the ROC curve (AUROC), 0.5 by chance.
-3. Do the same with labels drawn anew for each text (Hewitt & Liang 2019, "Designing and Interpreting Probes with Control
-   Tasks"). What the probe scores there it owes to itself and not to the values.
+1. Keep the values of all examples. Texts are put into folds, and copies of a text into the same
+   fold. So examples of one text are never in two folds.
+2. For each fold fit on the others and score on it: the area under the ROC curve (AUROC), 0.5 by
+   chance. The fit uses all copies; the score counts each text once.
+3. Do the same with labels drawn anew for each text, one label for all its copies (Hewitt & Liang
+   2019, "Designing and Interpreting Probes with Control Tasks"). What the probe scores there it owes to itself and not to the values.
 """
 
 from collections.abc import Sequence
@@ -19,7 +21,7 @@ from hooks import ActivationCache
 from hooks.shared import Index, library, require_choice, without_gradients
 from interp import pictures
 from interp.directions.direction import Direction
-from interp.directions.examples import examples, points_of
+from interp.directions.examples import examples, points_of, text_numbers
 from interp.inputs.texts import Texts
 from interp.results.places import written
 from interp.results.result import Result
@@ -34,7 +36,7 @@ class Probe(pictures.Shown):
     Attributes:
         direction: what they read, fitted on all examples: `value @ vector + offset`, for `logistic` in log odds.
         auroc: on held-out texts, [point, example], or [point, pos, example]; the examples are folds. For its intervals,
-            which count texts, see `interp.numbers.intervals.auroc_interval`.
+            which count different texts, see `interp.numbers.intervals.auroc_interval`.
         control: the same with labels drawn for each text, the mean of some draws.
     """
 
@@ -94,19 +96,24 @@ def probe(
     Values are standardised first; the direction is in their own units. Columns that are constant up to rounding have
     coefficient 0.
 
+    Texts with the same real tokens are copies of one text, even if one of them is in `yes` and
+    another in `no`. In caches the values must agree too, because a run may have read more than
+    tokens.
+
     Args:
         model, yes, no, site, pos, batch: see `difference_of_means`. All examples are kept in memory.
         over: `pos` scores a probe of each position by itself too, where all texts have equally many; the direction is that of
             all of them.
         kind: `logistic` regression, or `linear` regression on labels of -1 and 1 (ridge).
         C: the inverse of the strength of the penalty, as in scikit-learn.
-        folds: into how many parts texts are put.
+        folds: into how many parts texts are put. Copies stay together.
         draws: how often labels are drawn for the control, which is the mean.
         seed: of the folds and of the drawn labels.
 
     Raises:
-        ValueError: if there are fewer texts of a kind than folds, fewer than 2 folds, no such kind, or if texts have
-            different numbers of positions where each is scored.
+        ValueError: if there are fewer different texts of a kind than folds, a fold would have fewer
+            than 2 different texts, there are fewer than 2 folds, there is no such kind, or texts
+            have different numbers of positions where each is scored.
         UnknownNameError, ModeError: as for `difference_of_means`.
         ImportError: if scikit-learn is not installed.
     """
@@ -114,46 +121,51 @@ def probe(
     points = points_of(model, site)
     parts = [*examples(model, yes, no, points, pos, batch)]
     labels = torch.cat([torch.full_like(part.text, part.label) for part in parts]).numpy()
-    texts = torch.cat([part.text for part in parts]).numpy()
+    texts = np.array(text_numbers(parts))[torch.cat([part.text for part in parts]).numpy()]
     kinds = [np.unique(texts[labels == label]) for label in (0, 1)]
     if folds < 2 or min(map(len, kinds)) < folds:
         raise ValueError(
-            f"folds must be 2 to the texts of each kind ({len(kinds[1])} and {len(kinds[0])}); got {folds}"
+            f"folds must be 2 to the different texts of each kind ({len(kinds[1])} and "
+            f"{len(kinds[0])}); got {folds}"
         )
     draw = torch.Generator().manual_seed(seed)
-    fold_of = np.zeros(texts.max() + 1, int)
-    for each in kinds:  # each fold has texts of both kinds
-        fold_of[each[torch.randperm(len(each), generator=draw)]] = np.arange(len(each)) % folds
+    fold_of = _folds(kinds, folds, draw)
     targets = [labels, *(_drawn(kinds, fold_of, folds, draw)[texts] for _ in range(draws))]
     ranks = torch.cat([part.rank for part in parts]).numpy()
-    groups, axes, places = [np.full(len(ranks), True)], ["point"], {"point": points}
+    places_read = torch.cat([part.place for part in parts]).numpy()
+    by_rank, axes, places = [np.full(len(ranks), True)], ["point"], {"point": points}
     if over == "pos":
-        groups = [ranks == n for n in range(ranks.max() + 1)]
-        if any(each.sum() != groups[0].sum() for each in groups):
+        by_rank = [ranks == n for n in range(ranks.max() + 1)]
+        if any(each.sum() != by_rank[0].sum() for each in by_rank):
             raise ValueError(
-                f"each text must have as many positions for over='pos'; {groups[0].sum()} texts have one, "
-                f"{groups[-1].sum()} have {len(groups)}"
+                f"each text must have as many positions for over='pos'; {by_rank[0].sum()} texts have one, "
+                f"{by_rank[-1].sum()} have {len(by_rank)}"
             )
         axes.append("pos")
         if isinstance(pos, list) and all(type(place) is int for place in pos):
             places["pos"] = pos
         else:
-            places["pos"] = [*range(len(groups))]
+            places["pos"] = [*range(len(by_rank))]
     scores, vectors, offsets = [], {}, {}
     for name in points:
         values = torch.cat([part.values[name] for part in parts]).double().cpu().numpy()
-        for kept in groups:
+        for kept in by_rank:
             held = [fold_of[texts[kept]] == fold for fold in range(folds)]
-            scores.append([
-                [_auroc(values[kept], target[kept], fold, kind, C) for fold in held] for target in targets
-            ])  # fmt: skip
+            of_targets = []
+            for target in targets:
+                once = _once(target[kept], texts[kept], places_read[kept])
+                of_targets.append([
+                    _auroc(values[kept], target[kept], fold, once, kind, C) for fold in held
+                ])  # fmt: skip
+            scores.append(of_targets)
         vector, offsets[name] = _fitted(values, labels, kind, C)
         vectors[name] = torch.tensor(vector).float()
     table = torch.tensor(scores)
     about = {"by": f"{kind} probe", "site": site, "rows": len(labels), "yes": int(labels.sum())}
     shape = [len(each) for each in places.values()]
     of_no, of_yes = (len(kind) / folds for kind in kinds)
-    half = (of_no + of_yes) / 2  # drawn labels are of both kinds, half each
+    of_both = len(np.intersect1d(kinds[0], kinds[1])) / folds
+    half = (of_no + of_yes - of_both) / 2  # drawn labels are of both kinds, half each
     results = (
         Result(values.view(*shape, folds), (*axes, "example"), labels=places, unit="AUROC", about=about,
                bounds=(0.0, 1.0), counts=counts)
@@ -162,11 +174,44 @@ def probe(
     return Probe(Direction(vectors, offsets, about), *results)
 
 
+def _folds(kinds: list[Any], folds: int, draw: torch.Generator) -> Any:
+    """Draw a fold for each text, so that each fold has texts of both kinds.
+
+    Texts that are in both kinds are dealt first.
+    """
+    n_texts = max(kind.max() for kind in kinds) + 1
+    fold_of, shared = np.full(n_texts, -1), np.intersect1d(*kinds)
+    for each in (shared, *kinds):
+        left, there = each[fold_of[each] < 0], each[fold_of[each] >= 0]
+        # Each text goes to the fold with the fewest texts of this kind.
+        # If texts are shared, ties go to the smallest fold.
+        of_kind = np.bincount(fold_of[there], minlength=folds)
+        of_all = np.bincount(fold_of[fold_of >= 0] if len(shared) else there[:0], minlength=folds)
+        for n in torch.randperm(len(left), generator=draw).tolist():
+            fold = np.lexsort((of_all, of_kind))[0]
+            fold_of[left[n]] = fold
+            of_kind[fold] += 1
+            of_all[fold] += 1
+    if min(np.bincount(fold_of, minlength=folds)) < 2:
+        raise ValueError(
+            f"each fold must have at least 2 different texts, to draw labels; got {n_texts} for "
+            f"{folds} folds, as some texts are in both yes and no: use fewer folds"
+        )
+    return fold_of
+
+
+def _once(*columns: Any) -> Any:
+    """Return True at each row that is the first with its label, text and place."""
+    first = np.zeros(len(columns[0]), bool)
+    first[np.unique(np.stack(columns, 1), axis=0, return_index=True)[1]] = True
+    return first
+
+
 def _drawn(kinds: list[Any], fold_of: Any, folds: int, draw: Any) -> Any:
     """A label for each text, by chance, of which each fold has both."""
-    drawn = np.zeros(len(fold_of), int)
+    drawn, each_once = np.zeros(len(fold_of), int), [kinds[0], np.setdiff1d(kinds[1], kinds[0])]
     for fold in range(folds):
-        members = np.concatenate([each[fold_of[each] == fold] for each in kinds])
+        members = np.concatenate([each[fold_of[each] == fold] for each in each_once])
         drawn[members[torch.randperm(len(members), generator=draw)]] = np.arange(len(members)) % 2
     return drawn
 
@@ -186,10 +231,18 @@ def _fitted(values: Any, labels: Any, kind: str, C: float) -> tuple[Any, float]:
     return weights / spread, bias - float(mean @ (weights / spread))
 
 
-def _auroc(values: Any, labels: Any, held: Any, kind: str, C: float) -> float:
-    """The share of pairs of held-out examples of both kinds that are in order; ties count half."""
+def _auroc(values: Any, labels: Any, held: Any, once: Any, kind: str, C: float) -> float:
+    """The share of pairs of held-out examples of both kinds that are in order; ties count half.
+
+    Args:
+        values, labels: of all examples.
+        held: True at held-out examples.
+        once: True at the examples that count in the score.
+        kind, C: see `probe`.
+    """
     vector, offset = _fitted(values[~held], labels[~held], kind, C)
-    scores = values[held] @ vector + offset
-    yes, no = scores[labels[held] == 1], scores[labels[held] == 0]
+    scored = held & once
+    scores = values[scored] @ vector + offset
+    yes, no = scores[labels[scored] == 1], scores[labels[scored] == 0]
     above = yes[:, None] - no[None]
     return float(((above > 0) + 0.5 * (above == 0)).mean())

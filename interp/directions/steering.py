@@ -143,4 +143,5 @@ def _by_strength(result: Result, labels: dict[str, list[float]]) -> Result:
         {"strength": labels["edit"]},
         result.unit,
         result.about,
+        groups=result.groups,
     )

@@ -131,6 +131,7 @@ def _verified(
         base=exact.base,
         target=exact.target,
         about=exact.about,
+        groups=exact.groups,
     )
     labels = ordered.labels["place"]
     top, outside = ordered.select(place=labels[:k]), ordered.select(place=labels[k:])

@@ -1,7 +1,8 @@
 """Cards of features: where each is active, what it writes, and how often; for a page or for Neuronpedia's JSON.
 
 1. Run the model on texts, and keep the chosen features at every position.
-2. The examples of a feature are the texts around its largest values, no text twice.
+2. The examples of a feature are the texts around its largest values, no text twice. Copies of a text
+   are one text.
 3. What it writes is its decoder row times the directions of tokens (`token_directions`).
 """
 
@@ -12,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from hooks.shared import Index, storage, strict_json, to_device, with_parts, wit
 from interp import pictures
 from interp.features.dictionary import Dictionary
 from interp.features.splicing import Dictionaries, placed
+from interp.inputs.copies import unseen
 from interp.inputs.texts import Texts, batches
 from interp.inputs.wording import writer_of
 from interp.protocol import n_logits, runner_of
@@ -195,6 +197,15 @@ class FeatureCards(list[FeatureCard], pictures.Shown):
         )
 
 
+class _Row(NamedTuple):
+    """A text: its tokens, their values, which of them count, and whether no copy was before it."""
+
+    tokens: list[int]
+    values: Tensor
+    counts: Tensor
+    is_new: bool
+
+
 @without_gradients
 def feature_cards(
     model: nn.Module,
@@ -243,24 +254,27 @@ def feature_cards(
             f"features must be numbers from 0 to {chosen.n_features - 1}, at least one; got {[*features]}"
         )
     writes = _written(model, part.has_heads, chosen, features, k)
-    rows: list[tuple[list[int], Tensor, Tensor]] = []
+    rows: list[_Row] = []
+    seen: set[str] = set()
     with with_parts(model, unspliced.points, parts):
         runner = HookedRunner(model)
         for _, text in batches(texts, model, batch):
             values = runner.capture(text.tokens, names=f"{point}.features", **text.arguments(model))
             active = values[f"{point}.features"][..., [*features]].float().cpu()
-            columns = (text.tokens, active, text.real, text.at(pos))
+            columns = (text.tokens, active, text.at(pos), unseen(text, seen), text.real)
             rows += [
-                (tokens[real].tolist(), value[real], counts[real])
-                for tokens, value, real, counts in zip(*(c.cpu() for c in columns), strict=True)
+                _Row(tokens[real].tolist(), value[real], counts[real], bool(is_new))
+                for tokens, value, counts, is_new, real in zip(
+                    *(column.cpu() for column in columns), strict=True
+                )
             ]
-    if not any(bool(counts.any()) for *_, counts in rows):
+    if not any(bool(row.counts.any()) for row in rows):
         raise ValueError("pos must select a token of at least one text; got none")
     return FeatureCards(
         _card(
             model,
             index,
-            [(tokens, value[:, n], counts) for tokens, value, counts in rows],
+            [row._replace(values=row.values[:, n]) for row in rows],
             k,
             _nearest(chosen, index, k),
             *writes[n],
@@ -273,16 +287,15 @@ Scored = list[tuple[str, float]]
 
 
 def _card(
-    model: nn.Module, index: int, rows: list[tuple[list[int], Tensor, Tensor]], k: int, nearest: list[tuple[int, float]],
+    model: nn.Module, index: int, rows: list[_Row], k: int, nearest: list[tuple[int, float]],
     top: Scored, bottom: Scored,
 ) -> FeatureCard:  # fmt: skip
-    values = torch.cat([value[counts] for _, value, counts in rows])
-    rows = [(tokens, value.where(counts, 0), counts) for tokens, value, counts in rows]
-    best = sorted(range(len(rows)), key=lambda n: -rows[n][1].max().item())[:k]
+    values = torch.cat([row.values[row.counts] for row in rows])
+    shown_rows = [(row.tokens, row.values.where(row.counts, 0)) for row in rows if row.is_new]
+    best = sorted(shown_rows, key=lambda row: -row[1].max().item())[:k]
     write = writer_of(model) or (lambda tokens: [*map(str, tokens)])
     examples = []
-    for n in best:
-        tokens, value, _ = rows[n]
+    for tokens, value in best:
         at = int(value.argmax())
         if value[at] <= 0:
             continue

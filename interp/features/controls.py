@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from hooks.shared import Index, require_whole, to_device, without_gradients
 from interp.features.dictionary import Dictionary
+from interp.inputs.copies import unseen
 from interp.inputs.texts import Texts, batches
 from interp.numbers.ranks import largest_rows
 from interp.protocol import runner_of
@@ -44,7 +45,8 @@ def purity(
     """Return, for each unit of a point, how uniform the tokens are where it is largest.
 
     It is the share of the most common token among the `k` positions with the largest values. Units are features, inside
-    `splice`, or neurons, so that both can be compared.
+    `splice`, or neurons, so that both can be compared. Copies of a text count once, because they would
+    have the same tokens.
 
     Args:
         model: any model in evaluation mode.
@@ -67,14 +69,14 @@ def purity(
     """
     require_whole("k", k)
     runner = runner_of(model)
-    values, tokens = torch.empty(0), torch.empty(0)
+    values, tokens, seen = torch.empty(0), torch.empty(0), set[str]()
     for _, text in batches(texts, model, batch):
         value = runner.capture(text.tokens, names=point, **text.arguments(model))[point]
         if value.ndim != 3:
             raise ValueError(
                 f"the point must have the axes batch, pos and one more; got {[*value.shape]} at {point}"
             )
-        kept = to_device(text.at(pos), value.device)
+        kept = to_device(text.at(pos) & unseen(text, seen)[:, None], value.device)
         rows = value[kept]
         here = to_device(text.tokens, value.device)[kept][:, None].expand_as(rows)
         # The best so far, and those of this batch.

@@ -21,9 +21,11 @@ from hooks import Hook, Point
 from hooks.shared import Index, require_choice, to_device, warn, with_parts, without_gradients
 from interp import pictures
 from interp.features.splicing import Dictionaries, SplicedDictionary, placed
+from interp.inputs.copies import digests, groups
 from interp.inputs.texts import Text, Texts, batches
 from interp.measuring import measure
 from interp.metrics import cross_entropy, kl_divergence
+from interp.numbers.intervals import standard_error
 from interp.pictures import objects
 from interp.protocol import logits_of, runner_of
 from interp.results.places import written
@@ -93,11 +95,14 @@ class DictionaryScores(pictures.Shown):
             reconstructions, with zeros, and with means over all positions in their place.
         kl: the mean KL(unedited ‖ spliced) of each text, in nats.
         points: scores of each dictionary.
+        groups: a number for each text, which its copies share. Intervals count copies once. None if
+            there are no copies.
     """
 
     losses: Float[Tensor, "run example"]
     kl: Float[Tensor, " example"]
     points: Mapping[str, PointScores]
+    groups: tuple[int, ...] | None = None
 
     def recovered(self, ablation: Ablation = "zero") -> Result:
         """The share of the loss that the dictionaries recover, with an interval: 1 is the unedited model.
@@ -112,20 +117,21 @@ class DictionaryScores(pictures.Shown):
         require_choice("ablation", ablation, ABLATIONS)
         unedited, spliced, ablated = (self.losses[RUNS.index(run)] for run in (*RUNS[:2], ablation))
         gap = ablated - unedited
-        error = gap.std() / len(gap) ** 0.5 if len(gap) > 1 else gap.new_zeros(())
+        error = standard_error(gap, self.groups).nan_to_num()  # NaN for a single text
         if gap.mean() < max(0.01, 2 * error.item()):
             raise ValueError(
                 f"the ablation {ablation!r} must raise the loss by at least 0.01 nats and two standard errors; it goes from "
                 f"{unedited.mean():.4f} to {ablated.mean():.4f} (standard error {error:.4f}), and a share of that says nothing"
             )
-        values = (spliced - ablated)[None]
-        return Result(
-            values, ("run", "example"), ablated, unedited, {"run": ["spliced"]}, "nats"
-        ).normalized()
+        values, labels = (spliced - ablated)[None], {"run": ["spliced"]}
+        axes, same = ("run", "example"), self.groups
+        effects = Result(values, axes, ablated, unedited, labels, "nats", groups=same)
+        return effects.normalized()
 
     def view(self) -> pictures.View:
         """The losses, and how often each feature is active."""
-        losses = Result(self.losses, ("run", "example"), labels={"run": [*RUNS]}, unit="nats")
+        axes, labels = ("run", "example"), {"run": [*RUNS]}
+        losses = Result(self.losses, axes, labels=labels, unit="nats", groups=self.groups)
         return objects.dictionary_scores(self, losses)
 
     def __repr__(self) -> str:
@@ -228,6 +234,7 @@ def evaluate_sae(
         torch.stack([torch.cat(losses[run]) for run in RUNS]),
         torch.cat(kl),
         {name: total.scores() for name, total in sums.items()},
+        groups([digest for text in read for digest in digests(text)]),
     )
 
 

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, ParamSpec, TypeVar
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from hooks.shared import require_choice, without_gradients
 from interp import pictures
 from interp.inputs.arguments import require_rows
+from interp.inputs.copies import digests, numbered
 from interp.inputs.spans import Spans, aligned
 from interp.inputs.texts import Text, Texts, as_text, each_text, is_batch
 from interp.inputs.token_positions import Tokens, as_positions, is_worded, last_real, short
@@ -273,23 +273,27 @@ class Pairs(pictures.Shown):
     def split(self, seed: int = 0, share: float = 0.5) -> tuple["Pairs", "Pairs"]:
         """Two parts drawn at random, without replacement: `share` of the pairs, and the others.
 
+        Copies, which are pairs with the same clean and corrupted tokens, go into the same part. Then
+        `share` is the share of the different pairs. Padding and answers do not count.
+
         Raises:
             ValueError: if a part would be empty.
         """
-        n = round(share * len(self))
-        if not 0 < n < len(self):
-            raise ValueError(f"each part must have a pair; got {n} and {len(self) - n}")
-        order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))
-        first, second = order[:n].sort().values, order[n:].sort().values
-        return self[first], self[second]
+        texts = torch.tensor(numbered(self.digests()))
+        n_texts = int(texts.max()) + 1
+        n = round(share * n_texts)
+        if not 0 < n < n_texts:
+            raise ValueError(
+                f"each part must have a pair, and copies stay together; got {n} and {n_texts - n} "
+                "different pairs"
+            )
+        order = torch.randperm(n_texts, generator=torch.Generator().manual_seed(seed))
+        is_first = torch.isin(texts, order[:n])
+        return self[is_first], self[~is_first]
 
     def digests(self) -> list[str]:
-        """For each pair a digest of its texts, by which it can be recognised."""
-        texts = filter(None, (self.text, self.other))
-        return [
-            hashlib.blake2b(repr(pair).encode(), digest_size=8).hexdigest()
-            for pair in zip(*(text.listed() for text in texts), strict=True)
-        ]
+        """A hash of the texts of each pair, by which it can be recognised."""
+        return digests(*filter(None, (self.text, self.other)))
 
     def view(self) -> pictures.View:
         """The first texts, with a mark at the tokens that differ."""

@@ -9,6 +9,7 @@ product is a sum over pairs (Kamath et al. 2025, "Tracing Attention Computation 
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from hooks import ActivationCache, CacheError
 from hooks.shared import Index, Selection, real_columns, require_whole, to_device, without_gradients
 from interp.graph.graph import Graph
 from interp.graph.scores import BlockScores
+from interp.inputs.copies import groups_of_cache
 from interp.inputs.texts import text_of_values
 from interp.inputs.wording import words_of
 from interp.numbers.precision import is_rounding, like, rounding
@@ -112,7 +114,8 @@ def why_attends(
             directions = readings.directions(which)
             held.append(torch.einsum("wbpd,bped,bp->wbe", like(read, weights), directions, weights))
     of_query, of_key = (torch.cat(held) for held in sources)
-    return pair_table(scores.scale * of_query, of_key, asked, names, k, parts.dtype)
+    table = pair_table(scores.scale * of_query, of_key, asked, names, k, parts.dtype)
+    return replace(table, groups=groups_of_cache(cache, table.values))
 
 
 class AskedScore(NamedTuple):

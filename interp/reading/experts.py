@@ -8,6 +8,7 @@ from torch import nn
 
 from hooks import ActivationCache, CacheError, HookError
 from hooks.shared import require_choice, stacked, to_device, without_gradients
+from interp.inputs.copies import groups_of_cache
 from interp.inputs.texts import mask_of, text_of_values
 from interp.inputs.wording import words_of
 from interp.numbers.precision import at_least_float32
@@ -80,4 +81,5 @@ def expert_load(
         labels["pos"], text = [*range(n_pos)], text_of_values(cache, (batch, n_pos))
         words = None if text is None else words_of(model, text)
     about: dict[str, Any] = dict(unit=unit, bounds=bounds, words={"pos": words} if words else {})
+    about["groups"] = groups_of_cache(cache, values)
     return Result(values, (*labels, "example"), labels=labels, **about)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from hooks import ActivationCache, CacheError, HookError
 from hooks.shared import Index, Selection, stacked, unknown_name, without_gradients
+from interp.inputs.copies import groups_of_cache
 from interp.inputs.texts import mask_of, text_of_values
 from interp.inputs.token_positions import real_of
 from interp.numbers.precision import at_least_float32, like
@@ -120,7 +121,9 @@ def head_scores(
     unit, about = _UNITS.get(name, ""), {"kind": name}
     bounds = {_SHARE: (0.0, 1.0), "nats": (0.0, math.inf)}.get(unit)
     axes = ("layer", "head", "example")
-    return Result(stacked(scores), axes, unit=unit, about=about, bounds=bounds)
+    values = stacked(scores)
+    same = groups_of_cache(cache, values)
+    return Result(values, axes, unit=unit, about=about, bounds=bounds, groups=same)
 
 
 def repeated_tokens(

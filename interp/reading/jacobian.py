@@ -7,6 +7,7 @@
 """
 
 import functools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from hooks import HookedRunner
 from hooks.shared import config_hash, peak_bytes, require_whole, stacked
+from interp.inputs.copies import digests
 from interp.inputs.texts import Texts, batches
 from interp.numbers.precision import at_least_float32
 from interp.reading.affine import AffineLens, for_fit
@@ -30,6 +32,9 @@ class JacobianLens(AffineLens):
         weight, bias, config_hash: see `AffineLens`; the bias is 0.
         n_texts: how many texts the mean is over.
         squares: the mean of the squared Frobenius norms of the texts' own Jacobians.
+        n_different: the number of different texts that would give the same standard error. It is
+            n² / Σ m² for n texts, of which each different one comes m times (Kish 1965, "Survey
+            Sampling"). None if all texts are different.
 
     >>> JacobianLens(torch.eye(2)[None], torch.zeros(1, 2), "", 1, torch.tensor([2.0]))
     JacobianLens [layer 1, d_model 2]
@@ -37,6 +42,7 @@ class JacobianLens(AffineLens):
 
     n_texts: int
     squares: Float[Tensor, " layer"]
+    n_different: float | None = None
 
     _format: ClassVar[str] = "hookscope-jacobian-lens-1"
 
@@ -44,11 +50,12 @@ class JacobianLens(AffineLens):
     def error(self) -> Float[Tensor, " layer"]:
         """The standard error of each weight over texts, as a share of the weight, in Frobenius norms.
 
-        It is NaN for a single text.
+        Copies of a text count once. It is NaN for a single text.
         """
+        n = self.n_texts if self.n_different is None else self.n_different
         of_mean = self.weight.square().sum((1, 2))
         variance = (self.squares - of_mean).clamp(min=0) / of_mean
-        return (variance / (self.n_texts - 1)).sqrt() if self.n_texts > 1 else variance * torch.nan
+        return (variance / (n - 1)).sqrt() if n > 1 else variance * torch.nan
 
     def merged(self, *others: "JacobianLens") -> "JacobianLens":
         """The lens of all texts of this one and others, which were fitted on different texts.
@@ -70,7 +77,11 @@ class JacobianLens(AffineLens):
             parts = [getattr(lens, name) * lens.n_texts for lens in lenses]
             return torch.stack(parts).sum(0) / n_texts
 
-        return JacobianLens(mean("weight"), self.bias, self.config_hash, n_texts, mean("squares"))
+        different = n_texts**2 / sum(
+            lens.n_texts**2 / (lens.n_different or lens.n_texts) for lens in lenses
+        )
+        weight, squares = mean("weight"), mean("squares")
+        return JacobianLens(weight, self.bias, self.config_hash, n_texts, squares, different)
 
 
 def jacobian_lens(
@@ -108,7 +119,7 @@ def jacobian_lens(
     """
     require_whole("skip", skip, 0)
     runner, names = for_fit(model)
-    total, squares, count = torch.zeros(()), torch.zeros(()), 0
+    total, squares, times = torch.zeros(()), torch.zeros(()), Counter[str]()
     for number, text in batches(texts, model, 1):
         if text.tokens.shape[1] < skip + 2:
             raise ValueError(
@@ -117,9 +128,13 @@ def jacobian_lens(
             )
         jacobians = _jacobians(runner, names, text.tokens, skip, max_bytes)
         squares = squares + jacobians.flatten(1).norm(dim=1) ** 2
-        total, count = jacobians.add_(total), count + 1  # large models: no third copy
+        total = jacobians.add_(total)  # large models: no third copy
+        times.update(digests(text))
+    count = times.total()
     weight, hashed = total / count, config_hash(model)
-    return JacobianLens(weight, torch.zeros_like(weight[..., 0]), hashed, count, squares / count)
+    different = count**2 / sum(n**2 for n in times.values())
+    bias = torch.zeros_like(weight[..., 0])
+    return JacobianLens(weight, bias, hashed, count, squares / count, different)
 
 
 def _jacobians(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hooks import ActivationCache
 from hooks.shared import Index, stacked, to_device, without_gradients
+from interp.inputs.copies import groups_of_cache
 from interp.inputs.texts import nan_at_padding, text_of_values
 from interp.inputs.token_positions import short, tokens_of
 from interp.inputs.wording import token_ids, words_of
@@ -239,4 +240,5 @@ class _Reading:
             unit="logits" if self.about else "",
             about=self.about | about,
             words={"pos": words} if words else {},
+            groups=groups_of_cache(self._cache, values),
         )

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def check(result: "Result") -> None:
-    """Refuses axes, labels, words, base or target that do not fit the values.
+    """Refuses axes, labels, words, base, target or groups that do not fit the values.
 
     Raises:
         ValueError: if they do not, or there are no values.
@@ -35,6 +35,10 @@ def check(result: "Result") -> None:
                 f"{name} must have one number for each example, [{shape[-1]}]; "
                 f"got the shape {list(metrics.shape)}"
             )
+    if result.groups is not None and len(result.groups) != shape[-1]:
+        raise ValueError(
+            f"groups must have a number for each example, {shape[-1]}; got {len(result.groups)}"
+        )
     sizes = dict(zip(axes, shape, strict=True))
     for axis, labels in [*result.labels.items(), *result.words.items()]:
         plain = all(isinstance(label, (str, int, float)) for label in labels)
@@ -88,7 +92,8 @@ def part(result: "Result", axis: str, indices: Sequence[int]) -> "Result":
     if axis != "example":
         return replace(result, values=values, labels=labels, words=words)
     base, target = (x if x is None else x[indices] for x in (result.base, result.target))
-    few = replace(result, values=values, labels=labels, base=base, target=target)
+    groups = None if result.groups is None else tuple(result.groups[index] for index in indices)
+    few = replace(result, values=values, labels=labels, base=base, target=target, groups=groups)
     # Over fewer examples, the mean of target - base is another one.
     return few.normalized() if result.is_ratio else few
 
@@ -193,4 +198,5 @@ def difference(one: "Result", other: "Result") -> "Result":
         words=words,
         bounds=None if ends is None else (ends[0] - ends[3], ends[1] - ends[2]),
         counts=None,
+        groups=other.groups if one.groups is None else one.groups,
     )

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _FORMAT = "hookscope-result-2"
-_TUPLES = ("axes", "bounds", "counts")
+_TUPLES = ("axes", "bounds", "counts", "groups")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -44,10 +44,13 @@ class Result(pictures.Shown):
         about: other facts that fit JSON, such as the metric, the direction and the site.
         is_ratio: whether the unit is the mean of target - base over these same examples; see `normalized`.
         bounds: the least and the largest number that a value may be, where there are such.
-        counts: where values are AUROCs of folds, how many texts of each kind a fold has, the mean.
+        counts: where values are AUROCs of folds, how many different texts of each kind a fold has, the mean.
+        groups: the number of each example's text. Examples of one text share a number, and intervals
+            count them once. None if all examples have different texts.
 
     Raises:
-        ValueError: if axes, labels, base or target do not fit the values, or there are none.
+        ValueError: if axes, labels, base, target or groups do not fit the values, or there are no
+            values.
 
     >>> values = torch.tensor([[1.0, 3.0, 2.5, 1.5], [0.0, -0.5, 0.0, -0.5]])  # [layer, example]
     >>> base, target = torch.tensor([-1.0, -2.0, -1.0, -2.0]), torch.tensor([3.0, 2.0, 2.0, 3.0])
@@ -72,6 +75,7 @@ class Result(pictures.Shown):
     words: Mapping[str, Sequence[str]] = field(default_factory=dict)
     bounds: tuple[float, float] | None = None
     counts: tuple[float, float] | None = None
+    groups: tuple[int, ...] | None = None
 
     is_plot = True
 
@@ -99,7 +103,8 @@ class Result(pictures.Shown):
         """The confidence interval of `mean()`: Student's, or Fieller's of a ratio, widened for skewed examples.
 
         Shares, AUROCs and other numbers with bounds have intervals that stay between these, such as Wilson's.
-        The ends are NaN below three examples, of `normalized()` below four, where nothing can be said. They are
+        Examples of one text count once, see `groups`.
+        The ends are NaN below three texts, of `normalized()` below four, where nothing can be said. They are
         infinite where target - base is so uncertain that a ratio has no bound. See `interp.numbers.intervals`.
 
         Args:
@@ -116,11 +121,11 @@ class Result(pictures.Shown):
         if self.counts is not None:
             return auroc_interval(rows, self.counts, confidence)
         if self.bounds is not None:
-            return share_interval(rows, self.bounds, confidence)
+            return share_interval(rows, self.bounds, confidence, self.groups)
         if self.is_ratio:
             base, target = self._runs()
             gap = target - base
-        return interval(rows, gap, confidence)
+        return interval(rows, gap, confidence, self.groups)
 
     def _runs(self) -> tuple[Float[Tensor, " example"], Float[Tensor, " example"]]:
         if self.base is None or self.target is None:
@@ -314,7 +319,7 @@ class Result(pictures.Shown):
     def _save(self, path: Path) -> None:
         tensors = {name: getattr(self, name) for name in ("values", "base", "target")}
         held = {name: value.detach() for name, value in tensors.items() if value is not None}
-        names = ("axes", "labels", "unit", "about", "is_ratio", "words", "bounds", "counts")
+        names = ("axes", "labels", "unit", "about", "is_ratio", "words", *_TUPLES[1:])
         facts = {name: getattr(self, name) for name in names}
         facts["labels"] = {axis: [*map(as_fact, labels)] for axis, labels in self.labels.items()}
         storage.save(path, _FORMAT, held, facts)

@@ -115,6 +115,7 @@ class MaskedRuns:
         self.runs = Runs(graph.runner().model, pairs, direction, max_bytes)
         self._text = self.runs.text
         self._source = self._checked(source)
+        self.runs.reads_other = isinstance(source, str) and source == "pair"
         self._held: Tensor | None = None  # the source of all examples, if these run together
 
     def logits(self, circuit: EdgeMask | Iterable[str]) -> Float[Tensor, "batch pos vocab"]:
@@ -287,5 +288,6 @@ class CircuitRuns(MaskedRuns):
     def shares(self, values: Tensor, axis: str, labels: Iterable[object]) -> Result:
         """Differences of the metric as shares of the whole scale."""
         about, named = {"metric": repr(self.runs.metric)}, {axis: tuple(labels)}
-        effects = Result(values, (axis, "example"), self.none, self.whole, named, about=about)
+        axes, same = (axis, "example"), self.runs.groups
+        effects = Result(values, axes, self.none, self.whole, named, about=about, groups=same)
         return effects.normalized()

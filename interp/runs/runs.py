@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from hooks import ActivationCache, Hooks
 from hooks.shared import warn, without_gradients
+from interp.inputs.copies import digests, groups
 from interp.inputs.pairs import Pairs, PatchingDirection, pairs_for
 from interp.inputs.texts import Text
 from interp.inputs.wording import words_of
@@ -37,6 +38,7 @@ class Runs:
         pairs: the pairs as tokens.
         text: the texts that are run.
         base, target: the metric of these, and of the others, after `cache` and `source`.
+        reads_other: whether values come from the other texts.
 
     Raises:
         TypeError: if the pairs are something else.
@@ -56,6 +58,7 @@ class Runs:
     ) -> None:
         self.model, self.runner, self.max_bytes = model, runner_of(model), max_bytes
         self.pairs, self.direction = pairs_for(model, pairs), direction
+        self.reads_other = direction is not None
         if direction is None or direction == "noising":
             self.text = self.pairs.text
         else:
@@ -69,6 +72,14 @@ class Runs:
             ValueError: if there are none.
         """
         return self.pairs.texts(self.direction or "noising")[1]
+
+    @property
+    def groups(self) -> tuple[int, ...] | None:
+        """The number of each example's text, or of its pair of texts if both are read.
+
+        None if there are no copies.
+        """
+        return groups(self.pairs.digests() if self.reads_other else digests(self.text))
 
     @property
     def metric(self) -> Metric:
@@ -165,4 +176,5 @@ class Runs:
             getattr(self.metric, "unit", ""),
             facts | about,
             words={axis: [words[n] for n in labels[axis]] for axis in axes if words},
+            groups=self.groups,
         )

@@ -18,6 +18,7 @@ from interp.alignment import (
     pca,
     subspace,
 )
+from interp.alignment.runs import Interchanges
 from models import load
 from tests.reference import variant
 
@@ -103,6 +104,35 @@ def test_a_planted_variable_is_found_and_controls_fail():
     assert low == pytest.approx(n / (n + 1.959964**2), rel=1e-5)
     assert f"aligned           1.000 [{low:.3f}, 1.000]" in repr(found)
     assert "<iframe" in found._repr_html_()
+
+
+def test_pairs_with_the_same_texts_share_a_drawn_answer_and_count_once(monkeypatch):
+    stats = pytest.importorskip("scipy.stats", reason="an independent interval of Wilson")
+    model, (train, test) = rotated(), sums()
+    rows = np.random.default_rng(0).permutation(np.tile(np.arange(30), 4))
+    tested = np.random.default_rng(1).permutation(np.tile(np.arange(17), 3))
+    drawn = []
+    answering = Interchanges.answering
+    monkeypatch.setattr(
+        Interchanges, "answering", lambda site, new: drawn.append(new) or answering(site, new)
+    )
+    found = align(model, train[rows], "h", 2, test=test[tested], epochs=1, seed=3)
+    # Texts are numbered in the order in which they come, and each gets the answer of a drawn text.
+    order = torch.randperm(30, generator=torch.Generator().manual_seed(3))
+    first = [*dict.fromkeys(rows.tolist())]
+    expected = [train.answers[first[order[first.index(row)]]] for row in rows.tolist()]
+    assert drawn[0].tolist() == torch.stack(expected).tolist()
+    assert drawn[0].tolist() != train.answers[rows].tolist()
+    once = [*dict.fromkeys(tested.tolist())]
+    assert found.accuracy.groups == found.metric.groups
+    assert [once[group] for group in found.accuracy.groups] == tested.tolist()
+    # Wilson's interval, with 17 texts.
+    right = found.accuracy.select(control="whole").values.flatten()
+    expected = stats.binomtest(round(float(right.sum()) / 3), 17).proportion_ci(method="wilson")
+    ends = [float(end[4, 0, 0]) for end in found.accuracy.interval()]
+    assert ends == pytest.approx([*expected], abs=1e-6)
+    with pytest.raises(ValueError, match="1 are in both"):
+        align(model, train[rows], "h", 2, test=train[[0, 100]])
 
 
 def test_a_fit_is_the_loop_written_out():

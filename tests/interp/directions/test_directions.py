@@ -578,6 +578,146 @@ def test_examples_of_one_text_are_never_in_two_folds():
     assert 0.3 < float(found.auroc.mean()) < 0.7
 
 
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+def random_letters(n, seed=0):
+    draw = np.random.default_rng(seed)
+    return ["".join(draw.choice([*LETTERS], 12)) for _ in range(n)]
+
+
+def test_copies_of_a_text_are_never_in_two_folds(model):
+    """Of random letters nothing can be known, however often each text is there."""
+    pytest.importorskip("sklearn", reason="needs the extra probes")
+    texts = random_letters(24)
+    yes, no, site = texts[:12], texts[12:], ["blocks.1.resid_post", "blocks.3.mlp_out"]
+    once = probe(model, yes, no, site)
+    # A quarter of C, because the loss is a sum over examples, and there are four times as many.
+    for copies, batch in ((yes * 4, 16), ([text for text in yes for _ in range(4)], 5)):
+        often = probe(model, copies, no * 4, site, C=0.25, batch=batch)
+        assert often.auroc.counts == once.auroc.counts == (2.4, 2.4)
+        torch.testing.assert_close(often.auroc.values, once.auroc.values)
+        torch.testing.assert_close(often.control.values, once.control.values, atol=0.03, rtol=0)
+        for end, same in zip(often.auroc.interval(), once.auroc.interval(), strict=True):
+            torch.testing.assert_close(end, same)
+    often = probe(model, yes * 4, no * 4, site)
+    assert (often.auroc.interval().low < 0.6).all()
+    assert often.direction.about["rows"] == 96
+    every = probe(model, yes * 4, no * 4, site, pos=[0, -1], over="pos")
+    assert float(every.auroc.interval().low.max()) < 0.6
+    assert float((every.control.mean() - 0.5).abs().max()) < 0.2
+
+
+@pytest.mark.parametrize("kind", ["logistic", "linear"])
+def test_folds_of_texts_that_come_several_times_are_those_of_scikit_learn(kind):
+    """Each fold by hand: copies are left out together, and scored once. The fit uses all of them."""
+    metrics = pytest.importorskip("sklearn.metrics", reason="needs the extra probes")
+    linear = pytest.importorskip("sklearn.linear_model")
+    torch.manual_seed(5)
+    values = torch.randn(17, 4) + 0.7 * (torch.arange(17) < 8)[:, None]
+    times = [5, 1, 1, 2, 1, 1, 3, 1, 1, 4, 1, 1, 1, 2, 1, 1, 7]
+    yes, no = ([n for n in rows for _ in range(times[n])] for rows in (range(8), range(8, 17)))
+    yes, no = (np.random.default_rng(1).permutation(each).tolist() for each in (yes, no))
+    found = probe(
+        embedded(values), torch.tensor(yes)[:, None], torch.tensor(no)[:, None], "1", folds=3,
+        kind=kind, seed=6, draws=2,
+    )  # fmt: skip
+    # Texts are numbered as they come. Those of `no` are put into folds first.
+    draw, fold = torch.Generator().manual_seed(6), np.zeros(17, int)
+    for each in (no, yes):
+        texts = np.array([*dict.fromkeys(each)])
+        fold[texts[torch.randperm(len(texts), generator=draw)]] = np.arange(len(texts)) % 3
+    rows, expected = np.array(yes + no), []
+    x, labels = values.double().numpy(), np.arange(17) < 8
+    for n in range(3):
+        kept = rows[fold[rows] != n]
+        mean, spread = x[kept].mean(0), x[kept].std(0)
+        scaled = (x - mean) / spread
+        if kind == "logistic":
+            made = linear.LogisticRegression(max_iter=1000).fit(scaled[kept], labels[kept])
+            scores = made.decision_function(scaled)
+        else:
+            made = linear.Ridge(alpha=1.0).fit(scaled[kept], 2.0 * labels[kept] - 1)
+            scores = made.predict(scaled)
+        held = fold == n
+        expected.append(metrics.roc_auc_score(labels[held], scores[held]))
+    np.testing.assert_allclose(found.auroc.values[0].numpy(), expected)
+    assert found.auroc.counts == pytest.approx((8 / 3, 3))
+    assert found.control.counts == pytest.approx((17 / 6, 17 / 6))
+
+
+def left_padded(model, texts, width=15):
+    """A cache of some texts with padding on the left."""
+    mask = torch.tensor([[n >= width - len(text) for n in range(width)] for text in texts])
+    tokens = torch.zeros(mask.shape, dtype=torch.long)
+    tokens[mask] = torch.cat([model.to_tokens(text).tokens[0] for text in texts])
+    return HookedRunner(model).run_with_cache(tokens, attention_mask=mask)[1]
+
+
+@pytest.mark.parametrize("pos", [-1, [-5, -1], "of each"])
+@pytest.mark.parametrize("given", ["texts", "caches", "both"])
+def test_a_text_of_both_kinds_is_in_one_fold(model, given, pos):
+    """With the same texts on both sides nothing is to be found. With a leak the AUROC would be 0."""
+    pytest.importorskip("sklearn", reason="needs the extra probes")
+    texts = random_letters(13, seed=3)
+    yes, no = [*texts, texts[4]], [*reversed(texts), *texts[2:6]]
+    where = {
+        "-1": -1,
+        "[-5, -1]": [-5, -1],
+        "of each": [[-1 - n % 5] for n in range(len(yes) + len(no))],
+    }
+    name = "blocks.2.resid_post"
+    options = {"pos": where[str(pos)], "draws": 3, "folds": 4}
+    if given != "texts":
+        no = left_padded(model, no)
+    if given == "caches":
+        yes = left_padded(model, yes, 20)
+    found = probe(model, yes, no, name, **options)
+    if pos != "of each":  # else examples of a text are at other places
+        # Rounding decides about the pairs of a text with itself, one in 3 or 4.
+        assert float((found.auroc.values - 0.5).abs().max()) < 0.5 / 3 + 1e-6
+    assert found.auroc.counts == (13 / 4, 13 / 4)
+    assert found.control.counts == (13 / 8, 13 / 8)
+    assert 0.1 < float(found.control.mean()) < 0.9
+    # Some of both kinds, and others of one.
+    mixed = probe(model, texts[:9], texts[5:], name, folds=3)
+    assert mixed.auroc.counts == (3, 8 / 3)
+    assert mixed.control.counts == pytest.approx((13 / 6, 13 / 6))
+    with pytest.raises(ValueError, match="got 5 for 3 folds"):
+        probe(model, texts[:4], texts[1:5], name, folds=3)
+    with pytest.raises(ValueError, match=r"\(2 and 3\); got 3"):
+        probe(model, texts[:2] * 5, texts[2:5] * 2, name, folds=3)
+
+
+class Seeing(nn.Module):
+    """Adds a picture to what it reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.point = nn.Embedding(7, 4), HookPoint("batch pos d_model")
+
+    def forward(self, tokens, picture):
+        return self.point(self.embedding(tokens) + picture[:, None])
+
+
+def test_the_same_words_beside_other_pictures_are_other_texts():
+    """A cache keeps no pictures, so the values say whether they were the same."""
+    pytest.importorskip("sklearn", reason="needs the extra probes")
+    torch.manual_seed(0)
+    model = Seeing().eval()
+    pictures = torch.randn(24, 4)
+    kind = 3 * torch.tensor([1.0, 0, 0, 0])
+    tokens = torch.tensor([[3, 1]] * 12)
+    runner = HookedRunner(model)
+    yes, no = pictures[:12] + kind, pictures[12:]
+    caches = [runner.run_with_cache(tokens, picture)[1] for picture in (yes, no)]
+    found = probe(model, *caches, "point")
+    assert found.auroc.counts == (2.4, 2.4)
+    assert float(found.auroc.mean()) > 0.8
+    copied = [runner.run_with_cache(tokens, torch.cat([each[:6]] * 2))[1] for each in (yes, no)]
+    assert probe(model, *copied, "point", folds=3).auroc.counts == (2, 2)
+
+
 def test_the_auroc_of_a_fold_is_that_of_scikit_learn():
     metrics = pytest.importorskip("sklearn.metrics", reason="needs the extra probes")
     linear = pytest.importorskip("sklearn.linear_model")

@@ -156,6 +156,27 @@ def test_no_ratio_where_the_ablation_hardly_matters(model, texts):
     assert "must raise the loss" in repr(scores)
 
 
+@pytest.mark.parametrize("batch", [3, 16])
+def test_copies_of_a_text_count_once_in_the_scores(model, texts, batch):
+    d = random(3, 9)
+    once, often = (evaluate_sae(model, {PLACE: d}, texts * n, batch=batch) for n in (1, 4))
+    assert once.groups is None
+    assert often.groups == (*range(11),) * 4
+    for ablation in ("zero", "mean"):
+        expected, found = once.recovered(ablation), often.recovered(ablation)
+        assert_close(found.mean(), expected.mean())
+        for end, same in zip(found.interval(), expected.interval(), strict=True):
+            assert_close(end, same, rtol=1e-6, atol=1e-9)
+    # A gap with a mean above two standard errors of 44 texts, but not of 11.
+    gap = torch.tensor([0.0] * 8 + [1.0] * 3).double()
+    of_texts = torch.stack([0 * gap, 0.5 * gap, gap, gap])
+    scores = dataclasses.replace(often, losses=of_texts.repeat(1, 4))
+    assert 2 * gap.std() / 44**0.5 < gap.mean() < 2 * gap.std() / 11**0.5
+    with pytest.raises(ValueError, match="standard error"):
+        scores.recovered()
+    dataclasses.replace(scores, groups=None).recovered()
+
+
 def test_transcoders_are_scored_at_what_they_write(model):
     mlp = model.blocks[0].mlp
     zero = torch.zeros(D, dtype=torch.float64)
@@ -316,6 +337,30 @@ def test_cards_of_some_positions_and_of_norms_in_the_stream(model):
     (card,) = feature_cards(post, {PLACE: d}, TEXTS, [4], k=2)
     logits = post.unembedding.weight @ d.W_dec[4]
     assert [int(token) for token, _ in card.top] == logits.topk(2).indices.tolist()
+
+
+def test_no_text_is_an_example_twice(model):
+    chosen, pads = [0, 7, 28], [[3, 1, 4, 1, 5, 9, 2], [2, 3, 8, 4, 6, 2]]
+    d = random()
+    for batch in (1, 3, 16):
+        cards = feature_cards(model, {PLACE: d}, TEXTS, chosen, k=4, batch=batch)
+        often = feature_cards(model, {PLACE: d}, [*TEXTS, *pads, *TEXTS], chosen, k=4, batch=batch)
+        for card, same in zip(cards, often, strict=True):
+            shown = [(each.tokens, each.pos) for each in same.examples]
+            assert shown == [(each.tokens, each.pos) for each in card.examples]
+            assert len({tuple(tokens) for tokens, _ in shown}) == len(shown)
+        assert max(len(card.examples) for card in often) > 1
+
+
+@pytest.mark.parametrize("batch", [1, 3, 16])
+def test_purity_counts_copies_of_a_text_once(model, batch):
+    neurons, texts = "blocks.1.mlp.post", [TEXTS[2], *TEXTS, *TEXTS[1:]]
+    shares = purity(model, texts, neurons, k=3, batch=batch)
+    assert_close(
+        shares, purity(model, [TEXTS[2], *TEXTS[:2], TEXTS[3]], neurons, k=3), equal_nan=True
+    )
+    # Two tokens of one text are not twenty.
+    assert purity(model, [[3, 1]] * 20, neurons, k=3, batch=batch).isnan().all()
 
 
 def test_purity_of_some_positions(model):

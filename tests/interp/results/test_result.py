@@ -109,6 +109,75 @@ def test_an_auroc_of_few_texts_has_no_interval_and_parts_keep_its_kind():
     assert (lost.bounds, lost.counts) == ((-1, 1), None)
 
 
+def of_copies(sizes, seed=0):
+    """Values [3, text], and the number of each example's text, in a random order."""
+    groups = np.random.default_rng(seed).permutation(np.repeat(np.arange(len(sizes)), sizes))
+    return torch.randn(3, len(sizes)).double(), groups.tolist()
+
+
+@pytest.mark.parametrize("kind", ["means", "ratios", "shares", "above a bound", "ones"])
+@pytest.mark.parametrize("times", [2, 5])
+def test_copies_do_not_change_an_interval(kind, times):
+    values, groups = of_copies([times] * 9)
+    bounds = {"shares": (-4.0, 4.0), "above a bound": (-4.0, math.inf), "ones": (0.0, 1.0)}.get(
+        kind
+    )
+    values = (values > 0).double() if kind == "ones" else values
+    base, target = torch.rand(9).double(), 2 + torch.rand(9).double()
+    given = {"axes": ("head", "example"), "bounds": bounds}
+    once = Result(values, base=base, target=target, **given)
+    often = Result(
+        values[:, groups], base=base[groups], target=target[groups], groups=tuple(groups), **given
+    )
+    if kind == "ratios":
+        once, often = once.normalized(), often.normalized()
+    for end, same in zip(often.interval(0.9), once.interval(0.9), strict=True):
+        torch.testing.assert_close(end, same, rtol=1e-9, atol=1e-12)
+    plain = replace(often, groups=None).interval(0.9)
+    assert (plain.high - plain.low < often.interval(0.9).high - often.interval(0.9).low).all()
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 4), (7, 2, 1, 3, 3, 1), (20, *[1] * 11)])
+def test_unequal_copies_have_the_error_of_the_jackknife(sizes):
+    """The jackknife leaves out one text after another; the skewness is that of the formula."""
+    stats = pytest.importorskip("scipy.stats")
+    values, groups = of_copies(sizes)
+    result = Result(values[:, groups], ("head", "example"), groups=tuple(groups))
+    n, texts = len(groups), len(sizes)
+    for row, low, high in zip(values.numpy(), *result.interval(), strict=True):
+        mean = row[groups].mean()
+        left = [[row[group] for group in groups if group != text] for text in range(texts)]
+        change = mean - np.array([np.mean(others) for others in left])
+        error = math.sqrt((texts - 1) / texts * (change**2).sum())
+        skewness = (change**3).mean() / (change**2).mean() ** 1.5
+        tail = 2.5 * skewness / math.sqrt(texts - 2)
+        for end, sign in ((low, -1), (high, 1)):
+            t = stats.t.ppf(0.975, texts - 1) * (1 + max(0, sign * tail))
+            assert float(end) == pytest.approx(mean + sign * t * error, rel=1e-6)
+    right = torch.tensor([[1.0] + [0.0] * (texts - 1)])[:, groups]
+    share = Result(right, ("head", "example"), bounds=(0.0, 1.0), groups=tuple(groups))
+    # Wilson's, of as many texts as are as sure (Kish).
+    sure, p, z = n**2 / sum(size**2 for size in sizes), sizes[0] / n, stats.norm.ppf(0.975)
+    middle, half = (p + z**2 / sure / 2), z * math.sqrt(p * (1 - p) / sure + z**2 / 4 / sure**2)
+    ends = [(middle + sign * half) / (1 + z**2 / sure) for sign in (-1, 1)]
+    assert [float(end) for end in share.interval()] == pytest.approx(ends, abs=1e-6)
+
+
+def test_parts_and_differences_know_which_examples_are_copies():
+    values, groups = of_copies([3, 1, 2, 2])
+    base, same = torch.rand(8).double(), tuple(groups)
+    result = Result(values[:, groups], ("head", "example"), base, base + 1, groups=same)
+    rows = [5, 0, 3, 6, 1]
+    assert result.select(example=rows).groups == tuple(groups[row] for row in rows)
+    assert result.select(head=1).groups == result.normalized().groups == same
+    assert result.sum("head").groups == (result - replace(result, groups=None)).groups == same
+    assert result.normalized().select(example=rows).groups == tuple(groups[row] for row in rows)
+    one = replace(result, groups=(4,) * 8)  # all of one text
+    assert all(end.isnan().all() for end in one.interval())
+    with pytest.raises(ValueError, match="groups .*8; got 3"):
+        replace(result, groups=(0, 1, 2))
+
+
 def test_too_few_examples_have_no_interval(result):
     for n, normal in ((1, False), (2, False), (3, True)):
         few = result.select(example=list(range(n)))
@@ -269,14 +338,16 @@ def test_a_table_for_pandas(result):
 
 @pytest.mark.parametrize("normal", [False, True])
 def test_saved_and_loaded(result, tmp_path, normal):
-    limits = {"bounds": (0.0, math.inf), "counts": (2.0, 3.5)}
+    limits = {
+        "bounds": (0.0, math.inf), "counts": (2.0, 3.5), "groups": (*range(EXAMPLES - 1), 0)
+    }  # fmt: skip
     given = result.normalized() if normal else replace(result, target=None, **limits)
     given.save(tmp_path / "r.safetensors")
     found = Result.load(tmp_path / "r.safetensors")
     for name in ("values", "base", "target"):
         one, two = getattr(given, name), getattr(found, name)
         assert (one is two is None) or torch.equal(one, two)
-    for name in ("axes", "labels", "unit", "about", "is_ratio", "bounds", "counts"):
+    for name in ("axes", "labels", "unit", "about", "is_ratio", "bounds", "counts", "groups"):
         assert getattr(given, name) == getattr(found, name)
     assert [path.name for path in tmp_path.iterdir()] == ["r.safetensors"]
 

@@ -1,0 +1,145 @@
+"""Copies of texts: examples with the same real tokens. Padding does not count.
+
+1. Hash the real tokens of each example, together with the other inputs that the model reads for it.
+2. Examples with the same hash are copies of one text. A cache does not keep all inputs of its run,
+   such as images. So two examples of a cache are copies only if their values agree too.
+3. Give each text a number, which its copies share. An analysis with held-out data puts copies into
+   the same part, draws one label for all of them, and counts them once in its intervals.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from hooks import ActivationCache
+from interp.inputs.arguments import is_listed, without_rows
+from interp.inputs.texts import Text, text_of
+from interp.numbers.precision import is_rounding
+
+_OF_DECODER = {"decoder_input_ids", "decoder_attention_mask"}
+
+
+def digests(*texts: Text) -> list[str]:
+    """Return a hash of each example, by which it can be recognised.
+
+    Args:
+        texts: the texts. If there are several, such as clean and corrupted ones, their rows make one
+            example together.
+
+    >>> mask = torch.tensor([[False, True, True], [True, True, False]])
+    >>> one, other = digests(Text(torch.tensor([[0, 3, 1], [3, 1, 0]]), mask))
+    >>> one == other == digests(Text(torch.tensor([[3, 1]])))[0]
+    True
+    """
+    tokens = zip(*map(_tokens, texts), strict=True)
+    others = zip(*map(_others, texts), strict=True)
+    return [
+        _hashed(repr(read + tuple(filter(None, more))).encode())
+        for read, more in zip(tokens, others, strict=True)
+    ]
+
+
+def numbered(digests: Sequence[str], agree: Callable[[int, int], bool] | None = None) -> list[int]:
+    """Return the number of each example's text.
+
+    Texts are counted from 0, in the order of their first examples.
+
+    Args:
+        digests: the hash of each example.
+        agree: a function that says whether two examples with the same hash are copies. None if they
+            always are.
+
+    >>> numbered(["a", "b", "a", "c"])
+    [0, 1, 0, 2]
+    """
+    numbers, texts = list[int](), dict[str, list[int]]()
+    count = 0
+    for row, digest in enumerate(digests):
+        known = texts.setdefault(digest, [])
+        first = next((one for one in known if agree is None or agree(one, row)), None)
+        if first is None:
+            known.append(row)
+            numbers.append(count)
+            count += 1
+        else:
+            numbers.append(numbers[first])
+    return numbers
+
+
+def groups(
+    digests: Sequence[str], agree: Callable[[int, int], bool] | None = None
+) -> tuple[int, ...] | None:
+    """Return the number of each example's text, or None if there are no copies; see `numbered`."""
+    numbers = numbered(digests, agree)
+    return tuple(numbers) if len({*numbers}) < len(numbers) else None
+
+
+def groups_of_cache(
+    cache: ActivationCache, values: Float[Tensor, "*axes example"]
+) -> tuple[int, ...] | None:
+    """Return the number of each example's text for a table that was read from a cache.
+
+    Args:
+        cache: the cache.
+        values: the table. The values of copies agree up to rounding.
+
+    Returns:
+        The numbers; None if there are no copies, or the cache does not know its tokens.
+    """
+    text = text_of(cache)
+    if text is None or cache.is_part or len(text.tokens) != values.shape[-1]:
+        return None
+    columns = values.detach().reshape(-1, values.shape[-1])
+
+    def agree(one: int, other: int) -> bool:
+        return bool(is_rounding(columns[:, one], columns[:, other]).all())
+
+    return groups(digests(text), agree)
+
+
+def unseen(text: Text, seen: set[str]) -> Bool[Tensor, " batch"]:
+    """Return True at each text that is not in `seen`, and add it there."""
+    is_new = []
+    for digest in digests(text):
+        is_new.append(digest not in seen)
+        seen.add(digest)
+    return torch.tensor(is_new, device=text.tokens.device)
+
+
+def _tokens(text: Text) -> list[object]:
+    """Return the real tokens of each text. Images and sounds have a hash instead."""
+    on_cpu = Text(text.tokens.cpu(), text.real.cpu())
+    if on_cpu.tokens.is_floating_point():
+        return [*map(_content, on_cpu.tokens)]
+    return [*on_cpu.listed()]
+
+
+def _others(text: Text) -> list[tuple[object, ...]]:
+    """Return the other inputs of each text as hashes."""
+    n, decoded = len(text.tokens), text.of_logits
+    columns = [] if decoded is text else [_tokens(decoded)]
+    names = {*text.more} if decoded is text else {*text.more} - _OF_DECODER
+    together = {*without_rows(text.more, n)}
+    for name in sorted(names):
+        value = text.more[name]
+        if name in together:  # it is not known which part belongs to which text
+            columns.append([(name, _content(value), row) for row in range(n)])
+        elif isinstance(value, Tensor) and value.shape == text.tokens.shape:
+            rows = zip(value.cpu(), text.real.cpu(), strict=True)
+            columns.append([(name, _content(row[real])) for row, real in rows])
+        elif is_listed(value, n) or (isinstance(value, Tensor) and value.ndim and len(value) == n):
+            columns.append([(name, _content(part)) for part in value])
+    return [*zip(*columns, strict=True)] if columns else [()] * n
+
+
+def _content(value: Tensor) -> tuple[list[int], str]:
+    """Return the shape of a tensor and a hash of its numbers."""
+    numbers = value.detach().cpu().reshape(-1).contiguous()
+    return [*value.shape], _hashed(numbers.view(torch.uint8).numpy().tobytes())
+
+
+def _hashed(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=8).hexdigest()

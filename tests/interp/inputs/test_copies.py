@@ -1,0 +1,242 @@
+"""Copies of texts: which examples are the same, and that splits and tables keep them together."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from hooks import HookedRunner
+from interp import (
+    Circuit,
+    Pairs,
+    activation_patching,
+    direct_logit_attribution,
+    edits,
+    faithfulness,
+    head_scores,
+    jacobian_lens,
+    log_prob,
+    run_with_cache,
+    sweep,
+    why_attends,
+)
+from interp.alignment import null_spaces
+from interp.directions import Direction, steering_curve
+from interp.graph import Graph
+from interp.inputs.copies import digests, groups, numbered
+from interp.inputs.texts import Text
+from interp.reading.experts import expert_load
+from models import load
+from tests.streams import made
+
+SHORT = [[3, 1, 4], [1, 5], [9, 2, 6, 5], [1, 5], [3, 1, 4, 1], [3, 1, 4]]
+NUMBERS = (0, 1, 2, 1, 3, 0)
+
+
+def batch_of(texts, sides, width=7, filler=8):
+    """Tokens of some texts with padding on a side of each, and their mask."""
+    tokens = torch.full((len(texts), width), filler)
+    mask = torch.zeros(tokens.shape, dtype=torch.bool)
+    for row, (text, side) in enumerate(zip(texts, sides, strict=True)):
+        columns = slice(0, len(text)) if side == "right" else slice(width - len(text), width)
+        tokens[row, columns] = torch.tensor(text)
+        mask[row, columns] = True
+    return tokens, mask
+
+
+@pytest.mark.parametrize("sides", [["left"] * 6, ["right"] * 6, ["left", "right"] * 3])
+def test_texts_are_the_same_by_their_real_tokens(sides):
+    tokens, mask = batch_of(SHORT, sides)
+    tokens[0, ~mask[0]] = 2  # whatever the padding is
+    assert groups(digests(Text(tokens, mask))) == NUMBERS
+    wider = Text(*batch_of(SHORT, sides[::-1], width=9))
+    assert digests(wider) == digests(Text(tokens, mask))
+    assert groups(digests(Text(tokens, mask))[1:3]) is None
+    pair = Text(tokens, mask), Text(*batch_of([*SHORT[:3], [1, 6], *SHORT[4:]], sides))
+    assert numbered(digests(*pair)) == [0, 1, 2, 3, 4, 0]
+
+
+def test_other_arguments_make_other_texts():
+    tokens = torch.tensor([[3, 1, 4]] * 4)
+    one, other = torch.randn(2, 2, 5)
+    assert groups(digests(Text(tokens))) == (0, 0, 0, 0)
+    images = {"pixel_values": torch.stack([one, other, one, other])}
+    assert groups(digests(Text(tokens, more=images))) == (0, 1, 0, 1)
+    listed = {"images": [one, one, other, one[:1]]}
+    assert groups(digests(Text(tokens, more=listed))) == (0, 0, 1, 2)
+    # Nobody knows which of these patches belong to which text.
+    assert groups(digests(Text(tokens, more={"patches": torch.zeros(9, 2)}))) is None
+    shared = {"window": torch.zeros(3, 3), "scale": 2.0, "labels": None}
+    assert groups(digests(Text(tokens, more={"scale": 2.0, "labels": None}))) == (0, 0, 0, 0)
+    assert groups(digests(Text(tokens, more=shared))) is None
+    # Of a decoder too its real tokens count.
+    answers, mask = batch_of([[5], [5, 6], [5], [5]], ["left", "right", "right", "right"])
+    more = {"decoder_input_ids": answers, "decoder_attention_mask": mask}
+    assert groups(digests(Text(tokens, more=more))) == (0, 1, 0, 0)
+    seen = torch.stack([one, other, other, one]).bfloat16()
+    assert groups(digests(Text(seen))) == (0, 1, 1, 0)
+    # What each token has beside it counts where the token is real.
+    tokens, mask = batch_of([[3, 1]] * 3, ["left", "right", "right"], width=4)
+    types = torch.tensor([[7, 7, 0, 1], [0, 1, 7, 7], [0, 0, 7, 7]])
+    assert groups(digests(Text(tokens, mask, more={"token_type_ids": types}))) == (0, 0, 1)
+
+
+def pairs_of(numbers, width=5):
+    """Pairs with one text for each number. Their answers are the numbers of their rows."""
+    draw = torch.Generator().manual_seed(0)
+    table = torch.randint(20, (2, max(numbers) + 1, width), generator=draw)[:, [*numbers]]
+    return Pairs(table[0], table[1], torch.arange(len(numbers)))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_split_keeps_copies_together(seed):
+    numbers = [0, 1, 2, 0, 3, 1, 4, 0, 5, 6, 2, 1, 0]
+    pairs = pairs_of(numbers)
+    parts = pairs.split(seed, share=0.4)
+    texts = [{numbers[row] for row in part.answers.tolist()} for part in parts]
+    assert not texts[0] & texts[1]
+    assert len(texts[0]) == 3  # of 7, rounded
+    assert sorted(row for part in parts for row in part.answers.tolist()) == [*range(13)]
+    assert not {*parts[0].digests()} & {*parts[1].digests()}
+    # The same texts are drawn as without copies, of which nothing changed.
+    order = torch.randperm(7, generator=torch.Generator().manual_seed(seed))[:3]
+    assert texts[0] == {*order.tolist()}
+
+
+def test_a_split_of_one_text_is_refused():
+    with pytest.raises(ValueError, match="0 and 1 different"):
+        pairs_of([0, 0, 0]).split()
+    other = Pairs(torch.tensor([[1, 2]] * 2), torch.tensor([[1, 3], [1, 4]]))  # two pairs
+    assert [len(part) for part in other.split()] == [1, 1]
+
+
+# --- intervals of tables whose examples are copies
+
+
+@pytest.fixture(scope="module")
+def model():
+    return made(n_layers=2)
+
+
+def repeated(times):
+    """Five pairs; and the same pairs several times, in another order and padded on the left."""
+    texts = torch.randint(23, (2, 5, 6), generator=torch.Generator().manual_seed(5))
+    answers = torch.tensor([[3, 1], [0, 4], [7, 2], [20, 9], [5, 8]])
+    rows = [row for row in range(5) for _ in range(times[row])]
+    rows = [rows[n] for n in np.random.default_rng(0).permutation(len(rows))]
+    columns, mask = torch.nn.functional.pad(texts[:, rows], (2, 0)), torch.ones(len(rows), 8)
+    mask[:, :2] = 0
+    return (
+        Pairs(*texts, answers),
+        Pairs(*columns, answers[rows], attention_mask=mask),
+        rows,
+    )
+
+
+def half(model):
+    return Circuit(Graph(model), Graph(model).edges[::2])
+
+
+def exchanged(model, pairs):
+    columns = torch.eye(model.config.d_model)[:, :2].double()
+    return null_spaces(model, pairs, "blocks.0.resid_post", columns).effects
+
+
+def steered(model, pairs):
+    direction = Direction({"blocks.0.resid_post": torch.ones(model.config.d_model).double()})
+    texts = {"input_ids": pairs.clean, **pairs.text.kwargs}
+    return steering_curve(model, direction, texts, [1.0, 2.0], log_prob(3)).score
+
+
+WITHOUT_MLP = {"blocks.0.mlp_out": edits.zero()}
+TABLES = {
+    "patching": lambda m, pairs: activation_patching(m, pairs, "resid_pre", "layer"),
+    "ablation": lambda m, pairs: activation_patching(
+        m, pairs, "mlp_out", "layer", edit=edits.zero()
+    ),
+    "sweep": lambda m, pairs: sweep(m, pairs, [WITHOUT_MLP], log_prob(3)),
+    "faithfulness": lambda m, pairs: faithfulness(m, pairs, half(m)),
+    "zeros": lambda m, pairs: faithfulness(m, pairs, half(m), "zero"),
+    "null spaces": exchanged,
+    "steering": steered,
+}
+
+
+@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
+def test_copies_count_once_in_the_intervals_of_pairs(model, table):
+    once, often, rows = repeated([3] * 5)
+    expected, found = table(model, once), table(model, often)
+    assert expected.groups is None
+    assert [rows[found.groups.index(group)] for group in found.groups] == rows
+    torch.testing.assert_close(found.mean(), expected.mean())
+    for end, same in zip(found.interval(), expected.interval(), strict=True):
+        torch.testing.assert_close(end, same, rtol=1e-4, atol=1e-5)
+    few = table(model, repeated([6, 1, 1, 1, 1])[1])
+    assert len({*few.groups}) == 5
+
+
+def test_pairs_that_share_a_clean_text_are_copies_where_it_alone_is_read(model):
+    once, _, _ = repeated([1] * 5)
+    clean = once.clean[[0, 1, 2, 0, 3, 4]]
+    corrupted = once.corrupted[[0, 1, 2, 3, 4, 0]]
+    pairs = Pairs(clean, corrupted, torch.tensor([[3, 1]] * 6))
+    kept = half(model)
+    assert faithfulness(model, pairs, kept).groups is None
+    assert faithfulness(model, pairs, kept, "zero").groups == (0, 1, 2, 0, 3, 4)
+
+
+def test_copies_count_once_in_tables_of_a_cache(model):
+    once, often, rows = repeated([2, 2, 2, 2, 2])
+    readings = {
+        "scores": lambda cache: head_scores(model, cache, "previous_token"),
+        "logits": lambda cache: direct_logit_attribution(model, cache, right=3, pos=-1),
+        "reasons": lambda cache: why_attends(model, cache, (1, 0), k=2),
+    }
+    _, one = run_with_cache(model, once.clean, lazy=True)
+    _, many = run_with_cache(model, often.clean, attention_mask=often.text.mask, lazy=True)
+    for reading in readings.values():
+        expected, found = reading(one), reading(many)
+        assert expected.groups is None
+        assert [rows[found.groups.index(group)] for group in found.groups] == rows
+        for end, same in zip(found.interval(), expected.interval(), strict=True):
+            torch.testing.assert_close(end, same, rtol=1e-4, atol=1e-5)
+
+
+def test_texts_of_a_cache_that_differ_in_more_than_tokens_are_no_copies():
+    """An image beside the same tokens, which a cache does not keep."""
+    transformers = pytest.importorskip("transformers")
+    from models import attach
+
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=7, hidden_size=4, intermediate_size=8, num_hidden_layers=1)
+    config = transformers.MixtralConfig(
+        **sizes, num_attention_heads=2, num_key_value_heads=1, num_local_experts=3
+    )
+    model = attach(transformers.MixtralForCausalLM(config).eval()).model
+    same = torch.tensor([[3, 1, 4]] * 3)
+    _, cache = run_with_cache(model, same, names="*.routing")
+    assert expert_load(model, cache).groups == (0, 0, 0)
+    vectors = torch.randn(3, 3, 4)
+    runner = HookedRunner(model)
+    with runner.hooks({"embed": lambda value, point: vectors.to(value)}):
+        _, cache = run_with_cache(model, same, names="*.routing")
+    assert expert_load(model, cache, weighted=True).groups is None
+
+
+def test_the_error_of_a_jacobian_lens_counts_copies_once():
+    model = load("pydoc-4l")
+    texts = ["def f(x): ret", "class A: pas", "import os, sy"]
+    once, twice = (jacobian_lens(model, texts * n, skip=3) for n in (1, 2))
+    assert (once.n_texts, twice.n_texts) == (3, 6)
+    torch.testing.assert_close(twice.weight, once.weight)
+    torch.testing.assert_close(twice.error, once.error, rtol=1e-4, atol=0)
+    # Of texts that come 3, 1 and 1 times, 5² / (9 + 1 + 1) would be as sure.
+    uneven = jacobian_lens(model, [*texts, *texts[:1] * 2], skip=3)
+    assert uneven.n_different == pytest.approx(25 / 11)
+    others = jacobian_lens(model, ["return x", "yield from", "part KV8"], skip=3)
+    both = uneven.merged(others)
+    assert both.n_different == pytest.approx(64 / (11 + 3))
+    alone = jacobian_lens(model, texts[:1] * 4, skip=3)
+    assert all(math.isnan(error) for error in alone.error.tolist())
+    assert alone.n_different == 1
