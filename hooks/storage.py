@@ -260,7 +260,7 @@ def one_error(
 def only_tensors(where: str = "it") -> Iterator[None]:
     """Turn PyTorch's refusal of a pickle into a ValueError that says what the pickle would call.
 
-    PyTorch's own message says how to run it all the same.
+    PyTorch's message explains how to run the pickle anyway.
 
     Args:
         where: the file or folder, for the message.

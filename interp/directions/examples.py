@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hooks import ActivationCache, SelectionError
 from hooks.shared import Index, Selection, names_by_layer
 from interp.inputs.copies import digests, numbered
-from interp.inputs.texts import Text, Texts, batches, text_of_values
+from interp.inputs.texts import Text, Texts, batches, text_of, text_of_values
 from interp.inputs.wording import named_spans
 from interp.numbers.precision import finite, is_rounding
 from interp.protocol import runner_of
@@ -126,11 +126,12 @@ def _runs(
 ) -> Iterator[tuple[Text, ActivationCache]]:
     """Texts and their values: of one run that is given, or of a run for each batch."""
     if isinstance(texts, ActivationCache):
+        if text_of(texts) is None:
+            raise ValueError("a cache must be of a run that was given tokens; got one without")
         text = text_of_values(texts, texts[points[0]].shape[:2])
         if text is None:
             raise ValueError(
-                "a cache must be whole, of a run that was given tokens; got a cache that does not know the "
-                "tokens of its values"
+                "a cache must have all texts and positions of its run; got a part, whose tokens are not known"
             )
         yield text, texts
         return

@@ -114,17 +114,20 @@ def find(calls: Sequence[Call], added: Call | None) -> Experts | None:
 
 
 def _wholes(added: Call | None, later: Sequence[Call]) -> list[Tensor]:
-    """What the MLP adds and, where norms or dropouts make it of something else, that, from the last on."""
+    """The tensors that may be the whole sum: the one that is added, and those that norms or dropouts made it of.
+
+    The last one comes first.
+    """
     wholes = [] if added is None else [added.output, *added.inputs]
     for call in reversed(later):
-        # The same tensor, handed on without arithmetic, so its bits are the same.
+        # This asks for the same tensor, so rounding cannot change it.
         if any(is_same(call.output, whole) for whole in wholes):
             wholes += call.inputs
     return [whole for whole in wholes if whole is not None]
 
 
 def _mapped(routed: Tensor, later: Sequence[Call]) -> list[tuple[Tensor, bool]]:
-    """The sum of the experts, and what modules make of it one after the other, each with whether it is something else."""
+    """The sum of the experts, then what each module in a row makes of the one before; and whether it differs from the sum."""
     terms = [(routed, False)]
     for call in later:
         value, is_other = terms[-1]
@@ -210,8 +213,8 @@ def unequal(mixtures: Mapping[int, Experts], run: Run, calls: Callable[..., Any]
 def inert(mixtures: Mapping[int, Experts], run: Run) -> Broken:
     """The points `router` whose edits change nothing, found by runs of one router of each kind; see `unequal`.
 
-    An edit that reaches nothing leaves all arithmetic as it is, so both runs give the same bits, and rounding cannot make it
-    look as if it acted. Weights of experts show best whether it did: experts that give the same would hide it.
+    If an edit reaches nothing, both runs do the same arithmetic and give the same bits. So rounding cannot make it look as
+    if it acted. The weights of the experts show that it acts even if all experts compute the same.
     """
     acts: dict[type[nn.Module], bool] = {}
     for n, each in mixtures.items():

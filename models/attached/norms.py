@@ -88,9 +88,9 @@ def _in_float32(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def _hands_on(call: Call, x: Tensor, output: Tensor) -> bool:
-    """Whether a module gives what it read, as dropout does.
+    """Whether a module returns its input, as dropout does.
 
-    A norm of what was normed before gives that too, up to rounding. Of twice the input it gives no more.
+    A norm of a normed input returns it too, up to rounding. But if that input is doubled, its output stays the same.
     """
     if not is_close(output, x):
         return False

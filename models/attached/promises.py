@@ -131,8 +131,8 @@ class Checks:
     def _mixing_by_slopes(self, blocks: Sequence[int]) -> set[int]:
         """The blocks whose mixers show a derivative of later positions by the first.
 
-        Without mixing it is a sum of zeros times numbers, which no rounding moves off 0. So the smallest derivative decides,
-        in any precision.
+        Without mixing, this derivative is a sum of products with 0, and rounding cannot change that. So any other number
+        shows mixing, in any precision.
         """
         entering, leaving = dict[int, Tensor](), dict[int, Tensor]()
 
@@ -150,9 +150,10 @@ class Checks:
         return {n for n in leaving if _reaches(entering[n], leaving[n])}
 
     def _mixing_by_values(self, blocks: Sequence[int]) -> set[int]:
-        """The blocks whose mixers give later positions other values where the first one changes, beyond rounding.
+        """The blocks whose mixers change later positions by more than rounding if the first one changes.
 
-        Rounding alone changes some: an expert computes its positions together, and the first one leaves or joins them.
+        Rounding alone changes some of them: an expert multiplies all its positions at once, and the first one may go to
+        another expert.
         """
 
         streams = {n: self._point(n, "resid_pre") for n in blocks}

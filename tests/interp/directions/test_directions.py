@@ -69,6 +69,11 @@ def test_values_may_come_from_caches(model):
     )[1]
     with pytest.raises(ValueError, match="must be of a run that was given tokens"):
         difference_of_means(model, without, caches[1], name)
+    # The tokens of a run are not cut with its values.
+    _, cut = runner.run_with_cache(YES, positions=[-1])
+    for part in (caches[0].at(batch=[1, 0]), cut):
+        with pytest.raises(ValueError, match="got a part"):
+            difference_of_means(model, part, caches[1], name)
 
 
 def chosen_of(lengths, pos):
