@@ -16,6 +16,7 @@ from typing import Any
 
 from hooks.shared import library, require_choice
 from models.checkpoints.gguf_file import GGUFFile
+from models.text.charsmap import Charsmap
 from models.text.templates import template_of
 from models.text.tokenizer import SubwordTokenizer, byte_level, frame_texts
 
@@ -58,7 +59,8 @@ def read_tokenizer(file: GGUFFile) -> SubwordTokenizer:
     ends = dict.fromkeys(
         entries[key] for key in ("eos_token_id", "eot_token_id", "eom_token_id") if key in entries
     )
-    made = SubwordTokenizer(tokenizer, tuple(ends), entries.get("bos_token_id"))
+    charsmap = _charsmap(entries) if model == "t5" else None  # llama.cpp reads it for no other kind
+    made = SubwordTokenizer(tokenizer, tuple(ends), entries.get("bos_token_id"), charsmap)
     special = {
         name: entries["tokens"][entries[key]] for name, key in _SPECIAL.items() if key in entries
     }
@@ -173,24 +175,43 @@ def _word_pieces(entries: dict[str, Any]) -> Any:
     return tokenizer
 
 
+def _charsmap(entries: Mapping[str, Any]) -> Charsmap | None:
+    """The table by which texts are normalised; None without one.
+
+    Raises:
+        ValueError: if it is damaged.
+    """
+    data = bytes(entries.get("precompiled_charsmap", b""))
+    try:
+        return Charsmap(data) if data else None
+    except ValueError as error:
+        raise ValueError(f"tokenizer.ggml.precompiled_charsmap: {error}") from None
+
+
 def _unigrams(entries: dict[str, Any]) -> Any:
     """T5's: of all ways to cut a text, the one with the highest sum of scores."""
     library_ = library("tokenizers")
-    pieces = list(zip(entries["tokens"], entries["scores"], strict=True))
+    # A text has no control tokens, even if its normalised form contains their names.
+    hidden = min(entries["scores"]) - 1000
+    pieces = [
+        (piece, hidden if kind in (_UNKNOWN, _CONTROL) else score)
+        for piece, score, kind in zip(
+            entries["tokens"], entries["scores"], entries["token_type"], strict=True
+        )
+    ]
     tokenizer = library_.Tokenizer(
         library_.models.Unigram(pieces, entries["unknown_token_id"], False)
     )
-    normalizers = []
-    if charsmap := entries.get("precompiled_charsmap"):
-        normalizers.append(library_.normalizers.Precompiled(bytes(charsmap)))
+    steps = []
+    # SentencePiece removes spaces, but no other white characters.
     if entries["remove_extra_whitespaces"]:
-        normalizers += [
-            library_.normalizers.Strip(),
-            library_.normalizers.Replace(library_.Regex(" {2,}"), " "),
-        ]
-    tokenizer.normalizer = library_.normalizers.Sequence(normalizers)
+        for pattern, instead in ((r"\A +| +\z", ""), (" {2,}", " ")):
+            steps.append(library_.normalizers.Replace(library_.Regex(pattern), instead))
+    if entries["add_space_prefix"]:  # the splitter would add none before a space
+        steps.append(library_.normalizers.Prepend(" "))
+    tokenizer.normalizer = library_.normalizers.Sequence(steps)
+    tokenizer.pre_tokenizer = library_.pre_tokenizers.Metaspace(prepend_scheme="never")
     scheme = "always" if entries["add_space_prefix"] else "never"
-    tokenizer.pre_tokenizer = library_.pre_tokenizers.Metaspace(prepend_scheme=scheme)
     tokenizer.decoder = library_.decoders.Metaspace(prepend_scheme=scheme)
     return tokenizer
 

@@ -9,6 +9,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from hooks.shared import library
+from models.text.charsmap import Charsmap
 from models.text.templates import ChatTemplate, template_of
 
 if TYPE_CHECKING:
@@ -139,6 +140,7 @@ class SubwordTokenizer:
         tokenizer: the library's tokenizer; its truncation, padding and dropout are switched off.
         eos_token_ids: the tokens that end a text, which the library does not know.
         bos_token_id: the token that may begin a text, even if the template does not put it there.
+        charsmap: normalises texts before the tokenizer's own normalizer; None for nothing.
 
     Attributes:
         vocab_size: the least that a model of its tokens has: the largest token plus 1.
@@ -153,6 +155,7 @@ class SubwordTokenizer:
         tokenizer: "tokenizers.Tokenizer",
         eos_token_ids: tuple[int, ...] = (),
         bos_token_id: int | None = None,
+        charsmap: Charsmap | None = None,
     ) -> None:
         library_ = library("tokenizers")
         tokenizer.no_truncation()
@@ -180,12 +183,23 @@ class SubwordTokenizer:
         if isinstance(tokenizer.model, library_.models.BPE):
             tokenizer.model.unk_token = tokenizer.model.unk_token or _NO_TOKEN
             tokenizer.model.dropout = None  # else a text's tokens would be other ones each time
+        self._charsmap, self._without_charsmap = charsmap, tokenizer
+        if charsmap is not None:
+            self._tokenizer = charsmap.before(tokenizer)
 
     def __repr__(self) -> str:
         ends = "".join(
             f", {name} {ids}" for name, ids in vars(self).items() if name.endswith("_ids") and ids
         )
         return f"SubwordTokenizer({self.vocab_size} tokens{ends})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_tokenizer": self._without_charsmap}  # the library can write this one
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if self._charsmap is not None:
+            self._tokenizer = self._charsmap.before(self._without_charsmap)
 
     def __deepcopy__(self, memo: Any) -> "SubwordTokenizer":
         return self  # it does not change, and a vocabulary is large

@@ -71,3 +71,23 @@ def test_every_line_is_as_llama_cpp_has_it(name, folder):
         assert tokenizer.encode(text) == tokens
         if name != "bert-bge":  # gives small letters
             assert tokenizer.decode(tokens) == text
+
+
+# What SentencePiece 0.2.3 makes of texts with the vocabulary and the charsmap of the file.
+OF_SENTENCEPIECE = {
+    "a\u3000\u0301b": ["▁a", "▁\u0301", "b"],
+    "\u33a2\u0301 \u00bd": ["▁km", "2", "\u0301", "▁1\u20442"],
+    "cafe\u0301\u0301 \uff21\u0301": ["▁caf\u00e9", "\u0301", "▁\u00c1"],
+    "\u1112\u1161\u11ab\u1100\u1173\u11af": ["▁\ud55c\uae00"],
+    "\u304b\u3099\uff8a\uff9e": ["▁", "\u304c", "\u30d0"],
+    " \u200b\u1680\u2028x ": ["▁x"],
+    "\uff1cs\uff1e \uff1c/s\uff1e": ["▁<", "s", ">", "▁", "</", "s", ">"],
+}
+
+
+@pytest.mark.xdist_group("vocabularies")
+def test_texts_are_normalised_as_sentencepiece_does(folder):
+    tokenizer = load_tokenizer(folder / "ggml-vocab-nomic-bert-moe.gguf")
+    for text, pieces in OF_SENTENCEPIECE.items():
+        shown = tokenizer.tokens_as_text(tokenizer.encode(text))
+        assert shown == [piece.replace("▁", " ") for piece in pieces], ascii(text)
