@@ -25,8 +25,7 @@ class Piece:
         start: its first column, padding included; None for whole texts.
         real: which columns, up to its last, are not padding; None if all are, or if it is not known.
         moved: whether its rows differ from the rows of the piece before it, as in a beam search.
-        began: how many columns the text had when its generation began, if each run reads all of it
-            again.
+        began: the number of columns when the generation began, if each run reads the whole text again.
         others: masks of other texts that the run reads, by the axis of their columns: the texts of
             an encoder have the axis `encoder_pos`.
     """
@@ -71,7 +70,8 @@ class Piece:
         real = None if self.real is None else self.real[:rows]
         others = {axis: mask[:rows] for axis, mask in self.others.items()}
         first = Piece(self.start, real, self.moved, self.began, others)
-        return self._firsts.setdefault(rows, first)  # which may know its columns already
+        # An earlier piece of the same rows knows its columns already.
+        return self._firsts.setdefault(rows, first)
 
     def columns_along(self, axis: str, rows: int, end: int) -> Sequence[Sequence[int]] | None:
         """Return the real columns along an axis of a value; None if there is no padding.
@@ -122,10 +122,11 @@ def real_columns(mask: KeyMask) -> list[list[int]] | None:
 
 
 def encoded(texts: Any) -> tuple[list[list[int]], list[list[bool]]]:
-    """The tokens and the mask of each text in what a tokenizer gave: a mapping with `input_ids`, perhaps of one text.
+    """Return the tokens and the mask of each text in the output of a tokenizer, a mapping with `input_ids`.
 
     Raises:
-        ValueError: if it is another mapping or a table, its mask does not fit, or it holds more that a model reads.
+        ValueError: if the mapping has no `input_ids`, its mask does not fit, or it has other inputs that a
+            model reads.
 
     >>> encoded({"input_ids": [[3, 1], [4, 0]], "attention_mask": [[1, 1], [1, 0]]})
     ([[3, 1], [4, 0]], [[True, True], [True, False]])
@@ -157,7 +158,7 @@ def encoded(texts: Any) -> tuple[list[list[int]], list[list[bool]]]:
     return rows, [[bool(real) for real in row] for row in mask]
 
 
-# What some models read beside tokens and mask. If it is all zeros it changes nothing.
+# Other inputs that some models read. An input of zeros changes nothing.
 _READ_BESIDE = {"token_type_ids", "position_ids", "inputs_embeds", "pixel_values", "input_features"}
 
 
@@ -176,14 +177,14 @@ def position_offset(
 ) -> AbstractContextManager[None]:
     """A `with` in which runs read a piece of their texts: columns `column`, `column + 1` and so on.
 
-    Edits count positions from the start of the text, and negative ones from its last real token. Whoever
-    runs a model on a piece, or on texts with padding, says so. `models.Transformer` and attached models do
-    that themselves when they are called with a cache or a mask.
+    Edits count positions from the start of the text, and negative positions from its last real token. So
+    code that runs a model on a piece, or on texts with padding, must enter this context.
+    `models.Transformer` and attached models do it themselves when they are called with a cache or a mask.
 
     Args:
         column: the first column of the piece, padding included. None for whole texts, the default.
-        real: which columns, up to the last one of the piece, are not padding. None if all are. On an
-            accelerator it is read back when an edit asks for it.
+        real: the mask of real columns, up to the last column of the piece. None if there is no padding.
+            A mask on an accelerator is copied to the CPU when an edit needs it.
 
     Raises:
         ValueError: if the column is negative.
@@ -203,12 +204,15 @@ def reading(piece: Piece) -> AbstractContextManager[None]:
 
 
 def piece_read() -> Piece:
-    """The piece that runs read here; the whole text while a compiler traces, which cannot read the context."""
+    """Return the piece that runs read here.
+
+    It is the whole text while a compiler traces, because a compiler cannot read the context.
+    """
     return _WHOLE if torch.compiler.is_compiling() else _piece.get()
 
 
 def piece_is_known() -> bool:
-    """Whether somebody has said which piece of the texts runs read here."""
+    """Return whether code above has entered `position_offset` or `reading`."""
     return _piece.get() is not _WHOLE
 
 

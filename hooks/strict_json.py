@@ -1,4 +1,4 @@
-"""JSON as its standard has it. Python's own writer and reader let NaN and infinity through.
+"""JSON without NaN and infinity, which Python's own `json` writes and reads although the standard forbids them.
 
 1. `dumps` writes, and raises an error at NaN or infinity. The error names the place of the number.
 2. `finite` puts None in place of NaN and infinity, for readers that know null as a missing number.

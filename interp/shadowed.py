@@ -1,4 +1,4 @@
-"""A warning where Python finds another module `models` than this project's, which a user's own file can be."""
+"""A warning if a file of the user hides the package `models` of this project."""
 
 import importlib.util
 import sys
@@ -9,7 +9,7 @@ from pathlib import Path
 def warn_of_another_models(folder: Path) -> None:
     """Warn if `import models` gives another module than the package in a folder.
 
-    Nothing is imported. The library code of `interp` does not need `models`, so this is no error.
+    This function imports nothing. It does not raise an error, because `interp` works without `models`.
 
     Args:
         folder: the folder that holds the packages of this project.

@@ -53,7 +53,7 @@ def require_real_source(source: Source, place: Region, where: Where) -> None:
 def _mask_of_source(
     source: Source, place: Region, axis: str, n_rows: int, size: int
 ) -> Bool[Tensor, "_rows column"] | None:
-    """The mask of a source's columns, as many as the edited texts have so far; None if all are real."""
+    """Return the mask of the first columns of a source; None if there is no padding."""
     mask = source.mask(place.point.name, axis)
     if mask is None or mask.is_meta or isinstance(mask, FakeTensor):
         return None

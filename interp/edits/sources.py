@@ -108,7 +108,7 @@ class Source:
 
     @property
     def knows_its_padding(self) -> bool:
-        """Whether the source says which of its columns are padding, as a tensor does not."""
+        """Whether the source knows which of its columns are padding. A tensor does not."""
         return isinstance(self.values, ActivationCache) or self.attention_mask is not None
 
     def columns_at(
@@ -182,8 +182,8 @@ class Source:
             if self.mask(point.name) is None and piece_read().columns is None:
                 return None  # without padding the columns are the same in all texts
             raise EditError(
-                f"a mean at {point} must be over the same {axis} of each text where {axis} counts "
-                f"from the end; got {selected!r}"
+                f"a mean at {point} must have one {axis} for all texts if {axis} counts from the end; "
+                f"got {selected!r}"
             )
         return selected
 

@@ -2,8 +2,8 @@
 
 1. The files of a dictionary name the place. If this model has no such point, only its layer counts.
 2. The stream after a block is the stream before the next block. So the two names are one place.
-3. Other points may have one value too, such as `embed` and `blocks.0.resid_pre` without position
-   encodings. So the model runs on a few tokens before anything is said.
+3. Other points may have the same value too, such as `embed` and `blocks.0.resid_pre` without position
+   encodings. So the model runs on a few tokens before a warning.
 """
 
 import re

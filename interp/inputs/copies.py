@@ -3,8 +3,8 @@
 1. Hash the real tokens of each example, together with the other inputs that the model reads for it.
 2. Examples with the same hash are copies of one text. A cache does not keep all inputs of its run,
    such as images. So two examples of a cache are copies only if their values agree too.
-3. Give each text a number, which its copies share. An analysis with held-out data puts copies into
-   the same part, draws one label for all of them, and counts them once in its intervals.
+3. Give each text a number. Copies have the same number. An analysis with held-out data puts copies
+   into the same part, draws one label for all of them, and counts them once in its intervals.
 """
 
 import hashlib

@@ -65,7 +65,7 @@ class Example:
 
 
 def example_of(model: nn.Module, example: Any = None) -> Example | None:
-    """The example or, for None, a few tokens; None for a model that reads something else.
+    """Return the example of the user, or a few tokens without one; None if the model reads no tokens.
 
     Raises:
         TypeError: if it is neither a mapping nor a tensor.

@@ -84,7 +84,7 @@ class PaddedPositions:
         else:
             rule = "must have one length"
         raise ValueError(
-            f"texts {rule} for a {type(model).__name__}, whose output changes with padding on the {side}; "
+            f"texts {rule}, because padding on the {side} changes the output of a {type(model).__name__}; "
             "got padding there"
         )
 
@@ -133,8 +133,8 @@ class PaddedPositions:
         alone = self._logits_alone(tokens)
         for first in (0, pad + 1 if isinstance(pad, int) else 2):
             shifted = self._logits_alone(tokens, position_ids=columns + first)
-            # In half precision other positions may give almost the same logits. These give the same bits: all arithmetic is
-            # the model's own, on the same shapes, so rounding is the same too.
+            # In half precision, other positions may give almost the same logits. The right positions give the same bits,
+            # because the model does the same arithmetic on the same shapes.
             if is_same(shifted, alone) or (alone.dtype not in HALF and agree(shifted, alone, 1e-3)):
                 return first
         return None
@@ -152,8 +152,8 @@ class PaddedPositions:
                 hooks_disabled(attached.input_resid, part, context)
                 for part, context in ((tokens, with_mask), (tokens[:, 1:], None))
             )
-        # Vectors of positions, which half precision may hide in the logits. A map before the blocks rounds otherwise where it
-        # reads fewer rows. In half precision that is one place at a time, beside its own size.
+        # Compare the streams, because half precision may hide the vectors of positions in the logits. A linear map of the
+        # embeddings rounds differently with fewer rows, so the comparison has a tolerance.
         is_equal = is_close if stream.dtype in HALF else agree
         if not is_equal(late[:, 1:], stream):
             return True
@@ -162,6 +162,6 @@ class PaddedPositions:
 
     @without_gradients
     def _logits_alone(self, tokens: Tensor, **arguments: Any) -> Tensor:
-        """Logits of a run that nobody sees, and that gets no positions but these."""
+        """Return the logits of a run without hooks, with the given positions only."""
         with mode(self._attached.model, training=False), _alone.set(True):
             return logits_of(hooks_disabled(self._attached.run_base, tokens, **arguments))

@@ -1,8 +1,8 @@
 """Charsmaps: the tables by which SentencePiece normalises texts.
 
 1. A table maps sequences of characters to texts, such as `ﬁ` to `fi`. It is a trie over their bytes (`_Trie`).
-2. At each place of a text the longest sequence of the table is replaced, and reading goes on behind it. Where no sequence
-   fits, one character stays.
+2. At each position of a text, replace the longest sequence that is in the table, and continue after it. If no sequence
+   fits, keep one character.
 
 `tokenizers.normalizers.Precompiled` reads the same tables by another rule. It replaces a whole grapheme of up to five bytes
 by the text of the shortest sequence that fits, so an accent after a wide space is lost. In longer graphemes it finds only
