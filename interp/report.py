@@ -21,6 +21,7 @@ from hooks.shared import progress_bar, without_gradients
 from interp import pictures
 from interp.effects.patching import activation_patching
 from interp.inputs.pairs import Pairs
+from interp.inputs.texts import Text
 from interp.inputs.wording import writer_of
 from interp.measuring import Metric
 from interp.metrics import log_prob
@@ -102,7 +103,8 @@ def derive_corruption(
     shown = progress_bar(iterable=chunks, desc="deriving a corruption")
     language, runner = of(model, "blocks", "unembed"), runner_of(model)
     final = f"blocks.{len(language.blocks) - 1}.resid_post"
-    streams = (runner.capture(chunk, names=final, positions=[-1])[final] for chunk in shown)
+    options = {"names": final, "positions": [-1], **Text(clean).arguments(model)}
+    streams = (runner.capture(chunk, **options)[final] for chunk in shown)
     metrics = [metric(language.unembed(stream)) for stream in streams]
     return tried[torch.cat(metrics).argmin()][None]
 
@@ -133,12 +135,14 @@ def report(
     runner = runner_of(model)
     write = writer_of(model) or (lambda tokens: [*map(str, tokens)])
     _check_texts(clean, corrupted)
-    output, cache = runner.run_with_cache(clean)
+    arguments = Text(clean).arguments(model)
+    output, cache = runner.run_with_cache(clean, **arguments)
     logits = logits_of(output)
     answer = int(logits[0, -1].argmax())
     metric, is_derived = log_prob(answer), corrupted is None
     corrupted = derive_corruption(model, clean, metric) if corrupted is None else corrupted
-    _check_gap(*(metric(x).item() for x in (logits, logits_of(model(corrupted)))))
+    other = logits_of(model(corrupted, **arguments))
+    _check_gap(metric(logits).item(), metric(other).item())
     pairs = Pairs(clean, corrupted, metric=metric)
     ends = {point.rpartition(".")[2] for point in runner.points}
     # A model of attention only has no `mlp_out`.
@@ -229,9 +233,9 @@ def _induction(runner: HookedRunner, vocab: int, period: int) -> Result:
     """The induction scores of heads on repeated random tokens."""
     device = next(runner.model.parameters()).device
     repeated = repeated_tokens(vocab, period).to(device)
-    return head_scores(
-        runner.model, runner.capture(repeated, names="blocks.*.pattern"), "induction"
-    )
+    arguments = Text(repeated).arguments(runner.model)
+    cache = runner.capture(repeated, names="blocks.*.pattern", **arguments)
+    return head_scores(runner.model, cache, "induction")
 
 
 def _shortened(words: list[str]) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 from hooks.shared import require_whole
 from interp.cli.common import model_of, print_or_write, text_of
 from interp.features import feature_cards, load_sae, splice
+from interp.inputs.texts import text_for
 
 
 def run(options: argparse.Namespace) -> None:
@@ -26,7 +27,10 @@ def run(options: argparse.Namespace) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # `feature_cards` gives the same warnings below
             with splice(model, placed, reads=options.reads) as runner:
-                (values,) = runner.capture(text, names="*.features").values()
+                read = text_for(model, text)
+                arguments = read.arguments(model)
+                cache = runner.capture(read.tokens, names="*.features", **arguments)
+            (values,) = cache.values()
         chosen = (
             values.flatten(0, 1).amax(0).topk(min(options.top, values.shape[-1])).indices.tolist()
         )

@@ -4,6 +4,7 @@ import argparse
 
 from hooks import HookedRunner
 from interp.cli.common import model_of, print_or_write, text_of
+from interp.inputs.texts import text_for
 from interp.protocol import of
 from interp.reading.lens import logit_lens
 
@@ -12,7 +13,8 @@ def run(options: argparse.Namespace) -> None:
     """Print the last positions as a table, or all in JSON."""
     model = model_of(options, trained=True)
     language, text = of(model, "unembed"), text_of(options)
-    _, cache = HookedRunner(model).run_with_cache(text, lazy=True)
+    read = text_for(model, text)
+    _, cache = HookedRunner(model).run_with_cache(read.tokens, lazy=True, **read.arguments(model))
     readout = logit_lens(model, cache, top_k=options.top)
     pieces = language.to_pieces(language.to_tokens(text).tokens[0])
     best, chances = (language.to_pieces(readout.tokens[:, 0]), readout.probabilities[:, 0])

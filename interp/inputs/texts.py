@@ -67,11 +67,21 @@ class Text(NamedTuple):
         """Whether the texts can be divided and repeated: all arguments have rows for them, or are of none."""
         return not [*without_rows(self.more, len(self.tokens))]
 
-    def arguments(self, model: nn.Module) -> dict[str, Any]:
-        """`kwargs` and, where the model does not count positions from the mask itself, the positions."""
-        positions = getattr(of(model), "positions_of", None)
+    def arguments(self, model: nn.Module, is_resumed: bool = False) -> dict[str, Any]:
+        """Return `kwargs`, and what a run of the model needs besides.
+
+        These are positions, where the model does not count them from the mask itself, and `use_cache=False`, where the
+        model knows it: some models run only without a cache. What the texts say themselves stays.
+
+        Args:
+            model: the model.
+            is_resumed: whether other runs go on from this one, so that the model should keep keys if it can.
+        """
+        language = of(model)
+        positions = getattr(language, "positions_of", None)
         position_ids = {} if self.mask is None or positions is None else positions(self.mask)
-        return {**position_ids, **self.kwargs}
+        cache = getattr(language, "resumed" if is_resumed else "uncached", {})
+        return {**cache, **position_ids, **self.kwargs}
 
     @property
     def real(self) -> Bool[Tensor, "batch pos"]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from hooks import HookedRunner
 from hooks.shared import config_hash, peak_bytes, require_whole, stacked
 from interp.inputs.copies import digests
-from interp.inputs.texts import Texts, batches
+from interp.inputs.texts import Text, Texts, batches
 from interp.numbers.precision import at_least_float32
 from interp.reading.affine import AffineLens, for_fit
 
@@ -188,5 +188,6 @@ def _streams_of_run(
         return value.detach().requires_grad_()
 
     with torch.enable_grad(), runner.hooks({names[0]: leaf}):
-        cache = runner.capture(tokens, names=names, detach=False)
+        arguments = Text(tokens).arguments(runner.model)
+        cache = runner.capture(tokens, names=names, detach=False, **arguments)
     return [cache[name] for name in names]

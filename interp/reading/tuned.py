@@ -171,7 +171,9 @@ def _of_runs(
     while True:
         numbers = list(itertools.islice(order, batch))
         text = padded([several[number] for number in numbers], runner.model, numbers)
-        cache = without_gradients(runner.capture)(text.tokens, names=names, **text.kwargs)
+        cache = without_gradients(runner.capture)(
+            text.tokens, names=names, **text.arguments(runner.model)
+        )
         real = slice(None) if text.mask is None else text.mask.flatten()
         yield stacked(cache[name].flatten(0, 1)[real] for name in names)
 

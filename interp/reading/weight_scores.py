@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from hooks import Point
 from hooks.shared import require_choice, require_whole, to_device, without_gradients
+from interp.inputs.texts import Text
 from interp.numbers.precision import at_least_float32
 from interp.protocol import runner_of
 from interp.reading.folded import FoldedWeights
@@ -166,7 +167,8 @@ def positional_scores(model: nn.Module, back: int = 1, n_pos: int = 64) -> Resul
     edits = {"embed": mean_embedding, "blocks.*.resid_pre": of_the_first}
     tokens = torch.zeros(1, n_pos, dtype=torch.long)
     with runner.hooks(edits):
-        _, cache = runner.run_with_cache(tokens, names="blocks.*.attn.pattern")
+        arguments = Text(tokens).arguments(model)
+        _, cache = runner.run_with_cache(tokens, names="blocks.*.attn.pattern", **arguments)
     attention = at_least_float32(cache.stack("pattern").diagonal(-back, dim1=-2, dim2=-1))
     return Result(
         rearrange(attention.mean(-1), "layer example head -> layer head example"),

@@ -38,7 +38,7 @@ from hooks.shared import (
 from interp.inputs.texts import Text
 from interp.inputs.token_positions import columns_of_last
 from interp.measuring import Metric, last_of, per_example
-from interp.protocol import logits_of, of
+from interp.protocol import logits_of
 
 Done = Callable[[float], object]
 """Called with the work just done, in forward passes of one batch."""
@@ -191,7 +191,6 @@ class WholeRuns:
         self.batch = batch
         self.jobs = jobs
         self.forwards = float(len(jobs))
-        self._uncached = dict(getattr(of(model), "uncached", {}))
         self._at_once = 1
         if max_bytes is not None and batch.text.goes_by_rows:
             modules = dict.fromkeys(edited.point.module for job in jobs for edited in job.edits)
@@ -205,8 +204,7 @@ class WholeRuns:
         self.batch.measure(self.batch.read(self._logits(self.batch.text)))
 
     def _logits(self, text: Text) -> Tensor:
-        arguments = text.arguments(self.model) | self._uncached
-        return logits_of(self.model(text.tokens, **arguments))
+        return logits_of(self.model(text.tokens, **text.arguments(self.model)))
 
     def run(self, done: Done) -> Iterator[tuple[Job, Float[Tensor, " batch"]]]:
         """Each job with its metric."""

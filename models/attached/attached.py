@@ -71,6 +71,8 @@ class Attached(ReadsText):
             Those of an encoder, a decoder or a tower begin with its name.
         base: the model inside an adapter's wrapper; mostly the model itself.
         uncached: the arguments of a run whose keys nobody needs later.
+        resumed: the arguments of a run from whose keys others go on: none or, for a model that runs only without a
+            cache, `uncached`.
         config: the sizes.
         blocks: the model's own blocks that read a text.
         unembed: logits from a residual stream.
@@ -229,6 +231,27 @@ class Attached(ReadsText):
         tolerance = 0.05 if logits.dtype in HALF else 1e-3
         return agree(logits[:, :-1], others[:, :-1], tolerance)
 
+    @cached_property
+    @without_gradients
+    def resumed(self) -> dict[str, Any]:
+        """The arguments of a run from whose keys others go on; see `Attached`."""
+        if not self.uncached or is_encoder_decoder(self.model) or embedding_of(self.model) is None:
+            return {}
+        if any(map(is_fully_sharded, self.model.modules())):
+            return {}  # this run may not be one that all processes take part in
+        needs_no_cache = not self._runs_on_tokens({}) and self._runs_on_tokens(self.uncached)
+        return self.uncached if needs_no_cache else {}
+
+    def _runs_on_tokens(self, arguments: dict[str, Any]) -> bool:
+        """Whether the model runs on a few tokens with these arguments."""
+        tokens = tokens_for(self.model)
+        with mode(self.model, training=False):
+            try:
+                hooks_disabled(self.base, **{self._reads: tokens, **arguments})
+            except Exception:  # any, because each model raises its own, also where it needs images
+                return False
+        return True
+
     @property
     def mask_token(self) -> int | None:
         """The token that stands where a masked language model predicts, by the tokenizer or the config."""
@@ -266,7 +289,7 @@ class Attached(ReadsText):
         with Session() as session:
             session.before(self.blocks[0], _stop)
             try:
-                self.model(tokens, **(context.given if context else {}))
+                self.model(tokens, **self.uncached | (context.given if context else {}))
             except _Reached as reached:
                 return reached.args[0]
         raise RuntimeError("the model must call its first block")

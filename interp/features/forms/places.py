@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hooks import ActivationCache, HookedRunner, Point, UnknownNameError
 from hooks.shared import tensors_in
+from interp.inputs.texts import Text
 from interp.protocol import n_logits, of
 from interp.transformer_lens import hooks_name
 
@@ -122,7 +123,7 @@ def _few_tokens(model: nn.Module, names: list[str]) -> ActivationCache:
     """The values of points in a run on a few tokens."""
     device = next(model.parameters()).device
     tokens = torch.arange(1, 6, device=device)[None] % n_logits(model)
-    return HookedRunner(model).capture(tokens, names=names)
+    return HookedRunner(model).capture(tokens, names=names, **Text(tokens).arguments(model))
 
 
 def _is_same(value: Tensor, seen: Tensor) -> bool:

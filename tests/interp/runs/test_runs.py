@@ -1,12 +1,25 @@
 """Runs of pairs, against the model itself."""
 
+import copy
 import itertools
+import types
 
 import pytest
 import torch
 
 from hooks import ModeError
-from interp import Pairs, activation_patching, edits, sweep
+from interp import (
+    Pairs,
+    activation_patching,
+    attribution_patching,
+    edits,
+    jacobian_lens,
+    sweep,
+    tuned_lens,
+)
+from interp.features.forms.places import have_one_value
+from interp.metrics import log_prob
+from interp.report import derive_corruption
 from interp.runs.runs import Runs
 from tests.streams import made
 
@@ -74,3 +87,59 @@ def test_effects_that_are_no_numbers_are_told():
     given = made(), Pairs(CLEAN, metric=broken()), "embed", ["pos"]
     with pytest.warns(UserWarning, match="7 of 7 edits .*NaN"):
         assert activation_patching(*given, edit=edits.zero()).values.isnan().all()
+
+
+@pytest.fixture
+def recurrent():
+    """A model of `transformers` without attention, which runs only without a cache, and a twin that is not attached."""
+    attachable = pytest.importorskip("tests.attachable")
+    models = pytest.importorskip("models")
+    config = attachable.config_of("jamba")
+    config.attn_layer_period, config.attn_layer_offset = 9, 8
+    model = attachable.made("jamba", config=config)
+    twin = copy.deepcopy(model)
+    with pytest.raises(ValueError, match="LinearAttention"):
+        twin(CLEAN + 3)  # otherwise the tests below show nothing
+    with models.attach(model):
+        yield types.SimpleNamespace(model=model, twin=twin)
+
+
+def test_a_model_that_runs_only_without_a_cache_is_patched(recurrent):
+    clean, other = CLEAN + 3, OTHER + 3
+    pairs = Pairs(clean, other, ANSWERS)
+    with torch.no_grad():
+        stream = recurrent.twin(clean, use_cache=False, output_hidden_states=True).hidden_states[1]
+        base = difference(recurrent.twin(other, use_cache=False).logits)
+        expected = []
+        for pos in range(clean.shape[1]):
+
+            def patched(module, args, output, pos=pos):
+                output[:, pos] = stream[:, pos]
+                return output
+
+            handle = recurrent.twin.model.layers[0].register_forward_hook(patched)
+            expected.append(difference(recurrent.twin(other, use_cache=False).logits) - base)
+            handle.remove()
+    result = activation_patching(recurrent.model, pairs, "resid_post")
+    torch.testing.assert_close(result.values[0], torch.stack(expected), atol=1e-5, rtol=1e-4)
+    assert attribution_patching(recurrent.model, pairs, "resid_post").values.any()
+
+
+def test_every_analysis_runs_a_model_without_a_cache(recurrent):
+    model, clean = recurrent.model, CLEAN + 3
+    texts, point = clean.tolist(), "blocks.0.resid_post"
+    assert tuned_lens(model, texts, steps=2).losses.isfinite().all()
+    assert jacobian_lens(model, texts[:1], skip=0).weight.isfinite().all()
+    assert have_one_value(point, "blocks.1.resid_pre", model)
+    corrupted = derive_corruption(model, clean[:1], log_prob(4))
+    assert (corrupted != clean[:1]).sum() == 1
+
+
+def test_what_the_user_says_of_the_cache_stays(recurrent):
+    def asked(use_cache):
+        texts = {"input_ids": CLEAN + 3, "use_cache": use_cache}
+        return activation_patching(recurrent.model, Pairs(texts, OTHER + 3, ANSWERS), "resid_post")
+
+    assert asked(False).values.any()
+    with pytest.raises(ValueError, match="LinearAttention"):
+        asked(True)
