@@ -124,18 +124,22 @@ class BlockScores:
         hooks_disabled(run)
         return held
 
-    def part(self, side: Literal["q", "k"], head: int) -> tuple[HeadReadings, int]:
-        """The queries or keys that a head uses, and which of them: several heads may share a key."""
+    def part(self, side: Literal["q", "k", "against"], head: int) -> tuple[HeadReadings, int]:
+        """The queries or keys that a head uses, and which of them: several heads may share a key.
+
+        Keys are also what is compared with, `against`.
+        """
         if side == "q":
             return self.q, head
         return self.k, head // (self.q.value.shape[2] // self.k.value.shape[2])
 
     @property
     def scale(self) -> float:
-        """The factor of `q · k` in scores, by least squares."""
+        """The factor of `q · k` in scores, by least squares; 1 where all products are 0."""
         keys = self.k.value.repeat_interleave(self.q.value.shape[2] // self.k.value.shape[2], 2)
         products = torch.einsum("bihe,bjhe->bhij", self.q.value.double(), keys.double())
-        return float((products * self.scores).sum() / products.square().sum())
+        squares = products.square().sum()
+        return float((products * self.scores).sum() / squares) if squares else 1.0
 
     @without_gradients
     def moved_by(

@@ -4,7 +4,8 @@ With the scales of norms as in the run, a head's query and key are sums of what 
 product is a sum over pairs (Kamath et al. 2025, "Tracing Attention Computation Through Feature Interactions"):
 
 1. Take what each part wrote at the query's position and at the key's, and read it as the head does (`interp.graph.scores`).
-2. The pairs are the product of the two tables. Their sum is the score, which is checked.
+2. The pairs are the product of the two tables. Their sum is the score, which is checked: it may miss by rounding of the pairs.
+   Where two scores are compared, the pairs of both count, because the pairs of their difference may cancel.
 3. Keep the sources of the largest pairs, found block by block, and add up all others as `rest`.
 """
 
@@ -32,6 +33,7 @@ from interp.results.result import Result
 _BLOCK = 2**22
 """Pairs that are looked at together."""
 
+Side = Literal["q", "k", "against"]
 Sources = Float[Tensor, "source example d_head"]
 
 
@@ -98,7 +100,7 @@ def why_attends(
     if not is_rounding(like(in_run, z)[at_query.bool()], z, parts.dtype).all():
         raise CacheError(f"head {head} must do in the run what it does now; was it edited there?")
     linear, scale = parts.norm_in_run(attention.norm)
-    names, sources = ["bias", "attn.pos_embed"], list[list[Tensor]]([[], []])
+    names, sources = ["bias", "attn.pos_embed"], [list[Tensor]() for _ in asked.weights]
     sides = [(*scores.part(side, head[1]), weights) for side, weights in asked.weights.items()]
     for held, (readings, which, weights) in zip(sources, sides, strict=True):
         read_bias = readings.directions(which) @ like(linear.bias, weights)
@@ -113,8 +115,8 @@ def why_attends(
         for held, (readings, which, weights) in zip(sources, sides, strict=True):
             directions = readings.directions(which)
             held.append(torch.einsum("wbpd,bped,bp->wbe", like(read, weights), directions, weights))
-    of_query, of_key = (torch.cat(held) for held in sources)
-    table = pair_table(scores.scale * of_query, of_key, asked, names, k, parts.dtype)
+    of_query, *of_keys = (torch.cat(held) for held in sources)
+    table = pair_table(scores.scale * of_query, of_keys, asked, names, k, parts.dtype)
     return replace(table, groups=groups_of_cache(cache, table.values))
 
 
@@ -122,12 +124,13 @@ class AskedScore(NamedTuple):
     """A score that is to be explained, or how far it is above others.
 
     Attributes:
-        weights: by side, those of positions: 1 at the query; 1 at the key, and less than 0 at keys to compare with.
+        weights: by side, the weights of positions: 1 at the query `q`; 1 at the key `k`; and at `against`, where there are keys
+            to compare with, their shares.
         total: the score.
         about: where it is, in words.
     """
 
-    weights: Mapping[Literal["q", "k"], Float[Tensor, "batch pos"]]
+    weights: Mapping[Side, Float[Tensor, "batch pos"]]
     total: Float[Tensor, " batch"]
     about: Mapping[str, Any]
 
@@ -163,14 +166,16 @@ def asked_score(
     at_query = at("query", query)
     pattern = torch.einsum("bij,bi->bj", scores.pattern[:, number], at_query)
     at_key = at("key", pattern.argmax(-1).tolist() if key is None else key)
+    weights: dict[Side, Tensor] = {"q": at_query, "k": at_key}
     if isinstance(against, str):
         if against != "mean":
             raise ValueError(f"against must be a position or 'mean'; got {against!r}")
-        at_key, about["against"] = at_key - pattern, against
+        weights["against"], about["against"] = pattern, against
     elif against is not None:
-        at_key = at_key - at("against", against)
-    total = torch.einsum("bij,bi,bj->b", scores.scores[:, number], at_query, at_key)
-    return AskedScore({"q": at_query, "k": at_key}, total, about)
+        weights["against"] = at("against", against)
+    difference = at_key - weights["against"] if "against" in weights else at_key
+    total = torch.einsum("bij,bi,bj->b", scores.scores[:, number], at_query, difference)
+    return AskedScore(weights, total, about)
 
 
 def checked_head(graph: Graph, head: tuple[int, int]) -> tuple[int, int]:
@@ -190,7 +195,7 @@ def checked_head(graph: Graph, head: tuple[int, int]) -> tuple[int, int]:
 
 def pair_table(
     query: Sources,
-    key: Sources,
+    keys: Sequence[Sources],
     asked: AskedScore,
     names: Sequence[str],
     k: int,
@@ -199,7 +204,8 @@ def pair_table(
     """The products of all sources of a query with all of a key, of which the largest have a place of their own.
 
     Args:
-        query, key: what each source gives; `query` is scaled.
+        query: what each source gives the query, scaled.
+        keys: what each source gives the key and, where there are keys to compare with, what it gives these.
         asked: the score that all pairs add up to.
         names: of the sources.
         k: how many pairs.
@@ -210,18 +216,26 @@ def pair_table(
         CacheError: if the pairs do not add up to the score.
     """
     require_whole("k", k)
+    is_difference = len(keys) > 1
+    key = keys[0] - keys[1] if is_difference else keys[0]
     sizes, best, places = query.new_zeros(query.shape[1]), query[:0, 0, 0], key.new_zeros(0).long()
+    compared = torch.zeros_like(sizes)  # the sizes of the pairs of both scores, which may be equal
     step = max(1, _BLOCK // (len(key) * len(sizes)))
     for first in range(0, len(query), step):
         pairs = torch.einsum("aed,bed->abe", query[first : first + step], key).abs()
         sizes += pairs.sum((0, 1))
+        for one in keys if is_difference else ():
+            compared += (
+                torch.einsum("aed,bed->abe", query[first : first + step], one).abs().sum((0, 1))
+            )
         means = pairs.mean(-1).flatten()
         here = (means > (best[-1] if len(best) == k else -1)).nonzero()[:, 0]
         best, places = torch.cat([best, means[here]]), torch.cat([places, first * len(key) + here])
         kept = largest_rows(best, k)
         best, places = best[kept], places[kept]
     miss = (torch.einsum("ed,ed->e", query.sum(0), key.sum(0)) - like(asked.total, query)).abs()
-    if not (gap := float((miss / sizes.clamp(min=1e-30)).max())) <= rounding(dtype):
+    whole = compared if is_difference else sizes
+    if not (gap := float((miss / whole.clamp(min=1e-30)).max())) <= rounding(dtype):
         raise CacheError(
             f"pairs must add up to the score; they miss {gap:.2g} of their summed sizes: was the run edited, or were weights "
             "changed?"

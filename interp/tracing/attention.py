@@ -17,7 +17,7 @@ from hooks.shared import require_choice
 from interp.inputs.texts import Text
 from interp.inputs.wording import words_of
 from interp.numbers.ranks import largest_rows
-from interp.reading.attending import asked_score, checked_head, pair_table, why_attends
+from interp.reading.attending import Side, asked_score, checked_head, pair_table, why_attends
 from interp.results.result import Result
 from interp.tracing.descent import TARGETS_AT_ONCE, Descent, Targets
 from interp.tracing.frozen import FrozenRun
@@ -42,12 +42,12 @@ def why(
     layer, _ = checked_head(run.graph, head)
     scores, words = run.scores_of(layer), words_of(run.graph.model, Text(run.tokens[None]))
     asked = asked_score(scores, head, query, key, against, words)
-    of_query, of_key = (
+    of_query, *of_keys = (
         _rows_of_head(run, side, head, run.like(weights[0])).mT[:, None]
         for side, weights in asked.weights.items()
     )
     names = [node.id for node in nodes[: run.n_sources]]
-    table = pair_table(scores.scale * of_query, of_key, asked, names, k, run.dtype)
+    table = pair_table(scores.scale * of_query, of_keys, asked, names, k, run.dtype)
     labels = _labelled(run, nodes, {name for axis in table.axes[:2] for name in table.labels[axis]})
     said = {axis: [labels.get(name, "") for name in table.labels[axis]] for axis in table.axes[:2]}
     return replace(table, words=said)
@@ -66,7 +66,7 @@ def _labelled(run: FrozenRun, nodes: Sequence[Node], names: set[str]) -> dict[st
 
 
 def _rows_of_head(
-    run: FrozenRun, side: Literal["q", "k"], head: tuple[int, int], weights: Float[Tensor, " pos"]
+    run: FrozenRun, side: Side, head: tuple[int, int], weights: Float[Tensor, " pos"]
 ) -> Float[Tensor, "d_head source"]:
     """What each source adds to the numbers of a head's query or key, weighted sums over positions."""
     (layer, number), pos = head, weights.nonzero()[:, 0]

@@ -1,5 +1,7 @@
 """Scores as sums over pairs of sources: against products written out in float64, planted weights, padding and half precision."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -238,3 +240,37 @@ def test_what_cannot_be_explained_is_refused():
     torch.testing.assert_close(one.values, other.values)
     with HookedRunner(model).hooks(hooks):  # an edit of what a part adds is a part's own value
         why_attends(model, HookedRunner(model).run_with_cache(TEXT)[1], (1, 0), query=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", ["grouped", "cap and window"])
+@pytest.mark.parametrize("where", ["one text", "no keys", "constant keys", "one key"])
+@pytest.mark.parametrize("against", ["mean", 1])
+def test_a_score_that_is_no_more_than_others_has_pairs_that_cancel(form, dtype, where, against):
+    """All keys are equal, so the difference of two scores is rounding: no pair is larger than that."""
+    model = model_of(form)
+    sizes = dataclasses.replace(model.config, positions="none")
+    same = Transformer(sizes).eval()
+    same.load_state_dict(model.state_dict(), strict=False)
+    if where in ("no keys", "constant keys"):
+        for block in same.blocks:
+            block.attn.W_K.data.zero_()
+            block.attn.b_K.data.mul_(where == "constant keys")
+    text = torch.tensor([[4, 4, 4, 4, 4]]) if where == "one text" else TEXT
+    query, key = (0, 0) if where == "one key" else (-1, 3)
+    against = 0 if where == "one key" and against == 1 else against
+    cache = cached(same.to(dtype), text)
+    result = why_attends(same, cache, (1, 2), query, key, against, k=10**6)
+    sizes = why_attends(same, cache, (1, 2), query, key, k=10**6).values.abs().sum((0, 1))
+    eps = 1e-30 + sizes * torch.finfo(dtype).eps
+    assert (result.values.abs().sum((0, 1)) <= 1000 * eps).all()
+
+
+def test_pairs_of_an_edited_run_are_refused_against_the_mean_too():
+    model = model_of("grouped")
+    hooks = {"blocks.1.attn.k": edits.scale(1.5, pos=2)}
+    with HookedRunner(model).hooks(hooks):
+        cache = cached(model)
+    for against in (None, 2, "mean"):
+        with pytest.raises(CacheError):
+            why_attends(model, cache, (1, 5), -1, 3, against)
