@@ -1,44 +1,113 @@
-"""Other arguments of a model than its texts, which go with these: rows, or tensors of a list."""
+"""Other arguments of a model than its texts, which go with these: rows, or tensors of a list.
 
-from collections.abc import Callable, Iterator, Mapping
+Most tensors have their rows, one for each text, along the first axis. Positions may have them along the second: models with
+several positions for each token (m-rope) take `position_ids` as [section, batch, pos]. So the axis is found by name and size
+(`axis_of_rows`). Where the sizes fit two axes, texts are neither divided nor repeated.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+WITHOUT_ROWS = ("cache_position",)
+"""Arguments that are the same for all texts, also where their length is the number of texts by chance."""
+
+
+class AmbiguousRowsError(ValueError):
+    """The sizes of an argument do not say which axis has a row for each text."""
+
+
+def axis_of_rows(name: str, value: Tensor, shape: Sequence[int]) -> int | None:
+    """The axis of an argument that has a row for each text; None if no axis has.
+
+    Args:
+        name: the name of the argument.
+        value: the argument.
+        shape: that of the texts, [batch, pos].
+
+    Raises:
+        AmbiguousRowsError: if two axes may be the one.
+
+    >>> axis_of_rows("token_type_ids", torch.zeros(3, 7), (3, 7))
+    0
+    >>> axis_of_rows("position_ids", torch.zeros(3, 3, 7), (3, 7))
+    1
+    """
+    batch, n_pos = shape
+    if name in WITHOUT_ROWS or (name == "query_key_mask" and value.ndim == 2):
+        return None
+    axes = [0]
+    if name.endswith("position_ids") and value.ndim == 3:
+        has_sections = value.shape[1] in (1, batch) and value.shape[2] == n_pos
+        is_by_text = value.shape[0] in (1, batch) and value.shape[1] == n_pos
+        axes = [0] * (is_by_text or not has_sections) + [1] * has_sections
+    fitting = [axis for axis in axes if value.ndim and value.shape[axis] == batch]
+    if len(fitting) > 1:
+        raise AmbiguousRowsError(
+            f"{name} must have one axis of the size of the batch, {batch}; got {[*value.shape]}, where two have it: "
+            "give another number of texts"
+        )
+    return fitting[0] if fitting else None
+
 
 def each_row(
-    arguments: Mapping[str, Any], batch: int, change: Callable[[Tensor], Tensor]
+    arguments: Mapping[str, Any], shape: Sequence[int], change: Callable[[Tensor], Tensor]
 ) -> dict[str, Any]:
-    """Arguments of a model, of which those with a row, or a tensor, for each of `batch` texts are changed."""
-    changed = dict(arguments)
+    """Arguments of a model, of which those with a row, or a tensor, for each text are changed.
+
+    Args:
+        arguments: the arguments by name.
+        shape: that of the texts, [batch, pos].
+        change: called with each tensor, its rows along the first axis.
+    """
+    changed, batch = dict(arguments), shape[0]
     for name, value in arguments.items():
-        if isinstance(value, Tensor) and value.ndim and len(value) == batch:
-            changed[name] = change(value)
+        if isinstance(value, Tensor):
+            if (axis := axis_of_rows(name, value, shape)) is not None:
+                changed[name] = change(value.movedim(axis, 0)).movedim(0, axis)
         elif is_listed(value, batch):
             changed[name] = [value[row] for row in change(torch.arange(batch)).tolist()]
     return changed
 
 
-def require_rows(arguments: Mapping[str, Any], batch: int) -> None:
+def joined(name: str, parts: Sequence[Tensor]) -> Tensor:
+    """The tensors of a list, one for each text, as the model gets them."""
+    has_sections = name.endswith("position_ids") and parts[0].ndim == 3
+    return torch.cat([*parts], dim=1 if has_sections else 0)
+
+
+def require_rows(arguments: Mapping[str, Any], shape: Sequence[int]) -> None:
     """Refuses to divide or repeat texts with an argument that has numbers for all of them together.
 
     Raises:
         ValueError: naming the argument.
     """
-    for name in without_rows(arguments, batch):
+    for name in without_rows(arguments, shape):
+        axis_of_rows(name, arguments[name], shape)  # raises where two axes may be the one
         rows = len(arguments[name])
         raise ValueError(
-            f"{name} must have a row for each text where texts are divided or repeated; got {rows} for {batch} texts "
+            f"{name} must have a row for each text where texts are divided or repeated; got {rows} for {shape[0]} texts "
             "(a list with a tensor for each text is joined when the model runs)"
         )
 
 
-def without_rows(arguments: Mapping[str, Any], batch: int) -> Iterator[str]:
-    """The names of arguments of floating-point numbers with several rows, but not one for each text."""
+def without_rows(arguments: Mapping[str, Any], shape: Sequence[int]) -> Iterator[str]:
+    """The names of arguments of floating-point numbers with several rows, but not one for each text.
+
+    Also those whose sizes do not say which axis has the rows.
+    """
     for name, value in arguments.items():
-        is_numbers = isinstance(value, Tensor) and value.ndim > 1 and value.is_floating_point()
-        if is_numbers and len(value) not in (1, batch):
+        if not isinstance(value, Tensor):
+            continue
+        try:
+            axis = axis_of_rows(name, value, shape)
+        except AmbiguousRowsError:
+            yield name
+            continue
+        is_numbers = value.ndim > 1 and value.is_floating_point()
+        if is_numbers and axis is None and len(value) != 1:
             yield name
 
 

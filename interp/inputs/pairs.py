@@ -47,7 +47,7 @@ class Pairs(pictures.Shown):
         clean: the texts, [batch, pos] or in any form that `model.to_tokens` takes; or images or sounds [batch, ...], for a model
             that reads these first. Or a mapping of the model's arguments, such as a processor gives: `input_ids` (or what else is
             first), `attention_mask`, and others such as `pixel_values`, `decoder_input_ids` or `query_key_mask`. Tensors
-            with a row for each text go with the texts. Where a model reads the images of all texts in a row, give a list
+            with a row for each text go with the texts, and so do positions [section, batch, pos]. Where a model reads the images of all texts in a row, give a list
             with a tensor for each text.
         corrupted: other texts; if they are no mapping, with the mask and other arguments of the clean ones. None where no analysis
             needs them, because values come from an edit or a source.
@@ -315,7 +315,7 @@ class Pairs(pictures.Shown):
         if not len(rows):
             raise ValueError(f"some of the pairs must be selected; got none of {len(self)}")
         for text in filter(None, (self.text, self.other)):
-            require_rows(text.more, len(self))
+            require_rows(text.more, text.tokens.shape[:2])
         part = self._mapped(lambda value: value[rows.to(value.device)])
         part.solved_of = None
         return part

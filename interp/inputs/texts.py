@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hooks import ActivationCache, CacheError
 from hooks.shared import Index, Selection, encoded, require_whole, to_device
-from interp.inputs.arguments import each_row, is_listed, require_rows, without_rows
+from interp.inputs.arguments import each_row, is_listed, joined, require_rows, without_rows
 from interp.inputs.token_positions import real_of
 from interp.protocol import of
 
@@ -37,7 +37,7 @@ class Text(NamedTuple):
         mask: True or 1 at real tokens [batch, pos]; None if all are.
         spans: positions [batch, n] by name.
         more: other arguments of the model by name. Tensors with a row for each text go with the texts, and so do lists of
-            tensors, one for each text, which the model gets joined.
+            tensors, one for each text, which the model gets joined. `position_ids` may be [section, batch, pos].
     """
 
     tokens: Tensor
@@ -49,7 +49,7 @@ class Text(NamedTuple):
     def kwargs(self) -> dict[str, Any]:
         """The model's arguments besides the tokens."""
         more = {
-            name: torch.cat(value) if is_listed(value, len(self.tokens)) else value
+            name: joined(name, value) if is_listed(value, len(self.tokens)) else value
             for name, value in self.more.items()
         }
         return more if self.mask is None else {"attention_mask": self.mask, **more}
@@ -65,23 +65,18 @@ class Text(NamedTuple):
     @property
     def goes_by_rows(self) -> bool:
         """Whether the texts can be divided and repeated: all arguments have rows for them, or are of none."""
-        return not [*without_rows(self.more, len(self.tokens))]
+        return not [*without_rows(self.more, self.tokens.shape[:2])]
 
-    def arguments(self, model: nn.Module, is_resumed: bool = False) -> dict[str, Any]:
+    def arguments(self, model: nn.Module) -> dict[str, Any]:
         """Return `kwargs`, and what a run of the model needs besides.
 
-        These are positions, where the model does not count them from the mask itself, and `use_cache=False`, where the
-        model knows it: some models run only without a cache. What the texts say themselves stays.
-
-        Args:
-            model: the model.
-            is_resumed: whether other runs go on from this one, so that the model should keep keys if it can.
+        These are positions, where the model does not count them from the mask itself, and `use_cache=False` for a model
+        that runs only without a cache. What the texts say themselves stays.
         """
         language = of(model)
         positions = getattr(language, "positions_of", None)
         position_ids = {} if self.mask is None or positions is None else positions(self.mask)
-        cache = getattr(language, "resumed" if is_resumed else "uncached", {})
-        return {**cache, **position_ids, **self.kwargs}
+        return {**getattr(language, "needed", {}), **position_ids, **self.kwargs}
 
     @property
     def real(self) -> Bool[Tensor, "batch pos"]:
@@ -115,21 +110,21 @@ class Text(NamedTuple):
         every = range(len(self.tokens))
         if isinstance(rows, slice) and every[rows] == every:
             return self
-        require_rows(self.more, len(self.tokens))
+        require_rows(self.more, self.tokens.shape[:2])
         return self.changed(lambda value: value[rows])
 
     def repeated(self, n: int) -> "Text":
         """`n` copies of the texts in sequence; see `rows` for errors."""
         if n == 1:
             return self
-        require_rows(self.more, len(self.tokens))
+        require_rows(self.more, self.tokens.shape[:2])
         return self.changed(lambda value: value.repeat(n, *[1] * (value.ndim - 1)))
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> "Text":
         """The texts after a change of each tensor that has a row for each text."""
         mask = None if self.mask is None else change(self.mask)
         spans = {name: change(places) for name, places in self.spans.items()}
-        more = each_row(self.more, len(self.tokens), change)
+        more = each_row(self.more, self.tokens.shape[:2], change)
         return Text(change(self.tokens), mask, spans, more)
 
 

@@ -52,7 +52,7 @@ class Unedited:
         self._calls: list[tuple[Any, ...]] = []
         self._outputs: list[Any] = []
         self.language: Any = of(runner.model)
-        self._arguments = batch.text.arguments(runner.model, is_resumed=True)
+        self._arguments = batch.text.arguments(runner.model)
         blocks = list(getattr(self.language, "blocks", ()))
         # An attached model knows the arguments of its blocks, cached keys included.
         self._finds_context = hasattr(self.language, "context_of")

@@ -71,8 +71,8 @@ class Attached(ReadsText):
             Those of an encoder, a decoder or a tower begin with its name.
         base: the model inside an adapter's wrapper; mostly the model itself.
         uncached: the arguments of a run whose keys nobody needs later.
-        resumed: the arguments of a run from whose keys others go on: none or, for a model that runs only without a
-            cache, `uncached`.
+        needed: the arguments of every run: none or, for a model that runs only without a cache, `uncached`. Other models
+            get none, because some compute another mask from positions without a cache than with one.
         config: the sizes.
         blocks: the model's own blocks that read a text.
         unembed: logits from a residual stream.
@@ -233,8 +233,8 @@ class Attached(ReadsText):
 
     @cached_property
     @without_gradients
-    def resumed(self) -> dict[str, Any]:
-        """The arguments of a run from whose keys others go on; see `Attached`."""
+    def needed(self) -> dict[str, Any]:
+        """The arguments of every run; see `Attached`."""
         if not self.uncached or is_encoder_decoder(self.model) or embedding_of(self.model) is None:
             return {}
         if any(map(is_fully_sharded, self.model.modules())):
@@ -289,7 +289,7 @@ class Attached(ReadsText):
         with Session() as session:
             session.before(self.blocks[0], _stop)
             try:
-                self.model(tokens, **self.uncached | (context.given if context else {}))
+                self.model(tokens, **self.needed | (context.given if context else {}))
             except _Reached as reached:
                 return reached.args[0]
         raise RuntimeError("the model must call its first block")

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,8 +12,14 @@ from hooks.shared import carried, mapped, tensors_in
 from models.attached.forward import is_cache
 from models.attached.past import AttachedPast, cached_layer, keeps_only_keys
 
-# The arguments whose meaning is known, with their axis over queries.
-AXES = {"attention_mask": 2, "position_ids": 1, "position_embeddings": 1, "cache_position": 0}
+# The arguments whose meaning is known, with their axes over texts and over queries. Positions of several sections (m-rope)
+# are [section, batch, pos], so axes are counted from the end.
+AXES: dict[str, tuple[int | None, int]] = {
+    "attention_mask": (-4, -2),
+    "position_ids": (-2, -1),
+    "position_embeddings": (-3, -2),
+    "cache_position": (None, -1),
+}
 CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
 
 
@@ -47,16 +54,21 @@ class AttachedContext(NamedTuple):
         tiled: dict[int, Tensor] = {}  # blocks share masks
         batch = len(self.held[0][0]) if self.held else 0
 
-        def tile(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor) or leaf.ndim < 2:
+        def tile(name: str, leaf: Any) -> Any:
+            axis = _axis_of_texts(name, leaf)
+            if axis is None or (leaf.shape[axis] == 1 and batch != 1):  # for all texts
                 return leaf
-            if len(leaf) == 1:  # of one text, or for all; some blocks want a row for each
-                return leaf.expand(n, *leaf.shape[1:]) if batch == 1 else leaf
+            if leaf.shape[axis] == 1:  # some blocks want a row for each
+                return leaf.expand(*leaf.shape[:axis], n, *leaf.shape[axis + 1 :])
             if id(leaf) not in tiled:
-                tiled[id(leaf)] = leaf.repeat(n, *[1] * (leaf.ndim - 1))
+                tiled[id(leaf)] = torch.cat([leaf] * n, axis)
             return tiled[id(leaf)]
 
-        return self._replace(calls=tuple(mapped(call, tile) for call in self.calls))
+        calls = [
+            {name: mapped(value, partial(tile, name)) for name, value in call.items()}
+            for call in self.calls
+        ]
+        return self._replace(calls=tuple(calls))
 
     def after(self, pos: int, past: Sequence[Sequence[Tensor]]) -> "AttachedContext":
         """The context of the same texts from position `pos` on.
@@ -82,9 +94,27 @@ def _later(name: str, value: Any, pos: int, new: int, device: torch.device) -> A
         return torch.ones(1, 1, new, pos + new, dtype=torch.bool, device=device).tril(pos)
 
     def cut(leaf: Any) -> Any:
-        return leaf.narrow(AXES[name], pos, new) if isinstance(leaf, Tensor) else leaf
+        return leaf.narrow(AXES[name][1], pos, new) if isinstance(leaf, Tensor) else leaf
 
     return mapped(value, cut)
+
+
+def _axis_of_texts(name: str, leaf: Any) -> int | None:
+    """The axis of an argument that has a row for each text, or one for all of them; None without one."""
+    axis = AXES[name][0] if name in AXES else None
+    if not isinstance(leaf, Tensor) or axis is None or leaf.ndim < -axis:
+        return None
+    return leaf.ndim + axis
+
+
+def _has_known_axes(name: str, leaf: Tensor, batch: int, n_pos: int) -> bool:
+    """Whether an argument has its texts and its queries along the axes that are known."""
+    if leaf.ndim < -AXES[name][1] or leaf.shape[AXES[name][1]] != n_pos:
+        return False
+    if (axis := _axis_of_texts(name, leaf)) is None:
+        return leaf.ndim == -AXES[name][1]  # no axis comes before, so all texts share it
+    # Where all texts share a row, no axis before it may be the texts'.
+    return leaf.shape[axis] == batch or (leaf.shape[axis] == 1 and batch not in leaf.shape[:axis])
 
 
 def repeatable_context(
@@ -92,8 +122,8 @@ def repeatable_context(
 ) -> AttachedContext | None:
     """The context of a run, from how it called the blocks; None if they cannot be called again.
 
-    They can if each is causal, has no tensors among its arguments but those in `AXES`, and has put all its keys
-    and values into a cache.
+    They can if each is causal, has no tensors among its arguments but those in `AXES`, with these axes, and has put all
+    its keys and values into a cache.
     """
     arguments, held = [], []
     for block, (args, kwargs) in zip(blocks, calls, strict=True):
@@ -107,6 +137,10 @@ def repeatable_context(
         plain = {name: None if is_cache(value) else value for name, value in named.items()}
         others = {name: value for name, value in plain.items() if name not in AXES}
         if any(True for _ in tensors_in(others)) or not _is_causal(block, plain, n_pos):
+            return None
+        batch, read = len(kept.keys), {name: plain[name] for name in AXES if name in plain}
+        leaves = [(name, leaf) for name, value in read.items() for leaf in tensors_in(value)]
+        if not all(_has_known_axes(name, leaf, batch, n_pos) for name, leaf in leaves):
             return None
         arguments.append(plain)
         held.append((kept.keys, kept.values))

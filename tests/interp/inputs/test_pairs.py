@@ -274,3 +274,39 @@ def test_a_mapping_is_the_arguments_of_a_run(tokens, corrupted):
     seen = Pairs({"pixel_values": image[:, None], "labels": None})
     assert torch.equal(seen.text.tokens, image[:, None])
     assert seen.text.more == {"labels": None}
+
+
+@pytest.mark.parametrize("n_texts, sections", [(2, 3), (3, 3), (4, 4), (5, 4)])
+def test_rows_of_positions_are_along_the_axis_of_the_texts(n_texts, sections):
+    texts, n_pos = torch.arange(n_texts * 7).view(n_texts, 7), 7
+    positions = torch.arange(sections * n_texts * n_pos).view(sections, n_texts, n_pos)
+    later = torch.arange(n_texts)  # as long as there are texts, by chance
+    given = {"input_ids": texts, "position_ids": positions, "cache_position": later}
+    pairs = Pairs({**given, "scale": 1.0 + later, "bias": torch.ones(1, n_pos)})
+    one, two = pairs[[1]].text, pairs.text.repeated(2)
+    assert torch.equal(one.more["position_ids"], positions[:, 1:2])
+    assert torch.equal(one.more["cache_position"], later)
+    assert torch.equal(one.more["scale"], 1.0 + later[1:2])
+    assert torch.equal(two.more["position_ids"], torch.cat([positions, positions], 1))
+    assert two.more["bias"].shape == (1, n_pos)
+    assert torch.equal(pairs.text.rows(slice(1, None)).more["position_ids"], positions[:, 1:])
+    own = Pairs(
+        {"input_ids": texts, "position_ids": positions.movedim(0, 2)}
+    )  # [batch, pos, section]
+    assert torch.equal(own[[1]].text.more["position_ids"], positions.movedim(0, 2)[1:2])
+    shared = Pairs({"input_ids": texts, "position_ids": positions[:, :1]})
+    assert torch.equal(shared[[1]].text.more["position_ids"], positions[:, :1])
+    listed = [positions[:, [row]] for row in range(n_texts)]
+    joined = Pairs({"input_ids": texts, "position_ids": listed})
+    assert torch.equal(joined[[1, 0]].text.kwargs["position_ids"], positions[:, [1, 0]])
+
+
+def test_rows_that_two_axes_may_have_are_refused_and_not_guessed():
+    """Three texts of three tokens with three sections: each axis has three places."""
+    positions = torch.arange(27).view(3, 3, 3)
+    pairs = Pairs({"input_ids": torch.tensor([[3, 1, 4]] * 3), "position_ids": positions})
+    assert torch.equal(pairs.text.kwargs["position_ids"], positions)
+    assert not pairs.text.goes_by_rows
+    for ask in (lambda: pairs[1:], lambda: pairs.text.repeated(2), lambda: pairs.text.rows([0])):
+        with pytest.raises(ValueError, match=r"position_ids.*\[3, 3, 3\]"):
+            ask()

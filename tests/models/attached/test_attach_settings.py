@@ -27,7 +27,7 @@ from models import Sampling, attach, detach, from_hf, generate
 from models.attached.context import _is_causal
 from models.attached.norms import norm_of
 from models.attached.probe import Call
-from tests import attachable
+from tests import attachable, seeing
 from tests.attachable import CACHE
 from tests.models.attached.test_attach import BART, GPT2, KINDS, SIZES, TOKENS, made
 
@@ -657,6 +657,78 @@ def test_pairs_carry_other_arguments_of_the_run():
     torch.testing.assert_close(swept.base, value(TOKENS)[0])
     with pytest.raises(ValueError, match="attention_mask"):
         Pairs({"input_ids": TOKENS, "attention_mask": PADDED}, attention_mask=PADDED)
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl"])
+@pytest.mark.parametrize("batch", [2, 3])
+def test_positions_of_several_sections_go_with_their_texts(kind, batch):
+    """Each run against one text at a time, without points. For three texts there are as many sections as texts."""
+    if not seeing.is_there("qwen3_vl"):
+        pytest.skip("needs a later transformers")
+    rope = dict(rope_type="default", mrope_section=[1, 1, 1], rope_theta=10000.0)
+    sizes = dict(
+        vocab_size=29, hidden_size=24, intermediate_size=20, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=6, rope_parameters=rope
+    )  # fmt: skip
+    if kind == "qwen2_vl":
+        config = transformers.Qwen2VLConfig(text_config=sizes)
+        maker = transformers.Qwen2VLForConditionalGeneration
+    else:
+        config = transformers.Qwen3VLConfig(text_config=sizes)
+        maker = transformers.Qwen3VLForConditionalGeneration
+    tower = dict(depth=1, num_heads=2, patch_size=4, hidden_size=16, intermediate_size=14)
+    for name, value in (tower | dict(embed_dim=16, out_hidden_size=24)).items():
+        setattr(config.vision_config, name, value)
+    torch.manual_seed(0)
+    model = maker(config).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(0.3 * torch.randn(weight.shape))
+    draws = torch.Generator().manual_seed(2)
+    clean, corrupted = torch.randint(3, 23, (2, batch, 5), generator=draws)
+    positions = torch.randint(0, 9, (3, batch, 5), generator=draws)
+    right = torch.randint(3, 23, (batch,), generator=draws)
+    twin = copy.deepcopy(model)
+
+    def value(texts, row, at=None, put=None):
+        kept = []
+
+        def hook(module, args, output):
+            kept.append(output.clone())
+            if at is not None:
+                output[:, at] = put[:, at]
+            return output
+
+        handle = twin.model.language_model.layers[1].register_forward_hook(hook)
+        with torch.no_grad():
+            logits = twin(texts[row][None], position_ids=positions[:, row][:, None]).logits
+        handle.remove()
+        return logits[0, -1].log_softmax(-1)[right[row]], kept[0]
+
+    wanted = torch.empty(5, batch)
+    for row in range(batch):
+        base, _ = value(corrupted, row)
+        _, put = value(clean, row)
+        for at in range(5):
+            wanted[at, row] = value(corrupted, row, at, put)[0] - base
+    assert wanted.abs().min(0).values.max() > 0
+    pairs = Pairs({"input_ids": clean, "position_ids": positions}, corrupted, right)
+    listed = [positions[:, row : row + 1] for row in range(batch)]
+    options = dict(site="resid_post", layers=1)
+    heads = {"blocks.1.attn.z": lambda value, point: value * 2}
+    with attach(model):
+        whole = activation_patching(model, pairs, **options)
+        some = activation_patching(model, pairs[1:], **options)
+        in_lists = Pairs({"input_ids": clean, "position_ids": listed}, corrupted, right)
+        by_list = activation_patching(model, in_lists[[1, 0]], **options)
+        # The user's own function makes whole runs of it.
+        metric = log_prob(right)
+        alone = sweep(model, pairs[[1]], [heads] * 2, log_prob(right[1:2])).values
+        swept = sweep(model, pairs, [heads] * 2, metric).values
+    torch.testing.assert_close(whole.values[0], wanted, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(some.values[0], wanted[:, 1:], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(by_list.values[0], wanted[:, [1, 0]], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(swept[:, [1]], alone, atol=1e-5, rtol=1e-4)
 
 
 GENERATIONS = {
