@@ -22,6 +22,9 @@ from hooks.shared import Piece, Scoped, Words, forwards_in, memory_of, reading, 
 from models.attached.configs import HOOKED
 from models.attached.wires import Output, Replaced, texts_read
 
+NEW_CACHE, OLD_CACHES = "cache", ("past_key_values", "cache_params")
+"""The argument for a cache: its name from version 5.24 of `transformers` on, which warns of the older ones."""
+
 _generation = Scoped[dict[str, int] | None]("generation", None)
 
 
@@ -168,6 +171,10 @@ class Forward(StackForward):
         self._words, self._model = Words(self, *forwards_in(model)), type(model).__name__
         # Generation gives it to all, and it says what is padding.
         self._words.known.add("attention_mask")
+        parameters = inspect.signature(self).parameters
+        # Adapters, and code for older versions, give the cache by a name that the model has no more.
+        self._old_names = set(OLD_CACHES) - parameters.keys() if NEW_CACHE in parameters else set()
+        self._words.known |= self._old_names
         self.places: list[tuple[nn.Module, str, nn.Module]] = []
         self.prepare: Callable[..., tuple[Any, Any]] | None = None
         self.reads_texts = True
@@ -193,6 +200,8 @@ class Forward(StackForward):
             raise HookError(
                 f"attention must be computed as at attach; it was set to {kernel!r} since: detach(model), then attach(model)"
             )
+        for name in self._old_names & kwargs.keys() if NEW_CACHE not in kwargs else ():
+            kwargs[NEW_CACHE] = kwargs.pop(name)
         self._words.require(kwargs, (), f"the {self._model}")
         if self.prepare is not None:
             args, kwargs = self.prepare(*args, **kwargs)

@@ -276,7 +276,7 @@ def test_a_mapping_is_the_arguments_of_a_run(tokens, corrupted):
     assert seen.text.more == {"labels": None}
 
 
-@pytest.mark.parametrize("n_texts, sections", [(2, 3), (3, 3), (4, 4), (5, 4)])
+@pytest.mark.parametrize(("n_texts", "sections"), [(2, 3), (3, 3), (4, 4), (5, 4)])
 def test_rows_of_positions_are_along_the_axis_of_the_texts(n_texts, sections):
     texts, n_pos = torch.arange(n_texts * 7).view(n_texts, 7), 7
     positions = torch.arange(sections * n_texts * n_pos).view(sections, n_texts, n_pos)

@@ -1,6 +1,7 @@
 """Pieces of texts that attached models read: positions beside padding, states without keys, virtual tokens."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -153,7 +154,27 @@ def test_states_of_several_texts_are_told_apart():
         assert starts == [0, 0, 5, 2, 6, 5, 0]
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient", "ignore:.*past_key_values")  # of peft
+@pytest.mark.parametrize(("name", "old"), [("llama", "past_key_values"), ("mamba", "cache_params")])
+@torch.no_grad()
+def test_a_cache_may_have_the_name_of_older_versions(name, old, monkeypatch):
+    """A warning of the library would be an error here."""
+    monkeypatch.setitem(attachable.MODELS, name, attachable.MODELS.get(name, {}))
+    model, tokens = made(name), torch.tensor([ROWS[0]])
+    wanted = model(tokens, use_cache=False).logits[:, -2:]
+    with attach(model):
+        starts = []
+        with HookedRunner(model).hooks({"embed": lambda v, p: starts.append(start_of_piece())}):
+            first = model(tokens[:, :3], use_cache=True)
+            held = first.cache if attachable.IS_5_24 else first[old]
+            logits = [
+                model(tokens[:, n : n + 1], **{old: held}, use_cache=True).logits for n in (3, 4)
+            ]
+    assert starts == [0, 3, 4]
+    torch.testing.assert_close(torch.cat(logits, 1), wanted, rtol=1e-4, atol=1e-5)
+
+
+# Both are of peft, whose generation gives the cache by both names.
+@pytest.mark.filterwarnings("ignore:.is_gradient", "ignore:Both .past_key_values")
 @torch.no_grad()
 def test_virtual_tokens_of_prefix_tuning_are_no_positions():
     peft = pytest.importorskip("peft", reason="needs peft")
@@ -161,7 +182,11 @@ def test_virtual_tokens_of_prefix_tuning_are_no_positions():
     chosen = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     model = peft.get_peft_model(model, chosen).eval()
     tokens, mask = padded(ROWS[:2], 5)
-    with attach(model):
+    with warnings.catch_warnings():
+        # The first run is the model's as it is, where peft uses the old name of the cache. Later ones do not.
+        warnings.filterwarnings("ignore", ".*past_key_values", FutureWarning)
+        attached = attach(model)
+    with attached:
         runner = HookedRunner(model)
         for given in ({}, dict(attention_mask=mask)):
             name, vector = "blocks.0.resid_post", torch.full((24,), 3.0)
