@@ -22,6 +22,7 @@ from hooks._torch import (
 )
 from hooks.calls import Calls, number_of_call
 from hooks.capture import Recorder
+from hooks.damage import damage_of
 from hooks.draws import generator
 from hooks.errors import (
     NEVER_FIRED,

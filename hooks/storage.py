@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hooks import strict_json
 from hooks._torch import has_storage, memory_of
+from hooks.damage import damage_of
 from hooks.errors import CacheError, UnknownNameError
 
 CHECKSUMS = "checksums"
@@ -240,20 +241,65 @@ def opened(path: Path, kind: str) -> Iterator[tuple[dict[str, Any], dict[str, An
 def one_error(
     path: str | os.PathLike[str], rule: str = "", kind: type[Exception] = ValueError
 ) -> Iterator[None]:
-    """Turns each error that a file's content may raise into one of a kind, that names the file and the rule.
+    """Turn each error that a file's content may raise into one of a kind, that names the file and the rule.
 
-    Errors that say that a file, a library or a name is missing stay as they are.
+    A damaged file is named as what it is. Errors that say that a file, a library or a name is missing stay as they are.
     """
     what = f"{path} must {rule}" if rule else str(path)
     try:
         yield
     except (FileNotFoundError, ImportError, UnknownNameError):
         raise
-    except KeyError as error:
-        raise kind(f"{what}: {error} must be there; got a file without it") from None
     except Exception as error:
+        damage = damage_of(path)
+        again = "; download it again" if kind is ValueError else ""
+        if damage and rule:
+            raise kind(f"{what}; it {damage}{again}") from None
+        if damage:
+            raise kind(f"{path} {damage}{again}") from None
+        if isinstance(error, UnicodeDecodeError):
+            raise kind(f"{what}: it must be text in UTF-8; got other bytes{again}") from None
+        if isinstance(error, KeyError):
+            raise kind(f"{what}: {error} must be there; got a file without it") from None
         reason = " ".join(str(error).split())[:500] or type(error).__name__
-        raise kind(f"{what}: {reason}") from None
+        # An error of a function below may name the file already.
+        raise kind(reason if reason.startswith(str(path)) else f"{what}: {reason}") from None
+
+
+def read_saved(path: Path) -> Any:
+    """Return what `torch.save` wrote, if it holds nothing but tensors and plain values.
+
+    Checksums are compared first, because PyTorch compares none. Files from before PyTorch 1.6 have none.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if it is damaged, another file, or would run code; the message names the file.
+    """
+    with one_error(path), path.open("rb") as file:
+        if file.read(4) == b"PK\x03\x04":  # as PyTorch asks
+            _require_undamaged(zipfile.ZipFile(file))
+        file.seek(0)
+        try:
+            return torch.load(file, map_location="cpu", weights_only=True)
+        # Many kinds, from pickle and from its text. PyTorch's message says how to run the code anyway.
+        except Exception as error:
+            called = re.search(r"GLOBAL \S+", str(error))
+            rule = "it must hold only tensors and plain values, because a pickle may run any code"
+            remedy = "save model.state_dict() instead of a whole model"
+            found = f"{called[0]}: {remedy}" if called else "what PyTorch cannot read"
+            raise ValueError(f"{rule}; got {found}") from None
+
+
+def _require_undamaged(records: zipfile.ZipFile) -> None:
+    """Refuse an archive with a record whose checksum differs, or that PyTorch would read as empty."""
+    # PyTorch reads nothing of a record that is marked as a directory.
+    marked = [entry.filename for entry in records.infolist() if entry.external_attr & 0x10]
+    try:
+        differing = records.testzip()
+    except zipfile.BadZipFile:
+        raise ValueError("it has a damaged part; download it again") from None
+    if damaged := differing or "".join(marked[:1]):
+        raise ValueError(f"{damaged} in it must be as saved, by its checksum; it differs")
 
 
 @contextmanager
@@ -271,27 +317,6 @@ def only_tensors(where: str = "it") -> Iterator[None]:
         called = re.search(r"GLOBAL \S+", str(error)) or ["another pickle"]
         rule = "must hold only tensors and plain values, because a pickle may run any code"
         raise ValueError(f"{where} {rule}; got {called[0]}") from None
-
-
-def read_saved(path: Path) -> Any:
-    """Read a file of `torch.save`, if it holds nothing but tensors and plain values.
-
-    Checksums are compared first, because PyTorch compares none. Files from before PyTorch 1.6 have none.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if it is damaged, another file, or would run code; the message names the file.
-    """
-    with one_error(path), path.open("rb") as file:
-        if file.read(4) == b"PK\x03\x04":  # as PyTorch asks
-            records = zipfile.ZipFile(file)
-            # PyTorch reads nothing of a record that is marked as a directory.
-            marked = [entry.filename for entry in records.infolist() if entry.external_attr & 0x10]
-            if damaged := records.testzip() or "".join(marked[:1]):
-                raise ValueError(f"{damaged} in it must be as saved, by its checksum; it differs")
-        file.seek(0)
-        with only_tensors():
-            return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def create(partial: Path, path: Path) -> None:

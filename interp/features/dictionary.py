@@ -78,6 +78,12 @@ class Dictionary(pictures.Shown, nn.Module):
         config: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
+        for name, weight, axes in (
+            ("W_enc", W_enc, "d_in feature"),
+            ("W_dec", W_dec, "feature d_out"),
+        ):
+            if weight.ndim != 2:
+                raise ValueError(f"{name} must be [{axes}]; got {[*weight.shape]}")
         sizes = {"d_in": W_enc.shape[0], "feature": W_enc.shape[1], "d_out": W_dec.shape[1]}
         _require_sizes(
             sizes,
@@ -247,7 +253,7 @@ class Dictionary(pictures.Shown, nn.Module):
         skip = ", skip" if self.W_skip is not None else ""
         norm = f", norm={self.norm!r}" if self.norm != "none" else ""
         place = self.reads if self.reads == self.writes else f"{self.reads} -> {self.writes}"
-        model = self.config.get("metadata", self.config).get("model_name")
+        model = (self.config.get("metadata") or self.config).get("model_name")
         of = f" of {model}" if model else ""
         return (
             f"{self.d_in} -> {self.n_features} features -> {self.d_out}{skip}{norm}, at {place}{of}"

@@ -32,7 +32,9 @@ def downloaded(name: str) -> Path:
     patterns = [inside, f"{inside}/*"] if inside else None
     if patterns and inside.endswith(_WEIGHTS):
         # The config in its folder may say what the file does not.
-        patterns += [PurePosixPath(inside).with_name(name).as_posix() for name in _CONFIGS]
+        place = PurePosixPath(inside)
+        configs = (*_CONFIGS, f"{place.stem}_cfg.json")
+        patterns += [place.with_name(name).as_posix() for name in configs]
     try:
         fetch = library("huggingface_hub").snapshot_download
         path = Path(fetch(repository, allow_patterns=patterns)) / inside

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from hooks.shared import unknown_name
+from hooks.shared import damage_of, storage, unknown_name
 from interp.features.bundled import NAMES, bundled
 from interp.features.forms import FORMS, Form, Loaded
 from interp.features.forms.common import BY_HAND
@@ -34,7 +34,7 @@ def load_sae(
     """Load a sparse autoencoder or transcoders from the files of any of these libraries and releases.
 
     SAELens 6 and before, sparsify, dictionary_learning, Gemma Scope 1 and 2, circuit-tracer, Llama Scope, OpenAI, Qwen
-    Scope and Goodfire. Points that the files name are given our names. `.to(device)` moves the weights.
+    Scope, Goodfire and Kissane et al. (`z` of GPT-2). Points that the files name are given our names. `.to(device)` moves the weights.
 
     Args:
         path: a folder, or a file in it. A file of one of several layers, such as `layer_1.safetensors`,
@@ -90,6 +90,8 @@ def load_sae(
         raise ValueError(
             f"format= must say which of the files in {local} to read; it has those of {' and '.join(fitting)}"
         )
+    if not fitting and (damage := damage_of(local)):
+        raise ValueError(f"{local} {damage}; download it again")
     if not fitting:
         listed = "; ".join(f"{' and '.join(form.files)} ({name})" for name, form in wanted.items())
         rule = "be one of" if local.is_file() else "have"
@@ -107,7 +109,8 @@ def load_sae(
         raise ValueError(f"{', '.join(idle)} must be None for files of {name}, which say all")
     if FORMS[name].single and source.is_dir():
         source = _only_file(FORMS[name], source)
-    loaded = read(source, **options)
+    with storage.one_error(source):
+        loaded = read(source, **options)
     for each in loaded.values() if isinstance(loaded, dict) else [loaded]:
         each.to(dtype or _at_least_float32(each))
     return loaded

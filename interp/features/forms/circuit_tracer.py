@@ -5,13 +5,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from interp.features.activations import JumpReLU, TopK
 from interp.features.cross_layer import CrossLayerTranscoder
 from interp.features.dictionary import Dictionary
-from interp.features.forms.common import Weights, require, require_known, yaml_of
+from interp.features.forms.common import (
+    Weights,
+    known_fields,
+    require,
+    tensors_of,
+    whole_of,
+    yaml_of,
+)
 from interp.features.forms.places import ours
 
 
@@ -47,7 +53,7 @@ def read_layer(path: Path, *, k: int | None = None) -> Dictionary:
 
 def _of_layer(path: Path, layer: int, config: Mapping[str, Any], k: int | None) -> Dictionary:
     """The transcoder of one layer, from its file."""
-    weights = load_file(path)
+    weights = tensors_of(path)
     saved_k = weights.pop("k", None)
     more = weights.keys() & {"W_skip", "activation_function.threshold"}
     require(weights, {"W_enc", "W_dec", "b_enc", "b_dec"} | more, path.stem)
@@ -73,11 +79,13 @@ def read_cross_layer(folder: Path) -> CrossLayerTranscoder:
         tensors = {
             name: tensor
             for end in ("enc", "dec")
-            for name, tensor in load_file(folder / f"W_{end}_{n}.safetensors").items()
+            for name, tensor in tensors_of(folder / f"W_{end}_{n}.safetensors").items()
         }
         weights = {name.removesuffix(f"_{n}"): tensor for name, tensor in tensors.items()}
         more = (layers[0] if layers else weights).keys() & {"threshold", "W_skip"}
-        require(weights, {"W_enc", "W_dec", "b_enc", "b_dec"} | more, f"layer {n}")
+        require(
+            weights, {"W_enc", "W_dec", "b_enc", "b_dec"} | more, f"layer {n}", across_layers=True
+        )
         layers.append(weights)
     return CrossLayerTranscoder(
         [w["W_enc"].T for w in layers],
@@ -94,8 +102,7 @@ def read_cross_layer(folder: Path) -> CrossLayerTranscoder:
 
 def _config_of(folder: Path, kind: str) -> dict[str, Any]:
     """What `config.yaml` says of transcoders of this kind."""
-    config = {"model_kind": kind} | yaml_of(folder)
-    require_known(config, "config.yaml of circuit-tracer")
+    config = {"model_kind": kind} | known_fields(yaml_of(folder), "config.yaml of circuit-tracer")
     if config["model_kind"] != kind:
         raise ValueError(
             f"model_kind must be {kind!r} for these files; got {config['model_kind']!r}"
@@ -126,7 +133,7 @@ def _activation(
     named = {str(config[name]).lower().replace("_", "") for name in fields if config.get(name)}
     saved = "relu" if saved_k is None else "topk"
     kinds = named or {saved if threshold is None else "jumprelu"}
-    ks = {int(each) for each in (k, config.get("k"), saved_k) if each is not None}
+    ks = {whole_of("k", one) for one in (k, config.get("k"), saved_k) if one is not None}
     if kinds == {"relu"} and threshold is None and not ks:
         return nn.ReLU()
     if kinds == {"jumprelu"} and threshold is not None and not ks:

@@ -6,10 +6,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from hooks.shared import storage
 from interp.features.activations import Gated, JumpReLU, TopK
 from interp.features.dictionary import Dictionary
-from interp.features.forms.common import json_of, no_factor, require, require_known
+from interp.features.forms.common import (
+    is_number,
+    json_of,
+    known_fields,
+    no_factor,
+    pickled,
+    require,
+    whole_of,
+)
 from interp.features.forms.places import ours
 
 
@@ -20,19 +27,29 @@ def read(folder: Path, *, norm_factor: float | None = None) -> Dictionary:
     multiplies features with them.
     """
     config = json_of(folder / "config.json")
-    trainer = config.get("trainer", config)
-    if trainer is not config:
-        require_known(config, "config.json of dictionary_learning")
-    require_known(trainer, "trainer in config.json")
-    require_known(config.get("buffer", {}), "buffer in config.json")
-    if (end := config.get("buffer", {}).get("io", "out")) != "out":
+    trainer = config
+    buffer: dict[str, Any] = {}
+    if "trainer" in config:
+        config = known_fields(config, "config.json of dictionary_learning")
+        trainer = config["trainer"]
+        buffer = known_fields(config.get("buffer", {}), "buffer in config.json")
+    trainer = known_fields(trainer, "trainer in config.json")
+    if (end := buffer.get("io", "out")) != "out":
         raise ValueError(f"io must be 'out', as values that go in have no place here; got {end!r}")
-    weights = storage.read_saved(folder / "ae.pt")
+    weights = pickled(folder / "ae.pt")
     if "ae" in weights:  # {step, ae, optimizer, ..., norm_factor}
         norm_factor = weights.get("norm_factor", 1.0) if norm_factor is None else norm_factor
         weights = weights["ae"]
+        if not is_number(norm_factor) or not isinstance(weights, dict):
+            raise ValueError(
+                "ae.pt must have a number as norm_factor, and tensors by name as ae; "
+                f"got {norm_factor!r:.40} and {weights!r:.40}"
+            )
     else:  # its biases are scaled already
         no_factor(norm_factor)
+    if not all(isinstance(weight, torch.Tensor) for weight in weights.values()):
+        others = [name for name, weight in weights.items() if not isinstance(weight, torch.Tensor)]
+        raise ValueError(f"ae.pt must hold tensors by name; got something else at {others}")
     kind = trainer.get("dict_class")
     place: dict[str, Any] = {"config": trainer}
     if (name := trainer.get("submodule_name")) is not None:
@@ -62,7 +79,7 @@ def read(folder: Path, *, norm_factor: float | None = None) -> Dictionary:
     elif kind == "AutoEncoderTopK":
         named |= tensors.keys() & {"threshold", "k"}
         require(tensors, named | {"b_enc"}, kind)
-        ks = {int(k) for k in (tensors.get("k"), trainer.get("k")) if k is not None}
+        ks = {whole_of("k", k) for k in (tensors.get("k"), trainer.get("k")) if k is not None}
         if len(ks) != 1:
             raise ValueError(f"{kind} must have one k, in ae.pt or config.json; got {sorted(ks)}")
         activation = TopK(ks.pop())

@@ -3,13 +3,9 @@
 import re
 from pathlib import Path
 
-import numpy as np
-import torch
-from safetensors.torch import load_file
-
 from interp.features.activations import JumpReLU
 from interp.features.dictionary import Dictionary
-from interp.features.forms.common import json_of, require, require_known
+from interp.features.forms.common import json_of, known_fields, require, tensors_of
 from interp.features.forms.places import ours
 
 # A repository, or its folder in a cache: `models--google--gemma-scope-2b-pt-res`. What its dictionaries write, by its name.
@@ -27,8 +23,7 @@ def read(
     A folder `embedding/width_4k` has those that read embeddings scaled by √d_model. A repository `...-transcoders` has those
     that read what the norm before the MLP gives, before its gain; see `Dictionary.with_input_gain`.
     """
-    with np.load(folder / "params.npz", allow_pickle=False) as file:
-        weights = {name: torch.from_numpy(file[name]) for name in file}
+    weights = tensors_of(folder / "params.npz")
     names = {"W_enc", "W_dec", "b_enc", "b_dec", "threshold"}
     weights = {"W_" + n[2:] if n.startswith("w_") else n: weight for n, weight in weights.items()}
     require(weights, names, "params.npz")
@@ -68,8 +63,8 @@ def _said_by(folder: Path) -> tuple[str | None, bool | None, str]:
 
 def read_2(folder: Path) -> Dictionary:
     """Gemma Scope 2: `params.safetensors` and `config.json`."""
-    config, weights = json_of(folder / "config.json"), load_file(folder / "params.safetensors")
-    require_known(config, "config.json of Gemma Scope 2")
+    config = known_fields(json_of(folder / "config.json"), "config.json of Gemma Scope 2")
+    weights = tensors_of(folder / "params.safetensors")
     if config.get("architecture") != "jump_relu":
         raise ValueError(f"architecture must be 'jump_relu'; got {config.get('architecture')!r}")
     skip = weights.keys() & {"affine_skip_connection"}

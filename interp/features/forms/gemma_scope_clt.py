@@ -3,11 +3,10 @@
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 
 from interp.features.activations import JumpReLU
 from interp.features.cross_layer import CrossLayerTranscoder
-from interp.features.forms.common import Weights, json_of, require, require_known
+from interp.features.forms.common import Weights, json_of, known_fields, require, tensors_of
 
 _READS = "pre_feedforward_layernorm"
 
@@ -18,12 +17,13 @@ def read(folder: Path) -> CrossLayerTranscoder:
     They read what the norm before the MLP gives, and write what the norm after it gives. Crosscoders have files of the same
     names, and are refused.
     """
-    config = json_of(folder / "config.json") if (folder / "config.json").is_file() else {}
+    path = folder / "config.json"
+    config = json_of(path) if path.is_file() else {}
+    config = known_fields(config, "config.json of Gemma Scope 2")
     kind, reads = (
         config.get("architecture", "jump_relu"),
         str(config.get("hf_hook_point_in") or _READS),
     )
-    require_known(config, "config.json of Gemma Scope 2")
     if kind != "jump_relu" or _READS not in reads or "crosscoder" in folder.absolute().parts[-2:]:
         raise ValueError(
             f"a cross-layer transcoder must be of jump_relu and read {_READS}.output; got {kind} at {reads} in {folder}"
@@ -31,11 +31,15 @@ def read(folder: Path) -> CrossLayerTranscoder:
     layers: list[Weights] = []
     n_layers = len([*folder.glob("params_layer_*.safetensors")])
     for n in range(n_layers):
-        weights = load_file(folder / f"params_layer_{n}.safetensors")
+        weights = tensors_of(folder / f"params_layer_{n}.safetensors")
         skip = (layers[0] if layers else weights).keys() & {"affine_skip_connection"}
         names = {"w_enc", "w_dec", "b_enc", "b_dec", "threshold"} | skip
-        require(weights, names, f"params_layer_{n}")
-        if weights["w_dec"].shape[1] != n_layers or weights["w_dec"][:, :n].any():
+        require(weights, names, f"params_layer_{n}", across_layers=True)
+        if (
+            weights["w_dec"].ndim != 3
+            or weights["w_dec"].shape[1] != n_layers
+            or weights["w_dec"][:, :n].any()
+        ):
             raise ValueError(
                 f"w_dec of params_layer_{n} must be [feature layer d_model] of {n_layers} layers, and 0 for those before; "
                 f"got {[*weights['w_dec'].shape]}, or others before"

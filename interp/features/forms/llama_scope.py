@@ -6,12 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from interp.features.activations import JumpReLU
 from interp.features.dictionary import Dictionary
-from interp.features.forms.common import Weights, full_precision, json_of, require, require_known
+from interp.features.forms.common import (
+    Weights,
+    full_precision,
+    is_number,
+    json_of,
+    known_fields,
+    require,
+    tensors_of,
+)
 from interp.features.forms.places import ours
 
 _RULES = {
@@ -30,7 +37,7 @@ def read(folder: Path) -> Dictionary:
     threshold was found for these.
     """
     config = _config_of(folder / "hyperparams.json", {"jump_relu_threshold"})
-    weights = load_file(folder / "checkpoints" / "final.safetensors")
+    weights = tensors_of(folder / "checkpoints" / "final.safetensors")
     require(weights, _WEIGHTS, "final.safetensors")
     norms = config.get("dataset_average_activation_norm") or {}
     factors = _factors(config, norms.get("in"), norms.get("out"))
@@ -44,10 +51,12 @@ def read_r1(folder: Path) -> Dictionary:
     Its thresholds were trained, on features of normed activations.
     """
     config = _config_of(folder / "config.json")
-    weights = load_file(folder / "sae_weights.safetensors")
+    weights = tensors_of(folder / "sae_weights.safetensors")
     start = "dataset_average_activation_norm."
     norms = {
-        n.removeprefix(start): float(weights.pop(n)) for n in [*weights] if n.startswith(start)
+        name.removeprefix(start): _number_in(name, weights.pop(name))
+        for name in [*weights]
+        if name.startswith(start)
     }
     require(weights, _WEIGHTS | {"log_jumprelu_threshold"}, "sae_weights.safetensors")
     ends = config["hook_point_in"], config.get("hook_point_out") or config["hook_point_in"]
@@ -57,10 +66,16 @@ def read_r1(folder: Path) -> Dictionary:
     return _made(config, weights, s_in, s_out, threshold)
 
 
+def _number_in(name: str, tensor: Tensor) -> float:
+    if tensor.numel() != 1:
+        raise ValueError(f"{name} must be one number; got {[*tensor.shape]}")
+    return float(tensor)
+
+
 def _config_of(path: Path, needed: Set[str] = frozenset()) -> dict[str, Any]:
     """The config in a file, if it says nothing that a `Dictionary` cannot do."""
-    config = json_of(path)
-    require_known(config, "config of Llama Scope")
+    config = known_fields(json_of(path), "config of Llama Scope")
+    needed = needed | ({"expansion_factor"} if "d_sae" not in config else frozenset())
     if missing := sorted(({"hook_point_in", "d_model"} | needed) - config.keys()):
         raise ValueError(f"{path.name} must have {', '.join(missing)}; it does not")
     for name, rule in _RULES.items():
@@ -76,13 +91,19 @@ def _factors(
     kind = config.get("norm_activation", "dataset-wise")
     if kind == "inference":
         return 1.0, 1.0
-    if kind != "dataset-wise" or not norm_in or not norm_out:
+    if kind != "dataset-wise" or not _is_positive(norm_in) or not _is_positive(norm_out):
         raise ValueError(
             "norm_activation must be 'inference', or 'dataset-wise' with dataset_average_activation_norm of what is read and "
             f"written; got {kind!r} with {norm_in} and {norm_out}"
         )
     root = sqrt(config["d_model"])
+    assert norm_in is not None
+    assert norm_out is not None
     return root / norm_in, root / norm_out
+
+
+def _is_positive(norm: float | None) -> bool:
+    return is_number(norm) and norm is not None and norm > 0
 
 
 def _made(

@@ -5,15 +5,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 from interp.features.activations import Gated, JumpReLU, TopK
 from interp.features.dictionary import Dictionary, NormKind
-from interp.features.forms.common import Weights, json_of, no_factor, require, require_known
+from interp.features.forms.common import (
+    Weights,
+    json_of,
+    known_fields,
+    no_factor,
+    require,
+    require_types,
+    tensors_of,
+    whole_of,
+)
 from interp.features.forms.places import ours
 from interp.features.matching_pursuit import MatchingPursuit
 
+_CONFIG = "cfg.json of SAELens"
 # Before version 6 one flat object held all that is in `metadata` since, the first of these under older names.
 _OLD_NAMES = {
     "hook_point": "hook_name",
@@ -25,11 +34,15 @@ _OLD_NAMES = {
 def read(folder: Path, *, norm_factor: float | None = None) -> Dictionary:
     """SAELens: `cfg.json` and `sae_weights.safetensors`, of version 6 or before."""
     config = json_of(folder / "cfg.json")
-    weights = load_file(folder / "sae_weights.safetensors")
+    weights = tensors_of(folder / "sae_weights.safetensors")
+    require_types(config, _CONFIG)
     metadata = config.get("metadata") or {}
-    training = metadata.get("training_architecture_details", {})
-    require_known({n: v for n, v in config.items() if n not in training}, "cfg.json of SAELens")
-    config = {_OLD_NAMES.get(name, name): value for name, value in config.items()}
+    require_types(metadata, _CONFIG)
+    training = metadata.get("training_architecture_details") or {}
+    if not isinstance(training, dict):
+        raise ValueError(f"training_architecture_details must be an object; got {training!r:.60}")
+    known_fields({n: v for n, v in config.items() if n not in training}, _CONFIG)
+    config = {_OLD_NAMES.get(n, n): value for n, value in config.items() if value is not None}
     about = config | metadata
     _translate(config, weights)
     kind = config.get("architecture", "standard")
@@ -43,9 +56,9 @@ def read(folder: Path, *, norm_factor: float | None = None) -> Dictionary:
     place["writes"] = ours(about.get("hook_name_out")) if is_transcoder else place["reads"]
     norm, norm_factor = _sae_lens_norm(config, norm_factor)
     subtracts = bool(config.get("apply_b_dec_to_input", True)) and not is_transcoder
-    b_dec = weights["b_dec"] / norm_factor
     if kind == "matching_pursuit":
         require(weights, {"W_dec", "b_dec"} | weights.keys() & {"W_enc"}, kind)
+        b_dec = weights["b_dec"]
         bias = b_dec if subtracts else torch.zeros_like(b_dec)
         return MatchingPursuit(
             weights["W_dec"], bias, config.get("residual_threshold", 1e-2), config.get("max_iterations"),
@@ -56,7 +69,8 @@ def read(folder: Path, *, norm_factor: float | None = None) -> Dictionary:
     skip = {"W_skip"} if "skip" in kind else set[str]()
     require(weights, {"W_enc", "W_dec", "b_dec"} | biases | skip | extra, kind)
     b_enc = torch.zeros_like(weights["W_enc"][0]) if kind == "gated" else weights["b_enc"]
-    W_enc, W_dec = weights["W_enc"] * norm_factor, weights["W_dec"] / norm_factor
+    W_enc = weights["W_enc"] * norm_factor
+    W_dec, b_dec = weights["W_dec"] / norm_factor, weights["b_dec"] / norm_factor
     if config.get("rescale_acts_by_decoder_norm"):
         length = W_dec.norm(dim=1)
         W_enc, b_enc, W_dec = W_enc * length, b_enc * length, W_dec / length[:, None]
@@ -99,6 +113,7 @@ def _translate(config: dict[str, Any], weights: Weights) -> None:
         )
     if activation == "topk":
         config |= {"architecture": "topk", **config.get("activation_fn_kwargs", {})}
+        require_types(config, _CONFIG)
     elif activation != "relu":
         raise ValueError(f"activation_fn must be 'relu' or 'topk'; got {activation!r}")
     if config.get("reshape_activations") not in (None, "none", "hook_z"):
@@ -125,10 +140,10 @@ def _sae_lens_activation(kind: str, config: Mapping[str, Any], weights: Weights)
         return JumpReLU(weights[names.pop()].to(weights["W_enc"].dtype))
     if kind in ("topk", "abstopk") and "k" not in config:
         raise ValueError(f"cfg.json of a {kind} dictionary must say k; it does not")
-    if kind in ("topk", "abstopk"):
-        return (
-            TopK(int(config["k"])) if kind == "topk" else TopK(int(config["k"]), "size", relu=False)
-        )
+    if kind == "topk":
+        return TopK(whole_of("k", config["k"]))
+    if kind == "abstopk":
+        return TopK(whole_of("k", config["k"]), "size", relu=False)
     if kind == "gated":
         return Gated(weights["b_gate"], weights["r_mag"], weights["b_mag"])
     if kind in ("standard", "transcoder", "skip_transcoder"):

@@ -1,15 +1,15 @@
-"""Dictionaries that are one file of `torch.save`: those of OpenAI, Qwen Scope and Goodfire."""
+"""Dictionaries that are one file of `torch.save`: OpenAI, Qwen Scope, Goodfire, and Kissane et al. on `z`."""
 
 import re
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from hooks.shared import storage
 from interp.features.activations import TopK
 from interp.features.dictionary import Dictionary
-from interp.features.forms.common import BY_HAND, require
+from interp.features.forms.common import BY_HAND, json_of, pickled, require, whole_of
+from interp.features.forms.places import ours
 
 _STATISTICS = {"stats_last_nonzero", "latents_activation_frequency", "latents_mean_square"}
 # The last two say once more what the second says.
@@ -30,7 +30,9 @@ def read(path: Path, *, k: int | None = None) -> Dictionary:
         path: the file.
         k: how many features are kept, for Qwen Scope: it is in the name of the repository only, after `L0_`.
     """
-    held = _held(path)
+    held = pickled(path)
+    if "W_enc" in held and _is_hook_z(held):
+        return _hook_z(path, held, k)
     if "W_enc" in held:
         return _qwen_scope(path, held, k)
     if k is not None:
@@ -41,16 +43,8 @@ def read(path: Path, *, k: int | None = None) -> Dictionary:
         return _goodfire(path, held)
     names = ", ".join(map(str, held))
     raise ValueError(
-        f"{path} must have the tensors of OpenAI, Qwen Scope or Goodfire; got {names}. {BY_HAND}"
+        f"{path} must have the tensors of OpenAI, Qwen Scope, Goodfire or Kissane et al.; got {names:.300}. {BY_HAND}"
     )
-
-
-def _held(path: Path) -> dict[str, Any]:
-    """What is in a file, which may be tensors and plain values only."""
-    held = storage.read_saved(path)
-    if not isinstance(held, dict):
-        raise ValueError(f"{path} must hold tensors by name; got a {type(held).__name__}")
-    return held
 
 
 def _openai(path: Path, held: dict[str, Any]) -> Dictionary:
@@ -59,18 +53,25 @@ def _openai(path: Path, held: dict[str, Any]) -> Dictionary:
     The folders say the place: `resid_post_mlp_v5_32k/autoencoders/7.pt`.
     """
     kind, state = held.get("activation", "ReLU"), held.get("activation_state_dict", {})
+    if not isinstance(kind, str) or not isinstance(state, dict):
+        raise ValueError(
+            f"{path.name} must have a text as activation and an object as activation_state_dict; "
+            f"got {type(kind).__name__} and {type(state).__name__}"
+        )
     weights = {n: w for n, w in held.items() if n not in _STATISTICS | _ACTIVATION}
     require(weights, {"pre_bias", "latent_bias", "encoder.weight", "decoder.weight"}, path.name)
     plain: dict[str, nn.Module] = {"ReLU": nn.ReLU(), "Identity": nn.Identity()}
     is_top_k = (
-        kind == "TopK" and state.keys() == {"k", "postact_fn"} and state["postact_fn"] in plain
+        kind == "TopK" and state.keys() == {"k", "postact_fn"} and state["postact_fn"] in [*plain]
     )
     if not is_top_k and (kind not in plain or state):
         raise ValueError(
             f"activation of {path.name} must be TopK with k and postact_fn, ReLU or Identity; got {kind!r} with {dict(state)}"
         )
     activation = (
-        TopK(int(state["k"]), relu=state["postact_fn"] == "ReLU") if is_top_k else plain[kind]
+        TopK(whole_of("k", state["k"]), relu=state["postact_fn"] == "ReLU")
+        if is_top_k
+        else plain[kind]
     )
     folders = "/".join(path.absolute().parts[-4:])
     place = next((place for theirs, place in _OPENAI_PLACES.items() if theirs in folders), None)
@@ -79,6 +80,35 @@ def _openai(path: Path, held: dict[str, Any]) -> Dictionary:
     return Dictionary(
         weights["encoder.weight"].T, weights["decoder.weight"].T, weights["latent_bias"], weights["pre_bias"], activation,
         subtracts_b_dec=True, norm="layer_norm" if is_top_k else "none", reads=point, writes=point,
+    )  # fmt: skip
+
+
+def _is_hook_z(held: dict[str, Any]) -> bool:
+    """Whether `W_enc` is [d_in feature], as in the files of Kissane et al. In those of Qwen Scope it is [feature d_in]."""
+    W_enc, b_enc, b_dec = (held.get(name) for name in ("W_enc", "b_enc", "b_dec"))
+    if not all(isinstance(weight, Tensor) for weight in (W_enc, b_enc, b_dec)):
+        return False
+    return [*W_enc.shape] == [b_dec.numel(), b_enc.numel()] != [b_enc.numel(), b_dec.numel()]
+
+
+def _hook_z(path: Path, held: dict[str, Any], k: int | None) -> Dictionary:
+    """Kissane et al. 2024, on the heads of attention layers: ReLU of `z` in a row, `b_dec` subtracted first.
+
+    The point is in `<name>_cfg.json` beside the file, or in its name, as in `gpt2-small_L5_Hcat_z_lr1.20e-03.pt`.
+    """
+    require(held, {"W_enc", "W_dec", "b_enc", "b_dec"}, path.name)
+    if k is not None:
+        raise ValueError(f"k must be None for {path.name}, which keeps all features; got {k}")
+    beside = path.with_name(f"{path.stem}_cfg.json")
+    config = json_of(beside) if beside.is_file() else {}
+    layer = re.search(r"_L(\d+)_Hcat_z", path.name)
+    name = config.get("act_name") or (f"blocks.{layer[1]}.attn.hook_z" if layer else None)
+    if name is not None and not isinstance(name, str):
+        raise ValueError(f"act_name in {beside.name} must be a text; got {name!r:.60}")
+    point = ours(name)
+    return Dictionary(
+        held["W_enc"], held["W_dec"], held["b_enc"], held["b_dec"], nn.ReLU(),
+        subtracts_b_dec=True, reads=point, writes=point, config=config,
     )  # fmt: skip
 
 

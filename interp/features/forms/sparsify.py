@@ -2,12 +2,10 @@
 
 from pathlib import Path
 
-from safetensors.torch import load_file
-
 from hooks.shared import require_choice
 from interp.features.activations import GroupMax, TopK
 from interp.features.dictionary import Dictionary
-from interp.features.forms.common import json_of, require, require_known
+from interp.features.forms.common import json_of, known_fields, require, tensors_of
 from interp.features.forms.places import ours
 
 
@@ -17,10 +15,12 @@ def read(folder: Path, *, transcodes: bool | None = None) -> Dictionary:
     Transcoders from before `transcode` was a field (February 2025) subtract the bias of the decoder, as autoencoders do.
     Those with a skip connection are known by it, others only to the caller.
     """
-    config, weights = json_of(folder / "cfg.json"), load_file(folder / "sae.safetensors")
-    require_known(config, "cfg.json of sparsify")
+    config = known_fields(json_of(folder / "cfg.json"), "cfg.json of sparsify")
+    weights = tensors_of(folder / "sae.safetensors")
     skip = weights.keys() & {"W_skip"}
     require(weights, {"encoder.weight", "encoder.bias", "W_dec", "b_dec"} | skip, "cfg.json")
+    if "k" not in config:
+        raise ValueError("cfg.json of sparsify must say k; it does not")
     kinds = {"topk": TopK, "groupmax": GroupMax}
     kind = config.get("activation", "topk")
     require_choice("activation", kind, kinds)
@@ -38,7 +38,7 @@ def read(folder: Path, *, transcodes: bool | None = None) -> Dictionary:
             f"transcodes must be None or {is_transcoder}, as cfg.json says; got {transcodes}"
         )
     return Dictionary(
-        weights["encoder.weight"].T, weights["W_dec"], weights["encoder.bias"], weights["b_dec"], kinds[kind](int(config["k"])),
+        weights["encoder.weight"].T, weights["W_dec"], weights["encoder.bias"], weights["b_dec"], kinds[kind](config["k"]),
         W_skip=weights["W_skip"].T if skip else None, subtracts_b_dec=not config.get("transcode", False), transcodes=is_transcoder,
         reads=ours(f"{name}.input" if is_transcoder else name), writes=ours(name), config=config,
     )  # fmt: skip

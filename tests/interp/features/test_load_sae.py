@@ -1,6 +1,7 @@
 """Dictionaries of other libraries, against what those libraries computed (tests/dictionaries/make.py)."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -514,3 +515,113 @@ def test_folders(tmp_path):
     )
     with pytest.raises(ValueError, match="signed"):
         load_sae(other)
+
+
+DAMAGED = [
+    "sae_lens_topk", "sae_lens_old", "sae_lens_raw_batchtopk", "sae_lens_matching_pursuit", "sparsify_topk/layers.1.mlp",
+    "dictionary_learning_interrupted", "gemma_scope", "gemma_scope_2", "circuit_tracer_topk", "cross_layer_relu",
+]  # fmt: skip
+OTHER_TYPES = (None, 3, -1, True, "x", "", [], [1], {}, {"a": 1})
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 3\n"
+
+
+def refused_or_read(folder, name):
+    """Whether a folder is read; if not, one error of ours must name the file and not speak Python."""
+    options = {"scale_embeddings": False} if name == "gemma_scope" else {}
+    try:
+        load_sae(folder, **options)
+        return True
+    except Exception as caught:
+        error = caught
+    assert isinstance(error, (ValueError, FileNotFoundError)), error
+    assert not isinstance(error, UnicodeError), error
+    assert str(folder) in str(error)
+    words = "attribute|NoneType|subscriptable|operand|iterable|codec|Error while|out of range"
+    assert not re.search(words, str(error)), error
+    return False
+
+
+def fields_of(config, above=()):
+    for name, value in config.items():
+        yield (*above, name)
+        if isinstance(value, dict):
+            yield from fields_of(value, (*above, name))
+
+
+def with_field(config, path, value):
+    """A copy of a config with another value of a field; without the field where the value is `...`."""
+    config = json.loads(json.dumps(config))
+    owner = config
+    for name in path[:-1]:
+        owner = owner[name]
+    owner.pop(path[-1])
+    if value is not ...:
+        owner[path[-1]] = value
+    return config
+
+
+@pytest.fixture
+def copied(request, tmp_path):
+    folder = tmp_path / "a" / Path(request.param).name
+    shutil.copytree(FIXTURES / request.param, folder)
+    (folder / "expected.safetensors").unlink()
+    return folder, request.param
+
+
+@pytest.mark.parametrize("copied", DAMAGED, indirect=True)
+def test_each_field_of_a_config_may_be_missing_null_or_of_another_type(copied):
+    folder, name = copied
+    pytest.importorskip("yaml", reason="config.yaml needs PyYAML")
+    import yaml
+
+    for path in [*folder.glob("*.json"), *folder.glob("*.yaml")]:
+        text = path.read_text()
+        read, write = (json.loads, json.dumps) if path.suffix == ".json" else (yaml.safe_load, yaml.safe_dump)  # fmt: skip
+        for field in fields_of(read(text)):
+            for value in (..., *OTHER_TYPES):
+                path.write_text(write(with_field(read(text), field, value)))
+                refused_or_read(folder, name)
+        for junk in (b"", b"null", b"[1]", b"{", b"a: [", b"\xff\xfe\x00", b"NaN"):
+            path.write_bytes(junk)
+            refused_or_read(folder, name)
+        path.write_text(text)
+
+
+@pytest.mark.parametrize("copied", DAMAGED, indirect=True)
+def test_a_damaged_file_of_weights_is_named(copied):
+    folder, name = copied
+    for path in [*folder.glob("*.safetensors"), *folder.glob("*.npz"), *folder.glob("*.pt")]:
+        whole = path.read_bytes()
+        for damaged in (b"", b"junk" * 50, LFS, b"<!doctype html>", whole[:6], whole[: len(whole) // 2], whole[:-1]):  # fmt: skip
+            path.write_bytes(damaged)
+            assert not refused_or_read(folder, name)
+            with pytest.raises((ValueError, FileNotFoundError), match=path.name):
+                load_sae(path)
+        path.write_bytes(whole)
+
+
+@pytest.mark.parametrize("copied", ["sae_lens_topk_by_norm", "gemma_scope_2", "circuit_tracer"], indirect=True)  # fmt: skip
+def test_each_tensor_may_be_missing_or_of_another_form(copied):
+    folder, name = copied
+    (path, *_) = sorted(folder.glob("*.safetensors"))
+    whole = load_file(path)
+    for key, tensor in whole.items():
+        for other in (None, tensor.long(), tensor.bool(), torch.tensor(1.5), tensor.flatten()[:1], tensor[None], torch.empty(0)):  # fmt: skip
+            changed = {**whole, key: other}
+            save_file({n: t.contiguous() for n, t in changed.items() if t is not None}, path)
+            refused_or_read(folder, name)
+        save_file(whole, path)
+
+
+@pytest.mark.parametrize(
+    ("form", "what"), [("sae_lens_topk", "k"), ("sparsify_topk/layers.1.mlp", "k"), ("gemma_scope_2", "architecture"), ("dictionary_learning_AutoEncoder", "dict_class")],
+)  # fmt: skip
+def test_a_null_field_is_named(form, what, tmp_path):
+    folder = Path(shutil.copytree(FIXTURES / form, tmp_path / "a"))
+    (path,) = folder.glob("*.json")
+    config = json.loads(path.read_text())
+    owner = config.get("trainer", config)
+    owner[what] = None
+    path.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=rf"\b{what}\b"):
+        load_sae(folder)

@@ -260,6 +260,26 @@ def test_qwen_scope(tmp_path):
         load_sae(path.parent, k=8)
 
 
+# Kissane et al.
+@pytest.mark.parametrize("has_config", [True, False])
+def test_z_of_kissane_et_al(has_config, tmp_path):
+    """Their files have Qwen Scope's names, but `W_enc` is [d_in feature], and the bias of the decoder is subtracted first."""
+    path = tmp_path / "gpt2-small_L5_Hcat_z_lr1.20e-03_l11.80e+00.pt"
+    weights = {"W_enc": drawn(D_IN, FEATURES), "W_dec": drawn(FEATURES, D_IN, seed=1)}
+    weights |= {"b_enc": drawn(FEATURES, seed=2) - 1, "b_dec": drawn(D_IN, seed=3)}
+    torch.save(weights, path)
+    if has_config:
+        beside = {"act_name": "blocks.4.attn.hook_z", "act_size": D_IN, "dict_size": FEATURES, "site": "z"}  # fmt: skip
+        path.with_name(f"{path.stem}_cfg.json").write_text(json.dumps(beside))
+    w = {name: array(weight) for name, weight in weights.items()}
+    features = np.maximum((X - w["b_dec"]) @ w["W_enc"] + w["b_enc"], 0)
+    made = load_sae(path)
+    agrees(made, features, features @ w["W_dec"] + w["b_dec"])
+    assert made.reads == made.writes == f"blocks.{4 if has_config else 5}.attn.z"
+    with pytest.raises(ValueError, match="k must be None"):
+        load_sae(path, k=3)
+
+
 # Goodfire.
 def test_goodfire(tmp_path):
     for file, layer in (("Llama-3.1-8B-Instruct-SAE-l19.pth", 19), ("Llama-3.3-70B-Instruct-SAE-l50.pt", 50), ("mine.pt", None)):  # fmt: skip
@@ -292,7 +312,7 @@ def test_other_files_of_torch_are_refused(tmp_path):
     (tmp_path / "cut.pt").write_bytes((tmp_path / "0.pt").read_bytes()[:300])
     (tmp_path / "pickle.pt").write_bytes(pickle.dumps({"a": 1}, protocol=2))
     for name in ("cut.pt", "pickle.pt"):
-        with pytest.raises(ValueError, match=f"{name}: "):
+        with pytest.raises(ValueError, match=name):
             load_sae(tmp_path / name)
 
 

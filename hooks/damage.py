@@ -1,0 +1,87 @@
+"""Damage of files that were downloaded, found by their first bytes and their sizes.
+
+1. An empty file, a pointer of Git LFS and a page of HTML stand where a download went wrong.
+2. A file of safetensors says in its header how long it is.
+3. Files of GGUF, NumPy and PyTorch begin with bytes of their own, and archives have their list at the end.
+"""
+
+import json
+import os
+import zipfile
+from pathlib import Path
+
+_TENSORS, _GGUF, _ONNX = (".safetensors",), (".gguf",), (".onnx",)
+_NUMPY, _TORCH = (".npz",), (".pt", ".pth", ".bin", ".ckpt")
+_ARCHIVE, _PICKLE = b"PK", b"\x80"
+
+
+def damage_of(path: str | os.PathLike[str]) -> str:
+    """Return how a file is damaged, as the end of a sentence about it; empty if nothing is found.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     file = Path(folder, "model.gguf")
+    ...     _ = file.write_bytes(b"<!doctype html>")
+    ...     damage_of(file)
+    'is a page of HTML'
+    """
+    file = Path(path)
+    if not file.is_file():
+        return ""
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        start = opened.read(64)
+    if not size:
+        return "is empty"
+    if start.startswith(b"version https://git-lfs"):
+        return "is a pointer of Git LFS, which stands for the file"
+    if start.lstrip().lower().startswith((b"<!doctype", b"<html")):
+        return "is a page of HTML"
+    return _damage_of_kind(file, start, size)
+
+
+def _damage_of_kind(file: Path, start: bytes, size: int) -> str:
+    """The damage of a file of tensors, by the kind that its suffix says."""
+    suffix = file.suffix.lower()
+    if suffix in _TENSORS:
+        return _damage_of_safetensors(file, start, size)
+    if suffix in _GGUF and not start.startswith(b"GGUF"):
+        return f"is no file of GGUF, as it begins with {start[:4]!r}"
+    if suffix in _NUMPY + _TORCH and start.startswith(_ARCHIVE) and not _is_archive(file):
+        return f"has {size:,} bytes, without a sound list of its parts at the end"
+    if suffix in _NUMPY and not start.startswith(_ARCHIVE):
+        return f"is no archive of NumPy, as it begins with {start[:4]!r}"
+    if suffix in _TORCH and not start.startswith((_ARCHIVE, _PICKLE)):
+        return f"is no file of PyTorch, as it begins with {start[:4]!r}"
+    if suffix in _ONNX and start[:1] != b"\x08":  # the field of its version comes first
+        return f"is no file of ONNX, as it begins with {start[:4]!r}"
+    return ""
+
+
+def _is_archive(file: Path) -> bool:
+    """Whether an archive has the list of its parts. The test of `zipfile` itself may raise an error."""
+    try:
+        with zipfile.ZipFile(file):
+            return True
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
+        return False
+
+
+def _damage_of_safetensors(file: Path, start: bytes, size: int) -> str:
+    n_header = int.from_bytes(start[:8], "little")
+    if size < 8 or start[8:9] != b"{":
+        return f"is no file of safetensors, as it begins with {start[:9]!r}"
+    if size < 8 + n_header:
+        return f"has only {size:,} bytes, fewer than its header"
+    with file.open("rb") as opened:
+        opened.seek(8)
+        header = opened.read(n_header)
+    try:
+        entries = json.loads(header)
+        ends = [
+            entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"
+        ]
+        whole = 8 + n_header + max(ends, default=0)
+    except (ValueError, TypeError, LookupError, AttributeError):
+        return "has a damaged header"
+    return "" if size == whole else f"has {size:,} bytes, and its header says {whole:,}"
