@@ -127,7 +127,7 @@ def require_room(n_bytes: int, like: Tensor, what: str) -> None:
 
 
 def available(device: torch.device, root: Path = Path("/")) -> float | None:
-    """The bytes that a device can still give to this process, with those that the control groups of Linux leave it.
+    """The bytes that a device can still give to this process, with those that the control groups and limits of Linux leave it.
 
     None where the system does not say.
 
@@ -141,7 +141,7 @@ def available(device: torch.device, root: Path = Path("/")) -> float | None:
     with suppress(OSError):
         free = re.search(r"^MemAvailable: +(\d+) kB", (root / "proc/meminfo").read_text(), re.M)
         if device.type == "cpu" and free:
-            return max(0, min(int(free[1]) * 1024, *_left_in_groups(root)))
+            return max(0, min(int(free[1]) * 1024, *_left_in_groups(root), *_left_of_limits(root)))
     return None
 
 
@@ -166,6 +166,23 @@ def _left_in_groups(root: Path) -> Iterator[float]:
                     stat = (folder / "memory.stat").read_text()
                     unused = re.search(rf"^{files} (\d+)", stat, re.M)
                     yield limit - usage + (int(unused[1]) if unused else 0)
+
+
+def _left_of_limits(root: Path) -> Iterator[float]:
+    """The bytes that the limits of this process leave, as `ulimit -v` and `ulimit -d` set them."""
+    yield float("inf")
+    with suppress(OSError):
+        limits = (root / "proc/self/limits").read_text()
+        used = (root / "proc/self/status").read_text()
+        for limit, size in _LIMITS.items():
+            most = re.search(rf"^{limit} +(\d+)", limits, re.M)  # none where it is `unlimited`
+            taken = re.search(rf"^{size}:\s+(\d+) kB", used, re.M)
+            if most and taken:
+                yield int(most[1]) - int(taken[1]) * 1024
+
+
+# The limits of memory that Linux keeps for a process, and what it counts for each.
+_LIMITS = {"Max address space": "VmSize", "Max data size": "VmData"}
 
 
 def in_words(n_bytes: float) -> str:

@@ -294,11 +294,7 @@ def _require_undamaged(records: zipfile.ZipFile) -> None:
     """Refuse an archive with a record whose checksum differs, or that PyTorch would read as empty."""
     # PyTorch reads nothing of a record that is marked as a directory.
     marked = [entry.filename for entry in records.infolist() if entry.external_attr & 0x10]
-    try:
-        differing = records.testzip()
-    except zipfile.BadZipFile:
-        raise ValueError("it has a damaged part; download it again") from None
-    if damaged := differing or "".join(marked[:1]):
+    if damaged := records.testzip() or "".join(marked[:1]):
         raise ValueError(f"{damaged} in it must be as saved, by its checksum; it differs")
 
 

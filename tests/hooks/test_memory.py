@@ -1,6 +1,8 @@
 """The bound of memory: what is free, by files written here, and runs that would keep more than it."""
 
 import gc
+import subprocess
+import sys
 import weakref
 from contextlib import nullcontext
 
@@ -11,6 +13,7 @@ from hooks import CacheError, HookedRunner, MemoryLimitError, memory
 from hooks.memory import Bound, available
 from interp import run_with_cache
 from models import Transformer, TransformerConfig, attach
+from tests.count import ROOT
 
 CPU = torch.device("cpu")
 TOKENS = torch.randint(23, (2, 11), generator=torch.Generator().manual_seed(3))
@@ -115,6 +118,38 @@ def test_what_is_free_bounds_a_run(deep, room):
         gc.enable()
     room(2 * whole.nbytes)
     run_with_cache(deep, TOKENS, mode="full")
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        ("Max address space 600000 unlimited bytes\nMax data size unlimited unlimited bytes\n", 600_000 - 300 * 1024),
+        ("Max address space unlimited unlimited bytes\nMax data size 400000 500000 bytes\n", 400_000 - 200 * 1024),
+        ("Max address space 300000 300000 bytes\n", 0),
+        ("Max address space unlimited unlimited bytes\n", 700 * 1024),
+    ],
+)  # fmt: skip
+def test_the_limits_of_a_process_are_seen(limits, expected, tmp_path):
+    files = {
+        "proc/meminfo": "MemAvailable:     700 kB\n",
+        "proc/self/limits": f"Limit      Soft Limit   Hard Limit  Units\n{limits}",
+        "proc/self/status": "Name: python\nVmPeak:\t     900 kB\nVmSize:\t     300 kB\nVmData:\t  200 kB\n",
+    }
+    assert _system(tmp_path, files) == expected
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of address space are Linux's")
+def test_a_run_under_ulimit_is_refused_before_the_allocator_ends_it():
+    code = (
+        "import resource, torch; from hooks import MemoryLimitError; from hooks.memory import *\n"
+        "size = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (size + 2**28, size + 2**28))\n"
+        "assert 0 < available(torch.device('cpu')) <= 2**28\n"
+        "try: require_room(2**29, torch.empty(1), 'a test')\n"
+        "except MemoryLimitError: print('refused')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "refused\n", done.stderr
 
 
 def test_lazy_runs_count_what_blocks_store_and_reads_what_they_fill(deep, room):
