@@ -4,6 +4,8 @@ import collections
 import functools
 import math
 import os
+import signal
+import threading
 import types
 
 # One thread for each of pytest's processes, and for the programs that tests start. PyTorch reads it once.
@@ -83,6 +85,18 @@ def seeded():
     """The same draws in every test, alone or after others, and shape checks anew."""
     _checks.test = object()
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def hears_ctrl_c():
+    """Ctrl-C as on a terminal. It is ignored under `nohup`, in a background job and in some CI systems."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.SIG_IGN or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

@@ -354,13 +354,13 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path):
 
 def test_a_handler_of_somebody_else_is_left_alone():
     inside, handler = [], lambda number, frame: None
-    signal.signal(signal.SIGINT, handler)
+    before = signal.signal(signal.SIGINT, handler)
     try:
         look = stop_at(4, lambda: inside.append(signal.getsignal(signal.SIGINT)))
         train(tiny(), TEXT, config(), after_step=look)
         assert [*inside, signal.getsignal(signal.SIGINT)] == [handler, handler]
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, before)
 
 
 def test_it_runs_in_another_thread():
