@@ -14,7 +14,7 @@ from typing import IO, Any
 
 import safetensors.torch
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hooks import strict_json
@@ -80,8 +80,10 @@ def require_folder(path: str | os.PathLike[str], files: Iterable[str] = ()) -> N
         files: suffixes of files that could be written instead.
 
     Raises:
-        ValueError: if no folder is there, and the suffix is that of a file.
+        ValueError: if no folder is there and the suffix is that of a file, or the path is empty.
     """
+    if not os.fspath(path):
+        raise ValueError("path must name a folder; got an empty text ('.' is the working folder)")
     if Path(path).suffix.lower() in _OF_FILES and not Path(path).is_dir():
         others = "".join(f" or end in {suffix}" for suffix in files)
         raise ValueError(f"path must be a folder{others}; got {os.fspath(path)}")
@@ -257,6 +259,8 @@ def one_error(
             raise kind(f"{what}; it {damage}{again}") from None
         if damage:
             raise kind(f"{path} {damage}{again}") from None
+        if isinstance(error, SafetensorError):
+            raise kind(f"{what}: it is no sound file of safetensors{again}") from None
         if isinstance(error, UnicodeDecodeError):
             raise kind(f"{what}: it must be text in UTF-8; got other bytes{again}") from None
         if isinstance(error, KeyError):

@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has stopped, as `head` does
         return 1
-    except (OSError, ValueError, ImportError, HookError) as error:
+    except (OSError, ValueError, TypeError, ImportError, HookError) as error:
         print("error:", " ".join(str(error).splitlines()), file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -1,12 +1,14 @@
 """Edits as texts of the command line: `blocks.1.attn.z zero head=3 pos=-1`."""
 
 import shlex
+from typing import Any
 
 from hooks.shared import unknown_name
 from interp import edits
 from interp.edits.edit import Edit
 
 KINDS = {"zero": 0, "scale": 1, "noise": 1}  # with how many numbers each takes
+NUMBERS = {"scale": "factor", "noise": "scale"}  # what the functions call that number
 
 
 def parsed(text: str) -> tuple[str, Edit]:
@@ -19,7 +21,10 @@ def parsed(text: str) -> tuple[str, Edit]:
     >>> parsed("blocks.*.attn.z zero head=1,3 pos=4:")
     ('blocks.*.attn.z', edits.zero(head=[1, 3], pos=slice(4, None)))
     """
-    words = shlex.split(text)
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise ValueError(f"quotes must be closed in an edit; got {text!r}: {error}") from None
     if len(words) < 2 or words[0] in KINDS:
         rule = "an edit must be a point and a kind, as 'blocks.1.attn.z zero'"
         raise ValueError(f"{rule}; got {text!r}")
@@ -33,14 +38,31 @@ def parsed(text: str) -> tuple[str, Edit]:
         numbers = [*map(float, plain)]
     except ValueError:
         raise ValueError(f"an edit's number must be one; got {plain[0]!r}") from None
-    where = dict(part.split("=", 1) for part in rest if "=" in part)
-    chosen = {axis: _selection(axis, value) for axis, value in where.items()}
-    return point, getattr(edits, kind)(*numbers, **chosen)
+    options: dict[str, Any] = {}
+    for name, value in (part.split("=", 1) for part in rest if "=" in part):
+        if name in options:
+            raise ValueError(f"{name} must be given once; got it again in {text!r}")
+        options[name] = (
+            _seed(value) if (kind, name) == ("noise", "seed") else _selection(name, value)
+        )
+    if NUMBERS.get(kind) in options:
+        raise ValueError(
+            f"the number of {kind} stands alone, as in '{kind} 0.5'; got {NUMBERS[kind]}= in {text!r}"
+        )
+    return point, getattr(edits, kind)(*numbers, **options)
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal():
+        raise ValueError(f"seed must be one whole number; got {text!r}")
+    return int(text)
 
 
 def _selection(axis: str, text: str) -> int | slice | list[int]:
     try:
         if ":" in text:
+            if text.count(":") == 2 and text.endswith(":0"):
+                raise ValueError("a step of 0")
             return slice(*(int(part) if part else None for part in text.split(":")))
         several = [int(part) for part in text.split(",")]
     except (ValueError, TypeError):

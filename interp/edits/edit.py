@@ -61,7 +61,7 @@ class Edit:
     only_at: str = ""
     where: Where = field(default_factory=dict)
 
-    def at(self, **where: Index) -> "Edit":
+    def at(self, /, **where: Index) -> "Edit":
         """The same edit at a narrower place.
 
         Raises:

@@ -68,6 +68,8 @@ def load_sae(
       (activation): TopK(k=32, by='value', relu=True)
     )
     """
+    if not os.fspath(path):
+        raise FileNotFoundError(f"path must name a folder or a file; got {path!r}")
     if str(path) in NAMES and not Path(path).exists():
         made = bundled(str(path))
         for dictionary in made.values():

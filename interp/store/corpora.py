@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from numbers import Number
 from pathlib import PurePath
 from typing import Any
 
@@ -131,6 +132,20 @@ def _rows_of_array(file: Any) -> Iterator[Any]:
 _READERS = {".txt": _lines, ".jsonl": _objects, ".npy": _rows_of_array}
 
 
+def _require_text(text: Any, number: int) -> None:
+    """Refuse what stands in a row and is no text, such as null or a nested object.
+
+    Raises:
+        ValueError: naming the text by its number.
+    """
+    tokens = text if isinstance(text, list | tuple) else ()
+    is_text = isinstance(text, str) or (hasattr(text, "__len__") and not isinstance(text, Mapping))
+    if not is_text or not all(isinstance(each, Number | Tensor) for each in tokens):
+        raise ValueError(
+            f"text {number} must be a string, or a list of the numbers of its tokens; got {text!r:.60}"
+        )
+
+
 def cut(
     model: nn.Module, texts: Sequence[Any], first: int, context: int | None, pack: bool
 ) -> list[TextPiece]:
@@ -145,6 +160,7 @@ def cut(
     """
     rows = []
     for number, text in enumerate(texts, first):
+        _require_text(text, number)
         tokens = padded([text], model, [number]).tokens[0].cpu() if len(text) else torch.empty(0)
         places = torch.arange(len(tokens))
         rows.append(torch.stack([tokens.long(), torch.full_like(places, number), places]))

@@ -196,6 +196,8 @@ def locate(
         ValueError: if a revision is given, and it is not from the hub.
         ImportError: if it may be a hub model, and huggingface_hub is not installed.
     """
+    if not os.fspath(name_or_path):
+        raise FileNotFoundError(f"name_or_path must name a model or a folder; got {name_or_path!r}")
     name, path = os.fspath(name_or_path), Path(name_or_path)
     named = isinstance(name_or_path, str)
     held = BUNDLED / name if named and name in bundled() else path

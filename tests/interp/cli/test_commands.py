@@ -14,6 +14,7 @@ import warnings
 import numpy
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import hooks
 from hooks import HookedRunner
@@ -410,3 +411,51 @@ def test_the_version(capsys):
     numbers = (versions["torch"].partition("+")[0], versions["numpy"])
     assert numbers == (torch.__version__.partition("+")[0], numpy.__version__)
     assert "a command is needed: report, points" in refused(capsys)
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        ("zero self=1", "self"), ("scale 0.5 factor=1", "factor="), ("noise 0.1 scale=2", "scale="), ("noise 0.1 seed=1,2", "1,2"),
+        ("noise 0.1 seed=-1", "-1"), ("zero head=1 head=2", "head"), ("zero head=::0", "::0"), ("zero 'a", "'a"), ("zero --x=2", "--x"),
+    ],
+)  # fmt: skip
+def test_names_in_an_edit_that_python_uses_are_no_axes(edit, said, capsys):
+    point = f"blocks.1.attn.z {edit}"
+    assert said in refused(capsys, "generate", "--prompt", "def", "--tokens", "1", "--edit", point)
+
+
+@pytest.mark.parametrize(
+    "row", ['{"text": null}', '{"text": 3}', '{"text": true}', '{"text": {"a": 1}}', '{"text": [1, "a"]}', '{"text": [null]}', "null", "3.5"],
+)  # fmt: skip
+def test_rows_that_hold_no_text_are_named(row, tmp_path, capsys):
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text(f'{{"text": "def"}}\n{row}\n')
+    point = ["--point", "blocks.0.resid_post", "--out", str(tmp_path / "store")]
+    assert "text 1 must" in refused(capsys, "harvest", str(texts), *point)
+
+
+@pytest.mark.parametrize("command", ["harvest texts.jsonl --point embed", "trace --prompt def"])
+def test_an_empty_folder_is_not_the_working_one(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts.jsonl").write_text('{"text": "def"}\n')
+    assert "empty" in refused(capsys, *shlex.split(command), "--out", "")
+    assert [path.name for path in tmp_path.iterdir()] == ["texts.jsonl"]
+
+
+@pytest.mark.parametrize(
+    "arguments", ["features --dictionary", "trace --transcoders", "generate --steer", "lens --model", "lens --tokenizer"],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["junk.safetensors", "cut.safetensors", "junk.pt", "junk.gguf"])
+def test_a_damaged_file_is_one_line(arguments, name, tmp_path, capsys):
+    path = tmp_path / name
+    path.write_bytes(b"junk" * 30)
+    if name.startswith("cut"):
+        save_file({"a": torch.zeros(30)}, path)
+        path.write_bytes(path.read_bytes()[:-5])
+    assert name in refused(capsys, *arguments.split(), str(path), "--prompt", "def")
+
+
+@pytest.mark.parametrize("arguments", ["features --dictionary", "lens --model"])
+def test_an_empty_path_is_not_the_working_folder(arguments, capsys):
+    assert "got ''" in refused(capsys, *arguments.split(), "", "--prompt", "def")
