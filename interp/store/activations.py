@@ -21,7 +21,7 @@ from interp.reading.maxima import Activation, TopActivations
 from interp.store.files import MANIFEST, ROWS, Folder, file_of, gathered, store_of
 from interp.store.rows import FORMAT, identity
 from interp.store.shuffling import Shared, shuffled
-from interp.store.summary import StatisticsByPoint
+from interp.store.summary import StatisticsByPoint, require_options
 
 
 class Activations(pictures.Shown):
@@ -218,6 +218,7 @@ class Activations(pictures.Shown):
             CacheError, UnknownNameError: as for `batches`.
             ValueError: if there is no row.
         """
+        require_options(options)
         wanted = [*(names or self.names)]
 
         def parts() -> Iterator[StatisticsByPoint]:

@@ -116,7 +116,8 @@ class Folder:
             FileNotFoundError: if there is no such file.
             CacheError: if it is damaged.
         """
-        with storage.one_error(self.path(name), "be a file of a store", CacheError):
+        rule = "be a file of a store (harvest again, and a damaged one is mended)"
+        with storage.one_error(self.path(name), rule, CacheError):
             facts = strict_json.loads(self._system.cat_file(self.path(name)))
             if not isinstance(facts, dict):
                 raise ValueError(f"it must hold an object; got a {type(facts).__name__}")
@@ -132,6 +133,14 @@ class Folder:
             return self.read_json(MANIFEST)
         except FileNotFoundError:
             return {}
+
+    def sound(self, name: str) -> dict[str, Any]:
+        """The facts in a manifest, or in the end of a job; empty if there are none, or they are damaged and must be made again."""
+        try:
+            facts = self.read_json(name)
+        except (FileNotFoundError, CacheError):
+            return {}
+        return facts if _is_sound(name, facts) else {}
 
     def write(
         self, number: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]
@@ -213,6 +222,25 @@ class Folder:
             return None
 
 
+def _is_sound(name: str, facts: Mapping[str, Any]) -> bool:
+    """Whether facts of a manifest, or of the end of a job, have the types that this module reads."""
+    counts = ("texts",) if name == MANIFEST else ("texts", "of")
+    are_counts = all(isinstance(facts.get(key, 0), int) for key in counts)
+    if name == MANIFEST:
+        return are_counts and _are_facts(facts.get("files", []))
+    files = facts.get("files")
+    has_all = {"store", "files", *counts} <= facts.keys()
+    return has_all and are_counts and isinstance(files, dict) and _are_numbered(files)
+
+
+def _are_facts(files: Any) -> bool:
+    return isinstance(files, list) and all(isinstance(file, dict) for file in files)
+
+
+def _are_numbered(files: Mapping[str, Any]) -> bool:
+    return all(number.isdecimal() for number in files) and _are_facts([*files.values()])
+
+
 def _metadata_of(data: bytes) -> dict[str, str]:
     """What the header of safetensors has."""
     return dict(storage.header_of(data)["__metadata__"])
@@ -238,13 +266,13 @@ def require_same(manifest: Mapping[str, Any], folder: Folder) -> dict[str, Any]:
             If the name is that of a file, such as `store.json`.
     """
     storage.require_folder(folder.name)
-    there, store = folder.manifest(), store_of(manifest)
+    there, store = folder.sound(MANIFEST), store_of(manifest)
     old, again = store_of(there), store_of({**there, "dtype": manifest["dtype"]})
     if there.get("overflow") and old != store == again:
         for name in [name for name, owner in folder.owners().items() if owner == old]:
             folder.remove(name)
         folder.write_json(MANIFEST, manifest)
-        there = folder.manifest()
+        there = folder.sound(MANIFEST)
     for key in manifest if there else ():
         if there.get(key) != manifest[key]:
             raise ValueError(
@@ -258,17 +286,19 @@ def require_same(manifest: Mapping[str, Any], folder: Folder) -> dict[str, Any]:
 
 
 def claim(manifest: Mapping[str, Any], folder: Folder) -> dict[str, Any]:
-    """The manifest that is there. If there is none, create it; for errors see `require_same`."""
+    """The manifest that is there. If there is none, or a damaged one, create it; for errors see `require_same`."""
     if not (there := require_same(manifest, folder)):
         folder.make()
+        if folder.names(MANIFEST) and not folder.sound(MANIFEST):
+            folder.remove(MANIFEST)
         folder.write_json(MANIFEST, manifest, new=True)
         there = require_same(manifest, folder)
     return there
 
 
 def ends(folder: Folder, store: str) -> dict[str, dict[str, Any]]:
-    """What jobs of a store wrote when they were done, by the names of the files."""
-    facts = {name: folder.read_json(name) for name in folder.names("done-*.json")}
+    """What jobs of a store wrote when they were done, by the names of the files. A damaged one counts as not written."""
+    facts = {name: folder.sound(name) for name in folder.names("done-*.json")}
     return {name: end for name, end in facts.items() if end.get("store") == store}
 
 

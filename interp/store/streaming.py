@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from interp.store.corpora import Corpus, TextPiece, runs
 from interp.store.engines import Model, loaded
 from interp.store.files import Folder
 from interp.store.rows import Reader, Settings, by_token
-from interp.store.summary import StatisticsByPoint
+from interp.store.summary import StatisticsByPoint, require_options
 
 
 @without_gradients
@@ -45,11 +46,13 @@ def statistics(
         ValueError: if there is no text, one is empty, or a point has no row for each token.
         UnknownNameError: if a name matches nothing.
         ModeError: if the model is in training mode.
+        TypeError: if there is no such option.
 
     >>> from models import load
     >>> statistics(load("pydoc-4l"), ["part KV8 part KV8"] * 3, "*.mlp_out")["blocks.1.mlp_out"]
     Statistics of 51 rows [128]
     """
+    require_options(options, {field.name for field in fields(Settings)})
     runner = runner_of(model)
     points = by_token(runner, names) if reading is None else names
 

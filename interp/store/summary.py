@@ -7,7 +7,7 @@
 """
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import reduce
 from pathlib import Path
@@ -19,7 +19,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from hooks import Point
-from hooks.shared import storage
+from hooks.shared import Words, storage
 from interp.edits.draws import keys_of
 from interp.numbers.moments import Moments
 from interp.numbers.ranks import largest_rows
@@ -185,6 +185,27 @@ class Statistics:
 
     def __repr__(self) -> str:
         return f"Statistics of {self.n:,} rows [{', '.join(map(str, self.mean.shape))}]"
+
+
+def require_options(options: Iterable[str], of_harvests: Collection[str] = ()) -> None:
+    """Refuse what is no option of `Statistics.of`.
+
+    Args:
+        options: the keywords of a call.
+        of_harvests: settings of `harvest`, which keeps what statistics of a store read.
+
+    Raises:
+        TypeError: naming the first, with close matches or the call that takes it.
+    """
+    words = Words(Statistics.of)
+    words.known -= {"values", "text", "pos"}  # the rows themselves
+    for name in options:
+        if name in of_harvests and name not in words.known:
+            raise TypeError(
+                f"statistics takes no argument {name}=: harvest(model, texts, names, out, {name}=...) does, "
+                "and Activations(out).statistics() reads what it kept"
+            )
+    words.require(options, (), "statistics")
 
 
 def _earliest_first(

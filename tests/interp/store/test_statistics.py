@@ -9,6 +9,7 @@ from interp import edits, head_scores, max_activating, tuned_lens
 from interp.directions import leace
 from interp.numbers.moments import Moments
 from interp.store import Statistics, StatisticsByPoint, harvest, statistics
+from models import load
 from tests.reference import variant
 
 NAME = "blocks.1.mlp.post"
@@ -255,3 +256,15 @@ def test_a_tuned_lens_is_fitted_to_a_store(tmp_path):
         other.blocks[1].attn.W_K[1, 2, 3] += 1e-6
     with pytest.raises(CacheError, match="of this model; its weights is"):
         tuned_lens(other, store, steps=1)
+
+
+@pytest.mark.parametrize(
+    ("option", "match"), [({"pos": -1}, "pos=.*harvest"), ({"context": 3}, "context=.*harvest"), ({"topp": 3}, "topp=.*top"), ({"values": 3}, "values=")],
+)  # fmt: skip
+def test_options_that_statistics_do_not_take_are_named(option, match, tmp_path):
+    model = load("pydoc-4l")
+    with pytest.raises(TypeError, match=match):
+        statistics(model, ["def f"], "*.mlp_out", **option)
+    store = harvest(model, ["def f"], "blocks.0.mlp_out", tmp_path)
+    with pytest.raises(TypeError, match=f"{next(iter(option))}="):
+        store.statistics(**option)

@@ -806,3 +806,44 @@ def test_points_are_in_the_order_of_the_model(tmp_path):
     model = variant("pre", n_layers=12)
     store = harvest(model, [[1, 2]], "*.mlp_out", tmp_path)
     assert Activations(tmp_path).names == store.names == [f"blocks.{n}.mlp_out" for n in range(12)]
+
+
+DAMAGE = {
+    "empty": lambda text: "",
+    "cut": lambda text: text[: len(text) // 2],
+    "junk": lambda text: "\x00junk",
+    "list": lambda text: "[1, 2]",
+    "null": lambda text: "null",
+    "types": lambda text: json.dumps(json.loads(text) | {"files": 3, "texts": None}),
+    "files": lambda text: json.dumps(json.loads(text) | {"files": [3]}),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("name", ["manifest.json", "done-0-of-2.json", "done-1-of-2.json"])
+@pytest.mark.parametrize("jobs", [[0], [1], [0, 1]])
+def test_damaged_facts_of_a_store_are_made_again(name, damage, jobs, tmp_path):
+    model, texts = model_and_texts()
+    for job in (0, 1):
+        made(model, texts, tmp_path, shard=(job, 2))
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    path = tmp_path / name
+    path.write_text(DAMAGE[damage](path.read_text()))
+    for job in jobs:
+        made(model, texts, tmp_path, shard=(job, 2))
+    after = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    is_mended = name[:6] not in ("done-0", "done-1") or int(name[5]) in jobs
+    if is_mended:
+        assert after == before
+        assert len(Activations(tmp_path)) == sum(map(len, texts))
+    assert after["values-000002.safetensors"] == before["values-000002.safetensors"]
+
+
+def test_a_damaged_manifest_is_named_to_readers_and_other_stores_do_not_adopt_its_files(tmp_path):
+    model, texts = model_and_texts()
+    made(model, texts, tmp_path)
+    (tmp_path / "manifest.json").write_text("{")
+    with pytest.raises(CacheError, match=r"manifest\.json.*harvest again"):
+        Activations(tmp_path)
+    with pytest.raises(ValueError, match="another store"):
+        harvest(model, texts, NAMES[:1], tmp_path, batch=3, per_file=5)
