@@ -15,7 +15,8 @@ def warn_of_another_models(folder: Path) -> None:
         folder: the folder that holds the packages of this project.
     """
     ours = folder / "models" / "__init__.py"
-    if not ours.is_file():
+    # A command of `python -m interp` that needs `models` raises an error of its own.
+    if not ours.is_file() or sys.argv[:1] == ["-m"]:
         return
     loaded = sys.modules.get("models")
     if loaded is not None:

@@ -98,14 +98,11 @@ class Dictionary(pictures.Shown, nn.Module):
         if isinstance(activation, TopK):
             require_whole("k", activation.k, most=sizes["feature"])
         self.transcodes = transcodes
-        for name, weight in (
-            ("W_enc", W_enc),
-            ("W_dec", W_dec),
-            ("b_enc", b_enc),
-            ("b_dec", b_dec),
-            ("W_skip", W_skip),
-        ):
-            self.register_buffer(name, weight)
+        self.register_buffer("W_enc", W_enc)
+        self.register_buffer("W_dec", W_dec)
+        self.register_buffer("b_enc", b_enc)
+        self.register_buffer("b_dec", b_dec)
+        self.register_buffer("W_skip", W_skip)
         self.activation, self.norm, self.subtracts_b_dec = activation, norm, subtracts_b_dec
         self.reads, self.writes, self.head = reads, writes, head
         self.config = dict(config or {})

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from hooks import ActivationCache
-from interp.inputs.arguments import is_listed, without_rows
+from interp.inputs.arguments import axis_of_rows, is_listed, without_rows
 from interp.inputs.texts import Text, text_of
 from interp.numbers.precision import is_rounding
 
@@ -122,7 +122,8 @@ def _others(text: Text) -> list[tuple[object, ...]]:
     n, decoded = len(text.tokens), text.of_logits
     columns = [] if decoded is text else [_tokens(decoded)]
     names = {*text.more} if decoded is text else {*text.more} - _OF_DECODER
-    together = {*without_rows(text.more, n)}
+    shape = text.tokens.shape[:2]
+    together = {*without_rows(text.more, shape)}
     for name in sorted(names):
         value = text.more[name]
         if name in together:  # it is not known which part belongs to which text
@@ -130,8 +131,10 @@ def _others(text: Text) -> list[tuple[object, ...]]:
         elif isinstance(value, Tensor) and value.shape == text.tokens.shape:
             rows = zip(value.cpu(), text.real.cpu(), strict=True)
             columns.append([(name, _content(row[real])) for row, real in rows])
-        elif is_listed(value, n) or (isinstance(value, Tensor) and value.ndim and len(value) == n):
+        elif is_listed(value, n):
             columns.append([(name, _content(part)) for part in value])
+        elif isinstance(value, Tensor) and (axis := axis_of_rows(name, value, shape)) is not None:
+            columns.append([(name, _content(part)) for part in value.unbind(axis)])
     return [*zip(*columns, strict=True)] if columns else [()] * n
 
 

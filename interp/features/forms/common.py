@@ -57,7 +57,7 @@ def tensors_of(path: Path) -> Weights:
         if path.suffix == ".safetensors":
             return dict(load_file(path))
         # NumPy would leave a damaged file open.
-        with path.open("rb") as opened, np.load(opened) as file:
+        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             return {name: torch.from_numpy(file[name]) for name in file}
 
 

@@ -101,6 +101,7 @@ def _measured(
         value = (args, kwargs) if end == "input" else output
         seen.append(next(tensors_in(value)).detach().clone())
 
+    _few_tokens(model, names[:1])  # an attached model may run more than once the first time
     handle = owner.register_forward_hook(see, with_kwargs=True)
     try:
         cache = _few_tokens(model, names)

@@ -85,9 +85,10 @@ def _openai(path: Path, held: dict[str, Any]) -> Dictionary:
 
 def _is_hook_z(held: dict[str, Any]) -> bool:
     """Whether `W_enc` is [d_in feature], as in the files of Kissane et al. In those of Qwen Scope it is [feature d_in]."""
-    W_enc, b_enc, b_dec = (held.get(name) for name in ("W_enc", "b_enc", "b_dec"))
-    if not all(isinstance(weight, Tensor) for weight in (W_enc, b_enc, b_dec)):
+    weights = [held.get(name) for name in ("W_enc", "b_enc", "b_dec")]
+    if not all(isinstance(weight, Tensor) for weight in weights):
         return False
+    W_enc, b_enc, b_dec = (held[name] for name in ("W_enc", "b_enc", "b_dec"))
     return [*W_enc.shape] == [b_dec.numel(), b_enc.numel()] != [b_enc.numel(), b_dec.numel()]
 
 
