@@ -202,6 +202,13 @@ def test_virtual_tokens_of_prefix_tuning_are_no_positions():
             _, lazy = runner.run_with_cache(tokens, **given, lazy=True)
             for point in ("blocks.1.attn.pattern", "blocks.1.resid_post"):
                 torch.testing.assert_close(lazy[point], cache[point])
+        # Virtual tokens come before the text, also before padding, and are keys as others are.
+        more = {"blocks.1.attn.pattern": edits.add(torch.tensor(0.2))}
+        with runner.hooks(more):
+            together = model(input_ids=tokens, attention_mask=mask).logits
+            for n, row in enumerate(ROWS[:2]):
+                alone = model(input_ids=torch.tensor([row])).logits[0]
+                torch.testing.assert_close(together[n][mask[n] > 0], alone, rtol=1e-4, atol=1e-5)
         with runner.hooks({name: lambda v, p: seen.append(start_of_piece())}):
             seen = []
             model.generate(input_ids=tokens, max_new_tokens=3, do_sample=False)
