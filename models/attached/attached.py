@@ -12,6 +12,7 @@ from hooks import HookedRunner, HookPoint, HookPoints
 from hooks.shared import (
     Session,
     Wire,
+    carried,
     hooks_disabled,
     inside,
     is_fully_sharded,
@@ -21,6 +22,7 @@ from hooks.shared import (
     to_device,
     without_gradients,
 )
+from models.attached.again import Settings
 from models.attached.configs import (
     base_of,
     carry_changes,
@@ -77,6 +79,7 @@ class Attached(ReadsText):
         blocks: the model's own blocks that read a text.
         unembed: logits from a residual stream.
         layouts: the modules of the blocks.
+        settings: the settings of `attach`; None during it.
     """
 
     blocks: nn.ModuleList
@@ -93,6 +96,8 @@ class Attached(ReadsText):
         self._positions = PaddedPositions(self, "position_ids" in self._parameters)
         self._family = getattr(getattr(model, "config", None), "model_type", None)
         self._configs: dict[nn.Module, tuple[Any, Any]] = {}
+        self.settings: Settings | None = None
+        self._n_withs = 0
 
     def read_through(self, stack: Stack) -> None:
         """Takes a stack of blocks for those that read the texts."""
@@ -112,15 +117,23 @@ class Attached(ReadsText):
         return f"Attached({type(self.model).__name__}, {points} points{left_out})"
 
     def remove(self) -> None:
-        """Takes everything out of the model again. A second call does nothing."""
-        self.restore_configs()
+        """Takes everything out of the model again, also if it was attached anew since. A second call does nothing."""
+        current: Attached = carried(self.model, "language_parts") or self
+        current.restore_configs()
         detach(self.model)
 
     def __enter__(self) -> "Attached":
+        self._n_withs += 1
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.remove()
+        """Remove the points at the end of the outermost `with` of this attachment."""
+        self._n_withs -= 1
+        if not self._n_withs:
+            self.remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_n_withs": 0}  # a copy is in no `with`
 
     def own_configs(self) -> None:
         """Gives modules configs of their own, which ask for attention with points."""

@@ -13,7 +13,8 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from hooks import HookedRunner, HookPoint, HookPoints, Point
-from hooks.shared import Session, Shards, is_whole, mesh_of
+from hooks.shared import Session, Shards, carried, is_whole, mesh_of
+from models.attached.again import Settings, require_no_hooks, require_one_attachment
 from models.attached.attached import Attached
 from models.attached.attention import AttentionPoints, register
 from models.attached.configs import configs_of, kernel_name, text_config
@@ -59,9 +60,13 @@ def attach(
     A model that a tensor-parallel plan splits over processes is attached, run and edited by all of them alike; points
     hold the heads and neurons of all.
 
+    A second call for the same model returns its attachment. If other settings are given, or the model has got other modules,
+    sizes or attention since, the points are made anew. The model then has a new attachment. If that fails, it has none.
+
     Args:
         model: the model.
-        tokenizer: its tokenizer, such as one of `transformers`. With it the model also reads strings.
+        tokenizer: its tokenizer, such as one of `transformers`. With it the model also reads strings. A second call without
+            one keeps the tokenizer.
         example: the arguments of a run, such as a processor gives, or the first one, a tensor. Models that read no tokens need
             it, and those that read images or sounds beside tokens for the points of their towers.
         blocks: the names of the blocks, such as `layers.*`; by default a `ModuleList` is looked for.
@@ -70,9 +75,10 @@ def attach(
     Raises:
         ImportError: if `transformers` is not installed, or older than 5.6.
         TypeError: if the tokenizer or the example is none.
-        ValueError: if the model is attached already, has other modules under our names, or no blocks, does not run on the
-            example, gives NaN, is split over processes and has a part that is all zeros, or a named sublayer is not what is
-            added to the stream.
+        HookError: if points that are made anew have hooks, which would be lost.
+        ValueError: if a part of the model or a model around it is attached already; or if the model has other modules under
+            our names, or no blocks, does not run on the example, gives NaN, is split over processes and has a part that is
+            all zeros, or a named sublayer is not what is added to the stream.
 
     >>> import torch
     >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -91,8 +97,17 @@ def attach(
     weights = [*model.parameters()]
     if all(weight.is_meta for weight in weights) and not hasattr(model, "_hf_hook"):
         raise ValueError(f"attach runs the model, so it must have weights; got {what} on meta")
-    if any("hook_points" in vars(module) for module in model.modules()):
-        raise ValueError("no part of the model must be attached already: detach(model) first")
+    require_one_attachment(model)
+    settings = Settings(example, blocks, attn, mlp)
+    reader = as_tokenizer(tokenizer)
+    earlier: Attached | None = carried(model, "language_parts")
+    if earlier is not None:
+        reader = earlier.tokenizer if tokenizer is None else reader
+        if earlier.settings is not None and earlier.settings.hold_for(settings, model):
+            earlier.tokenizer = reader
+            return earlier
+        require_no_hooks(model)
+        earlier.remove()
     parts = ("encoder", "decoder") if is_encoder_decoder(model) else ()
     owners = [model, *map(dict(model.named_children()).get, parts)]
     if taken := [name for owner in owners for name in TOP if hasattr(owner, name)]:
@@ -103,7 +118,6 @@ def attach(
         raise ValueError(
             f"attach needs example=, the arguments of a run, for a {what}, which reads {reads}"
         )
-    reader = as_tokenizer(tokenizer)
     if configs := configs_of(model):
         register({kernel_name(config) for config in configs.values()})
     attached = Attached(model)
@@ -113,6 +127,8 @@ def attach(
         attached.remove()
         raise
     attached.tokenizer = reader
+    settings.note(model)
+    attached.settings = settings
     return attached
 
 

@@ -41,6 +41,9 @@ def carry_changes(changed: Any, before: Any, config: Any) -> None:
     """Makes the changes in `config` that a module's own copy has had since it was equal to `before`."""
     for name, value in vars(changed).items():
         if name == "_attn_implementation_internal":
+            is_set = not str(value).startswith(HOOKED)
+            if is_set and kernel_name(changed) != kernel_name(before):
+                setattr(config, name, value)
             continue
         old, new = vars(before).get(name), vars(config).get(name)
         if _is_config(value) and _is_config(old) and _is_config(new):

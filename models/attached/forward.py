@@ -191,7 +191,7 @@ class Forward(StackForward):
             if getattr(parent, name, None) is not module:
                 raise HookError(
                     f"the model's modules must be those that were there at attach; {name!r} of a "
-                    f"{type(parent).__name__} is another: attach after adapters are added"
+                    f"{type(parent).__name__} is another: attach(model) again"
                 )
         if torch.compiler.is_compiling():
             return self.inner(*args, **kwargs)

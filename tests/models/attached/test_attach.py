@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from hooks import HookedRunner, UnknownNameError
+from hooks import HookedRunner, HookError, UnknownNameError
 from hooks.session import is_listened_to
 from interp import edits, log_prob, sweep
 from interp.protocol import of
 from models import attach
+from models.text.tokenizer import CharTokenizer
 from tests.attachable import CACHE
 from tests.reference import separately
 
@@ -141,10 +142,101 @@ def test_hooks_stay_in_their_thread():
     assert torch.equal(found[0], before)
 
 
+def test_the_same_call_again_returns_the_attachment():
+    model = made("gpt2")
+    before, plain = trace(model), logits(model)
+    words = CharTokenizer("abcdefgh")
+    example = {"input_ids": TOKENS, "attention_mask": torch.ones_like(TOKENS)}
+    attached = attach(model, tokenizer=words, example=example, mlp="mlp")
+    counted = []
+    handle = HookedRunner(model).add({"blocks.1.mlp_out": lambda v, p: counted.append(1)})
+    copied = {name: value.clone() for name, value in example.items()}
+    assert attach(model, example=copied, mlp="mlp") is attached
+    assert attached.tokenizer is words
+    logits(model)
+    assert counted == [1]
+    others = CharTokenizer("hgfedcba")
+    assert attach(model, tokenizer=others, example=copied, mlp="mlp").tokenizer is others
+    handle.remove()
+    attached.remove()
+    assert trace(model) == before
+    assert torch.equal(logits(model), plain)
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["first", "last"])
+@pytest.mark.parametrize(
+    "settings",
+    [{"mlp": "mlp"}, {"attn": "attn"}, {"blocks": "transformer.h.*"}, {"example": TOKENS}],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_other_settings_renew_the_attachment(settings, last):
+    model = made("gpt2")
+    before, plain = trace(model), logits(model)
+    words = CharTokenizer("abcdefgh")
+    attached = attach(model, tokenizer=words)
+    names = list(HookedRunner(model).points)
+    renewed = attach(model, **settings)
+    assert renewed is not attached
+    assert renewed.tokenizer is words
+    assert list(HookedRunner(model).points) == names
+    assert attach(model, **settings) is renewed
+    (renewed if last else attached).remove()
+    assert trace(model) == before
+    assert torch.equal(logits(model), plain)
+
+
+def test_an_example_that_differs_in_one_number_renews():
+    model = made("bert")
+    long = torch.arange(2 * 700).view(100, 14) % 23  # the text of such a tensor is cut
+    attached, other = attach(model, example={"input_ids": long}), long.clone()
+    other[50, 7] += 1
+    assert attach(model, example={"input_ids": long.clone()}) is attached
+    assert attach(model, example={"input_ids": other}) is not attached
+
+
+def test_hooks_on_points_are_not_lost():
+    model, counted = made("gpt2"), []
+    attached = attach(model)
+    runner = HookedRunner(model)
+    handle = runner.add({"blocks.1.mlp_out": lambda v, p: counted.append(1)})
+    with pytest.raises(HookError, match=r"blocks\.1\.mlp_out"):
+        attach(model, mlp="mlp")
+    assert attach(model) is attached
+    logits(model)
+    assert counted == [1]
+    handle.remove()
+    with runner.hooks({"blocks.2.attn.z": lambda v, p: v}), pytest.raises(HookError, match="z"):
+        attach(model, mlp="mlp")
+    assert attach(model, mlp="mlp") is not attached
+
+
+def test_inner_withs_leave_the_points():
+    model = made("gpt2")
+    before = trace(model)
+    with attach(model) as attached:
+        copied = copy.deepcopy(model)
+        with attach(model) as again:
+            assert again is attached
+        assert "blocks.1.resid_post" in HookedRunner(model).points
+    assert trace(model) == before
+    with attach(copied):
+        assert "blocks.1.resid_post" in HookedRunner(copied).points
+    assert "blocks.1.resid_post" not in HookedRunner(copied).points
+
+
+def test_a_part_or_a_model_around_is_refused():
+    model = made("gpt2")
+    wrapper = nn.Sequential(model)
+    attach(model)
+    with pytest.raises(ValueError, match=r"already; 0 is"):
+        attach(wrapper)
+    with pytest.raises(ValueError, match="already"):
+        attach(model.transformer)
+    attach(model).remove()
+
+
 def test_what_is_refused(monkeypatch):
     model = made("gpt2")
-    with attach(model), pytest.raises(ValueError, match="already"):
-        attach(model)
     with pytest.raises(ValueError, match=r"example=.* Linear without an nn\.Embedding"):
         attach(nn.Linear(2, 3))
     model.lm_head.weight.data[0] = torch.nan

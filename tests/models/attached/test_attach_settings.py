@@ -384,6 +384,51 @@ def test_attention_that_is_set_after_attach_is_said():
     torch.testing.assert_close(pattern, twin(TOKENS, output_attentions=True).attentions[0])
 
 
+def test_attention_that_is_set_after_attach_is_followed():
+    model, twin = made("llama"), made("llama")
+    attached = attach(model)
+    model.set_attn_implementation("eager")
+    twin.set_attn_implementation("eager")
+    renewed = attach(model)
+    assert renewed is not attached
+    assert renewed.kernels == {"eager"}
+    pattern = run_with_cache(model, TOKENS, names="*.pattern")[1]["pattern", 0]
+    torch.testing.assert_close(pattern, twin(TOKENS, output_attentions=True).attentions[0])
+    renewed.remove()
+    assert model.config._attn_implementation == "eager"
+    assert torch.equal(model(TOKENS).logits, twin(TOKENS).logits)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")
+def test_an_adapter_after_attach_renews_the_points():
+    peft = pytest.importorskip("peft", reason="needs peft")
+    model = made("llama", dtype=torch.float32)
+    attached = attach(model)
+    config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False, r=2)
+    torch.manual_seed(0)
+    peft.inject_adapter_in_model(config, model)
+    model.eval()
+    renewed = attach(model)
+    assert renewed is not attached
+    with torch.no_grad():
+        cached = run_with_cache(model, TOKENS, names="*.mlp_out")[1]["mlp_out", 1]
+        added = []
+        down = model.model.layers[1].mlp.down_proj
+        handle = down.register_forward_hook(lambda module, args, output: added.append(output))
+        model(TOKENS)
+        handle.remove()
+    torch.testing.assert_close(cached, added[0])
+    attached.remove()
+    assert not hasattr(model, "blocks")
+
+
+def test_a_model_of_another_size_is_attached_anew():
+    model = made("llama")
+    assert attach(model).config.vocab_size == 23
+    model.resize_token_embeddings(29)
+    assert attach(model).config.vocab_size == 29
+
+
 MAMBA = dict(
     vocab_size=23, hidden_size=12, intermediate_size=17, num_attention_heads=3, num_key_value_heads=3,
     mamba_d_state=8, mamba_d_conv=4, max_position_embeddings=32,

@@ -180,5 +180,11 @@ def test_names_that_do_not_fit_are_refused():
             attach(mine(), **wrong)
     with pytest.raises(ValueError, match=r"'ffn' must give what is added to the stream"):
         attach(mine(scaled=True), attn="mixing", mlp="ffn")
-    with pytest.raises(ValueError, match="already"), attach(model := mine()):
-        attach(model)
+
+
+def test_a_model_of_ones_own_is_attached_again():
+    model = mine()
+    with attach(model, mlp="ffn") as attached:
+        assert attach(model, mlp="ffn") is attached
+        assert attach(model) is not attached
+    assert not hasattr(model, "blocks")
