@@ -24,6 +24,8 @@ from typing import Any
 
 from torch import nn
 
+from hooks.progress import without_bar
+
 _PACKAGES = ("hooks", "models", "interp")
 
 NEVER_FIRED = (
@@ -236,4 +238,5 @@ def warn(message: str) -> None:
     frames = traceback.walk_stack(sys._getframe(1))
     packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in frames]
     outermost = max(n for n, package in enumerate(packages) if package in _PACKAGES)
-    warnings.warn(message, stacklevel=outermost + 3)
+    with without_bar():
+        warnings.warn(message, stacklevel=outermost + 3)

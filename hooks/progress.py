@@ -1,17 +1,314 @@
-"""Progress bars, for whoever watches: on a terminal or in a notebook."""
+"""Progress bars, for whoever watches: on a terminal or in a notebook.
 
+1. The outermost analysis, or loop, opens a display in its context. What runs inside of it opens none.
+2. A loop counts its steps, which costs one addition for each. Only the outermost loop is shown.
+3. A thread draws the count: first after two seconds, then twice a second. So a bar appears during a long step too.
+4. The end of the analysis, or its error, closes the display, and the thread takes the bar away.
+"""
+
+import functools
+import multiprocessing
+import os
 import sys
+import threading
+import time
 import warnings
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Literal, ParamSpec, TypeVar
+
+from hooks.scoped import Scoped
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+
+DELAY = 2.0
+"""The seconds until a bar appears."""
+
+EVERY = 0.5
+"""The seconds between two frames."""
+
+_ROOM = 4  # columns behind a bar
 
 
-def progress_bar(**options: Any) -> Any:
-    """A bar of `tqdm`, with its options, which leaves nothing when it ends. It is silent where nobody watches: in a file it
-    would be a long line."""
-    # Imported here: it takes time, and in a notebook without ipywidgets it warns and shows text.
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from tqdm.auto import tqdm
+class Count:
+    """The steps of a loop that are done. A call adds to them.
+
+    Args:
+        title: what is counted.
+        total: how many steps there are, or how much work; None if that is not known.
+        unit: the name of a step; empty if nothing is counted. Large counts of `tok` are written as 12.3k.
+        first: how many steps were done before.
+        stays: whether the bar appears at once, and stays at the end.
+
+    Attributes:
+        done: the steps, or the work, done so far.
+        note: a text behind the bar.
+
+    >>> count = Count("texts", total=3)
+    >>> count()
+    >>> count(2)
+    >>> count.done
+    3
+    """
+
+    def __init__(
+        self,
+        title: str,
+        total: float | None = None,
+        *,
+        unit: str = "it",
+        first: int = 0,
+        stays: bool = False,
+    ) -> None:
+        self.title = title
+        self.total = total
+        self.unit = unit
+        self.first = first
+        self.stays = stays
+        self.done: float = first
+        self.note = ""
+        self.started = time.time()
+
+    def __call__(self, steps: float = 1) -> None:
+        """Add steps that are done."""
+        self.done += steps
+
+    @property
+    def rate(self) -> float:
+        """The steps in a second so far."""
+        return (self.done - self.first) / max(time.time() - self.started, 1e-9)
+
+
+class Display:
+    """One line for the outermost analysis of a context, drawn by a thread.
+
+    Args:
+        whole: the analysis as a whole, which is shown while no loop counts.
+
+    Attributes:
+        count: the loop that is shown.
+        screen: where it is drawn.
+    """
+
+    def __init__(self, whole: Count) -> None:
+        self.whole = whole
+        self.count: Count | None = None
+        self.screen = _Screen()
+        self._closed = threading.Event()
+        # The thread does not keep the display alive: without it, as after an interrupt, the thread ends.
+        arguments = (weakref.ref(self), self._closed, self.screen, 0 if whole.stays else DELAY)
+        self._thread = threading.Thread(target=_draw, args=arguments, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Take the bar away. Nothing is written after this."""
+        self._closed.set()
+        self._thread.join()
+
+
+_OPEN: Scoped[Display | Literal["silent"] | None] = Scoped("progress", None)
+
+
+@contextmanager
+def progress_bar(title: str, total: float | None = None, **options: Any) -> Iterator[Count]:
+    """Count the steps of a loop, and show them if nothing around the loop is counted.
+
+    Args:
+        title, total, options: see `Count`.
+
+    >>> with progress_bar("texts", total=3) as count:
+    ...     for text in range(3):
+    ...         count()
+    >>> count.done
+    3
+    """
+    count = Count(title, total, **options)
+    outer = _OPEN.get()
+    with _display(count) as display:
+        is_shown = isinstance(display, Display) and display.count is None
+        if is_shown:
+            display.count = count
+        try:
+            yield count
+        finally:
+            if is_shown and display is outer:  # others may count in it after this loop
+                display.count = None
+
+
+def progress_of(items: Iterable[T], title: str, total: int | None = None) -> Iterator[T]:
+    """Count items, each as done when the next one is read. An error may leave an iterator half read, so the analysis that
+    reads it `shows_progress`, and takes the bar away.
+
+    >>> [*progress_of([3, 1], "numbers", total=2)]
+    [3, 1]
+    """
+    with progress_bar(title, total) as count:
+        for item in items:
+            yield item
+            count()
+
+
+def shows_progress(analysis: Callable[P, R]) -> Callable[P, R]:
+    """An analysis that shows a bar while it runs, unless its keyword `progress` is False."""
+
+    @functools.wraps(analysis)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with _display(Count(analysis.__name__, unit=""), bool(kwargs.get("progress", True))):
+            return analysis(*args, **kwargs)
+
+    return run
+
+
+@contextmanager
+def without_bar() -> Iterator[None]:
+    """A `with` for messages on the terminal, in which there is no bar."""
+    display = _OPEN.get()
+    if not isinstance(display, Display):
+        yield
+        return
+    with display.screen.lock:
+        display.screen.clear()
+        yield
+
+
+@contextmanager
+def _display(whole: Count, wanted: bool = True) -> Iterator[Display | Literal["silent"] | None]:
+    """The display that is open in this context, or a new one."""
+    outer = _OPEN.get()
+    if outer is not None and wanted:
+        yield outer
+    elif not wanted or not _is_watched():
+        with _OPEN.set("silent"):
+            yield "silent"
+    else:
+        display = Display(whole)
+        try:
+            with _OPEN.set(display):
+                yield display
+        finally:
+            display.close()
+
+
+def _is_watched() -> bool:
+    """Whether somebody can see a bar and wants one.
+
+    Of several processes only the first shows bars, because they share a terminal.
+    """
+    if os.environ.get("TQDM_DISABLE", "") not in ("", "0"):
+        return False
+    if multiprocessing.parent_process() is not None or os.environ.get("RANK", "0") != "0":
+        return False
+    try:
+        return _is_notebook() or sys.stderr.isatty()
+    except (AttributeError, ValueError):  # there is none, or it is closed
+        return False
+
+
+def _is_notebook() -> bool:
     ipython = sys.modules.get("IPython")
-    in_notebook = ipython is not None and ipython.get_ipython() is not None
-    return tqdm(**{"disable": False if in_notebook else None, "leave": False} | options)
+    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
+
+
+class _Screen:
+    """Where one bar is drawn: standard error, or the cell of a notebook."""
+
+    def __init__(self) -> None:
+        # Imported here: it takes time, and in a notebook without ipywidgets it warns and shows text.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from tqdm.auto import tqdm
+
+        self.lock = threading.RLock()
+        self._kind: Callable[..., Any] = tqdm
+        self._stream = None if _is_notebook() else sys.stderr
+        self._bar: Any = None
+        self._count: Count | None = None
+
+    def draw(self, count: Count, title: str) -> None:
+        """Draw a frame; of another count a new bar."""
+        if count is not self._count:
+            self.end()
+            self._bar, self._count = self._begun(count, title), count
+        self._bar.n = count.done
+        self._bar.total = count.total
+        self._bar.set_postfix_str(count.note, refresh=False)
+        self._bar.refresh()
+
+    def clear(self) -> None:
+        """Take the bar away until the next frame."""
+        if self._bar is not None:
+            self._bar.clear()
+
+    def end(self) -> None:
+        """Take the bar away, or leave its last frame."""
+        bar, self._bar, self._count = self._bar, None, None
+        if bar is None:
+            return
+        bar.close()
+        if self._stream is not None and not bar.leave and not bar.pos:
+            # The terminal may have written "^C" behind it.
+            self._stream.write(f"\r{' ' * (self._columns() + _ROOM - 1)}\r")
+            self._stream.flush()
+
+    def _begun(self, count: Count, title: str) -> Any:
+        where = {} if self._stream is None else {"file": self._stream, "ncols": self._columns()}
+        bar = self._kind(
+            desc=title,
+            total=count.total,
+            initial=count.first,
+            unit=count.unit,
+            unit_scale=count.unit == "tok",
+            leave=count.stays,
+            disable=False,
+            delay=1e-9,  # no frame before the count is set
+            bar_format=_format(count),
+            **where,
+        )
+        bar.start_t = count.started
+        return bar
+
+    def _columns(self) -> int:
+        """The columns for a bar. Behind it there is room for "^C", which would else begin a new line."""
+        try:
+            columns = os.get_terminal_size(self._stream.fileno()).columns
+        except (AttributeError, OSError, ValueError):
+            columns = 80
+        return max(20, columns - _ROOM)
+
+
+def _format(count: Count) -> str | None:
+    """The parts of a bar; None for those of `tqdm`."""
+    if not count.unit:
+        return "{desc}: {elapsed}"
+    if isinstance(count.total, float):  # shares of work, which have many digits
+        return "{l_bar}{bar}| [{elapsed}<{remaining}]"
+    return None
+
+
+def _draw(
+    display_of: Callable[[], Display | None],
+    closed: threading.Event,
+    screen: _Screen,
+    delay: float,
+) -> None:
+    """Draw the count of a display until it is closed or gone."""
+    try:
+        is_closed = closed.wait(delay)
+        while (display := display_of()) is not None:
+            whole, count = display.whole, display.count or display.whole
+            del display  # while it waits
+            if count.stays or not is_closed:
+                title = count.title if count is whole else f"{whole.title}: {count.title}"
+                with screen.lock:
+                    screen.draw(count, title)
+            if is_closed:
+                break
+            is_closed = closed.wait(EVERY)
+    except (OSError, ValueError):  # the terminal is gone
+        pass
+    finally:
+        with suppress(OSError, ValueError):
+            screen.end()

@@ -53,7 +53,7 @@ from hooks.point import (
 )
 from hooks.positions import TEXT_AXES, Index, Rows, Selection, all_but, broadcast, taken
 from hooks.processes import Shards, is_whole, mesh_of
-from hooks.progress import progress_bar
+from hooks.progress import Count, progress_bar, progress_of, shows_progress
 from hooks.replay import plain_argument, replay
 from hooks.scoped import Scoped
 from hooks.session import (

@@ -100,12 +100,15 @@ def derive_corruption(
         others = row.roll(-pos)
         tried[pos, pos] = others[others != row[pos]][0]
     chunks = tried.split(max(1, _TOKENS_PER_FORWARD // len(row)))
-    shown = progress_bar(iterable=chunks, desc="deriving a corruption")
     language, runner = of(model, "blocks", "unembed"), runner_of(model)
     final = f"blocks.{len(language.blocks) - 1}.resid_post"
     options = {"names": final, "positions": [-1], **Text(clean).arguments(model)}
-    streams = (runner.capture(chunk, **options)[final] for chunk in shown)
-    metrics = [metric(language.unembed(stream)) for stream in streams]
+    metrics = []
+    with progress_bar("deriving a corruption", total=len(chunks)) as count:
+        for chunk in chunks:
+            stream = runner.capture(chunk, **options)[final]
+            metrics.append(metric(language.unembed(stream)))
+            count()
     return tried[torch.cat(metrics).argmin()][None]
 
 

@@ -22,7 +22,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import orthogonal
 
-from hooks.shared import Words, require_whole, without_gradients
+from hooks.shared import Words, progress_bar, require_whole, shows_progress, without_gradients
 from interp import pictures
 from interp.alignment.featurizers import Featurizer, coordinates, neurons, subspace
 from interp.alignment.runs import Interchanges
@@ -97,6 +97,7 @@ class Alignment(pictures.Shown):
         return "\n".join(lines)
 
 
+@shows_progress
 @without_gradients
 def align(
     model: nn.Module,
@@ -109,6 +110,7 @@ def align(
     layers: int | Sequence[int] | None = None,
     head: int | None = None,
     direction: PatchingDirection = "denoising",
+    progress: bool = True,
     **fit: Any,
 ) -> Alignment:
     """Learn which part of a value carries what the answers of pairs depend on, and score it with controls.
@@ -127,6 +129,7 @@ def align(
         head: which head, where the point has heads.
         direction: `noising` runs the clean text, with the part taken from the corrupted one.
         fit: how the part is learned, such as `epochs=6`, or `features` to learn a mask of; see `Fit`.
+        progress: whether to show a bar after two seconds.
 
     Raises:
         ValueError: if pairs have no answers or corrupted texts, k does not fit, a pair is in both, or a point has other axes.
@@ -144,7 +147,7 @@ def align(
         raise ValueError(f"test pairs must be others than those fitted on; {len(both)} are in both")
     points = [*named(fitted.runner, Choice(site, ("layer",), layers)).values()]
     places = [pos] if isinstance(pos, int | str) else [*pos]
-    Words(Fit).require(fit, ("test", "pos", "layers", "head", "direction"), "align")
+    Words(Fit).require(fit, ("test", "pos", "layers", "head", "direction", "progress"), "align")
     learning = Fit(k, **fit)
     if learning.features is not None:
         uses = [(learning.features.place, name) for name in points]
@@ -156,23 +159,26 @@ def align(
     assert answers is not None  # checked above
     shuffled_answers = answers[_drawn(fitted.pairs, seed).to(answers.device)]
     scores, learned, losses = [], {}, {}
-    for name in points:
-        for place in places:
-            train, held, other, other_held = (
-                Interchanges(runs, name, place, head) for runs in everywhere
-            )
-            part, losses[name, place] = learning(train)
-            learned[name, place] = part
-            parts = [
-                (held, part),
-                (held, learning.random(train.size, part)),
-                (other_held, learning(other)[0]),
-                (held, learning(train.answering(shuffled_answers))[0]),
-                (held, neurons(train.size)),
-            ]
-            bases = {site: site.scores(None, batch)[0] for site in (held, other_held)}
-            row = [(site, *site.scores(each, batch)) for site, each in parts]
-            scores.append([[right, metric - bases[site]] for site, metric, right in row])
+    n_fits = 3 * len(points) * len(places)
+    n_steps = n_fits * learning.steps(len(answers))
+    with progress_bar("steps of the fits", total=n_steps) as count:
+        for name in points:
+            for place in places:
+                train, held, other, other_held = (
+                    Interchanges(runs, name, place, head) for runs in everywhere
+                )
+                part, losses[name, place] = learning(train, count)
+                learned[name, place] = part
+                parts = [
+                    (held, part),
+                    (held, learning.random(train.size, part)),
+                    (other_held, learning(other, count)[0]),
+                    (held, learning(train.answering(shuffled_answers), count)[0]),
+                    (held, neurons(train.size)),
+                ]
+                bases = {site: site.scores(None, batch)[0] for site in (held, other_held)}
+                row = [(site, *site.scores(each, batch)) for site, each in parts]
+                scores.append([[right, metric - bases[site]] for site, metric, right in row])
     # [place, control, accuracy or metric, example]
     table = torch.stack([torch.stack([torch.stack(each) for each in row]) for row in scores])
     accuracy, metric = table.view(len(points), len(places), *table.shape[1:]).unbind(3)
@@ -214,13 +220,19 @@ class Fit:
     batch: int = 32
     seed: int = 0
 
-    def __call__(self, site: Interchanges) -> tuple[Featurizer, tuple[float, ...]]:
-        """The part, and the mean loss of each epoch."""
+    def steps(self, n_pairs: int) -> int:
+        """The steps of a fit to so many pairs."""
+        return self.epochs * -(-n_pairs // self.batch)
+
+    def __call__(
+        self, site: Interchanges, done: Callable[[], object]
+    ) -> tuple[Featurizer, tuple[float, ...]]:
+        """The part, and the mean loss of each epoch. `done` is called after each step."""
         module, part = self._learner(site.source)
         optimizer = torch.optim.Adam(module.parameters(), lr=self.rate)
         draw, losses = torch.Generator().manual_seed(self.seed), []
         n = len(site.source)
-        steps = self.epochs * -(-n // self.batch)
+        steps = self.steps(n)
         step = 0
         for _ in range(self.epochs):
             order, total = torch.randperm(n, generator=draw), 0.0
@@ -235,6 +247,7 @@ class Fit:
                     parameter.grad = gradient
                 optimizer.step()
                 total, step = total + float(loss.detach()) * len(rows), step + 1
+                done()
             losses.append(total / n)
         return part(None), tuple(losses)
 

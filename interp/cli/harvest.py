@@ -27,4 +27,4 @@ def run(options: argparse.Namespace) -> None:
     if options.plan:
         print(plan(*what, **settings))
     else:
-        print(harvest(*what, shard=(int(job), int(jobs)), progress=True, **settings))
+        print(harvest(*what, shard=(int(job), int(jobs)), **settings))

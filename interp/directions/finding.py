@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hooks import ActivationCache, EditError
-from hooks.shared import Index, without_gradients
+from hooks.shared import Index, shows_progress, without_gradients
 from interp.directions.direction import Direction
 from interp.directions.erasing import Eraser, leace
 from interp.directions.examples import examples, points_of
@@ -18,6 +18,7 @@ from interp.inputs.texts import Texts
 from interp.numbers.moments import Moments
 
 
+@shows_progress
 @without_gradients
 def difference_of_means(
     model: nn.Module,
@@ -27,6 +28,7 @@ def difference_of_means(
     *,
     pos: Index | str | None = -1,
     batch: int = 16,
+    progress: bool = True,
 ) -> Direction:
     """The difference between the mean values of two kinds of texts, at a site in every layer (Marks & Tegmark 2023).
 
@@ -39,6 +41,7 @@ def difference_of_means(
         pos: the positions of each text that count as examples, never padding; None for all its tokens. Lists of each text's
             own are those of `yes`, then of `no`, or of `yes` for both. Of chats (`models.chat`) also the name of a span.
         batch: how many texts are read together.
+        progress: whether to show a bar after two seconds.
 
     Returns:
         A direction that points from `no` to `yes`, in the units of the values.
@@ -99,6 +102,7 @@ class Erasure:
         return Edit("erase", erased, {"0": self}).at(**where)
 
 
+@shows_progress
 @without_gradients
 def erasure(
     model: nn.Module,
@@ -108,6 +112,7 @@ def erasure(
     *,
     pos: Index | str | None = -1,
     batch: int = 16,
+    progress: bool = True,
 ) -> Erasure:
     """Find the least change after which no linear reading tells two kinds of texts apart (LEACE; see `erasing`).
 

@@ -18,7 +18,14 @@ import torch
 from torch import nn
 
 from hooks import ActivationCache
-from hooks.shared import Index, library, require_choice, without_gradients
+from hooks.shared import (
+    Index,
+    library,
+    progress_of,
+    require_choice,
+    shows_progress,
+    without_gradients,
+)
 from interp import pictures
 from interp.directions.direction import Direction
 from interp.directions.examples import examples, points_of, text_numbers
@@ -75,6 +82,7 @@ class Probe(pictures.Shown):
         return "\n".join([head, *lines])
 
 
+@shows_progress
 @without_gradients
 def probe(
     model: nn.Module,
@@ -90,6 +98,7 @@ def probe(
     draws: int = 5,
     seed: int = 0,
     batch: int = 16,
+    progress: bool = True,
 ) -> Probe:
     """Fit a classifier of two kinds of texts at a site in every layer. It needs the extra `probes` (scikit-learn).
 
@@ -109,6 +118,7 @@ def probe(
         folds: into how many parts texts are put. Copies stay together.
         draws: how often labels are drawn for the control, which is the mean.
         seed: of the folds and of the drawn labels.
+        progress: whether to show a bar after two seconds.
 
     Raises:
         ValueError: if there are fewer different texts of a kind than folds, a fold would have fewer
@@ -147,7 +157,7 @@ def probe(
         else:
             places["pos"] = [*range(len(by_rank))]
     scores, vectors, offsets = [], {}, {}
-    for name in points:
+    for name in progress_of(points, "points", len(points)):
         values = torch.cat([part.values[name] for part in parts]).double().cpu().numpy()
         for kept in by_rank:
             held = [fold_of[texts[kept]] == fold for fold in range(folds)]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from hooks.shared import Index, without_gradients
+from hooks.shared import Index, shows_progress, without_gradients
 from interp import edits, pictures
 from interp.directions.direction import Direction
 from interp.edits import Edit
@@ -72,6 +72,7 @@ class SteeringCurve(pictures.Shown):
         return "\n".join(lines)
 
 
+@shows_progress
 @without_gradients
 def steering_curve(
     model: nn.Module,
@@ -83,6 +84,7 @@ def steering_curve(
     others: Texts | None = None,
     pos: Index | str | None = None,
     max_bytes: int = 2**30,
+    progress: bool = True,
 ) -> SteeringCurve:
     """Measure what a direction, added at all of its points at once, does at each strength.
 
@@ -96,6 +98,7 @@ def steering_curve(
         pos: the positions where it is added, in prompts and others alike; None for all. Of chats (`models.chat`) also the
             name of a span.
         max_bytes: see `sweep`.
+        progress: whether to show a bar after two seconds.
 
     Raises:
         ValueError: as for `sweep`; or if a chat lacks the span.

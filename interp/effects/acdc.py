@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor, nn
 
-from hooks.shared import without_gradients
+from hooks.shared import progress_bar, shows_progress, without_gradients
 from interp.graph.circuit import Circuit, feeding
 from interp.graph.graph import Graph
 from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs
@@ -23,6 +23,7 @@ from interp.runs.masked import CircuitSource, MaskedRuns
 from interp.runs.runs import Runs
 
 
+@shows_progress
 @without_gradients
 @of_pairs
 def acdc(
@@ -35,6 +36,7 @@ def acdc(
     direction: PatchingDirection = "noising",
     split_embeddings: bool = False,
     max_bytes: int = 2**30,
+    progress: bool = True,
 ) -> dict[float, Circuit]:
     """Leave out edges one by one while the predictions stay near those of the whole model.
 
@@ -47,6 +49,7 @@ def acdc(
         thresholds: by how much one edge may raise the divergence, in nats; or several. Each is above 0.
         source, direction, split_embeddings, max_bytes: see `run_circuit`.
         pos: where predictions are compared, see `logit_diff`; None for the mean over all real positions.
+        progress: whether to show a bar after two seconds.
 
     Returns:
         A circuit for each threshold. Its scores are minus what leaving an edge out added when it was tested, also of the
@@ -77,19 +80,23 @@ def acdc(
         return known[key]
 
     circuits = {}
-    for threshold in several:
-        kept = graph.allowed.clone()
-        scores = torch.full(kept.shape, torch.nan, dtype=torch.float64)
-        current = 0.0
-        for writer, reader in _edges(graph, kept):
-            kept[writer, reader] = False
-            new = divergence(kept)
-            scores[writer, reader] = current - new
-            if new - current < threshold:
-                current = new
-            else:
-                kept[writer, reader] = True
-        circuits[threshold] = Circuit(graph, kept, scores, pairs.digests())
+    n_edges = int(graph.allowed.sum())
+    with progress_bar("edges", total=n_edges * len(several)) as count:
+        for number, threshold in enumerate(several, 1):
+            kept = graph.allowed.clone()
+            scores = torch.full(kept.shape, torch.nan, dtype=torch.float64)
+            current = 0.0
+            for writer, reader in _edges(graph, kept):
+                kept[writer, reader] = False
+                new = divergence(kept)
+                scores[writer, reader] = current - new
+                if new - current < threshold:
+                    current = new
+                else:
+                    kept[writer, reader] = True
+                count()
+            circuits[threshold] = Circuit(graph, kept, scores, pairs.digests())
+            count(number * n_edges - count.done)  # edges that need no test
     return circuits
 
 

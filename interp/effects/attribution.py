@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hooks import Point
-from hooks.shared import Session, names_by_layer, require_choice, warn
+from hooks.shared import Session, names_by_layer, progress_of, require_choice, shows_progress, warn
 from interp import edits
 from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.numbers.precision import at_least_float32
@@ -33,6 +33,7 @@ from interp.runs.runs import Runs
 from interp.runs.sites import Choice, Sites, Some
 
 
+@shows_progress
 @of_pairs
 def attribution_patching(
     model: nn.Module,
@@ -46,6 +47,7 @@ def attribution_patching(
     neurons: int | None = None,
     qk_correction: bool = False,
     grad_drop: bool = False,
+    progress: bool = True,
 ) -> Result:
     """Estimate the effects of `activation_patching` as (target - base) times the gradient at the base run.
 
@@ -70,6 +72,7 @@ def attribution_patching(
             the attention alone. Saturated attention has almost no gradient, and needs it.
         grad_drop: take the gradient again for each layer, without what passes through what that layer adds
             to the stream. The effects are then mean absolute ones, for paths that cancel.
+        progress: whether to show a bar after two seconds.
 
     Returns:
         Estimated effects [*over, example], in float32 at least. `base` and `target` are measured. With
@@ -171,6 +174,7 @@ def _corrected(
     return effects_of
 
 
+@shows_progress
 @of_pairs
 def integrated_gradients(
     model: nn.Module,
@@ -183,6 +187,7 @@ def integrated_gradients(
     layers: Some = None,
     heads: Some = None,
     neurons: int | None = None,
+    progress: bool = True,
 ) -> Result:
     """Estimate effects as (target - base) times the mean gradient on the straight path between the two.
 
@@ -199,6 +204,7 @@ def integrated_gradients(
         steps: how many steps each path has; one more gradient is taken. `auto` doubles them until the gap of every
             example is within 0.01 of the mean absolute change of the metric, at most 1024, and keeps each gradient it has.
         direction, layers, heads, neurons: see `attribution_patching`.
+        progress: whether to show a bar after two seconds.
 
     Returns:
         Effects [*over, example], in float32 at least. `about` has the `steps` of each path, and its `gaps`
@@ -224,9 +230,11 @@ def integrated_gradients(
     first: dict[str, Tensor] = {}
     start.backward(first.__setitem__)
     names, points = [*sites.names.values()], runs.runner.points
+    # Of one layer the steps are shown.
+    layers = progress_of(names, "layers", len(names)) if len(names) > 1 else names
     paths = {
         name: _mean_gradient(sites, name, start, first[name], steps)
-        for name in names
+        for name in layers
         if name in first
     }
     unread = Mean(start.base[None], [0], torch.zeros_like(start.base)[None])

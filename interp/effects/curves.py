@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import nn
 
+from hooks.shared import progress_bar, shows_progress
 from interp.graph import Graph
 from interp.graph.circuit import Circuit
 from interp.graph.circuits import random, top
@@ -77,6 +78,7 @@ class Curve:
         return "\n  ".join(lines)
 
 
+@shows_progress
 @of_pairs
 def curve(
     model: nn.Module,
@@ -88,6 +90,7 @@ def curve(
     shares: Sequence[float] = SHARES,
     seed: int = 0,
     max_bytes: int = 2**30,
+    progress: bool = True,
 ) -> Curve:
     """Measure the faithfulness of circuits of several sizes, as the MIB benchmark does (Mueller et al. 2025).
 
@@ -99,6 +102,7 @@ def curve(
         scores: effects [edge, example], as `edge_attribution` gives them.
         shares: the shares, rising, the last at most 1.
         seed: draws the random edges.
+        progress: whether to show a bar after two seconds.
 
     Raises:
         ValueError: as for `faithfulness`, or if shares do not rise from above 0 to at most 1.
@@ -124,14 +128,18 @@ def curve(
     runs = CircuitRuns(model, pairs, top(graph, scores, every), source, max_bytes)
 
     def measured(chosen: Callable[[int], Circuit]) -> Result:
-        gains = torch.stack([runs(chosen(n)) - runs.none for n in counts])
-        return runs.shares(gains, "edges", shares)
+        gains = []
+        for n_edges in counts:
+            gains.append(runs(chosen(n_edges)) - runs.none)
+            count()
+        return runs.shares(torch.stack(gains), "edges", shares)
 
-    return Curve(
-        measured(partial(top, graph, scores, signed=True)),
-        measured(partial(top, graph, scores)),
-        measured(lambda n: random(graph, n, seed)),
-    )
+    with progress_bar("circuits", total=3 * len(counts)) as count:
+        return Curve(
+            measured(partial(top, graph, scores, signed=True)),
+            measured(partial(top, graph, scores)),
+            measured(lambda n: random(graph, n, seed)),
+        )
 
 
 def _area(result: Result, *, from_one: bool = False) -> Area:

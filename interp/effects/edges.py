@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from hooks.shared import require_choice, warn, without_gradients
+from hooks.shared import require_choice, shows_progress, warn, without_gradients
 from interp.graph import Graph
 from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.results.result import Result
@@ -29,6 +29,7 @@ from interp.runs.runs import Runs
 METHODS = ("eap", "eap_ig_inputs", "eap_ig_activations")
 
 
+@shows_progress
 @without_gradients
 @of_pairs
 def edge_attribution(
@@ -40,6 +41,7 @@ def edge_attribution(
     steps: Steps = "auto",
     direction: PatchingDirection = "noising",
     split_embeddings: bool = False,
+    progress: bool = True,
 ) -> Result:
     """Estimate the effects of all edges of a `Graph`: of replacing what one reader sees of one writer.
 
@@ -69,6 +71,7 @@ def edge_attribution(
         direction: noising edits the clean run, as circuits do; denoising the corrupted one.
         split_embeddings: whether token and position embeddings are writers of their own; see `Graph`. Together they are
             the input of `eap_ig_inputs`.
+        progress: whether to show a bar after two seconds.
 
     Returns:
         Scores [edge, example], or [edge, pos, example], [edge, span, example], in float32 at least, in the

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from hooks.shared import progress_of, shows_progress
 from interp.graph.circuit import Circuit
 from interp.graph.circuits import random, strengths
 from interp.inputs.pairs import Pairs, of_pairs
@@ -11,6 +12,7 @@ from interp.results.result import Result
 from interp.runs.masked import CircuitRuns, CircuitSource
 
 
+@shows_progress
 @of_pairs
 def faithfulness(
     model: nn.Module,
@@ -20,6 +22,7 @@ def faithfulness(
     *,
     seed: int = 0,
     max_bytes: int = 2**30,
+    progress: bool = True,
 ) -> Result:
     """Measure the share of the model's behaviour that a circuit keeps: (m(C) - m(∅)) / (m(M) - m(∅)).
 
@@ -33,6 +36,7 @@ def faithfulness(
         source: where replaced values come from, by default the corrupted texts; see `run_circuit`.
         seed: draws a random circuit of as many edges, to compare with.
         max_bytes: see `run_circuit`.
+        progress: whether to show a bar after two seconds.
 
     Returns:
         Shares [circuit, example], of the `circuit` and of the `random` one.
@@ -57,6 +61,7 @@ def faithfulness(
     return runs.shares(metrics - runs.none, "circuit", ("circuit", "random"))
 
 
+@shows_progress
 @of_pairs
 def completeness(
     model: nn.Module,
@@ -65,6 +70,7 @@ def completeness(
     source: CircuitSource = "pair",
     *,
     max_bytes: int = 2**30,
+    progress: bool = True,
 ) -> Result:
     """Compare model and circuit after the same nodes are removed from both (Wang et al. 2022).
 
@@ -88,10 +94,12 @@ def completeness(
     nodes = _inner(circuit)
     rest = [(whole.without(node), circuit.without(node)) for node in nodes]
     rest.append((whole - circuit, circuit - circuit))
-    differences = torch.stack([runs(other) - runs(reduced) for other, reduced in rest])
+    pairs_of_circuits = progress_of(rest, "nodes", len(rest))
+    differences = torch.stack([runs(other) - runs(less) for other, less in pairs_of_circuits])
     return runs.shares(differences, "without", (*nodes, "circuit"))
 
 
+@shows_progress
 @of_pairs
 def minimality(
     model: nn.Module,
@@ -100,6 +108,7 @@ def minimality(
     source: CircuitSource = "pair",
     *,
     max_bytes: int = 2**30,
+    progress: bool = True,
 ) -> Result:
     """Measure the loss of a circuit without each of its nodes: F(C) - F(C without the node) (Wang et al. 2022).
 
@@ -119,7 +128,8 @@ def minimality(
     """
     runs, nodes = CircuitRuns(model, pairs, circuit, source, max_bytes), _inner(circuit)
     with_all = runs(circuit)
-    losses = torch.stack([with_all - runs(circuit.without(node)) for node in nodes])
+    each = progress_of(nodes, "nodes", len(nodes))
+    losses = torch.stack([with_all - runs(circuit.without(node)) for node in each])
     return runs.shares(losses, "node", nodes)
 
 

@@ -3,13 +3,14 @@
 import torch
 from torch import nn
 
-from hooks.shared import without_gradients
+from hooks.shared import progress_of, shows_progress, without_gradients
 from interp.graph.graph import Graph
 from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.results.result import Result
 from interp.runs.masked import CircuitSource, MaskedRuns
 
 
+@shows_progress
 @without_gradients
 @of_pairs
 def node_effects(
@@ -20,6 +21,7 @@ def node_effects(
     direction: PatchingDirection = "noising",
     split_embeddings: bool = False,
     max_bytes: int = 2**30,
+    progress: bool = True,
 ) -> Result:
     """Replace what each node writes: for everything that reads it, and for the logits alone.
 
@@ -31,6 +33,7 @@ def node_effects(
         model: a model that has a `Graph`, in evaluation mode.
         pairs: the texts, and their metric.
         source, direction, split_embeddings, max_bytes: see `run_circuit`.
+        progress: whether to show a bar after two seconds.
 
     Returns:
         Effects [effect, node, example] in the metric's unit; `effect` is `total`, `direct` or `later`, their difference.
@@ -49,7 +52,7 @@ def node_effects(
     base = masked.metric(torch.zeros_like(allowed))
     effects = []
     places = [n for n, row in enumerate(allowed) if row.any()]
-    for place in places:
+    for place in progress_of(places, "nodes", len(places)):
         total, direct = torch.zeros_like(allowed), torch.zeros_like(allowed)
         total[place] = allowed[place]
         direct[place, -1] = 1

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from hooks.shared import require_whole
+from hooks.shared import require_whole, shows_progress
 from interp import edits
 from interp.inputs.pairs import Pairs, of_pairs
 from interp.results.result import Result
@@ -58,6 +58,7 @@ class Verified:
         return "\n  ".join(lines)
 
 
+@shows_progress
 @of_pairs
 def patch_top_k(
     model: nn.Module,
@@ -68,6 +69,7 @@ def patch_top_k(
     budget: int = 100,
     seed: int = 0,
     max_bytes: int = 2**30,
+    progress: bool = True,
 ) -> Verified:
     """Patch the places with the largest estimates, and a random sample of all others.
 
@@ -82,6 +84,7 @@ def patch_top_k(
             place, which mostly costs less (see `sweep`). What the top leaves goes to the sample.
         seed: draws the sample.
         max_bytes: see `sweep`.
+        progress: whether to show a bar after two seconds.
 
     Raises:
         ValueError: if there are not more than `k` places, the budget leaves no sample, or the estimate is of

@@ -9,7 +9,7 @@ from jaxtyping import Shaped
 from torch import Tensor, nn
 
 from hooks import Hooks
-from hooks.shared import without_gradients
+from hooks.shared import shows_progress, without_gradients
 from interp import edits
 from interp.edits import Edit
 from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs
@@ -20,6 +20,7 @@ from interp.runs.runs import Runs
 from interp.runs.sites import Choice, Sites, Some
 
 
+@shows_progress
 @without_gradients
 @of_pairs
 def activation_patching(
@@ -34,6 +35,7 @@ def activation_patching(
     heads: Some = None,
     neurons: int | None = None,
     max_bytes: int = 2**30,
+    progress: bool = True,
 ) -> Result:
     """Patch values of one run into another, one place at a time, and measure the effect on the metric.
 
@@ -55,6 +57,7 @@ def activation_patching(
         layers, heads: only this one or these; all by default. `heads` needs `head` in `over`.
         neurons: how many neighbouring neurons are one place; 1 by default. It needs `neuron` in `over`.
         max_bytes: see `sweep`.
+        progress: whether to show a bar after two seconds.
 
     Returns:
         Effects [*over, example]. `base` is the metric of the edited run, `target` that of the other.
@@ -83,6 +86,7 @@ def activation_patching(
     return sites.result(*runs.edited(sites.edits(put)), **about)
 
 
+@shows_progress
 @without_gradients
 def sweep(
     model: nn.Module,
@@ -92,6 +96,7 @@ def sweep(
     *,
     attention_mask: Shaped[Tensor, "batch pos"] | None = None,
     max_bytes: int = 2**30,
+    progress: bool = True,
 ) -> Result:
     """Measure the effect of each edit on the metric, each as if it had a run of its own.
 
@@ -115,6 +120,7 @@ def sweep(
         attention_mask: which tokens of a tensor [batch, pos] are not padding.
         max_bytes: bounds the memory that the sweep takes beyond the model and one unedited run. What
             functions of your own take is not counted.
+        progress: whether to show a bar after two seconds.
 
     Returns:
         Effects [edit, example], metric(edited) - metric(unedited), in the metric's unit. They print what was edited.

@@ -6,7 +6,7 @@ from typing import Literal
 
 from torch import nn
 
-from hooks.shared import require_choice, without_gradients
+from hooks.shared import require_choice, shows_progress, without_gradients
 from interp.graph.graph import Graph
 from interp.graph.nodes import listed
 from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs
@@ -14,6 +14,7 @@ from interp.results.result import Result
 from interp.runs.path_edits import PathEdits
 
 
+@shows_progress
 @without_gradients
 @of_pairs
 def edge_patching(
@@ -24,6 +25,7 @@ def edge_patching(
     direction: PatchingDirection = "noising",
     split_embeddings: bool = False,
     max_bytes: int = 2**30,
+    progress: bool = True,
 ) -> Result:
     """Patch each edge alone: its reader sees what its writer adds in the other run.
 
@@ -40,6 +42,7 @@ def edge_patching(
         direction: noising edits the clean run, as circuits do; denoising the corrupted one.
         split_embeddings: whether token and position embeddings are writers of their own; see `Graph`.
         max_bytes: bounds the memory beyond the model, two runs and what their writers add.
+        progress: whether to show a bar after two seconds.
 
     Returns:
         Effects [edge, example]. `base` is the metric of the edited run, `target` that of the other. `about`
@@ -72,6 +75,7 @@ def edge_patching(
     return runs.result(jobs, "edge", names)
 
 
+@shows_progress
 @without_gradients
 @of_pairs
 def path_patching(
@@ -84,6 +88,7 @@ def path_patching(
     direction: PatchingDirection = "noising",
     split_embeddings: bool = False,
     max_bytes: int = 2**30,
+    progress: bool = True,
 ) -> Result:
     """Patch each sender's output along the paths to the receivers that pass no other head.
 
@@ -99,6 +104,7 @@ def path_patching(
         senders: writers; by default all that a receiver comes after.
         mlps: `recomputed`: in the first run MLPs follow, as in the paper, so paths through MLPs count.
             `frozen`: they add what they add in the edited run, so only the direct path to each receiver counts.
+        progress: whether to show a bar after two seconds.
 
     Returns:
         Effects [sender, example]. `base` is the metric of the edited run, `target` that of the other.

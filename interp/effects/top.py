@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import ActivationCache, HookedRunner
-from hooks.shared import names_by_layer, require_whole, to_device
+from hooks.shared import names_by_layer, require_whole, shows_progress, to_device
 from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.inputs.texts import are_aligned
 from interp.numbers.precision import at_least_float32
@@ -18,6 +18,7 @@ from interp.runs.gradients.estimates import require_numbers, warn_of_flat, warn_
 from interp.runs.runs import Runs
 
 
+@shows_progress
 @of_pairs
 def top_attributions(
     model: nn.Module,
@@ -26,6 +27,7 @@ def top_attributions(
     *,
     k: int = 100,
     direction: PatchingDirection = "denoising",
+    progress: bool = True,
 ) -> Result:
     """Find the `k` largest estimated effects of MLP neurons, or of directions, at single positions.
 
@@ -38,6 +40,7 @@ def top_attributions(
         directions: by the exact name of any point, vectors of its last axis, as columns. Their lengths do
             not count. None for the neurons of `mlp.post`.
         k: how many places are kept.
+        progress: whether to show a bar after two seconds.
 
     Returns:
         Estimated effects [place, example], the largest mean first. Their labels are such as

@@ -19,7 +19,16 @@ import torch
 from torch import Tensor, nn
 
 from hooks import HookedRunner
-from hooks.shared import Index, storage, strict_json, to_device, with_parts, without_gradients
+from hooks.shared import (
+    Index,
+    progress_of,
+    shows_progress,
+    storage,
+    strict_json,
+    to_device,
+    with_parts,
+    without_gradients,
+)
 from interp import pictures
 from interp.features.dictionary import Dictionary
 from interp.features.splicing import Dictionaries, placed
@@ -206,6 +215,7 @@ class _Row(NamedTuple):
     is_new: bool
 
 
+@shows_progress
 @without_gradients
 def feature_cards(
     model: nn.Module,
@@ -217,6 +227,7 @@ def feature_cards(
     k: int = 8,
     pos: Index | None = None,
     batch: int = 16,
+    progress: bool = True,
 ) -> FeatureCards:
     """Find where features are active and what they write.
 
@@ -228,6 +239,7 @@ def feature_cards(
         k: how many examples, tokens and neighbours each card has.
         pos: the positions of each text that count; None for all. At others examples show 0.
         batch: how many texts are read together.
+        progress: whether to show a bar after two seconds.
 
     Raises:
         ValueError: if there are several dictionaries, no text, or no such feature.
@@ -279,7 +291,7 @@ def feature_cards(
             _nearest(chosen, index, k),
             *writes[n],
         )
-        for n, index in enumerate(features)
+        for n, index in enumerate(progress_of(features, "cards", len(features)))
     )
 
 

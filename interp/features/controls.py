@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks.shared import Index, require_whole, to_device, without_gradients
+from hooks.shared import Index, require_whole, shows_progress, to_device, without_gradients
 from interp.features.dictionary import Dictionary
 from interp.inputs.copies import unseen
 from interp.inputs.texts import Texts, batches
@@ -32,6 +32,7 @@ def stability(one: Dictionary, other: Dictionary) -> Float[Tensor, " feature"]:
     return (rows @ others.mT).amax(1)
 
 
+@shows_progress
 @without_gradients
 def purity(
     model: nn.Module,
@@ -41,6 +42,7 @@ def purity(
     k: int = 20,
     pos: Index | None = None,
     batch: int = 16,
+    progress: bool = True,
 ) -> Float[Tensor, " unit"]:
     """Return, for each unit of a point, how uniform the tokens are where it is largest.
 
@@ -55,6 +57,7 @@ def purity(
         k: how many positions count.
         pos: the positions of each text that are read; None for all.
         batch: how many texts are read together.
+        progress: whether to show a bar after two seconds.
 
     Returns:
         Shares between 0 and 1; NaN for units that are positive at fewer than `k` positions.

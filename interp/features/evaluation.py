@@ -18,7 +18,16 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from hooks import Hook, Point
-from hooks.shared import Index, require_choice, to_device, warn, with_parts, without_gradients
+from hooks.shared import (
+    Index,
+    progress_of,
+    require_choice,
+    shows_progress,
+    to_device,
+    warn,
+    with_parts,
+    without_gradients,
+)
 from interp import pictures
 from interp.features.splicing import Dictionaries, SplicedDictionary, placed
 from interp.inputs.copies import digests, groups
@@ -155,6 +164,7 @@ class DictionaryScores(pictures.Shown):
         )
 
 
+@shows_progress
 @without_gradients
 def evaluate_sae(
     model: nn.Module,
@@ -164,6 +174,7 @@ def evaluate_sae(
     reads: str | Mapping[str, str] | None = None,
     pos: Index | None = None,
     batch: int = 16,
+    progress: bool = True,
 ) -> DictionaryScores:
     """Measure how well dictionaries stand for the values of a model, together, on texts that they were not trained on.
 
@@ -174,6 +185,7 @@ def evaluate_sae(
         pos: the positions of each text that are scored, and where values are replaced; None for all. The others keep the
             model's values. `slice(1, None)` leaves out the first token, whose stream is many times as long in most models.
         batch: how many texts are read together.
+        progress: whether to show a bar after two seconds.
 
     Raises:
         TypeError, UnknownNameError, ValueError, HookError, ModeError: as for `splice`; or if there are no texts.
@@ -200,7 +212,7 @@ def evaluate_sae(
         metric = cross_entropy(text.tokens, attention_mask=text.mask)
         return measure(metric, logits, text.mask).cpu()
 
-    for text in read:
+    for text in progress_of(read, "batches", len(read)):
         kept = text.at(pos)
         arguments = text.arguments(model)
         output, cache = runner.run_with_cache(text.tokens, names=names, **arguments)
@@ -223,7 +235,7 @@ def evaluate_sae(
             name: _replaced(part, means.get(name, torch.zeros(part.dictionary.d_out)))
             for name, part in parts.items()
         }
-        for text in read:
+        for text in progress_of(read, f"batches with the {ablation} in place", len(read)):
             for part in parts.values():
                 part.kept = text.at(pos)
             ablated = runner.run_with_hooks(text.tokens, hooks=hooks, **text.arguments(model))

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 
 from hooks import ActivationCache, CacheError
-from hooks.shared import Index, Selection, encoded, require_whole, to_device
+from hooks.shared import Index, Selection, encoded, progress_bar, require_whole, to_device
 from interp.inputs.arguments import each_row, is_listed, joined, require_rows, without_rows
 from interp.inputs.token_positions import real_of
 from interp.protocol import of
@@ -276,6 +276,14 @@ def each_text(texts: Texts) -> Iterator[Any]:
             yield from itertools.chain([first], rest)
 
 
+def _number_of(texts: Texts) -> int | None:
+    """How many texts there are; None if only reading them tells."""
+    is_text = isinstance(texts, str) or (isinstance(texts, Tensor) and texts.ndim == 1)
+    if is_text or not isinstance(texts, Sequence | Tensor) or not len(texts):
+        return 1 if is_text else None
+    return 1 if isinstance(texts[0], int) else len(texts)
+
+
 def padded(texts: Sequence[Any], model: nn.Module, numbers: Sequence[int]) -> Text:
     """Texts as one batch, on the model's device, padded on the right. Equal lengths need no mask.
 
@@ -325,9 +333,12 @@ def batches(texts: Texts, model: nn.Module, size: int) -> Iterator[tuple[int, Te
     """
     require_whole("batch", size)
     rest, first = each_text(texts), 0
-    while some := list(itertools.islice(rest, size)):
-        numbers = range(first, first + len(some))
-        yield first, padded(some, model, numbers)
-        first = numbers.stop
+    # An error may leave this iterator half read, so whoever reads it `shows_progress`, and takes the bar away.
+    with progress_bar("texts", _number_of(texts)) as count:
+        while some := list(itertools.islice(rest, size)):
+            numbers = range(first, first + len(some))
+            yield first, padded(some, model, numbers)
+            count(len(some))
+            first = numbers.stop
     if not first:
         raise ValueError("texts must hold at least one text; got none")

@@ -9,7 +9,14 @@ from jaxtyping import Bool, Int, Shaped
 from torch import Tensor, nn
 
 from hooks import ActivationCache, CacheError, HookError
-from hooks.shared import Index, Selection, stacked, unknown_name, without_gradients
+from hooks.shared import (
+    Index,
+    Selection,
+    shows_progress,
+    stacked,
+    unknown_name,
+    without_gradients,
+)
 from interp.inputs.copies import groups_of_cache
 from interp.inputs.texts import mask_of, text_of_values
 from interp.inputs.token_positions import real_of
@@ -30,6 +37,7 @@ _UNITS = {
 }
 
 
+@shows_progress
 @without_gradients
 def head_scores(
     model: nn.Module,
@@ -38,6 +46,7 @@ def head_scores(
     *,
     span: Index | None = None,
     queries: Index | None = None,
+    progress: bool = True,
 ) -> Result:
     """Scores of what each head attends to, as a mean over the queries of each text.
 
@@ -63,6 +72,7 @@ def head_scores(
         kind: one of the table; or the pattern to look for, of which true or 1 is a key that the query should attend to.
         span: for the kind `span`: its columns, such as a span of `Pairs`, in any form that `edits` take.
         queries: count only queries in these columns, likewise.
+        progress: whether to show a bar after two seconds.
 
     Returns:
         A result with the axes `layer`, `head` and `example`.
@@ -113,7 +123,8 @@ def head_scores(
         )
     weights = wanted * (counted / counted.sum(1, keepdim=True).double())[..., None]
     scores = []
-    for pattern in map(at_least_float32, chain([first], patterns)):
+    layers = progress_of(chain([first], patterns), "layers", len(cache.layer_names("pattern")))
+    for pattern in map(at_least_float32, layers):
         values = torch.special.entr(pattern) if name == "entropy" else pattern
         rows = rearrange(values, "batch head query key -> batch head (query key)")
         factors = rearrange(like(weights, values), "batch query key -> batch (query key) 1")

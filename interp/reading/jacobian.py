@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks import HookedRunner
-from hooks.shared import config_hash, peak_bytes, require_whole, stacked
+from hooks.shared import config_hash, peak_bytes, require_whole, shows_progress, stacked
 from interp.inputs.copies import digests
 from interp.inputs.texts import Text, Texts, batches
 from interp.numbers.precision import at_least_float32
@@ -84,8 +84,14 @@ class JacobianLens(AffineLens):
         return JacobianLens(weight, self.bias, self.config_hash, n_texts, squares, different)
 
 
+@shows_progress
 def jacobian_lens(
-    model: nn.Module, texts: Texts, *, skip: int = 16, max_bytes: int = 2**30
+    model: nn.Module,
+    texts: Texts,
+    *,
+    skip: int = 16,
+    max_bytes: int = 2**30,
+    progress: bool = True,
 ) -> JacobianLens:
     """Fits the mean Jacobian from the stream entering each block to the stream that leaves the last one.
 
@@ -104,6 +110,7 @@ def jacobian_lens(
             give a usable lens.
         skip: how many first positions are left out, because heads attend to them for lack of anything else.
         max_bytes: bounds the memory beyond the model and the lens.
+        progress: whether to show a bar after two seconds.
 
     Raises:
         ValueError: if there is no text, a text has fewer than `skip` + 2 tokens, `skip` is negative,

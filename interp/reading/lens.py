@@ -9,7 +9,14 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 
 from hooks import ActivationCache, CacheError, HookError
-from hooks.shared import require_whole, stacked, to_device, without_gradients
+from hooks.shared import (
+    progress_of,
+    require_whole,
+    shows_progress,
+    stacked,
+    to_device,
+    without_gradients,
+)
 from interp import pictures
 from interp.inputs.texts import mask_of, nan_at_padding, text_of_values
 from interp.inputs.wording import token_ids, writer_of
@@ -81,6 +88,7 @@ class LensReadout(pictures.Shown):
         return "\n".join([f"{title}: the likeliest next tokens of the first text", *lines])
 
 
+@shows_progress
 @without_gradients
 def logit_lens(
     model: nn.Module,
@@ -89,6 +97,7 @@ def logit_lens(
     lens: AffineLens | None = None,
     targets: Int[Tensor, "batch pos"] | str | None = None,
     top_k: int = 5,
+    progress: bool = True,
 ) -> LensReadout:
     """Unembeds the residual stream between all blocks (nostalgebraist 2020).
 
@@ -102,6 +111,7 @@ def logit_lens(
         targets: tokens to follow through the layers, or one for all positions as text; by default those that the
             model predicts.
         top_k: how many of the likeliest tokens to keep; all of a smaller vocabulary.
+        progress: whether to show a bar after two seconds.
 
     Raises:
         TypeError: if the model has no `unembed` or no `config`.
@@ -156,7 +166,8 @@ def _distributions(
     """Numbers of all distributions, computed for some positions at a time."""
     columns: list[Tensor] = []
     flat, start = rearrange(streams, "stream batch pos d_model -> stream (batch pos) d_model"), 0
-    for rows in split_rows(model, flat):
+    parts = split_rows(model, flat)
+    for rows in progress_of(parts, "positions", len(parts)):
         logits, end = unembedded(model, rows), start + rows.shape[1]
         target = logits[-1].argmax(-1) if followed is None else followed[start:end]
         part = _read(logits, to_device(target, logits.device), top_k)
@@ -199,7 +210,10 @@ def _streams(model: nn.Module, cache: ActivationCache) -> Float[Tensor, "stream 
     """
     cache.require_weights_of(model)
     try:
-        streams = stacked([*cache.layers("resid_pre"), *cache.read(("resid_post", -1))])
+        entering = progress_of(
+            cache.layers("resid_pre"), "layers", len(cache.layer_names("resid_pre"))
+        )
+        streams = stacked([*entering, *cache.read(("resid_post", -1))])
     except HookError as error:
         raise CacheError(f"a lens needs names=['*.resid_pre', '*.resid_post']: {error}") from None
     if streams.ndim != 4:

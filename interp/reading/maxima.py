@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import index_by_axis
-from hooks.shared import Index, require_whole, to_device, without_gradients
+from hooks.shared import Index, require_whole, shows_progress, to_device, without_gradients
 from interp import pictures
 from interp.inputs.texts import Texts, batches
 from interp.inputs.wording import writer_of
@@ -58,6 +58,7 @@ class TopActivations(list[Activation], pictures.Shown):
         return pictures.View("largest values", [], says=[*map(repr, self)])
 
 
+@shows_progress
 @without_gradients
 def max_activating(
     model: nn.Module,
@@ -71,6 +72,7 @@ def max_activating(
     pos: Index | None = None,
     k: int = 10,
     batch: int = 16,
+    progress: bool = True,
 ) -> TopActivations:
     """Runs the model on many texts, and keeps the `k` places where a value is largest.
 
@@ -88,6 +90,7 @@ def max_activating(
         pos: the positions of each text that are searched; None for all.
         k: how many places to keep.
         batch: how many texts are read together.
+        progress: whether to show a bar after two seconds.
 
     Returns:
         The places, the largest first; of equal ones the earlier first.

@@ -18,7 +18,16 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import CacheError, HookedRunner
-from hooks.shared import config_hash, require_whole, stacked, storage, to_device, without_gradients
+from hooks.shared import (
+    config_hash,
+    progress_of,
+    require_whole,
+    shows_progress,
+    stacked,
+    storage,
+    to_device,
+    without_gradients,
+)
 from interp.inputs.texts import Texts, each_text, padded
 from interp.numbers.precision import divergence, finite
 from interp.protocol import of
@@ -88,6 +97,7 @@ class Stored(Protocol):
         """Rows [row, d_model] of each point, in batches."""
 
 
+@shows_progress
 def tuned_lens(
     model: nn.Module,
     texts: Texts | Stored,
@@ -96,6 +106,7 @@ def tuned_lens(
     batch: int | None = None,
     learning_rate: float | None = None,
     seed: int = 0,
+    progress: bool = True,
 ) -> TunedLens:
     """Fits an affine translator for the stream entering each block.
 
@@ -115,6 +126,7 @@ def tuned_lens(
         learning_rate: the rate of the first step; by default 1 / d_model. Adam moves each weight by the rate,
             and d_model of them add up.
         seed: for the order of the texts.
+        progress: whether to show a bar after two seconds.
 
     Raises:
         ValueError: if there is no text or one is empty, `steps` or `batch` is below 1, the rate is negative,
@@ -147,7 +159,8 @@ def tuned_lens(
     else:
         read = _of_runs(runner, names, texts, at_once, seed)
     losses, rows = [], 0
-    for step, streams in enumerate(itertools.islice(read, steps)):
+    taken = progress_of(itertools.islice(read, steps), "steps", steps)
+    for step, streams in enumerate(taken):
         optimizer.zero_grad()
         here = to_device(streams, parameter.device).to(parameter.dtype)
         rows += streams.shape[1]

@@ -20,7 +20,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from hooks import ActivationCache
-from hooks.shared import Session, all_to_device, to_device, warn, without_gradients
+from hooks.shared import Session, all_to_device, progress_of, to_device, warn, without_gradients
 from interp.graph.circuit import Circuit
 from interp.graph.graph import Graph
 from interp.inputs.pairs import Pairs, PatchingDirection
@@ -197,7 +197,8 @@ class MaskedRuns:
         if self._held is None and fit >= size:
             self._held = self._source_of(slice(None))
         n = size if mask.requires_grad else max(1, min(fit, _QUICK // bytes_each))
-        for rows in (slice(start, start + n) for start in range(0, size, n)):
+        parts = [slice(start, start + n) for start in range(0, size, n)]
+        for rows in progress_of(parts, "parts of the texts", len(parts)):
             source = self._source_of(rows) if self._held is None else _examples(self._held, rows)
             with torch.set_grad_enabled(mask.requires_grad):
                 results.append(read(self._stream(rows, source, mask)))

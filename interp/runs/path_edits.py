@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hooks.shared import Session, all_to_device, to_device
+from hooks.shared import Session, all_to_device, progress_of, to_device
 from interp import edits
 from interp.graph.graph import Graph
 from interp.graph.nodes import Layer
@@ -154,7 +154,7 @@ class PathEdits:
         values = base.new_empty(len(labels), len(base))
         waiting: dict[int, dict[str, edits.Edit]] = {}
         at_once = max(1, self.runs.max_bytes // self.moved[0].nbytes)
-        for n, carried in jobs:
+        for n, carried in progress_of(jobs, f"{axis}s", len(labels)):
             if isinstance(carried, Tensor):
                 logits = self.model.unembed(self.batch.read(carried))
                 values[n] = self.batch.measure(logits) - base

@@ -56,8 +56,8 @@ def measured(
         runs = Resumed(unedited, jobs, max_bytes)
     values = base.new_empty(len(jobs), size)
     title = f"{len(jobs)} edits, as {runs.forwards:.1f} forward passes"
-    with progress_bar(total=runs.forwards, desc=title, delay=1) as bar:
-        for job, edited in runs.run(bar.update):
+    with progress_bar(title, total=runs.forwards) as count:
+        for job, edited in runs.run(count):
             values[job.index] = edited
             job.require_fired()
     return base, values

@@ -51,7 +51,6 @@ class Ray:
         job: Callable[..., None],
         model: Model,
         arguments: tuple[Any, ...],
-        progress: bool = False,
     ) -> None:
         """Do all jobs of a harvest by the workers. One that dies is started again, and its job goes on.
 
@@ -59,7 +58,6 @@ class Ray:
             job: is called with the model, the arguments, and which job this is, of how many.
             model: see `harvest`; of a module, each worker gets a copy.
             arguments: the first are the texts.
-            progress: whether to show a bar of jobs.
 
         Raises:
             ImportError: if Ray is not installed.
@@ -99,7 +97,7 @@ class Ray:
         busy: dict[Any, Any] = {worker.ready.remote(): worker for worker in started}
         of = JOBS_OF_WORKER * self.workers
         jobs, left = iter(range(of)), of
-        with progress_bar(total=of, disable=not progress, unit="job") as bar:
+        with progress_bar("jobs", total=of, unit="job") as count:
             while left:
                 (done,), _ = ray.wait([*busy])
                 worker = busy.pop(done)
@@ -108,7 +106,7 @@ class Ray:
                 except ray.exceptions.RayTaskError as error:
                     raise error.cause from None
                 left -= n_done
-                bar.update(n_done)
+                count(n_done)
                 if (number := next(jobs, None)) is not None:
                     busy[worker.run.remote(number, of)] = worker
                 else:  # one that is started again, with its job, may be waiting for the room

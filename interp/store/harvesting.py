@@ -16,9 +16,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from hooks import CacheError, Selector
-from hooks.shared import Words, progress_bar, without_gradients
+from hooks.shared import Words, progress_bar, shows_progress, without_gradients
 from interp.store.activations import Activations
-from interp.store.corpora import Corpus, TextPiece, count, runs
+from interp.store.corpora import Corpus, TextPiece, runs
+from interp.store.corpora import count as count_of
 from interp.store.engines import Model, Ray, loaded
 from interp.store.files import (
     FOREIGN,
@@ -35,6 +36,7 @@ from interp.store.files import (
 from interp.store.rows import Overflow, Reader, Settings
 
 
+@shows_progress
 def harvest(
     model: Model,
     texts: Corpus,
@@ -43,7 +45,7 @@ def harvest(
     *,
     shard: tuple[int, int] = (0, 1),
     engine: Ray | None = None,
-    progress: bool = False,
+    progress: bool = True,
     **settings: Any,
 ) -> Activations:
     """Write values of points at every token of many texts.
@@ -61,7 +63,7 @@ def harvest(
         out: a directory, which is made if it is not there, or an address of `fsspec`, such as `s3://bucket/store`.
         shard: which job this is, and of how many: `(3, 64)` is the fourth of 64 jobs of any scheduler.
         engine: `Ray(workers=8)` runs the jobs on a Ray cluster; None runs this one here.
-        progress: whether to show a bar, with tokens per second.
+        progress: whether to show a bar, with tokens per second, after two seconds.
         settings: how texts are read and what is kept, such as `context=128` and `pos=slice(1, None)`; see `Settings`.
 
     Returns:
@@ -83,11 +85,11 @@ def harvest(
     if not 0 <= job < jobs:
         raise ValueError(f"shard must be (job, jobs) with 0 <= job < jobs; got {shard}")
     if engine is None:
-        harvest_shard(loaded(model), texts, names, out, read, shard, progress)
+        harvest_shard(loaded(model), texts, names, out, read, shard)
     elif isinstance(engine, Ray):
         if jobs != 1:
             raise ValueError(f"Ray runs all jobs, so there is no shard to name; got {shard}")
-        engine.run(harvest_shard, model, (texts, names, out, read), progress)
+        engine.run(harvest_shard, model, (texts, names, out, read))
     else:
         raise TypeError(f"engine must be interp.store.Ray(...) or None; got {engine!r}")
     return Activations(out)
@@ -101,7 +103,6 @@ def harvest_shard(
     out: str | os.PathLike[str],
     settings: Settings,
     shard: tuple[int, int],
-    progress: bool = False,
 ) -> None:
     """Do one job of a harvest; for arguments and errors see there."""
     job, jobs = shard
@@ -111,7 +112,7 @@ def harvest_shard(
     store = store_of(manifest)
     here: dict[str, dict[str, Any]] = {}
     n_files, n_texts = 0, 0
-    with progress_bar(disable=not progress, unit="tok", unit_scale=True) as bar:
+    with progress_bar("harvest", unit="tok") as count:
         for number, run in enumerate(runs(texts, settings.column, settings.per_file)):
             first, n_files, n_texts = n_texts, number + 1, n_texts + len(run)
             if number % jobs != job:
@@ -121,13 +122,13 @@ def harvest_shard(
             there = known(manifest, folder, number, facts)
             if there is None:
                 try:
-                    tensors = reader.tensors(pieces, bar.update)
+                    tensors = reader.tensors(pieces, count)
                 except Overflow:
                     if "files" not in claim(manifest, folder):
                         folder.write_json(MANIFEST, manifest | {"overflow": True})
                     raise
                 size = sum(value.nbytes for value in tensors.values())
-                n_known = None if here else count(texts)
+                n_known = None if here else count_of(texts)
                 last = number if n_known is None else (n_known - 1) // settings.per_file
                 _require_room(folder, size, len(range(number, last + 1, jobs)))
                 there = write(manifest, folder, number, facts, tensors)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hooks import ActivationCache, Selector
-from hooks.shared import Words, to_device, without_gradients
+from hooks.shared import Words, shows_progress, to_device, without_gradients
 from interp.inputs.texts import Texts, batches
 from interp.protocol import runner_of
 from interp.results.result import Result
@@ -21,6 +21,7 @@ from interp.store.rows import Reader, Settings, by_token
 from interp.store.summary import StatisticsByPoint, require_options
 
 
+@shows_progress
 @without_gradients
 def statistics(
     model: nn.Module,
@@ -29,6 +30,7 @@ def statistics(
     *,
     reading: Callable[[nn.Module, ActivationCache], Result] | None = None,
     batch: int = 16,
+    progress: bool = True,
     **options: Any,
 ) -> StatisticsByPoint:
     """Sums and samples of points, at all real tokens, from one pass of a model over texts. Nothing is kept on disk.
@@ -41,6 +43,7 @@ def statistics(
             its numbers over examples, and named `reading`.
         batch: how many texts are read together.
         options: `covariance`, `top`, `sample` and `seed`, see `Statistics.of`.
+        progress: whether to show a bar after two seconds.
 
     Raises:
         ValueError: if there is no text, one is empty, or a point has no row for each token.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hooks.shared import progress_bar, require_whole, without_gradients
+from hooks.shared import progress_bar, require_whole, shows_progress, without_gradients
 from interp.inputs.texts import Texts
 from interp.numbers.precision import finite
 from interp.tracing import influence
@@ -26,6 +26,7 @@ _LARGEST_GAP = 0.05  # above what rounding in half precision makes
 _TENSORS = 8  # of the size of the stream, for each target
 
 
+@shows_progress
 @without_gradients
 def attribution_graph(
     model: nn.Module,
@@ -39,6 +40,7 @@ def attribution_graph(
     first: int = 0,
     attention: bool = False,
     max_bytes: int = 2**30,
+    progress: bool = True,
 ) -> AttributionGraph:
     """Trace which features, errors and embeddings make the logits of a text (Ameisen et al. 2025, "Circuit Tracing").
 
@@ -57,6 +59,7 @@ def attribution_graph(
         first: the first position with features: 1 leaves out a first token that all texts have.
         attention: whether to estimate, beside these effects, those of attention that moves: see `AttributionGraph.by_attention`.
         max_bytes: bounds the memory beyond the model, its run and the rows.
+        progress: whether to show a bar after two seconds.
 
     Raises:
         ValueError: as for `FrozenRun`; if a text is several tokens, a feature is not active, there is no target or no such position,
@@ -94,7 +97,7 @@ def attribution_graph(
     batch = max(1, min(TARGETS_AT_ONCE, max_bytes // bytes_each))
     done, is_done = 0, torch.zeros(len(run.layer), dtype=torch.bool, device=device)
     waiting = torch.tensor(named, dtype=torch.long, device=device)
-    with progress_bar(total=len(rows), desc="attribution", delay=1) as bar:
+    with progress_bar("rows of effects", total=len(rows)) as count:
         while done < len(rows):
             if done < len(logits):
                 made = run.of_logits(directions[done : done + batch], pos)
@@ -121,7 +124,7 @@ def attribution_graph(
                 by_attention[place] = extra
                 attention_gap = max(float(missed.max()), attention_gap)
             done = place.stop
-            bar.update(len(made.pos))
+            count(len(made.pos))
     graph = AttributionGraph(
         run,
         rows,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hooks.shared import without_gradients
+from hooks.shared import Count, progress_bar, without_gradients
 from models.config import TransformerConfig
 from models.transformer import Transformer
 from models.weights import differ
@@ -128,7 +128,9 @@ def assemble(
         for name in absent[:1]:
             del sources[name]
     _check_keys({key for source in sources.values() for key in source.keys}, held, where)
-    values = _read_all(config, sources, shapes, reader, where, dtype, device)
+    numbers = sum(shapes[name].numel() for name in sources)
+    with progress_bar("loading", total=float(numbers)) as count:
+        values = _read_all(config, sources, shapes, reader, where, dtype, device, count)
     widest = reduce(torch.promote_types, {value.dtype for value in values.values()})
     for name in values:
         values[name] = values[name].to(widest)
@@ -144,6 +146,7 @@ def _read_all(
     where: str,
     dtype: torch.dtype | None,
     device: torch.device | str | None,
+    count: Count,
 ) -> dict[str, Tensor]:
     """Every parameter in memory of its own. Of two that are tied the first."""
     values: dict[str, Tensor] = {}
@@ -162,6 +165,7 @@ def _read_all(
         else:
             values[name] = _owned(value, taken, dtype or value.dtype, torch.device(device or "cpu"))
             taken.add(values[name].untyped_storage().data_ptr())
+        count(shapes[name].numel())
     return values
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from hooks.shared import library, storage
+from hooks.shared import library, shows_progress, storage
 from models import verification
 from models.checkpoints.huggingface import load_huggingface
 from models.checkpoints.own import BUNDLED, CONFIG, bundled, load_own
@@ -42,6 +42,7 @@ _DESCRIPTION = [
 ]
 
 
+@shows_progress
 def load(
     name_or_path: str | os.PathLike[str],
     *,
@@ -50,6 +51,7 @@ def load(
     verify: bool = False,
     ignore: Collection[str] = (),
     revision: str | None = None,
+    progress: bool = True,
 ) -> Transformer:
     """Loads a model in evaluation mode, with the unprocessed weights of the file. Its `tokenizer` is that of the files.
 
@@ -72,6 +74,7 @@ def load(
             unknown key is an error otherwise, unless it is null or false or has "drop" in its name. The
             model's dropout is that of the file if all probabilities there are equal, else 0.
         revision: a branch, tag or commit of a model on the hub; None for its main branch.
+        progress: whether to show a bar after two seconds.
 
     Raises:
         FileNotFoundError: if there is no such model; it lists those that ship with the package.

@@ -7,12 +7,11 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from hooks.shared import progress_bar
+from hooks.shared import Count, progress_bar
 from models.mode import mode
 from models.training.data import (
     Batches,
@@ -117,8 +116,8 @@ def train(
     ):
         run.begin(resume=resume)
         done = len(run.records)
-        shown = dict(total=config.steps, initial=done, unit="step", desc="training")
-        with progress_bar(**shown, leave=True) as bar:  # the last loss stays
+        shown = progress_bar("training", config.steps, unit="step", first=done, stays=True)
+        with shown as count:  # the last loss stays
             for step in range(done + 1, config.steps + 1):
                 tokens = torch.atleast_2d(batches(step - 1, run.generators[0]))
                 run.update(tokens)
@@ -128,7 +127,7 @@ def train(
                 if due and HELD_OUT in texts:
                     run.measure(texts[HELD_OUT])
                 run.log()
-                last = _show(bar, tokens, run)
+                last = _show(count, tokens, run)
                 if after_step:
                     after_step(run.model, step, last)
                 # Read once, because it can change in between.
@@ -141,12 +140,12 @@ def train(
     return _result(run)
 
 
-def _show(bar: Any, tokens: Tensor, run: Run) -> float:
+def _show(count: Count, tokens: Tensor, run: Run) -> float:
     """Show the last loss that is known, and return it."""
     loss = run.records[-1]["loss"] if run.records else math.nan
-    bar.update()
-    rate = tokens[:, 1:].numel() * (bar.format_dict["rate"] or 0)
-    bar.set_postfix_str(f"loss {loss:.3f}, {rate:,.0f} tokens/s", refresh=False)
+    count()
+    rate = tokens[:, 1:].numel() * count.rate
+    count.note = f"loss {loss:.3f}, {rate:,.0f} tokens/s"
     return loss
 
 

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from hooks.shared import all_to_device, require_choice, to_device
+from hooks.shared import all_to_device, progress_of, require_choice, to_device
 from interp.graph import Graph
 from interp.inputs.texts import Text, are_aligned
 from interp.numbers.precision import at_least_float32
@@ -172,10 +172,12 @@ class EdgeScores:
     def of_all(self, run: Gradients) -> Float[Tensor, "writer column group batch"]:
         """The scores of all writers, by the gradients of one run of the text."""
 
+        examples = range(len(self.where.here))
+
         # One example at a time, in memory that is used again: fresh memory takes longer than the work.
         def parts() -> Iterator[tuple[int, int, Tensor]]:
             space = None
-            for row in range(len(self.where.here)):
+            for row in progress_of(examples, "texts", len(examples)):
                 space = self.changes(slice(row, row + 1), space)
                 yield 0, row, space
 

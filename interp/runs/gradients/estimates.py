@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hooks import ActivationCache, Point
-from hooks.shared import require_whole, to_device, warn
+from hooks.shared import progress_of, require_whole, to_device, warn
 from interp import edits
 from interp.numbers.precision import at_least_float32
 from interp.results.result import Result
@@ -78,9 +78,9 @@ def averaged(
     sums, taken = (first + last) / 2, [1] * len(first)
     paths, before, now = [*range(len(first))], 1, _FIRST if steps == "auto" else steps
     while True:
-        for n in range(1, now):
-            if n * before % now:
-                sums[paths] += at(paths, n / now)[0]
+        shares = [n / now for n in range(1, now) if n * before % now]
+        for share in progress_of(shares, "steps on the way", len(shares)):
+            sums[paths] += at(paths, share)[0]
         for path in paths:
             taken[path] = now
         means = sums / sums.new_tensor(taken).view(-1, *[1] * (sums.ndim - 1))
