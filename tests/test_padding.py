@@ -7,8 +7,16 @@ import torch
 
 import interp
 import models
-from hooks import ActivationCache, EditError, HookedRunner, SelectionError, token_mask
+from hooks import (
+    ActivationCache,
+    CacheError,
+    EditError,
+    HookedRunner,
+    SelectionError,
+    token_mask,
+)
 from interp import Pairs, edits, protocol
+from interp.inputs.texts import text_of
 from interp.measuring import measure
 from tests.streams import made
 
@@ -329,11 +337,42 @@ def test_positions_of_a_later_piece_and_of_a_generation():
         given = dict(attention_mask=mask, kv_cache=held)
         _, cut = runner.run_with_cache(tokens[:, 2:], **given, positions=[-1])
     assert whole.real().tolist() == mask[:, 2:].tolist()
+    assert torch.equal(
+        text_of(whole).mask, mask[:, 2:]
+    )  # the mask of its input has earlier columns
     torch.testing.assert_close(whole.at(pos=-1)["resid_post", 1], wanted)
     torch.testing.assert_close(cut["resid_post", 1][:, 0], wanted)
     run = functools.partial(models.generate, model, max_new_tokens=3)
     _, joined = runner.run_with_cache(ROWS, run=run, names="embed")
     assert joined.real().int().sum(1).tolist() == [7, 9, 6]
+
+
+class Untold(torch.nn.Module):
+    """A model that does not say which columns it was told are padding."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.blocks, self.config, self.unembed = model.blocks, model.config, model.unembed
+        vars(self)["inner"] = model
+
+    def forward(self, tokens, attention_mask=None):
+        if attention_mask is None:
+            return self.inner(tokens)
+        seen = attention_mask[:, None].bool() & torch.ones(7, 7).tril().bool()
+        return self.inner(tokens, query_key_mask=seen)
+
+
+def test_a_cache_that_does_not_know_its_padding_is_an_error_where_padding_counts():
+    model = Untold(model_of("learned")).eval()
+    tokens, mask = model_of("learned").to_tokens(ROWS)
+    _, cache = interp.run_with_cache(model, tokens, attention_mask=mask)
+    assert cache.real() is None
+    whole = interp.logit_lens(model, cache)
+    assert torch.equal(whole.entropy[0].isnan(), ~mask)  # by the mask that the run was given
+    with pytest.raises(CacheError, match=r"\[2, 7\].*\[3, 7\]"):
+        interp.logit_lens(model, cache.at(batch=[1, 0]))
+    _, unpadded = interp.run_with_cache(model, tokens, attention_mask=torch.ones(3, 7))
+    assert not interp.logit_lens(model, unpadded.at(batch=[1, 0])).entropy.isnan().any()
 
 
 def test_gradients_are_cut_as_values_are():

@@ -37,6 +37,7 @@ from models.attached.example import (
     is_encoder_decoder,
     logits_of,
     parameters_of,
+    table_of,
     tokens_for,
     uncached,
 )
@@ -277,8 +278,8 @@ class Attached(ReadsText):
         """The token of padding: of the config, whose classifiers look for it, or else of the tokenizer, or 0."""
         config = getattr(self.model, "config", None)
         named = [config, getattr(config, "get_text_config", lambda: None)(), self._tokenizer]
-        embedding = embedding_of(self.model)
-        known = range(1 if embedding is None else len(embedding.weight))
+        table = table_of(self.model)
+        known = range(1 if table is None else len(table))
         for owner in named:
             token = getattr(owner, "pad_token_id", None)
             if isinstance(token, int) and token in known:

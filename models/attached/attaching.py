@@ -18,7 +18,13 @@ from models.attached.again import Settings, require_no_hooks, require_one_attach
 from models.attached.attached import Attached
 from models.attached.attention import AttentionPoints, register
 from models.attached.configs import configs_of, kernel_name, text_config
-from models.attached.example import Example, example_of, is_encoder_decoder, parameters_of
+from models.attached.example import (
+    Example,
+    example_of,
+    is_encoder_decoder,
+    parameters_of,
+    table_of,
+)
 from models.attached.forward import Forward, Generate, StackForward
 from models.attached.layout import layout_of
 from models.attached.missing import missing
@@ -27,6 +33,7 @@ from models.attached.probe import Alone, ProbeRun, probed, seen_alone
 from models.attached.promises import Checks
 from models.attached.roles import Roles
 from models.attached.stacks import OwnPart, Stack, Tower, features, stacks_of
+from models.attached.unreadable import AttachError, reading
 from models.text.tokenizer import as_tokenizer
 
 SPLIT_AXES = {"head", "kv_head", "d_mlp"}
@@ -78,7 +85,8 @@ def attach(
         HookError: if points that are made anew have hooks, which would be lost.
         ValueError: if a part of the model or a model around it is attached already; or if the model has other modules under
             our names, or no blocks, does not run on the example, gives NaN, is split over processes and has a part that is
-            all zeros, or a named sublayer is not what is added to the stream.
+            all zeros, or a named sublayer is not what is added to the stream; or a module cannot be read, which the error
+            names.
 
     >>> import torch
     >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -115,14 +123,16 @@ def attach(
     default, asked = example_of(model), None if example is None else example_of(model, example)
     if default is None and asked is None:
         reads = ", ".join(parameters_of(model)[:3])
+        lacks = "" if table_of(model) is not None else " without an nn.Embedding of tokens"
         raise ValueError(
-            f"attach needs example=, the arguments of a run, for a {what}, which reads {reads}"
+            f"attach needs example=, the arguments of a run, for a {what}{lacks}, which reads {reads}"
         )
     if configs := configs_of(model):
         register({kernel_name(config) for config in configs.values()})
     attached = Attached(model)
     try:
-        SetUp(attached, _runs_of(model, default, asked), Roles(blocks, attn, mlp)).run()
+        with reading(model, ""):
+            SetUp(attached, _runs_of(model, default, asked), Roles(blocks, attn, mlp)).run()
     except BaseException:
         attached.remove()
         raise
@@ -166,7 +176,9 @@ class SetUp:
         model, attached, base = self.model, self.attached, self.attached.base
         before = [seen_alone(model, example) for example in self._examples]
         if before[0].logits.is_meta or before[0].logits.isnan().any():
-            raise ValueError(f"logits must be numbers; got NaN or none from {type(model).__name__}")
+            raise AttachError(
+                f"logits must be numbers; got NaN or none from {type(model).__name__}"
+            )
         attached.own_configs()
         self._forward = Forward(base)
         probes = [self._probed(run, is_second=n > 0) for n, run in enumerate(before)]
@@ -174,7 +186,10 @@ class SetUp:
         base.forward = self._forward
         if hasattr(base, "generate"):
             base.generate = Generate(base)
-        wirings = [self._put_points(stack) for stack in stacks]
+        wirings = []
+        for stack in stacks:
+            with reading(model, stack.path):
+                wirings.append(self._put_points(stack))
         if len(probes) > 1 and len(stacks) > 1:
             self._put_features(probes[1], stacks, wirings)
         for module in model.modules():
@@ -186,7 +201,8 @@ class SetUp:
         vars(model).update(language_parts=attached, prepare_inputs=attached.prepare_inputs)
         self._join_shards(self._examples[0])
         for stack, wiring in zip(stacks, wirings, strict=True):
-            Checks(model, wiring, stack)()
+            with reading(model, stack.path):
+                Checks(model, wiring, stack)()
             reasons = missing(model, stack.layouts, stack.left_out, stack.prefix)
             for name, why in (stack.left_out | reasons).items():
                 self.left_out[stack.prefix + name] = why
@@ -212,7 +228,9 @@ class SetUp:
         for stack in stacks:
             why = stack.left_out
             known = roles if stack.name in ("", "encoder", "decoder") else Roles()
-            stack.layouts = [layout_of(call, stack.probe, known, config) for call in stack.chain]
+            for call in stack.chain:
+                with reading(model, call.name):
+                    stack.layouts.append(layout_of(call, stack.probe, known, config))
             inside = {module for call in stack.chain for module in call.module.modules()}
             times = max(stack.probe.attention[module] for module in inside)
             if times > 1 and stack.name:
@@ -289,7 +307,7 @@ class SetUp:
                 for point, axis_at, part in group:
                     vars(point.module)["shards"] = Shards.of(part, axis_at, mesh)
             elif group[0][2].min() == group[0][2].max():
-                raise ValueError(
+                raise AttachError(
                     f"{name} must have numbers that differ, to show whether {mesh.size()} processes hold parts of "
                     f"them; got only {float(group[0][2].min())}"
                 )

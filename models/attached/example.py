@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hooks.shared import Words, forwards_in, tensors_in, without_gradients
 from models.attached.configs import base_of
+from models.attached.unreadable import AttachError, brief
 from models.mode import mode
 
 SHAPE = (2, 7)
@@ -44,9 +45,9 @@ class Example:
                 output = self.run(model)
             except Exception as error:
                 shapes = {n: [*x.shape] for n, x in self.kwargs.items() if isinstance(x, Tensor)}
-                raise ValueError(
+                raise AttachError(
                     f"the model must run on {shapes or 'its first argument'} alone; {type(model).__name__} raised "
-                    f"{type(error).__name__}: {error} (example= gives other arguments)"
+                    f"{brief(error)} (example= gives other arguments)"
                 ) from error
         return logits_of(output)
 
@@ -65,7 +66,9 @@ class Example:
 
 
 def example_of(model: nn.Module, example: Any = None) -> Example | None:
-    """Return the example of the user, or a few tokens without one; None if the model reads no tokens.
+    """Return the example of the user, or a few tokens without one.
+
+    None for a model that reads no tokens, or has no embedding of tokens.
 
     Raises:
         TypeError: if it is neither a mapping nor a tensor.
@@ -77,6 +80,8 @@ def example_of(model: nn.Module, example: Any = None) -> Example | None:
         )
     if isinstance(example, Tensor):
         return Example((example,))
+    if example is None and table_of(model) is None:
+        return None
     if example is None and config is None:
         return Example((tokens_for(model),))
     if example is None and "input_ids" not in {getattr(model, "main_input_name", ""), *names}:
@@ -116,8 +121,20 @@ def logits_of(output: Any) -> Tensor:
 def embedding_of(model: Any) -> Any:
     """The embedding of a model's tokens: the one that it names, or else its first; None without one."""
     with contextlib.suppress(AttributeError, NotImplementedError):
-        return model.get_input_embeddings()
+        named = model.get_input_embeddings()
+        if named is None or isinstance(named, nn.Module):  # some name a parameter
+            return named
     return next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
+
+
+def table_of(model: Any) -> Tensor | None:
+    """The vectors of a model's tokens [vocab, d]; None without an embedding of tokens."""
+    embeddings = (module for module in model.modules() if isinstance(module, nn.Embedding))
+    for module in (embedding_of(model), *embeddings):
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, Tensor) and weight.ndim == 2:
+            return weight
+    return None
 
 
 def tokens_for(model: Any) -> Tensor:
@@ -126,11 +143,10 @@ def tokens_for(model: Any) -> Tensor:
     Raises:
         ValueError: if the model has none.
     """
-    if (embedding := embedding_of(model)) is None:
+    if (weight := table_of(model)) is None:
         raise ValueError(
             f"attach needs example=, the input of a run, for a {type(model).__name__} without an nn.Embedding"
         )
-    weight = embedding.weight
     # A weight that is elsewhere until it is needed has no device; whoever brings it moves tokens too.
     device = "cpu" if weight.is_meta else weight.device
     n_tokens = math.prod(SHAPE)

@@ -17,6 +17,7 @@ from models.attached.norms import TracedNorm, norm_of
 from models.attached.past import CacheGiven, number_of, past_of
 from models.attached.probe import Call, ProbeRun
 from models.attached.stacks import Stack
+from models.attached.stream_shapes import require_position_of_each_token
 from models.attached.sums import Summand, factors_of, is_same, summand
 from models.attached.traced import TracedCross, TracedPoints
 from models.attached.wires import (
@@ -117,20 +118,16 @@ class Wiring:
             root: the module whose embeddings are meant.
 
         Returns:
-            The hook of `embed`, if that is there.
+            The hook of `embed` for embeddings that `root` is given instead of tokens; None if it is not there, or acts on them.
 
         Raises:
-            ValueError: if the stream of a text has not a position for each token.
+            AttachError: if the stream of a text has not a position for each token.
         """
-        probe, first, texts = stack.probe, stack.chain[0], stack.texts
+        probe, first = stack.probe, stack.chain[0]
         stream, embedding = first.inputs[0], embedding_of(root)
         before = [c for c in probe.single if c.ended < first.began and c.output is not None]
         tokens = next((call for call in before if call.module is embedding), None)
-        if texts is not None and texts.shape != stream.shape[:2]:
-            raise ValueError(
-                f"the stream must have a position for each of {texts.shape[1]} tokens; got {[*stream.shape]} in "
-                f"{type(self.model).__name__} (where an adapter puts virtual tokens first, attach its base model, and give the adapter as run=)"
-            )
+        require_position_of_each_token(self.model, stack)
         if tokens is None or tokens.output is None or tokens.output.shape != stream.shape:
             return None
         added = Summand(embedding, 1.0, tokens.is_overwritten)
@@ -145,6 +142,10 @@ class Wiring:
                 self._listen(call.module, PositionsWire(self.owner.pos_embed))
                 break
         self.owner.embed = self._added(HookPoint(STREAM, "token embeddings"), added)
+        # Where the embedding runs before `root`, that is always given embeddings, which have passed the point.
+        began = next((call.began for call in probe.calls if call.module is root), -1)
+        if tokens.began < began:
+            return None
         return Output(self.owner.embed, added.factor, added.is_overwritten)
 
     def merged(self, module: nn.Module) -> None:

@@ -29,6 +29,7 @@ from models.attached.probe import arguments_of
 from models.attached.stacks import Stack
 from models.attached.sums import HALF, agree, is_close, rolled
 from models.attached.traced import TracedPoints
+from models.attached.unreadable import AttachError
 from models.mode import mode
 
 
@@ -202,7 +203,7 @@ class Checks:
         others = [name for name, point in known.items() if point.module in of_top]
         others = [name for name in others if not name.endswith(("scores", "pattern"))]
         if not agree(self._run(others)[0], reference, 1e-3):
-            raise ValueError(
+            raise AttachError(
                 f"hooks must not change the logits; got others from {type(self.model).__name__}"
             )
 

@@ -7,6 +7,7 @@ from models.attached.hidden import is_in
 from models.attached.norms import norm_of
 from models.attached.probe import Call
 from models.attached.sums import is_same
+from models.attached.unreadable import AttachError
 
 
 class Roles(NamedTuple):
@@ -27,7 +28,7 @@ def sublayer_of(block: Call, calls: Sequence[Call], name: str) -> Call:
         if call.name == f"{block.name}.{name}":
             return call
     names = ", ".join(name for name, _ in block.module.named_children())
-    raise ValueError(
+    raise AttachError(
         f"{name!r} must be a module of each block that runs once; {block.name} has {names}"
     )
 
@@ -46,7 +47,7 @@ def require_added(sublayer: Call, added: Call | None, block: Call) -> None:
         ValueError: naming the sublayer.
     """
     if added is None or not gives(added, sublayer):
-        raise ValueError(
+        raise AttachError(
             f"{sublayer.name.removeprefix(block.name)[1:]!r} must give what is added to the stream, up to a norm, dropout or a "
             f"number of the block; in {block.name} the stream is no such sum"
         )

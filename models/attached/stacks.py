@@ -25,6 +25,7 @@ from models.attached.example import SHAPE, embedding_of, is_encoder_decoder
 from models.attached.layout import BlockLayout
 from models.attached.probe import Call, ProbeRun
 from models.attached.sums import is_same
+from models.attached.unreadable import ADVICE, AttachError
 from models.attached.wires import Replaced
 
 
@@ -45,6 +46,12 @@ class Stack:
     probe: ProbeRun
     layouts: list[BlockLayout] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def path(self) -> str:
+        """The name of the module that holds its blocks."""
+        name = self.chain[0].name
+        return name.rpartition(".")[0] or name
 
     @property
     def prefix(self) -> str:
@@ -167,7 +174,7 @@ def _chains(
     ran = [blocks for blocks in lists if any(block in ran_once for block in blocks)]
     ran.sort(key=lambda blocks: -sum(p.numel() for b in blocks for p in b.parameters()))
     attend = [each for each in ran if any(probe.attention[m] for b in each for m in b.modules())]
-    stacks, problem = [], "has none"
+    stacks, problem = [], "has none that runs"
     others = [each for each in ran if each not in attend] if is_encoder_decoder(model) else []
     for each in [*attend, *others] or ran[:1]:
         raw = [call for call in probe.calls if call.module in {*each}]
@@ -176,15 +183,21 @@ def _chains(
         calls = {call.module: call for call in apart.calls}
         chain = [calls[block] for block in each if block in calls]
         if why := _problem(chain, {sum(call.module is block for call in raw) for block in each}):
-            problem = f"has some that {why}"
+            problem = f"has some in {_list_of(model, each)!r} that {why}"
         else:
             stacks.append((chain, apart))
     if not stacks:
-        raise ValueError(
+        raise AttachError(
             "the model must have a ModuleList of blocks that run once each, in order, on a stream [batch, pos, d_model]; "
-            f"{type(model).__name__} {problem}"
+            f"{type(model).__name__} {problem} ({ADVICE})"
         )
     return stacks
+
+
+def _list_of(model: nn.Module, blocks: Sequence[nn.Module]) -> str:
+    """The name of the module that holds some blocks."""
+    name = next(name for name, module in model.named_modules() if module is blocks[0])
+    return name.rpartition(".")[0] or name
 
 
 def features(
@@ -240,7 +253,7 @@ def _named(model: nn.Module, blocks: str) -> list[nn.Module]:
     ]
     if not chosen:
         names = ", ".join(name for name, _ in model.named_children())
-        raise ValueError(
+        raise AttachError(
             f"blocks must be the names of modules, such as 'layers.*'; {blocks!r} matches none (the model has {names})"
         )
     return chosen
@@ -253,6 +266,18 @@ def _shape(stream: Tensor) -> tuple[int, int]:
     return (stream.shape[0], stream.shape[1]) if stream.ndim > 1 else SHAPE
 
 
+def _meaning(call: Call) -> str:
+    """The probable meaning of an output with four axes, as a remark."""
+    if call.output is None or call.output.ndim != 4:
+        return ""
+    kinds = (nn.Conv2d, nn.ConvTranspose2d)
+    if any(isinstance(module, kinds) for module in call.module.modules()):
+        return " (a feature map of convolutions, [batch, channel, height, width])"
+    if call.output.shape[:2] == SHAPE:
+        return " (several streams for each token)"
+    return " (positions in rows and columns, or several streams)"
+
+
 def _problem(chain: Sequence[Call], times: set[int]) -> str | None:
     """The reason why calls are no chain of blocks, which ran so many times; None if they are one."""
     if times != {1}:
@@ -261,8 +286,7 @@ def _problem(chain: Sequence[Call], times: set[int]) -> str | None:
         if not call.inputs or call.output is None or call.output.ndim != 3:
             if call.output is None:
                 return "give no tensor"
-            several = " (several streams)" if call.output.ndim == 4 else ""
-            return f"give {[*call.output.shape]}{several}"
+            return f"give {[*call.output.shape]}{_meaning(call)}"
     # Between blocks nothing is computed that could be rounded.
     if any(not is_same(one.output, two.inputs[0]) for one, two in itertools.pairwise(chain)):
         return "do not read what the last one gave"
