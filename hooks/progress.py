@@ -16,7 +16,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import IO, Any, ParamSpec, TypeVar
 
 from hooks.scoped import Scoped
 
@@ -109,7 +109,8 @@ class Display:
         self._thread.join()
 
 
-_OPEN: Scoped[Display | Literal["silent"] | None] = Scoped("progress", None)
+_OPEN: Scoped[Display | bool] = Scoped("progress", True)
+"""The display of a context. Without one: whether it may open one."""
 
 
 @contextmanager
@@ -128,14 +129,14 @@ def progress_bar(title: str, total: float | None = None, **options: Any) -> Iter
     count = Count(title, total, **options)
     outer = _OPEN.get()
     with _display(count) as display:
-        is_shown = isinstance(display, Display) and display.count is None
-        if is_shown:
-            display.count = count
+        ours = display if display and display.count is None else None
+        if ours:
+            ours.count = count
         try:
             yield count
         finally:
-            if is_shown and display is outer:  # others may count in it after this loop
-                display.count = None
+            if ours and ours is outer:  # others may count in it after this loop
+                ours.count = None
 
 
 def progress_of(items: Iterable[T], title: str, total: int | None = None) -> Iterator[T]:
@@ -175,14 +176,14 @@ def without_bar() -> Iterator[None]:
 
 
 @contextmanager
-def _display(whole: Count, wanted: bool = True) -> Iterator[Display | Literal["silent"] | None]:
-    """The display that is open in this context, or a new one."""
+def _display(whole: Count, wanted: bool = True) -> Iterator[Display | None]:
+    """The display that is open in this context, or a new one; None if nothing is to be shown."""
     outer = _OPEN.get()
-    if outer is not None and wanted:
+    if isinstance(outer, Display) and wanted:
         yield outer
-    elif not wanted or not _is_watched():
-        with _OPEN.set("silent"):
-            yield "silent"
+    elif not (outer and wanted and _is_watched()):
+        with _OPEN.set(False):
+            yield None
     else:
         display = Display(whole)
         try:
@@ -223,7 +224,7 @@ class _Screen:
 
         self.lock = threading.RLock()
         self._kind: Callable[..., Any] = tqdm
-        self._stream = None if _is_notebook() else sys.stderr
+        self._stream: IO[str] | None = None if _is_notebook() else sys.stderr
         self._bar: Any = None
         self._count: Count | None = None
 
@@ -250,11 +251,12 @@ class _Screen:
         bar.close()
         if self._stream is not None and not bar.leave and not bar.pos:
             # The terminal may have written "^C" behind it.
-            self._stream.write(f"\r{' ' * (self._columns() + _ROOM - 1)}\r")
+            self._stream.write(f"\r{' ' * (_columns(self._stream) + _ROOM - 1)}\r")
             self._stream.flush()
 
     def _begun(self, count: Count, title: str) -> Any:
-        where = {} if self._stream is None else {"file": self._stream, "ncols": self._columns()}
+        stream = self._stream
+        where = {} if stream is None else {"file": stream, "ncols": _columns(stream)}
         bar = self._kind(
             desc=title,
             total=count.total,
@@ -270,13 +272,14 @@ class _Screen:
         bar.start_t = count.started
         return bar
 
-    def _columns(self) -> int:
-        """The columns for a bar. Behind it there is room for "^C", which would else begin a new line."""
-        try:
-            columns = os.get_terminal_size(self._stream.fileno()).columns
-        except (AttributeError, OSError, ValueError):
-            columns = 80
-        return max(20, columns - _ROOM)
+
+def _columns(stream: IO[str]) -> int:
+    """The columns for a bar. Behind it there is room for "^C", which would else begin a new line."""
+    try:
+        columns = os.get_terminal_size(stream.fileno()).columns
+    except (AttributeError, OSError, ValueError):  # a stream of another kind
+        columns = 80
+    return max(20, columns - _ROOM)
 
 
 def _format(count: Count) -> str | None:

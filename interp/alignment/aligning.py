@@ -225,7 +225,7 @@ class Fit:
         return self.epochs * -(-n_pairs // self.batch)
 
     def __call__(
-        self, site: Interchanges, done: Callable[[], object]
+        self, site: Interchanges, done: Callable[[], object] = lambda: None
     ) -> tuple[Featurizer, tuple[float, ...]]:
         """The part, and the mean loss of each epoch. `done` is called after each step."""
         module, part = self._learner(site.source)

@@ -118,7 +118,8 @@ def attribution_patching(
                 effect = by_point.get(name, 0) + effect.abs() / (len(dropped) - 1)
             by_point[name] = effect
 
-    for n, without in enumerate(dropped, 1):
+    passes = progress_of(dropped, "backward passes", len(dropped))
+    for n, without in enumerate(passes, 1):
         run.backward(receive, without, last=n == len(dropped))
     warn_of_flat(run)
     return of_layers(sites, by_point, run.base, **_about(qk_correction, grad_drop))
@@ -231,10 +232,10 @@ def integrated_gradients(
     start.backward(first.__setitem__)
     names, points = [*sites.names.values()], runs.runner.points
     # Of one layer the steps are shown.
-    layers = progress_of(names, "layers", len(names)) if len(names) > 1 else names
+    each = progress_of(names, "layers", len(names)) if len(names) > 1 else names
     paths = {
         name: _mean_gradient(sites, name, start, first[name], steps)
-        for name in layers
+        for name in each
         if name in first
     }
     unread = Mean(start.base[None], [0], torch.zeros_like(start.base)[None])

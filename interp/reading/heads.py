@@ -12,6 +12,7 @@ from hooks import ActivationCache, CacheError, HookError
 from hooks.shared import (
     Index,
     Selection,
+    progress_of,
     shows_progress,
     stacked,
     unknown_name,
