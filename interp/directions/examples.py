@@ -1,7 +1,7 @@
 """Values of examples of two kinds at the points of a site, a batch of texts at a time."""
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -9,11 +9,19 @@ from torch import Tensor, nn
 
 from hooks import ActivationCache, SelectionError
 from hooks.shared import Index, Selection, names_by_layer
+from interp.directions.stored import Labels, StoredTexts, all_of, by_label, rows_of, told_apart
 from interp.inputs.copies import digests, numbered
 from interp.inputs.texts import Text, Texts, batches, text_of, text_of_values
 from interp.inputs.wording import named_spans
 from interp.numbers.precision import finite, is_rounding
 from interp.protocol import runner_of
+from interp.store import Activations
+
+Kind = Texts | ActivationCache | Activations
+"""Texts of one kind as a user gives them."""
+
+Source = Texts | ActivationCache | StoredTexts
+"""Texts of one kind as they are read."""
 
 
 class Examples(NamedTuple):
@@ -27,6 +35,7 @@ class Examples(NamedTuple):
         values: by the names of points.
         digests: a hash of each text of the batch; see `interp.inputs.copies`.
         is_cached: whether the values come from a cache that was given.
+        is_part: whether the values come from a store whose kept tokens may be the same in different texts.
     """
 
     label: int
@@ -36,15 +45,61 @@ class Examples(NamedTuple):
     values: dict[str, Float[Tensor, "row d"]]
     digests: list[str]
     is_cached: bool
+    is_part: bool = False
 
 
-def points_of(model: nn.Module, site: str | Sequence[str]) -> list[str]:
+def kinds_of(
+    model: nn.Module, yes: Kind, no: Kind | None, labels: Labels | None
+) -> tuple[Source, Source]:
+    """Return the texts of both kinds. Stores become their texts of a kind.
+
+    Raises:
+        ValueError: if a kind is missing, only one is a store, or labels do not fit the store.
+        CacheError: if a store is not of this model, or not complete.
+    """
+    stores = [kind for kind in (yes, no) if isinstance(kind, Activations)]
+    for store in stores:
+        store.require_weights_of(model)
+    if labels is not None:
+        if not isinstance(yes, Activations):
+            raise ValueError(
+                f"labels= are for a store; got a {type(yes).__name__}: give the two kinds as yes and no"
+            )
+        if no is not None:
+            raise ValueError(
+                f"with labels= one store has both kinds; got no as well, a {type(no).__name__} "
+                "(a site is given as site=)"
+            )
+        return by_label(yes, labels)
+    if no is None:
+        raise ValueError("no must be given: the texts of the other kind, or labels= of one store")
+    if len(stores) == 1:
+        others = no if isinstance(yes, Activations) else yes
+        raise ValueError(
+            f"yes and no must both be stores, or none; got a store and a {type(others).__name__}"
+        )
+    if isinstance(yes, Activations) and isinstance(no, Activations):
+        return all_of(yes), all_of(no)
+    return cast(Source, yes), cast(Source, no)
+
+
+def points_of(
+    model: nn.Module, site: str | Sequence[str], sources: Sequence[Source] = ()
+) -> list[str]:
     """The points of a site in each layer, or one that is named in full; of several, those of each.
+
+    Of stores only points count that all of them have.
 
     Raises:
         UnknownNameError: if there is none; it has close matches.
     """
-    known, points = runner_of(model).points, dict[str, None]()
+    stores = [source.store for source in sources if isinstance(source, StoredTexts)]
+    known: Sequence[str] = [
+        name
+        for name in (stores[0].names if stores else runner_of(model).points)
+        if all(name in store.names for store in stores)
+    ]
+    points = dict[str, None]()
     for each in [site] if isinstance(site, str) else site:
         points |= dict.fromkeys([each] if each in known else names_by_layer(each, known).values())
     return [*points]
@@ -52,19 +107,24 @@ def points_of(model: nn.Module, site: str | Sequence[str]) -> list[str]:
 
 def examples(
     model: nn.Module,
-    yes: Texts | ActivationCache,
-    no: Texts | ActivationCache,
+    yes: Source,
+    no: Source,
     points: list[str],
     pos: Index | str | None,
     batch: int,
 ) -> Iterator[Examples]:
     """Values at the positions of each text, by a name of spans or an index; None for all its real tokens.
 
-    Lists of each text's own are those of `yes` and then of `no`; or those of `yes`, which `no` shares.
+    Lists of each text's own are those of `yes` and then of `no`; or those of `yes`, which `no` shares. Of one store with
+    labels they are those of its texts.
     """
+    if isinstance(yes, StoredTexts) and isinstance(no, StoredTexts):
+        yield from _stored(yes, no, points, pos, batch)
+        return
     first, n_texts = 0, 0
     where = Selection([] if isinstance(pos, str) else slice(None) if pos is None else pos)
     for label, kind, texts in ((1, "yes", yes), (0, "no", no)):
+        assert not isinstance(texts, StoredTexts)
         if isinstance(pos, str):
             where = Selection(named_spans(texts, [pos])[pos])
         elif where.is_by_example and first and len(where.parts) != first:
@@ -95,10 +155,59 @@ def examples(
         )
 
 
+def _stored(
+    yes: StoredTexts, no: StoredTexts, points: list[str], pos: Index | str | None, batch: int
+) -> Iterator[Examples]:
+    """The same for texts of stores."""
+    if isinstance(pos, str):
+        raise SelectionError(f"a store has no spans by name; got pos={pos!r}: give positions")
+    where = Selection(slice(None) if pos is None else pos)
+    of_kinds = _selections(where, yes, no)
+    n_texts = 0
+    for label, kind, texts, chosen in zip((1, 0), ("yes", "no"), (yes, no), of_kinds, strict=True):
+        n_before = n_texts
+        for rows in rows_of(texts, points, chosen, f"pos of {kind}", batch):
+            yield Examples(
+                label=label,
+                text=torch.tensor(rows.texts) + n_texts,
+                rank=torch.tensor(rows.ranks),
+                place=torch.tensor(rows.places),
+                values={n: finite(value, f"values at {n}") for n, value in rows.values.items()},
+                digests=rows.digests,
+                is_cached=False,
+                is_part=texts.is_part,
+            )
+            n_texts += len(rows.digests)
+        if n_texts == n_before:
+            raise ValueError(f"{kind} must have a text with a row in the store; got none")
+
+
+def _selections(where: Selection, yes: StoredTexts, no: StoredTexts) -> tuple[Selection, Selection]:
+    """Return the positions in the texts of each kind."""
+    if not where.is_by_example:
+        return where, where
+    parts, n_yes, n_no = where.parts, len(yes.numbers), len(no.numbers)
+    if yes.store is no.store:
+        # Two kinds of one store are texts with labels, or the whole store twice.
+        n_texts = len(all_of(yes.store).numbers)
+        if len(parts) == n_texts:
+            of_yes, of_no = ([parts[n] for n in kind.numbers] for kind in (yes, no))
+            return Selection(of_yes), Selection(of_no)
+    elif len(parts) == n_yes + n_no:
+        return Selection(parts[:n_yes]), Selection(parts[n_yes:])
+    elif len(parts) == n_yes == n_no:
+        return where, where
+    raise SelectionError(
+        f"pos must be given for each text of the store, or of both stores ({n_yes} and {n_no}); "
+        f"got {len(parts)}"
+    )
+
+
 def text_numbers(parts: Sequence[Examples]) -> list[int]:
     """Return a number for each text, which its copies share.
 
-    Texts of a cache are copies only if their values agree at all places that both have.
+    Texts of a cache are copies only if their values agree at all places that both have. If a store
+    kept a part of each text, the values of their first examples at the last point must agree.
     """
     part_of = {number: part for part in parts for number in part.text.tolist()}
 
@@ -118,7 +227,13 @@ def text_numbers(parts: Sequence[Examples]) -> list[int]:
             for name in both[0].values
         )
 
-    return numbered([digest for part in parts for digest in part.digests], agree)
+    hashes = [digest for part in parts for digest in part.digests]
+    if any(part.is_part for part in parts):
+        name = [*parts[0].values][-1]
+        hashes = told_apart(
+            hashes, torch.cat([part.values[name][part.rank == 0] for part in parts])
+        )
+    return numbered(hashes, agree)
 
 
 def _runs(

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hooks import ActivationCache, EditError
+from hooks import EditError
 from hooks.shared import Index, shows_progress, without_gradients
 from interp.directions.direction import Direction
 from interp.directions.erasing import Eraser, leace
-from interp.directions.examples import examples, points_of
+from interp.directions.examples import Kind, examples, kinds_of, points_of
+from interp.directions.stored import Labels
 from interp.edits.edit import Edit
 from interp.edits.places import Region
-from interp.inputs.texts import Texts
 from interp.numbers.moments import Moments
 
 
@@ -22,10 +22,11 @@ from interp.numbers.moments import Moments
 @without_gradients
 def difference_of_means(
     model: nn.Module,
-    yes: Texts | ActivationCache,
-    no: Texts | ActivationCache,
+    yes: Kind,
+    no: Kind | None = None,
     site: str | Sequence[str] = "resid_post",
     *,
+    labels: Labels | None = None,
     pos: Index | str | None = -1,
     batch: int = 16,
     progress: bool = True,
@@ -36,10 +37,14 @@ def difference_of_means(
 
     Args:
         model: any model in evaluation mode with hook points.
-        yes, no: the texts, read once, so they may stream; or a cache of a run of them.
+        yes, no: the texts, read once, so they may stream; or a cache of a run of them; or a store of them (`interp.store`),
+            which is read a batch at a time. One store may hold both kinds: then `no` is left out.
         site: the last part of points of all layers, or the name of one point; or several of these. Axes after `pos` are put in a row.
+        labels: for one store with both kinds, True for each text of kind yes and False for the others.
         pos: the positions of each text that count as examples, never padding; None for all its tokens. Lists of each text's
-            own are those of `yes`, then of `no`, or of `yes` for both. Of chats (`models.chat`) also the name of a span.
+            own are those of `yes`, then of `no`, or of `yes` for both; of one store with labels, those of its texts. Of chats
+            (`models.chat`) also the name of a span. In a store they are places in a text, and negative ones count from the
+            last token that was kept. None and slices take the rows that are there. Texts without a row are left out.
         batch: how many texts are read together.
         progress: whether to show a bar after two seconds.
 
@@ -48,8 +53,9 @@ def difference_of_means(
 
     Raises:
         UnknownNameError: if there is no such point or span; it has close matches.
-        ValueError: if a kind has no text, a text no such position, a value is not finite, or a cache's run was given no
-            tokens.
+        ValueError: if a kind has no text, a text no such position, a value is not finite, a cache's run was given no
+            tokens, or labels are not one for each text of a store.
+        CacheError: if a store is of another model.
         ModeError: if the model is in training mode.
 
     >>> from models import load
@@ -57,7 +63,7 @@ def difference_of_means(
     >>> v[2].shape
     torch.Size([128])
     """
-    moments = _moments(model, yes, no, site, pos, batch)
+    moments = _moments(model, yes, no, site, labels, pos, batch)
     vectors, offsets = {}, {}
     for name, each in moments.items():
         share = float(each.mean[-1])
@@ -106,10 +112,11 @@ class Erasure:
 @without_gradients
 def erasure(
     model: nn.Module,
-    yes: Texts | ActivationCache,
-    no: Texts | ActivationCache,
+    yes: Kind,
+    no: Kind | None = None,
     site: str | Sequence[str] = "resid_post",
     *,
+    labels: Labels | None = None,
     pos: Index | str | None = -1,
     batch: int = 16,
     progress: bool = True,
@@ -118,21 +125,23 @@ def erasure(
 
     For arguments and errors see `difference_of_means`. It holds on the rows that it was fitted on.
     """
-    moments = _moments(model, yes, no, site, pos, batch)
+    moments = _moments(model, yes, no, site, labels, pos, batch)
     erasers = {name: leace(each) for name, each in moments.items()}
     return Erasure(erasers, {"by": "LEACE", "site": site, **_counts(moments)})
 
 
 def _moments(
     model: nn.Module,
-    yes: Texts | ActivationCache,
-    no: Texts | ActivationCache,
+    yes: Kind,
+    no: Kind | None,
     site: str | Sequence[str],
+    labels: Labels | None,
     pos: Index | str | None,
     batch: int,
 ) -> dict[str, Moments]:
     moments: dict[str, Moments] = {}
-    for part in examples(model, yes, no, points_of(model, site), pos, batch):
+    kinds = kinds_of(model, yes, no, labels)
+    for part in examples(model, *kinds, points_of(model, site, kinds), pos, batch):
         for name, values in part.values.items():
             labels = torch.full((len(values), 1), float(part.label), device=values.device)
             new = Moments.of(values, labels)

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from hooks import ActivationCache
 from hooks.shared import (
     Index,
     library,
@@ -28,8 +27,8 @@ from hooks.shared import (
 )
 from interp import pictures
 from interp.directions.direction import Direction
-from interp.directions.examples import examples, points_of, text_numbers
-from interp.inputs.texts import Texts
+from interp.directions.examples import Kind, examples, kinds_of, points_of, text_numbers
+from interp.directions.stored import Labels
 from interp.results.places import written
 from interp.results.result import Result
 
@@ -86,10 +85,11 @@ class Probe(pictures.Shown):
 @without_gradients
 def probe(
     model: nn.Module,
-    yes: Texts | ActivationCache,
-    no: Texts | ActivationCache,
+    yes: Kind,
+    no: Kind | None = None,
     site: str | Sequence[str] = "resid_post",
     *,
+    labels: Labels | None = None,
     pos: Index | str | None = -1,
     over: Literal["pos"] | None = None,
     kind: str = "logistic",
@@ -107,10 +107,11 @@ def probe(
 
     Texts with the same real tokens are copies of one text, even if one of them is in `yes` and
     another in `no`. In caches the values must agree too, because a run may have read more than
-    tokens.
+    tokens. So must they in a store that kept only some positions of each text, or pooled them.
 
     Args:
-        model, yes, no, site, pos, batch: see `difference_of_means`. All examples are kept in memory.
+        model, yes, no, site, labels, pos, batch: see `difference_of_means`. All examples are kept in memory; of a store only
+            the rows at `pos`.
         over: `pos` scores a probe of each position by itself too, where all texts have equally many; the direction is that of
             all of them.
         kind: `logistic` regression, or `linear` regression on labels of -1 and 1 (ridge).
@@ -124,15 +125,16 @@ def probe(
         ValueError: if there are fewer different texts of a kind than folds, a fold would have fewer
             than 2 different texts, there are fewer than 2 folds, there is no such kind, or texts
             have different numbers of positions where each is scored.
-        UnknownNameError, ModeError: as for `difference_of_means`.
+        CacheError, UnknownNameError, ModeError: as for `difference_of_means`.
         ImportError: if scikit-learn is not installed.
     """
     require_choice("kind", kind, ("logistic", "linear"))
-    points = points_of(model, site)
-    parts = [*examples(model, yes, no, points, pos, batch)]
-    labels = torch.cat([torch.full_like(part.text, part.label) for part in parts]).numpy()
+    sources = kinds_of(model, yes, no, labels)
+    points = points_of(model, site, sources)
+    parts = [*examples(model, *sources, points, pos, batch)]
+    truth = torch.cat([torch.full_like(part.text, part.label) for part in parts]).numpy()
     texts = np.array(text_numbers(parts))[torch.cat([part.text for part in parts]).numpy()]
-    kinds = [np.unique(texts[labels == label]) for label in (0, 1)]
+    kinds = [np.unique(texts[truth == label]) for label in (0, 1)]
     if folds < 2 or min(map(len, kinds)) < folds:
         raise ValueError(
             f"folds must be 2 to the different texts of each kind ({len(kinds[1])} and "
@@ -140,7 +142,7 @@ def probe(
         )
     draw = torch.Generator().manual_seed(seed)
     fold_of = _folds(kinds, folds, draw)
-    targets = [labels, *(_drawn(kinds, fold_of, folds, draw)[texts] for _ in range(draws))]
+    targets = [truth, *(_drawn(kinds, fold_of, folds, draw)[texts] for _ in range(draws))]
     ranks = torch.cat([part.rank for part in parts]).numpy()
     places_read = torch.cat([part.place for part in parts]).numpy()
     by_rank, axes, places = [np.full(len(ranks), True)], ["point"], {"point": points}
@@ -168,10 +170,10 @@ def probe(
                     _auroc(values[kept], target[kept], fold, once, kind, C) for fold in held
                 ])  # fmt: skip
             scores.append(of_targets)
-        vector, offsets[name] = _fitted(values, labels, kind, C)
+        vector, offsets[name] = _fitted(values, truth, kind, C)
         vectors[name] = torch.tensor(vector).float()
     table = torch.tensor(scores)
-    about = {"by": f"{kind} probe", "site": site, "rows": len(labels), "yes": int(labels.sum())}
+    about = {"by": f"{kind} probe", "site": site, "rows": len(truth), "yes": int(truth.sum())}
     shape = [len(each) for each in places.values()]
     of_no, of_yes = (len(kind) / folds for kind in kinds)
     of_both = len(np.intersect1d(kinds[0], kinds[1])) / folds

@@ -1,0 +1,213 @@
+"""Texts of a store as examples.
+
+1. Take the texts of one kind: all texts of a store, or its texts with one label.
+2. Read the files one after another, and of each only the rows that are asked for.
+3. Choose rows by the place of their token in its text. A store may lack some places.
+4. Recognise texts by the tokens that were kept. If a store kept only a part of them, such as the
+   last one, copies must have equal values too (`told_apart`).
+"""
+
+import bisect
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Shaped
+from torch import Tensor
+
+from hooks import SelectionError
+from hooks.shared import Selection, generator, require_whole
+from interp.inputs.copies import digests
+from interp.inputs.texts import Text
+from interp.store import Activations
+
+Labels = Sequence[bool] | Sequence[int] | Shaped[Tensor, " text"] | Shaped[np.ndarray, " text"]
+"""A label for each text of a store: True or 1 for `yes`, False or 0 for `no`."""
+
+_NEAR = 1e-3  # rounding moves values by less than 3 percent of their spread
+
+
+class StoredTexts(NamedTuple):
+    """Texts of a store that are of one kind.
+
+    Attributes:
+        store: the store.
+        numbers: the numbers of the texts in the store, in order.
+    """
+
+    store: Activations
+    numbers: list[int]
+
+    @property
+    def is_part(self) -> bool:
+        """Whether the tokens that were kept may be the same in different texts."""
+        facts = self.store.manifest
+        # Copies in packed texts have other values, because tokens attend to the texts before.
+        return not facts["pack"] and bool(facts["pos"] or facts["pool"])
+
+
+class StoredRows(NamedTuple):
+    """Rows of one batch of texts.
+
+    Attributes:
+        texts: which text of the batch each row is of. Texts without rows in the store do not count.
+        ranks: which of its text's chosen rows it is.
+        places: the place of its token in the text.
+        values: by the names of points.
+        digests: a hash of each text of the batch.
+    """
+
+    texts: list[int]
+    ranks: list[int]
+    places: list[int]
+    values: dict[str, Float[Tensor, "row d"]]
+    digests: list[str]
+
+
+def all_of(store: Activations) -> StoredTexts:
+    """Return all texts of a store."""
+    return StoredTexts(store, [*range(sum(file["texts"] for file in store.files))])
+
+
+def by_label(store: Activations, labels: Labels) -> tuple[StoredTexts, StoredTexts]:
+    """Return the texts with label True, and the texts with label False.
+
+    Raises:
+        ValueError: if labels are not booleans, one for each text of the store, or all are the same.
+    """
+    listed = labels.tolist() if hasattr(labels, "tolist") else [*labels]
+    if wrong := [label for label in listed if label not in (False, True)]:
+        raise ValueError(f"labels must be True or False, or 1 or 0; got {wrong[0]!r}")
+    n_texts = len(all_of(store).numbers)
+    if len(listed) != n_texts:
+        raise ValueError(
+            f"labels must be one for each of {n_texts} texts of the store, also for texts without "
+            f"a row; got {len(listed)}"
+        )
+    if len({*listed}) < 2:
+        raise ValueError(f"labels must be of two kinds; got only {bool(listed[0])}")
+    yes, no = ([n for n, label in enumerate(listed) if label == kind] for kind in (True, False))
+    return StoredTexts(store, yes), StoredTexts(store, no)
+
+
+def rows_of(
+    texts: StoredTexts, points: Sequence[str], where: Selection, what: str, batch: int
+) -> Iterator[StoredRows]:
+    """Return the chosen rows, a batch of texts at a time.
+
+    Args:
+        texts: the texts.
+        points: the names of points.
+        where: the positions in each text. Negative ones count from the last token that was kept.
+        what: the positions, for errors.
+        batch: how many texts are read together.
+
+    Raises:
+        SelectionError: if the store has no row of a position, or a text none of the positions.
+        CacheError: as for `Activations.file`.
+    """
+    require_whole("batch", batch)
+    store = texts.store
+    n_before = 0
+    for number, file in enumerate(store.files):
+        inside = range(file["first"], file["first"] + file["texts"])
+        rest = iter(texts.numbers[n_before : n_before + _count(texts.numbers, inside)])
+        if not (some := [*itertools.islice(rest, batch)]):
+            continue
+        held = store.file(number, [*points, "tokens", "text", "offset"])
+        while some:
+            if (rows := _chosen(held, some, points, where, what, n_before)).texts:
+                yield rows
+            n_before += len(some)
+            some = [*itertools.islice(rest, batch)]
+
+
+def told_apart(digests: Sequence[str], values: Float[Tensor, "text d"]) -> list[str]:
+    """Return hashes that are equal only for texts with equal values, up to rounding.
+
+    A pair is compared if its texts are near each other along a line, in a space where each column
+    has the same spread. Comparing all pairs would take too long.
+
+    Args:
+        digests: a hash of each text.
+        values: a row of each text.
+
+    >>> told_apart(["a", "a", "a", "b"], torch.tensor([[1.0, 5.0], [3.0, 2.0], [1.0, 5.0], [1.0, 5.0]]))
+    ['a 0', 'a 1', 'a 0', 'b 3']
+    """
+    exact = values.double().cpu()
+    spread = exact.std(0, correction=0)
+    scaled = (exact - exact.mean(0)) / spread.where(spread > 0, 1.0)
+    direction = torch.randn(scaled.shape[1], dtype=torch.float64, generator=generator(0))
+    line = (scaled @ direction).tolist()
+    order = sorted(range(len(digests)), key=lambda text: (digests[text], line[text]))
+    first = [*range(len(digests))]
+    for back in range(1, min(9, len(order))):
+        ones, others = order[:-back], order[back:]
+        distances = (scaled[ones] - scaled[others]).square().mean(1).tolist()
+        for one, other, distance in zip(ones, others, distances, strict=True):
+            if distance < _NEAR and digests[one] == digests[other]:
+                low, high = sorted((_root(first, one), _root(first, other)))
+                first[high] = low
+    return [f"{digest} {_root(first, text)}" for text, digest in enumerate(digests)]
+
+
+def _root(first: list[int], text: int) -> int:
+    """Return the first text that a text is a copy of."""
+    while first[text] != text:
+        text = first[text]
+    return text
+
+
+def _count(numbers: Sequence[int], inside: range) -> int:
+    """Return how many of some sorted numbers are inside a range."""
+    return bisect.bisect_left(numbers, inside.stop) - bisect.bisect_left(numbers, inside.start)
+
+
+def _chosen(
+    held: dict[str, Tensor],
+    numbers: Sequence[int],
+    points: Sequence[str],
+    where: Selection,
+    what: str,
+    first: int,
+) -> StoredRows:
+    """Return the chosen rows of some texts of one file."""
+    text_of_row, wanted = held["text"].long(), torch.tensor(numbers)
+    starts = torch.searchsorted(text_of_row, wanted).tolist()
+    stops = torch.searchsorted(text_of_row, wanted, right=True).tolist()
+    rows, texts, ranks, places = list[int](), list[int](), list[int](), list[int]()
+    hashes = list[str]()
+    for number, (start, stop) in enumerate(zip(starts, stops, strict=True), first):
+        if start == stop:
+            continue
+        offsets = held["offset"][start:stop]
+        row_at = dict(zip(offsets.tolist(), range(start, stop), strict=True))
+        chosen = _places(where, row_at, what, number)
+        rows += [row_at[place] for place in chosen]
+        places += chosen
+        ranks += range(len(chosen))
+        texts += [len(hashes)] * len(chosen)
+        kept = Text(held["tokens"][start:stop][None], more={"offset": offsets[None]})
+        hashes += digests(kept)
+    values = {name: held[name][rows].flatten(1) for name in points}
+    return StoredRows(texts, ranks, places, values, hashes)
+
+
+def _places(where: Selection, row_at: dict[int, int], what: str, number: int) -> list[int]:
+    """Return the chosen places of a text that have rows."""
+    real: Bool[Tensor, "1 pos"] = torch.ones(1, max(row_at) + 1, dtype=torch.bool)
+    (chosen,) = where.read(real, what, number)
+    kept = [place for place in chosen if place in row_at]
+    part: Any = where.parts[number] if where.is_by_example else where.index
+    listed = part if isinstance(part, list) else [part]
+    is_listed = all(type(place) is int for place in listed)
+    if not kept or (is_listed and len(kept) < len(chosen)):
+        missing = next(place for place in chosen if place not in row_at)
+        raise SelectionError(
+            f"{what}, text {number}, must be places that the store kept; it has no row of token "
+            f"{missing} of this text"
+        )
+    return kept
