@@ -90,6 +90,7 @@ class Attached(ReadsText):
         self.model: Any = model
         self.left_out: dict[str, str] = {}
         self.uncached = uncached(model)
+        self.needed: dict[str, Any] = {}
         self.base = base_of(model)
         self._parameters = parameters_of(model)
         # What texts are given as.
@@ -244,27 +245,6 @@ class Attached(ReadsText):
         # In a causal model rounding may differ between the runs; a later token changes much more.
         tolerance = 0.05 if logits.dtype in HALF else 1e-3
         return agree(logits[:, :-1], others[:, :-1], tolerance)
-
-    @cached_property
-    @without_gradients
-    def needed(self) -> dict[str, Any]:
-        """The arguments of every run; see `Attached`."""
-        if not self.uncached or is_encoder_decoder(self.model) or embedding_of(self.model) is None:
-            return {}
-        if any(map(is_fully_sharded, self.model.modules())):
-            return {}  # this run may not be one that all processes take part in
-        needs_no_cache = not self._runs_on_tokens({}) and self._runs_on_tokens(self.uncached)
-        return self.uncached if needs_no_cache else {}
-
-    def _runs_on_tokens(self, arguments: dict[str, Any]) -> bool:
-        """Whether the model runs on a few tokens with these arguments."""
-        tokens = tokens_for(self.model)
-        with mode(self.model, training=False):
-            try:
-                hooks_disabled(self.base, **{self._reads: tokens, **arguments})
-            except Exception:  # any, because each model raises its own, also where it needs images
-                return False
-        return True
 
     @property
     def mask_token(self) -> int | None:

@@ -179,6 +179,8 @@ class SetUp:
             raise AttachError(
                 f"logits must be numbers; got NaN or none from {type(model).__name__}"
             )
+        if not self._examples[0].runs_with_cache(model):
+            attached.needed = attached.uncached
         attached.own_configs()
         self._forward = Forward(base)
         probes = [self._probed(run, is_second=n > 0) for n, run in enumerate(before)]

@@ -51,6 +51,19 @@ class Example:
                 ) from error
         return logits_of(output)
 
+    @without_gradients
+    def runs_with_cache(self, model: nn.Module) -> bool:
+        """Whether the model also runs without `use_cache=False`, with a cache of its own making."""
+        if self.kwargs.get("use_cache") is not False:
+            return True
+        kwargs = {name: value for name, value in self.kwargs.items() if name != "use_cache"}
+        with mode(model, training=False):
+            try:
+                Example(self.args, kwargs).run(model)
+            except Exception:  # each model has an error of its own
+                return False
+        return True
+
     @property
     def tokens(self) -> Tensor | None:
         """The tokens [batch, pos] that the model reads; None where it reads none."""
