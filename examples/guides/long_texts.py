@@ -46,6 +46,15 @@ targets = svd_targets(model, cache, layers=[2])
 picture = pictures.patterns(model, cache, queries=slice(-40, None), heads=[(0, 3), (2, 1)])
 
 # %% [markdown]
+# ## Bars
+#
+# Analyses, `harvest` and `load` show a progress bar on a terminal and in a notebook. It appears
+# after two seconds, even during one long step, and goes away at the end or at an error. If one
+# analysis calls another, only the outer one counts. Files, pipes and logs get nothing.
+# `progress=False` switches off the bar of one call, and the environment variable `TQDM_DISABLE=1`
+# switches off all bars. No number depends on it.
+#
+#
 # ## One layer of 8,000 tokens on a laptop
 #
 # Read what has no pair of positions as it is: `names="blocks.3.mlp.post"`, or a few of them, take 50 MB each. Of patterns one layer
