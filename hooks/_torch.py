@@ -258,9 +258,10 @@ def is_checkpointed() -> bool:
 
 
 def is_fully_sharded(module: nn.Module) -> bool:
-    """Whether `module` is PyTorch's FSDP wrapper. If a forward pass of it is cut short, later ones fail."""
-    # By name, because importing the class costs more than this package.
-    return any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__)
+    """Whether PyTorch's FSDP shards `module`. If a forward pass of it is cut short, later ones may fail."""
+    # By name, because importing the classes costs more than this package.
+    names = {kind.__name__ for kind in type(module).__mro__}
+    return bool(names & {"FullyShardedDataParallel", "FSDPModule"})
 
 
 def uncompiled(module: nn.Module) -> nn.Module:

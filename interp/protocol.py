@@ -6,7 +6,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks import ActivationCache, HookedRunner, ModeError
-from hooks.shared import carried, is_compiled, require_module, uncompiled
+from hooks.shared import carried, is_compiled, is_fully_sharded, require_module, uncompiled
 
 STACKS = ("encoder", "decoder", "vision", "audio")
 """The first parts of names whose positions are not those of the texts that a model reads. Further ones have numbers."""
@@ -160,10 +160,16 @@ def plain(model: nn.Module, *parts: str) -> Any:
     points have the names that the attached model's have.
 
     Raises:
-        TypeError: if the model lacks one of the parts.
+        TypeError: if the model lacks one of the parts, or its weights are sharded (FSDP).
         ValueError: if it is attached, and `models.from_hf` refuses its config or, where that does not know its
             family, a part of its blocks was not found.
     """
+    if any(map(is_fully_sharded, model.modules())):
+        raise TypeError(
+            "a model whose parts are computed alone must have whole weights; "
+            f"{type(model).__name__} is sharded by FSDP: load its full state dict into a model "
+            "without FSDP, and use that"
+        )
     language = of(model, *parts)
     return language if language is model else language.plain()
 

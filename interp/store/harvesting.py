@@ -133,6 +133,7 @@ def harvest_shard(
                 _require_room(folder, size, len(range(number, last + 1, jobs)))
                 there = write(manifest, folder, number, facts, tensors)
             here[str(number)] = there
+    reader.run_along()
     finish(manifest, folder, shard, {"of": n_files, "texts": n_texts, "files": here})
 
 

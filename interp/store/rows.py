@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Int, Shaped
 from torch import Tensor, nn
 
-from hooks import HookedRunner, HookError, Selector
+from hooks import ActivationCache, HookedRunner, HookError, Selector
 from hooks.shared import (
     Index,
     Selection,
@@ -27,6 +27,7 @@ from interp.numbers.precision import at_least_float32
 from interp.protocol import of, runner_of
 from interp.store.corpora import TextPiece, cut
 from interp.store.files import ROWS
+from interp.store.together import Together
 
 FORMAT = "hookscope-store-3"
 _POOLS: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -143,6 +144,7 @@ class Reader:
         sizes = [size for size in (settings.context, n_ctx) if size is not None]
         self.settings = dataclasses.replace(settings, context=min(sizes, default=None))
         self.points = by_token(self.runner, names)
+        self._together = Together(model)
 
     def manifest(self) -> dict[str, Any]:
         """The facts that runs must share if they write to one store."""
@@ -199,9 +201,8 @@ class Reader:
         self, batch: Sequence[TextPiece], kept: Sequence[Bool[Tensor, " _pos"]]
     ) -> dict[str, Shaped[Tensor, "row ..."]]:
         """The rows of each point, on the CPU, from one run."""
-        text = padded([piece[0] for piece in batch], self.model, range(len(batch)))
-        options = text.arguments(self.model)
-        cache = self.runner.capture(text.tokens, names=[*self.points], **options)
+        self._together.begin_run()
+        cache = self._run([piece[0] for piece in batch])
         chosen, values = nn.utils.rnn.pad_sequence([*kept], batch_first=True), {}
         for name in self.points:
             value = cache[name]
@@ -221,6 +222,16 @@ class Reader:
                 raise ValueError(f"{message}, as the model has them")
             values[name] = kept_rows
         return values
+
+    def run_along(self) -> None:
+        """Run with the other processes of a fully sharded model until they are done."""
+        self._together.run_along(lambda: self._run([torch.zeros(1, dtype=torch.long)]))
+
+    def _run(self, tokens: Sequence[Tensor]) -> ActivationCache:
+        """The values of one run on some texts."""
+        text = padded(tokens, self.model, range(len(tokens)))
+        options = text.arguments(self.model)
+        return self.runner.capture(text.tokens, names=[*self.points], **options)
 
 
 def _placed(piece: TextPiece) -> Int[Tensor, "4 _pos"]:

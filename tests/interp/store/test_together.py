@@ -1,0 +1,87 @@
+"""A model that FSDP shards over two processes: uneven jobs of a harvest, and what needs whole weights."""
+
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+from interp import Pairs, edge_attribution
+from interp.store import Activations, harvest
+from tests.reference import variant
+
+NAMES = ["blocks.0.mlp_out", "blocks.1.attn.z"]
+# Three files: two for the first process, one for the other, which also has a batch less in it.
+TEXTS = [[3, 1, 4], [1, 5, 9, 2], [6, 5], [3, 5, 8, 9, 7], [9, 3]]
+
+
+def sharded(how):
+    model = variant("pre", n_layers=2, n_heads=3)
+    if how == "wrapped":
+        cpu = torch.device("cpu")
+        return FullyShardedDataParallel(model, use_orig_params=True, device_id=cpu).eval()
+    mesh = torch.distributed.init_device_mesh("cpu", (2,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def work(folder, rank):
+    """One of two processes. What it prints is an error that it should raise."""
+    warnings.simplefilter("ignore")
+    store = f"file://{folder}/init"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    for how in ("wrapped", "sharded"):
+        model = sharded(how)
+        options = {"shard": (rank, 2), "per_file": 2, "batch": 1}
+        names = [f"*{name}" for name in NAMES]
+        harvest(model, TEXTS, names, f"{folder}/{how}", **options)
+        torch.distributed.barrier()
+        # Nothing is left to do for the first process.
+        if rank == 1:
+            Path(f"{folder}/{how}/values-000001.safetensors").unlink()
+        torch.distributed.barrier()
+        harvest(model, TEXTS, names, f"{folder}/{how}", **options)
+        torch.distributed.barrier()
+        try:
+            edge_attribution(model, Pairs([3, 1, 4], [3, 1, 5], [[2, 6]]))
+        except TypeError as error:
+            print(error)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
+def test_jobs_of_a_sharded_model_may_be_uneven(tmp_path):
+    command = [sys.executable, "-m", __name__, str(tmp_path)]
+    started = [
+        subprocess.Popen([*command, rank], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for rank in "01"
+    ]  # fmt: skip
+    try:
+        ended = [process.communicate(timeout=100) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0, 0], ended
+    for output, _ in ended:
+        assert output.count("by FSDP") == 2
+    whole = harvest(
+        variant("pre", n_layers=2, n_heads=3), TEXTS, NAMES, tmp_path / "whole", per_file=2
+    )
+    for how in ("wrapped", "sharded"):
+        store = Activations(tmp_path / how)
+        assert not store.damaged()
+        assert len(store) == sum(map(len, TEXTS))
+        for text in range(len(TEXTS)):
+            expected = whole.rows(text)
+            found = store.rows(text)
+            for name in NAMES:
+                (of_shards,) = [key for key in store.names if key.endswith(name)]
+                torch.testing.assert_close(found[of_shards], expected[name], rtol=1e-5, atol=1e-6)
+
+
+if __name__ == "__main__":
+    work(sys.argv[1], int(sys.argv[2]))
