@@ -14,6 +14,7 @@ from hooks.errors import (
     SelectionError,
     UnknownNameError,
 )
+from hooks.kinds import missing_name as _missing_name
 from hooks.modes import Mode, Options
 from hooks.names import Selector
 from hooks.pieces import position_offset, start_of_piece, token_mask
@@ -33,3 +34,5 @@ __all__ = [
     "SelectionError", "Selector", "UnknownNameError", "index_by_axis", "position_offset",
     "start_of_piece", "token_mask",
 ]  # fmt: skip
+
+__getattr__ = _missing_name(__name__, __all__)

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import gc
+import inspect
 import sys
 import weakref
 from collections.abc import Callable
@@ -299,6 +300,25 @@ def traced_as_constant(function: Callable[..., Result]) -> Callable[..., Result]
     return function
 
 
+def refuse_unbound(function: Callable[..., Any], args: Any, kwargs: Any, error: TypeError) -> None:
+    """After a TypeError of a call, not of what is called, say which arguments a function lacks or does not take.
+
+    Raises:
+        TypeError: naming the argument.
+    """
+    from hooks.words import Words
+
+    signature, name = inspect.signature(function), getattr(function, "__name__", "the function")
+    if f"{name}()" not in str(error):  # as Python says of a call
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as reason:
+        Words(function).require(kwargs, (), name)
+        takes = ", ".join(signature.parameters)
+        raise TypeError(f"{name}({takes}) was called with others: {reason}") from None
+
+
 def without_gradients(function: Callable[P, Result]) -> Callable[P, Result]:
     """A function that runs with gradients off, like one under `torch.no_grad()`.
 
@@ -312,6 +332,9 @@ def without_gradients(function: Callable[P, Result]) -> Callable[P, Result]:
         try:
             torch._C._set_grad_enabled(False)
             return function(*args, **kwargs)
+        except TypeError as error:
+            refuse_unbound(function, args, kwargs, error)
+            raise
         finally:
             torch._C._set_grad_enabled(before)
 

@@ -5,7 +5,6 @@ import itertools
 import os
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -13,14 +12,16 @@ from jaxtyping import Bool, Shaped
 from torch import Tensor, nn
 
 from hooks import names, storage
-from hooks.errors import CacheError, UnknownNameError, unknown_name
+from hooks.errors import CacheError, SelectionError, UnknownNameError, unknown_name
 from hooks.hints import HintsAtNames, unknown_point
+from hooks.kinds import require_device
 from hooks.lazy import LazyValues
 from hooks.memory import Bound, require_room
 from hooks.modes import Options
 from hooks.origin import Origin
 from hooks.point import index_by_axis
 from hooks.positions import TEXT_AXES, Index, Selection, taken
+from hooks.saying import shown
 from hooks.transfer import Copies, stacked
 
 _FORMAT = "hookscope-cache-6"
@@ -100,7 +101,7 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
                 name = self._layered(short, layer)
             case _:
                 form = "a name or a (short name, layer) pair, such as ('ln1.scale', 0)"
-                raise TypeError(f"a key must be {form}; got {key!r}")
+                raise TypeError(f"a key must be {form}; got {shown(key)}")
         if name not in self._values:
             if name in self.skipped:
                 raise UnknownNameError(f"{name!r} was skipped: {self.skipped[name]}")
@@ -283,6 +284,7 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
 
         def cut(name: str, value: Tensor) -> Tensor:
             axes = self.axes(name)
+            _require_inside(name, axes, value, plain)
             part = value[index_by_axis(axes, {a: plain[a] for a in plain if a in axes}, name)]
             axes = _left(axes, plain)
             for axis in [axis for axis in by_text if axis in axes]:
@@ -335,6 +337,8 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
             ValueError: if the dtype is not a floating one.
         """
         kind = "dtype" if isinstance(target, torch.dtype) else "device"
+        if kind == "device":
+            target = require_device(target) or target
         placement, copies = Options(**cast(Any, {kind: target})).placement, Copies()
         moved = self._mapped(lambda name, value: copies(value, placement), self._axes, self._masks)
         placement.wait()
@@ -380,7 +384,14 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
             "texts": self._texts,
             "is_part": self.is_part,
         }
-        storage.save(Path(path), _FORMAT, tensors, facts, names=self.keys(), later=self._by_block())
+        storage.save(
+            storage.path_of(path),
+            _FORMAT,
+            tensors,
+            facts,
+            names=self.keys(),
+            later=self._by_block(),
+        )
 
     @classmethod
     def load(
@@ -395,7 +406,7 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
         Raises:
             CacheError: if the file is damaged, is no cache, or came from another model.
         """
-        with storage.opened(Path(path), _FORMAT) as (tensors, facts):
+        with storage.opened(storage.path_of(path), _FORMAT) as (tensors, facts):
             axes = {name: tuple(listed) for name, listed in facts["axes"].items()}
             values = {name: tensors[name] for name in axes}
             grads, inputs, masks = (
@@ -457,6 +468,18 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
 def _axis(name: str) -> str:
     """The axis of a mask."""
     return name.partition(".")[0]
+
+
+def _require_inside(
+    name: str, axes: tuple[str, ...], value: Tensor, where: Mapping[str, Index]
+) -> None:
+    """Refuse a number of a row, a head or the like that a value does not have."""
+    for axis, size in zip(axes, value.shape, strict=False):  # a module may declare none
+        index = where.get(axis)
+        if isinstance(index, int) and not -size <= index < size:
+            raise SelectionError(
+                f"{axis} at {name} must be from {-size} to {size - 1}; got {index}"
+            )
 
 
 def _left(axes: tuple[str, ...], where: Mapping[str, Index]) -> tuple[str, ...]:

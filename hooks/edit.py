@@ -1,7 +1,7 @@
 """Edits: hook functions, checks of what they return, and the `with` in which they act."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -14,6 +14,7 @@ from hooks._torch import FakeTensor, compiled_forms, has_storage, is_checkpointe
 from hooks.beside import Watch
 from hooks.calls import Calls, number_of_call
 from hooks.errors import NEVER_FIRED, ContextError, EditError, HookError, require_fired, warn
+from hooks.kinds import shown
 from hooks.names import resolve
 from hooks.nested import tensors_in, with_first_tensor
 from hooks.point import Hook, HookPoint, Point, as_node, first_tensor
@@ -66,7 +67,9 @@ class EditedPoint:
             # A hook that returns nothing may have reshaped its copy in place.
             new = new if changed is None else changed
             if not isinstance(new, Tensor):
-                raise EditError(f"a hook at {self.point} must return a tensor or None; got {new!r}")
+                raise EditError(
+                    f"a hook at {self.point} must return a tensor or None; got {shown(new)}"
+                )
             for what in ("shape", "dtype", "device"):
                 if (got := getattr(new, what)) != (expected := getattr(value, what)):
                     rule = f"must keep the {what} {expected}"
@@ -208,6 +211,9 @@ class HookHandle(HookContext):
         return f"HookHandle({', '.join(self._names())}{removed})"
 
 
+_FORM = "a mapping or pairs of selectors and functions, as {'blocks.0.attn.z': function}"
+
+
 def edited_points(
     hooks: Hooks, known: Mapping[str, Point], points: Mapping[str, Point]
 ) -> list[EditedPoint]:
@@ -217,14 +223,21 @@ def edited_points(
         TypeError: if a hook is not callable, or `hooks` has another form.
         UnknownNameError: if a selector matches nothing.
     """
+    if isinstance(hooks, str) or callable(hooks) or not isinstance(hooks, Iterable):
+        raise TypeError(f"hooks must be {_FORM}; got {shown(hooks)}")
     pairs = hooks.items() if isinstance(hooks, Mapping) else hooks
     edited: dict[nn.Module, tuple[Point, list[Hook]]] = {}
     for pair in pairs:
         if not isinstance(pair, tuple) or len(pair) != 2:
-            raise TypeError(f"hooks must be a mapping or pairs (selector, function); got {pair!r}")
+            raise TypeError(f"hooks must be {_FORM}; got {shown(pair)} among them")
         selector, hook = pair
+        if isinstance(hook, list | tuple) and hook and all(map(callable, hook)):
+            several = "several are pairs: [(point, first), (point, second)]"
+            raise TypeError(
+                f"the hook at {selector!r} must be one function; got {shown(hook)}; {several}"
+            )
         if not callable(hook):
-            raise TypeError(f"the hook at {selector!r} must be a function; got {hook!r}")
+            raise TypeError(f"the hook at {selector!r} must be a function; got {shown(hook)}")
         _require_two_arguments(hook, selector)
         once: dict[nn.Module, Point] = {}
         for point in resolve(selector, known, points).values():

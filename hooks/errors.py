@@ -22,9 +22,8 @@ import warnings
 from collections.abc import Collection, Container, Iterable
 from typing import Any
 
-from torch import nn
-
 from hooks.progress import without_bar
+from hooks.saying import shown
 
 _PACKAGES = ("hooks", "models", "interp")
 
@@ -150,23 +149,6 @@ class CacheError(HookError):
     """
 
 
-def require_module(model: object) -> None:
-    """Refuses a model that is no module, such as a runner, an attachment or a cache.
-
-    Raises:
-        TypeError: if it is none.
-
-    >>> require_module("gpt2")
-    Traceback (most recent call last):
-    TypeError: model must be a torch.nn.Module; got str
-    """
-    if not isinstance(model, nn.Module):
-        kind = type(model).__name__
-        hint = f" (give the {kind}'s .model)" if hasattr(model, "model") else ""
-        hint = hint or (" (a cache comes after the model)" if kind == "ActivationCache" else "")
-        raise TypeError(f"model must be a torch.nn.Module; got {kind}{hint}")
-
-
 def unknown_name(name: object, known: Iterable[str], what: str) -> UnknownNameError:
     """The error for a `name` that no `what` has, with close matches in the message."""
     return UnknownNameError(f"no {what} is named {name!r}", name, known)
@@ -182,13 +164,17 @@ def require_choice(name: str, value: object, choices: Collection[Any]) -> None:
     Traceback (most recent call last):
     ValueError: side must be one of left, right; got 'lft'; did you mean 'left'?
     """
-    if value not in choices:
+    try:
+        is_one = value in choices
+    except (TypeError, RuntimeError, ValueError):  # of a list, a tensor or an array
+        is_one = False
+    if not is_one:
         close = difflib.get_close_matches(
             str(value), [c for c in choices if isinstance(c, str)], n=1
         )
         hint = f"; did you mean {close[0]!r}?" if close else ""
         listed = ", ".join(map(str, choices))
-        raise ValueError(f"{name} must be one of {listed}; got {value!r}{hint}")
+        raise ValueError(f"{name} must be one of {listed}; got {shown(value)}{hint}")
 
 
 def require_whole(name: str, value: Any, least: int = 1, most: float = math.inf) -> None:
@@ -207,7 +193,7 @@ def require_whole(name: str, value: Any, least: int = 1, most: float = math.inf)
         fits = False
     if not fits:
         bounds = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
-        raise ValueError(f"{name} must be a whole number {bounds}; got {value!r}")
+        raise ValueError(f"{name} must be a whole number {bounds}; got {shown(value)}")
 
 
 def library(name: str, install: str = "hookscope[hf]") -> Any:

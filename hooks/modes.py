@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from hooks.errors import HookError, require_choice
+from hooks.kinds import require_device
 from hooks.pieces import Piece, piece_read, reading, real_columns
 from hooks.point import POSITION_AXES, Point
 from hooks.positions import Index, Selection, taken
+from hooks.saying import shown
 from hooks.transfer import Placement, private, to_device
 
 
@@ -30,7 +32,7 @@ class Mode(StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> "Mode":
-        raise ValueError(f"mode must be one of {', '.join(cls)}; got {value!r}")
+        raise ValueError(f"mode must be one of {', '.join(cls)}; got {shown(value)}")
 
     none = "none"
     svd_targets = "svd_targets"
@@ -102,7 +104,7 @@ class Options:
         if self.grads and not torch.is_grad_enabled():
             raise ValueError("grads=True needs gradients, and they are switched off here (no_grad)")
         # Gradients are placed during the caller's backward pass, and nothing waits at its end.
-        placement = Placement(self.device, self.dtype, waits=self.grads)
+        placement = Placement(require_device(self.device), self.dtype, waits=self.grads)
         object.__setattr__(self, "placement", placement)
 
     @classmethod

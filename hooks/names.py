@@ -122,7 +122,8 @@ def names_by_layer(short: str, names: Collection[str]) -> dict[int, str]:
             raise UnknownNameError(f"{short!r} is ambiguous in layer {layer}{hint}", short, both)
         by_layer[layer] = name
     if not by_layer:
-        raise unknown_point(short, names, "value of a layer")
+        ends = dict.fromkeys(name.rpartition(".")[2] for name in layered)
+        raise unknown_point(short, [*ends, *names], "value of a layer")
     return dict(sorted(by_layer.items()))
 
 

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from hooks._torch import Identity
 from hooks.errors import HookError, SelectionError, unknown_name
+from hooks.kinds import require_kind
 from hooks.nested import tensors_in
+from hooks.saying import shown
 
 # The axes over the positions of this call. `key` also covers cached positions.
 POSITION_AXES = ("pos", "query")
@@ -86,6 +88,7 @@ class HookPoint(Identity):
 
     def __init__(self, axes: str, meaning: str = "") -> None:
         super().__init__()
+        require_kind("axes", axes, str, "names separated by spaces, as 'batch pos d_model'")
         self.axes = tuple(axes.split())
         self.meaning = meaning
         wrong = [axis for axis in self.axes if not (axis.isidentifier() or axis == "1")]
@@ -212,7 +215,9 @@ def plain_index(index: Any, ndim: int = 1) -> Any:
         parts = [plain_index(part, ndim - 1) for part in parts]
         if len({isinstance(part, list) for part in parts}) == 1 and slice not in map(type, parts):
             return parts
-    raise TypeError(f"an index must be an integer, slice, list of integers or mask; got {index!r}")
+    raise TypeError(
+        f"an index must be an integer, slice, list of integers or mask; got {shown(index)}"
+    )
 
 
 def is_mask(index: object) -> TypeGuard[list[bool]]:

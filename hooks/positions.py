@@ -14,6 +14,7 @@ from torch import Tensor
 from hooks.errors import SelectionError
 from hooks.pieces import KeyMask, real_columns
 from hooks.point import is_mask, places, plain_index
+from hooks.saying import shown
 from hooks.transfer import to_device
 
 TEXT_AXES = ("pos", "query", "key")
@@ -90,7 +91,7 @@ class Selection:
         listed = chosen.index if isinstance(chosen.index, list) else [chosen.index]
         if not listed or not all(type(place) is int for place in listed):
             raise TypeError(
-                f"pos must be an integer, or a list of one for each example; got {index!r}"
+                f"pos must be an integer, or a list of one for each example; got {shown(index)}"
             )
         return chosen if chosen.is_one else cls([[place] for place in listed])
 

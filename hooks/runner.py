@@ -15,8 +15,9 @@ from hooks.cache import ActivationCache
 from hooks.capture import Complete, Recorder, memory_in
 from hooks.draws import Draws
 from hooks.edit import EditedPoint, HookContext, HookHandle, Hooks, edited_points
-from hooks.errors import NEVER_FIRED, ModeError, NeverFiredError, require_module
-from hooks.hints import HintsAtNames
+from hooks.errors import NEVER_FIRED, ModeError, NeverFiredError
+from hooks.hints import HintedClass, HintsAtNames
+from hooks.kinds import require_module
 from hooks.lazy import LazyValues, divided
 from hooks.memory import Bound
 from hooks.modes import Mode, Options
@@ -48,7 +49,7 @@ def table_of(points: Mapping[str, Point], limit: int | None = None) -> str:
 _UNREAD = "run= returned an iterator, which may run the model only when it is read"
 
 
-class HookedRunner(HintsAtNames):
+class HookedRunner(HintsAtNames, metaclass=HintedClass):
     """Reads and edits a model's values with forward hooks that live only inside a call or a `with`.
 
     Works on any `nn.Module`. Points are the model's `HookPoint`s, or all its modules if it has none.
@@ -132,7 +133,7 @@ class HookedRunner(HintsAtNames):
         """
         options, kwargs = self._options(kwargs, self.run_with_cache, run)
         if run is None:
-            args, kwargs = prepared(self._inner, args, kwargs)
+            args, kwargs = self._prepared("run_with_cache", args, kwargs)
         if run is not None and (lazy or options.grads or options.positions is not None):
             raise ValueError("run= cannot be combined with lazy=, grads= or positions=")
         chosen = self._choose(names, mode, lazy)
@@ -156,7 +157,7 @@ class HookedRunner(HintsAtNames):
         options, kwargs = self._options(kwargs, self.capture)
         if options.grads:
             raise ValueError("capture returns no output to call backward() on; got grads=True")
-        args, kwargs = prepared(self._inner, args, kwargs)
+        args, kwargs = self._prepared("capture", args, kwargs)
         chosen = self._choose(flatten(names), None)
         stops = not any(map(is_fully_sharded, self.model.modules()))
         return self._run(*chosen, options, args, kwargs, stops=stops)[1]
@@ -183,7 +184,11 @@ class HookedRunner(HintsAtNames):
         self._refuse_unknown(kwargs, self.run_with_hooks)
         draws = self._draws()
         with self.hooks(hooks, backward=backward):
-            output = self.model(*args, **kwargs)
+            try:
+                output = self.model(*args, **kwargs)
+            except TypeError:
+                self._require_fit("run_with_hooks", args, kwargs)
+                raise
         self._has_warned |= draws.warn(f"the {type(self.model).__name__}")
         return output
 
@@ -265,7 +270,7 @@ class HookedRunner(HintsAtNames):
             HookError: if the model cannot be copied, or needs numbers: for a shape, for instance.
         """
         options, kwargs = self._options(kwargs, self.plan)
-        args, kwargs = prepared(self._inner, args, kwargs)
+        args, kwargs = self._prepared("plan", args, kwargs)
         points, optional = self._choose(names, mode, lazy)
 
         def run(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ActivationCache]:
@@ -324,6 +329,31 @@ class HookedRunner(HintsAtNames):
             what = type(self.model).__name__ if run is None else "run="
             ours = {*Words(call).known, *options} - {"self", "args", "kwargs"}
             words.require(unknown, ours, f"{call.__name__} of a {what}")
+
+    def _prepared(self, call: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments of a run as the model prepares them, after a check that `forward` takes so many."""
+        try:
+            return prepared(self._inner, args, kwargs)
+        except TypeError:
+            self._require_fit(call, args, kwargs)
+            raise
+
+    def _require_fit(self, call: str, args: Any, kwargs: Any) -> None:
+        """After a TypeError, refuse arguments that the model's `forward` cannot take, such as hooks that are not given by name.
+
+        Raises:
+            TypeError: naming the call and what the model takes.
+        """
+        if self._signature is None:
+            return
+        try:
+            self._signature.bind(*args, **kwargs)
+        except TypeError as reason:
+            form = "hooks=" if call == "run_with_hooks" else "names= or mode="
+            raise TypeError(
+                f"{call} gives its arguments to {type(self.model).__name__}.forward, which must be able to "
+                f"take them: {reason} ({form} must be given by name)"
+            ) from None
 
     def _overwrites_nothing(self) -> bool:
         """Whether a run writes into no value of a point: the model says so, and nobody's hook acts now."""
@@ -408,6 +438,10 @@ class HookedRunner(HintsAtNames):
             except Complete as stopped:
                 if stopped.args[0] is not recorder:
                     raise
+            except TypeError:
+                if run is None:
+                    self._require_fit("a cached run", args, kwargs)
+                raise
         self._has_warned |= draws.warn(f"the {type(self.model).__name__}")
         for call in calls:
             call.report(recorder)

@@ -14,6 +14,7 @@ from hooks._torch import (
     is_unwatched,
     memory_of,
     peak_bytes,
+    refuse_unbound,
     remove_hooks,
     traced_as_constant,
     uncompiled,
@@ -29,12 +30,12 @@ from hooks.errors import (
     library,
     require_choice,
     require_fired,
-    require_module,
     require_whole,
     unknown_name,
     warn,
 )
-from hooks.hints import HintsAtNames, register_hints, unknown_point
+from hooks.hints import HintedClass, HintsAtNames, register_hints, unknown_point
+from hooks.kinds import missing_name, require_device, require_kind, require_module, shown
 from hooks.memory import require_room
 from hooks.names import blocks_of, names_by_layer, resolve
 from hooks.nested import mapped, tensors_in, with_first_tensor
@@ -66,4 +67,4 @@ from hooks.session import (
     is_listened_to,
 )
 from hooks.transfer import all_to_device, is_trusted, later, stacked, to_device, trusted
-from hooks.words import Words, forwards_in
+from hooks.words import NoOthers, Words, forwards_in, refuse

@@ -21,6 +21,7 @@ from hooks import strict_json
 from hooks._torch import has_storage, memory_of
 from hooks.damage import damage_of
 from hooks.errors import CacheError, UnknownNameError
+from hooks.kinds import require_kind
 
 CHECKSUMS = "checksums"
 """The key of the checksums in a file's metadata."""
@@ -46,6 +47,20 @@ def nbytes(tensors: Collection[Tensor]) -> int:
     return sum(shared.values()) + sum(others)
 
 
+def path_of(path: str | os.PathLike[str]) -> Path:
+    """Return a path, after a check that it is one.
+
+    Raises:
+        TypeError: if it is none.
+
+    >>> path_of(3)
+    Traceback (most recent call last):
+    TypeError: path must be a text or a path; got 3
+    """
+    require_kind("path", path, (str, os.PathLike), "a text or a path")
+    return Path(path)
+
+
 def suffix_of(path: str | os.PathLike[str], supported: Iterable[str]) -> str:
     """Return the suffix of a file that is to be written, in lower case: it decides the format.
 
@@ -62,7 +77,7 @@ def suffix_of(path: str | os.PathLike[str], supported: Iterable[str]) -> str:
     Traceback (most recent call last):
     ValueError: path must end in .html or .safetensors, or have no suffix; got run.1/means.png
     """
-    known, suffix = [*supported], Path(path).suffix.lower()
+    known, suffix = [*supported], path_of(path).suffix.lower()
     if suffix not in known:
         named = [each for each in known if each]
         listed = " or ".join(filter(None, [", ".join(named[:-1]), *named[-1:]]))
@@ -82,9 +97,10 @@ def require_folder(path: str | os.PathLike[str], files: Iterable[str] = ()) -> N
     Raises:
         ValueError: if no folder is there and the suffix is that of a file, or the path is empty.
     """
-    if not os.fspath(path):
+    folder = path_of(path)
+    if path == "":
         raise ValueError("path must name a folder; got an empty text ('.' is the working folder)")
-    if Path(path).suffix.lower() in _OF_FILES and not Path(path).is_dir():
+    if folder.suffix.lower() in _OF_FILES and not folder.is_dir():
         others = "".join(f" or end in {suffix}" for suffix in files)
         raise ValueError(f"path must be a folder{others}; got {os.fspath(path)}")
 

@@ -82,6 +82,25 @@ class Words:
             raise TypeError(f"{what} takes no argument {name}={hint}")
 
 
+class NoOthers(typing.TypedDict):
+    """No keyword. A function with `**others: Unpack[NoOthers]` gives them to `refuse`, whose error is of help."""
+
+
+def refuse(others: Iterable[str], function: Callable[..., Any], what: str) -> None:
+    """Refuse keywords that a function does not take, with close matches or our word for another library's.
+
+    Args:
+        others: the keywords.
+        function: the function, whose own words are known.
+        what: how it is called, for the error.
+
+    Raises:
+        TypeError: naming the first.
+    """
+    if others:
+        Words(function).require(others, (), what)
+
+
 def forwards_in(module: Any) -> Iterator[Callable[..., Any]]:
     """The forwards of a module's parts, to which it may hand `**kwargs` on, and of theirs if these do so too."""
     for part in module.children():

@@ -35,6 +35,7 @@ except ImportError as error:
 from pathlib import Path as _Path
 
 from hooks import __version__  # noqa: F401  # the version of all three packages
+from hooks.shared import missing_name as _missing_name
 from interp import edits, features, graph, pictures, spectral, tracing
 from interp.effects.acdc import acdc
 from interp.effects.attribution import attribution_patching, integrated_gradients
@@ -95,3 +96,5 @@ __all__ = [
     "singular_tokens", "spectra", "spectral", "splice", "svd_targets", "sweep", "token_directions",
     "top_attributions", "tracing", "tuned_lens", "why_attends",
 ]  # fmt: skip
+
+__getattr__ = _missing_name(__name__, __all__)

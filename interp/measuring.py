@@ -7,6 +7,7 @@ from typing import Any
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
+from hooks.shared import require_kind, shown
 from interp.inputs.token_positions import Mask, Position, last_real
 from interp.numbers.precision import at_least_float32
 
@@ -95,7 +96,8 @@ def last_of(metric: Metric, attention_mask: Mask | None = None) -> int:
     """
     if not callable(metric):
         raise TypeError(
-            f"a metric must be a function of logits, as logit_diff(right, wrong) makes one; got {metric!r}"
+            "a metric must be a function of logits, as logit_diff(right, wrong) makes one; "
+            f"got {shown(metric)}"
         )
     if attention_mask is not None and not attention_mask.bool().all():
         if getattr(metric, "unmasked", False):
@@ -117,7 +119,7 @@ def per_example(
     """
     values = metric(logits)
     if not isinstance(values, Tensor) or values.shape != (batch,):
-        got = f"shape {list(values.shape)}" if isinstance(values, Tensor) else repr(values)
+        got = f"shape {list(values.shape)}" if isinstance(values, Tensor) else shown(values)
         raise ValueError(
             f"a metric must return a tensor [{batch}], a number for each example; got {got} from {metric!r}"
         )
@@ -150,11 +152,18 @@ def measure(
 
     Raises:
         ValueError: as for `last_of`, `last_real` and `evaluate`.
+        TypeError: if it is not given a metric and logits, in this order.
 
     >>> import torch
     >>> from interp import logit_diff
     >>> measure(logit_diff(right=2, wrong=0), torch.tensor([[[0.0, 1.0, 3.0], [9.0, 9.0, 9.0]]]), torch.tensor([[1, 0]]))
     tensor([3.])
     """
+    if isinstance(metric, Tensor | nn.Module) or not isinstance(logits, Tensor):
+        raise TypeError(
+            "measure takes a metric, then the logits of a run, as measure(logit_diff(right, wrong), model(texts)); "
+            f"got {shown(metric)} and {shown(logits)}"
+        )
+    require_kind("attention_mask", attention_mask, (Tensor, type(None)), "a tensor [batch, pos]")
     read = last_real(logits, last_of(metric, attention_mask), attention_mask)
     return evaluate(metric, read, len(logits))

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks.shared import to_device
+from hooks.shared import require_kind, to_device
 from interp.inputs.texts import Texts, text_for
 from interp.inputs.token_positions import (
     Mask,
@@ -169,6 +169,7 @@ def kl_divergence(
     >>> kl_divergence(torch.tensor([[[0.0, 0.0]]]))(torch.tensor([[[0.0, 0.0]]]))
     tensor([0.])
     """
+    require_kind("reference", reference, Tensor, "the logits of a run", "model(texts) gives them")
     real = real_of(attention_mask, reference.shape[:2])
     at = None if pos is None else Position(pos)
     kept = reference if at is None else at(last_real(reference, at.last, attention_mask))

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from hooks import UnknownNameError
-from hooks.shared import register_hints, require_choice, unknown_name
+from hooks.shared import register_hints, require_choice, require_kind, unknown_name
 
 # Short names in TransformerLens: those that stand for others, and those that are the ends of no name of ours.
 _ALIASES = {"attn": "pattern", "attn_logits": "attn_scores", "key": "k", "query": "q", "value": "v"}
@@ -106,6 +106,7 @@ def hooks_name(
     ('blocks.3.attn.q', 'blocks.3.attn.pattern', 'blocks.*.resid_pre')
     """
     require_choice("version", version, _tables())
+    require_kind("name", name, (str, tuple), "a name of TransformerLens")
     theirs = _full(*name) if isinstance(name, tuple) else _full(name, layer, layer_type)
     table = _tables()[version]
     key, layers = _key(theirs, table)
@@ -127,7 +128,8 @@ def _hint(name: str, known: Collection[str], what: str) -> UnknownNameError | No
         return None
     version = 2 if key in _tables()[2] else 4
     explained = _explained(version, _tables()[version][key], layers, known=False)
-    return UnknownNameError(f"no {what} is named {name!r}: that {explained}", name)
+    adds = "; what attention adds is attn_out" if name == "attn" else ""
+    return UnknownNameError(f"no {what} is named {name!r}: that {explained}{adds}", name)
 
 
 def _explained(version: int, row: _Row, layers: str, known: bool = True) -> str:

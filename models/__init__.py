@@ -1,5 +1,6 @@
 """Transformers, checkpoints, tokenizers, generation and training."""
 
+from hooks.shared import missing_name as _missing_name
 from hooks.shared import trusted
 from models import hints as _hints  # noqa: F401  # registers them
 from models.attached import Attached, attach, detach
@@ -44,3 +45,5 @@ __all__ = [
     "sample_batch", "save", "scaled_dot_product_attention", "split", "stream", "train", "trusted",
     "verify",
 ]  # fmt: skip
+
+__getattr__ = _missing_name(__name__, __all__)

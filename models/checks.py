@@ -1,16 +1,41 @@
 """Checks of arguments: config fields and tokens."""
 
 import dataclasses
+import functools
 import math
 import numbers
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin
 
 import torch
 from torch import Tensor
 
-from hooks.shared import FakeTensor, is_trusted, require_choice
+from hooks.shared import FakeTensor, is_trusted, refuse, require_choice, shown
 
+T = TypeVar("T")
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def names_fields(kind: type[T]) -> type[T]:
+    """Decorate a dataclass so that its error for an unknown or a missing field names close matches."""
+    make: Any = kind.__init__
+    required = {
+        field.name
+        for field in dataclasses.fields(cast(Any, kind))
+        if field.init
+        and field.default is dataclasses.MISSING
+        and field.default_factory is dataclasses.MISSING
+    }
+
+    @functools.wraps(make)
+    def __init__(self: T, *args: Any, **fields: Any) -> None:
+        refuse(fields, make, kind.__name__)
+        if not args and (missing := required - fields.keys()):
+            listed = ", ".join(f"{name}=" for name in sorted(missing))
+            raise TypeError(f"{kind.__name__} needs {listed}; got none")
+        make(self, *args, **fields)
+
+    kind.__init__ = __init__  # type: ignore[misc]
+    return kind
 
 
 def check_types(config: Any, prefix: str = "") -> None:
@@ -35,7 +60,7 @@ def check_types(config: Any, prefix: str = "") -> None:
             require_choice(called, value, get_args(kind))
         elif not _is(value, kind):
             name = kind.__name__ if isinstance(kind, type) else kind
-            raise ValueError(f"{called} must be of type {name}; got {value!r}")
+            raise ValueError(f"{called} must be of type {name}; got {shown(value)}")
         elif isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{called} must be finite; got {value}")
 

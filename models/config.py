@@ -7,7 +7,7 @@ from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from models.checks import check_types, require
+from models.checks import check_types, names_fields, require
 from models.rotary_scaling import RotaryScaling
 
 # The least values of sizes. Where 0 is allowed, it has a meaning of its own.
@@ -19,6 +19,7 @@ LEAST = {
 MOST = 2**31  # larger sizes are mistakes, which torch reports by an overflow
 
 
+@names_fields
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
     """Sizes and choices of a decoder-only transformer; the defaults are GPT-2's (Radford et al. 2019).

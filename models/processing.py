@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hooks.shared import without_gradients
+from hooks.shared import require_kind, without_gradients
 from models.checkpoints.assemble import without_values
 from models.checks import require
 from models.config import TransformerConfig
@@ -42,6 +42,7 @@ def fold_norms(model: Transformer) -> Transformer:
     >>> folded.config.norm_learned, folded.blocks[0].ln1.weight
     (False, None)
     """
+    require_kind("model", model, Transformer, "a Transformer")
     config, values = model.config, _copied_parameters(model)
     require(config, "norm", config.norm != "none", "'layernorm' or 'rmsnorm' to be folded")
     if not config.norm_learned:
@@ -102,6 +103,7 @@ def center(model: Transformer) -> Transformer:
     >>> bool(center(Transformer(config)).W_O.mean(-1).abs().max() < 1e-6)
     True
     """
+    require_kind("model", model, Transformer, "a Transformer")
     config, values = model.config, _copied_parameters(model)
     of_norms, written = config.norm == "layernorm", config.embed_norm and config.norm_learned
     require(config, "norm", of_norms, "'layernorm', as only LayerNorm subtracts the mean")

@@ -1,14 +1,22 @@
 """The transformer. Continue with `block.py`, then `attention.py`, `mlp.py` and `norm.py`."""
 
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 from hooks import FusedUnlessHooked, HookPoint, Identity
-from hooks.shared import HintsAtNames, require_whole, to_device
+from hooks.shared import (
+    HintedClass,
+    HintsAtNames,
+    NoOthers,
+    refuse,
+    require_kind,
+    require_whole,
+    to_device,
+)
 from models.block import block_of
 from models.checks import check_tokens, should_read
 from models.config import TransformerConfig
@@ -62,7 +70,7 @@ class TokenEmbedding(nn.Embedding):
             )
 
 
-class Transformer(HintsAtNames, ReadsText, BlockWeights):
+class Transformer(HintsAtNames, ReadsText, BlockWeights, metaclass=HintedClass):
     """A decoder-only transformer: tokens to logits. With a `tokenizer` it also reads strings.
 
     The forward pass has the steps `context`, `input_resid`, `blocks` and `unembed`. Blocks may be on
@@ -81,6 +89,7 @@ class Transformer(HintsAtNames, ReadsText, BlockWeights):
     overwrites_values = False
 
     def __init__(self, config: TransformerConfig) -> None:
+        require_kind("config", config, TransformerConfig, "a TransformerConfig")
         super().__init__()
         self.config = config
         self.token_embedding = TokenEmbedding(config)
@@ -115,6 +124,7 @@ class Transformer(HintsAtNames, ReadsText, BlockWeights):
         last: int = 0,
         query_key_mask: Shaped[Tensor, "..."] | None = None,
         starting_at_layer: int | None = None,
+        **others: Unpack[NoOthers],
     ) -> Float[Tensor, "batch _pos vocab"]:
         """Logits of the next token at every position.
 
@@ -136,7 +146,9 @@ class Transformer(HintsAtNames, ReadsText, BlockWeights):
         Raises:
             ValueError: if tokens are outside the vocabulary, or do not fit the context, the masks or
                 the cache.
+            TypeError: if there is no such keyword.
         """
+        refuse(others, self.forward, "the model")
         start = starting_at_layer
         require_whole("starting_at_layer", 0 if start is None else start, 0, len(self.blocks))
         tokens, attention_mask = read(self, tokens, attention_mask, kv_cache)

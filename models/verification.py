@@ -9,7 +9,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from hooks import HookedRunner
-from hooks.shared import without_gradients
+from hooks.shared import require_kind, without_gradients
 from models.block import Block
 from models.config import TransformerConfig
 from models.mode import mode
@@ -59,6 +59,7 @@ def verify(model: Transformer) -> None:
     >>> from models import TransformerConfig
     >>> verify(Transformer(TransformerConfig(vocab_size=5, n_ctx=7, n_layers=2, n_heads=2, d_model=6)))
     """
+    require_kind("model", model, Transformer, "a Transformer")
     exactly = torch.autocast(model.W_E.device.type, enabled=False)
     with mode(model, training=False), exactly:
         for identity, where, actual, expected in _identities(model):

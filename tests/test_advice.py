@@ -63,7 +63,7 @@ def test_what_is_no_model_is_told_so(model, cache):
         lambda: direct_logit_attribution(cache, model, right="a"),
         lambda: head_scores(cache, model, "induction"),
     ):
-        with pytest.raises(TypeError, match="got ActivationCache .*cache comes after"):
+        with pytest.raises(TypeError, match="ActivationCache.*cache comes after"):
             swapped()
     with pytest.raises(TypeError, match="got a ActivationCache"):
         pictures.patterns(cache, model)

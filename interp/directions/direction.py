@@ -122,9 +122,9 @@ class Direction(pictures.Shown):
             FileNotFoundError: if there is no such file.
             CacheError: if it is another file, or damaged.
         """
-        if Path(path).suffix.lower() == ".gguf":
+        if storage.path_of(path).suffix.lower() == ".gguf":
             return cls.from_gguf(path)
-        with storage.opened(Path(path), _KIND) as (vectors, facts):
+        with storage.opened(storage.path_of(path), _KIND) as (vectors, facts):
             return cls(vectors, facts["offsets"], facts["about"])
 
     def to_gguf(self, path: str | os.PathLike[str], model_hint: str = "") -> None:
@@ -153,7 +153,7 @@ class Direction(pictures.Shown):
                     f"control vectors must be at resid_post of layers from 1 on; got {name}"
                 )
             layers[layer] = vector.detach().cpu().float().numpy()
-        with storage.replacing(Path(path)) as partial:
+        with storage.replacing(storage.path_of(path)) as partial:
             writer = gguf.GGUFWriter(partial, "controlvector")
             writer.add_string("controlvector.model_hint", model_hint)
             writer.add_uint32("controlvector.layer_count", len(layers))

@@ -1,5 +1,6 @@
 """The kinds of edits: functions that make an `Edit`, and what each does to a value."""
 
+from numbers import Number
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -7,7 +8,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from hooks import EditError, Point
-from hooks.shared import Index, Selection, to_device, warn
+from hooks.shared import Index, Selection, require_kind, require_whole, shown, to_device, warn
 from interp.edits.draws import donors, normal
 from interp.edits.edit import Edit
 from interp.edits.places import Region
@@ -22,12 +23,20 @@ class Means(Protocol):
         """The mean at a point."""
 
 
-def zero(**where: Index) -> Edit:
+def zero(*unnamed: object, **where: Index) -> Edit:
     """Sets values to zero.
+
+    Raises:
+        TypeError: if the place is given without the name of its axis.
 
     >>> zero(head=[0, 2])
     edits.zero(head=[0, 2])
     """
+    if unnamed:
+        shown_value = shown(unnamed[0])
+        raise TypeError(
+            f"zero takes places by axis, as edits.zero(head=3); got {shown_value} alone"
+        )
     return Edit("zero", lambda region, value, place: torch.zeros_like(region), {}).at(**where)
 
 
@@ -38,6 +47,7 @@ def scale(factor: float, **where: Index) -> Edit:
     >>> scale(0.5, pos=1)(torch.ones(1, 3), Point("resid_pre", ("batch", "pos")))
     tensor([[1.0000, 0.5000, 1.0000]])
     """
+    require_kind("factor", factor, (Number, Tensor), "a number")
     return Edit("scale", lambda region, value, place: region * factor, {"0": factor}).at(**where)
 
 
@@ -49,6 +59,7 @@ def add(vector: Values, scale: float = 1.0, **where: Index) -> Edit:
     >>> add(torch.ones(5), 2.0, head=3, pos=-1)
     edits.add(Tensor[5], 2.0, head=3, pos=-1)
     """
+    require_kind("scale", scale, (Number, Tensor), "a number")
     arguments = {"0": vector} | ({} if scale == 1 else {"1": scale})
     return Edit("add", lambda x, value, place: x + scale * value, arguments, Source(vector)).at(
         **where
@@ -109,6 +120,7 @@ def mean(
     >>> mean(torch.tensor([[1.0, 2.0], [3.0, 8.0]]))(torch.zeros(1, 2), Point("any", ("batch", "pos")))
     tensor([[2., 5.]])
     """
+    require_kind("over", over, (str, tuple, list), "a name of an axis, or several")
     dropped = (over,) if isinstance(over, str) else tuple(over)
     if not dropped:
         raise ValueError("over must name at least one axis; got ()")
@@ -215,6 +227,9 @@ def noise(scale: float, seed: int = 0, **where: Index) -> Edit:
     >>> (noised != 0).tolist()
     [[True, True, False]]
     """
+
+    require_kind("scale", scale, (Number, Tensor), "a number")
+    require_whole("seed", seed, least=-(2**63))
 
     def noisy(region: Tensor, value: Tensor, place: Region) -> Tensor:
         drawn = scale * normal(seed, place)

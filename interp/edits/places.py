@@ -120,6 +120,8 @@ class Region:
                 rule = least if grows else f"size {full}"
                 is_mean = axis in TEXT_AXES and "batch" in whole
                 hint = f" (edits.mean has over={(*whole, axis)})" if is_mean else ""
+                if axis in TEXT_AXES and not is_mean:
+                    hint = " (of a text of another length: pos= and source_pos= say which columns)"
                 raise EditError(
                     f"the {what} at {self.point} must have {rule} along {axis}; got {size}{hint}"
                 )

@@ -26,6 +26,7 @@ from hooks.shared import (
     Selection,
     piece_read,
     real_columns,
+    shown,
     taken,
     unknown_name,
 )
@@ -92,7 +93,7 @@ class Source:
     def __post_init__(self) -> None:
         if not isinstance(self.values, (Tensor, ActivationCache, Vectors)):
             raise TypeError(
-                f"values must be a tensor, a cache or a direction; got {self.values!r} (torch.tensor makes one number a tensor)"
+                f"values must be a tensor, a cache or a direction; got {shown(self.values)} (torch.as_tensor makes a tensor of a number, a list or an array)"
             )
 
     def mask(self, name: str, axis: str = "pos") -> Tensor | None:

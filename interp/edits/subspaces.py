@@ -7,7 +7,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from hooks import EditError
-from hooks.shared import Index, to_device
+from hooks.shared import Index, require_kind, to_device
 from interp.edits.edit import Change, Edit
 from interp.edits.sources import Values, source_of
 
@@ -82,6 +82,7 @@ def orthonormal(directions: Tensor) -> Float[Tensor, "dim _k"]:
     Raises:
         ValueError: if they are not linearly independent.
     """
+    require_kind("directions", directions, Tensor, "a tensor of columns [d_model, k]")
     columns = directions.double().reshape(len(directions), -1)
     basis, triangle = torch.linalg.qr(columns)
     least = torch.finfo(torch.promote_types(directions.dtype, torch.float32)).eps ** 0.75

@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from interp import pictures
+from interp.kinds import require_made
 from interp.numbers.precision import rounding
 from interp.numbers.ranks import ranks
 from interp.results.result import Result
@@ -112,6 +113,8 @@ def compare(exact: Result, estimate: Result) -> Comparison:
       head 1  exact -0.5, estimate +0.25
       head 2  exact +0.1, estimate +0.1
     """
+    require_made("exact", exact, Result)
+    require_made("estimate", estimate, Result)
     for what in ("axes", "labels", "site", "direction", "unit", "metric", "texts"):
         ours, theirs = (_fact(result, what) for result in (exact, estimate))
         if ours != theirs:

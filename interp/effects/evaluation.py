@@ -7,6 +7,7 @@ from hooks.shared import progress_of, shows_progress
 from interp.graph.circuit import Circuit
 from interp.graph.circuits import random, strengths
 from interp.inputs.pairs import Pairs, of_pairs
+from interp.kinds import require_made
 from interp.numbers.ranks import area_under_curve
 from interp.results.result import Result
 from interp.runs.masked import CircuitRuns, CircuitSource
@@ -156,6 +157,7 @@ def auroc(scores: Result, known: Circuit, signed: bool = False) -> float:
     >>> auroc(Result(values, ("edge", "example"), labels={"edge": graph.edges}), known)
     1.0
     """
+    require_made("known", known, Circuit)
     graph = known.graph
     strength = strengths(graph, scores, signed)[graph.allowed].double()
     is_in = known.kept[graph.allowed]

@@ -9,7 +9,7 @@ from jaxtyping import Shaped
 from torch import Tensor, nn
 
 from hooks import Hooks
-from hooks.shared import shows_progress, without_gradients
+from hooks.shared import shown, shows_progress, without_gradients
 from interp import edits
 from interp.edits import Edit
 from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs
@@ -74,7 +74,7 @@ def activation_patching(
     """
     if edit is not None and not isinstance(edit, Edit):
         raise TypeError(
-            f"edit must be made by one of interp.edits, such as edits.zero(); got {edit!r} "
+            f"edit must be made by one of interp.edits, such as edits.zero(); got {shown(edit)} "
             "(sweep takes functions)"
         )
     if edit is not None and direction != "denoising":
@@ -167,6 +167,9 @@ def _check_edits(edits: Sequence[Hooks]) -> None:
         raise TypeError(
             "edits must be a list, with an entry for each run; got one mapping: [edits]"
         )
+    if callable(edits) or not isinstance(edits, Sequence):
+        rule = "edits must be a list, with an entry for each run, as [{'blocks.0.attn.z': edits.zero()}]"
+        raise TypeError(f"{rule}; got {shown(edits)}")
     for entry in edits:
         if callable(entry):
             raise TypeError(

@@ -22,6 +22,7 @@ from hooks import HookedRunner
 from hooks.shared import (
     Index,
     progress_of,
+    require_kind,
     shows_progress,
     storage,
     strict_json,
@@ -182,11 +183,11 @@ class FeatureCards(list[FeatureCard], pictures.Shown):
             ValueError: if the suffix is that of another kind of file, such as `.json`, and no folder has
                 this name.
         """
-        if Path(path).suffix.lower() == ".html":
+        if storage.path_of(path).suffix.lower() == ".html":
             super().save(path)
         else:
             storage.require_folder(path, [".html"])
-            self._save(Path(path))
+            self._save(storage.path_of(path))
 
     def _save(self, path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
@@ -260,7 +261,8 @@ def feature_cards(
         raise ValueError(f"cards are of one dictionary at a time; got {len(parts)}")
     ((point, part),) = parts.items()
     chosen = part.dictionary
-    wrong = [n for n in features if not 0 <= n < chosen.n_features]
+    require_kind("features", features, Sequence, "a list of numbers of features", "[3, 17]")
+    wrong = [n for n in features if not isinstance(n, int) or not 0 <= n < chosen.n_features]
     if wrong or not features:
         raise ValueError(
             f"features must be numbers from 0 to {chosen.n_features - 1}, at least one; got {[*features]}"

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import embedding_bag
 
-from hooks.shared import require_whole
+from hooks.shared import require_kind, require_whole, shown
 from interp import pictures
 from interp.features.activations import Features, Gated, JumpReLU, TopK
 from interp.pictures import objects
@@ -78,10 +78,14 @@ class Dictionary(pictures.Shown, nn.Module):
         config: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
+        require_kind("activation", activation, nn.Module, "a module", "torch.nn.ReLU() or TopK(k)")
         for name, weight, axes in (
             ("W_enc", W_enc, "d_in feature"),
             ("W_dec", W_dec, "feature d_out"),
         ):
+            require_kind(
+                name, weight, Tensor, f"a tensor [{axes}]", "load_sae(path) reads a dictionary"
+            )
             if weight.ndim != 2:
                 raise ValueError(f"{name} must be [{axes}]; got {[*weight.shape]}")
         sizes = {"d_in": W_enc.shape[0], "feature": W_enc.shape[1], "d_out": W_dec.shape[1]}
@@ -141,6 +145,11 @@ class Dictionary(pictures.Shown, nn.Module):
 
     def pre_activations(self, x: Float[Tensor, "*rows d_in"]) -> Features:
         """Return what the nonlinearity is given."""
+        if not isinstance(x, Tensor) or x.shape[-1:] != (self.d_in,):
+            reads = f"cache[{self.reads!r}]" if self.reads else "a value of a cache"
+            raise ValueError(
+                f"a dictionary must read a tensor [..., {self.d_in}], such as {reads}; got {shown(x)}"
+            )
         x = self._normed(x.to(self.W_enc.dtype))
         if self.subtracts_b_dec:
             x = x - self.b_dec

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from hooks.shared import damage_of, storage, unknown_name
+from hooks.shared import damage_of, require_kind, storage, unknown_name
 from interp.features.bundled import NAMES, bundled
 from interp.features.forms import FORMS, Form, Loaded
 from interp.features.forms.common import BY_HAND
@@ -68,6 +68,10 @@ def load_sae(
       (activation): TopK(k=32, by='value', relu=True)
     )
     """
+    require_kind(
+        "path", path, (str, os.PathLike), "a path or a name", "'pydoc-4l/resid_post' is one"
+    )
+    require_kind("dtype", dtype, (torch.dtype, type(None)), "a torch.dtype", "torch.float32 is one")
     if not os.fspath(path):
         raise FileNotFoundError(f"path must name a folder or a file; got {path!r}")
     if str(path) in NAMES and not Path(path).exists():

@@ -32,6 +32,7 @@ from interp.features.cross_layer import CrossLayerTranscoder
 from interp.features.dictionary import Dictionary
 from interp.features.forms.places import point_at
 from interp.features.trained_at import warn_of_place
+from interp.kinds import require_made
 from interp.protocol import of, runner_of
 
 Error = Literal["live", "frozen"] | None
@@ -182,6 +183,8 @@ def placed(
         dictionaries = {at or _place_of(dictionaries): dictionaries}  # type: ignore[dict-item]  # refused below
     elif at is not None:
         raise ValueError(f"at must be None where each dictionary has its point; got {at}")
+    if not isinstance(dictionaries, Mapping):
+        require_made("dictionaries", dictionaries, Dictionary)
     parts: dict[str, SplicedDictionary] = {}
     for name, dictionary in dictionaries.items():
         if not isinstance(dictionary, Dictionary):

@@ -9,9 +9,10 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from hooks.shared import require_whole, storage, unknown_name
+from hooks.shared import require_whole, shown, storage, unknown_name
 from interp import pictures
 from interp.graph.graph import Graph
+from interp.kinds import require_made
 from interp.results.node import NodeName
 
 if TYPE_CHECKING:
@@ -59,6 +60,10 @@ class Circuit(pictures.Shown):
         scores: Float[Tensor, "writer reader"] | None = None,
         found_on: Iterable[str] = (),
     ) -> None:
+        require_made("graph", graph, Graph)
+        if isinstance(edges, str) or not isinstance(edges, Iterable):
+            rule = "edges must be names, as ['m0->logits'], or a table [writer, reader]"
+            raise TypeError(f"{rule}; got {shown(edges)}")
         self.graph, self.found_on = graph, frozenset(found_on)
         shape = graph.allowed.shape
         scores = torch.full(shape, torch.nan) if scores is None else scores.detach()
@@ -184,7 +189,7 @@ class Circuit(pictures.Shown):
             CacheError: if the file is damaged, or `save` did not write it.
             ValueError: if it is of another graph.
         """
-        with storage.opened(Path(path), _FORMAT) as (tensors, facts):
+        with storage.opened(storage.path_of(path), _FORMAT) as (tensors, facts):
             identity, found_on = facts["graph"], frozenset(facts["found_on"])
         graph.require(identity)
         return cls(graph, tensors["kept"], tensors["scores"], found_on)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from interp.graph.circuit import Circuit, feeding, largest
 from interp.graph.graph import Graph
+from interp.kinds import require_made
 from interp.results.result import Result
 
 
@@ -75,6 +76,7 @@ def random(graph: Graph, n: int, seed: int = 0) -> Circuit:
     Raises:
         ValueError: if there are not so many edges.
     """
+    require_made("graph", graph, Graph)
     draw = torch.rand(graph.allowed.shape, generator=torch.Generator().manual_seed(seed))
     return Circuit(graph, largest(draw, n, graph))
 
@@ -84,6 +86,8 @@ def strengths(graph: Graph, scores: Result, signed: bool) -> Float[Tensor, "writ
 
     For arguments and errors see `above`.
     """
+    require_made("graph", graph, Graph)
+    require_made("scores", scores, Result)
     if scores.axes != ("edge", "example") or scores.labels["edge"] != graph.edges:
         raise ValueError(
             f"scores must be [edge, example] of the {len(graph.edges)} edges of this graph; got "

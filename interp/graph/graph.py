@@ -146,7 +146,12 @@ class Graph:
         """
         known = self._places[kind]
         if name not in known:
-            raise unknown_name(name, known, f"{kind} of this graph (such as {[*known][-2]!r})")
+            example = repr([*known][-2])
+            if isinstance(name, tuple) and len(name) == 2:  # (layer, head), as other analyses take
+                head = f"a{name[0]}.h{name[1]}"
+                parts = [head] if kind == "writer" else [f"{head}<{part}>" for part in "qkv"]
+                example += f"; of this head {', '.join(parts)}"
+            raise unknown_name(name, known, f"{kind} of this graph (such as {example})")
         return known[name]
 
     def index(self, edge: str) -> tuple[int, int]:

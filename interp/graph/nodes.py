@@ -9,7 +9,7 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks.shared import all_to_device
+from hooks.shared import all_to_device, shown
 from interp.graph.norms import is_identity, linear_part
 from interp.numbers.precision import like
 from interp.results.node import NodeName, node_name
@@ -241,7 +241,7 @@ def listed(names: str | Iterable[str], what: str) -> tuple[str, ...]:
     """
     several = (names,) if isinstance(names, str) else names
     if not isinstance(several, Iterable):
-        raise TypeError(f"{what} must be names; got {names!r} (a metric belongs into Pairs)")
+        raise TypeError(f"{what} must be names; got {shown(names)} (a metric belongs into Pairs)")
     return tuple(several)
 
 

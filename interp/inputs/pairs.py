@@ -3,13 +3,13 @@
 import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar, Unpack
 
 import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor, nn
 
-from hooks.shared import require_choice, without_gradients
+from hooks.shared import NoOthers, refuse, refuse_unbound, require_choice, shown, without_gradients
 from interp import pictures
 from interp.inputs.arguments import require_rows
 from interp.inputs.copies import digests, numbered
@@ -17,6 +17,7 @@ from interp.inputs.spans import Spans, aligned
 from interp.inputs.texts import Text, Texts, as_text, each_text, is_batch
 from interp.inputs.token_positions import Tokens, as_positions, is_worded, last_real, short
 from interp.inputs.wording import answer_positions, tokens_of_pairs, writer_of
+from interp.kinds import require_made
 from interp.measuring import Metric, Writer, evaluate, in_words, last_of, metric_for
 from interp.metrics import accuracy, log_prob, logit_diff
 from interp.pictures import objects
@@ -100,7 +101,12 @@ class Pairs(pictures.Shown):
         corrupted_spans: Spans | None = None,
         last_only: bool = False,
         pos: Tokens | None = None,
+        **others: Unpack[NoOthers],
     ) -> None:
+        refuse(others, Pairs.__init__, "Pairs")
+        for name, texts in (("clean", clean), ("corrupted", corrupted)):
+            if isinstance(texts, int | float | nn.Module):
+                raise TypeError(f"{name} must be texts; got {shown(texts)}")
         if metric is not None:
             last_of(metric)  # refuses what is no function
             if pos is not None:
@@ -356,7 +362,11 @@ def of_pairs(analysis: Callable[P, R]) -> Callable[P, R]:
             raise TypeError(
                 f"{analysis.__name__} takes no metric=, because the pairs hold it: Pairs(..., metric=...)"
             )
-        return analysis(*args, **kwargs)
+        try:
+            return analysis(*args, **kwargs)
+        except TypeError as error:
+            refuse_unbound(analysis, args, kwargs, error)
+            raise
 
     return run
 
@@ -368,8 +378,5 @@ def pairs_for(model: nn.Module, pairs: Pairs) -> Pairs:
         TypeError: if they are.
         ValueError: as for `Pairs.read_by`.
     """
-    if not isinstance(pairs, Pairs):
-        raise TypeError(
-            f"texts must be given as Pairs(clean, corrupted, ...); got {type(pairs).__name__}"
-        )
+    require_made("pairs", pairs, Pairs)
     return pairs.read_by(model)

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
-from hooks.shared import Index, Selection, real_columns
+from hooks.shared import Index, Selection, real_columns, shown
 from interp.inputs.texts import Text
 from interp.inputs.token_positions import real_of
 
@@ -88,11 +88,11 @@ def positions_of_spans(
         span, what = Selection(index), f"span {name!r} of the {text} text"
         if len(span.parts) != batch:
             raise ValueError(
-                f"{what} must have a list of positions for each of the {batch} examples; got {index!r:.60}"
+                f"{what} must have a list of positions for each of the {batch} examples; got {shown(index)}"
             )
         rows = span.rows(n_pos, what, batch, real_columns(real))
         if not all(rows):
-            raise ValueError(f"{what} must have a position in each example; got {index!r:.60}")
+            raise ValueError(f"{what} must have a position in each example; got {shown(index)}")
         listed[name] = [row[-1:] if last_only else row for row in rows * (batch // len(rows))]
     return listed
 

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 
 from hooks import ActivationCache, CacheError
-from hooks.shared import Index, Selection, encoded, progress_bar, require_whole, to_device
+from hooks.shared import Index, Selection, encoded, progress_bar, require_whole, shown, to_device
 from interp.inputs.arguments import each_row, is_listed, joined, require_rows, without_rows
 from interp.inputs.token_positions import real_of
 from interp.protocol import of
@@ -268,6 +268,9 @@ def each_text(texts: Texts) -> Iterator[Any]:
     elif isinstance(texts, str) or (isinstance(texts, Tensor) and texts.ndim == 1):
         yield texts
     else:
+        if not isinstance(texts, Iterable):
+            rule = "texts must be a string, a list of tokens, a tensor, or several"
+            raise ValueError(f"{rule}; got {shown(texts)}")
         rest = iter(texts)
         first = next(rest, None)
         if isinstance(first, int):

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from hooks.shared import Selection, real_columns, to_device
+from hooks.shared import Selection, real_columns, shown, to_device
 from interp.numbers.precision import at_least_float32
 
 Tokens = int | str | Sequence[int] | Sequence[str] | Int[Tensor, "..."]
@@ -139,7 +139,12 @@ def tokens_of(tokens: SeveralTokens, most: int = 1) -> Int[Tensor, "..."]:
     Raises:
         ValueError: if they are something else, or negative.
     """
-    ids = torch.as_tensor(tokens, device="cpu")
+    try:
+        ids = torch.as_tensor(tokens, device="cpu")
+    except (RuntimeError, TypeError, ValueError):
+        raise ValueError(
+            f"tokens must be one integer, or one for each example; got {shown(tokens)}"
+        ) from None
     if ids.is_floating_point() or ids.dtype == torch.bool or ids.ndim > most or not ids.numel():
         raise ValueError(
             "tokens must be one integer, or one for each example; "

@@ -2,7 +2,6 @@
 
 import io
 import os
-from pathlib import Path
 
 from hooks.shared import storage
 
@@ -17,7 +16,7 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> None:
     """Write a figure to a file; see `Picture.save`."""
     kinds = figure.canvas.get_supported_filetypes()
     suffix = storage.suffix_of(path, [f".{kind}" for kind in kinds])
-    with storage.replacing(Path(path)) as partial:
+    with storage.replacing(storage.path_of(path)) as partial:
         figure.savefig(partial, format=suffix[1:], bbox_inches="tight")
 
 

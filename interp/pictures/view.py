@@ -129,7 +129,7 @@ class View:
 
             save(self.figure, path)
             return
-        with storage.replacing(Path(path)) as partial:
+        with storage.replacing(storage.path_of(path)) as partial:
             partial.write_text(self.html(), encoding="utf-8")
 
     def show(self) -> None:
@@ -290,7 +290,7 @@ class Shown:
             TypeError: if a fact does not fit JSON.
         """
         writers = self._writers()
-        writers[storage.suffix_of(path, writers)](Path(path))
+        writers[storage.suffix_of(path, writers)](storage.path_of(path))
 
     def _writers(self) -> dict[str, Callable[[Path], object]]:
         """The functions that write the object to a path, by the suffix."""

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import ClassVar, TypeVar
 
 import torch
@@ -117,7 +116,7 @@ class AffineLens:
         parts = {field.name: getattr(self, field.name) for field in fields(self)}
         tensors = {name: part for name, part in parts.items() if isinstance(part, Tensor)}
         others = {name: part for name, part in parts.items() if name not in tensors}
-        storage.save(Path(path), self._format, tensors, others)
+        storage.save(storage.path_of(path), self._format, tensors, others)
 
     @classmethod
     def load(cls: type[L], path: str | os.PathLike[str]) -> L:
@@ -127,5 +126,5 @@ class AffineLens:
             FileNotFoundError: if there is no such file.
             CacheError: if the file is damaged, or holds another kind of lens or something else.
         """
-        with storage.opened(Path(path), cls._format) as (tensors, others):
+        with storage.opened(storage.path_of(path), cls._format) as (tensors, others):
             return cls(**tensors, **others)

@@ -19,7 +19,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hooks import ActivationCache, CacheError
-from hooks.shared import Index, Selection, real_columns, require_whole, to_device, without_gradients
+from hooks.shared import (
+    Index,
+    Selection,
+    real_columns,
+    require_whole,
+    shown,
+    to_device,
+    without_gradients,
+)
 from interp.graph.graph import Graph
 from interp.graph.scores import BlockScores
 from interp.inputs.copies import groups_of_cache
@@ -169,7 +177,7 @@ def asked_score(
     weights: dict[Side, Tensor] = {"q": at_query, "k": at_key}
     if isinstance(against, str):
         if against != "mean":
-            raise ValueError(f"against must be a position or 'mean'; got {against!r}")
+            raise ValueError(f"against must be a position or 'mean'; got {shown(against)}")
         weights["against"], about["against"] = pattern, against
     elif against is not None:
         weights["against"] = at("against", against)

@@ -17,6 +17,7 @@ from interp.graph.graph import Graph
 from interp.graph.nodes import At, Layer, Writers
 from interp.graph.norms import LinearPart, is_identity, linear_part
 from interp.inputs.texts import mask_of
+from interp.kinds import require_cache
 from interp.numbers.precision import at_least_float32, is_rounding
 from interp.protocol import plain
 from interp.results.node import NodeName, node_name
@@ -48,7 +49,7 @@ class ResidualComponents:
         self._given = model
         self._layer: dict[str, Tensor] = {}
         self.last = f"blocks.{len(self.model.blocks) - 1}.resid_post"
-        cache.require_weights_of(model)
+        require_cache(cache, model)
         batch, n_pos, *axes = self.at(self.last).shape
         self.dtype = self._value(self.last).dtype
         if len(axes) != 1:

@@ -11,6 +11,7 @@ from hooks.shared import require_choice, stacked, to_device, without_gradients
 from interp.inputs.copies import groups_of_cache
 from interp.inputs.texts import mask_of, text_of_values
 from interp.inputs.wording import words_of
+from interp.kinds import require_cache
 from interp.numbers.precision import at_least_float32
 from interp.protocol import of
 from interp.results.result import Result
@@ -55,7 +56,7 @@ def expert_load(
     """
     require_choice("over", over, (None, "pos"))
     of(model)  # refuses a cache in its place
-    cache.require_weights_of(model)
+    require_cache(cache, model)
     try:
         names = cache.layer_names("routing")
     except HookError as error:

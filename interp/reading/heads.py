@@ -13,6 +13,7 @@ from hooks.shared import (
     Index,
     Selection,
     progress_of,
+    require_whole,
     shows_progress,
     stacked,
     unknown_name,
@@ -21,6 +22,7 @@ from hooks.shared import (
 from interp.inputs.copies import groups_of_cache
 from interp.inputs.texts import mask_of, text_of_values
 from interp.inputs.token_positions import real_of
+from interp.kinds import require_cache
 from interp.numbers.precision import at_least_float32, like
 from interp.protocol import of
 from interp.results.result import Result
@@ -99,7 +101,7 @@ def head_scores(
     if isinstance(kind, str) and kind not in _UNITS:
         raise unknown_name(kind, _UNITS, f"kind of score (of {', '.join(_UNITS)})")
     of(model)  # refuses a cache in its place
-    cache.require_weights_of(model)
+    require_cache(cache, model)
     try:
         patterns = cache.layers("pattern")
     except HookError as error:
@@ -147,6 +149,13 @@ def repeated_tokens(
     tensor([[8, 0, 2, 8, 0, 2],
             [6, 7, 6, 6, 7, 6]])
     """
+    for name, number in (
+        ("vocab_size", vocab_size),
+        ("period", period),
+        ("batch", batch),
+        ("copies", copies),
+    ):
+        require_whole(name, number)
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(vocab_size, (batch, period), generator=generator).repeat(1, copies)
 

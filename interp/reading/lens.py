@@ -20,6 +20,7 @@ from hooks.shared import (
 from interp import pictures
 from interp.inputs.texts import mask_of, nan_at_padding, text_of_values
 from interp.inputs.wording import token_ids, writer_of
+from interp.kinds import require_cache
 from interp.numbers.precision import divergence
 from interp.protocol import n_logits, of
 from interp.reading.affine import AffineLens, split_rows, unembedded
@@ -208,7 +209,7 @@ def _streams(model: nn.Module, cache: ActivationCache) -> Float[Tensor, "stream 
     Raises:
         CacheError: if the cache is of another model, or does not hold them whole.
     """
-    cache.require_weights_of(model)
+    require_cache(cache, model)
     try:
         entering = progress_of(
             cache.layers("resid_pre"), "layers", len(cache.layer_names("resid_pre"))

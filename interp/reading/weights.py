@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from hooks.shared import require_choice, require_whole, without_gradients
 from interp.inputs.token_positions import tokens_of
 from interp.inputs.wording import token_ids, writer_of
+from interp.protocol import n_logits
 from interp.reading.folded import FoldedWeights
 from interp.spectral.factored import FactoredMatrix
 from interp.spectral.singular import svd
@@ -138,6 +139,7 @@ def token_directions(
     folded = FoldedWeights(model, fold, "W_U")
     tokens = torch.as_tensor(token_ids(model, tokens))
     flat = tokens_of(tokens, tokens.ndim).flatten()
+    require_whole("the largest token", int(flat.max()), 0, n_logits(model) - 1)
     return folded.unembedding(flat).mT.reshape(*tokens.shape, -1)
 
 

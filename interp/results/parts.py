@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from hooks.shared import unknown_name
+from hooks.shared import shown, unknown_name
 from interp.inputs.token_positions import short
 from interp.results.node import NodeName
 
@@ -110,12 +110,12 @@ def _indices(result: "Result", axis: str, label: Any) -> list[int]:
     if _is_pattern(result, axis, label):
         matching = [n for n, name in enumerate(known) if fnmatch.fnmatchcase(str(name), label)]
         if not matching:
-            raise ValueError(f"{axis} must match a label of {short(known)}; got {label!r}")
+            raise ValueError(f"{axis} must match a label of {short(known)}; got {shown(label)}")
         return matching
     for labels in (known, result.words.get(axis, ())):
         if labels.count(label) == 1:
             return [labels.index(label)]
-    raise ValueError(f"{axis} must be a unique label of {short(known)}; got {label!r}")
+    raise ValueError(f"{axis} must be a unique label of {short(known)}; got {shown(label)}")
 
 
 def regrouped(result: "Result", what: str) -> "Result":

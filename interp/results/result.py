@@ -332,7 +332,7 @@ class Result(pictures.Shown):
             FileNotFoundError: if there is no such file.
             CacheError: if the file is damaged, or `save` did not write it.
         """
-        with storage.opened(Path(path), _FORMAT) as (tensors, facts):
+        with storage.opened(storage.path_of(path), _FORMAT) as (tensors, facts):
             tuples = {name: tuple(fact) for name, fact in facts.items() if name in _TUPLES and fact}
             labels = facts["labels"].items()
             facts["labels"] = {axis: [*map(from_fact, each)] for axis, each in labels}

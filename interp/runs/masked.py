@@ -20,11 +20,20 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from hooks import ActivationCache
-from hooks.shared import Session, all_to_device, progress_of, to_device, warn, without_gradients
+from hooks.shared import (
+    Session,
+    all_to_device,
+    progress_of,
+    shown,
+    to_device,
+    warn,
+    without_gradients,
+)
 from interp.graph.circuit import Circuit
 from interp.graph.graph import Graph
 from interp.inputs.pairs import Pairs, PatchingDirection
 from interp.inputs.texts import are_aligned
+from interp.kinds import require_made
 from interp.measuring import evaluate
 from interp.results.result import Result
 from interp.runs.readers import Readers, stream_after
@@ -142,7 +151,7 @@ class MaskedRuns:
         if isinstance(source, str):
             if source not in ("pair", "zero"):
                 raise ValueError(
-                    f"source must be 'pair', 'zero', a cache or a tensor; got {source!r}"
+                    f"source must be 'pair', 'zero', a cache or a tensor; got {shown(source)}"
                 )
             has_other = self.runs.pairs.corrupted is not None
             if source == "pair" and not (has_other and are_aligned(self._text, self.runs.other)):
@@ -267,6 +276,7 @@ class CircuitRuns(MaskedRuns):
         source: CircuitSource,
         max_bytes: int,
     ) -> None:
+        require_made("circuit", circuit, Circuit)
         graph = Graph(model, split_embeddings="input" not in circuit.graph.writers)
         super().__init__(graph, pairs, source, max_bytes=max_bytes)
         digests = self.runs.pairs.digests()

@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hooks import ActivationCache, HookedRunner, UnknownNameError
-from hooks.shared import layer_of, names_by_layer, require_whole, unknown_point
+from hooks.shared import layer_of, names_by_layer, require_whole, shown, unknown_point
 from interp.edits import Edit
 from interp.inputs.texts import Text, are_aligned
 from interp.protocol import is_of_text, require_points
@@ -64,7 +64,7 @@ def named(runner: HookedRunner, choice: Choice) -> dict[int, str]:
     """
     if not isinstance(choice.site, str):
         raise TypeError(
-            f"site must be a name, such as 'resid_pre'; got {choice.site!r} (a metric belongs into Pairs)"
+            f"site must be a name, such as 'resid_pre'; got {shown(choice.site)} (a metric belongs into Pairs)"
         )
     points = runner.points
     if choice.site in points and layer_of(choice.site) is None:
@@ -237,7 +237,9 @@ def _along(
     point_axis = next((name for name in SELECTS.get(axis, ()) if name in sizes), None)
     if point_axis is None:
         has = [name for name, axes in SELECTS.items() if not sizes.keys().isdisjoint(axes)]
-        raise ValueError(f"over must be of layer, {', '.join(has)} at {choice.site}; got {axis!r}")
+        raise ValueError(
+            f"over must be of layer, {', '.join(has)} at {choice.site}; got {shown(axis)}"
+        )
     if axis == "span":
         if not edited.spans:
             raise ValueError("over=['span'] needs Pairs with spans; got none")

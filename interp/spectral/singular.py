@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from hooks.shared import require_whole
+from hooks.shared import require_kind, require_whole
 from interp.numbers.precision import finite
 
 
@@ -244,6 +244,7 @@ def _tolerance(matrices: Tensor, s: Tensor) -> Tensor:
 
 def _checked_values(s: Tensor) -> Tensor:
     """Singular values in float64, after checks."""
+    require_kind("s", s, Tensor, "a tensor of singular values", "svd(matrix).s has them")
     # Comparisons with NaN are false.
     if not (s.isfinite().all() and (s >= 0).all() and (s.diff(dim=-1) <= 0).all()):
         first = s.flatten()[:8].tolist()

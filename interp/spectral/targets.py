@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from hooks import ActivationCache, CacheError, UnknownNameError
 from hooks.shared import require_room, to_device, without_gradients
 from interp.inputs.texts import mask_of, nan_at_padding
+from interp.kinds import require_cache, require_made
 from interp.protocol import LanguageModel, of
 from interp.runs.sites import Some
 from interp.spectral.factored import FactoredMatrix
@@ -108,7 +109,7 @@ def svd_targets(model: nn.Module, cache: ActivationCache, layers: Some = None) -
     torch.Size([1, 4, 4, 9, 128])
     """
     language: LanguageModel = of(model, "W_V", "W_O")
-    cache.require_weights_of(model)
+    require_cache(cache, model)
     names = _names(cache, ("scores", "pattern", "v"), 'mode="svd_targets"')
     chosen = [layers] if isinstance(layers, int) else [*(names if layers is None else layers)]
     if not chosen or not set(chosen) <= set(names):
@@ -177,6 +178,7 @@ def spectra(targets: SVDTargets, k: int | None = None) -> Mapping[str, SVD]:
     >>> {name: found.s.shape for name, found in spectra(targets).items()}
     {'qkt': torch.Size([1, 1, 3]), 'wvwo': torch.Size([1, 1]), 'avwo': torch.Size([1, 1, 2])}
     """
+    require_made("targets", targets, SVDTargets)
     wvwo = targets.wvwo.svd("wvwo")
 
     def of_matrices(name: str) -> SVD:
@@ -214,6 +216,7 @@ def residual_stream(
     >>> residual_stream(cache, windows).vectors.shape  # window, layer, d_model
     torch.Size([3, 4, 128])
     """
+    require_cache(cache)
     _names(cache, (point,), 'mode="residual"')
     stream = cache.stack(point)
     if windows.dtype != torch.bool or windows.shape != stream.shape[1:3]:

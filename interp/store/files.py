@@ -28,7 +28,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from hooks import CacheError
-from hooks.shared import storage, strict_json
+from hooks.shared import require_kind, storage, strict_json
 
 KIND = "store"
 MANIFEST = "manifest.json"
@@ -64,6 +64,7 @@ class Folder:
     """A directory on this machine, or wherever `fsspec` reaches, such as `s3://bucket/store`."""
 
     def __init__(self, out: str | os.PathLike[str]) -> None:
+        require_kind("out", out, (str, os.PathLike), "a folder or an address")
         self.name = os.fspath(out)
         self._system, self._root = fsspec.core.url_to_fs(self.name)
         self._is_here = isinstance(self._system, LocalFileSystem)

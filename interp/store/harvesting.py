@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hooks import CacheError, Selector
-from hooks.shared import Words, progress_bar, shows_progress, without_gradients
+from hooks.shared import Words, progress_bar, shown, shows_progress, without_gradients
 from interp.store.activations import Activations
 from interp.store.corpora import Corpus, TextPiece, runs
 from interp.store.corpora import count as count_of
@@ -91,7 +91,7 @@ def harvest(
             raise ValueError(f"Ray runs all jobs, so there is no shard to name; got {shard}")
         engine.run(harvest_shard, model, (texts, names, out, read))
     else:
-        raise TypeError(f"engine must be interp.store.Ray(...) or None; got {engine!r}")
+        raise TypeError(f"engine must be interp.store.Ray(...) or None; got {shown(engine)}")
     return Activations(out)
 
 

@@ -19,6 +19,7 @@ from hooks.shared import (
     require_choice,
     require_whole,
     resolve,
+    shown,
     to_device,
     weights_hash,
 )
@@ -71,7 +72,9 @@ class Settings:
 
     def __post_init__(self) -> None:
         if not isinstance(self.dtype, torch.dtype | None):
-            raise TypeError(f"dtype must be one of PyTorch, as torch.float16; got {self.dtype!r}")
+            raise TypeError(
+                f"dtype must be one of PyTorch, as torch.float16; got {shown(self.dtype)}"
+            )
         if self.dtype and not (self.dtype.is_floating_point and self.dtype.itemsize > 1):
             raise ValueError(f"dtype must be a float of 16 bits or more; got {self.dtype}")
         sizes = {"batch": self.batch, "per_file": self.per_file, "context": self.context}
@@ -106,7 +109,8 @@ def by_token(runner: HookedRunner, names: Selector) -> list[str]:
     for name in points:
         if (axes := runner.points[name].axes)[:2] != ("batch", "pos"):
             raise ValueError(
-                f"points must begin with [batch pos], a row for each token; got {name} [{' '.join(axes)}]"
+                f"points must begin with [batch pos], a row for each token; got {name} [{' '.join(axes)}] "
+                "(statistics(model, texts, names, reading=lambda model, cache: ...) sums what is read from it)"
             )
     return points
 

@@ -10,7 +10,6 @@ import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import reduce
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -263,7 +262,7 @@ class StatisticsByPoint(dict[str, Statistics]):
             held = {field.name: getattr(one, field.name) for field in fields(one)}
             tensors |= {f"{name} {key}": v for key, v in held.items() if isinstance(v, Tensor)}
             facts[name] = {key: v for key, v in held.items() if not isinstance(v, Tensor)}
-        storage.save(Path(path), _KIND, tensors, facts)
+        storage.save(storage.path_of(path), _KIND, tensors, facts)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "StatisticsByPoint":
@@ -273,7 +272,7 @@ class StatisticsByPoint(dict[str, Statistics]):
             FileNotFoundError: if there is no such file.
             CacheError: if it is damaged or another file.
         """
-        with storage.opened(Path(path), _KIND) as (tensors, facts):
+        with storage.opened(storage.path_of(path), _KIND) as (tensors, facts):
             made = {name: dict(plain) for name, plain in facts.items()}
             for key, value in tensors.items():
                 name, _, field = key.rpartition(" ")

@@ -193,7 +193,9 @@ class PrunedGraph(pictures.Shown):
                 one name, or a link has an end that is no node.
         """
         with _errors_of(path):
-            return cls._from_json(strict_json.loads(Path(path).read_text(encoding="utf-8")))
+            return cls._from_json(
+                strict_json.loads(storage.path_of(path).read_text(encoding="utf-8"))
+            )
 
     @classmethod
     def _from_json(cls, data: Mapping[str, Any]) -> "PrunedGraph":

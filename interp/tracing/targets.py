@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from hooks.shared import require_whole
+from hooks.shared import require_whole, shown
 from interp.inputs.token_positions import is_worded
 from interp.inputs.wording import token_ids
 from interp.tracing.frozen import FrozenRun
@@ -57,7 +57,7 @@ def chosen(
         known = all(0 <= token < vocab for token in ids)
         if len(ids) not in (1, 2) or len({*ids}) < len(ids) or not known:
             raise ValueError(
-                f"a target must be a token of {vocab}, two different ones or (layer, feature, pos); got {target!r}"
+                f"a target must be a token of {vocab}, two different ones or (layer, feature, pos); got {shown(target)}"
             )
         directions[len(logits), ids[0]] += 1
         for token in ids[1:]:

@@ -10,6 +10,7 @@ from interp.features.activations import Gated
 from interp.features.cross_layer import CrossLayerTranscoder
 from interp.features.dictionary import Dictionary
 from interp.features.matching_pursuit import MatchingPursuit
+from interp.kinds import require_made
 
 Transcoders = Mapping[str, Dictionary] | Dictionary | CrossLayerTranscoder
 """Transcoders by `blocks.L.mlp_out`, or one that says where it belongs, or one across layers."""
@@ -42,6 +43,8 @@ def by_layer(transcoders: Transcoders, places: Mapping[str, int]) -> dict[int, L
         transcoders = {transcoders.writes or "": transcoders}
     if isinstance(transcoders, CrossLayerTranscoder):
         return _across(transcoders, places)
+    if not isinstance(transcoders, Mapping):
+        require_made("transcoders", transcoders, Dictionary)
     made = _of_one_layer(transcoders, places)
     return {layer: made[layer] for layer in sorted(made)}
 
@@ -50,6 +53,7 @@ def _of_one_layer(
     transcoders: Mapping[str, Dictionary], places: Mapping[str, int]
 ) -> dict[int, LayerTranscoder]:
     for name, dictionary in transcoders.items():
+        require_made(f"the transcoder at {name}", dictionary, Dictionary)
         if name not in places:
             raise ValueError(
                 f"a transcoder must stand where an MLP writes, such as {next(iter(places), None)}; got {name!r}"

@@ -18,6 +18,7 @@ from hooks.shared import (
     is_fully_sharded,
     is_listened_to,
     remove_hooks,
+    require_module,
     tensors_in,
     to_device,
     without_gradients,
@@ -342,6 +343,9 @@ def detach(model: nn.Module) -> None:
     >>> hasattr(copied, "blocks")
     False
     """
+    require_module(model)
+    if isinstance(model, Transformer):
+        return
     for config in configs_of(model).values():
         if config._attn_implementation != kernel_name(config):
             config._attn_implementation_internal = kernel_name(config)

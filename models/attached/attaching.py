@@ -13,7 +13,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from hooks import HookedRunner, HookPoint, HookPoints, Point
-from hooks.shared import Session, Shards, carried, is_whole, mesh_of
+from hooks.shared import Session, Shards, carried, is_whole, mesh_of, require_module
 from models.attached.again import Settings, require_no_hooks, require_one_attachment
 from models.attached.attached import Attached
 from models.attached.attention import AttentionPoints, register
@@ -35,6 +35,7 @@ from models.attached.roles import Roles
 from models.attached.stacks import OwnPart, Stack, Tower, features, stacks_of
 from models.attached.unreadable import AttachError, reading
 from models.text.tokenizer import as_tokenizer
+from models.transformer import Transformer
 
 SPLIT_AXES = {"head", "kv_head", "d_mlp"}
 """The axes that tensor-parallel plans split."""
@@ -99,7 +100,12 @@ def attach(
     >>> cache["pattern", 0].shape
     torch.Size([1, 2, 3, 3])
     """
+    require_module(model)
     what = type(model).__name__
+    if isinstance(model, Transformer):
+        raise TypeError(
+            "a models.Transformer has its points already; got one: HookedRunner(model) runs it"
+        )
     if hasattr(model, "_orig_mod"):
         raise TypeError("attach must come before torch.compile; got a compiled model")
     weights = [*model.parameters()]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hooks.shared import Count, progress_bar, without_gradients
+from hooks.shared import Count, progress_bar, require_device, shown, without_gradients
 from models.config import TransformerConfig
 from models.transformer import Transformer
 from models.weights import differ
@@ -114,7 +114,7 @@ def assemble(
             a dtype in which models do not run, or if `dtype` is such a dtype.
     """
     if dtype not in (None, *DTYPES):
-        raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}; got {dtype!r}")
+        raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}; got {shown(dtype)}")
     held = set(filterfalse(ignored, reader.keys))
     if config.n_layers > len(held):  # before anything is built for each layer
         raise ValueError(
@@ -149,6 +149,7 @@ def _read_all(
     count: Count,
 ) -> dict[str, Tensor]:
     """Every parameter in memory of its own. Of two that are tied the first."""
+    target = require_device(device) or torch.device("cpu")
     values: dict[str, Tensor] = {}
     taken: set[int] = set()  # addresses of memory in use
     # Largest first, because a tensor and its copy are in memory together while the model is small.
@@ -163,7 +164,7 @@ def _read_all(
                 tied = " and ".join(sources[each].keys[0] for each in (first, name))
                 raise ValueError(f"{where}: {tied} must be equal where embeddings are tied")
         else:
-            values[name] = _owned(value, taken, dtype or value.dtype, torch.device(device or "cpu"))
+            values[name] = _owned(value, taken, dtype or value.dtype, target)
             taken.add(values[name].untyped_storage().data_ptr())
         count(shapes[name].numel())
     return values

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
-from hooks.shared import library, shows_progress, storage
+from hooks.shared import library, require_device, require_kind, shows_progress, storage
 from models import verification
 from models.checkpoints.huggingface import load_huggingface
 from models.checkpoints.own import BUNDLED, CONFIG, bundled, load_own
@@ -88,6 +89,7 @@ def load(
     >>> model.config.n_layers, model.W_E.dtype
     (4, torch.float32)
     """
+    device = require_device(device)
     path = locate(name_or_path, revision=revision)
     if path.is_file() and (kind := _kind_of_weights(path)):
         model, path = _load_weights(path, kind, dtype, device, ignore), path.parent
@@ -199,6 +201,15 @@ def locate(
         ValueError: if a revision is given, and it is not from the hub.
         ImportError: if it may be a hub model, and huggingface_hub is not installed.
     """
+    hint = ""
+    if isinstance(name_or_path, nn.Module):
+        loaded = "a Transformer is loaded already"
+        hint = (
+            loaded
+            if isinstance(name_or_path, Transformer)
+            else "models.attach(model) gives it points"
+        )
+    require_kind("name_or_path", name_or_path, (str, os.PathLike), "a name or a path", hint)
     if not os.fspath(name_or_path):
         raise FileNotFoundError(f"name_or_path must name a model or a folder; got {name_or_path!r}")
     name, path = os.fspath(name_or_path), Path(name_or_path)

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from hooks.shared import storage, strict_json
+from hooks.shared import require_kind, shown, storage, strict_json
 from models.checkpoints.assemble import assemble
 from models.checkpoints.readers import WHOLE, reader_of
 from models.config import TransformerConfig
@@ -71,8 +71,10 @@ def save(
     ...     load(directory).config == config
     True
     """
+    require_kind("directory", directory, (str, os.PathLike), "a path", "save(directory, model)")
+    require_kind("model", model, Transformer, "a Transformer")
     if not isinstance(tokenizer, CharTokenizer | None):
-        raise TypeError(f"tokenizer must be a CharTokenizer or None; got {tokenizer!r}")
+        raise TypeError(f"tokenizer must be a CharTokenizer or None; got {shown(tokenizer)}")
     storage.require_folder(directory)
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks.shared import warn, without_gradients
+from hooks.shared import require_kind, warn, without_gradients
 from models.checkpoints.assemble import Reader, Rows, Source, assemble, expanded
 from models.checkpoints.transformer_lens_config import lens_config
 from models.config import TransformerConfig
@@ -66,6 +66,13 @@ def from_transformer_lens(
         config = getattr(state_dict, "cfg", None) if config is None else config
         tokenizer = getattr(state_dict, "tokenizer", None)
         state_dict = state_dict.state_dict()
+    require_kind(
+        "state_dict",
+        state_dict,
+        Mapping,
+        "a state dict or a model of TransformerLens",
+        "models.load(path) reads a file of its weights",
+    )
     weights = dict(state_dict)
     if not is_transformer_lens(weights):
         raise ValueError(

@@ -16,7 +16,16 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 
-from hooks.shared import require_whole, to_device, trusted, uncompiled, without_gradients
+from hooks.shared import (
+    NoOthers,
+    refuse,
+    require_whole,
+    shown,
+    to_device,
+    trusted,
+    uncompiled,
+    without_gradients,
+)
 from models.running.kvcache import KVCache
 from models.running.prompts import IN_TRAINING, as_lists, check_prompts
 from models.running.sampling import Sampling, row_generator
@@ -91,6 +100,7 @@ def generate(
     [5, 4]
     """
     _require(model)
+    refuse(options, stream, "generate")
     texts = as_lists(model, prompts, options.pop("attention_mask", None))
     steps = stream(model, texts, max_new_tokens=max_new_tokens, **options)
     new = [(step.tokens, step.running) for step in steps]
@@ -127,6 +137,7 @@ def generate_text(
         raise TypeError(
             "generate_text takes texts; a tokenizer is assigned: model.tokenizer = tokenizer"
         )
+    refuse(options, stream, "generate_text")
     tokenizer: Tokenizer = model.require_tokenizer()
     ends: set[int] = set()
     if options.get("stop") is None:
@@ -165,6 +176,7 @@ def stream(
     seed: int | torch.Generator = 0,
     max_context: int | None = None,
     prefill_chunk: int = 1024,
+    **others: Unpack[NoOthers],
 ) -> Iterator[Step]:
     """Yields the steps of `generate` one at a time.
 
@@ -195,6 +207,7 @@ def stream(
     >>> next(steps).logits.shape
     torch.Size([2, 5])
     """
+    refuse(others, stream, "stream")
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     _require(model)
     texts = as_lists(model, prompts, attention_mask)
@@ -261,8 +274,9 @@ def _steps(
 
 def _require(model: object) -> None:
     if not isinstance(model, Transformer):
-        what = type(model).__name__
-        hint = "try its own .generate"
+        hint = ""
         if isinstance(model, nn.Module) and isinstance(uncompiled(model), Transformer):
-            hint = "give compiled._orig_mod, the model inside; each step has another shape"
-        raise TypeError(f"generate needs a models.Transformer; got a {what} ({hint})")
+            hint = " (give compiled._orig_mod, the model inside; each step has another shape)"
+        elif hasattr(model, "generate"):
+            hint = " (try its own .generate)"
+        raise TypeError(f"generate needs a models.Transformer; got {shown(model)}{hint}")

@@ -49,8 +49,17 @@ def chat(
     >>> one.texts, one.spans["assistant"]
     (('user: hi. assistant: ok. ',), [[21, 22]])
     """
+    rule = (
+        "messages must be a list of messages, as [{'role': 'user', 'content': 'hi'}], or of chats"
+    )
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+        raise ValueError(f"{rule}; got {messages!r:.80}")
     chats: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
+    if any(isinstance(one, str | Mapping) or not isinstance(one, Sequence) for one in chats):
+        raise ValueError(f"{rule}; got {messages!r:.80}")
     for message in chain(*chats):
+        if not isinstance(message, Mapping):
+            raise ValueError(f"{rule}; got {message!r:.80} among them")
         if not all(isinstance(message.get(key), str) for key in ("role", "content")):
             raise ValueError(
                 f"a message must have a role and a content, both texts; got {message!r:.80}"

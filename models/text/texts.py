@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 from functools import partial
 from operator import index
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from hooks.shared import encoded, require_choice
+from hooks.shared import NoOthers, encoded, refuse, require_choice
 from models.text.token_batch import TokenBatch, is_columns, is_integer, is_one_text
 from models.text.tokenizer import Tokenizer, as_tokenizer, pieces_of
 
@@ -91,7 +91,12 @@ class ReadsText:
         return 0
 
     def to_tokens(
-        self, texts: Texts, *, bos: bool | None = None, side: Literal["left", "right"] = "right"
+        self,
+        texts: Texts,
+        *,
+        bos: bool | None = None,
+        side: Literal["left", "right"] = "right",
+        **others: Unpack[NoOthers],
     ) -> TokenBatch:
         """Tokens and mask of texts of any lengths. A tensor [batch, pos] is returned as it is.
 
@@ -109,6 +114,7 @@ class ReadsText:
         >>> tokens.shape, mask.sum(1).tolist()
         (torch.Size([2, 6]), [6, 1])
         """
+        refuse(others, self.to_tokens, "to_tokens")
         if isinstance(texts, TokenBatch):
             return texts
         if isinstance(texts, Tensor) and texts.ndim == 2:

@@ -8,6 +8,8 @@ from typing import Any
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
+from hooks.shared import shown
+
 
 @dataclass(frozen=True, eq=False)
 class TokenBatch:
@@ -54,7 +56,7 @@ def is_one_text(texts: Any) -> bool:
         return False
     if not hasattr(texts, "__len__"):
         raise ValueError(
-            f"texts must be a string, a list of tokens, a tensor, or several; got {texts!r:.40}"
+            f"texts must be a string, a list of tokens, a tensor, or several; got {shown(texts)}"
         )
     return bool(len(texts)) and all(is_integer(token) for token in texts)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from jaxtyping import Shaped
 from torch import Tensor
 
-from hooks.shared import library
+from hooks.shared import library, require_kind, shown
 from models.text.charsmap import Charsmap
 from models.text.templates import ChatTemplate, template_of
 
@@ -89,6 +89,7 @@ class CharTokenizer:
     eos_token_ids: tuple[int, ...] = ()
 
     def __init__(self, characters: Sequence[str]) -> None:
+        require_kind("characters", characters, Sequence, "a text, or a list of characters")
         self.characters = tuple(characters)
         self.vocab_size = len(self.characters)
         self._token = {character: token for token, character in enumerate(self.characters)}
@@ -300,7 +301,10 @@ def pieces_of(tokens: Any, piece: Callable[[int], str]) -> Any:
 
 def _known(tokens: Sequence[int], known: Collection[int]) -> list[int]:
     """The tokens as plain integers, after checking that all are `known`."""
-    tokens = [index(token) for token in tokens]
+    try:
+        tokens = [index(token) for token in tokens]
+    except TypeError:
+        raise TypeError(f"tokens must be whole numbers; got {shown(tokens)}") from None
     if outside := [token for token in tokens if token not in known]:
         raise ValueError(
             f"tokens must be among the vocabulary's {len(known)}, 0 to {max(known, default=-1)}; "

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from hooks.shared import require_whole, to_device, trusted, without_gradients
-from models.checks import INTEGERS, check_types
+from models.checks import INTEGERS, check_tokens, check_types, names_fields
 from models.mode import mode
 from models.norm import widened
 from models.transformer import Transformer
@@ -28,6 +28,7 @@ TrainingText = Int[Tensor, "*_walk _pos"] | Sequence[int]
 """A text [pos], or walks [walk, pos]: texts of equal length. No window spans two of them."""
 
 
+@names_fields
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
     """Settings of training. The defaults are nanoGPT's for small character models (Karpathy 2022).
@@ -134,6 +135,7 @@ def next_token_loss(
     >>> next_token_loss(logits, torch.tensor([[5, 0, 7]])).exp()
     tensor([[8., 8.]])
     """
+    check_tokens(tokens)
     losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), tokens[:, 1:], reduction="none")
     if attention_mask is None:
         return losses

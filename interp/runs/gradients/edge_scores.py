@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from hooks.shared import all_to_device, progress_of, require_choice, to_device
+from hooks.shared import all_to_device, progress_of, require_choice, shown, to_device
 from interp.graph import Graph
 from interp.inputs.texts import Text, are_aligned
 from interp.numbers.precision import at_least_float32
@@ -70,7 +70,9 @@ def positions(over: str | None, edited: Text, source: Text) -> ChangedPositions:
     batch, n = edited.tokens.shape
     if over != "span":
         if not are_aligned(edited, source):
-            raise ValueError(f"over must be 'span' where positions do not correspond; got {over!r}")
+            raise ValueError(
+                f"over must be 'span' where positions do not correspond; got {shown(over)}"
+            )
         columns = torch.arange(n, device=edited.tokens.device).expand(batch, n)
         if over is None:
             return ChangedPositions(columns, columns, torch.zeros_like(columns), None)

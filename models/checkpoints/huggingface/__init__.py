@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hooks.shared import hooks_of, is_foreign, require_choice, storage
+from hooks.shared import hooks_of, is_foreign, require_choice, require_module, storage
 from models.checkpoints.assemble import Reader, assemble, end_tokens
 from models.checkpoints.huggingface.families import FAMILIES
 from models.checkpoints.huggingface.family import Attributes, Family
@@ -100,6 +100,7 @@ def from_hf(
 
 def _check_forward(model: nn.Module) -> None:
     """Refuses a model that computes something else than its weights and config say."""
+    require_module(model)
     for name, module in model.named_modules():
         where = type(module).forward.__module__.partition(".")[0]
         if where not in ("transformers", "torch", "hooks", "models"):

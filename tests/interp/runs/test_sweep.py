@@ -596,7 +596,7 @@ CLEAN, CORRUPTED = some_tokens(1), some_tokens(2)
         (TypeError, "attach", {"model": nn.Sequential(nn.Linear(3, 5)).eval()}),
         (ValueError, "layers.*embed", {"site": "embed", "layers": 0}),
         (ValueError, "'layer' at embed", {"site": "embed", "over": ("layer",)}),
-        (TypeError, "got Tensor", {"pairs": CLEAN}),
+        (TypeError, "tensor .*Pairs", {"pairs": CLEAN}),
         (TypeError, "HookedRunner's .model", {"model": HookedRunner(variant("pre"))}),
         (EditError, "pos", {"edit": edits.zero(pos=7), "over": ("layer",)}),
         (EditError, "size 5", {"edit": edits.replace(torch.zeros(4, POS, 10))}),

@@ -1,0 +1,102 @@
+"""Arguments of the wrong kind: an error says what was given, what is needed, and the call that makes it.
+
+1. `require_kind` refuses a value that is not of a class. The call that makes one is registered by the packages that have it.
+2. `require_device` refuses a device that is not here.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hooks.hints import ATTRIBUTES, closest, made_by
+from hooks.saying import shown
+
+
+def require_kind(
+    name: str, value: object, kind: type | tuple[type, ...], words: str, call: str = ""
+) -> None:
+    """Refuse a value of another class.
+
+    Args:
+        name: the argument.
+        value: what was given.
+        kind: the class, or several.
+        words: the class in words, such as `an ActivationCache`.
+        call: the call that makes one; by default the one that is registered for the first class.
+
+    Raises:
+        TypeError: naming the argument, what it must be, what it is, and the call.
+
+    >>> require_kind("seed", "a", int, "an integer")
+    Traceback (most recent call last):
+    TypeError: seed must be an integer; got 'a'
+    """
+    if isinstance(value, kind):
+        return
+    classes = kind if isinstance(kind, tuple) else (kind,)
+    call = call or made_by(classes[0].__name__, value)
+    hint = f"; {call}" if call else ""
+    raise TypeError(f"{name} must be {words}; got {shown(value)}{hint}")
+
+
+def require_module(model: object) -> None:
+    """Refuse a model that is no module, such as a runner, an attachment, a cache or a name.
+
+    Raises:
+        TypeError: if it is none.
+
+    >>> require_module(3)
+    Traceback (most recent call last):
+    TypeError: model must be a torch.nn.Module; got 3
+    """
+    kind = type(model).__name__
+    hint = f"give the {kind}'s .model" if hasattr(model, "model") else ""
+    hint = hint or ("a cache comes after the model" if kind == "ActivationCache" else "")
+    require_kind("model", model, nn.Module, "a torch.nn.Module", hint)
+
+
+def require_device(device: Any) -> torch.device | None:
+    """Return a device, after a check that it is here; None stays None.
+
+    Raises:
+        ValueError: if there is none of this name; in one line.
+        TypeError: if it is no name of a device.
+
+    >>> require_device("cpu")
+    device(type='cpu')
+    >>> require_device("cudaa")
+    Traceback (most recent call last):
+    ValueError: device must be one that is here, such as 'cpu'; got 'cudaa'
+    """
+    if device is None:
+        return None
+    try:
+        there = torch.device(device)
+        if there.type != "meta":
+            torch.empty(0, device=there)  # fails where there is no such device
+    except TypeError:
+        rule = "device must be a name, such as 'cpu', or a torch.device"
+        raise TypeError(f"{rule}; got {shown(device)}, a {type(device).__name__}") from None
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        missing = not torch.cuda.is_available() and "cuda" in str(device)
+        reason = ": torch.cuda.is_available() is False here" if missing else ""
+        raise ValueError(
+            f"device must be one that is here, such as 'cpu'; got {device!r}{reason}"
+        ) from error
+    return there
+
+
+def missing_name(module: str, known: list[str]) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a package, whose error for a name that it lacks has close matches."""
+
+    def __getattr__(name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        hint = f"; here it is {ATTRIBUTES[name]}" if name in ATTRIBUTES else ""
+        close = [] if hint else closest(name, known)
+        matches = f"; close matches: {', '.join(close)}" if close else ""
+        raise AttributeError(f"module {module!r} has no attribute {name!r}{hint}{matches}")
+
+    return __getattr__

@@ -1,0 +1,41 @@
+"""Values of arguments in a few words, for errors. The numbers of a tensor are never printed."""
+
+import os
+import reprlib
+from collections.abc import Sized
+
+import torch
+from torch import Tensor, nn
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 60
+
+
+_PLAIN = (str, bytes, bool, int, float, complex, os.PathLike, slice, range, torch.dtype, torch.device)  # fmt: skip
+
+
+def shown(value: object) -> str:
+    """Return a value in a few words: the dtype and the shape of a tensor, the class of a large object.
+
+    >>> shown(torch.zeros(2, 3)), shown("def f(x):"), shown([1, 2]), shown({"a": torch.zeros(9)})
+    ('a torch.float32 tensor [2, 3]', "'def f(x):'", '[1, 2]', 'a dict of 1')
+    """
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if isinstance(value, Tensor):
+        is_number = value.ndim == 0 and value.device.type == "cpu"
+        return f"a {value.dtype} tensor {[*value.shape]}{f' of {value}' if is_number else ''}"
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"a {value.dtype} array {[*value.shape]}"
+    if value is None or isinstance(value, _PLAIN):
+        return _SHORT.repr(value)
+    kind = type(value).__name__
+    if isinstance(value, list | tuple) and all(isinstance(one, str | int | float) for one in value):
+        return _SHORT.repr(value)
+    if isinstance(value, nn.Module):
+        return f"a {kind}"
+    if isinstance(value, Sized) and isinstance(value, list | tuple | dict | set):
+        return f"a {kind} of {len(value)}"
+    if callable(value) and (name := getattr(value, "__name__", "")):
+        return f"the function {name}"
+    return f"{'an' if kind[:1] in 'AEIOU' else 'a'} {kind}"

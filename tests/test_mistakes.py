@@ -1,0 +1,344 @@
+"""Ordinary mistakes: each ends in one error of ours that names what was given, and none in Python's own words.
+
+The table has a line for each: the call, the class of the error, and what its message must say.
+"""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import hooks
+import interp
+import models
+from hooks import HookedRunner, HookError, HookPoint, Mode
+from interp import store
+from interp.directions import Direction
+
+MISTAKES = """
+logit_lens(model, TEXT)                                         | TypeError | 'def f.*run_with_cache
+logit_lens(model, logits)                                       | TypeError | tensor .1, 18, 103
+logit_lens(model, tokens)                                       | TypeError | tensor .1, 18
+logit_lens(model, runner)                                       | TypeError | HookedRunner
+logit_lens(model, model)                                        | TypeError | Transformer
+logit_lens(model, None)                                         | TypeError | None
+logit_lens(model, dict(cache))                                  | TypeError | a dict
+logit_lens(cache, model)                                        | TypeError | ActivationCache.*after the model
+logit_lens(TEXT, cache)                                         | TypeError | 'def f.*models.load
+logit_lens(runner, cache)                                       | TypeError | HookedRunner
+logit_lens(model)                                               | TypeError | cache
+logit_lens(model, cache, topk=3)                                | TypeError | topk=.*top_k
+decompose(model, TEXT)                                          | TypeError | 'def f.*run_with_cache
+decompose(model, logits)                                        | TypeError | run_with_cache
+accumulated(model, TEXT, right='a')                             | TypeError | run_with_cache
+apply_norm(model, TEXT, logits, 0)                              | TypeError | run_with_cache
+head_scores(model, TEXT, 'induction')                           | TypeError | run_with_cache
+head_scores(model, cache, 'inducton')                           | UnknownNameError | inducton.*induction
+svd_targets(model, TEXT)                                        | TypeError | run_with_cache
+svd_targets(model, cache, which='wvwo')                         | TypeError | which=
+direct_logit_attribution(model, TEXT, right='a')                | TypeError | run_with_cache
+direct_logit_attribution(model, cache, right='not one token')   | ValueError | not one token
+why_attends(model, TEXT, (1, 0))                                | TypeError | run_with_cache
+why_attends(model, cache, 'a1.h0')                              | ValueError | a1.h0
+expert_load(model, TEXT)                                        | TypeError | run_with_cache
+interp.residual_stream(model, TEXT)                             | TypeError | Transformer
+interp.spectra(model)                                           | TypeError | svd_targets
+spectral.effective_rank(TEXT)                                   | TypeError | 'def f
+attribution_graph(model, TEXT, 'pydoc-4l/transcoders')          | TypeError | load_sae.'pydoc-4l/transcoders'
+attribution_graph(model, TEXT, None)                            | TypeError | None
+attribution_graph(model, TEXT, {'blocks.0.mlp_out': TEXT})      | TypeError | blocks.0.mlp_out
+attribution_graph(model, TEXT, sae)                             | ValueError | blocks.2.resid_post
+attribution_graph(TEXT, model, transcoders)                     | TypeError | 'def f
+faithfulness(model, pairs, ['m0->logits'])                      | TypeError | m0->logits.*Circuit
+faithfulness(model, pairs, 'm0->logits')                        | TypeError | m0->logits
+completeness(model, pairs, ['m0->logits'])                      | TypeError | Circuit
+minimality(model, pairs, effects)                               | TypeError | Result
+circuits.greedy(model, effects, 20)                             | TypeError | graph must.*Transformer.*Graph.model
+circuits.top(graph, TEXT, 20)                                   | TypeError | scores
+circuits.random(model, 5)                                       | TypeError | Graph
+Circuit(model, ['m0->logits'])                                  | TypeError | Graph
+Circuit(graph, 'm0->logits')                                    | TypeError | m0->logits
+Circuit(graph, ['m0'])                                          | ValueError | m0
+Circuit(graph, ['m0->m9'])                                      | UnknownNameError | m9
+auroc(effects, TEXT)                                            | TypeError | known
+compare(effects, TEXT)                                          | TypeError | estimate
+compare(model, effects)                                         | TypeError | exact
+path_patching(model, pairs, receivers=[(3, 2)])                 | UnknownNameError | a3.h2<q>
+path_patching(model, pairs, receivers=['a3.h2'])                | UnknownNameError | a3.h2<
+path_patching(model, pairs, receivers=3)                        | TypeError | 3
+edge_attribution(model, TEXT)                                   | TypeError | Pairs.clean
+activation_patching(model, TEXT, 'z')                           | TypeError | Pairs.clean
+activation_patching(model, (TEXT, TEXT), 'z')                   | TypeError | Pairs
+activation_patching(model, pairs, 'attn')                       | UnknownNameError | attn_out
+activation_patching(model, pairs, 'zz')                         | UnknownNameError | zz
+activation_patching(model, pairs, 3)                            | TypeError | 3
+activation_patching(model, pairs, 'z', metric=TEXT)             | TypeError | metric=
+activation_patching(model, pairs, 'z', direction='denoise')     | ValueError | denoising
+activation_patching(model, pairs, 'z', over='haed')             | ValueError | haed
+activation_patching(model, pairs, 'z', site_='z')               | TypeError | site_=
+activation_patching(pairs, model, 'z')                          | TypeError | Pairs
+activation_patching(runner, pairs, 'z')                         | TypeError | HookedRunner
+activation_patching('gpt2', pairs, 'z')                         | TypeError | models.load.'gpt2'
+attribution_patching(model, TEXT)                               | TypeError | Pairs
+integrated_gradients(model, pairs, steps=0)                     | ValueError | 0
+node_effects(model, TEXT)                                       | TypeError | Pairs
+sweep(model, TEXT, edits.zero())                                | TypeError | Edit
+sweep(model, TEXT, [edits.zero()])                              | TypeError | blocks
+sweep(model, pairs, [])                                         | ValueError | none
+measure(logits, logit_diff(1, 2))                               | TypeError | tensor .1, 18, 103.*TokenMetric
+measure(model, logit_diff(1, 2), logits)                        | TypeError | Transformer
+measure(logit_diff(1, 2), TEXT)                                 | TypeError | 'def f
+measure(logit_diff(1, 2), logits, TEXT)                         | TypeError | attention_mask
+measure('logit_diff', logits)                                   | TypeError | 'logit_diff'
+measure(lambda logits: logits, logits)                          | ValueError | 1, 18, 103
+logit_diff('a', 'b')(logits)                                    | ValueError | model.to_id
+log_prob(None)                                                  | ValueError | None
+log_prob(1.5)                                                   | ValueError | float
+kl_divergence(TEXT)                                             | TypeError | logits
+Pairs(clean=TEXT, corrupt=TEXT)                                 | TypeError | corrupt=.*corrupted
+Pairs(3, 4, ('a', 'b'))                                         | TypeError | 3
+Pairs(TEXT, TEXT, ('a', 'b'), metric='logit_diff')              | TypeError | 'logit_diff'
+max_activating(TEXT, model, 'blocks.0.mlp.post')                | TypeError | 'def f
+token_directions(model, 99999)                                  | ValueError | 99999
+token_directions(model, TEXT)                                   | ValueError | 18
+composition_scores(model, 'x')                                  | ValueError | 'x'
+ov_circuit(TEXT)                                                | TypeError | 'def f
+repeated_tokens(model, 4)                                       | ValueError | Transformer
+repeated_tokens(9, 0)                                           | ValueError | 0
+interp.run_with_cache(TEXT, model)                              | TypeError | 'def f
+hooks_name('zzz')                                               | UnknownNameError | zzz
+hooks_name(3)                                                   | TypeError | 3
+load_sae(None)                                                  | TypeError | None
+load_sae(model)                                                 | TypeError | Transformer
+load_sae('pydoc-4l/nope/nope')                                  | FileNotFoundError | nope
+load_sae('no_such_folder')                                      | FileNotFoundError | no_such_folder
+load_sae('pydoc-4l/resid_post', dtype='float16')                | TypeError | float16
+evaluate_sae(model, 'pydoc-4l/resid_post', [TEXT])              | TypeError | load_sae
+evaluate_sae(model, sae, [])                                    | ValueError | none
+spliced(model, 'pydoc-4l/resid_post')                           | TypeError | load_sae
+spliced(model, None)                                            | TypeError | None
+spliced(model, {'nope': sae})                                   | UnknownNameError | nope
+spliced(model, {'blocks.0.mlp_out': model})                     | TypeError | Transformer
+features.feature_cards(model, sae, [TEXT], [99999])             | ValueError | 99999
+features.feature_cards(model, sae, [TEXT], 3)                   | TypeError | 3
+features.feature_cards(model, sae, [TEXT], ['a'])               | ValueError | 'a'
+features.feature_cards(model, 'x', [TEXT], [1])                 | TypeError | 'x'
+sae(TEXT)                                                       | ValueError | 'def f
+sae.encode(cache['resid_post', 2][..., :5])                     | ValueError | 5
+features.Dictionary(1, 2, 3, 4, nn.ReLU())                      | TypeError | W_enc
+features.Dictionary(eye, eye, eye[0], eye[0], 'relu')           | TypeError | 'relu'
+models.load(transformers_model)                                 | TypeError | GPT2LMHeadModel.*attach
+models.load(model)                                              | TypeError | loaded already
+models.load(None)                                               | TypeError | None
+models.load('pydoc-5l')                                         | FileNotFoundError | pydoc-4l
+models.load('')                                                 | FileNotFoundError | ''
+models.load('pydoc-4l', dtype='float16')                        | ValueError | 'float16'
+models.load('pydoc-4l', dtype=np.float32)                       | ValueError | float32
+models.load('pydoc-4l', device='cudaa')                         | ValueError | cudaa
+models.load('pydoc-4l', device=3.5)                             | TypeError | 3.5
+models.load_tokenizer(model)                                    | TypeError | Transformer
+models.attach('gpt2')                                           | TypeError | models.load.'gpt2'
+models.attach(None)                                             | TypeError | None
+models.attach(cache)                                            | TypeError | ActivationCache
+models.attach(model)                                            | TypeError | points already
+models.detach('gpt2')                                           | TypeError | 'gpt2'
+models.from_hf('gpt2')                                          | TypeError | 'gpt2'
+models.from_hf(model)                                           | TypeError | Transformer
+models.from_transformer_lens('gpt2')                            | TypeError | 'gpt2'
+models.save(model, 'folder')                                    | TypeError | Transformer
+models.save('folder', TEXT)                                     | TypeError | 'def f
+models.verify(TEXT)                                             | TypeError | 'def f
+models.fold_norms(TEXT)                                         | TypeError | 'def f
+models.center(None)                                             | TypeError | None
+models.build('gpt3')                                            | UnknownNameError | gpt2
+models.Transformer('gpt2')                                      | TypeError | 'gpt2'
+models.Transformer({'n_layers': 1})                             | TypeError | a dict
+models.Transformer.from_pretrained('gpt2')                      | AttributeError | models.load
+models.TransformerConfig(n_layer=1)                             | TypeError | n_layer=.*n_layers
+models.TransformerConfig(d_vocab=5)                             | TypeError | vocab_size
+models.TransformerConfig()                                      | TypeError | vocab_size
+models.TrainingConfig(step=3)                                   | TypeError | step=.*steps
+models.next_token_loss(logits, TEXT)                            | ValueError | str
+models.generate_text(model, TEXT, max_new_tokens=2, do_sample=True) | TypeError | do_sample=.*temperature
+models.generate_text(model, TEXT, max_new_tokens=2, temprature=1) | TypeError | temprature=.*temperature
+models.generate(model, TEXT, max_new_tokens=2, do_sample=True)  | TypeError | do_sample=
+models.generate(model, TEXT, max_new_tokens='3')                | ValueError | '3'
+models.generate('gpt2', TEXT, max_new_tokens=2)                 | TypeError | 'gpt2'
+models.stream(model, TEXT, max_new_tokens=2, do_sample=True)    | TypeError | do_sample=
+models.chat(model, {'role': 'user', 'content': 'hi'})           | ValueError | role
+models.chat(model, 'hi')                                        | ValueError | 'hi'
+models.chat(model, None)                                        | ValueError | None
+models.chat(model, [{'role': 'user'}])                          | ValueError | role
+models.CharTokenizer(3)                                         | TypeError | 3
+model(TEXT, return_type='loss')                                 | TypeError | return_type=
+model(TEXT, stop_at_layer=2)                                    | TypeError | stop_at_layer=.*capture
+model(TEXT, prepend_bos=True)                                   | TypeError | prepend_bos=.*bos
+model.to_tokens(TEXT, prepend_bos=True)                         | TypeError | prepend_bos=.*bos
+model.run_with_cache(TEXT)                                      | AttributeError | HookedRunner
+model.to_str_tokens(TEXT)                                       | AttributeError | to_pieces
+model.to_pieces(None)                                           | TypeError | whole
+model.to_id('zzzz')                                             | ValueError | zzzz
+model(3)                                                        | ValueError | 3
+model(tokens.float())                                           | ValueError | float32
+HookedRunner('gpt2')                                            | TypeError | models.load.'gpt2'
+HookedRunner(None)                                              | TypeError | None
+HookedRunner(runner)                                            | TypeError | HookedRunner
+HookedRunner(cache)                                             | TypeError | ActivationCache
+HookedRunner.from_pretrained('gpt2')                            | AttributeError | from_pretrained.*models.load
+runner.cfg                                                      | AttributeError | config
+runner.run_with_cach                                            | AttributeError | run_with_cache
+runner.run_with_hooks(TEXT, {'embed': edits.zero()})            | TypeError | hooks=
+runner.run_with_hooks(TEXT, [('embed', edits.zero())])          | TypeError | hooks=
+runner.run_with_hooks(TEXT, hooks=edits.zero())                 | TypeError | an Edit
+runner.run_with_hooks(TEXT, hooks=lambda value, point: value)   | TypeError | function
+runner.run_with_hooks(TEXT, hooks='embed')                      | TypeError | 'embed'
+runner.run_with_hooks(TEXT, hooks=['embed'])                    | TypeError | 'embed'
+runner.run_with_hooks(TEXT, hooks={'*.z': [edits.zero(), edits.zero()]}) | TypeError | list of 2.*pairs
+runner.run_with_hooks(TEXT, hooks={'*.z': None})                | TypeError | None
+runner.run_with_hooks(TEXT, hooks={'embed': lambda value: value}) | TypeError | value
+runner.run_with_hooks(TEXT, hooks={'embed': lambda value, point: (value, value)}) | EditError | a tuple of 2
+runner.run_with_hooks(TEXT, hooks={'embed': lambda value, point: value.detach().numpy()}) | EditError | float32 array .1, 18, 128
+runner.run_with_hooks(TEXT, hooks={'embed': lambda value, point: value[:, :2]}) | EditError | 1, 2, 128
+runner.run_with_hooks(TEXT, fwd_hooks=[('embed', edits.zero())]) | TypeError | fwd_hooks=.*hooks=
+runner.run_with_hooks(TEXT, hooks={'embed': edits.zero(head=1)}) | UnknownNameError | head
+runner.run_with_hooks(TEXT, hooks={'*.z': edits.zero(head=77)}) | SelectionError | 77
+runner.run_with_hooks(TEXT + ' + 1', hooks={'embed': edits.replace(cache)}) | EditError | 22.*18.*source_pos
+runner.run_with_hooks(TEXT, hooks={'embed': edits.add(torch.ones(5))}) | EditError | 128.*5
+runner.hooks(edits.zero())                                      | TypeError | an Edit
+runner.add(edits.zero())                                        | TypeError | an Edit
+runner.run_with_cache(TEXT, 'full')                             | TypeError | mode=
+runner.run_with_cache()                                         | TypeError | tokens
+runner.run_with_cache(TEXT, return_type='logits')               | TypeError | return_type=
+runner.run_with_cache(TEXT, stop_at_layer=2)                    | TypeError | stop_at_layer=.*capture
+runner.run_with_cache(TEXT, names_filter='embed')               | TypeError | names=
+runner.run_with_cache(TEXT, name='embed')                       | TypeError | name=.*names
+runner.run_with_cache(TEXT, names='embedd')                     | UnknownNameError | embedd.*embed
+runner.run_with_cache(TEXT, names=3)                            | TypeError | 3
+runner.run_with_cache(TEXT, mode='fulll')                       | ValueError | fulll
+runner.run_with_cache(TEXT, positions='last')                   | TypeError | 'last'
+runner.run_with_cache(None)                                     | ValueError | None
+runner.run_with_cache([[1, 'a']])                               | ValueError | 'a'
+runner.run_with_cache(torch.rand(2, 3))                         | ValueError | float32
+cache['patern', 1]                                              | UnknownNameError | patern.*pattern
+cache['pattern', 9]                                             | UnknownNameError | 0 to 3; got 9
+cache['pattern']                                                | UnknownNameError | blocks.0.attn.pattern
+cache['pattern', '1']                                           | TypeError | '1'
+cache[3]                                                        | TypeError | 3
+cache.at(batch=5)                                               | SelectionError | batch.*5
+cache.at(pos='last')                                            | TypeError | 'last'
+cache.stack('patern')                                           | UnknownNameError | pattern
+cache.remove_batch_dim()                                        | AttributeError | cache.at
+cache.save(3)                                                   | TypeError | 3
+hooks.ActivationCache.load(3)                                   | TypeError | 3
+edits.zero(3)                                                   | TypeError | 3.*
+edits.zero(heads=3)                                             | UnknownNameError | heads.*head
+edits.zero(head='3')                                            | TypeError | '3'
+edits.scale('2')                                                | TypeError | '2'
+edits.add(np.ones(128))                                         | TypeError | float64 array .128
+edits.add('embed')                                              | TypeError | 'embed'
+edits.add([1.0, 2.0])                                           | TypeError | as_tensor
+edits.replace(TEXT)                                             | TypeError | 'def f
+edits.mean(cache, over=3)                                       | TypeError | 3
+edits.noise('a')                                                | TypeError | 'a'
+edits.noise(1.0, seed='a')                                      | ValueError | 'a'
+edits.project_out(TEXT)                                         | TypeError | 'def f
+store.harvest(model, [TEXT], '*.pattern', 'folder')             | ValueError | pattern.*statistics
+store.harvest(model, 'a', 'embed', 'folder')                    | ValueError | 'a'
+store.harvest(TEXT, model, 'embed', 'folder')                   | TypeError | str
+store.harvest(model, [TEXT], 'embed', None)                     | TypeError | None
+store.harvest(model, None, 'embed', 'folder')                   | ValueError | None
+store.Activations(None)                                         | TypeError | None
+store.Activations('no_such_folder')                             | FileNotFoundError | no_such_folder
+store.statistics(model, TEXT, 'embed', pos=-1)                  | TypeError | pos=.*harvest
+effects.top('x')                                                | ValueError | 'x'
+effects.plot('x')                                               | UnknownNameError | x
+effects.save(3)                                                 | TypeError | 3
+effects['layer']                                                | TypeError | values
+interp.Result.load(3)                                           | TypeError | 3
+Direction.load(3)                                               | TypeError | 3
+HookPoint(3)                                                    | TypeError | 3
+HookPoint('batch batch')                                        | ValueError | batch batch
+Mode('x')                                                       | ValueError | full
+interp.logits_lens                                              | AttributeError | logit_lens
+interp.ActivationPatching                                       | AttributeError | activation_patching
+models.HookedTransformer                                        | AttributeError | models.load
+models.loads                                                    | AttributeError | load
+hooks.Runner                                                    | AttributeError | HookedRunner
+"""
+LINES = [[part.strip() for part in line.split(" | ")] for line in MISTAKES.strip().splitlines()]
+TEXT = "def f(x): return x"
+# Python's own errors, which say nothing of what to do.
+OF_PYTHON = re.compile(
+    r"^'\w+' object |NoneType' object|not subscriptable|is not iterable|unsupported operand|has no len|"
+    r"unexpected keyword|takes \d+ positional|os\.PathLike object, not|indices must be|tensor\(|array\("
+)
+
+
+def spliced(model, dictionaries):
+    with interp.splice(model, dictionaries):
+        raise AssertionError("not reached")
+
+
+@pytest.fixture(scope="module")
+def given():
+    """What the calls of the table are made with."""
+    transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 4, "vocab_size": 7}
+    model = models.load("pydoc-4l")
+    runner = HookedRunner(model)
+    logits, cache = runner.run_with_cache(TEXT)
+    pairs = interp.Pairs("def __ini", "def __nam", ("t", "e"))
+    made = {
+        "model": model,
+        "runner": runner,
+        "logits": logits,
+        "cache": cache,
+        "tokens": model.to_tokens(TEXT).tokens,
+        "pairs": pairs,
+        "graph": interp.graph.Graph(model),
+        "effects": interp.activation_patching(model, pairs, "resid_post", over="layer"),
+        "sae": interp.load_sae("pydoc-4l/resid_post"),
+        "transcoders": interp.load_sae("pydoc-4l/transcoders"),
+        "transformers_model": transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval(),
+        "eye": torch.eye(3),
+        "spliced": spliced,
+    }
+    names = {name: getattr(interp, name) for name in interp.__all__}
+    others = [hooks, interp, models, nn, np, store, torch]
+    named = {module.__name__.rpartition(".")[2]: module for module in others}
+    kinds = {kind.__name__: kind for kind in (Direction, HookedRunner, HookPoint, Mode)}
+    return {**names, **named, **kinds, **made, "np": np, "TEXT": TEXT}
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(("call", "error", "match"), LINES, ids=[line[0] for line in LINES])
+def test_a_mistake_is_an_error_that_helps(call, error, match, given, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    kind = getattr(hooks, error, None) or getattr(__builtins__, error, None) or __builtins__[error]
+    with pytest.raises(kind, match=match) as caught:
+        eval(call, dict(given))
+    message = str(caught.value)
+    assert not OF_PYTHON.search(message)
+    assert len(message) < 900
+    assert type(caught.value) is not KeyError
+    assert isinstance(caught.value, HookError) or type(caught.value) is kind
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is here")
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    "call",
+    ["models.load('pydoc-4l', device='cuda')", "cache.to('cuda')", "runner.run_with_cache(TEXT, device='cuda')", "models.load('pydoc-4l', device='cuda:1')"],
+)  # fmt: skip
+def test_a_device_that_is_not_here_is_one_line(call, given):
+    with pytest.raises(ValueError, match="'cuda.*is_available") as caught:
+        eval(call, dict(given))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_detach_takes_nothing_from_a_plain_model(given):
+    model = models.load("pydoc-4l")
+    models.detach(model)
+    torch.testing.assert_close(model(given["tokens"]), given["logits"], rtol=1e-4, atol=1e-4)
