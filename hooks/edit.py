@@ -14,12 +14,12 @@ from hooks._torch import FakeTensor, compiled_forms, has_storage, is_checkpointe
 from hooks.beside import Watch
 from hooks.calls import Calls, number_of_call
 from hooks.errors import NEVER_FIRED, ContextError, EditError, HookError, require_fired, warn
-from hooks.kinds import shown
 from hooks.names import resolve
 from hooks.nested import tensors_in, with_first_tensor
 from hooks.point import Hook, HookPoint, Point, as_node, first_tensor
 from hooks.processes import require_whole
 from hooks.receipts import Receipt, Receipts
+from hooks.saying import shown
 from hooks.session import OutputHook, Session, hooks_disabled, is_open
 
 ELSEWHERE = (
@@ -231,13 +231,12 @@ def edited_points(
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise TypeError(f"hooks must be {_FORM}; got {shown(pair)} among them")
         selector, hook = pair
-        if isinstance(hook, list | tuple) and hook and all(map(callable, hook)):
-            several = "several are pairs: [(point, first), (point, second)]"
-            raise TypeError(
-                f"the hook at {selector!r} must be one function; got {shown(hook)}; {several}"
-            )
         if not callable(hook):
-            raise TypeError(f"the hook at {selector!r} must be a function; got {shown(hook)}")
+            several = "several are pairs: [(point, first), (point, second)]"
+            hint = f"; {several}" if isinstance(hook, list | tuple) else ""
+            raise TypeError(
+                f"the hook at {selector!r} must be one function; got {shown(hook)}{hint}"
+            )
         _require_two_arguments(hook, selector)
         once: dict[nn.Module, Point] = {}
         for point in resolve(selector, known, points).values():

@@ -35,7 +35,7 @@ from hooks.errors import (
     warn,
 )
 from hooks.hints import HintedClass, HintsAtNames, register_hints, unknown_point
-from hooks.kinds import missing_name, require_device, require_kind, require_module, shown
+from hooks.kinds import missing_name, require_device, require_kind, require_module
 from hooks.memory import require_room
 from hooks.names import blocks_of, names_by_layer, resolve
 from hooks.nested import mapped, tensors_in, with_first_tensor
@@ -56,6 +56,7 @@ from hooks.positions import TEXT_AXES, Index, Rows, Selection, all_but, broadcas
 from hooks.processes import Shards, is_whole, mesh_of
 from hooks.progress import Count, progress_bar, progress_of, shows_progress
 from hooks.replay import plain_argument, replay
+from hooks.saying import shown
 from hooks.scoped import Scoped
 from hooks.session import (
     Edits,

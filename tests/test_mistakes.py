@@ -16,6 +16,7 @@ import models
 from hooks import HookedRunner, HookError, HookPoint, Mode
 from interp import store
 from interp.directions import Direction
+from tests.count import ROOT
 
 MISTAKES = """
 logit_lens(model, TEXT)                                         | TypeError | 'def f.*run_with_cache
@@ -342,3 +343,24 @@ def test_a_detach_takes_nothing_from_a_plain_model(given):
     model = models.load("pydoc-4l")
     models.detach(model)
     torch.testing.assert_close(model(given["tokens"]), given["logits"], rtol=1e-4, atol=1e-4)
+
+
+def test_the_guide_of_errors_lists_every_kind():
+    """The table of the guide has each class of errors of `hooks` and `models`, and says which of Python's it is."""
+    guide = (ROOT / "examples" / "guides" / "errors.md").read_text(encoding="utf-8")
+    rows = {row[1]: row[0] for row in re.finditer(r"^\| `(\w+Error)`.*$", guide, re.MULTILINE)}
+    kinds = [getattr(hooks, name) for name in hooks.__all__ if name.endswith("Error")]
+    for kind in [*kinds, models.VerificationError]:
+        assert kind.__name__ in rows or kind is HookError
+        if isinstance(kind, type) and kind is not HookError:
+            own = [base.__name__ for base in kind.__mro__ if base.__module__ == "builtins"][:1]
+            plain = own[0] in ("Exception", "AssertionError", "RuntimeError")
+            assert plain or f"`{own[0]}`" in rows[kind.__name__], kind
+
+
+@pytest.mark.parametrize(
+    "call",
+    ["models.next_token_loss(model(tokens), tokens)", "runner.capture(tokens, names='blocks.2.resid_pre')", "model.to_tokens(TEXT, bos=False)", "Circuit(graph, ['m0->logits'])", "logit_diff(1, 2)"],
+)  # fmt: skip
+def test_the_calls_that_the_guide_of_errors_names_run(call, given):
+    assert eval(call, dict(given)) is not None
