@@ -248,6 +248,8 @@ class _Screen:
         bar, self._bar, self._count = self._bar, None, None
         if bar is None:
             return
+        if not bar.leave:
+            bar.total = None  # a notebook keeps a bar that did not come to its total
         bar.close()
         if self._stream is not None and not bar.leave and not bar.pos:
             # The terminal may have written "^C" behind it.

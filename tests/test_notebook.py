@@ -66,3 +66,15 @@ def test_training_shows_its_progress(run_cell):
         "result = train(model, [5, 7, 11] * 1000, TrainingConfig(steps=3, batch_size=1))"
     )
     assert "3/3" in "".join(content.get("text", "") for _, content in shown)
+
+
+def test_a_bar_of_widgets_goes_away_before_it_is_full(run_cell):
+    pytest.importorskip("ipywidgets", reason="needs ipywidgets")
+    shown = run_cell(
+        "import time; from hooks import progress\n"
+        "progress.DELAY = 0\n"
+        "with progress.progress_bar('texts', total=3): time.sleep(0.3)"
+    )
+    kinds = [kind for kind, _ in shown]
+    assert "display_data" in kinds
+    assert "comm_close" in kinds
