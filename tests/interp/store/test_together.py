@@ -61,7 +61,7 @@ def test_jobs_of_a_sharded_model_may_be_uneven(tmp_path):
         for rank in "01"
     ]  # fmt: skip
     try:
-        ended = [process.communicate(timeout=100) for process in started]
+        ended = [process.communicate(timeout=240) for process in started]
     finally:
         for process in started:
             process.kill()
