@@ -583,7 +583,13 @@ def test_padding_of_a_source_is_never_copied():
         with pytest.raises(EditError, match=columns[1]):
             runner.run_with_hooks(batch, hooks={name: edits.replace(source, batch=[0, 2])})
         with pytest.raises(EditError, match="resample.*text 1"):
-            runner.run_with_hooks(batch, hooks={name: edits.resample(source)})
+            runner.run_with_hooks(batch, hooks={name: edits.resample(source, pos=-1)})
+        # A donor has the padding of the row, so its values would be padding too.
+        alike = model.to_tokens([SOURCES[1]] * 2 + [SOURCES[0]] * 2, side=side)
+        _, donors = runner.run_with_cache(alike)
+        longer = model.to_tokens(ROWS[1:2] * 4)
+        with pytest.raises(EditError, match=f"pos {columns[0].replace('text 1', 'text 0')}"):
+            runner.run_with_hooks(longer, hooks={name: edits.resample(donors)})
         # The first text has no padding, and columns 4 and 5 or 1 and 2 of the others are padding here too.
         runner.run_with_hooks(batch, hooks={name: edits.replace(source, batch=0)})
         alike = model.to_tokens(SOURCES, side=side)

@@ -182,7 +182,8 @@ def resample(
         where: what is replaced.
 
     Raises:
-        EditError: where the edit acts, if the source has other padding than the edited texts.
+        EditError: where the edit acts, if a value of padding would go to a real token, or if positions count
+            from the end and the source has other padding than the edited texts.
 
     >>> from hooks import Point
     >>> rows = torch.tensor([[1.0], [2.0], [3.0]])

@@ -42,7 +42,7 @@ def require_real_source(source: Source, place: Region, where: Where) -> None:
         everything = torch.ones(n_rows, size, dtype=torch.bool)
         ours = everything if ours is None else ours
         theirs = everything if theirs is None else theirs.expand(n_rows, -1)
-        if source.rows == "donor":
+        if source.rows == "donor" and axis in where and where[axis].counts_back:
             _require_same(ours, theirs, place)
         elif axis not in POSITION_AXES or place.source_columns is None:
             _require_real(ours, theirs, place, at)
@@ -83,8 +83,8 @@ def _require_same(ours: Tensor, theirs: Tensor, place: Region) -> None:
     different = ours != theirs
     if different.any():
         raise EditError(
-            f"resample at {place.point} must have a source with the padding of the edited texts; "
-            f"got other padding at column {_first(different)}"
+            f"resample at {place.point} must have a source with the padding of the edited texts, because "
+            f"positions count from the end; got other padding at column {_first(different)}"
         )
 
 

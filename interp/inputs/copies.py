@@ -78,18 +78,19 @@ def groups(
 
 
 def groups_of_cache(
-    cache: ActivationCache, values: Float[Tensor, "*axes example"]
+    cache: ActivationCache, values: Float[Tensor, "*axes example"], text: Text | None = None
 ) -> tuple[int, ...] | None:
     """Return the number of each example's text for a table that was read from a cache.
 
     Args:
         cache: the cache.
         values: the table. The values of copies agree up to rounding.
+        text: the texts of the cache on the CPU, if the caller has copied them already.
 
     Returns:
         The numbers; None if there are no copies, or the cache does not know its tokens.
     """
-    text = text_of(cache)
+    text = text_of(cache) if text is None else text
     if text is None or cache.is_part or len(text.tokens) != values.shape[-1]:
         return None
     columns = values.detach().reshape(-1, values.shape[-1])
@@ -111,7 +112,7 @@ def unseen(text: Text, seen: set[str]) -> Bool[Tensor, " batch"]:
 
 def _tokens(text: Text) -> list[object]:
     """Return the real tokens of each text. Images and sounds have a hash instead."""
-    on_cpu = Text(text.tokens.cpu(), text.real.cpu())
+    on_cpu = Text(text.tokens.cpu(), None if text.mask is None else text.mask.cpu())
     if on_cpu.tokens.is_floating_point():
         return [*map(_content, on_cpu.tokens)]
     return [*on_cpu.listed()]

@@ -20,7 +20,7 @@ from hooks.shared import (
     without_gradients,
 )
 from interp.inputs.copies import groups_of_cache
-from interp.inputs.texts import mask_of, text_of_values
+from interp.inputs.texts import Text, mask_of, text_of_values
 from interp.inputs.token_positions import real_of
 from interp.kinds import require_cache
 from interp.numbers.precision import at_least_float32, like
@@ -114,8 +114,11 @@ def head_scores(
             f"queries and {n_pos} keys, {list(first.shape)}"
         )
     text = text_of_values(cache, (batch, n_pos))
-    tokens = None if text is None else text.tokens
     real = real_of(mask_of(cache, (batch, n_pos)), (batch, n_pos)).cpu()
+    tokens = None
+    if text is not None:
+        tokens = text.tokens.cpu()  # read once, for the keys and for copies of a text
+        text = Text(tokens, None if text.mask is None else real)
     wanted, counted = _wanted(kind, tokens, real, span)
     if queries is not None:
         counted &= Selection(queries).inside(real, "queries")
@@ -136,7 +139,7 @@ def head_scores(
     bounds = {_SHARE: (0.0, 1.0), "nats": (0.0, math.inf)}.get(unit)
     axes = ("layer", "head", "example")
     values = stacked(scores)
-    same = groups_of_cache(cache, values)
+    same = groups_of_cache(cache, values, text)
     return Result(values, axes, unit=unit, about=about, bounds=bounds, groups=same)
 
 
@@ -213,7 +216,7 @@ def _attended(
             f"{kind} needs a cache that knows its tokens; got a cache of a run without tokens, or a part "
             "of a cache (at() does not cut the tokens)"
         )
-    ids = tokens.cpu()  # read once
+    ids = tokens
     same = (ids[..., None] == ids[:, None]) & real[:, None] & (columns[:, None] > columns)
     if kind != "induction":
         return same
