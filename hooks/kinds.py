@@ -47,9 +47,10 @@ def require_module(model: object) -> None:
     Raises:
         TypeError: if it is none.
 
-    >>> require_module(3)
+    >>> from hooks import HookedRunner
+    >>> require_module(HookedRunner(nn.ReLU()))
     Traceback (most recent call last):
-    TypeError: model must be a torch.nn.Module; got 3
+    TypeError: model must be a torch.nn.Module; got a HookedRunner; give the HookedRunner's .model
     """
     kind = type(model).__name__
     hint = f"give the {kind}'s .model" if hasattr(model, "model") else ""
@@ -80,7 +81,8 @@ def require_device(device: Any) -> torch.device | None:
         rule = "device must be a name, such as 'cpu', or a torch.device"
         raise TypeError(f"{rule}; got {shown(device)}, a {type(device).__name__}") from None
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        missing = not torch.cuda.is_available() and "cuda" in str(device)
+        is_cuda = str(device).partition(":")[0] == "cuda"
+        missing = is_cuda and not torch.cuda.is_available()
         reason = ": torch.cuda.is_available() is False here" if missing else ""
         raise ValueError(
             f"device must be one that is here, such as 'cpu'; got {device!r}{reason}"

@@ -164,13 +164,13 @@ def plain(model: nn.Module, *parts: str) -> Any:
         ValueError: if it is attached, and `models.from_hf` refuses its config or, where that does not know its
             family, a part of its blocks was not found.
     """
+    language = of(model, *parts)
     if any(map(is_fully_sharded, model.modules())):
         raise TypeError(
             "a model whose parts are computed alone must have whole weights; "
             f"{type(model).__name__} is sharded by FSDP: load its full state dict into a model "
             "without FSDP, and use that"
         )
-    language = of(model, *parts)
     return language if language is model else language.plain()
 
 

@@ -93,16 +93,14 @@ print(context.receipts)
 #
 # Compiled code does not know which columns are padding. So compile edits for texts of one length, or give positions from 0 on:
 # `pos=-1` is the last column there.
-
-# %%
-import torch
-
-compiled = torch.compile(model, backend="eager")  # without backend= for speed
-tokens = model.to_tokens("def f(").tokens
-with torch.no_grad(), runner.hooks({"blocks.1.mlp_out": edits.zero()}):
-    assert torch.allclose(compiled(tokens), model(tokens), atol=1e-5)
-
-# %% [markdown]
+#
+# ```python
+# compiled = torch.compile(model)
+# with runner.hooks({"blocks.1.mlp_out": edits.zero()}):
+#     logits = compiled(tokens)  # the edit is a part of the compiled code
+# ```
+#
+#
 # ## Hook points
 #
 #

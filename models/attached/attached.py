@@ -34,7 +34,6 @@ from models.attached.configs import (
 )
 from models.attached.context import CACHES, AttachedContext, repeatable_context
 from models.attached.example import (
-    embedding_of,
     is_encoder_decoder,
     logits_of,
     parameters_of,
@@ -228,7 +227,7 @@ class Attached(ReadsText):
         Models that are not asked for logits at each position count as causal, and so do decoders that
         an encoder feeds.
         """
-        if is_encoder_decoder(self.model) or embedding_of(self.model) is None:
+        if is_encoder_decoder(self.model) or table_of(self.model) is None:
             return True
         if any(map(is_fully_sharded, self.model.modules())):
             return True  # this run may not be one that all processes take part in

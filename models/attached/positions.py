@@ -15,7 +15,7 @@ from hooks.shared import (
     without_gradients,
 )
 from models.attached.context import AttachedContext
-from models.attached.example import is_encoder_decoder, logits_of, tokens_for
+from models.attached.example import is_encoder_decoder, logits_of, table_of, tokens_for
 from models.attached.sums import HALF, agree, is_close, is_same
 from models.mode import mode
 
@@ -95,6 +95,8 @@ class PaddedPositions:
         model = attached.model
         if any(map(is_fully_sharded, model.modules())):
             return False  # other processes may have no padding, and would not take part in this run
+        if table_of(model) is None:
+            return False  # it reads no tokens
         pad = attached.pad_token
         tokens = tokens_for(model)[:1]
         # A classifier may find the end of a text by the first padding token.
