@@ -316,7 +316,7 @@ def refuse_unbound(function: Callable[..., Any], args: Any, kwargs: Any, error: 
     except TypeError as reason:
         Words(function).require(kwargs, (), name)
         takes = ", ".join(signature.parameters)
-        raise TypeError(f"{name}({takes}) was called with others: {reason}") from None
+        raise TypeError(f"{name} must be called as {name}({takes}): {reason}") from None
 
 
 def without_gradients(function: Callable[P, Result]) -> Callable[P, Result]:

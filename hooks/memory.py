@@ -127,12 +127,12 @@ def require_room(n_bytes: int, like: Tensor, what: str) -> None:
 
 
 def available(device: torch.device, root: Path = Path("/")) -> float | None:
-    """The bytes that a device can still give to this process, with those that the control groups and limits of Linux leave it.
+    """The bytes that a device can still give to this process, within the control groups and limits of Linux.
 
-    None where the system does not say.
+    None if the system does not report it.
 
     Args:
-        device: the CPU or a device of CUDA. Others do not say.
+        device: the CPU or a device of CUDA. For other devices the result is None.
         root: where `proc` and `sys` are.
     """
     if device.type == "cuda":

@@ -135,7 +135,7 @@ def progress_bar(title: str, total: float | None = None, **options: Any) -> Iter
         try:
             yield count
         finally:
-            if ours and ours is outer:  # others may count in it after this loop
+            if ours and ours is outer:  # another loop may use the bar after this one
                 ours.count = None
 
 

@@ -55,7 +55,7 @@ class WordedMetric:
     read: Callable[[nn.Module], Metric]
 
     def __call__(self, logits: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Refuses logits, beside which nobody reads text."""
+        """Raise an error, because logits alone do not give the tokens of a text."""
         raise ValueError(
             f"{self.call} has tokens as text, which analyses read by the model's tokenizer; beside logits give "
             "tokens, such as model.to_id(' Mary')"

@@ -66,7 +66,7 @@ class Edit:
 
         Raises:
             ValueError: if the edit already selects along one of these axes.
-            UnknownNameError: if an axis is a usual one misspelt. Others may be those of your own points.
+            UnknownNameError: if an axis looks like a misspelt standard axis. Other names may be axes of your own points.
             TypeError: if an index has no form that a `Selection` takes.
         """
         for axis in where:

@@ -160,7 +160,7 @@ def _jacobians(
         rows = range(row, min(row + at_once, size))
         some, backward = peak_bytes(functools.partial(_jacobian_rows, streams, final, rows, skip))
         jacobians[:, rows] = some.to(jacobians)
-        if not row:  # the first one alone says what each of the others takes
+        if not row:  # one row alone tells how much memory each row needs
             if (least := forward + backward) > max_bytes:
                 raise ValueError(
                     f"max_bytes must be at least {least:,} for a text of {tokens.shape[1]} tokens; "

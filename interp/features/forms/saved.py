@@ -12,7 +12,7 @@ from interp.features.forms.common import BY_HAND, json_of, pickled, require, who
 from interp.features.forms.places import ours
 
 _STATISTICS = {"stats_last_nonzero", "latents_activation_frequency", "latents_mean_square"}
-# The last two say once more what the second says.
+# The last two repeat the content of `activation_state_dict`.
 _ACTIVATION = {"activation", "activation_state_dict", "activation.k", "activation.postact_fn"}
 _OPENAI_PLACES = {
     "resid_post_mlp": "resid_post",
