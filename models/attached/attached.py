@@ -205,8 +205,15 @@ class Attached(ReadsText):
             return args, kwargs
         if named.get("position_ids") is not None:
             return args, kwargs
-        positions = self.positions_of(mask)
+        positions = self._positions.of(mask, self._copies_text(named))
         return args, kwargs | {name: value[:, -new.shape[1] :] for name, value in positions.items()}
+
+    def _copies_text(self, named: Mapping[str, Any]) -> bool:
+        """Whether a run gives the decoder no text of its own. Labels [batch, pos] are a text; labels of classes are not."""
+        if "decoder_input_ids" not in self._parameters:
+            return False
+        texts = [named.get(name) for name in ("decoder_input_ids", "decoder_inputs_embeds", "labels")]
+        return not any(isinstance(text, Tensor) and text.ndim > 1 for text in texts)
 
     def _named(self, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         return dict(zip(self._parameters, args, strict=False)) | kwargs

@@ -33,10 +33,16 @@ class PaddedPositions:
 
     def __init__(self, attached: Any, takes_positions: bool) -> None:
         self._attached, self._takes_positions = attached, takes_positions
-        self._reads_padding: dict[str, bool] = {}
+        self._reads_padding: dict[tuple[str, bool], bool] = {}
 
-    def of(self, mask: Shaped[Tensor, "batch pos"]) -> dict[str, Tensor]:
-        """Positions for texts with padding before a token, for a model that takes them: columns without padding.
+    def of(
+        self, mask: Shaped[Tensor, "batch pos"], copies_text: bool = False
+    ) -> dict[str, Tensor]:
+        """Return positions for texts with padding before a token, if the model takes positions: columns without padding.
+
+        Args:
+            mask: True at real tokens.
+            copies_text: whether the run gives no text to the decoder, so that some models copy the text of their encoder.
 
         Raises:
             ValueError: if the model takes none, and counts padding; or if its output reads padding.
@@ -49,9 +55,9 @@ class PaddedPositions:
         # Together, so that an accelerator is waited for once.
         has_left, has_right = torch.stack([is_start.any(), is_end.any()]).tolist()
         if has_left:
-            self._require_unread("left")
+            self._require_unread("left", copies_text)
         if has_right:
-            self._require_unread("right")
+            self._require_unread("right", copies_text)
         if not has_left or not self._attached.has("run_block"):
             return {}
         if (first := self._first_position) is not None:
@@ -63,21 +69,25 @@ class PaddedPositions:
             )
         return {}
 
-    def _require_unread(self, side: str) -> None:
-        """Refuse padding on a side if a text with it has another output than the text alone.
+    def _require_unread(self, side: str, copies_text: bool) -> None:
+        """Raise an error if padding on a side changes the output of a text.
 
-        A classifier may read the first column, a convolution reads across the end of a text.
+        A classifier may read the first column, a convolution reads across the end of a text, and a decoder that copies the
+        text of its encoder also reads the padding in it.
 
         Raises:
             ValueError: saying which texts the model can read.
         """
-        if side not in self._reads_padding:
-            self._reads_padding[side] = self._changes_output(side)
-        if not self._reads_padding[side]:
+        if not self._is_read(side, copies_text):
             return
         model = self._attached.model
         other = "left" if side == "right" else "right"
-        if not self._changes_output(other):
+        if copies_text and not self._is_read(side, copies_text=False):
+            raise ValueError(
+                f"a padded {type(model).__name__} must be given decoder_input_ids, because without them its decoder reads "
+                f"input_ids with the padding; got padding on the {side}"
+            )
+        if not self._is_read(other, copies_text):
             rule = f"must be padded on the {other}"
         elif getattr(model.config, "pad_token_id", None) is None:
             rule = "must have one length, or the model a config.pad_token_id"
@@ -88,8 +98,15 @@ class PaddedPositions:
             "got padding there"
         )
 
+    def _is_read(self, side: str, copies_text: bool) -> bool:
+        """Return `_changes_output`, which runs the model once for each question."""
+        question = (side, copies_text)
+        if question not in self._reads_padding:
+            self._reads_padding[question] = self._changes_output(*question)
+        return self._reads_padding[question]
+
     @without_gradients
-    def _changes_output(self, side: str) -> bool:
+    def _changes_output(self, side: str, copies_text: bool) -> bool:
         """Whether one column of padding on a side changes the output of a text."""
         attached = self._attached
         model = attached.model
@@ -107,14 +124,17 @@ class PaddedPositions:
         padded = torch.cat(columns, 1)
         mask = torch.ones_like(padded)
         mask[:, 0 if side == "left" else -1] = 0
-        more = {"decoder_input_ids": tokens[:, :3]} if is_encoder_decoder(model) else {}
+        more: dict[str, Tensor] = {}
+        if is_encoder_decoder(model) and not copies_text:
+            more["decoder_input_ids"] = tokens[:, :3]
         try:
             alone = self._logits_alone(tokens, **more)
             if side == "left" and attached.has("run_block") and self._first_position is not None:
                 more["position_ids"] = self._counted(mask, self._first_position)
             beside = self._logits_alone(padded, attention_mask=mask, **more)
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
-            return False  # the model needs more than tokens; a run with all of it tells
+            # The model needs more than these tokens. A copied text keeps its padding on the left all the same.
+            return copies_text and side == "left"
         if beside.shape[1:2] == (n_pos + 1,) and alone.shape[1:2] == (n_pos,):
             beside = beside[:, 1:] if side == "left" else beside[:, :-1]
         tolerance = 0.05 if alone.dtype in HALF else 1e-3

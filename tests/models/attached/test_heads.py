@@ -237,3 +237,45 @@ def test_pairs_need_a_tokenizer_to_find_a_mask_token():
     assert pairs.read_by(model).pos.tolist() == [-2]
     with pytest.raises(ValueError, match="pos="):
         Pairs(torch.tensor([[5, 4]]), metric=lambda logits: logits[:, 0, 0], pos=1)
+
+
+SEQUENCES = {
+    "MT5ForQuestionAnswering": dict(d_model=12, num_layers=2, num_heads=3, d_kv=4, d_ff=17),
+    "UMT5ForQuestionAnswering": dict(d_model=12, num_layers=2, num_heads=3, d_kv=4, d_ff=17),
+    "BartForConditionalGeneration": dict(
+        d_model=12,
+        encoder_layers=2,
+        decoder_layers=1,
+        encoder_attention_heads=3,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=17,
+        decoder_ffn_dim=19,
+    ),
+}
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", SEQUENCES)
+@torch.no_grad()
+def test_a_decoder_that_copies_the_text_of_its_encoder_never_reads_padding(name):
+    """Without `decoder_input_ids`, these decoders read `input_ids` shifted by one, with the padding and without a mask."""
+    model = made(name, **SEQUENCES[name], decoder_start_token_id=2)
+    row = torch.tensor([[5, 7, 9, 4, 11]])
+    alone = first_logits(model(row))
+    attach(model)
+    padding = torch.full((1, 3), PAD)
+    real, no = torch.ones_like(row), torch.zeros_like(padding)
+    right = first_logits(model(torch.cat([row, padding], 1), attention_mask=torch.cat([real, no], 1)))
+    torch.testing.assert_close(right[:, :5], alone)
+    left, mask = torch.cat([padding, row], 1), torch.cat([no, real], 1)
+    with pytest.raises(ValueError, match="must be given decoder_input_ids"):
+        model(left, attention_mask=mask)
+    with pytest.raises(ValueError, match="must be given decoder_input_ids"):
+        model(input_ids=left, attention_mask=mask, decoder_input_ids=None)
+    if name.startswith("Bart"):
+        return  # its encoder counts positions from the first column, so padding on the left is an error
+    decoded = torch.tensor([[2, 5, 7]])
+    expected = first_logits(model(row, decoder_input_ids=decoded))
+    torch.testing.assert_close(
+        first_logits(model(left, attention_mask=mask, decoder_input_ids=decoded)), expected
+    )
