@@ -1,25 +1,32 @@
-"""Hook points, a runner that listens at them, and the cache it returns. Works on any `nn.Module`."""
+"""Hook points, a runner that registers hooks at them, and the cache that it returns. Works on any `nn.Module`.
 
-from hooks._torch import Identity
-from hooks.cache import ActivationCache
-from hooks.edit import EditedPoint, HookContext, HookHandle, Hooks
-from hooks.errors import (
+Read the files in this order: `point`, `names`, `session`, `edit`, `runner`, `capture`, `cache`, `lazy`, `replay`, `modes`,
+`plan`, `receipts`. General parts such as errors and storage are in `hooks.base`, which knows nothing about hooks.
+"""
+
+from hooks.base import (
     CacheError,
     ContextError,
     EditError,
     HookError,
+    Identity,
     MemoryLimitError,
     ModeError,
     NeverFiredError,
     SelectionError,
     UnknownNameError,
+    index_by_axis,
+    position_offset,
+    start_of_piece,
+    token_mask,
 )
-from hooks.kinds import missing_name as _missing_name
+from hooks.base import missing_name as _missing_name
+from hooks.cache import ActivationCache
+from hooks.edit import EditedPoint, HookContext, HookHandle, Hooks
 from hooks.modes import Mode, Options
 from hooks.names import Selector
-from hooks.pieces import position_offset, start_of_piece, token_mask
 from hooks.plan import Plan, Planned
-from hooks.point import Hook, HookPoint, HookPoints, Point, index_by_axis
+from hooks.point import Hook, HookPoint, HookPoints, Point
 from hooks.receipts import Receipt, Receipts
 from hooks.runner import HookedRunner
 from hooks.session import FusedUnlessHooked

@@ -14,8 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hooks.errors import HookError
-from hooks.nested import mapped, tensors_in
+from hooks.base import HookError, mapped, tensors_in
 from hooks.point import Point, has_forward
 
 

@@ -11,18 +11,30 @@ import torch
 from jaxtyping import Bool, Shaped
 from torch import Tensor, nn
 
-from hooks import names, storage
-from hooks.errors import CacheError, SelectionError, UnknownNameError, unknown_name
-from hooks.hints import HintsAtNames, unknown_point
-from hooks.kinds import require_device
+from hooks import names
+from hooks.base import (
+    TEXT_AXES,
+    Bound,
+    CacheError,
+    Copies,
+    HintsAtNames,
+    Index,
+    Selection,
+    SelectionError,
+    UnknownNameError,
+    index_by_axis,
+    require_device,
+    require_room,
+    shown,
+    stacked,
+    storage,
+    taken,
+    unknown_name,
+    unknown_point,
+)
 from hooks.lazy import LazyValues
-from hooks.memory import Bound, require_room
 from hooks.modes import Options
 from hooks.origin import Origin
-from hooks.point import index_by_axis
-from hooks.positions import TEXT_AXES, Index, Selection, taken
-from hooks.saying import shown
-from hooks.transfer import Copies, stacked
 
 _FORMAT = "hookscope-cache-6"
 # Before the name of a gradient, an input or a mask; no module's name starts with a dot.

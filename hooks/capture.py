@@ -8,17 +8,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hooks import _torch
-from hooks.errors import NEVER_FIRED, CacheError, HookError, MemoryLimitError, require_fired
+from hooks.base import (
+    NEVER_FIRED,
+    Bound,
+    CacheError,
+    Copies,
+    HookError,
+    MemoryLimitError,
+    Piece,
+    _torch,
+    mapped,
+    piece_read,
+    private,
+    reading,
+    require_fired,
+    with_first_tensor,
+)
 from hooks.joined import join, require_next
-from hooks.memory import Bound
 from hooks.modes import Options
-from hooks.nested import mapped, with_first_tensor
-from hooks.pieces import Piece, piece_read, reading
-from hooks.point import HookPoint, Point, as_node, first_tensor
-from hooks.processes import require_whole
+from hooks.point import HookPoint, Point, as_node, first_tensor, require_unsplit
 from hooks.session import Session
-from hooks.transfer import Copies, private
 
 
 class Complete(BaseException):
@@ -85,7 +94,7 @@ class Recorder:
             value = output if isinstance(output, Tensor) else first_tensor(output, point)
             if axes and value.ndim != len(axes):
                 raise HookError(f"{point} must have these axes; got shape {tuple(value.shape)}")
-            require_whole(value, point)
+            require_unsplit(value, point)
             if name in self.fired and not (self.joined or self._keeps_calls):
                 raise HookError(
                     f"{name} fired twice; a cache keeps one value per name (calls='all' keeps each)"

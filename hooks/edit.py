@@ -10,16 +10,27 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor, nn
 
-from hooks._torch import FakeTensor, compiled_forms, has_storage, is_checkpointed
+from hooks.base import (
+    NEVER_FIRED,
+    Calls,
+    ContextError,
+    EditError,
+    FakeTensor,
+    HookError,
+    compiled_forms,
+    has_storage,
+    is_checkpointed,
+    number_of_call,
+    require_fired,
+    shown,
+    tensors_in,
+    warn,
+    with_first_tensor,
+)
 from hooks.beside import Watch
-from hooks.calls import Calls, number_of_call
-from hooks.errors import NEVER_FIRED, ContextError, EditError, HookError, require_fired, warn
 from hooks.names import resolve
-from hooks.nested import tensors_in, with_first_tensor
-from hooks.point import Hook, HookPoint, Point, as_node, first_tensor
-from hooks.processes import require_whole
+from hooks.point import Hook, HookPoint, Point, as_node, first_tensor, require_unsplit
 from hooks.receipts import Receipt, Receipts
-from hooks.saying import shown
 from hooks.session import OutputHook, Session, hooks_disabled, is_open
 
 ELSEWHERE = (
@@ -292,7 +303,7 @@ def edit_at(
             raise HookError(f"{where}, {rule}: switch checkpointing off")
         value = first_tensor(output, point)
         fired.add(point.name)
-        require_whole(value, point)
+        require_unsplit(value, point)
         if not backward:
             # A count that changes at each run would make a compiler trace each run anew.
             number = None

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hooks.errors import HookError
-from hooks.pieces import piece_is_known, piece_read
+from hooks.base import HookError, piece_is_known, piece_read
 from hooks.point import POSITION_AXES, Point
 
 

@@ -7,14 +7,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hooks import _torch
+from hooks.base import Copies, HookError, _torch, private
 from hooks.capture import Recorder
-from hooks.errors import HookError
 from hooks.names import Blocks
 from hooks.point import Point
 from hooks.replay import BlockCall
 from hooks.session import Edits
-from hooks.transfer import Copies, private
 
 
 class LazyValues(Mapping[str, Tensor]):

@@ -8,13 +8,23 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hooks.errors import HookError, require_choice
-from hooks.kinds import require_device
-from hooks.pieces import Piece, piece_read, reading, real_columns
+from hooks.base import (
+    HookError,
+    Index,
+    Piece,
+    Placement,
+    Selection,
+    piece_read,
+    private,
+    reading,
+    real_columns,
+    require_choice,
+    require_device,
+    shown,
+    taken,
+    to_device,
+)
 from hooks.point import POSITION_AXES, Point
-from hooks.positions import Index, Selection, taken
-from hooks.saying import shown
-from hooks.transfer import Placement, private, to_device
 
 
 class Mode(StrEnum):

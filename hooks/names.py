@@ -6,10 +6,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 
 from torch import Tensor, nn
 
-from hooks.errors import UnknownNameError
-from hooks.hints import how_to_mark, unknown_point
+from hooks.base import LAYER, UnknownNameError, how_to_mark, layer_of, unknown_point
 from hooks.modes import LAST_PARTS, Mode
-from hooks.point import LAYER, HookPoint, HookPoints, Point, has_forward, layer_of
+from hooks.point import HookPoint, HookPoints, Point, has_forward
 
 Selector = str | Mode | Callable[[Point], bool] | Iterable["Selector"]
 """A name, a glob, a predicate on `Point`, a `Mode`, or a list of selectors.

@@ -17,9 +17,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hooks._torch import hooks_of, insert_hook, remove_hook
-from hooks.errors import NEVER_FIRED, HookError, require_fired
-from hooks.nested import with_first_tensor
+from hooks.base import (
+    NEVER_FIRED,
+    HookError,
+    hooks_of,
+    insert_hook,
+    remove_hook,
+    require_fired,
+    with_first_tensor,
+)
 from hooks.point import HookPoint, Point, first_tensor
 from hooks.session import Wire, keys
 

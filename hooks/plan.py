@@ -11,11 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hooks._torch import FakeCopyMode, FakeTensorMode
+from hooks.base import FakeCopyMode, FakeTensorMode, HookError, mapped
 from hooks.cache import ActivationCache
-from hooks.errors import HookError
 from hooks.names import aligned
-from hooks.nested import mapped
 
 
 @dataclass(frozen=True)

@@ -1,26 +1,25 @@
 """HookPoint, the identity module that names a value, and Point, a place where hooks can listen."""
 
 import dataclasses
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, SupportsIndex, TypeGuard
+from collections.abc import Callable
+from typing import Any
 
 import torch
+from jaxtyping import Shaped
 from torch import Tensor, nn
 
-from hooks._torch import Identity
-from hooks.errors import HookError, SelectionError, unknown_name
-from hooks.kinds import require_kind
-from hooks.nested import tensors_in
-from hooks.saying import shown
+from hooks.base import (
+    FakeTensor,
+    HookError,
+    Identity,
+    is_whole,
+    layer_of,
+    require_kind,
+    tensors_in,
+)
 
 # The axes over the positions of this call. `key` also covers cached positions.
 POSITION_AXES = ("pos", "query")
-
-# The first number among the parts of a name.
-LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
-
-Index = SupportsIndex | slice | Sequence[SupportsIndex]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +32,7 @@ class Point:
         meaning: what the value is, in a few words.
         module: the module whose output is the value.
         layer: the first number among the parts of the name, or None.
-        mesh: the processes that the model is split over; see `hooks.processes`.
+        mesh: the processes that the model is split over; see `hooks.base.processes`.
 
     >>> point = Point("blocks.3.attn.z", ("batch", "pos", "head", "d_head"))
     >>> print(point)
@@ -55,16 +54,6 @@ class Point:
 
     def __str__(self) -> str:
         return f"{self.name} [{' '.join(self.axes)}]" if self.axes else self.name
-
-
-def layer_of(name: str) -> int | None:
-    """The first number among the parts of `name`, or None.
-
-    >>> layer_of("blocks.3.attn.q")
-    3
-    """
-    number = LAYER.search(name)
-    return int(number.group()) if number else None
 
 
 Hook = Callable[[Tensor, Point], Tensor | None]
@@ -162,99 +151,6 @@ def has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 
-def index_by_axis(
-    axes: tuple[str, ...], where: Mapping[str, Index], what: str
-) -> tuple[int | slice | list[int], ...]:
-    """The subscript that selects `where` (axis name to index) from a tensor with these axes.
-
-    At most one index may be a list, because PyTorch would broadcast two lists. A list of booleans is a
-    mask. Tensors and arrays are lists too. PyTorch checks sizes when the subscript is used.
-
-    Raises:
-        UnknownNameError: if `axes`, the axes of `what`, have no such name.
-        TypeError: if an index is not an integer, a slice, a list of integers or a mask.
-        ValueError: if two indices are lists.
-
-    >>> index_by_axis(("batch", "pos", "d_model"), {"pos": slice(2, None)}, "the stream")
-    (slice(None, None, None), slice(2, None, None), slice(None, None, None))
-    """
-    require_axes(where, axes, what)
-    index = tuple(plain_index(where.get(axis, slice(None))) for axis in axes)
-    if sum(isinstance(part, list) for part in index) > 1:
-        raise ValueError(f"only one axis can take a list of indices; got {dict(where)}")
-    return index
-
-
-def require_axes(where: Iterable[str], axes: tuple[str, ...], what: str) -> None:
-    """Refuses names that are not among `axes`, those of `what`.
-
-    Raises:
-        UnknownNameError: naming the first.
-    """
-    for axis in where:
-        if axis not in axes:
-            declared = " ".join(axes) or "it declares none"
-            raise unknown_name(axis, axes, f"axis of {what} ({declared})")
-
-
-def plain_index(index: Any, ndim: int = 1) -> Any:
-    """An index as Python's own int, slice, list of ints or, for a mask, list of booleans.
-
-    With `ndim=2` it may also be a list of such lists.
-
-    Raises:
-        TypeError: if it is none of these.
-    """
-    plain = index.tolist() if hasattr(index, "tolist") else index
-    if isinstance(plain, slice) or type(plain) is int:
-        return plain
-    if ndim and isinstance(plain, Sequence) and not isinstance(plain, str):
-        parts = [part.tolist() if hasattr(part, "tolist") else part for part in plain]
-        if all(isinstance(part, bool) for part in parts):
-            return parts
-        parts = [plain_index(part, ndim - 1) for part in parts]
-        if len({isinstance(part, list) for part in parts}) == 1 and slice not in map(type, parts):
-            return parts
-    raise TypeError(
-        f"an index must be an integer, slice, list of integers or mask; got {shown(index)}"
-    )
-
-
-def is_mask(index: object) -> TypeGuard[list[bool]]:
-    """Whether a result of `plain_index` is a mask."""
-    return isinstance(index, list) and index != [] and all(isinstance(i, bool) for i in index)
-
-
-def places(index: Any, size: int, what: str, whole: bool = True) -> list[int]:
-    """The places along an axis, counted from its start, that an index selects.
-
-    Args:
-        index: a result of `plain_index`.
-        size: the axis has the places 0 to `size - 1`. Negative ones count from its end.
-        what: the axis, for errors.
-        whole: whether other places are errors; otherwise they stay in the result.
-
-    Raises:
-        SelectionError: if a place is outside, a mask has another length, or numbers look like a mask.
-    """
-    if isinstance(index, slice):
-        return list(range(size)[index])
-    if is_mask(index):
-        if whole and len(index) != size:
-            raise SelectionError(f"a mask along {what} must have length {size}; got {len(index)}")
-        return [place for place, inside in enumerate(index) if inside]
-    listed = [index] if isinstance(index, int) else index
-    for place in listed if whole else ():
-        if not -size <= place < size:
-            raise SelectionError(f"{what} must be from {-size} to {size - 1}; got {place}")
-    if whole and len(listed) == size > 2 and {*listed} <= {0, 1}:
-        raise SelectionError(
-            f"a mask along {what} must have booleans, as .bool() gives them; got {size} numbers 0 and 1, "
-            "which would be the places 0 and 1"
-        )
-    return [place + size if place < 0 else place for place in listed]
-
-
 def first_tensor(output: Any, point: Point) -> Tensor:
     """`output` itself, or the first tensor of a tuple, list, mapping or dataclass.
 
@@ -279,3 +175,19 @@ def as_node(value: Tensor, point: Point) -> Tensor:
         needed = "gradients must be on (cached runs have them with grads=True or detach=False), and the value a floating one"
         raise HookError(f"{needed}; got {value.dtype} at {point.name}")
     return (value if value.requires_grad else value.detach().requires_grad_()).clone()
+
+
+def require_unsplit(value: Shaped[Tensor, "*axes"], point: Point) -> None:
+    """Refuses a value of which each process of a split model holds a part.
+
+    Raises:
+        HookError: naming the point.
+    """
+    if point.mesh is None or (isinstance(value, FakeTensor) and point.axes):  # a plan's
+        return
+    if isinstance(value, FakeTensor) or not is_whole(value, point.mesh):
+        got = "a plan cannot tell" if isinstance(value, FakeTensor) else "each holds a part"
+        raise HookError(
+            f"{point.name} must be the same in all {point.mesh.size()} processes that the model is split over; {got} "
+            "(models.attach has points that join the parts of heads and neurons)"
+        )

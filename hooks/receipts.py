@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hooks._torch import FakeTensor, without_gradients
+from hooks.base import FakeTensor, without_gradients
 from hooks.point import Hook, Point
 
 

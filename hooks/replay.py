@@ -20,17 +20,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hooks import _torch
+from hooks.base import (
+    Bound,
+    CacheError,
+    Copies,
+    HookError,
+    _torch,
+    mapped,
+    piece_read,
+    reading,
+    tensors_in,
+)
 from hooks.beside import unwatched
 from hooks.capture import Recorder
-from hooks.errors import CacheError, HookError
-from hooks.memory import Bound
 from hooks.modes import Options
-from hooks.nested import mapped, tensors_in
-from hooks.pieces import piece_read, reading
 from hooks.point import Point, carried, inside
 from hooks.session import Edits, Session, hooks_disabled
-from hooks.transfer import Copies
 
 
 def replay(

@@ -10,25 +10,35 @@ from typing import Any
 from torch import nn
 
 from hooks import names as layered
-from hooks._torch import is_fully_sharded, state_of, uncompiled, without_gradients
+from hooks.base import (
+    NEVER_FIRED,
+    Bound,
+    Draws,
+    HintedClass,
+    HintsAtNames,
+    ModeError,
+    NeverFiredError,
+    Words,
+    config_hash,
+    forwards_in,
+    is_fully_sharded,
+    mesh_of,
+    require_module,
+    state_of,
+    uncompiled,
+    without_gradients,
+)
 from hooks.cache import ActivationCache
 from hooks.capture import Complete, Recorder, memory_in
-from hooks.draws import Draws
 from hooks.edit import EditedPoint, HookContext, HookHandle, Hooks, edited_points
-from hooks.errors import NEVER_FIRED, ModeError, NeverFiredError
-from hooks.hints import HintedClass, HintsAtNames
-from hooks.kinds import require_module
 from hooks.lazy import LazyValues, divided
-from hooks.memory import Bound
 from hooks.modes import Mode, Options
 from hooks.names import Blocks, Selector, blocks_of, flatten, resolve
-from hooks.origin import JoinedInputs, Origin, bound, config_hash, prepared, signature_of
+from hooks.origin import JoinedInputs, Origin, bound, prepared, signature_of
 from hooks.parts import PartPoint
 from hooks.plan import Plan, planned
 from hooks.point import HookPoint, OptionalPoints, Point, has_forward, point_at
-from hooks.processes import mesh_of
 from hooks.session import Session, edits_in_force, is_listened_to, owners
-from hooks.words import Words, forwards_in
 
 
 class Points(dict[str, Point]):

@@ -19,9 +19,17 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from torch import nn
 
-from hooks._torch import children, has_hooks, hooks_of, insert_hook, remove_hook, traced_as_constant
-from hooks.hints import is_watcher
-from hooks.scoped import Entered, InContext
+from hooks.base import (
+    Entered,
+    InContext,
+    children,
+    has_hooks,
+    hooks_of,
+    insert_hook,
+    is_watcher,
+    remove_hook,
+    traced_as_constant,
+)
 
 P = ParamSpec("P")
 M = TypeVar("M", bound=nn.Module)

@@ -35,7 +35,7 @@ except ImportError as error:
 from pathlib import Path as _Path
 
 from hooks import __version__  # noqa: F401  # the version of all three packages
-from hooks.shared import missing_name as _missing_name
+from hooks.base import missing_name as _missing_name
 from interp import edits, features, graph, pictures, spectral, tracing
 from interp.effects.acdc import acdc
 from interp.effects.attribution import attribution_patching, integrated_gradients

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from hooks import HookError, __version__
-from hooks.shared import strict_json
+from hooks.base import strict_json
 from interp.cli.common import OPTIONS, add_options, require_one_format
 
 

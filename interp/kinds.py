@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from hooks import ActivationCache
-from hooks.shared import register_hints, require_kind
+from hooks.base import register_hints, require_kind
 
 MAKERS = {
     "Pairs": "Pairs(clean, corrupted, answers) makes them",

@@ -7,7 +7,7 @@ from typing import Any
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
-from hooks.shared import require_kind, shown
+from hooks.base import require_kind, shown
 from interp.inputs.token_positions import Mask, Position, last_real
 from interp.numbers.precision import at_least_float32
 

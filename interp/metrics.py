@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks.shared import require_kind, to_device
+from hooks.base import require_kind, to_device
 from interp.inputs.texts import Texts, text_for
 from interp.inputs.token_positions import (
     Mask,

@@ -6,7 +6,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks import ActivationCache, HookedRunner, ModeError
-from hooks.shared import carried, is_compiled, is_fully_sharded, require_module, uncompiled
+from hooks.base import is_compiled, is_fully_sharded, require_module, uncompiled
+from hooks.shared import carried
 
 STACKS = ("encoder", "decoder", "vision", "audio")
 """The first parts of names whose positions are not those of the texts that a model reads. Further ones have numbers."""

@@ -17,7 +17,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from hooks import HookedRunner, HookError
-from hooks.shared import progress_bar, without_gradients
+from hooks.base import progress_bar, without_gradients
 from interp import pictures
 from interp.effects.patching import activation_patching
 from interp.inputs.pairs import Pairs

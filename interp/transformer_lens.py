@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from hooks import UnknownNameError
-from hooks.shared import register_hints, require_choice, require_kind, unknown_name
+from hooks.base import register_hints, require_choice, require_kind, unknown_name
 
 # Short names in TransformerLens: those that stand for others, and those that are the ends of no name of ours.
 _ALIASES = {"attn": "pattern", "attn_logits": "attn_scores", "key": "k", "query": "q", "value": "v"}

@@ -1,7 +1,7 @@
 """Transformers, checkpoints, tokenizers, generation and training."""
 
-from hooks.shared import missing_name as _missing_name
-from hooks.shared import trusted
+from hooks.base import missing_name as _missing_name
+from hooks.base import trusted
 from models import hints as _hints  # noqa: F401  # registers them
 from models.attached import Attached, attach, detach
 from models.attention import Attention

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import FusedUnlessHooked, HookPoint, Identity
-from hooks.shared import Component
+from hooks.base import Component
 from models.config import TransformerConfig
 from models.dot_product import SoftCap, require_room_for_scores, softmax
 from models.kernels import by_blocks, fused

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import HookPoint, Identity
-from hooks.shared import Component
+from hooks.base import Component
 from models.attention import attention_of
 from models.config import TransformerConfig
 from models.mlp import mlp_of

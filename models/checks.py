@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar, cast, get_args, get_origin
 import torch
 from torch import Tensor
 
-from hooks.shared import FakeTensor, is_trusted, refuse, require_choice, shown
+from hooks.base import FakeTensor, is_trusted, refuse, require_choice, shown
 
 T = TypeVar("T")
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)

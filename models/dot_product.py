@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Bool, Float, Real, Shaped
 from torch import Tensor, nn
 
-from hooks.shared import is_unwatched, require_room
+from hooks.base import is_unwatched, require_room
 
 
 def scaled_dot_product_attention(

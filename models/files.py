@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from hooks.shared import storage, unknown_name
+from hooks.base import storage, unknown_name
 
 
 def read_json(path: Path) -> Any:

@@ -5,7 +5,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from hooks import UnknownNameError
-from hooks.shared import register_hints, unknown_name
+from hooks.base import register_hints, unknown_name
 
 _MARKING = "models.attach(model) gives a model of transformers the names of points"
 

@@ -4,7 +4,7 @@ import math
 
 from torch import Tensor, nn
 
-from hooks.shared import without_gradients
+from hooks.base import without_gradients
 from models.config import TransformerConfig
 
 

@@ -4,7 +4,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import Identity
-from hooks.shared import Component
+from hooks.base import Component
 from models.config import TransformerConfig
 
 

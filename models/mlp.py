@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hooks import HookPoint
-from hooks.shared import Component
+from hooks.base import Component
 from models.checks import require
 from models.config import TransformerConfig
 from models.linear import Linear, dropout

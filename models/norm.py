@@ -5,7 +5,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import FusedUnlessHooked, HookPoint, Identity
-from hooks.shared import Component, is_unwatched
+from hooks.base import Component, is_unwatched
 from models.config import TransformerConfig
 
 READ = "what the sublayer reads: the norm's output, gain and bias applied"

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from hooks.shared import FakeTensor, traced_as_constant
+from hooks.base import FakeTensor, traced_as_constant
 from models.config import TransformerConfig
 from models.rotary_scaling import RotaryScaling
 

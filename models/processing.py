@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hooks.shared import require_kind, without_gradients
+from hooks.base import require_kind, without_gradients
 from models.checkpoints.assemble import without_values
 from models.checks import require
 from models.config import TransformerConfig

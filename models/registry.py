@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hooks.shared import unknown_name, warn
+from hooks.base import unknown_name, warn
 from models.config import TransformerConfig
 from models.transformer import Transformer
 

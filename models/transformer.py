@@ -8,7 +8,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 from hooks import FusedUnlessHooked, HookPoint, Identity
-from hooks.shared import (
+from hooks.base import (
     HintedClass,
     HintsAtNames,
     NoOthers,

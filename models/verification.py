@@ -9,7 +9,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from hooks import HookedRunner
-from hooks.shared import require_kind, without_gradients
+from hooks.base import require_kind, without_gradients
 from models.block import Block
 from models.config import TransformerConfig
 from models.mode import mode

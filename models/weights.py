@@ -6,7 +6,7 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks.shared import Component, stacked
+from hooks.base import Component, stacked
 from models.checks import can_be_read
 from models.linear import Linear
 

@@ -32,9 +32,11 @@ def test_imports_go_one_way(path):
     allowed = MAY_IMPORT[package] | ({"models"} if is_command else set())
     ours = [name.split(".") for name in imported(path) if name.partition(".")[0] in MAY_IMPORT]
     assert {name[0] for name in ours} <= allowed
+    is_base = path.is_relative_to(ROOT / "hooks" / "base")
+    assert not is_base or {tuple(name[:2]) for name in ours} <= {("hooks", "base")}
     # A package is seen by its face.
     if package != "hooks":
-        faces = {*PUBLIC["hooks"].split(), "shared", "__version__"}
+        faces = {*PUBLIC["hooks"].split(), "base", "shared", "__version__"}
         assert {name[1] for name in ours if name[0] == "hooks" and len(name) > 1} <= faces
 
 
@@ -113,11 +115,15 @@ def private_parts_of_torch(tree):
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_private_parts_of_torch_are_used_in_one_module(path):
     found = list(private_parts_of_torch(ast.parse(path.read_text())))
-    assert bool(found) == (path.relative_to(ROOT) == Path("hooks/_torch.py")), found
+    assert bool(found) == (path.relative_to(ROOT) == Path("hooks/base/_torch.py")), found
 
 
 # What is only hashed, and what is a prompt, which must be as `transformers` writes it.
-WRITES_OTHER_JSON = {"hooks/strict_json.py", "hooks/origin.py", "models/text/templates.py"}
+WRITES_OTHER_JSON = {
+    "hooks/base/strict_json.py",
+    "hooks/base/hashes.py",
+    "models/text/templates.py",
+}
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))

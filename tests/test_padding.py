@@ -7,14 +7,7 @@ import torch
 
 import interp
 import models
-from hooks import (
-    ActivationCache,
-    CacheError,
-    EditError,
-    HookedRunner,
-    SelectionError,
-    token_mask,
-)
+from hooks import ActivationCache, CacheError, EditError, HookedRunner, SelectionError, token_mask
 from interp import Pairs, edits, protocol
 from interp.inputs.texts import text_of
 from interp.measuring import measure

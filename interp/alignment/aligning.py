@@ -22,7 +22,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import orthogonal
 
-from hooks.shared import Words, progress_bar, require_whole, shows_progress, without_gradients
+from hooks.base import Words, progress_bar, require_whole, shows_progress, without_gradients
 from interp import pictures
 from interp.alignment.featurizers import Featurizer, coordinates, neurons, subspace
 from interp.alignment.runs import Interchanges

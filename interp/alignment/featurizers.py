@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from hooks.shared import require_whole
+from hooks.base import require_whole
 from interp.edits.subspaces import orthonormal
 from interp.features.dictionary import Dictionary
 from interp.numbers.precision import at_least_float32

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks.shared import without_gradients
+from hooks.base import without_gradients
 from interp.alignment.featurizers import Featurizer
 from interp.alignment.runs import Interchanges
 from interp.edits.subspaces import orthonormal

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from hooks import Point
-from hooks.shared import Selection, real_columns, to_device, unknown_name
+from hooks.base import Selection, real_columns, to_device, unknown_name
 from interp.alignment.featurizers import Featurizer
 from interp.inputs.texts import Text
 from interp.inputs.token_positions import Position, last_real

@@ -14,7 +14,7 @@ from typing import IO, Any
 import torch
 from torch import nn
 
-from hooks.shared import library, storage, strict_json
+from hooks.base import library, storage, strict_json
 
 # The commands with what each does, and the options of each and of all.
 OPTIONS = json.loads(Path(__file__).with_name("options.json").read_text(encoding="utf-8"))

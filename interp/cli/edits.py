@@ -3,7 +3,7 @@
 import shlex
 from typing import Any
 
-from hooks.shared import unknown_name
+from hooks.base import unknown_name
 from interp import edits
 from interp.edits.edit import Edit
 

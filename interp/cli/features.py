@@ -4,7 +4,7 @@ import argparse
 import warnings
 from typing import Any
 
-from hooks.shared import require_whole
+from hooks.base import require_whole
 from interp.cli.common import model_of, print_or_write, text_of
 from interp.features import feature_cards, load_sae, splice
 from interp.inputs.texts import text_for

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hooks import CacheError, Point
-from hooks.shared import layer_of, storage, unknown_name
+from hooks.base import layer_of, storage, unknown_name
 from interp import pictures
 from interp.pictures.view import told
 from interp.results.result import Result

@@ -8,7 +8,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks import ActivationCache, SelectionError
-from hooks.shared import Index, Selection, names_by_layer
+from hooks.base import Index, Selection
+from hooks.shared import names_by_layer
 from interp.directions.stored import Labels, StoredTexts, all_of, by_label, rows_of, told_apart
 from interp.inputs.copies import digests, numbered
 from interp.inputs.texts import Text, Texts, batches, text_of, text_of_values

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hooks import EditError
-from hooks.shared import Index, shows_progress, without_gradients
+from hooks.base import Index, shows_progress, without_gradients
 from interp.directions.direction import Direction
 from interp.directions.erasing import Eraser, leace
 from interp.directions.examples import Kind, examples, kinds_of, points_of

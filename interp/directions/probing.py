@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from hooks.shared import (
+from hooks.base import (
     Index,
     library,
     progress_of,

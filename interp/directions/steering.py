@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from hooks.shared import Index, shows_progress, without_gradients
+from hooks.base import Index, shows_progress, without_gradients
 from interp import edits, pictures
 from interp.directions.direction import Direction
 from interp.edits import Edit

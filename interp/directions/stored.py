@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from hooks import SelectionError
-from hooks.shared import Selection, generator, require_whole
+from hooks.base import Selection, generator, require_whole
 from interp.inputs.copies import digests
 from interp.inputs.texts import Text
 from interp.store import Activations

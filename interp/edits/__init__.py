@@ -20,7 +20,7 @@ tensor([[[1., 1.],
          [1., 1.]]])
 """
 
-from hooks.shared import all_but
+from hooks.base import all_but
 from interp.edits.edit import Edit
 from interp.edits.kinds import add, knockout, mean, noise, replace, resample, scale, zero
 from interp.edits.subspaces import interchange, project_out

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from hooks import EditError
-from hooks.shared import generator
+from hooks.base import generator
 from interp.edits.places import Region
 
 _TOGETHER = 16  # texts that share a generator, which takes longer to make than its draws

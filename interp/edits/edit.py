@@ -11,13 +11,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from hooks import ActivationCache, EditError, Point
-from hooks.shared import (
-    Index,
-    Selection,
-    number_of_call,
-    to_device,
-    unknown_name,
-)
+from hooks.base import Index, Selection, number_of_call, to_device, unknown_name
 from interp.edits.padding import require_real_source
 from interp.edits.places import Region, Where, axes_of, first_column, locate
 from interp.edits.sources import Source

@@ -8,7 +8,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from hooks import EditError, Point
-from hooks.shared import Index, Selection, require_kind, require_whole, shown, to_device, warn
+from hooks.base import Index, Selection, require_kind, require_whole, shown, to_device, warn
 from interp.edits.draws import donors, normal
 from interp.edits.edit import Edit
 from interp.edits.places import Region

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hooks import EditError, Point, SelectionError, start_of_piece
-from hooks.shared import TEXT_AXES, Rows, Selection, broadcast, piece_read, require_axes, to_device
+from hooks.base import TEXT_AXES, Rows, Selection, broadcast, piece_read, require_axes, to_device
 
 Where = Mapping[str, Selection]
 """The selection along each axis."""

@@ -18,8 +18,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from hooks import ActivationCache, EditError, Point
-from hooks.shared import (
-    POSITION_AXES,
+from hooks.base import (
     TEXT_AXES,
     Index,
     Rows,
@@ -30,6 +29,7 @@ from hooks.shared import (
     taken,
     unknown_name,
 )
+from hooks.shared import POSITION_AXES
 from interp.edits.places import Where
 
 Axes = tuple[str, ...]

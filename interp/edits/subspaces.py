@@ -7,7 +7,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from hooks import EditError
-from hooks.shared import Index, require_kind, to_device
+from hooks.base import Index, require_kind, to_device
 from interp.edits.edit import Change, Edit
 from interp.edits.sources import Values, source_of
 

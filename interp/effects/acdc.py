@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor, nn
 
-from hooks.shared import progress_bar, shows_progress, without_gradients
+from hooks.base import progress_bar, shows_progress, without_gradients
 from interp.graph.circuit import Circuit, feeding
 from interp.graph.graph import Graph
 from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs

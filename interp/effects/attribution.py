@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from hooks import Point
-from hooks.shared import Session, names_by_layer, progress_of, require_choice, shows_progress, warn
+from hooks.base import progress_of, require_choice, shows_progress, warn
+from hooks.shared import Session, names_by_layer
 from interp import edits
 from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.numbers.precision import at_least_float32

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import nn
 
-from hooks.shared import progress_bar, shows_progress
+from hooks.base import progress_bar, shows_progress
 from interp.graph import Graph
 from interp.graph.circuit import Circuit
 from interp.graph.circuits import random, top

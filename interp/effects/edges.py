@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from hooks.shared import require_choice, shows_progress, warn, without_gradients
+from hooks.base import require_choice, shows_progress, warn, without_gradients
 from interp.graph import Graph
 from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.results.result import Result

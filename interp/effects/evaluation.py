@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from hooks.shared import progress_of, shows_progress
+from hooks.base import progress_of, shows_progress
 from interp.graph.circuit import Circuit
 from interp.graph.circuits import random, strengths
 from interp.inputs.pairs import Pairs, of_pairs

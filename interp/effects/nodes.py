@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from hooks.shared import progress_of, shows_progress, without_gradients
+from hooks.base import progress_of, shows_progress, without_gradients
 from interp.graph.graph import Graph
 from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.results.result import Result

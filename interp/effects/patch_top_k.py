@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from hooks.shared import require_whole, shows_progress
+from hooks.base import require_whole, shows_progress
 from interp import edits
 from interp.inputs.pairs import Pairs, of_pairs
 from interp.results.result import Result

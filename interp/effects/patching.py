@@ -9,7 +9,7 @@ from jaxtyping import Shaped
 from torch import Tensor, nn
 
 from hooks import Hooks
-from hooks.shared import shown, shows_progress, without_gradients
+from hooks.base import shown, shows_progress, without_gradients
 from interp import edits
 from interp.edits import Edit
 from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs

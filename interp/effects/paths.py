@@ -6,7 +6,7 @@ from typing import Literal
 
 from torch import nn
 
-from hooks.shared import require_choice, shows_progress, without_gradients
+from hooks.base import require_choice, shows_progress, without_gradients
 from interp.graph.graph import Graph
 from interp.graph.nodes import listed
 from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs

@@ -7,7 +7,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import ActivationCache, HookedRunner
-from hooks.shared import names_by_layer, require_whole, shows_progress, to_device
+from hooks.base import require_whole, shows_progress, to_device
+from hooks.shared import names_by_layer
 from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.inputs.texts import are_aligned
 from interp.numbers.precision import at_least_float32

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hooks import HookedRunner
-from hooks.shared import (
+from hooks.base import (
     Index,
     progress_of,
     require_kind,
@@ -27,9 +27,9 @@ from hooks.shared import (
     storage,
     strict_json,
     to_device,
-    with_parts,
     without_gradients,
 )
+from hooks.shared import with_parts
 from interp import pictures
 from interp.features.dictionary import Dictionary
 from interp.features.splicing import Dictionaries, placed

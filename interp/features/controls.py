@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks.shared import Index, require_whole, shows_progress, to_device, without_gradients
+from hooks.base import Index, require_whole, shows_progress, to_device, without_gradients
 from interp.features.dictionary import Dictionary
 from interp.inputs.copies import unseen
 from interp.inputs.texts import Texts, batches

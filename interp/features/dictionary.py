@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import embedding_bag
 
-from hooks.shared import require_kind, require_whole, shown
+from hooks.base import require_kind, require_whole, shown
 from interp import pictures
 from interp.features.activations import Features, Gated, JumpReLU, TopK
 from interp.pictures import objects

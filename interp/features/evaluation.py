@@ -18,16 +18,16 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from hooks import Hook, Point
-from hooks.shared import (
+from hooks.base import (
     Index,
     progress_of,
     require_choice,
     shows_progress,
     to_device,
     warn,
-    with_parts,
     without_gradients,
 )
+from hooks.shared import with_parts
 from interp import pictures
 from interp.features.splicing import Dictionaries, SplicedDictionary, placed
 from interp.inputs.copies import digests, groups

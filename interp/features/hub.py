@@ -5,7 +5,7 @@ import importlib.util
 import re
 from pathlib import Path, PurePosixPath
 
-from hooks.shared import library, unknown_name
+from hooks.base import library, unknown_name
 
 _WEIGHTS = (".safetensors", ".npz", ".pt", ".pth")
 _CONFIGS = ("cfg.json", "config.json", "config.yaml", "hyperparams.json")

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from hooks.shared import damage_of, require_kind, storage, unknown_name
+from hooks.base import damage_of, require_kind, storage, unknown_name
 from interp.features.bundled import NAMES, bundled
 from interp.features.forms import FORMS, Form, Loaded
 from interp.features.forms.common import BY_HAND

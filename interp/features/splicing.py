@@ -16,18 +16,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from hooks import FusedUnlessHooked, HookedRunner, HookError, Point, UnknownNameError
-from hooks.shared import (
-    Part,
-    PartPoint,
-    blocks_of,
-    names_by_layer,
-    register_hints,
-    require_choice,
-    to_device,
-    unknown_name,
-    unknown_point,
-    with_parts,
-)
+from hooks.base import register_hints, require_choice, to_device, unknown_name, unknown_point
+from hooks.shared import Part, PartPoint, blocks_of, names_by_layer, with_parts
 from interp.features.cross_layer import CrossLayerTranscoder
 from interp.features.dictionary import Dictionary
 from interp.features.forms.places import point_at

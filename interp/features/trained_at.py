@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from torch import nn
 
 from hooks import Point
-from hooks.shared import layer_of, names_by_layer, warn
+from hooks.base import layer_of, warn
+from hooks.shared import names_by_layer
 from interp.features.forms.places import have_one_value, point_at
 
 _AFTER_BLOCK = re.compile(r"(.*\bblocks\.)(\d+)\.resid_post")

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from hooks.shared import require_whole, shown, storage, unknown_name
+from hooks.base import require_whole, shown, storage, unknown_name
 from interp import pictures
 from interp.graph.graph import Graph
 from interp.kinds import require_made

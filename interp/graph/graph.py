@@ -14,7 +14,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from hooks import ActivationCache, CacheError, HookedRunner, HookError
-from hooks.shared import config_hash, is_listened_to, unknown_name
+from hooks.base import config_hash, unknown_name
+from hooks.shared import is_listened_to
 from interp.graph.nodes import Added, At, Writers, add, nodes_of_block, require_branches
 from interp.graph.norms import is_identity, linear_part
 from interp.inputs.texts import mask_of

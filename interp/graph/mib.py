@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hooks import CacheError
-from hooks.shared import storage, strict_json, warn
+from hooks.base import storage, strict_json, warn
 from interp.graph.circuit import Circuit
 from interp.graph.graph import Graph
 from interp.results.node import NodeName, node_name

@@ -9,7 +9,7 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks.shared import all_to_device, shown
+from hooks.base import all_to_device, shown
 from interp.graph.norms import is_identity, linear_part
 from interp.numbers.precision import like
 from interp.results.node import NodeName, node_name

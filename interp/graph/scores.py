@@ -20,7 +20,8 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from hooks.shared import Session, all_to_device, hooks_disabled, without_gradients
+from hooks.base import all_to_device, without_gradients
+from hooks.shared import Session, hooks_disabled
 from interp.graph.nodes import Layer
 from interp.numbers.precision import at_least_float32, like, rounding
 

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor, nn
 
-from hooks.shared import NoOthers, refuse, refuse_unbound, require_choice, shown, without_gradients
+from hooks.base import NoOthers, refuse, refuse_unbound, require_choice, shown, without_gradients
 from interp import pictures
 from interp.inputs.arguments import require_rows
 from interp.inputs.copies import digests, numbered

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
-from hooks.shared import Index, Selection, real_columns, shown
+from hooks.base import Index, Selection, real_columns, shown
 from interp.inputs.texts import Text
 from interp.inputs.token_positions import real_of
 

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 
 from hooks import ActivationCache, CacheError
-from hooks.shared import Index, Selection, encoded, progress_bar, require_whole, shown, to_device
+from hooks.base import Index, Selection, encoded, progress_bar, require_whole, shown, to_device
 from interp.inputs.arguments import each_row, is_listed, joined, require_rows, without_rows
 from interp.inputs.token_positions import real_of
 from interp.protocol import of

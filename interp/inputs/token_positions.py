@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from hooks.shared import Selection, real_columns, shown, to_device
+from hooks.base import Selection, real_columns, shown, to_device
 from interp.numbers.precision import at_least_float32
 
 Tokens = int | str | Sequence[int] | Sequence[str] | Int[Tensor, "..."]

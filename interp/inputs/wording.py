@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from hooks.shared import unknown_name
+from hooks.base import unknown_name
 from interp.inputs.texts import Text, Texts, text_for
 from interp.inputs.token_positions import is_worded
 from interp.protocol import of

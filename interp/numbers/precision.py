@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from hooks.shared import to_device
+from hooks.base import to_device
 
 
 def at_least_float32(values: Shaped[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:

@@ -3,7 +3,7 @@
 import io
 import os
 
-from hooks.shared import storage
+from hooks.base import storage
 
 try:
     from matplotlib.axes import Axes as Axes

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from hooks.shared import storage, strict_json, unknown_name
+from hooks.base import storage, strict_json, unknown_name
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

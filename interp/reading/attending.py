@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hooks import ActivationCache, CacheError
-from hooks.shared import (
+from hooks.base import (
     Index,
     Selection,
     real_columns,

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import ActivationCache, CacheError, HookedRunner, Point
-from hooks.shared import Index, Selection, real_columns, to_device
+from hooks.base import Index, Selection, real_columns, to_device
 from interp.graph.graph import Graph
 from interp.graph.nodes import At, Layer, Writers
 from interp.graph.norms import LinearPart, is_identity, linear_part

@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import ActivationCache
-from hooks.shared import require_whole, to_device, unknown_name, without_gradients
+from hooks.base import require_whole, to_device, unknown_name, without_gradients
 from interp import pictures
 from interp.numbers.precision import at_least_float32, like
 from interp.reading.components import ResidualComponents

@@ -7,7 +7,7 @@ from einops import rearrange
 from torch import nn
 
 from hooks import ActivationCache, CacheError, HookError
-from hooks.shared import require_choice, stacked, to_device, without_gradients
+from hooks.base import require_choice, stacked, to_device, without_gradients
 from interp.inputs.copies import groups_of_cache
 from interp.inputs.texts import mask_of, text_of_values
 from interp.inputs.wording import words_of

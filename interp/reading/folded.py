@@ -7,7 +7,7 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from hooks.shared import require_whole, stacked, to_device
+from hooks.base import require_whole, stacked, to_device
 from interp.graph.norms import LinearPart, linear_part
 from interp.numbers.precision import at_least_float32
 from interp.protocol import plain

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Int, Shaped
 from torch import Tensor, nn
 
 from hooks import ActivationCache, CacheError, HookError
-from hooks.shared import (
+from hooks.base import (
     Index,
     Selection,
     progress_of,

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks import HookedRunner
-from hooks.shared import config_hash, peak_bytes, require_whole, shows_progress, stacked
+from hooks.base import config_hash, peak_bytes, require_whole, shows_progress, stacked
 from interp.inputs.copies import digests
 from interp.inputs.texts import Text, Texts, batches
 from interp.numbers.precision import at_least_float32

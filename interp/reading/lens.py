@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 
 from hooks import ActivationCache, CacheError, HookError
-from hooks.shared import (
+from hooks.base import (
     progress_of,
     require_whole,
     shows_progress,

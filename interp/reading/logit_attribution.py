@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks import ActivationCache
-from hooks.shared import Index, stacked, to_device, without_gradients
+from hooks.base import Index, stacked, to_device, without_gradients
 from interp.inputs.copies import groups_of_cache
 from interp.inputs.texts import nan_at_padding, text_of_values
 from interp.inputs.token_positions import short, tokens_of

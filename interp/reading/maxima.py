@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import index_by_axis
-from hooks.shared import Index, require_whole, shows_progress, to_device, without_gradients
+from hooks.base import Index, require_whole, shows_progress, to_device, without_gradients
 from interp import pictures
 from interp.inputs.texts import Texts, batches
 from interp.inputs.wording import writer_of

@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import CacheError, HookedRunner
-from hooks.shared import (
+from hooks.base import (
     config_hash,
     progress_of,
     require_whole,

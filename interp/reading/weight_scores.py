@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import Point
-from hooks.shared import require_choice, require_whole, to_device, without_gradients
+from hooks.base import require_choice, require_whole, to_device, without_gradients
 from interp.inputs.texts import Text
 from interp.numbers.precision import at_least_float32
 from interp.protocol import runner_of

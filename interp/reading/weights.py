@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from hooks.shared import require_choice, require_whole, without_gradients
+from hooks.base import require_choice, require_whole, without_gradients
 from interp.inputs.token_positions import tokens_of
 from interp.inputs.wording import token_ids, writer_of
 from interp.protocol import n_logits

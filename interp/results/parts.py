@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from hooks.shared import shown, unknown_name
+from hooks.base import shown, unknown_name
 from interp.inputs.token_positions import short
 from interp.results.node import NodeName
 

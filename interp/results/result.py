@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from hooks.shared import require_whole, storage, strict_json, warn
+from hooks.base import require_whole, storage, strict_json, warn
 from interp import pictures
 from interp.numbers.intervals import Interval, auroc_interval, interval, share_interval
 from interp.results import parts

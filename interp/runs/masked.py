@@ -20,15 +20,8 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from hooks import ActivationCache
-from hooks.shared import (
-    Session,
-    all_to_device,
-    progress_of,
-    shown,
-    to_device,
-    warn,
-    without_gradients,
-)
+from hooks.base import all_to_device, progress_of, shown, to_device, warn, without_gradients
+from hooks.shared import Session
 from interp.graph.circuit import Circuit
 from interp.graph.graph import Graph
 from interp.inputs.pairs import Pairs, PatchingDirection

@@ -18,7 +18,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hooks.shared import Session, all_to_device, progress_of, to_device
+from hooks.base import all_to_device, progress_of, to_device
+from hooks.shared import Session
 from interp import edits
 from interp.graph.graph import Graph
 from interp.graph.nodes import Layer

@@ -8,7 +8,7 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks.shared import all_to_device
+from hooks.base import all_to_device
 from interp.graph.nodes import Layer
 
 

@@ -18,7 +18,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks.shared import Edits, inside, peak_bytes, to_device, trusted
+from hooks.base import peak_bytes, to_device, trusted
+from hooks.shared import Edits, inside
 from interp.runs.rows import Done, Job, acting, copied, stacked, too_small
 from interp.runs.unedited import Unedited
 

@@ -20,13 +20,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import EditedPoint, HookError, Point
-from hooks.shared import (
+from hooks.base import (
     NEVER_FIRED,
     Calls,
-    Edits,
     Piece,
-    Session,
-    first_tensor,
     peak_bytes,
     piece_read,
     reading,
@@ -35,6 +32,7 @@ from hooks.shared import (
     trusted,
     with_first_tensor,
 )
+from hooks.shared import Edits, Session, first_tensor
 from interp.inputs.texts import Text
 from interp.inputs.token_positions import columns_of_last
 from interp.measuring import Metric, last_of, per_example

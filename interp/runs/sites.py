@@ -18,7 +18,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hooks import ActivationCache, HookedRunner, UnknownNameError
-from hooks.shared import layer_of, names_by_layer, require_whole, shown, unknown_point
+from hooks.base import layer_of, require_whole, shown, unknown_point
+from hooks.shared import names_by_layer
 from interp.edits import Edit
 from interp.inputs.texts import Text, are_aligned
 from interp.protocol import is_of_text, require_points

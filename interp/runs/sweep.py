@@ -17,7 +17,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import EditedPoint, HookedRunner, Hooks
-from hooks.shared import is_listened_to, progress_bar
+from hooks.base import progress_bar
+from hooks.shared import is_listened_to
 from interp.edits import Edit
 from interp.measuring import evaluate
 from interp.runs.resume import Resumed

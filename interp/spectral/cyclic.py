@@ -10,7 +10,7 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from hooks.shared import require_whole
+from hooks.base import require_whole
 
 
 def fourier_basis(n: int) -> Float[Tensor, "n n"]:

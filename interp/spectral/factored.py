@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Complex, Float, Int
 from torch import Tensor
 
-from hooks.shared import require_whole
+from hooks.base import require_whole
 from interp import pictures
 from interp.numbers.precision import finite
 from interp.numbers.ranks import largest_rows

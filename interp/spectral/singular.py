@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from hooks.shared import require_kind, require_whole
+from hooks.base import require_kind, require_whole
 from interp.numbers.precision import finite
 
 

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from hooks.shared import require_choice, require_whole
+from hooks.base import require_choice, require_whole
 from interp.spectral.singular import SVD, svd
 
 Side = Literal["left", "right"]

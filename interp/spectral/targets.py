@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from hooks import ActivationCache, CacheError, UnknownNameError
-from hooks.shared import require_room, to_device, without_gradients
+from hooks.base import require_room, to_device, without_gradients
 from interp.inputs.texts import mask_of, nan_at_padding
 from interp.kinds import require_cache, require_made
 from interp.protocol import LanguageModel, of

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from hooks import CacheError
-from hooks.shared import generator, require_whole, unknown_name
+from hooks.base import generator, require_whole, unknown_name
 from interp import pictures
 from interp.inputs.wording import writer_of
 from interp.numbers.moments import Moments

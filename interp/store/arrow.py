@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hooks.shared import library, storage, unknown_name
+from hooks.base import library, storage, unknown_name
 from interp.numbers.precision import at_least_float32
 from interp.store.activations import Activations
 from interp.store.files import Folder, described, require_same, store_of

@@ -15,7 +15,7 @@ from fsspec.implementations.local import LocalFileSystem
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from hooks.shared import unknown_name
+from hooks.base import unknown_name
 from interp.inputs.texts import Texts, Tokenized, each_text, padded
 
 COLUMNS = ("text", "input_ids", "token_ids", "tokens")

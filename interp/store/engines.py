@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from hooks.shared import library, progress_bar, require_whole
+from hooks.base import library, progress_bar, require_whole
 
 Model = nn.Module | Callable[[], nn.Module]
 """A model, or a function that makes one."""

@@ -28,7 +28,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from hooks import CacheError
-from hooks.shared import require_kind, storage, strict_json
+from hooks.base import require_kind, storage, strict_json
 
 KIND = "store"
 MANIFEST = "manifest.json"

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hooks import CacheError, Selector
-from hooks.shared import Words, progress_bar, shown, shows_progress, without_gradients
+from hooks.base import Words, progress_bar, shown, shows_progress, without_gradients
 from interp.store.activations import Activations
 from interp.store.corpora import Corpus, TextPiece, runs
 from interp.store.corpora import count as count_of

@@ -10,19 +10,17 @@ from jaxtyping import Bool, Int, Shaped
 from torch import Tensor, nn
 
 from hooks import ActivationCache, HookedRunner, HookError, Selector
-from hooks.shared import (
+from hooks.base import (
     Index,
     Selection,
     config_hash,
-    edits_in_force,
-    parts_of,
     require_choice,
     require_whole,
-    resolve,
     shown,
     to_device,
     weights_hash,
 )
+from hooks.shared import edits_in_force, parts_of, resolve
 from interp.inputs.texts import padded, places_inside
 from interp.numbers.precision import at_least_float32
 from interp.protocol import of, runner_of

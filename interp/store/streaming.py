@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hooks import ActivationCache, Selector
-from hooks.shared import Words, shows_progress, to_device, without_gradients
+from hooks.base import Words, shows_progress, to_device, without_gradients
 from interp.inputs.texts import Texts, batches
 from interp.protocol import runner_of
 from interp.results.result import Result

@@ -18,7 +18,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from hooks import Point
-from hooks.shared import Words, storage
+from hooks.base import Words, storage
 from interp.edits.draws import keys_of
 from interp.numbers.moments import Moments
 from interp.numbers.ranks import largest_rows

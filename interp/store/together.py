@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hooks.shared import is_fully_sharded
+from hooks.base import is_fully_sharded
 
 
 class Together:

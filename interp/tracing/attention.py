@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from hooks.shared import require_choice
+from hooks.base import require_choice
 from interp.inputs.texts import Text
 from interp.inputs.wording import words_of
 from interp.numbers.ranks import largest_rows

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hooks.shared import progress_bar, require_whole, shows_progress, without_gradients
+from hooks.base import progress_bar, require_whole, shows_progress, without_gradients
 from interp.inputs.texts import Texts
 from interp.numbers.precision import finite
 from interp.tracing import influence

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from hooks.shared import without_gradients
+from hooks.base import without_gradients
 
 TARGETS_AT_ONCE = 256
 """More are no faster."""

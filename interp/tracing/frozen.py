@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from hooks.shared import require_whole, to_device, without_gradients
+from hooks.base import require_whole, to_device, without_gradients
 from interp.features.trained_at import warn_of_place
 from interp.graph import Graph
 from interp.graph.norms import LinearPart, is_identity, linear_part

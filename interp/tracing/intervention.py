@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from hooks import Point
-from hooks.shared import to_device, without_gradients
+from hooks.base import to_device, without_gradients
 from interp import edits
 from interp.numbers.precision import at_least_float32, finite, like
 from interp.results.places import written

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hooks.shared import storage, strict_json, unknown_name
+from hooks.base import storage, strict_json, unknown_name
 from interp import pictures
 from interp.tracing import influence, neuronpedia
 from interp.tracing.nodes import AttentionCell, Link, Node

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from hooks.shared import require_whole, shown
+from hooks.base import require_whole, shown
 from interp.inputs.token_positions import is_worded
 from interp.inputs.wording import token_ids
 from interp.tracing.frozen import FrozenRun

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from hooks.shared import unknown_name, without_gradients
+from hooks.base import unknown_name, without_gradients
 from interp import pictures
 from interp.results.result import Result
 from interp.tracing import influence, intervention

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from hooks import HookError, HookPoint, HookPoints
-from hooks.shared import PartPoint, carried, hooks_of, tensors_in
+from hooks.base import hooks_of, tensors_in
+from hooks.shared import PartPoint, carried
 from models.attached.configs import configs_of
 from models.attached.points import Blocks
 from models.attached.stacks import Tower

@@ -9,20 +9,15 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 from hooks import HookedRunner, HookPoint, HookPoints
-from hooks.shared import (
-    Session,
-    Wire,
-    carried,
-    hooks_disabled,
-    inside,
+from hooks.base import (
     is_fully_sharded,
-    is_listened_to,
     remove_hooks,
     require_module,
     tensors_in,
     to_device,
     without_gradients,
 )
+from hooks.shared import Session, Wire, carried, hooks_disabled, inside, is_listened_to
 from models.attached.again import Settings
 from models.attached.configs import (
     base_of,
@@ -212,7 +207,9 @@ class Attached(ReadsText):
         """Whether a run gives the decoder no text of its own. Labels [batch, pos] are a text; labels of classes are not."""
         if "decoder_input_ids" not in self._parameters:
             return False
-        texts = [named.get(name) for name in ("decoder_input_ids", "decoder_inputs_embeds", "labels")]
+        texts = [
+            named.get(name) for name in ("decoder_input_ids", "decoder_inputs_embeds", "labels")
+        ]
         return not any(isinstance(text, Tensor) and text.ndim > 1 for text in texts)
 
     def _named(self, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:

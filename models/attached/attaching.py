@@ -13,7 +13,8 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from hooks import HookedRunner, HookPoint, HookPoints, Point
-from hooks.shared import Session, Shards, carried, is_whole, mesh_of, require_module
+from hooks.base import Shards, is_whole, mesh_of, require_module
+from hooks.shared import Session, carried
 from models.attached.again import Settings, require_no_hooks, require_one_attachment
 from models.attached.attached import Attached
 from models.attached.attention import AttentionPoints, register

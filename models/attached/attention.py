@@ -9,7 +9,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from hooks import FusedUnlessHooked, HookPoint, HookPoints
-from hooks.shared import carried, is_listened_to, library
+from hooks.base import library
+from hooks.shared import carried, is_listened_to
 from models.attached.configs import HOOKED, Kernel, kernel_name, kernel_of
 from models.attached.past import (
     AttachedPast,

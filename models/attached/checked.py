@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hooks.shared import Session, carried, mapped, tensors_in, without_gradients
+from hooks.base import mapped, tensors_in, without_gradients
+from hooks.shared import Session, carried
 from models.attached.probe import kind_of
 from models.attached.sums import HALF, agree
 

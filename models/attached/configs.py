@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hooks.shared import library
+from hooks.base import library
 
 Kernel = Callable[..., tuple[Tensor, Any]]
 """An attention function of `transformers`. It returns z, [batch, query, head, d_head], and weights or None."""

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hooks.shared import carried, mapped, tensors_in
+from hooks.base import mapped, tensors_in
+from hooks.shared import carried
 from models.attached.forward import is_cache
 from models.attached.past import AttachedPast, cached_layer, keeps_only_keys
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hooks.shared import Words, forwards_in, tensors_in, without_gradients
+from hooks.base import Words, forwards_in, tensors_in, without_gradients
 from models.attached.configs import base_of
 from models.attached.unreadable import AttachError, brief
 from models.mode import mode

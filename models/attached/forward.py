@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hooks import HookError, start_of_piece
-from hooks.shared import Piece, Scoped, Words, forwards_in, memory_of, reading, tensors_in
+from hooks.base import Piece, Scoped, Words, forwards_in, memory_of, reading, tensors_in
 from models.attached.configs import HOOKED
 from models.attached.wires import Output, Replaced, texts_read
 

@@ -9,7 +9,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import HookError, HookPoint, start_of_piece
-from hooks.shared import Wire, is_listened_to, memory_of
+from hooks.base import memory_of
+from hooks.shared import Wire, is_listened_to
 from models.attached.forward import is_cache, own_cache
 from models.attached.wires import fire
 from models.running.context import joined

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hooks import HookPoint, HookPoints
-from hooks.shared import hooks_last
+from hooks.base import hooks_last
 from models.attached.attention import AttentionPoints, CrossPoints
 from models.attached.configs import text_config
 from models.attached.example import embedding_of

@@ -7,13 +7,8 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from hooks.shared import (
-    FakeTensor,
-    Scoped,
-    hooks_disabled,
-    is_fully_sharded,
-    without_gradients,
-)
+from hooks.base import FakeTensor, Scoped, is_fully_sharded, without_gradients
+from hooks.shared import hooks_disabled
 from models.attached.context import AttachedContext
 from models.attached.example import is_encoder_decoder, logits_of, table_of, tokens_for
 from models.attached.sums import HALF, agree, is_close, is_same
@@ -35,9 +30,7 @@ class PaddedPositions:
         self._attached, self._takes_positions = attached, takes_positions
         self._reads_padding: dict[tuple[str, bool], bool] = {}
 
-    def of(
-        self, mask: Shaped[Tensor, "batch pos"], copies_text: bool = False
-    ) -> dict[str, Tensor]:
+    def of(self, mask: Shaped[Tensor, "batch pos"], copies_text: bool = False) -> dict[str, Tensor]:
         """Return positions for texts with padding before a token, if the model takes positions: columns without padding.
 
         Args:

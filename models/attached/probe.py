@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hooks import HookPoint
-from hooks.shared import Session, memory_of, tensors_in, version, without_gradients
+from hooks.base import memory_of, tensors_in, version, without_gradients
+from hooks.shared import Session
 from models.attached.configs import kernel_of
 from models.attached.example import Example, logits_of
 from models.mode import mode

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from hooks import ActivationCache, HookedRunner
-from hooks.shared import Session, without_gradients
+from hooks.base import without_gradients
+from hooks.shared import Session
 from models.attached.attention import AttentionPoints
 from models.attached.checked import has_other_terms, problem_of
 from models.attached.example import logits_of

@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hooks.shared import Session, tensors_in, without_gradients
+from hooks.base import tensors_in, without_gradients
+from hooks.shared import Session
 from models.attached.configs import base_of
 from models.attached.example import Example
 from models.attached.stacks import Stack

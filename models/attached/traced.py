@@ -18,7 +18,8 @@ from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 
 from hooks import HookError, HookPoint
-from hooks.shared import is_listened_to, tensors_in
+from hooks.base import tensors_in
+from hooks.shared import is_listened_to
 from models.attached.attention import AttentionPoints, CrossPoints, queries_without_keys
 from models.attached.checked import slope_of
 from models.attached.past import cached_layer, first_new, number_of, passed, take_cache

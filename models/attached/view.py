@@ -22,7 +22,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks import HookPoint, Identity, position_offset, start_of_piece
-from hooks.shared import carried, without_gradients
+from hooks.base import without_gradients
+from hooks.shared import carried
 from models.attached.context import AttachedContext
 from models.attached.example import tokens_for
 from models.attached.layout import BlockLayout

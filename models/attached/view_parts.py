@@ -9,7 +9,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks import Identity
-from hooks.shared import Session, hooks_disabled, tensors_in
+from hooks.base import tensors_in
+from hooks.shared import Session, hooks_disabled
 from models.attached.example import logits_of
 from models.attached.layout import BlockLayout
 from models.attached.norms import norm_of

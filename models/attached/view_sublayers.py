@@ -8,7 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks.shared import Session, mapped, tensors_in
+from hooks.base import mapped, tensors_in
+from hooks.shared import Session
 from models.attached.layout import BlockLayout
 from models.attached.probe import Call
 from models.attached.sums import agree

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from hooks import HookPoint
-from hooks.shared import Shards, Wire, carried, is_listened_to, tensors_in, with_first_tensor
+from hooks.base import Shards, tensors_in, with_first_tensor
+from hooks.shared import Wire, carried, is_listened_to
 from models.attached.norms import TracedNorm
 
 # Dataclasses, because a copy of the model must have hooks that know the copy's points.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hooks.shared import Count, progress_bar, require_device, shown, without_gradients
+from hooks.base import Count, progress_bar, require_device, shown, without_gradients
 from models.config import TransformerConfig
 from models.transformer import Transformer
 from models.weights import differ

@@ -8,7 +8,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from hooks.shared import storage
+from hooks.base import storage
 from models.checkpoints.assemble import Reader, Source, assemble, concatenated
 from models.checkpoints.gguf_config import (
     ARCHITECTURES,

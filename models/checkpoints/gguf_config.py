@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from hooks.shared import require_choice
+from hooks.base import require_choice
 from models.checkpoints.assemble import end_tokens
 from models.checkpoints.gguf_file import GGUFFile
 from models.config import TransformerConfig

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hooks.shared import library, require_choice
+from hooks.base import library, require_choice
 from models.checkpoints.gguf_file import GGUFFile
 from models.text.charsmap import Charsmap
 from models.text.templates import template_of

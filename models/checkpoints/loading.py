@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from hooks.shared import library, require_device, require_kind, shows_progress, storage
+from hooks.base import library, require_device, require_kind, shows_progress, storage
 from models import verification
 from models.checkpoints.huggingface import load_huggingface
 from models.checkpoints.own import BUNDLED, CONFIG, bundled, load_own

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from hooks.shared import require_kind, shown, storage, strict_json
+from hooks.base import require_kind, shown, storage, strict_json
 from models.checkpoints.assemble import assemble
 from models.checkpoints.readers import WHOLE, reader_of
 from models.config import TransformerConfig

@@ -6,7 +6,7 @@ from pathlib import Path
 from safetensors import safe_open
 from torch import Tensor
 
-from hooks.shared import storage
+from hooks.base import storage
 from models.checkpoints.assemble import Reader
 from models.files import read_object
 

@@ -17,7 +17,7 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks.shared import require_kind, warn, without_gradients
+from hooks.base import require_kind, warn, without_gradients
 from models.checkpoints.assemble import Reader, Rows, Source, assemble, expanded
 from models.checkpoints.transformer_lens_config import lens_config
 from models.config import TransformerConfig

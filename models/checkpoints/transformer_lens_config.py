@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hooks.shared import storage, warn
+from hooks.base import storage, warn
 from models.checkpoints.huggingface.family import ACTIVATIONS, Attributes
 from models.config import TransformerConfig
 from models.files import read_object

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from hooks import position_offset, start_of_piece
-from hooks.shared import all_to_device, mapped, require_whole, to_device
+from hooks.base import all_to_device, mapped, require_whole, to_device
 from models.positions import Rotation
 from models.running.kvcache import KVCache, oldest_reached
 from models.running.masks import Rule, Visible, as_real, as_seen, has_gaps, shared

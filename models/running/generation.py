@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 
-from hooks.shared import (
+from hooks.base import (
     NoOthers,
     refuse,
     require_whole,

@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from hooks.shared import require_whole
+from hooks.base import require_whole
 from models.config import TransformerConfig
 
 # The buffers grow by this many positions at a time.

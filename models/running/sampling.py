@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from hooks.shared import generator, to_device
+from hooks.base import generator, to_device
 from models.checks import check_types
 
 GREEDY_BELOW = 1e-6

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hooks.shared import library
+from hooks.base import library
 
 if TYPE_CHECKING:
     import tokenizers

@@ -7,7 +7,7 @@ from operator import index
 from pathlib import Path
 from typing import Any
 
-from hooks.shared import library, storage
+from hooks.base import library, storage
 from models.files import read_json, read_object
 from models.text.tekken import tokenizer_of_tekken
 from models.text.templates import template_of

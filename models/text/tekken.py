@@ -8,7 +8,7 @@ import base64
 from pathlib import Path
 from typing import Any
 
-from hooks.shared import library, storage
+from hooks.base import library, storage
 from models.files import read_object
 from models.text.tokenizer import SubwordTokenizer, byte_level, byte_signs, frame_texts
 

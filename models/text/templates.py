@@ -6,7 +6,7 @@ from datetime import datetime
 from functools import cache
 from typing import Any
 
-from hooks.shared import library
+from hooks.base import library
 
 Messages = Sequence[Mapping[str, str]]
 """Messages as `{"role": "user", "content": "Hello"}`."""

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from hooks.shared import NoOthers, encoded, refuse, require_choice
+from hooks.base import NoOthers, encoded, refuse, require_choice
 from models.text.token_batch import TokenBatch, is_columns, is_integer, is_one_text
 from models.text.tokenizer import Tokenizer, as_tokenizer, pieces_of
 

@@ -8,7 +8,7 @@ from typing import Any
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
-from hooks.shared import shown
+from hooks.base import shown
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from jaxtyping import Shaped
 from torch import Tensor
 
-from hooks.shared import library, require_kind, shown
+from hooks.base import library, require_kind, shown
 from models.text.charsmap import Charsmap
 from models.text.templates import ChatTemplate, template_of
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from hooks.shared import require_whole, to_device, trusted, without_gradients
+from hooks.base import require_whole, to_device, trusted, without_gradients
 from models.checks import INTEGERS, check_tokens, check_types, names_fields
 from models.mode import mode
 from models.norm import widened

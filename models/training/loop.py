@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hooks.shared import Count, progress_bar
+from hooks.base import Count, progress_bar
 from models.mode import mode
 from models.training.data import (
     Batches,

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from hooks.shared import later, stacked, storage, strict_json
+from hooks.base import later, stacked, storage, strict_json
 from models.training.data import Loss, TrainingConfig, check_learnable, evaluate, row_losses
 from models.transformer import Transformer
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hooks import ActivationCache, CacheError, HookedRunner, HookError, HookPoint, UnknownNameError
+from hooks.base import config_hash, weights_hash
 from hooks.lazy import LazyValues
-from hooks.origin import config_hash, weights_hash
 from interp.inputs.texts import text_of
 
 

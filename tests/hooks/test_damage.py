@@ -8,8 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hooks import storage
-from hooks.shared import damage_of
+from hooks.base import damage_of, storage
 
 JUNK = b"junk" * 9
 

@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 
-from hooks.shared import library, warn
+from hooks.base import library, warn
 from interp import composition_scores
 
 

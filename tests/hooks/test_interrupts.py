@@ -10,10 +10,8 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from hooks import HookedRunner, HookPoint, position_offset, start_of_piece
-from hooks._torch import peak_bytes, without_gradients
-from hooks.scoped import Scoped
+from hooks.base import Scoped, is_trusted, peak_bytes, trusted, without_gradients
 from hooks.session import hooks_disabled
-from hooks.transfer import is_trusted, trusted
 from tests.hooks.test_leaks import hooks_of
 
 SCOPED = Scoped("number", 0)

@@ -9,8 +9,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from hooks import CacheError, HookedRunner, MemoryLimitError, memory
-from hooks.memory import Bound, available
+from hooks import CacheError, HookedRunner, MemoryLimitError
+from hooks.base import Bound, available, memory
 from interp import run_with_cache
 from models import Transformer, TransformerConfig, attach
 from tests.count import ROOT
@@ -141,7 +141,7 @@ def test_the_limits_of_a_process_are_seen(limits, expected, tmp_path):
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of address space are Linux's")
 def test_a_run_under_ulimit_is_refused_before_the_allocator_ends_it():
     code = (
-        "import resource, torch; from hooks import MemoryLimitError; from hooks.memory import *\n"
+        "import resource, torch; from hooks import MemoryLimitError; from hooks.base.memory import *\n"
         "size = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
         "resource.setrlimit(resource.RLIMIT_AS, (size + 2**28, size + 2**28))\n"
         "assert 0 < available(torch.device('cpu')) <= 2**28\n"

@@ -14,7 +14,7 @@ from tests.terminal import Terminal
 @pytest.fixture
 def progress(monkeypatch):
     """The module, whose bars appear at once."""
-    from hooks import progress
+    from hooks.base import progress
 
     monkeypatch.delenv("TQDM_DISABLE", raising=False)
     monkeypatch.delenv("RANK", raising=False)
@@ -33,7 +33,7 @@ def terminal(monkeypatch):
 
 def write_to(stream, monkeypatch, **modules):
     """Make a stream standard error, for bars alone: pytest puts its own into `sys` before a test begins."""
-    from hooks import progress
+    from hooks.base import progress
 
     system = types.SimpleNamespace(stderr=stream, modules={**sys.modules, **modules})
     monkeypatch.setattr(progress, "sys", system)
@@ -50,7 +50,7 @@ def test_a_bar_appears_during_a_long_first_step_and_counts_to_the_end(progress, 
 
 
 def test_a_bar_waits_for_two_seconds(monkeypatch, terminal):
-    from hooks import progress
+    from hooks.base import progress
 
     assert progress.DELAY == 2
     waits = []
@@ -203,7 +203,7 @@ def test_a_display_that_nobody_closes_ends(progress, terminal):
 
 
 def test_a_warning_has_a_line_of_its_own(progress, terminal):
-    from hooks.errors import warn
+    from hooks.base import warn
 
     @progress.shows_progress
     def analysis():

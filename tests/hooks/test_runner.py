@@ -11,7 +11,8 @@ import torch
 from torch import distributed, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from hooks import HookedRunner, HookPoint, Mode, Point, errors
+from hooks import HookedRunner, HookPoint, Mode, Point
+from hooks.base import errors
 from hooks.names import resolve
 
 

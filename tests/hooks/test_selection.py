@@ -7,7 +7,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hooks import HookedRunner, HookPoint, Point, SelectionError, position_offset
-from hooks.positions import Selection
+from hooks.base import Selection
 from interp import Pairs, activation_patching, edits, log_prob, sweep
 from models import KVCache, attach, generate
 from tests.reference import some_tokens, variant

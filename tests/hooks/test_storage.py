@@ -13,7 +13,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hooks import ActivationCache, CacheError, storage
+from hooks import ActivationCache, CacheError
+from hooks.base import storage
 from interp import Circuit, JacobianLens, Result, TunedLens
 
 TENSORS = {
@@ -49,7 +50,7 @@ def damaged(whole):
 FULL = """
 import resource, sys, torch
 from pathlib import Path
-from hooks import storage
+from hooks.base import storage
 resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
 try:
     storage.save(Path(sys.argv[1]), "kind-1", {"a": torch.zeros(9000)}, {})

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from hooks import strict_json
+from hooks.base import strict_json
 
 NUMBERS = [math.nan, math.inf, -math.inf, np.float64("nan")]
 PLACES = [

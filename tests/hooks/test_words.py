@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hooks import HookedRunner, HookPoint
-from hooks.words import Words
+from hooks.base import Words
 
 
 class Kwargs(typing.TypedDict, total=False):

@@ -8,7 +8,7 @@ import torch
 import interp
 import models
 from hooks import HookedRunner, UnknownNameError
-from hooks.hints import ARGUMENTS, ATTRIBUTES
+from hooks.base import ARGUMENTS, ATTRIBUTES
 from interp import hooks_name
 from models import causal_mask, from_transformer_lens, load
 from tests import transformer_lens as lens

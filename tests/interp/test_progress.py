@@ -128,7 +128,7 @@ def model():
 @pytest.fixture
 def counts(monkeypatch):
     """All counts that are made, with bars that appear at once."""
-    from hooks import progress
+    from hooks.base import progress
 
     monkeypatch.delenv("TQDM_DISABLE", raising=False)
     monkeypatch.delenv("RANK", raising=False)
@@ -148,7 +148,7 @@ def counts(monkeypatch):
 @pytest.fixture
 def terminal(monkeypatch):
     """Standard error as a terminal, for bars alone."""
-    from hooks import progress
+    from hooks.base import progress
 
     terminal = Terminal()
     monkeypatch.setattr(

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize, prune
 
-from hooks._torch import Component
+from hooks.base import Component
 from models import MLP, GatedMLP
 from models.attention import attention_of
 from models.block import block_of

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from hooks import UnknownNameError
-from hooks.shared import library, require_whole, storage, strict_json
+from hooks.base import library, require_whole, storage, strict_json
 
 Weights = dict[str, Tensor]
 

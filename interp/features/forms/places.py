@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hooks import ActivationCache, HookedRunner, Point, UnknownNameError
-from hooks.shared import tensors_in
+from hooks.base import tensors_in
 from interp.inputs.texts import Text
 from interp.protocol import n_logits, of
 from interp.transformer_lens import hooks_name

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from hooks.shared import require_choice
+from hooks.base import require_choice
 from interp.features.activations import GroupMax, TopK
 from interp.features.dictionary import Dictionary
 from interp.features.forms.common import json_of, known_fields, require, tensors_of

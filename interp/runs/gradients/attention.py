@@ -21,16 +21,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import HookedRunner, HookPoints, Options
-from hooks.shared import (
-    Recorder,
-    Session,
-    edits_in_force,
-    mapped,
-    plain_argument,
-    replay,
-    unknown_name,
-    without_gradients,
-)
+from hooks.base import mapped, unknown_name, without_gradients
+from hooks.shared import Recorder, Session, edits_in_force, plain_argument, replay
 from interp.numbers.precision import at_least_float32
 
 Patterns = Float[Tensor, "batch head query key"]

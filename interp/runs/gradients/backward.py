@@ -10,15 +10,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hooks import HookedRunner, HookError, Point
-from hooks.shared import (
-    NEVER_FIRED,
-    Session,
-    first_tensor,
-    point_at,
-    require_fired,
-    to_device,
-    with_first_tensor,
-)
+from hooks.base import NEVER_FIRED, require_fired, to_device, with_first_tensor
+from hooks.shared import Session, first_tensor, point_at
 from interp.inputs.texts import Text
 from interp.inputs.token_positions import last_real
 from interp.measuring import Metric, evaluate, last_of

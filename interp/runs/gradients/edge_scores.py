@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from hooks.shared import all_to_device, progress_of, require_choice, shown, to_device
+from hooks.base import all_to_device, progress_of, require_choice, shown, to_device
 from interp.graph import Graph
 from interp.inputs.texts import Text, are_aligned
 from interp.numbers.precision import at_least_float32

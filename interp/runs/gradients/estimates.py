@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hooks import ActivationCache, Point
-from hooks.shared import progress_of, require_whole, to_device, warn
+from hooks.base import progress_of, require_whole, to_device, warn
 from interp import edits
 from interp.numbers.precision import at_least_float32
 from interp.results.result import Result

@@ -8,7 +8,8 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from hooks.shared import all_to_device, replay, to_device, without_gradients
+from hooks.base import all_to_device, to_device, without_gradients
+from hooks.shared import replay
 from interp.graph import Graph
 from interp.graph.norms import is_identity, linear_part
 from interp.numbers.precision import at_least_float32

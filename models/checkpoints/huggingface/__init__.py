@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hooks.shared import hooks_of, is_foreign, require_choice, require_module, storage
+from hooks.base import hooks_of, require_choice, require_module, storage
+from hooks.shared import is_foreign
 from models.checkpoints.assemble import Reader, assemble, end_tokens
 from models.checkpoints.huggingface.families import FAMILIES
 from models.checkpoints.huggingface.family import Attributes, Family

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hooks import CacheError, EditError, HookedRunner, HookPoint, UnknownNameError
-from hooks.positions import all_but
+from hooks.base import all_but
 from interp import edits, log_prob
 from interp.directions import (
     Direction,

@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hooks import CacheError, HookedRunner, UnknownNameError, storage
+from hooks import CacheError, HookedRunner, UnknownNameError
+from hooks.base import storage
 from interp.store import Activations, from_arrow, harvest, to_arrow
 from tests.count import ROOT
 from tests.reference import variant

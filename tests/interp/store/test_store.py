@@ -21,7 +21,8 @@ import safetensors
 import safetensors.numpy
 import torch
 
-from hooks import CacheError, HookedRunner, UnknownNameError, storage
+from hooks import CacheError, HookedRunner, UnknownNameError
+from hooks.base import storage
 from interp.store import Activations, harvest, plan, rows
 from models import load
 from tests.reference import variant

@@ -265,7 +265,9 @@ def test_a_decoder_that_copies_the_text_of_its_encoder_never_reads_padding(name)
     attach(model)
     padding = torch.full((1, 3), PAD)
     real, no = torch.ones_like(row), torch.zeros_like(padding)
-    right = first_logits(model(torch.cat([row, padding], 1), attention_mask=torch.cat([real, no], 1)))
+    right = first_logits(
+        model(torch.cat([row, padding], 1), attention_mask=torch.cat([real, no], 1))
+    )
     torch.testing.assert_close(right[:, :5], alone)
     left, mask = torch.cat([padding, row], 1), torch.cat([no, real], 1)
     with pytest.raises(ValueError, match="must be given decoder_input_ids"):

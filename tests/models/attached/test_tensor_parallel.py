@@ -130,7 +130,7 @@ def observed(folder, name, **options):
     """All that is compared, of one model."""
     import models
     from hooks import HookedRunner
-    from hooks.origin import weights_hash
+    from hooks.base import weights_hash
 
     load = transformers.AutoModelForCausalLM.from_pretrained
     model = load(path_of(folder, name), dtype=torch.float32, **options).eval()
@@ -156,7 +156,7 @@ def observed(folder, name, **options):
 
 def wholes(rank):
     """Whether values are found to be the same in both processes."""
-    from hooks.processes import is_whole
+    from hooks.base import is_whole
 
     mesh = torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     part = torch.randn(3, 5, generator=torch.Generator().manual_seed(rank))

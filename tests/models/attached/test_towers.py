@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hooks import ActivationCache, EditError, HookedRunner, HookPoint, NeverFiredError
-from hooks.shared import tensors_in
+from hooks.base import tensors_in
 from interp import edits
 from interp.protocol import of
 from models import attach, detach

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hooks import _torch
-from hooks.nested import mapped
-from hooks.scoped import Scoped
+from hooks.base import _torch
+from hooks.base.nested import mapped
+from hooks.base.scoped import Scoped
 
 
 def private(value: Tensor) -> Tensor:

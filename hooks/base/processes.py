@@ -15,10 +15,6 @@ import torch.distributed as dist
 from jaxtyping import Shaped
 from torch import Tensor, nn
 
-from hooks._torch import FakeTensor
-from hooks.errors import HookError
-from hooks.point import Point
-
 
 def mesh_of(model: nn.Module) -> Any:
     """The mesh of the processes that weights of the model are split over; None if they are not."""
@@ -42,22 +38,6 @@ def is_whole(value: Shaped[Tensor, "*axes"], mesh: Any) -> bool:
     bounds = torch.stack([sums, -sums])
     dist.all_reduce(bounds, dist.ReduceOp.MAX, group=mesh.get_group())
     return bool((bounds.sum(0) <= 1e-6 * bounds[0, 0]).all())
-
-
-def require_whole(value: Shaped[Tensor, "*axes"], point: Point) -> None:
-    """Refuses a value of which each process of a split model holds a part.
-
-    Raises:
-        HookError: naming the point.
-    """
-    if point.mesh is None or (isinstance(value, FakeTensor) and point.axes):  # a plan's
-        return
-    if isinstance(value, FakeTensor) or not is_whole(value, point.mesh):
-        got = "a plan cannot tell" if isinstance(value, FakeTensor) else "each holds a part"
-        raise HookError(
-            f"{point.name} must be the same in all {point.mesh.size()} processes that the model is split over; {got} "
-            "(models.attach has points that join the parts of heads and neurons)"
-        )
 
 
 @dataclasses.dataclass(frozen=True)

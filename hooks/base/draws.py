@@ -7,8 +7,8 @@ from operator import attrgetter, index
 import torch
 from torch import Tensor, nn
 
-from hooks._torch import state_of, unset_fake_temporarily
-from hooks.errors import warn
+from hooks.base._torch import state_of, unset_fake_temporarily
+from hooks.base.errors import warn
 
 
 def generator(*key: int | str, device: torch.device | str = "cpu") -> torch.Generator:

@@ -22,8 +22,8 @@ import warnings
 from collections.abc import Collection, Container, Iterable
 from typing import Any
 
-from hooks.progress import without_bar
-from hooks.saying import shown
+from hooks.base.progress import without_bar
+from hooks.base.saying import shown
 
 _PACKAGES = ("hooks", "models", "interp")
 
@@ -83,7 +83,7 @@ class NeverFiredError(HookError):
 
     >>> require_fired(["left", "right"], {"left"}, "an input may not lead there")
     Traceback (most recent call last):
-    hooks.errors.NeverFiredError: the forward pass never reached right: an input may not lead there
+    hooks.base.errors.NeverFiredError: the forward pass never reached right: an input may not lead there
     """
 
 
@@ -95,7 +95,7 @@ class EditError(HookError):
     >>> model = torch.nn.Sequential(torch.nn.ReLU())
     >>> HookedRunner(model).run_with_hooks(torch.ones(2), hooks={"0": lambda value, point: value[:1]})
     Traceback (most recent call last):
-    hooks.errors.EditError: a hook at 0 must keep the shape torch.Size([2]); got torch.Size([1])
+    hooks.base.errors.EditError: a hook at 0 must keep the shape torch.Size([2]); got torch.Size([1])
     """
 
 
@@ -114,7 +114,7 @@ class ModeError(HookError):
     >>> from hooks import HookedRunner
     >>> HookedRunner(torch.nn.Sequential(torch.nn.ReLU())).run_with_cache(torch.ones(2), mode="full")
     Traceback (most recent call last):
-    hooks.errors.ModeError: mode 'full' needs a model in evaluation mode: call model.eval() first
+    hooks.base.errors.ModeError: mode 'full' needs a model in evaluation mode: call model.eval() first
     """
 
 
@@ -127,7 +127,7 @@ class ContextError(HookError):
     >>> with context: pass
     >>> with context: pass
     Traceback (most recent call last):
-    hooks.errors.ContextError: a hook context can be entered once: call hooks() again for another
+    hooks.base.errors.ContextError: a hook context can be entered once: call hooks() again for another
     """
 
 
@@ -145,7 +145,7 @@ class CacheError(HookError):
     >>> from hooks import ActivationCache
     >>> ActivationCache({}, {}).drop()
     Traceback (most recent call last):
-    hooks.errors.CacheError: only a lazy cache can drop values and compute them again
+    hooks.base.errors.CacheError: only a lazy cache can drop values and compute them again
     """
 
 

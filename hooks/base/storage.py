@@ -17,11 +17,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hooks import strict_json
-from hooks._torch import has_storage, memory_of
-from hooks.damage import damage_of
-from hooks.errors import CacheError, UnknownNameError
-from hooks.kinds import require_kind
+from hooks.base import strict_json
+from hooks.base._torch import has_storage, memory_of
+from hooks.base.damage import damage_of
+from hooks.base.errors import CacheError, UnknownNameError
+from hooks.base.kinds import require_kind
 
 CHECKSUMS = "checksums"
 """The key of the checksums in a file's metadata."""

@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from hooks._torch import FakeTensor
-from hooks.scoped import Scoped
+from hooks.base._torch import FakeTensor
+from hooks.base.scoped import Scoped
 
 KeyMask = Shaped[Tensor, "batch key"]
 """True or 1 at real tokens, False or 0 at padding."""

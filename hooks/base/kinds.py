@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hooks.hints import ATTRIBUTES, closest, made_by
-from hooks.saying import shown
+from hooks.base.hints import ATTRIBUTES, closest, made_by
+from hooks.base.saying import shown
 
 
 def require_kind(

@@ -8,7 +8,7 @@ import difflib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from hooks.errors import UnknownNameError, unknown_name
+from hooks.base.errors import UnknownNameError, unknown_name
 
 NameHint = Callable[[str, Collection[str], str], UnknownNameError | None]
 """From a name, the known ones, and what they name: an error that says more; None if it has nothing to say."""

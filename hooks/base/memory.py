@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hooks._torch import FakeTensor, has_storage, memory_of
-from hooks.errors import MemoryLimitError
-from hooks.point import LAYER
+from hooks.base._torch import FakeTensor, has_storage, memory_of
+from hooks.base.errors import MemoryLimitError
+from hooks.base.paths import LAYER
 
 _FIRST_LOOK = 2**28
 _SHARE = 0.9

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import IO, Any, ParamSpec, TypeVar
 
-from hooks.scoped import Scoped
+from hooks.base.scoped import Scoped
 
 P = ParamSpec("P")
 R = TypeVar("R")

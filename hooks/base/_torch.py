@@ -306,7 +306,7 @@ def refuse_unbound(function: Callable[..., Any], args: Any, kwargs: Any, error: 
     Raises:
         TypeError: naming the argument.
     """
-    from hooks.words import Words
+    from hooks.base.words import Words
 
     signature, name = inspect.signature(function), getattr(function, "__name__", "the function")
     if f"{name}()" not in str(error):  # as Python says of a call

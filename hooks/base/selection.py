@@ -3,19 +3,18 @@
 import itertools
 import operator
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, TypeGuard
 
 import torch
 from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
-from hooks.errors import SelectionError
-from hooks.pieces import KeyMask, real_columns
-from hooks.point import is_mask, places, plain_index
-from hooks.saying import shown
-from hooks.transfer import to_device
+from hooks.base.errors import SelectionError, unknown_name
+from hooks.base.pieces import KeyMask, real_columns
+from hooks.base.saying import shown
+from hooks.base.transfer import to_device
 
 TEXT_AXES = ("pos", "query", "key")
 """The axes that count columns of the text. `key` also covers cached positions."""
@@ -299,3 +298,96 @@ def broadcast(
         shape[batch] = len(columns)
     # Where the batch comes after the positions, so do the rows of its columns.
     return (columns.T if len(columns) > 1 and batch > at else columns).reshape(shape)
+
+
+def index_by_axis(
+    axes: tuple[str, ...], where: Mapping[str, Index], what: str
+) -> tuple[int | slice | list[int], ...]:
+    """The subscript that selects `where` (axis name to index) from a tensor with these axes.
+
+    At most one index may be a list, because PyTorch would broadcast two lists. A list of booleans is a
+    mask. Tensors and arrays are lists too. PyTorch checks sizes when the subscript is used.
+
+    Raises:
+        UnknownNameError: if `axes`, the axes of `what`, have no such name.
+        TypeError: if an index is not an integer, a slice, a list of integers or a mask.
+        ValueError: if two indices are lists.
+
+    >>> index_by_axis(("batch", "pos", "d_model"), {"pos": slice(2, None)}, "the stream")
+    (slice(None, None, None), slice(2, None, None), slice(None, None, None))
+    """
+    require_axes(where, axes, what)
+    index = tuple(plain_index(where.get(axis, slice(None))) for axis in axes)
+    if sum(isinstance(part, list) for part in index) > 1:
+        raise ValueError(f"only one axis can take a list of indices; got {dict(where)}")
+    return index
+
+
+def require_axes(where: Iterable[str], axes: tuple[str, ...], what: str) -> None:
+    """Refuses names that are not among `axes`, those of `what`.
+
+    Raises:
+        UnknownNameError: naming the first.
+    """
+    for axis in where:
+        if axis not in axes:
+            declared = " ".join(axes) or "it declares none"
+            raise unknown_name(axis, axes, f"axis of {what} ({declared})")
+
+
+def plain_index(index: Any, ndim: int = 1) -> Any:
+    """An index as Python's own int, slice, list of ints or, for a mask, list of booleans.
+
+    With `ndim=2` it may also be a list of such lists.
+
+    Raises:
+        TypeError: if it is none of these.
+    """
+    plain = index.tolist() if hasattr(index, "tolist") else index
+    if isinstance(plain, slice) or type(plain) is int:
+        return plain
+    if ndim and isinstance(plain, Sequence) and not isinstance(plain, str):
+        parts = [part.tolist() if hasattr(part, "tolist") else part for part in plain]
+        if all(isinstance(part, bool) for part in parts):
+            return parts
+        parts = [plain_index(part, ndim - 1) for part in parts]
+        if len({isinstance(part, list) for part in parts}) == 1 and slice not in map(type, parts):
+            return parts
+    raise TypeError(
+        f"an index must be an integer, slice, list of integers or mask; got {shown(index)}"
+    )
+
+
+def is_mask(index: object) -> TypeGuard[list[bool]]:
+    """Whether a result of `plain_index` is a mask."""
+    return isinstance(index, list) and index != [] and all(isinstance(i, bool) for i in index)
+
+
+def places(index: Any, size: int, what: str, whole: bool = True) -> list[int]:
+    """The places along an axis, counted from its start, that an index selects.
+
+    Args:
+        index: a result of `plain_index`.
+        size: the axis has the places 0 to `size - 1`. Negative ones count from its end.
+        what: the axis, for errors.
+        whole: whether other places are errors; otherwise they stay in the result.
+
+    Raises:
+        SelectionError: if a place is outside, a mask has another length, or numbers look like a mask.
+    """
+    if isinstance(index, slice):
+        return list(range(size)[index])
+    if is_mask(index):
+        if whole and len(index) != size:
+            raise SelectionError(f"a mask along {what} must have length {size}; got {len(index)}")
+        return [place for place, inside in enumerate(index) if inside]
+    listed = [index] if isinstance(index, int) else index
+    for place in listed if whole else ():
+        if not -size <= place < size:
+            raise SelectionError(f"{what} must be from {-size} to {size - 1}; got {place}")
+    if whole and len(listed) == size > 2 and {*listed} <= {0, 1}:
+        raise SelectionError(
+            f"a mask along {what} must have booleans, as .bool() gives them; got {size} numbers 0 and 1, "
+            "which would be the places 0 and 1"
+        )
+    return [place + size if place < 0 else place for place in listed]

@@ -12,7 +12,7 @@ import typing
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
-from hooks.hints import ARGUMENTS
+from hooks.base.hints import ARGUMENTS
 
 OURS = {
     *("names", "mode", "lazy", "run", "hooks", "backward", "receipts", "bos", "side"),

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from hooks.scoped import Scoped
+from hooks.base.scoped import Scoped
 
 number_of_call = Scoped[int | None]("call", None)
 """The number of the call at whose value a hook acts, from 0 in each run of a model; None where nobody counts."""

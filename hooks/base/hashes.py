@@ -1,0 +1,57 @@
+"""Hashes of models: of their configuration and of their weights."""
+
+import dataclasses
+import hashlib
+import json
+from typing import Any
+
+from torch import nn
+
+from hooks.base._torch import has_storage
+from hooks.base.storage import checksum
+
+
+def config_hash(model: nn.Module) -> str:
+    """A hash of the model's `config`, or of its parameters' names and shapes if it has none."""
+    config: Any = getattr(model, "config", None)
+    described: Any
+    if hasattr(config, "to_dict"):
+        volatile = {"architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
+        described = {
+            key: value
+            for key, value in config.to_dict().items()
+            if key not in volatile and not key.startswith("_")
+        }
+    elif dataclasses.is_dataclass(config) and not isinstance(config, type):
+        described = dataclasses.asdict(config)
+    else:
+        described = {name: list(value.shape) for name, value in model.named_parameters()}
+    # The text is hashed and not kept, so a config may have NaN and infinity.
+    text = json.dumps([type(model).__name__, described], sort_keys=True, default=_described)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _described(value: object) -> object:
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(str, value))
+    return getattr(value, "__qualname__", None) or str(value)
+
+
+def weights_hash(model: nn.Module, whole: bool = False) -> str:
+    """A hash of the name, the shape and at most 16 numbers of each parameter.
+
+    The `whole` is all numbers of these and of the buffers that belong to the model's state.
+    """
+    hashed = hashlib.sha256()
+    weights = model.state_dict() if whole else dict(model.named_parameters())
+    for name, part in weights.items():
+        # Of a model that is split over processes, what they hold together.
+        weight = part.full_tensor() if whole and hasattr(part, "full_tensor") else part
+        numbers: Any = None
+        if has_storage(weight) and not weight.is_meta:
+            flat = weight.detach().flatten()
+            numbers = flat[:: max(1, -(-len(flat) // 16))].tolist()
+        hashed.update(repr((name, tuple(weight.shape), numbers)).encode())
+        if whole and numbers is not None:
+            hashed.update(str(checksum(name, weight)).encode())
+    return hashed.hexdigest()
