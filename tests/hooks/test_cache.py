@@ -12,7 +12,6 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hooks import ActivationCache, CacheError, HookedRunner, HookError, HookPoint, UnknownNameError
-from hooks.base import config_hash, weights_hash
 from hooks.lazy import LazyValues
 from interp.inputs.texts import text_of
 
@@ -245,34 +244,6 @@ def test_a_cache_is_written_into_a_directory_that_exists(cache, tmp_path):
         cache.save(tmp_path / "nowhere" / "a")
 
 
-class Described(nn.Linear):
-    """A model with a config as those of transformers have."""
-
-    def __init__(self, size, **described):
-        super().__init__(size, 2)
-        self.config = type("Config", (), {"to_dict": lambda self: described})()
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "same"),
-    [
-        (nn.Linear(2, 3), nn.Linear(2, 3), True),
-        (nn.Linear(2, 3), nn.Linear(3, 2), False),
-        (nn.Linear(2, 3), nn.Bilinear(1, 2, 3), False),
-        (Described(1, a=1), Described(4, a=1), True),
-        (Described(1, a=1), Described(1, a=2), False),
-        (Described(1, a=1), Described(1, a=1, _name="b", use_cache=False, dtype="x"), True),
-        (Described(1, a={3, 4}), Described(1, a={4, 3}), True),
-        (Described(1, a=nn.Linear), Described(1, a=nn.GELU), False),
-    ],
-)
-def test_config_hash_follows_config_or_shapes(cache, tmp_path, one, other, same):
-    assert (config_hash(one) == config_hash(other)) == same
-    cache.save(tmp_path / "a")
-    with pytest.raises(CacheError, match=config_hash(one)[:12]):
-        ActivationCache.load(tmp_path / "a", one)
-
-
 @pytest.mark.parametrize("positions", [[5, 0, -1], slice(2, 6, 3), torch.tensor([1, 5]), range(2)])
 @pytest.mark.usefixtures("unchecked")
 def test_positions_are_cut_at_capture(runner, tokens, positions):
@@ -391,19 +362,3 @@ def test_a_cache_refuses_a_model_of_other_weights(tmp_path):
     cache.require_weights_of(model)
     del model, same
     cache.require_weights_of(linear(1.0))  # the model is gone: nothing is known
-
-
-def test_the_hash_of_weights_follows_names_shapes_and_numbers():
-    made = nn.ParameterDict({"a": torch.arange(40.0), "b": torch.tensor(2.0), "c": torch.empty(0)})
-    hashes = {
-        weights_hash(made),
-        weights_hash(made.half()),
-        weights_hash(nn.Linear(2, 2).to("meta")),
-    }
-    for name, value in (
-        ("a", made["a"].view(5, 8)),
-        ("b", torch.tensor(3.0)),
-        ("d", made["a"] + 0),
-    ):
-        hashes.add(weights_hash(nn.ParameterDict({**made, name: value})))
-    assert len(hashes) == 5  # half precision holds the same numbers
