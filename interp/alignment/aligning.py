@@ -29,8 +29,8 @@ from interp.alignment.runs import Interchanges
 from interp.features.trained_at import warn_of_place
 from interp.inputs.copies import numbered
 from interp.inputs.pairs import Pairs, PatchingDirection
+from interp.numbers.intervals import interval_text
 from interp.numbers.precision import at_least_float32
-from interp.results.places import written
 from interp.results.result import Result
 from interp.runs.runs import Runs
 from interp.runs.sites import Choice, named
@@ -93,7 +93,7 @@ class Alignment(pictures.Shown):
                 *(x.flatten(1)[:, n].tolist() for x in (ends.low, ends.high, mean)),
                 strict=True,
             ):
-                lines.append(f"    {control:<17} {value:.3f}{written(low, high, '.3f')}")
+                lines.append(f"    {control:<17} {value:.3f}{interval_text(low, high, '.3f')}")
         return "\n".join(lines)
 
 

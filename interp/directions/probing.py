@@ -29,7 +29,7 @@ from interp import pictures
 from interp.directions.direction import Direction
 from interp.directions.examples import Kind, examples, kinds_of, points_of, text_numbers
 from interp.directions.stored import Labels
-from interp.results.places import written
+from interp.numbers.intervals import interval_text
 from interp.results.result import Result
 
 _ROUNDING = 10 * np.finfo(np.float32).eps
@@ -75,7 +75,7 @@ class Probe(pictures.Shown):
         rows = zip(places, *(each.flatten().tolist() for each in columns), strict=True)
         head = f"Probe at {len(self.direction.vectors)} points, AUROC on held-out texts and with drawn labels"
         lines = [
-            f"  {place}  {mean:.3f}{written(low, high, '.3f')}  {control:.3f}"
+            f"  {place}  {mean:.3f}{interval_text(low, high, '.3f')}  {control:.3f}"
             for place, mean, low, high, control in islice(rows, 38)
         ]
         return "\n".join([head, *lines])

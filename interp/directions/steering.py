@@ -15,8 +15,8 @@ from interp.inputs.texts import Texts, text_for
 from interp.inputs.wording import named_spans
 from interp.measuring import Metric
 from interp.metrics import kl_divergence
+from interp.numbers.intervals import interval_text
 from interp.protocol import logits_of, runner_of
-from interp.results.places import written
 from interp.results.result import Result
 
 
@@ -65,7 +65,7 @@ class SteeringCurve(pictures.Shown):
         ]
         for n, strength in enumerate(self.strengths[:38]):
             parts = (
-                f"{name} {float(each.mean()[n]):+.4g}{written(float(ends[name].low[n]), float(ends[name].high[n]), '+.3g')}"
+                f"{name} {float(each.mean()[n]):+.4g}{interval_text(float(ends[name].low[n]), float(ends[name].high[n]), '+.3g')}"
                 for name, each in shown
             )
             lines.append(f"  {strength:<8g} {'  '.join(parts)}")

@@ -34,10 +34,9 @@ from interp.inputs.copies import digests, groups
 from interp.inputs.texts import Text, Texts, batches
 from interp.measuring import measure
 from interp.metrics import cross_entropy, kl_divergence
-from interp.numbers.intervals import standard_error
+from interp.numbers.intervals import interval_text, standard_error
 from interp.pictures import objects
 from interp.protocol import logits_of, runner_of
-from interp.results.places import written
 from interp.results.result import Result
 
 Ablation = Literal["zero", "mean"]
@@ -156,7 +155,7 @@ class DictionaryScores(pictures.Shown):
                 continue
             low, high = (end.item() for end in share.interval())
             mean = share.mean().item()
-            rows.append(f"recovered of {ablation}: {mean:.4f} {written(low, high, '.4f')}")
+            rows.append(f"recovered of {ablation}: {mean:.4f} {interval_text(low, high, '.4f')}")
         rows.append(f"KL {self.kl.mean():.4f} nats")
         rows += [f"{name}: {score}" for name, score in self.points.items()]
         return "\n".join(

@@ -32,6 +32,15 @@ class Interval(NamedTuple):
     high: Float[Tensor, "*axes"]
 
 
+def interval_text(low: float, high: float, form: str = "+.4g") -> str:
+    """Return an interval as text, with a space before it; no text where there is no interval.
+
+    >>> interval_text(-0.5, 1.5)
+    ' [-0.5, +1.5]'
+    """
+    return "" if math.isnan(low) else f" [{low:{form}}, {high:{form}}]"
+
+
 def interval(
     values: Float[Tensor, "place example"],
     gap: Float[Tensor, "*#place example"] | None = None,

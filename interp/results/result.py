@@ -1,5 +1,6 @@
 """Results: tables of effects, one number for each place and example, with labels and intervals."""
 
+import fnmatch
 import math
 import os
 import reprlib
@@ -13,12 +14,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from hooks.base import require_whole, storage, strict_json, warn
+from hooks.base import require_whole, shown, storage, strict_json, unknown_name, warn
 from interp import pictures
+from interp.inputs.token_positions import short
 from interp.numbers.intervals import Interval, auroc_interval, interval, share_interval
-from interp.results import parts
-from interp.results.node import as_fact, from_fact
-from interp.results.places import Entries, Entry
+from interp.results.entries import Entries, Entry
+from interp.results.node import NodeName, as_fact, from_fact
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -81,7 +82,7 @@ class Result(pictures.Shown):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "axes", tuple(self.axes))
-        parts.check(self)
+        _check(self)
         sizes = zip(self.axes, self.values.shape, strict=True)
         labels = {axis: tuple(self.labels.get(axis, range(size))) for axis, size in sizes}
         object.__setattr__(self, "labels", labels)
@@ -170,7 +171,7 @@ class Result(pictures.Shown):
             return shares
         left = f"{int(agree.sum())} of {len(gap)} examples, which are left out"
         warn(f"base and target agree in {left}")
-        return parts.part(shares, "example", (~agree).nonzero().flatten().tolist())
+        return shares._at("example", (~agree).nonzero().flatten().tolist())
 
     def select(self, **where: Any) -> "Result":
         """The part at some labels: `result.select(layer=3, head=[0, 5], component="m*")`.
@@ -187,8 +188,69 @@ class Result(pictures.Shown):
         """
         result = self
         for axis, asked in where.items():
-            result = parts.selected(result, axis, asked)
+            result = result._select(axis, asked)
         return result
+
+    def _select(self, axis: str, asked: Any) -> "Result":
+        """The part at a label of an axis, without the axis; or at several labels, or at a pattern's."""
+        if axis not in self.axes:
+            raise unknown_name(axis, self.axes, "axis of this result")
+        is_list = isinstance(asked, (list, tuple, range))
+        indices: list[int] = []
+        for label in asked if is_list else [asked]:
+            indices += self._indices(axis, label)
+        part = self._at(axis, indices)
+        if is_list or axis == "example" or self._is_pattern(axis, asked):
+            return part
+        values = part.values.squeeze(self.axes.index(axis))
+        return part._without(axis, values, about={**self.about, axis: part.labels[axis][0]})
+
+    def _at(self, axis: str, indices: Sequence[int]) -> "Result":
+        """The part at some indices of an axis, which stays."""
+        indices = [*indices]
+        values = self.values[(slice(None),) * self.axes.index(axis) + (indices,)]
+        labels = {**self.labels, axis: [self.labels[axis][index] for index in indices]}
+        words = {**self.words}
+        if axis in words:
+            words[axis] = [words[axis][index] for index in indices]
+        if axis != "example":
+            return replace(self, values=values, labels=labels, words=words)
+        part = replace(
+            self,
+            values=values,
+            labels=labels,
+            base=None if self.base is None else self.base[indices],
+            target=None if self.target is None else self.target[indices],
+            groups=None if self.groups is None else tuple(self.groups[index] for index in indices),
+        )
+        # Over fewer examples, the mean of target - base is another one.
+        return part.normalized() if self.is_ratio else part
+
+    def _without(self, axis: str, values: Tensor, **changes: Any) -> "Result":
+        """A result with these values, which lack an axis of this result."""
+        labels = {other: known for other, known in self.labels.items() if other != axis}
+        words = {other: known for other, known in self.words.items() if other != axis}
+        return replace(
+            self, values=values, axes=tuple(labels), labels=labels, words=words, **changes
+        )
+
+    def _is_pattern(self, axis: str, label: Any) -> bool:
+        """Whether a label is a pattern: no label or word of the axis, and with a wildcard."""
+        is_name = label in self.labels[axis] or label in self.words.get(axis, ())
+        return isinstance(label, str) and not is_name and ("*" in label or "?" in label)
+
+    def _indices(self, axis: str, label: Any) -> list[int]:
+        """The index of a label or word, or the indices of all labels that a pattern matches."""
+        known = self.labels[axis]
+        if self._is_pattern(axis, label):
+            matching = [n for n, name in enumerate(known) if fnmatch.fnmatchcase(str(name), label)]
+            if not matching:
+                raise ValueError(f"{axis} must match a label of {short(known)}; got {shown(label)}")
+            return matching
+        for labels in (known, self.words.get(axis, ())):
+            if labels.count(label) == 1:
+                return [labels.index(label)]
+        raise ValueError(f"{axis} must be a unique label of {short(known)}; got {shown(label)}")
 
     def by(self, what: Literal["layer", "head", "neuron", "expert"]) -> "Result":
         """Regroup entries of nodes, such as `a2.h1` and `m2`, into named axes: of components, and writers of a graph.
@@ -215,7 +277,54 @@ class Result(pictures.Shown):
         >>> result.by("layer").select(part="m").mean()
         tensor([5., 6.])
         """
-        return parts.regrouped(self, what)
+        ways = ("layer", "head", "neuron", "expert")
+        if what not in ways:
+            raise unknown_name(what, ways, "way to regroup")
+        axis, index_of = self._nodes(what)
+        second = "part" if what == "layer" else what
+        layers = sorted({layer for layer, _ in index_of})
+        places = [*dict.fromkeys(place for _, place in index_of)]
+        places = places if second == "part" else sorted(places)
+        index = torch.tensor(
+            [[index_of.get((layer, place), -1) for place in places] for layer in layers],
+            device=self.values.device,
+        )
+        dim = self.axes.index(axis)
+        values = self.values.movedim(dim, 0)[index]  # [layer, place, *other axes]
+        is_there = index.view(*index.shape, *[1] * (values.ndim - 2)) >= 0
+        values = values.where(is_there, torch.nan)
+        labels = {**self.labels, "layer": layers, second: places}
+        words = {**self.words}
+        for known in (labels, words):
+            known.pop(axis, None)
+        return replace(
+            self,
+            values=values.movedim((0, 1), (dim, dim + 1)),
+            axes=(*self.axes[:dim], "layer", second, *self.axes[dim + 1 :]),
+            labels=labels,
+            words=words,
+        )
+
+    def _nodes(self, what: str) -> tuple[str, dict[tuple[int, Any], int]]:
+        """The first axis of nodes of a kind, or of any kind for `layer`; and their indices.
+
+        The keys of the indices are the layer and the part of the block, or the number of the node.
+        """
+        for axis in self.axes[:-1]:
+            index_of: dict[tuple[int, Any], int] = {}
+            for n, node in enumerate(self.labels[axis]):
+                if not isinstance(node, NodeName) or node.layer is None:
+                    continue
+                if what == "layer":
+                    index_of[node.layer, node.part] = n
+                elif node.kind == what:
+                    index_of[node.layer, node.number] = n
+            if index_of:
+                return axis, index_of
+        raise ValueError(
+            f"by({what!r}) needs an axis of nodes, with labels that know a {what} (NodeName); "
+            f"got {self.axes}"
+        )
 
     def sum(self, axis: str) -> "Result":
         """The effects added up along an axis, such as those of all heads.
@@ -224,7 +333,12 @@ class Result(pictures.Shown):
             UnknownNameError: if there is no such axis.
             ValueError: if it is `example`, which has means.
         """
-        return parts.summed(self, axis)
+        if axis not in self.axes:
+            raise unknown_name(axis, self.axes, "axis of this result")
+        if axis == "example":
+            raise ValueError("examples are not added up: mean() is their mean")
+        values = self.values.sum(self.axes.index(axis))
+        return self._without(axis, values, bounds=None, counts=None)
 
     def __sub__(self, other: "Result") -> "Result":
         """The difference of the effects of each example, where both have the same axes, labels, unit and texts.
@@ -234,7 +348,41 @@ class Result(pictures.Shown):
         Raises:
             ValueError: if the two differ in one of these, or are normalized by other runs.
         """
-        return parts.difference(self, other) if isinstance(other, Result) else NotImplemented
+        if not isinstance(other, Result):
+            return NotImplemented
+        for name in ("axes", "labels", "unit"):
+            ours, theirs = getattr(self, name), getattr(other, name)
+            if ours != theirs:
+                raise ValueError(
+                    f"both must have the same {name}; got {ours!s:.60} and {theirs!s:.60}"
+                )
+        texts = [result.about["texts"] for result in (self, other) if "texts" in result.about]
+        if len(texts) == 2 and texts[0] != texts[1]:
+            raise ValueError("both must be of the same texts, example for example; got others")
+        base = _same(self.base, other.base)
+        target = _same(self.target, other.target)
+        if self.is_ratio and (base is None or target is None):
+            raise ValueError(
+                "shares must be of the same runs: subtract effects, and then normalize"
+            )
+        bounds = None
+        if self.bounds is not None and other.bounds is not None:
+            bounds = self.bounds[0] - other.bounds[1], self.bounds[1] - other.bounds[0]
+        return replace(
+            self,
+            values=self.values - other.values,
+            base=base,
+            target=target,
+            about={
+                name: fact for name, fact in self.about.items() if other.about.get(name) == fact
+            },
+            words={
+                axis: words for axis, words in self.words.items() if other.words.get(axis) == words
+            },
+            bounds=bounds,
+            counts=None,
+            groups=other.groups if self.groups is None else self.groups,
+        )
 
     def top(self, k: int = 10) -> Entries:
         """The `k` places with the largest mean effects, by absolute value, with their 95% intervals.
@@ -291,9 +439,7 @@ class Result(pictures.Shown):
 
     def as_json(self) -> dict[str, Any]:
         """Axes, labels, values, base, target, unit and facts for JSON. None stands for NaN and infinity."""
-        tensors = {
-            name: parts.numbers(getattr(self, name)) for name in ("values", "base", "target")
-        }
+        tensors = {name: _numbers(getattr(self, name)) for name in ("values", "base", "target")}
         facts = {
             "axes": [*self.axes],
             "labels": dict(self.labels),
@@ -357,3 +503,53 @@ class Result(pictures.Shown):
         lines = [", ".join(facts), ", ".join(runs), *repr(self.top(3)).splitlines()]
         unit = f" in {self.unit}" if self.unit else ""
         return "\n  ".join([title + unit, *filter(None, lines)])
+
+
+def _check(result: Result) -> None:
+    """Refuse axes, labels, words, base, target or groups that do not fit the values.
+
+    Raises:
+        ValueError: if they do not, or there are no values.
+    """
+    axes, shape = result.axes, result.values.shape
+    if len(axes) != len(shape) or axes[-1:] != ("example",) or len(set(axes)) < len(axes):
+        raise ValueError(
+            f"axes must name each axis of values {list(shape)}, the last 'example'; got {axes}"
+        )
+    if not result.values.numel():
+        raise ValueError(f"values must have at least one place and example; got {list(shape)}")
+    for name, metrics in (("base", result.base), ("target", result.target)):
+        if metrics is not None and metrics.shape != shape[-1:]:
+            raise ValueError(
+                f"{name} must have one number for each example, [{shape[-1]}]; "
+                f"got the shape {list(metrics.shape)}"
+            )
+    if result.groups is not None and len(result.groups) != shape[-1]:
+        raise ValueError(
+            f"groups must have a number for each example, {shape[-1]}; got {len(result.groups)}"
+        )
+    sizes = dict(zip(axes, shape, strict=True))
+    for axis, labels in [*result.labels.items(), *result.words.items()]:
+        plain = all(isinstance(label, (str, int, float)) for label in labels)
+        if not plain or sizes.get(axis) != len(labels):
+            raise ValueError(
+                f"labels must be numbers or text, one for each index of {sizes}; "
+                f"got {len(labels)} for {axis!r}, {short(labels)}"
+            )
+
+
+def _same(ours: Tensor | None, theirs: Tensor | None) -> Tensor | None:
+    """Our metric of a run, where both results have it and it is the same; None otherwise."""
+    if ours is None or theirs is None or not torch.allclose(ours, theirs):
+        return None
+    return ours
+
+
+def _numbers(values: Tensor | None) -> Any:
+    """The numbers of a tensor in lists; None, JSON's null, in place of NaN and infinity."""
+    if values is None:
+        return None
+    flat = values.detach().cpu().double().numpy()
+    plain = flat.astype(object)
+    plain[~np.isfinite(flat)] = None
+    return plain.tolist()

@@ -16,8 +16,8 @@ from torch import Tensor
 from hooks import Point
 from hooks.base import to_device, without_gradients
 from interp import edits
+from interp.numbers.intervals import interval_text
 from interp.numbers.precision import at_least_float32, finite, like
-from interp.results.places import written
 from interp.tracing.frozen import FrozenRun
 
 
@@ -80,7 +80,7 @@ class Intervention:
         columns = self.direct, self.predicted, by_attention[0], self.true, by_attention[1]
         return "\n".join([
             f"Intervention on {len(self.changed)} features, {len(self.nodes)} others; "
-            f"correlation {self.correlation:.3f}{written(low, high, '.3f')}",
+            f"correlation {self.correlation:.3f}{interval_text(low, high, '.3f')}",
             *lines[:10],
             f"  {'node':{width}} {'direct':>10} {'predicted':>10} {'attention':>10} {'true':>10} {'attention':>10}",
             *(f"  {self.nodes[n]:{width}}" + "".join(f" {x[n]:>+10.4g}" for x in columns) for n in order),

@@ -1,8 +1,9 @@
 """Entries of a result: labels, a mean effect and its interval."""
 
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
+
+from interp.numbers.intervals import interval_text
 
 
 class Entry(NamedTuple):
@@ -31,19 +32,15 @@ class Entry(NamedTuple):
         return ", ".join(labels) + (f" of {self.together}" if self.together else "")
 
 
-def written(low: float, high: float, form: str = "+.4g") -> str:
-    """An interval as text, such as ` [-0.5, +1.5]`; nothing where there is none."""
-    return "" if math.isnan(low) else f" [{low:{form}}, {high:{form}}]"
-
-
 class Entries(tuple[Entry, ...]):
     """Entries of a result. They print one a line."""
 
     __slots__ = ()
 
     def __repr__(self) -> str:
-        names = [place.name for place in self]
-        width = max(map(len, names), default=0)
-        ends = [written(place.low, place.high) for place in self]
-        rows = zip(names, self, [end and f" {end}" for end in ends], strict=True)
-        return "\n".join(f"{name:<{width}}  {p.effect:+.4g}{spread}" for name, p, spread in rows)
+        width = max((len(entry.name) for entry in self), default=0)
+        lines = []
+        for entry in self:
+            ends = interval_text(entry.low, entry.high)
+            lines.append(f"{entry.name:<{width}}  {entry.effect:+.4g}{ends and f' {ends}'}")
+        return "\n".join(lines)
