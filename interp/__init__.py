@@ -64,19 +64,19 @@ from interp.reading.lens import logit_lens
 from interp.reading.logit_attribution import accumulated, direct_logit_attribution
 from interp.reading.maxima import max_activating
 from interp.reading.tuned import TunedLens, tuned_lens
-from interp.reading.weight_scores import composition_scores, copying_scores, positional_scores
-from interp.reading.weights import (
+from interp.results.result import Result
+from interp.runs.masked import run_circuit
+from interp.shadowed import warn_of_another_models as _warn_of_another_models
+from interp.spectral.factored import FactoredMatrix
+from interp.spectral.targets import residual_stream, spectra, svd_targets
+from interp.spectral.weight_scores import composition_scores, copying_scores, positional_scores
+from interp.spectral.weights import (
     full_circuits,
     ov_circuit,
     qk_circuit,
     singular_tokens,
     token_directions,
 )
-from interp.results.result import Result
-from interp.runs.masked import run_circuit
-from interp.shadowed import warn_of_another_models as _warn_of_another_models
-from interp.spectral.factored import FactoredMatrix
-from interp.spectral.targets import residual_stream, spectra, svd_targets
 from interp.tracing import attribution_graph
 from interp.transformer_lens import hooks_name
 

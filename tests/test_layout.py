@@ -46,8 +46,8 @@ INTERP = """shadowed transformer_lens numbers kinds pictures protocol inputs inp
     alignment tracing report cli __main__""".split()
 # Where files stand side by side, the ones that others of the room may import.
 FLAT = {
-    "spectral": "singular factored",
-    "reading": "affine components folded",
+    "spectral": "singular factored folded",
+    "reading": "affine components",
     "effects": "",
     "pictures": "view figure parts plots tables texts",
 }

@@ -37,7 +37,7 @@ from interp.inputs.copies import unseen
 from interp.inputs.texts import Texts, batches
 from interp.inputs.wording import writer_of
 from interp.protocol import n_logits, runner_of
-from interp.reading.weights import token_directions
+from interp.spectral.weights import token_directions
 
 _BINS, _BEFORE, _AFTER = 20, 24, 8
 

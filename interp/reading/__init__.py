@@ -1,5 +1,6 @@
-"""Analyses that read a cache, or weights, and run no model: `analysis(model, cache)`.
+"""Analyses that read the cache of a run, `analysis(model, cache)`, and lenses that are fitted to texts.
 
-What fits a lens, and `max_activating`, takes texts instead, and runs the model on them. No file here imports
-another: what they share is in `linear` and `spectral`.
+Two files hold what several analyses need: read `components` (what each part of a model adds to the stream) before
+`decompose`, `logit_attribution` and `attending`, and `affine` (maps of the stream before the unembedding) before `lens`,
+`tuned` and `jacobian`. `heads`, `experts` and `maxima` stand alone; `maxima` and the files that fit a lens run the model.
 """

@@ -1,8 +1,8 @@
-"""Singular values and vectors of what attention computes, subspaces, and functions of numbers modulo n.
+"""Spectra: singular values and vectors of what attention computes, circuits of weights, and subspaces.
 
-Studies reach these by `interp.spectral`. What reads a model's run is in `interp`: `svd_targets`, `residual_stream`.
-
-Here: the other files stand on `singular`, which knows no model, and not on one another.
+Read `singular` first, which knows no model; `factored` (a matrix kept as two factors) and `subspaces` stand on it.
+`targets` has the matrices of a run; `folded` has the weights as they act on the stream, of which `weights` makes circuits
+and `weight_scores` makes scores of heads.
 """
 
 from interp.spectral.cyclic import answer_power, fourier_basis, frequency_power

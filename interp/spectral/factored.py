@@ -23,8 +23,8 @@ from interp.spectral.singular import SVD, svd
 _ENTRIES_AT_ONCE = 2**22  # 16 MiB in float32
 
 
-class Entries(NamedTuple):
-    """Entries of a matrix: their values, and where they are."""
+class LargestEntries(NamedTuple):
+    """The largest entries of a matrix, or the smallest: their values, rows and columns."""
 
     values: Float[Tensor, " entry"]
     rows: Int[Tensor, " entry"]
@@ -201,7 +201,7 @@ class FactoredMatrix(pictures.Shown):
         self._require_square("a trace")
         return (self.left.double() * self.right.double().mT).sum((-2, -1))
 
-    def top(self, k: int, largest: bool = True) -> Entries:
+    def top(self, k: int, largest: bool = True) -> LargestEntries:
         """The `k` largest entries of one matrix, or the smallest, in order.
 
         Rows are formed a few at a time, so the memory does not grow with rows times columns.
@@ -231,7 +231,7 @@ class FactoredMatrix(pictures.Shown):
             best = torch.cat([best, entries[better].flatten()])
             order = largest_rows(best, k)
             best, places = best[order], torch.cat([places, numbers.flatten()])[order]
-        return Entries(sign * best, places // columns, places % columns)
+        return LargestEntries(sign * best, places // columns, places % columns)
 
     def __repr__(self) -> str:
         return f"FactoredMatrix {[*self.shape]}, inner {self.left.shape[-1]}, {self.left.dtype}"

@@ -27,7 +27,7 @@ _NAME = re.compile(r".+_(-?\d+)_(\d+)")  # `1_57794_2`; on Neuronpedia's server 
 _LOGIT = re.compile(r"""(?:Output|Logit|output:) (["'])(.*)\1 \(p=[^)]*\)""", re.DOTALL)
 
 
-def written(node: Node, best: float) -> dict[str, Any]:
+def node_facts(node: Node, best: float) -> dict[str, Any]:
     """A node as JSON. Logits whose probability is `best` are the chosen ones."""
     first, second, _ = node.id.split("_")
     layer, number = node.layer, node.number

@@ -149,7 +149,7 @@ class PrunedGraph(pictures.Shown):
         made = {
             "metadata": metadata,
             "qParams": state,
-            "nodes": [neuronpedia.written(node, best) for node in self.nodes],
+            "nodes": [neuronpedia.node_facts(node, best) for node in self.nodes],
             "links": [link._asdict() for link in self.links],
         }
         return dict(strict_json.finite(made))

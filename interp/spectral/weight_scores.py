@@ -12,9 +12,9 @@ from hooks.base import require_choice, require_whole, to_device, without_gradien
 from interp.inputs.texts import Text
 from interp.numbers.precision import at_least_float32
 from interp.protocol import runner_of
-from interp.reading.folded import FoldedWeights
 from interp.results.result import Result
 from interp.spectral.factored import FactoredMatrix
+from interp.spectral.folded import FoldedWeights
 
 
 @without_gradients

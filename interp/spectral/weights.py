@@ -11,8 +11,8 @@ from hooks.base import require_choice, require_whole, without_gradients
 from interp.inputs.token_positions import tokens_of
 from interp.inputs.wording import token_ids, writer_of
 from interp.protocol import n_logits
-from interp.reading.folded import FoldedWeights
 from interp.spectral.factored import FactoredMatrix
+from interp.spectral.folded import FoldedWeights
 from interp.spectral.singular import svd
 
 
