@@ -72,6 +72,14 @@ def test_imports_inside_interp_go_one_way(path):
     assert here[0] not in FLAT or path.name == "__init__.py" or own <= {*FLAT[here[0]].split()}
 
 
+def test_what_tests_share_stands_in_no_test():
+    for path in (ROOT / "tests").rglob("*.py"):
+        borrowed = [
+            name for name in imported(path) if ".test_" in name and name.startswith("tests.")
+        ]
+        assert not borrowed, path
+
+
 def test_no_name_hides_a_module():
     for path in MODULES:
         *package, name = path.relative_to(ROOT).with_suffix("").parts

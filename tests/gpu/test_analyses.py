@@ -9,9 +9,9 @@ from torch.utils._pytree import tree_map
 import interp
 from hooks import HookedRunner
 from models import attach
+from tests.analyses import ANALYSES, PAIRS
 from tests.gpu.kinds import gap
-from tests.interp.tracing.test_tracing import TEXT, model_of, transcoders
-from tests.models.test_devices import ANALYSES, PAIRS
+from tests.interp.tracing.transcoders import TEXT, model_of, transcoders
 from tests.reference import variant
 
 PLAIN = dict(n_layers=2, n_kv_heads=3, positions="rotary", tied_unembed=False)

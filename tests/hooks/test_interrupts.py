@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from hooks import HookedRunner, HookPoint, position_offset, start_of_piece
 from hooks.base import Scoped, is_trusted, peak_bytes, trusted, without_gradients
 from hooks.session import hooks_disabled
-from tests.hooks.test_leaks import hooks_of
+from tests.hooks.registered import hooks_of
 
 SCOPED = Scoped("number", 0)
 X = torch.randn(2, 3)

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hooks import HookedRunner, HookError
+from tests.hooks.registered import hooks_of
 
 POINTS = ["embed", "blocks.*.attn.pattern", "blocks.1.attn.z", "blocks.0.ln1.scale", "blocks.2", "*"]  # fmt: skip
 EDITS = {
@@ -21,10 +22,6 @@ EDITS = {
     "write": lambda value, point: [value.zero_()].clear(),
     "shape": lambda value, point: value[..., :1].repeat_interleave(3, -1),
 }
-
-
-def hooks_of(model):
-    return [[*m._forward_hooks.items(), *m._forward_pre_hooks.items()] for m in model.modules()]
 
 
 # Contexts to nest: (selector, edit, the call at which it raises).

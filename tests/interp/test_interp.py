@@ -10,6 +10,7 @@ import interp
 from hooks import CacheError, HookedRunner, ModeError
 from interp import Pairs, activation_patching, log_prob, logit_diff, logit_lens, run_with_cache
 from interp.graph import Graph
+from tests.interp.predictions import predictions
 
 
 @pytest.fixture
@@ -46,21 +47,6 @@ def test_patching_refuses_dropout(model, tokens):
     model.blocks[1].attn.pattern_dropout.train()
     with pytest.raises(ModeError, match=r"model.eval\(\)"):
         activation_patching(model, Pairs(tokens, tokens, metric=log_prob(4)))
-
-
-def predictions(model, tokens):
-    """Probabilities [layer, batch, pos, vocab] by the forward pass and an unembedding in float64."""
-    with torch.no_grad():
-        context = model.context(tokens)
-        streams = [model.input_resid(tokens, context)]
-        for block in model.blocks:
-            streams.append(block(streams[-1], context))
-        x = torch.stack(streams).double()
-        x = x - x.mean(-1, keepdim=True)
-        x = x / (x.square().mean(-1, keepdim=True) + model.config.norm_eps).sqrt()
-        x = x * model.ln_final.weight.double() + model.ln_final.bias.double()
-        exponentials = (x @ model.unembedding.weight.double().T).exp()
-    return exponentials / exponentials.sum(-1, keepdim=True)
 
 
 @pytest.mark.parametrize("lazy", [False, True])

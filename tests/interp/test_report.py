@@ -1,9 +1,7 @@
 """The report: its numbers against values computed here, its page against what a browser would do."""
 
-import base64
 import copy
 import html
-import json
 import math
 import re
 import statistics
@@ -18,8 +16,9 @@ import interp.report as reports
 from hooks import HookedRunner
 from interp.pictures.view import visible
 from models import CharTokenizer, Transformer, TransformerConfig
-from tests.interp.pictures.test_pictures import seen_in_browser
-from tests.interp.test_interp import predictions
+from tests.browser import seen_in_browser
+from tests.interp.pages import embedded, numbers, patches_of, scores_of
+from tests.interp.predictions import predictions
 
 CHARACTERS = CharTokenizer('\n "&/<>abcdefghiklmnoprstuvwx')
 CLEAN = 'cat </script><b>&"cat\ncat </s'
@@ -63,33 +62,6 @@ def attention(model, text):
 @pytest.fixture(scope="module")
 def pattern(model):
     return attention(model, CLEAN)
-
-
-def numbers(packed):
-    """The array of a picture's part."""
-    raw = bytearray(base64.b64decode(packed["base64"]))
-    dtype = {"f4": torch.float32, "f8": torch.float64}[packed["type"]]
-    return torch.frombuffer(raw, dtype=dtype).view(packed["shape"])
-
-
-def embedded(page):
-    """The parts of the page by heading."""
-    parts = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])["parts"]
-    return {part["heading"]: part for part in parts}
-
-
-def scores_of(page, kind):
-    return numbers(embedded(page)[f"{kind} heads"]["values"])[0]
-
-
-def patches_of(page):
-    """By site the shares [layer, place]."""
-    sites = {f"Patching: {heading}": site for site, heading in reports.SITES.items()}
-    return {
-        sites[heading]: numbers(part["values"])[0]
-        for heading, part in embedded(page).items()
-        if heading in sites
-    }
 
 
 def drawn(page):

@@ -6,7 +6,6 @@ in float32.
 
 import copy
 import itertools
-import warnings
 
 import pytest
 import torch
@@ -24,26 +23,14 @@ from interp import (
     singular_tokens,
     token_directions,
 )
-from tests.reference import D_HEAD, D_MODEL, HEADS, LAYERS, N_CTX, VOCAB, some_tokens, variant
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # its own imports warn
-    lens = pytest.importorskip("transformer_lens", reason="needs TransformerLens 2")
+from tests.interp.twins import FORMS, close, lens, twins
+from tests.reference import D_MODEL, HEADS, LAYERS, VOCAB, some_tokens
 
 SITES = (
     *("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "mlp.post"),
     *("z", "q", "k", "v", "scores", "pattern"),
 )
 
-FORMS = {
-    "pre": {},
-    "attention only": {"attn_only": True},
-    "parallel": {"parallel_attn_mlp": True, "n_key_value_heads": 1},
-    "like llama": {
-        "normalization_type": "RMS", "positional_embedding_type": "rotary", "rotary_dim": D_HEAD,
-        "n_key_value_heads": 3, "gated_mlp": True, "act_fn": "silu",
-    },
-}  # fmt: skip
 RENAMED = {"attn.scores": "attn.hook_attn_scores", "mlp.linear": "mlp.hook_pre_linear"}
 EVERY = slice(None)
 
@@ -51,36 +38,7 @@ EVERY = slice(None)
 @pytest.fixture(scope="module", params=FORMS)
 def models(request):
     """One of our models and theirs with its weights, in float64."""
-    ours = variant(request.param)
-    sizes = dict(n_layers=LAYERS, n_heads=HEADS, d_model=D_MODEL, d_head=D_HEAD, d_mlp=13)
-    sizes |= dict(d_vocab=VOCAB, n_ctx=N_CTX, act_fn="gelu_new", normalization_type="LN")
-    config = lens.HookedTransformerConfig(
-        **sizes | FORMS[request.param], dtype=torch.float64, device="cpu", seed=0
-    )
-    theirs = lens.HookedTransformer(config).eval()
-    theirs.load_state_dict(weights_for(theirs.state_dict(), ours))
-    return ours, theirs
-
-
-def weights_for(state, model):
-    """Weights under their names. What our model lacks, such as biases, is zero."""
-    for name, value in state.items():
-        path, _, last = name.rpartition(".")
-        if last in ("mask", "IGNORE") or "rotary" in last:
-            continue
-        found = torch.zeros_like(value)
-        if path == "unembed" or "embed" in path:
-            found = getattr(model, last, found)
-        elif last in ("w", "b"):
-            norm = model.get_submodule(path)
-            found = norm.weight if last == "w" else norm.bias
-        else:
-            # Key heads that queries share have an underscore.
-            layer = int(path.split(".")[1])
-            stacked = getattr(model, last.lstrip("_"), None)
-            found = found if stacked is None else stacked[layer]
-        state[name] = found.detach().clone().view_as(value)
-    return state
+    return twins(request.param)
 
 
 def theirs_of(name, model):
@@ -92,11 +50,6 @@ def theirs_of(name, model):
         if name.endswith(ours):
             return name.removesuffix(ours) + other
     return f"{path}.hook_{last}".lstrip(".")
-
-
-def close(ours, theirs):
-    scale = theirs.abs().max().item()
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6 * scale)
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ import torch
 
 from hooks import HookedRunner
 from interp import accumulated, decompose, direct_logit_attribution, head_scores
-from tests.interp.test_transformer_lens import close, lens, models  # noqa: F401  # a fixture
+from tests.interp.twins import FORMS, close, twins
 from tests.reference import LAYERS, POS, some_tokens
 
 TOKENS, RIGHT, WRONG = (some_tokens(seed)[:3] for seed in (1, 2, 3))
@@ -25,8 +25,14 @@ def renamed(label):
     return re.sub(r"^(\d+)_mlp_out$", r"m\1", label)
 
 
+@pytest.fixture(scope="module", params=FORMS)
+def models(request):
+    """One of our models and theirs with its weights, in float64."""
+    return twins(request.param)
+
+
 @pytest.fixture
-def runs(models):  # noqa: F811
+def runs(models):
     """Our model and cache; and its cache of the same weights, raw and processed."""
     ours, raw = models
     processed = copy.deepcopy(raw)
@@ -79,7 +85,7 @@ def test_direct_attribution_and_accumulated_streams_agree(runs):
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["previous_token", "duplicate_token", "induction"])
-def test_scores_of_heads_agree(models, kind):  # noqa: F811
+def test_scores_of_heads_agree(models, kind):
     """Its scores divide by the number of all queries, not of those that count."""
     from transformer_lens.head_detector import detect_head
 

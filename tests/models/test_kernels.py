@@ -8,11 +8,11 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from hooks import HookedRunner
 from models import KVCache, Transformer, TransformerConfig, kernels, trusted
 from models.running import masks
+from tests.largest import Largest
 from tests.pretended import DEVICE, Devices
 from tests.reference import (  # fmt: skip
     BATCH,
@@ -147,20 +147,6 @@ def test_trusted_masks_are_not_read(name, mask):
 
 
 # --- what is made
-
-
-class Largest(TorchDispatchMode):
-    """Notes the most elements of a tensor that an operation made."""
-
-    def __init__(self):
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **kwargs or {})
-        sizes = [leaf.numel() for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)]
-        self.elements = max([self.elements, *sizes])
-        return made
 
 
 LONG = 2053

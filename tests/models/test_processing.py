@@ -7,11 +7,9 @@ import pytest
 import torch
 
 from hooks import HookedRunner
-from models import TransformerConfig
 from models.processing import center, fold_norms
-from tests.reference import randomised
+from tests.models.built import D_MODEL, VOCAB, built
 
-LAYERS, HEADS, D_MODEL, D_HEAD, D_MLP, VOCAB, N_CTX = 3, 6, 14, 4, 11, 23, 17
 GROUPED = dict(n_kv_heads=3)
 BARE = dict(qkv_bias=False, out_bias=False, mlp_bias=False)
 LLAMA = dict(norm="rmsnorm", positions="rotary", mlp="gated", activation="silu") | BARE | GROUPED
@@ -40,17 +38,6 @@ FORMS = {
 }
 SEVERAL = ["gpt2", "neox", "qwen3", "attention only", "no final norm, biased"]
 CENTRED = [form for form, (_, centred) in FORMS.items() if centred]
-
-
-def built(dtype=torch.float64, scale=0.5, **fields):
-    """A model of the form, each parameter of which is random: gains around 1, biases around 0."""
-    sizes = dict(vocab_size=VOCAB, n_ctx=N_CTX, n_layers=LAYERS, n_heads=HEADS, d_model=D_MODEL)
-    config = TransformerConfig(**(sizes | dict(d_head=D_HEAD) | fields))
-    if config.norm != "none":
-        config = config.replace(norm_eps=1e-3)
-    if config.mlp != "none":
-        config = config.replace(d_mlp=D_MLP)
-    return randomised(config, seed=5, scale=scale).to(dtype)
 
 
 @pytest.fixture

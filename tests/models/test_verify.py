@@ -8,7 +8,7 @@ from models import Transformer
 from models.checkpoints import load
 from models.running.kvcache import LayerCache
 from models.verification import VerificationError, random_tokens, verify
-from tests.models.test_processing import built
+from tests.models.built import built
 
 ROTARY = dict(positions="rotary", n_kv_heads=2)
 LLAMA = ROTARY | dict(norm="rmsnorm", mlp="gated", activation="silu", mlp_bias=False)

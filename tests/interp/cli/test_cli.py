@@ -18,7 +18,7 @@ from interp.__main__ import main
 from interp.report import SITES
 from models import CharTokenizer, Transformer, TransformerConfig, save
 from tests.count import ROOT
-from tests.interp.test_report import embedded, numbers, patches_of, scores_of
+from tests.interp.pages import embedded, numbers, patches_of, scores_of
 from tests.pretended import DEVICE, Devices
 
 

@@ -9,7 +9,7 @@ from interp.effects.acdc import acdc
 from interp.graph import Graph
 from interp.runs.masked import run_circuit
 from models import load
-from tests.interp.graph.test_planted_circuits import case
+from tests.interp.planted import case
 from tests.reference import variant
 
 

@@ -8,7 +8,7 @@ import torch
 from hooks import HookedRunner
 from interp import Pairs, activation_patching, attribution_patching, compare, edits
 from models import Transformer, TransformerConfig
-from tests.interp.effects.test_attribution import (
+from tests.interp.effects.by_hand import (
     BASE,
     LEFT,
     PAIRS,

@@ -18,7 +18,7 @@ from interp import (
 from interp.effects.evaluation import completeness, minimality
 from interp.graph import Graph, circuits
 from interp.numbers.intervals import interval
-from tests.interp.graph.test_circuits import EDGES, GRAPH, by_edge, scored
+from tests.interp.graph.scored import EDGES, GRAPH, by_edge, scored
 from tests.reference import some_tokens, variant
 from tests.streams import made
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from interp import Pairs, activation_patching, attribution_patching, patch_top_k
-from tests.interp.effects.test_attribution import BASE, LEFT, METRIC, PAIRS, TARGET, close, paired
+from tests.interp.effects.by_hand import BASE, LEFT, METRIC, PAIRS, TARGET, close, paired
 from tests.reference import variant
 
 

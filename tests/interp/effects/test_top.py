@@ -7,7 +7,7 @@ import torch
 
 from hooks import HookedRunner, UnknownNameError
 from interp import Pairs, edits, sweep, top_attributions
-from tests.interp.effects.test_attribution import (
+from tests.interp.effects.by_hand import (
     BASE,
     LEFT,
     METRIC,

@@ -16,9 +16,8 @@ from torch.testing import assert_close
 from hooks import UnknownNameError
 from interp.features import CrossLayerTranscoder, Dictionary, load_sae, splice
 from models import load
-from tests.count import ROOT
+from tests.interp.features.fixtures import FIXTURES, changed
 
-FIXTURES = ROOT / "tests" / "dictionaries"
 ALONE = sorted(
     folder.parent
     for folder in FIXTURES.rglob("expected.safetensors")
@@ -437,21 +436,6 @@ def test_input_gain_before_the_encoder():
     )
     with pytest.raises(ValueError, match="before it"):
         load_sae(FIXTURES / "sae_lens_standard").with_input_gain(gain)
-
-
-def changed(folder, tmp_path, config=None, weights=None, drop=()):
-    """A copy of a fixture with other fields or tensors."""
-    copy = tmp_path / "copy"
-    shutil.copytree(FIXTURES / folder, copy)
-    for path in (*copy.glob("cfg.json"), *copy.glob("config.json")):
-        fields = json.loads(path.read_text())
-        fields |= config or {}
-        path.write_text(json.dumps({name: fields[name] for name in fields if name not in drop}))
-    for path in copy.glob("*.safetensors"):
-        if path.name != "expected.safetensors":
-            tensors = load_file(path) | (weights or {})
-            save_file({n: t for n, t in tensors.items() if n not in drop}, path)
-    return copy
 
 
 REFUSED = {

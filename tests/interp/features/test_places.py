@@ -16,7 +16,7 @@ from interp.features import Dictionary, JumpReLU, evaluate_sae, feature_cards, l
 from interp.features.forms.places import ours
 from interp.tracing import attribution_graph
 from models import Transformer, TransformerConfig, attach, from_hf, load
-from tests.interp.features.test_load_sae import FIXTURES, changed
+from tests.interp.features.fixtures import FIXTURES, changed
 
 attachable = pytest.importorskip("tests.attachable", reason="needs the extra hf")
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5, 8, 9, 7]])

@@ -9,17 +9,16 @@ import pytest
 import torch
 
 from hooks import CacheError, UnknownNameError
-from interp import Pairs, Result
+from interp import Pairs
 from interp.effects.evaluation import auroc
 from interp.graph import Graph, circuits
 from interp.graph.circuit import Circuit
 from interp.graph.circuits import above, greedy, random, top
 from interp.graph.mib import read_mib, write_mib
+from tests.interp.graph.scored import EDGES, GRAPH, by_edge, scored
 from tests.reference import variant
 
-GRAPH = Graph(variant("grouped"))  # 2 layers, 6 heads, 3 or 2 key heads
 WIDER = Graph(variant("grouped", d_mlp=11))
-EDGES = GRAPH.edges
 
 
 def feeds(writer, reader):
@@ -51,16 +50,6 @@ def connected(edges):
                     yield from ([*path, edge] for path in paths(before))
 
     return {edge for path in paths("logits") for edge in path}
-
-
-def scored(seed=0, target=-1.0, **about):
-    values = torch.randn(len(EDGES), 3, generator=torch.Generator().manual_seed(seed))
-    ends = torch.tensor([0.1, -0.2, 0.3]), torch.tensor([target, 0.4, target])
-    return Result(values, ("edge", "example"), *ends, {"edge": EDGES}, about=about)
-
-
-def by_edge(scores):
-    return dict(zip(EDGES, scores.values.mean(-1).tolist(), strict=True))
 
 
 def test_circuits_are_sets_of_edges():

@@ -6,32 +6,10 @@ import torch
 from hooks import HookedRunner
 from interp.graph import Graph
 from interp.graph.scores import BlockScores
-from models import Transformer, TransformerConfig, attach
+from models import attach
 from tests.attachable import made
-from tests.models.attached.test_attach_graphs import FOREIGN, KINDS, KNOWN
-
-TEXT = torch.tensor([[3, 1, 4, 1, 5], [2, 6, 0, 3, 3]])
-SIZES = {"vocab_size": 7, "n_ctx": 11, "n_layers": 2, "n_heads": 6, "d_head": 4, "d_model": 10}
-ROTARY = {"positions": "rotary", "norm": "rmsnorm", "n_kv_heads": 3}
-FORMS = {
-    "plain": {},
-    "grouped": ROTARY,
-    "partial rotation": {"positions": "rotary", "rotary_pairs": "adjacent", "rotary_fraction": 0.5},
-    "norm of each head": ROTARY | {"qk_norm": "head"},
-    "norm of all heads": ROTARY | {"qk_norm": "all", "rotary_pairs": "adjacent"},
-    "encodings": {"positions": "shortformer"},
-    "encodings and norms": {"positions": "shortformer", "qk_norm": "head", "norm_eps": 0.5},
-    "cap and window": {"attn_cap": 3.0, "window": 2},
-    "both ways": {"causal": False},
-}
-
-
-def model_of(form):
-    torch.manual_seed(0)
-    model = Transformer(TransformerConfig(**SIZES, **FORMS[form], d_mlp=13)).double().eval()
-    for weight in model.parameters():  # gains and biases too
-        weight.data += 0.3 * torch.randn_like(weight)
-    return model
+from tests.decoders import FOREIGN, KINDS, KNOWN
+from tests.interp.attending import FORMS, TEXT, model_of
 
 
 def scores_of(model, text=TEXT, layer=1):

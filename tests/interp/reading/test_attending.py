@@ -10,8 +10,8 @@ from hooks import CacheError, HookedRunner, SelectionError
 from interp import decompose, edits, why_attends
 from models import Transformer, TransformerConfig, attach
 from tests.attachable import made
-from tests.interp.graph.test_scores import model_of
-from tests.models.attached.test_attach_graphs import FOREIGN, KINDS, KNOWN
+from tests.decoders import FOREIGN, KINDS, KNOWN
+from tests.interp.attending import model_of
 
 TEXT = torch.tensor([[3, 1, 4, 1, 5], [2, 6, 0, 3, 3]])
 

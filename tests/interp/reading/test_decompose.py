@@ -20,7 +20,7 @@ from interp import (
     svd_targets,
 )
 from models import attach
-from tests.models.test_kernels import Largest
+from tests.largest import Largest
 from tests.reference import VARIANTS, VOCAB, Reference, some_tokens, tolerance, variant
 
 SUMS = [name for name in VARIANTS if name != "post"]
@@ -158,7 +158,7 @@ FAMILIES += ("qwen3", "olmo2 biased", "gemma2 uncapped", "opt")
 @pytest.mark.parametrize("row", FAMILIES)
 def test_parts_add_up_to_the_logits_of_transformers(row, tmp_path):
     pytest.importorskip("transformers")
-    from tests.models.checkpoints.test_parity import VOCAB, Pair
+    from tests.models.checkpoints.pair import VOCAB, Pair
 
     pair, tokens = Pair(row, tmp_path), torch.randint(VOCAB, (2, 11))
     theirs = pair.reference(tokens)

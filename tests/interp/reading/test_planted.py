@@ -12,41 +12,8 @@ from interp import (
     repeated_tokens,
     run_with_cache,
 )
-from models import Transformer, TransformerConfig, load, next_token_loss
-
-V, N = 13, 11
-# The parts of the stream: this token, its position, the token before it, and the answer.
-TOKEN, PLACE, BEFORE, ANSWER = (
-    slice(0, V), slice(V, V + N), slice(V + N, 2 * V + N), slice(2 * V + N, 3 * V + N)
-)  # fmt: skip
-PREVIOUS, INDUCTION = (0, 1), (1, 2)
-
-
-@torch.no_grad()
-def induction(sharp=100.0):
-    """Head 1 of layer 0 copies the token before. Head 2 of layer 1 looks for places where that is its own
-    token, and copies the token there to the answer. All other weights are 0."""
-    config = TransformerConfig(
-        vocab_size=V, n_ctx=N, n_layers=2, n_heads=3, d_head=V, d_model=3 * V + N, norm="none",
-        final_norm=False, mlp="none", tied_unembed=False, qkv_bias=False, out_bias=False, attn_scale=1.0,
-    )  # fmt: skip
-    model = Transformer(config).double().eval()
-    for weights in model.parameters():
-        weights.zero_()
-    model.token_embedding.weight[:, TOKEN] = torch.eye(V)
-    model.position_embedding.weight[:, PLACE] = torch.eye(N)
-    model.unembedding.weight[:, ANSWER] = torch.eye(V)
-    reads = {PREVIOUS: (PLACE, PLACE, BEFORE), INDUCTION: (TOKEN, BEFORE, ANSWER)}
-    for (layer, head), (query, key, out) in reads.items():
-        attn = model.blocks[layer].attn
-        size = query.stop - query.start
-        # A position's query is the key of the position before it.
-        match = torch.eye(size).roll(1, 0) if head == PREVIOUS[1] else torch.eye(size)
-        attn.W_Q[head, query, :size] = sharp * match
-        attn.W_K[head, key, :size] = torch.eye(size)
-        attn.W_V[head, TOKEN] = torch.eye(V)
-        attn.W_O[head, :, out] = torch.eye(V)
-    return model
+from models import load, next_token_loss
+from tests.interp.planted import END, INDUCTION, PREVIOUS, TEXTS, B, C, D, E, V, W, induction
 
 
 @pytest.fixture(scope="module")
@@ -54,12 +21,7 @@ def planted():
     return induction()
 
 
-# Copies: after A came B, after D came W. Tokens 5 and up are others.
-A, B, C, D, W, E = 0, 1, 2, 3, 4, 5
-TEXTS = torch.tensor(
-    [[x, x, 8, A, B, y, z, D, W, y, A] for x, y, z in ((6, 7, 9), (10, 6, 6), (12, 11, 10))]
-)
-END, NOTHING = N - 1, set()
+NOTHING = set()
 EXPECTED = {
     # What is copied.
     (4, C): {

@@ -12,15 +12,7 @@ from interp.spectral import (
     subspace_overlap,
     subspace_projection,
 )
-
-
-def randn(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def close(found, wanted):
-    wanted = np.asarray(wanted)
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-12 * max(1, abs(wanted).max()))
+from tests.interp.spectral.drawn import close, randn
 
 
 @pytest.mark.parametrize("n", [1, 2, 7, 12, 113])

@@ -6,7 +6,7 @@ import torch
 
 from interp import FactoredMatrix
 from interp.spectral import svd
-from tests.interp.spectral.test_cyclic import close, randn
+from tests.interp.spectral.drawn import close, randn
 
 
 def factored(rows, inner, columns, batch=(2, 3), seed=0):

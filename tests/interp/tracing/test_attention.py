@@ -8,7 +8,7 @@ from interp import attribution_graph, why_attends
 from interp.tracing.descent import Descent
 from interp.tracing.frozen import FrozenRun
 from models import Transformer, TransformerConfig
-from tests.interp.tracing.test_tracing import FORMS, SIZES, TEXT, model_of, skip_of, transcoders
+from tests.interp.tracing.transcoders import FORMS, SIZES, TEXT, model_of, skip_of, transcoders
 
 MORE = {
     "norm of each head": {"qk_norm": "head"},

@@ -12,7 +12,7 @@ from interp.features import feature_cards, load_sae
 from interp.pictures.view import visible
 from interp.tracing import Link, Node, PrunedGraph, attribution_graph
 from models import load
-from tests.interp.pictures.test_pictures import seen_in_browser
+from tests.browser import seen_in_browser
 
 TEXT = "part KV8 and part K"
 # What Neuronpedia's front end asks of a graph, from its schema of 2025.

@@ -17,48 +17,10 @@ from interp.protocol import of
 from models import attach
 from models.text.tokenizer import CharTokenizer
 from tests.attachable import CACHE
+from tests.models.attached.kinds import KINDS, SIZES, TOKENS, made
 from tests.reference import separately
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
-
-GPT2 = dict(vocab_size=23, n_positions=19, n_embd=12, n_layer=3, n_head=2, n_inner=17)
-SIZES = dict(
-    vocab_size=23,
-    hidden_size=12,
-    intermediate_size=17,
-    num_hidden_layers=3,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=6,
-    max_position_embeddings=19,
-    pad_token_id=None,
-    eos_token_id=None,
-)
-BART = dict(vocab_size=23, d_model=12, encoder_attention_heads=2, decoder_attention_heads=2)
-KINDS = {
-    "gpt2": ("GPT2LMHeadModel", GPT2),
-    "llama": ("LlamaForCausalLM", SIZES),
-    "gemma3": ("Gemma3ForCausalLM", SIZES | dict(sliding_window=3)),
-    "bloom": ("BloomForCausalLM", dict(vocab_size=23, hidden_size=12, n_layer=3, n_head=2)),
-    "bert": ("BertForMaskedLM", SIZES),
-}
-TOKENS = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3], [5, 8, 9, 7, 9]])
-
-
-def made(kind, config=None, attention=None, dtype=torch.float64):
-    """The same model at each call, with weights that matter."""
-    name, sizes = KINDS[kind]
-    maker = getattr(transformers, name)
-    config = maker.config_class(**sizes) if config is None else config
-    if attention:
-        config._attn_implementation = attention
-    torch.manual_seed(0)
-    model = maker(config).eval().to(dtype)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for value in model.parameters():
-            value.add_(torch.randn(value.shape, generator=generator, dtype=value.dtype) * 0.3)
-    return model
 
 
 @pytest.fixture(params=KINDS)

@@ -20,20 +20,11 @@ from models import attach, from_hf
 from models.attached.view import PlainView
 from models.checkpoints.huggingface.families import FAMILIES
 from tests.attachable import HEADS, KV_HEADS, VOCAB, agree, made
+from tests.decoders import FOREIGN, KINDS, KNOWN
 
 close = functools.partial(agree, tolerance=2e-5)
 
 CLEAN, OTHER = torch.randint(1, VOCAB, (2, 3, 7), generator=torch.Generator().manual_seed(3))
-# One or more of each: experts, fused projections, traced attention, parallel blocks, no module for the MLP, factors,
-# norms after sublayers, norms of queries.
-KINDS = [
-    *("olmoe", "gptj", "bloom", "codegen", "cohere", "phi3", "granite", "glm4", "gemma3_text"),
-    *("persimmon", "nemotron", "xglm", "mpt", "llama4_text", "gpt_oss", "starcoder2", "olmo3"),
-]
-KNOWN = sorted(FAMILIES)
-# Sizes of the table that these configs do not have.
-FOREIGN = dict.fromkeys(("gpt2", "opt"), ("head_dim", "intermediate_size", "num_key_value_heads"))
-FOREIGN["gpt_neox"] = ("head_dim", "num_key_value_heads")
 REFUSED = {
     "deepseek_v3": "heads of one size",
     "qwen3_next": "attention as its only mixer of positions",

@@ -1,7 +1,6 @@
 """Attached models in settings that no table of architectures lists: each against the model without points."""
 
 import copy
-import io
 import itertools
 import random
 
@@ -29,7 +28,7 @@ from models.attached.norms import norm_of
 from models.attached.probe import Call
 from tests import attachable, seeing
 from tests.attachable import CACHE
-from tests.models.attached.test_attach import BART, GPT2, KINDS, SIZES, TOKENS, made
+from tests.models.attached.kinds import BART, GPT2, KINDS, SIZES, TOKENS, in_form, made
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 
@@ -920,24 +919,6 @@ def test_a_copy_of_an_attached_model_is_detached(form):
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in copied.modules())
     with attach(copied):
         assert len(HookedRunner(copied).points) > 30
-
-
-def in_form(model, form):
-    if form == "copied":
-        return copy.deepcopy(model)
-    if form == "saved":
-        file = io.BytesIO()
-        torch.save(model, file)
-        file.seek(0)
-        return torch.load(file, weights_only=False)
-    if form == "subclass":
-        model.__class__ = type("Renamed", (type(model),), {})
-    if form == "adapter":
-        peft = pytest.importorskip("peft", reason="needs peft")
-        torch.manual_seed(0)
-        config = peft.LoraConfig(target_modules="all-linear", init_lora_weights=False, r=2)
-        return peft.get_peft_model(model, config).eval()
-    return model
 
 
 def assert_same(found, wanted):

@@ -27,7 +27,7 @@ from tests.attachable import (
     transformers,
 )
 from tests.attachable import agree as close
-from tests.models.attached.test_attach_settings import in_form
+from tests.models.attached.kinds import in_form
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 

@@ -11,7 +11,7 @@ from interp import edits
 from models import attach
 from models.attached import attaching
 from models.attached.unreadable import AttachError
-from tests.models.attached.test_attach import TOKENS, made
+from tests.models.attached.kinds import TOKENS, made
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 

@@ -11,7 +11,7 @@ pytest.importorskip("gguf", reason="needs the extra hf")
 
 from models import load_tokenizer  # noqa: E402  # after the libraries that it needs
 from models.text.charsmap import Charsmap  # noqa: E402
-from tests.models.text.test_tokenizer import ORIGINALS, unigrams, write_gguf  # noqa: E402
+from tests.models.text.vocabularies import ORIGINALS, unigrams, write_gguf  # noqa: E402
 
 TABLE = {
     "\u3000": " ",  # three bytes, so that a grapheme with an accent has five

@@ -19,26 +19,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from models import (
-    TrainingConfig,
-    Transformer,
-    TransformerConfig,
-    evaluate,
-    generate,
-    next_token_loss,
-    sample_batch,
-    train,
-)
+from models import TrainingConfig, evaluate, generate, next_token_loss, sample_batch, train
 from models.training import run as run_module
 from tests.count import ROOT
-
-TEXT = torch.randint(5, (97,), generator=torch.Generator().manual_seed(2))
-
-
-def tiny(**changes):
-    torch.manual_seed(0)
-    sizes = dict(vocab_size=5, n_ctx=8, n_layers=1, n_heads=2, d_model=6)
-    return Transformer(TransformerConfig(**sizes | changes))
+from tests.models.training.tiny import TEXT, config, tiny
 
 
 def weights(model):
@@ -47,10 +31,6 @@ def weights(model):
 
 def same(one, other):
     return all(torch.equal(one[name], other[name]) for name in {**one, **other})
-
-
-def config(**changes):
-    return TrainingConfig(**dict(steps=7, batch_size=3, warmup=2, evaluate_every=3) | changes)
 
 
 def log_of(directory):
@@ -373,7 +353,8 @@ def test_it_runs_in_another_thread():
 
 KILLED = """
 import os
-from tests.models.training.test_training import TEXT, config, tiny, train
+from models import train
+from tests.models.training.tiny import TEXT, config, tiny
 
 syncs, fsync = [], os.fsync
 

@@ -1,0 +1,36 @@
+"""The numbers that a page of a report holds."""
+
+import base64
+import json
+import re
+
+import torch
+
+import interp.report as reports
+
+
+def numbers(packed):
+    """The array of a picture's part."""
+    raw = bytearray(base64.b64decode(packed["base64"]))
+    dtype = {"f4": torch.float32, "f8": torch.float64}[packed["type"]]
+    return torch.frombuffer(raw, dtype=dtype).view(packed["shape"])
+
+
+def embedded(page):
+    """The parts of the page by heading."""
+    parts = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])["parts"]
+    return {part["heading"]: part for part in parts}
+
+
+def scores_of(page, kind):
+    return numbers(embedded(page)[f"{kind} heads"]["values"])[0]
+
+
+def patches_of(page):
+    """By site the shares [layer, place]."""
+    sites = {f"Patching: {heading}": site for site, heading in reports.SITES.items()}
+    return {
+        sites[heading]: numbers(part["values"])[0]
+        for heading, part in embedded(page).items()
+        if heading in sites
+    }
