@@ -257,11 +257,11 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
         Raises:
             UnknownNameError: if the cache has no such value.
         """
-        names = [self.name(key) for key in keys]
+        full_names = [self.name(key) for key in keys]
         if isinstance(self._values, LazyValues):
-            values: Mapping[str, Tensor] = self._values.several(names)
-            return tuple(values[name] for name in names)
-        return tuple(self._values[name] for name in names)
+            values: Mapping[str, Tensor] = self._values.several(full_names)
+            return tuple(values[name] for name in full_names)
+        return tuple(self._values[name] for name in full_names)
 
     def at(self, **where: Index) -> "ActivationCache":
         """A cache of views, sliced by axis name: `cache.at(batch=0, pos=slice(5, None))`.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hooks.base import CacheError, config_hash, private, weights_hash
 
-_PLAIN = (type(None), bool, int, float, str)
+_KEPT_INPUTS = (type(None), bool, int, float, str)
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def bound(signature: inspect.Signature | None, args: Any, kwargs: Any) -> dict[s
             arguments |= arguments.pop(parameter.name, {})
     inputs: dict[str, Any] = {}
     for name, value in arguments.items():
-        if isinstance(value, _PLAIN):
+        if isinstance(value, _KEPT_INPUTS):
             inputs[name] = value
         elif isinstance(value, Tensor) and (_is_mask(name) or not value.is_floating_point()):
             inputs[name] = private(value)
@@ -152,7 +152,7 @@ class JoinedInputs:
 
 def _are_equal_numbers(values: list[Any]) -> bool:
     """Whether values are one number, string or None."""
-    return all(isinstance(value, _PLAIN) and value == values[0] for value in values)
+    return all(isinstance(value, _KEPT_INPUTS) and value == values[0] for value in values)
 
 
 def _are_columns(values: list[Any]) -> bool:

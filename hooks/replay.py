@@ -70,7 +70,7 @@ def replay(
     return hooks_disabled(run)
 
 
-_PLAIN = (type(None), int, float, str, torch.dtype)
+_CONSTANTS = (type(None), int, float, str, torch.dtype)
 
 
 def plain_argument(module: nn.Module, leaf: Any, name: str) -> Any:
@@ -79,7 +79,7 @@ def plain_argument(module: nn.Module, leaf: Any, name: str) -> Any:
     Raises:
         HookError: if it is an object that a later run may change.
     """
-    if isinstance(leaf, _PLAIN):
+    if isinstance(leaf, _CONSTANTS):
         return leaf
     plain = getattr(carried(module, "hook_points"), "plain", None)
     if plain is None:

@@ -116,8 +116,8 @@ class Attention(Component):
         return self.output_dropout(self.output(z.flatten(2)))
 
     def _fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Visible) -> Tensor:
-        dropout = self.pattern_dropout.p if self.pattern_dropout.training else 0.0
-        return fused(q, k, v, mask, self.scale, dropout)
+        probability = self.pattern_dropout.p if self.pattern_dropout.training else 0.0
+        return fused(q, k, v, mask, self.scale, probability)
 
     def _explicit(
         self,

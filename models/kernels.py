@@ -29,7 +29,8 @@ def fused(
     # Most of an accelerator's kernels do not share key heads. PyTorch would form all scores there, which
     # are much larger than copies of the keys and values.
     if group > 1 and queries > 1 and not q.is_cpu:
-        k, v = (part.repeat_interleave(group, 1) for part in (k, v))
+        k = k.repeat_interleave(group, 1)
+        v = v.repeat_interleave(group, 1)
     if isinstance(mask, Rule) or (mask is None and not has_all):
 
         def kernel(q: Tensor, k: Tensor, v: Tensor, mask: Visible) -> Tensor:

@@ -13,8 +13,8 @@ from hooks.base import (
     HintsAtNames,
     NoOthers,
     refuse,
+    require_integer,
     require_kind,
-    require_whole,
     to_device,
 )
 from models.block import block_of
@@ -150,9 +150,9 @@ class Transformer(HintsAtNames, ReadsText, BlockWeights, metaclass=HintedClass):
         """
         refuse(others, self.forward, "the model")
         start = starting_at_layer
-        require_whole("starting_at_layer", 0 if start is None else start, 0, len(self.blocks))
+        require_integer("starting_at_layer", 0 if start is None else start, 0, len(self.blocks))
         tokens, attention_mask = read(self, tokens, attention_mask, kv_cache)
-        require_whole("last", last, 0)
+        require_integer("last", last, 0)
         context = self.context(
             tokens if start is None else _tokens_unread(tokens),
             attention_mask=attention_mask,

@@ -51,7 +51,7 @@ from hooks.base.errors import (
     library,
     require_choice,
     require_fired,
-    require_whole,
+    require_integer,
     unknown_name,
     warn,
 )

@@ -177,13 +177,13 @@ def require_choice(name: str, value: object, choices: Collection[Any]) -> None:
         raise ValueError(f"{name} must be one of {listed}; got {shown(value)}{hint}")
 
 
-def require_whole(name: str, value: Any, least: int = 1, most: float = math.inf) -> None:
+def require_integer(name: str, value: Any, least: int = 1, most: float = math.inf) -> None:
     """Refuse what is no whole number, of Python, NumPy or PyTorch, from `least` to `most`.
 
     Raises:
         ValueError: naming the argument, the bounds and its value.
 
-    >>> require_whole("k", 0, most=5)
+    >>> require_integer("k", 0, most=5)
     Traceback (most recent call last):
     ValueError: k must be a whole number from 1 to 5; got 0
     """

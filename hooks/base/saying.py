@@ -11,7 +11,7 @@ _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 60
 
 
-_PLAIN = (str, bytes, bool, int, float, complex, os.PathLike, slice, range, torch.dtype, torch.device)  # fmt: skip
+_SHOWN_AS_THEY_ARE = (str, bytes, bool, int, float, complex, os.PathLike, slice, range, torch.dtype, torch.device)  # fmt: skip
 
 
 def shown(value: object) -> str:
@@ -27,7 +27,7 @@ def shown(value: object) -> str:
         return f"a {value.dtype} tensor {[*value.shape]}{f' of {value}' if is_number else ''}"
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"a {value.dtype} array {[*value.shape]}"
-    if value is None or isinstance(value, _PLAIN):
+    if value is None or isinstance(value, _SHOWN_AS_THEY_ARE):
         return _SHORT.repr(value)
     kind = type(value).__name__
     if isinstance(value, list | tuple) and all(isinstance(one, str | int | float) for one in value):

@@ -22,7 +22,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import orthogonal
 
-from hooks.base import Words, progress_bar, require_whole, shows_progress, without_gradients
+from hooks.base import Words, progress_bar, require_integer, shows_progress, without_gradients
 from interp import pictures
 from interp.alignment.featurizers import Featurizer, coordinates, neurons, subspace
 from interp.alignment.runs import Interchanges
@@ -268,7 +268,7 @@ class Fit:
                 return features.only(torch.sigmoid(where / temperature))
 
             return boundary, masked
-        require_whole("k", self.k, most=size)
+        require_integer("k", self.k, most=size)
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(self.seed)
             columns = orthogonal(nn.Linear(self.k, size, bias=False)).to(**kind)

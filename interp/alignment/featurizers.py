@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from hooks.base import require_whole
+from hooks.base import require_integer
 from interp.edits.subspaces import orthonormal
 from interp.features.dictionary import Dictionary
 from interp.numbers.precision import at_least_float32
@@ -93,7 +93,7 @@ def pca(values: Float[Tensor, "row d"], k: int) -> Featurizer:
     """
     x = values.double()
     components = torch.linalg.svd(x - x.mean(0), full_matrices=False).Vh
-    require_whole("k", k, most=len(components))
+    require_integer("k", k, most=len(components))
     return coordinates(components[:k].mT.to(values.dtype), "principal components")
 
 

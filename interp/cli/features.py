@@ -4,7 +4,7 @@ import argparse
 import warnings
 from typing import Any
 
-from hooks.base import require_whole
+from hooks.base import require_integer
 from interp.cli.common import model_of, print_or_write, text_of
 from interp.features import feature_cards, load_sae, splice
 from interp.inputs.texts import text_for
@@ -23,7 +23,7 @@ def run(options: argparse.Namespace) -> None:
         placed = {options.at: loaded[options.at]}
     chosen = options.feature
     if chosen is None:
-        require_whole("--top", options.top)
+        require_integer("--top", options.top)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # `feature_cards` gives the same warnings below
             with splice(model, placed, reads=options.reads) as runner:

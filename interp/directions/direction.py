@@ -188,8 +188,8 @@ class Direction(pictures.Shown):
 
         with storage.one_error(path, "be a complete control vector in GGUF", CacheError):
             reader = Reader(path)
-            field = reader.fields.get("general.architecture")
-            if field is None or field.contents() != "controlvector":
+            architecture = reader.fields.get("general.architecture")
+            if architecture is None or architecture.contents() != "controlvector":
                 raise ValueError(
                     f"a control vector must have the architecture controlvector; got {path}"
                 )

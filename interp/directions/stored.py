@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from hooks import SelectionError
-from hooks.base import Selection, generator, require_whole
+from hooks.base import Selection, generator, require_integer
 from interp.inputs.copies import digests
 from interp.inputs.texts import Text
 from interp.store import Activations
@@ -108,7 +108,7 @@ def rows_of(
         SelectionError: if the store has no row of a position, or a text none of the positions.
         CacheError: as for `Activations.file`.
     """
-    require_whole("batch", batch)
+    require_integer("batch", batch)
     store = texts.store
     n_before = 0
     for number, file in enumerate(store.files):
@@ -124,14 +124,14 @@ def rows_of(
             some = [*itertools.islice(rest, batch)]
 
 
-def told_apart(digests: Sequence[str], values: Float[Tensor, "text d"]) -> list[str]:
+def told_apart(hashes: Sequence[str], values: Float[Tensor, "text d"]) -> list[str]:
     """Return hashes that are equal only for texts with equal values, up to rounding.
 
     A pair is compared if its texts are near each other along a line, in a space where each column
     has the same spread. Comparing all pairs would take too long.
 
     Args:
-        digests: a hash of each text.
+        hashes: a hash of each text.
         values: a row of each text.
 
     >>> told_apart(["a", "a", "a", "b"], torch.tensor([[1.0, 5.0], [3.0, 2.0], [1.0, 5.0], [1.0, 5.0]]))
@@ -142,16 +142,16 @@ def told_apart(digests: Sequence[str], values: Float[Tensor, "text d"]) -> list[
     scaled = (exact - exact.mean(0)) / spread.where(spread > 0, 1.0)
     direction = torch.randn(scaled.shape[1], dtype=torch.float64, generator=generator(0))
     line = (scaled @ direction).tolist()
-    order = sorted(range(len(digests)), key=lambda text: (digests[text], line[text]))
-    first = [*range(len(digests))]
+    order = sorted(range(len(hashes)), key=lambda text: (hashes[text], line[text]))
+    first = [*range(len(hashes))]
     for back in range(1, min(9, len(order))):
         ones, others = order[:-back], order[back:]
         distances = (scaled[ones] - scaled[others]).square().mean(1).tolist()
         for one, other, distance in zip(ones, others, distances, strict=True):
-            if distance < _NEAR and digests[one] == digests[other]:
+            if distance < _NEAR and hashes[one] == hashes[other]:
                 low, high = sorted((_root(first, one), _root(first, other)))
                 first[high] = low
-    return [f"{digest} {_root(first, text)}" for text, digest in enumerate(digests)]
+    return [f"{digest} {_root(first, text)}" for text, digest in enumerate(hashes)]
 
 
 def _root(first: list[int], text: int) -> int:

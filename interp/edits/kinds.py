@@ -8,7 +8,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from hooks import EditError, Point
-from hooks.base import Index, Selection, require_kind, require_whole, shown, to_device, warn
+from hooks.base import Index, Selection, require_integer, require_kind, shown, to_device, warn
 from interp.edits.draws import donors, normal
 from interp.edits.edit import Edit
 from interp.edits.places import Region
@@ -230,7 +230,7 @@ def noise(scale: float, seed: int = 0, **where: Index) -> Edit:
     """
 
     require_kind("scale", scale, (Number, Tensor), "a number")
-    require_whole("seed", seed, least=-(2**63))
+    require_integer("seed", seed, least=-(2**63))
 
     def noisy(region: Tensor, value: Tensor, place: Region) -> Tensor:
         drawn = scale * normal(seed, place)

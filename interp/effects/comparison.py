@@ -87,8 +87,8 @@ class Comparison(pictures.Shown):
         signs = f", the same sign at {self.sign_agreement:.0%}"
         known = "" if math.isnan(self.sign_agreement) else signs
         title = f"Comparison of {len(self.exact)} places"
-        ranks = f"rank correlation {self.rank_correlation:+.3f}{known}"
-        return "\n  ".join([title, ranks, *map(repr, self.misses[:3])])
+        correlation = f"rank correlation {self.rank_correlation:+.3f}{known}"
+        return "\n  ".join([title, correlation, *map(repr, self.misses[:3])])
 
 
 def compare(exact: Result, estimate: Result) -> Comparison:

@@ -68,12 +68,12 @@ class Curve:
         return curves(self.signed.labels["edges"], heights, title)
 
     def __repr__(self) -> str:
-        random = _area(self.random)
-        apart = _area(self.random, from_one=True)
+        cpr_of_random = _area(self.random)
+        cmd_of_random = _area(self.random, from_one=True)
         lines = [
             f"Curve of {len(self.signed.labels['edges'])} circuits",
-            f"CPR {self.cpr!r}, of random edges {random!r}",
-            f"CMD {self.cmd!r}, of random edges {apart!r}",
+            f"CPR {self.cpr!r}, of random edges {cpr_of_random!r}",
+            f"CMD {self.cmd!r}, of random edges {cmd_of_random!r}",
         ]
         return "\n  ".join(lines)
 

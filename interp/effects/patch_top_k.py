@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from hooks.base import require_whole, shows_progress
+from hooks.base import require_integer, shows_progress
 from interp import edits
 from interp.inputs.pairs import Pairs, of_pairs
 from interp.results.result import Result
@@ -101,8 +101,8 @@ def patch_top_k(
     runs = Runs(model, pairs, estimate.about["direction"], max_bytes)
     sites = Sites(runs, choice)
     guess = estimate.mean().flatten().abs()
-    require_whole("k", k, most=len(guess) - 1)
-    require_whole("budget", budget, k + 3)
+    require_integer("k", k, most=len(guess) - 1)
+    require_integer("budget", budget, k + 3)
     estimated_labels = {axis: [*estimate.labels[axis]] for axis in estimate.axes[:-1]}
     same = estimated_labels == sites.labels
     # Two runs of one text in half precision differ by as much.

@@ -162,18 +162,18 @@ def _described(edit: Hooks) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _check_edits(edits: Sequence[Hooks]) -> None:
-    if isinstance(edits, Mapping):
+def _check_edits(entries: Sequence[Hooks]) -> None:
+    if isinstance(entries, Mapping):
         raise TypeError(
             "edits must be a list, with an entry for each run; got one mapping: [edits]"
         )
-    if callable(edits) or not isinstance(edits, Sequence):
+    if callable(entries) or not isinstance(entries, Sequence):
         rule = "edits must be a list, with an entry for each run, as [{'blocks.0.attn.z': edits.zero()}]"
-        raise TypeError(f"{rule}; got {shown(edits)}")
-    for entry in edits:
+        raise TypeError(f"{rule}; got {shown(entries)}")
+    for entry in entries:
         if callable(entry):
             raise TypeError(
                 f"an entry of edits must say where, as {{'blocks.*.attn.z': {entry!r}}}; got {entry!r}"
             )
-    if not edits:
+    if not entries:
         raise ValueError("a sweep needs at least one edit; got none")

@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import ActivationCache, HookedRunner
-from hooks.base import require_whole, shows_progress, to_device
+from hooks.base import require_integer, shows_progress, to_device
 from hooks.shared import names_by_layer
 from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.inputs.texts import are_aligned
@@ -60,7 +60,7 @@ def top_attributions(
     >>> top_attributions(model, pairs, k=2).labels["place"]
     ('layer 3, pos 8, neuron 124', 'layer 0, pos 8, neuron 227')
     """
-    require_whole("k", k)
+    require_integer("k", k)
     runs = Runs(model, pairs, direction)
     names = [*(titles := _titles(runs.runner, directions))]
     if not are_aligned(runs.text, runs.other):

@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks.base import Index, require_whole, shows_progress, to_device, without_gradients
+from hooks.base import Index, require_integer, shows_progress, to_device, without_gradients
 from interp.features.dictionary import Dictionary
 from interp.inputs.copies import unseen
 from interp.inputs.texts import Texts, batches
@@ -70,7 +70,7 @@ def purity(
     >>> purity(load("pydoc-4l"), ["aaab", "bbba"], "blocks.0.mlp.post", k=2).shape
     torch.Size([512])
     """
-    require_whole("k", k)
+    require_integer("k", k)
     runner = runner_of(model)
     values, tokens, seen = torch.empty(0), torch.empty(0), set[str]()
     for _, text in batches(texts, model, batch):

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import embedding_bag
 
-from hooks.base import require_kind, require_whole, shown
+from hooks.base import require_integer, require_kind, shown
 from interp import pictures
 from interp.features.activations import Features, Gated, JumpReLU, TopK
 from interp.pictures import objects
@@ -100,7 +100,7 @@ class Dictionary(pictures.Shown, nn.Module):
             },
         )
         if isinstance(activation, TopK):
-            require_whole("k", activation.k, most=sizes["feature"])
+            require_integer("k", activation.k, most=sizes["feature"])
         self.transcodes = transcodes
         self.register_buffer("W_enc", W_enc)
         self.register_buffer("W_dec", W_dec)

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from hooks.base import require_whole, shown, storage, unknown_name
+from hooks.base import require_integer, shown, storage, unknown_name
 from interp import pictures
 from interp.graph.graph import Graph
 from interp.kinds import require_made
@@ -155,17 +155,20 @@ class Circuit(pictures.Shown):
         """Nodes that are connected, in rows from the input upward, and the edges between them."""
         from interp.pictures.view import Arrow
 
-        shown, rows, arrows = self.pruned(), dict[Any, list[str]](), []
-        for node in shown.nodes:
+        pruned = self.pruned()
+        rows: dict[Any, list[str]] = {}
+        arrows = []
+        for node in pruned.nodes:
             row = (node == "logits") if node.layer is None else (node.layer, node.part[0])
             rows.setdefault(row, []).append(node)
         writers, readers = self.graph.writers, self.graph.readers
-        scores, feeds = shown.scores.nan_to_num(), feeding(self.graph)
-        for writer, reader in shown.kept.nonzero().tolist():
+        scores = pruned.scores.nan_to_num()
+        feeds = feeding(self.graph)
+        for writer, reader in pruned.kept.nonzero().tolist():
             fed = [writers[n] for n in feeds[:, reader].nonzero().flatten().tolist()]
             part, score = readers[reader].kind, scores[writer, reader].item()
             # A key head that several heads share is drawn at those that are in the circuit.
-            for node in [n for n in fed if n in shown.nodes] or ["logits"]:
+            for node in [n for n in fed if n in pruned.nodes] or ["logits"]:
                 arrows.append(Arrow(writers[writer], node, part if part in "qkv" else "", score))
         return [*rows.values()], arrows
 
@@ -218,7 +221,7 @@ def largest(
         ValueError: if there are not so many edges.
     """
     every = int(graph.allowed.sum())
-    require_whole("n", n, 0, every)
+    require_integer("n", n, 0, every)
     order = strength[graph.allowed].argsort(descending=True, stable=True)
     places = graph.allowed.nonzero()[order[:n]]
     kept = torch.zeros_like(graph.allowed)

@@ -77,9 +77,9 @@ def linear_part(norm: nn.Module | None, *shape: int) -> LinearPart:
         )
 
     def spread(held: Any, default: float) -> Tensor:
-        like = torch.full(shape, default, dtype=torch.float64) if held is None else held.double()
+        values = torch.full(shape, default, dtype=torch.float64) if held is None else held.double()
         # The heads of a norm of queries or keys share its gain, or have a part of it each.
-        return like.view(-1, shape[-1]).expand(math.prod(shape) // shape[-1], -1).reshape(shape)
+        return values.view(-1, shape[-1]).expand(math.prod(shape) // shape[-1], -1).reshape(shape)
 
     parts = (getattr(norm, name, None) for name in ("weight", "bias"))
     gain, bias = map(spread, parts, (1.0, 0.0))

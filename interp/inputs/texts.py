@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 
 from hooks import ActivationCache, CacheError
-from hooks.base import Index, Selection, encoded, progress_bar, require_whole, shown, to_device
+from hooks.base import Index, Selection, encoded, progress_bar, require_integer, shown, to_device
 from interp.inputs.arguments import each_row, is_listed, joined, require_rows, without_rows
 from interp.inputs.token_positions import real_of
 from interp.protocol import of
@@ -334,7 +334,7 @@ def batches(texts: Texts, model: nn.Module, size: int) -> Iterator[tuple[int, Te
     Raises:
         ValueError: as for `padded`, if `size` is below 1, or if there is no text.
     """
-    require_whole("batch", size)
+    require_integer("batch", size)
     rest, first = each_text(texts), 0
     # An error may leave this iterator half read, so whoever reads it `shows_progress`, and takes the bar away.
     with progress_bar("texts", _number_of(texts)) as count:

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import ActivationCache
-from hooks.base import require_whole
+from hooks.base import require_integer
 from hooks.shared import carried
 from interp.pictures.parts import MOST_COLUMNS, MOST_WEIGHTS, axis_part, grid_part, thinned
 from interp.pictures.view import View, limit_of, visible
@@ -70,14 +70,14 @@ def patterns(
     for layer in layers:
         pattern = cache.read(names[layer])[0]
         n_texts, n_heads, n_queries, n_keys = pattern.shape
-        require_whole("example", example, 0, n_texts - 1)
+        require_integer("example", example, 0, n_texts - 1)
         n_facets = len(layers) * n_heads if heads is None else len(heads)
         most = max(1, min(int((MOST_WEIGHTS / n_facets) ** 0.5), MOST_COLUMNS))
         all_rows, all_columns = _window(n_queries, n_keys, queries, keys)
         rows, columns = all_rows[-most:], all_columns[-most:]
         shown = pattern[example, :, [row - n_keys for row in rows]][..., columns].detach().cpu()
         for n in range(n_heads) if heads is None else (n for at, n in heads if at == layer):
-            require_whole("a head", n, 0, n_heads - 1)
+            require_integer("a head", n, 0, n_heads - 1)
             weights[layer, n] = shown[n]
     order = [*weights] if heads is None else [*heads]
     numbers = None if scores is None else _scores_of(scores, order, example)

@@ -23,7 +23,7 @@ from hooks.base import (
     Index,
     Selection,
     real_columns,
-    require_whole,
+    require_integer,
     shown,
     to_device,
     without_gradients,
@@ -223,7 +223,7 @@ def pair_table(
         ValueError: if k is below 1.
         CacheError: if the pairs do not add up to the score.
     """
-    require_whole("k", k)
+    require_integer("k", k)
     is_difference = len(keys) > 1
     key = keys[0] - keys[1] if is_difference else keys[0]
     sizes, best, places = query.new_zeros(query.shape[1]), query[:0, 0, 0], key.new_zeros(0).long()
@@ -252,10 +252,10 @@ def pair_table(
     for axis, values, chosen in zip(
         axes, (query, key), (places // len(key), places % len(key)), strict=True
     ):
-        shown = [*dict.fromkeys(chosen.tolist())]
-        rest = values.sum(0, keepdim=True) - values[shown].sum(0, keepdim=True)
-        tables.append(torch.cat([values[shown], rest]))
-        labels[axis] = [*(names[n] for n in shown), "rest"]
+        rows = [*dict.fromkeys(chosen.tolist())]
+        rest = values.sum(0, keepdim=True) - values[rows].sum(0, keepdim=True)
+        tables.append(torch.cat([values[rows], rest]))
+        labels[axis] = [*(names[n] for n in rows), "rest"]
     facts = {"score": asked.total, "summed sizes of all pairs": sizes}
     said = {name: float(f"{value.mean().item():.6g}") for name, value in facts.items()}
     about = {**asked.about, **said, "gap": float(f"{gap:.2g}")}

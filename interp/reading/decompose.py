@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import ActivationCache
-from hooks.base import require_whole, to_device, unknown_name, without_gradients
+from hooks.base import require_integer, to_device, unknown_name, without_gradients
 from interp import pictures
 from interp.numbers.precision import at_least_float32, like
 from interp.reading.components import ResidualComponents
@@ -102,7 +102,7 @@ def decompose(
     """
     parts = ResidualComponents(model, cache)
     n_layers = len(parts.model.blocks)
-    require_whole("before", 0 if before is None else before, 0, n_layers - 1)
+    require_integer("before", 0 if before is None else before, 0, n_layers - 1)
     groups = [*parts(before, neurons, experts)]
     names = tuple(name for part in groups for name in part.names)
     stream = parts.at(parts.last if before is None else f"blocks.{before}.resid_pre")

@@ -13,7 +13,7 @@ from hooks.base import (
     Index,
     Selection,
     progress_of,
-    require_whole,
+    require_integer,
     shows_progress,
     stacked,
     unknown_name,
@@ -158,7 +158,7 @@ def repeated_tokens(
         ("batch", batch),
         ("copies", copies),
     ):
-        require_whole(name, number)
+        require_integer(name, number)
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(vocab_size, (batch, period), generator=generator).repeat(1, copies)
 

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks import HookedRunner
-from hooks.base import config_hash, peak_bytes, require_whole, shows_progress, stacked
+from hooks.base import config_hash, peak_bytes, require_integer, shows_progress, stacked
 from interp.inputs.copies import digests
 from interp.inputs.texts import Text, Texts, batches
 from interp.numbers.precision import at_least_float32
@@ -124,7 +124,7 @@ def jacobian_lens(
     >>> jacobian_lens(model, [[3, 1, 4, 1], [5, 2, 6]], skip=0)
     JacobianLens [layer 2, d_model 4]
     """
-    require_whole("skip", skip, 0)
+    require_integer("skip", skip, 0)
     runner, names = for_fit(model)
     total, squares, times = torch.zeros(()), torch.zeros(()), Counter[str]()
     for number, text in batches(texts, model, 1):

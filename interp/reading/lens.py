@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hooks import ActivationCache, CacheError, HookError
 from hooks.base import (
     progress_of,
-    require_whole,
+    require_integer,
     shows_progress,
     stacked,
     to_device,
@@ -199,7 +199,7 @@ def _followed(
         )
     vocab = n_logits(model)
     for target in targets.aminmax() if targets.numel() else ():
-        require_whole("targets", int(target), 0, vocab - 1)
+        require_integer("targets", int(target), 0, vocab - 1)
     return targets.flatten()
 
 

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import index_by_axis
-from hooks.base import Index, require_whole, shows_progress, to_device, without_gradients
+from hooks.base import Index, require_integer, shows_progress, to_device, without_gradients
 from interp import pictures
 from interp.inputs.texts import Texts, batches
 from interp.inputs.wording import writer_of
@@ -108,7 +108,7 @@ def max_activating(
     >>> max_activating(model, [[3, 1], [4, 2]], "1", direction=torch.tensor([1.0, 0.0]), k=1)
     [8 in text 1 at 0: '«4» 2']
     """
-    require_whole("k", k)
+    require_integer("k", k)
     runner, chosen = runner_of(model), {"head": head, "neuron": neuron, "feature": feature}
     kept: list[Activation] = []
     for first, text in batches(texts, model, batch):

@@ -21,7 +21,7 @@ from hooks import CacheError, HookedRunner
 from hooks.base import (
     config_hash,
     progress_of,
-    require_whole,
+    require_integer,
     shows_progress,
     stacked,
     storage,
@@ -143,8 +143,8 @@ def tuned_lens(
     torch.Size([3, 2])
     """
     at_once = (1024 if isinstance(texts, Stored) else 8) if batch is None else batch
-    require_whole("steps", steps)
-    require_whole("batch", at_once)
+    require_integer("steps", steps)
+    require_integer("batch", at_once)
     size, parameter = of(model, "unembed", "config").config.d_model, next(model.parameters())
     runner, names = for_fit(model)
     dtype = torch.promote_types(parameter.dtype, torch.float32)

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from hooks.base import require_whole, shown, storage, strict_json, unknown_name, warn
+from hooks.base import require_integer, shown, storage, strict_json, unknown_name, warn
 from interp import pictures
 from interp.inputs.token_positions import short
 from interp.numbers.intervals import Interval, auroc_interval, interval, share_interval
@@ -390,7 +390,7 @@ class Result(pictures.Shown):
         Raises:
             ValueError: if `k` is below 1.
         """
-        require_whole("k", k)
+        require_integer("k", k)
         size = self.mean().flatten().abs().nan_to_num(nan=-1.0)
         return self.places(size.argsort(descending=True, stable=True)[:k].tolist())
 

@@ -68,8 +68,8 @@ class Resumed:
         stages = set().union(*(self.base.stages[edited.point.module] for edited in job.edits))
         blocks = len(self._inside)
         job.before_blocks, job.after_blocks = -1 in stages, blocks - 0.5 in stages
-        inside = [layer for layer in range(blocks) if layer in stages]
-        job.layer = 0 if job.before_blocks else min(inside, default=blocks)
+        edited_layers = [layer for layer in range(blocks) if layer in stages]
+        job.layer = 0 if job.before_blocks else min(edited_layers, default=blocks)
         if job.after_blocks:  # edits of the unembedding are given whole texts
             job.pos = 0
 

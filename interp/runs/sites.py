@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hooks import ActivationCache, HookedRunner, UnknownNameError
-from hooks.base import layer_of, require_whole, shown, unknown_point
+from hooks.base import layer_of, require_integer, shown, unknown_point
 from hooks.shared import names_by_layer
 from interp.edits import Edit
 from interp.inputs.texts import Text, are_aligned
@@ -250,7 +250,7 @@ def _along(
         return [(name, at | {"source_pos": source.spans[str(name)]}) for name, at in spans]
     if axis == "neuron":
         size = 1 if choice.neurons is None else choice.neurons
-        require_whole("neurons", size)
+        require_integer("neurons", size)
         groups = [range(sizes[point_axis])[n : n + size] for n in range(0, sizes[point_axis], size)]
         return [(_label(group), {point_axis: slice(group.start, group.stop)}) for group in groups]
     if axis == "feature":

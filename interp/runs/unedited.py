@@ -80,8 +80,8 @@ class Unedited:
         self.batch.note(point, value)
         self.stages.setdefault(module, set()).add(self._stage)
         # Before and after the blocks each edited run is computed alone.
-        inside = self._stage in range(len(self._calls))
-        self._by_rows &= not inside or self.batch.axes[point.module] is not None
+        is_in_block = self._stage in range(len(self._calls))
+        self._by_rows &= not is_in_block or self.batch.axes[point.module] is not None
         for edited in edits:
             # Functions may have a state, and must not run once more.
             if all(isinstance(hook, Edit) for hook in edited.hooks):

@@ -10,7 +10,7 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from hooks.base import require_whole
+from hooks.base import require_integer
 
 
 def fourier_basis(n: int) -> Float[Tensor, "n n"]:
@@ -31,7 +31,7 @@ def fourier_basis(n: int) -> Float[Tensor, "n n"]:
             [ 0.5774, -0.4082,  0.7071],
             [ 0.5774, -0.4082, -0.7071]], dtype=torch.float64)
     """
-    require_whole("n", n)
+    require_integer("n", n)
     # Whole numbers of turns are taken off before rounding.
     turns = (torch.arange(n)[:, None] * torch.arange(1, n // 2 + 1)) % n
     angles = turns.double() * (2 * torch.pi / n)

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Complex, Float, Int
 from torch import Tensor
 
-from hooks.base import require_whole
+from hooks.base import require_integer
 from interp import pictures
 from interp.numbers.precision import finite
 from interp.numbers.ranks import largest_rows
@@ -213,7 +213,7 @@ class FactoredMatrix(pictures.Shown):
         if len(self.shape) > 2:
             raise ValueError(f"top must be of one matrix: index the others away; got {self.shape}")
         rows, columns = self.shape
-        require_whole("k", k, most=rows * columns)
+        require_integer("k", k, most=rows * columns)
         for name in ("left", "right"):
             finite(getattr(self, name), name)
         sign = 1 if largest else -1

@@ -7,7 +7,7 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from hooks.base import require_whole, stacked, to_device
+from hooks.base import require_integer, stacked, to_device
 from interp.graph.norms import LinearPart, linear_part
 from interp.numbers.precision import at_least_float32
 from interp.protocol import plain
@@ -128,7 +128,7 @@ class FoldedWeights:
             ValueError: if positions are rotary and there is no distance from 0 to n_ctx - 1.
         """
         n_ctx = self.model.config.n_ctx
-        require_whole("distance", 0 if distance is None else distance, 0, n_ctx - 1)
+        require_integer("distance", 0 if distance is None else distance, 0, n_ctx - 1)
         weights = []
         for name, norm, pos in (("W_Q", "q_norm", distance), ("W_K", "k_norm", 0)):
             layers = zip(self.model.blocks, self.read(name), strict=True)

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from hooks.base import require_kind, require_whole
+from hooks.base import require_integer, require_kind
 from interp.numbers.precision import finite
 
 
@@ -63,7 +63,7 @@ class SVD:
         Raises:
             ValueError: if there are fewer.
         """
-        require_whole("k", k, most=self.s.shape[-1])
+        require_integer("k", k, most=self.s.shape[-1])
         next_value = self.s[..., k] if k < self.s.shape[-1] else self.next_value
         return SVD(
             self.u[..., :k], self.s[..., :k], self.vh[..., :k, :], next_value, self.tolerance
@@ -146,8 +146,8 @@ def randomized_svd(
     tensor([4., 3.], dtype=torch.float64)
     """
     float64 = finite(matrices, name).double()
-    require_whole("k", k, most=min(float64.shape[-2:]))
-    require_whole("oversample", oversample, 2)
+    require_integer("k", k, most=min(float64.shape[-2:]))
+    require_integer("oversample", oversample, 2)
     size = k + oversample
     if size >= min(float64.shape[-2:]):
         return svd(matrices, name).top(k)
@@ -220,7 +220,7 @@ def spectral_gap(s: Float[Tensor, "*batch k"], at: int = 1) -> Float[Tensor, "*b
     tensor(0.5000, dtype=torch.float64)
     """
     s = _checked_values(s)
-    require_whole("at", at, most=s.shape[-1])
+    require_integer("at", at, most=s.shape[-1])
     return s[..., at - 1] - (s[..., at] if at < s.shape[-1] else 0)
 
 

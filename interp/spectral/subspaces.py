@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from hooks.base import require_choice, require_whole
+from hooks.base import require_choice, require_integer
 from interp.spectral.singular import SVD, svd
 
 Side = Literal["left", "right"]
@@ -159,7 +159,7 @@ def _independent(basis: Tensor, name: str) -> Tensor:
 def _vectors(one: SVD, k: int, side: Side) -> Tensor:
     """The top k vectors, as columns."""
     require_choice("side", side, ("left", "right"))
-    require_whole("k", k, most=one.s.shape[-1])
+    require_integer("k", k, most=one.s.shape[-1])
     return (one.u if side == "left" else one.vh.mT)[..., :k]
 
 

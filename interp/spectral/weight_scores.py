@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import Point
-from hooks.base import require_choice, require_whole, to_device, without_gradients
+from hooks.base import require_choice, require_integer, to_device, without_gradients
 from interp.inputs.texts import Text
 from interp.numbers.precision import at_least_float32
 from interp.protocol import runner_of
@@ -56,7 +56,7 @@ def composition_scores(
     torch.Size([4, 4, 1])
     """
     require_choice("kind", kind, ("Q", "K", "V"))
-    require_whole("draws", draws, 2)
+    require_integer("draws", draws, 2)
     folded = FoldedWeights(model, fold, "W_Q", "W_K", "W_V", "W_O")
     first = later = FactoredMatrix(folded.values(), folded.written())
     if kind != "V":
@@ -152,7 +152,7 @@ def positional_scores(model: nn.Module, back: int = 1, n_pos: int = 64) -> Resul
     >>> positional_scores(model).top(1)
     layer 0, head 3  +0.4135
     """
-    require_whole("back", back, 0, n_pos - 1)
+    require_integer("back", back, 0, n_pos - 1)
     runner, mean = runner_of(model), FoldedWeights(model, False, "W_E").embedding().mean(0)
     first: list[Tensor] = []
 

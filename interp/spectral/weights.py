@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from hooks.base import require_choice, require_whole, without_gradients
+from hooks.base import require_choice, require_integer, without_gradients
 from interp.inputs.token_positions import tokens_of
 from interp.inputs.wording import token_ids, writer_of
 from interp.protocol import n_logits
@@ -139,7 +139,7 @@ def token_directions(
     folded = FoldedWeights(model, fold, "W_U")
     tokens = torch.as_tensor(token_ids(model, tokens))
     flat = tokens_of(tokens, tokens.ndim).flatten()
-    require_whole("the largest token", int(flat.max()), 0, n_logits(model) - 1)
+    require_integer("the largest token", int(flat.max()), 0, n_logits(model) - 1)
     return folded.unembedding(flat).mT.reshape(*tokens.shape, -1)
 
 
@@ -221,7 +221,7 @@ def singular_tokens(
         decomposition = qk_circuit(model, fold=fold, distance=distance)[layer, head].svd()
     else:
         decomposition = svd(folded.mlp(layer, circuit), circuit)
-    require_whole("k", k, most=len(decomposition.s))
+    require_integer("k", k, most=len(decomposition.s))
     embedding = folded.embedding()
     u, vh = (x.to(embedding.dtype) for x in (decomposition.u[:, :k], decomposition.vh[:k]))
     reading = u.mT if circuit == "W_out" else u.mT @ embedding.mT

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from hooks import CacheError
-from hooks.base import generator, require_whole, unknown_name
+from hooks.base import generator, require_integer, unknown_name
 from interp import pictures
 from interp.inputs.wording import writer_of
 from interp.numbers.moments import Moments
@@ -179,9 +179,9 @@ class Activations(pictures.Shown):
             ValueError: if a size is below 1, or this reader has no row.
             UnknownNameError: as for `file`.
         """
-        require_whole("size", size)
-        require_whole("window", window)
-        require_whole("epochs", 1 if epochs is None else epochs)
+        require_integer("size", size)
+        require_integer("window", window)
+        require_integer("epochs", 1 if epochs is None else epochs)
         read, epoch, any_row = partial(self.file, names=names or self.names), 0, False
         while epochs is None or epoch < epochs:
             draw = None if seed is None else generator(seed, epoch)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from hooks.base import library, progress_bar, require_whole
+from hooks.base import library, progress_bar, require_integer
 
 Model = nn.Module | Callable[[], nn.Module]
 """A model, or a function that makes one."""
@@ -64,7 +64,7 @@ class Ray:
             ValueError: if there is no worker.
             TypeError: if the texts can be read only once.
         """
-        require_whole("workers", self.workers)
+        require_integer("workers", self.workers)
         if isinstance(arguments[0], Iterator):
             raise TypeError(
                 "each worker reads the texts, so they must be a path, a list or a table; "

@@ -15,7 +15,7 @@ from hooks.base import (
     Selection,
     config_hash,
     require_choice,
-    require_whole,
+    require_integer,
     shown,
     to_device,
     weights_hash,
@@ -77,7 +77,7 @@ class Settings:
             raise ValueError(f"dtype must be a float of 16 bits or more; got {self.dtype}")
         sizes = {"batch": self.batch, "per_file": self.per_file, "context": self.context}
         for name, size in sizes.items():
-            require_whole(name, 1 if size is None else size)
+            require_integer(name, 1 if size is None else size)
         require_choice("pool", self.pool, (None, *_POOLS))
         if self.pos is not None and Selection(self.pos).is_by_example:
             raise ValueError(f"pos must be the same in each piece; got {Selection(self.pos)}")

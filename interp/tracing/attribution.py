@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hooks.base import progress_bar, require_whole, shows_progress, without_gradients
+from hooks.base import progress_bar, require_integer, shows_progress, without_gradients
 from interp.inputs.texts import Texts
 from interp.numbers.precision import finite
 from interp.tracing import influence
@@ -77,7 +77,7 @@ def attribution_graph(
     """
     run = FrozenRun(model, text, transcoders, first)
     n_pos = len(run.tokens)
-    require_whole("pos", pos, -n_pos, n_pos - 1)
+    require_integer("pos", pos, -n_pos, n_pos - 1)
     pos %= n_pos
     logits, directions, named = chosen(model, run, targets, desired_prob, pos)
     if not logits and not named:

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from hooks.base import require_whole, to_device, without_gradients
+from hooks.base import require_integer, to_device, without_gradients
 from interp.features.trained_at import warn_of_place
 from interp.graph import Graph
 from interp.graph.norms import LinearPart, is_identity, linear_part
@@ -98,7 +98,7 @@ class FrozenRun:
         read = text_for(model, text)
         if len(read.tokens) != 1 or not read.real.all():
             raise ValueError(f"the text must be one, without padding; got {[*read.tokens.shape]}")
-        require_whole("first", first, 0)
+        require_integer("first", first, 0)
         self.write = writer_of(model) or (lambda tokens: [*map(str, tokens)])
         names = [*graph.needed, *(graph.names[point] for point in self._points())]
         output, self.cache = graph.runner().run_with_cache(read.tokens, names=names)

@@ -203,9 +203,9 @@ def true_values(
 
     runner, names = run.graph.runner(), run.graph.names
     hooks = [(name, see) for name in {*(r.name for r in run.readings.values()), run.final.name}]
-    written = [(names[layer.mlp.branch.added], write) for layer in run.graph.layers if layer.mlp]
+    writes = [(names[layer.mlp.branch.added], write) for layer in run.graph.layers if layer.mlp]
     kept = [(name, edits.replace(value)) for name, value in run.values(held).items()]
-    runner.run_with_hooks(run.tokens[None], hooks=[*kept, *hooks, *written])
+    runner.run_with_hooks(run.tokens[None], hooks=[*kept, *hooks, *writes])
     features = run.activation.clone()
     for n, (dictionary, _) in run.transcoders.items():
         here = run.layer == n

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from hooks.base import require_whole, shown
+from hooks.base import require_integer, shown
 from interp.inputs.token_positions import is_worded
 from interp.inputs.wording import token_ids
 from interp.tracing.frozen import FrozenRun
@@ -33,7 +33,7 @@ def chosen(
     if isinstance(targets, str):  # else its characters would be targets
         targets = [targets]
     if isinstance(targets, int):
-        require_whole("targets", targets)
+        require_integer("targets", targets)
         likely = run.logits[pos].softmax(-1).sort(descending=True)
         needed = int((likely.values.cumsum(0) < desired_prob).sum()) + 1
         targets = likely.indices[: min(targets, needed)].tolist()

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from hooks import position_offset, start_of_piece
-from hooks.base import all_to_device, mapped, require_whole, to_device
+from hooks.base import all_to_device, mapped, require_integer, to_device
 from models.positions import Rotation
 from models.running.kvcache import KVCache, oldest_reached
 from models.running.masks import Rule, Visible, as_real, as_seen, has_gaps, shared
@@ -118,7 +118,7 @@ class Context(NamedTuple):
         """
         self._refuse_cache("after")
         end = self.start + self.positions.shape[1]
-        require_whole("pos", pos, self.start, end - 1)
+        require_integer("pos", pos, self.start, end - 1)
         for columns in {part.shape[2] for pair in past for part in pair} - {pos}:
             raise ValueError(f"past must have the {pos} columns before pos; got {columns}")
         skipped, device = pos - self.start, self.positions.device

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from hooks.base import (
     NoOthers,
     refuse,
-    require_whole,
+    require_integer,
     shown,
     to_device,
     trusted,
@@ -56,7 +56,7 @@ class Step:
     logits: Float[Tensor, "batch vocab"]
 
 
-class Options(TypedDict, total=False):
+class GenerationOptions(TypedDict, total=False):
     """The options that `generate` passes on to `stream`; see there."""
 
     attention_mask: Shaped[Tensor, "batch pos"] | None
@@ -71,7 +71,7 @@ class Options(TypedDict, total=False):
 
 
 def generate(
-    model: Transformer, prompts: Texts, *, max_new_tokens: int, **options: Unpack[Options]
+    model: Transformer, prompts: Texts, *, max_new_tokens: int, **options: Unpack[GenerationOptions]
 ) -> list[list[int]]:
     """Returns each prompt, without padding, and its continuation, up to and including a stop token.
 
@@ -111,7 +111,7 @@ def generate(
 
 
 def generate_text(
-    model: Transformer, prompts: Texts, *, max_new_tokens: int, **options: Unpack[Options]
+    model: Transformer, prompts: Texts, *, max_new_tokens: int, **options: Unpack[GenerationOptions]
 ) -> Any:
     """Returns a text with its continuation, or a list of texts with theirs.
 
@@ -213,8 +213,8 @@ def stream(
     texts = as_lists(model, prompts, attention_mask)
     stop = model.config.eos_token_ids if stop is None else stop
     stops = [index(token) for token in (stop if isinstance(stop, Iterable) else [stop])]
-    require_whole("max_new_tokens", max_new_tokens)
-    require_whole("prefill_chunk", prefill_chunk)
+    require_integer("max_new_tokens", max_new_tokens)
+    require_integer("prefill_chunk", prefill_chunk)
     check_prompts(model, texts, stops, max_new_tokens, max_context)
     # The blocks of a model may be on several devices.
     device, drawn_on = model.token_embedding.weight.device, model.unembedding.weight.device

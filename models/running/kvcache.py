@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from hooks.base import require_whole
+from hooks.base import require_integer
 from models.config import TransformerConfig
 
 # The buffers grow by this many positions at a time.
@@ -45,7 +45,7 @@ class KVCache:
 
     def __init__(self, max_context: int | None = None) -> None:
         if max_context is not None:
-            require_whole("max_context", max_context)
+            require_integer("max_context", max_context)
         self.max_context = max_context
         self.length = 0
         self.mask: Bool[Tensor, "batch _length"] | None = None

@@ -113,8 +113,8 @@ class Sampling:
         odds = self.cut(logits).softmax(-1)
         # What torch.multinomial draws, without its checks, in which the host waits for each row.
         noise = [
-            torch.empty(odds.shape[1], device=generator.device).exponential_(generator=generator)
-            for _, generator in zip(range(len(odds)), generators, strict=True)
+            torch.empty(odds.shape[1], device=drawn_from.device).exponential_(generator=drawn_from)
+            for _, drawn_from in zip(range(len(odds)), generators, strict=True)
         ]
         noise = [to_device(row, odds.device) for row in noise]
         return (odds / torch.stack(noise)).argmax(-1)

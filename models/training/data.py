@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from hooks.base import require_whole, to_device, trusted, without_gradients
+from hooks.base import require_integer, to_device, trusted, without_gradients
 from models.checks import INTEGERS, check_tokens, check_types, names_fields
 from models.mode import mode
 from models.norm import widened
@@ -228,7 +228,7 @@ def evaluate(
     7
     """
     length = model.config.n_ctx
-    require_whole("batch", batch)
+    require_integer("batch", batch)
     tokens = torch.as_tensor(tokens)
     check_learnable("the text", tokens, length + 1, model.config.vocab_size)
     windows = tokens.unfold(-1, length + 1, length).flatten(0, -2)  # [window, pos]

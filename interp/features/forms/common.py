@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from hooks import UnknownNameError
-from hooks.base import library, require_whole, storage, strict_json
+from hooks.base import library, require_integer, storage, strict_json
 
 Weights = dict[str, Tensor]
 
@@ -191,7 +191,7 @@ def whole_of(name: str, value: Any) -> int:
         value = value.item()
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    require_whole(name, value)
+    require_integer(name, value)
     return int(value)
 
 

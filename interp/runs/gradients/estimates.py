@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hooks import ActivationCache, Point
-from hooks.base import progress_of, require_whole, to_device, warn
+from hooks.base import progress_of, require_integer, to_device, warn
 from interp import edits
 from interp.numbers.precision import at_least_float32
 from interp.results.result import Result
@@ -69,7 +69,7 @@ def averaged(
     >>> averaged(at, torch.zeros(1, 1), torch.zeros(1), lambda means: means, 4)
     Mean(values=tensor([[0.3438]]), steps=[4], gaps=tensor([[0.0312]]))
     """
-    require_whole("steps, if not 'auto',", 1 if steps == "auto" else steps)
+    require_integer("steps, if not 'auto',", 1 if steps == "auto" else steps)
     last, end = at(range(len(first)), 1.0)
     change = to_device(end - base, first.device)
     if not change.isfinite().all():
