@@ -1,4 +1,7 @@
-"""Builds a model from named tensors. Every key is checked, and every parameter has its own memory."""
+"""Build a model from named tensors.
+
+Every key is checked, and every parameter gets memory of its own.
+"""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -16,22 +19,22 @@ from models.transformer import Transformer
 from models.weights import differ
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-# If the config ties them, either may hold the shared weight.
+# If the config ties these two parameters, a file may store the weight under either name.
 _TIED = ("unembedding.weight", "token_embedding.weight")
 
 
 def concatenated(*tensors: Tensor) -> Tensor:
-    """Tensors concatenated along their first axis. A single one is not copied."""
+    """Concatenate tensors along their first axis. A single tensor is returned without a copy."""
     return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
 
 
 @dataclass(frozen=True)
 class Source:
-    """The source of one of our parameters.
+    """The source of one parameter.
 
     Attributes:
-        keys: names of tensors in the file.
-        convert: makes our parameter from those tensors, in that order.
+        keys: the names of tensors in the file.
+        convert: a function that makes the parameter from these tensors, in the same order.
     """
 
     keys: tuple[str, ...]
@@ -39,7 +42,10 @@ class Source:
 
 
 Rows = Mapping[str, str | Source]
-"""Keys of a file by our parameter names: `N` stands for each layer, and `*` for `weight` and `bias`."""
+"""The keys of a file for each parameter name.
+
+`N` stands for each layer, and `*` for `weight` and `bias`.
+"""
 
 
 def expanded(
@@ -48,13 +54,13 @@ def expanded(
     keys: Collection[str],
     spelled: Callable[[str], str] = str,
 ) -> dict[str, Source]:
-    """The source of each parameter of all layers.
+    """Return the source of each parameter, for all layers.
 
     Args:
-        rows: those of parameters that the config does not have may be there too.
-        config: says how many layers there are.
-        keys: of the file.
-        spelled: gives a key as the file spells it.
+        rows: the table. It may contain rows for parameters that the model does not have.
+        config: the config, which gives the number of layers.
+        keys: the keys of the file.
+        spelled: a function from a key of the table to the spelling of the file.
     """
 
     def filled(name: str, layer: int, kind: str) -> str:
@@ -72,12 +78,13 @@ def expanded(
 
 @dataclass(frozen=True)
 class Reader:
-    """Tensors by name, read one at a time, so a file is never in memory twice.
+    """Tensors by name. They are read one at a time, so a file is never in memory twice.
 
     Attributes:
         keys: the names of all tensors.
-        read: gives the tensor of a name; called once for each parameter that is made from it.
-        keep: whether a tensor that was read may become a parameter without a copy.
+        read: a function from a name to a tensor. It is called once for each parameter that is made
+            from the tensor.
+        keep: whether a tensor may become a parameter without a copy.
     """
 
     keys: Collection[str]
@@ -95,30 +102,33 @@ def assemble(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> Transformer:
-    """A model in evaluation mode with the tensors of a file as its parameters.
+    """Return a model in evaluation mode whose parameters are the tensors of a file.
 
     Args:
-        config: the model's config. If it ties the unembedding to the embedding, the file may hold
-            either, or both if they are equal.
-        table: the source of each parameter, by its name in `Transformer(config)`. A parameter without
-            a row is read under its own name; rows for other parameters are not used.
-        reader: the file's tensors.
-        where: the file, for errors.
-        ignored: says whether the model does not need a key of the file.
-        dtype: of all parameters; None for the file's own, or if it has several, the narrowest that
-            holds them all without rounding.
-        device: where the parameters go; None for the CPU.
+        config: the config of the model. If it ties the unembedding to the embedding, the file may
+            contain either tensor, or both if they are equal.
+        table: the source of each parameter, by its name in `Transformer(config)`. A parameter
+            without a row is read under its own name. Rows of parameters that the model does not
+            have are ignored.
+        reader: the tensors of the file.
+        where: the name of the file, for errors.
+        ignored: a function that returns True for a key of the file that the model does not need.
+        dtype: the dtype of all parameters. Default: the dtype of the file. If the file mixes
+            dtypes, the narrowest dtype that represents all of them without rounding.
+        device: the device of the parameters. Default: the CPU.
 
     Raises:
-        ValueError: if keys are missing or unexpected (it lists all), if a tensor has a wrong shape or
-            a dtype in which models do not run, or if `dtype` is such a dtype.
+        ValueError: if keys are missing or unexpected (the error lists all of them), if a tensor has
+            a wrong shape or an unsupported dtype, or if `dtype` is unsupported.
     """
     if dtype not in (None, *DTYPES):
         raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}; got {shown(dtype)}")
     held = set(filterfalse(ignored, reader.keys))
-    if config.n_layers > len(held):  # before anything is built for each layer
+    # Check this before anything is built for each layer.
+    if config.n_layers > len(held):
         raise ValueError(
-            f"{where}: n_layers must be at most {len(held)}, its tensors; got {config.n_layers}"
+            f"{where}: n_layers must be at most {len(held)}, the number of tensors; got "
+            f"{config.n_layers}"
         )
     model = without_values(config)
     shapes = {name: p.shape for name, p in model.named_parameters(remove_duplicate=False)}
@@ -148,11 +158,16 @@ def _read_all(
     device: torch.device | str | None,
     count: Count,
 ) -> dict[str, Tensor]:
-    """Every parameter in memory of its own. Of two that are tied the first."""
+    """Return the parameters, each in memory of its own.
+
+    Two tied parameters are returned once, under the first name.
+    """
     target = require_device(device) or torch.device("cpu")
     values: dict[str, Tensor] = {}
-    taken: set[int] = set()  # addresses of memory in use
-    # Largest first, because a tensor and its copy are in memory together while the model is small.
+    # The addresses of the memory that parameters use.
+    taken: set[int] = set()
+    # Read the largest first: a tensor and its copy are in memory together, and the model is still
+    # small then.
     for name in sorted(sources, key=lambda name: -shapes[name].numel()):
         tensors = [reader.read(key) for key in sources[name].keys]
         if not reader.keep:
@@ -161,8 +176,8 @@ def _read_all(
         if config.tied_unembed and name in _TIED and (other := values.keys() & set(_TIED)):
             first = other.pop()
             if differ(values[first], value.to(dtype or value.dtype)):
-                tied = " and ".join(sources[each].keys[0] for each in (first, name))
-                raise ValueError(f"{where}: {tied} must be equal where embeddings are tied")
+                tied = " and ".join(sources[parameter].keys[0] for parameter in (first, name))
+                raise ValueError(f"{where}: {tied} must be equal, because the config ties them")
         else:
             values[name] = _owned(value, taken, dtype or value.dtype, target)
             taken.add(values[name].untyped_storage().data_ptr())
@@ -171,10 +186,10 @@ def _read_all(
 
 
 def end_tokens(listed: Any, vocab_size: int) -> tuple[Any, ...]:
-    """The tokens that end a text according to a file, which gives one, several or none.
+    """Return the tokens that end a text, from a file that gives one token, several tokens or none.
 
-    Those that are not in the vocabulary are left out: the model never produces them, and many configs
-    of small models still have the number of a large one.
+    Tokens outside the vocabulary are ignored. The model never predicts them, and many configs of
+    small models still contain the token of a large model.
     """
     tokens = listed if isinstance(listed, list) else [listed]
     known = (token for token in tokens if type(token) is not int or 0 <= token < vocab_size)
@@ -182,7 +197,7 @@ def end_tokens(listed: Any, vocab_size: int) -> tuple[Any, ...]:
 
 
 def without_values(config: TransformerConfig) -> Transformer:
-    """A model with parameters on the meta device, where they need no memory."""
+    """Return a model with parameters on the meta device, where they need no memory."""
     with torch.device("meta"), _Undrawn():
         return Transformer(config)
 
@@ -191,7 +206,7 @@ def _check_keys(needed: set[str], held: set[str], where: str) -> None:
     missing, unexpected = sorted(needed - held), sorted(held - needed)
     if missing or unexpected:
         raise ValueError(
-            f"{where} must hold the tensors of its config; got {len(missing)} missing: "
+            f"{where} must contain the tensors of its config; got {len(missing)} missing: "
             f"{', '.join(missing)}; {len(unexpected)} unexpected: {', '.join(unexpected)}"
         )
 
@@ -205,19 +220,24 @@ def _converted(
     )
     if any(tensor.dtype not in DTYPES for tensor in tensors):
         raise ValueError(f"{where}: weights must be {', '.join(map(str, DTYPES))}; got {held}")
-    if dtype is not None:  # otherwise a sum would be rounded to the file's dtype first
+    # Convert first. Otherwise a sum of tensors would be rounded to the dtype of the file.
+    if dtype is not None:
         tensors = [tensor.to(torch.promote_types(tensor.dtype, dtype)) for tensor in tensors]
     try:
         value = source.convert(*tensors)
-    except (RuntimeError, IndexError):  # sizes that do not fit the view or concatenation
+    # Sizes that do not fit a view or a concatenation raise these errors.
+    except (RuntimeError, IndexError):
         value = None
     if value is None or value.shape != shape:
-        raise ValueError(f"{where}: shape must be {list(shape)} by the config; got {held}")
+        raise ValueError(f"{where}: the config needs the shape {list(shape)}; got {held}")
     return value
 
 
 def _owned(value: Tensor, taken: set[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The value in its own memory, copied if it shares memory or is part of a larger tensor."""
+    """Return the value in memory of its own.
+
+    It is copied if it shares memory or is part of a larger tensor.
+    """
     storage = value.untyped_storage()
     alone = storage.nbytes() == value.nbytes and storage.data_ptr() not in taken
     if alone and value.is_contiguous() and (value.dtype, value.device) == (dtype, device):
@@ -226,7 +246,10 @@ def _owned(value: Tensor, taken: set[int], dtype: torch.dtype, device: torch.dev
 
 
 class _Undrawn(TorchFunctionMode):
-    """Skips the drawing of weights. On the meta device it imports sympy, which takes a second."""
+    """Skip the random initialisation of weights.
+
+    On the meta device it would import sympy, which takes a second.
+    """
 
     def __torch_function__(
         self,

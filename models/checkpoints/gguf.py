@@ -1,4 +1,4 @@
-"""Models in GGUF, the file format of llama.cpp, of the architectures in `gguf_config`."""
+"""Load models from GGUF files, the format of llama.cpp. `gguf_config` lists the architectures."""
 
 import os
 from collections.abc import Collection, Mapping
@@ -33,25 +33,28 @@ def load_gguf(
     device: torch.device | str | None = None,
     ignore: Collection[str] = (),
 ) -> Transformer:
-    """Loads the model in a GGUF file, in evaluation mode.
+    """Load the model in a GGUF file, in evaluation mode.
 
-    Tensors are dequantized one at a time, so loading needs little more memory than the model. What the
-    format cannot say is as in llama.cpp: Gemma's scale of dot products, the base of rotation of GPT-NeoX, Phi 2,
-    StableLM and Falcon (10,000), and no windows for Mistral, Qwen 2 and StarCoder 2. GPT-NeoX's activation is
-    Pythia's, the exact GELU. Factors without a field in our config are in the weights: those of what Granite's
-    sublayers add in their output maps, those of logits (Granite, Command R) in the gain of the final norm.
+    Tensors are dequantized one at a time, so loading needs little more memory than the model.
+
+    The format leaves some facts open. They are as in llama.cpp: the scale of dot products in Gemma,
+    the rotary base 10,000 of GPT-NeoX, Phi 2, StableLM and Falcon, and no windows for Mistral, Qwen
+    2 and StarCoder 2. The activation of GPT-NeoX is the exact GELU, as in Pythia. Two factors have
+    no field in our config and are multiplied into the weights: the factor of the outputs of
+    Granite's sublayers into their output maps, and the factor of the logits (Granite, Command R)
+    into the gain of the final norm.
 
     Args:
-        path: a single file of one of `ARCHITECTURES`, with tensors of any type that the package gguf
-            can dequantize.
-        dtype: of all weights; None for float32, whatever the file's types.
-        device: where the weights go; None for the CPU.
-        ignore: keys of the metadata to read as if they were not there.
+        path: a single file of one of `ARCHITECTURES`, with tensors of any type that the package
+            gguf can dequantize.
+        dtype: the dtype of all weights. Default: float32, for every type in the file.
+        device: the device of the weights. Default: the CPU.
+        ignore: keys of the metadata to treat as absent.
 
     Raises:
-        UnknownNameError: if a key to ignore is not there.
-        ValueError: if the file is damaged, describes something that the model cannot express, or its
-            tensors do not match its metadata. The message names the file.
+        UnknownNameError: if a key to ignore is not in the file.
+        ValueError: if the file is damaged, describes a model that a `Transformer` cannot express,
+            or has tensors that do not match its metadata. The error names the file.
     """
     with storage.one_error(path):
         file = GGUFFile(path, ignore)
@@ -63,40 +66,47 @@ def load_gguf(
         raise ValueError(f"{error}; {_other_road(path, file, name)}") from None
     ignored = set()
     if config.positions == "rotary":
-        ignored.add("rope_freqs.weight")  # in the config by now
+        # The config already contains these frequencies.
+        ignored.add("rope_freqs.weight")
     if config.tied_unembed:
-        ignored.add("output.weight")  # where it is, it is the embedding again
+        # If the file has this tensor, it is a copy of the embedding.
+        ignored.add("output.weight")
     table = _gguf_table(config, file.shapes, ARCHITECTURES[name], factors)
     reader = Reader(file.shapes.keys(), file.read, keep=True)
     return assemble(config, table, reader, str(path), ignored.__contains__, dtype, device)
 
 
 def load_gguf_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
-    """Loads the tokenizer in a GGUF file: byte-level BPE of GPT-2 or Llama 3, or SentencePiece's BPE.
+    """Load the tokenizer in a GGUF file; see `gguf_tokenizer` for the kinds.
 
     Raises:
         ImportError: if the library `tokenizers` is missing.
-        ValueError: if the file is damaged or its tokenizer is of another kind; it names the file.
+        ValueError: if the file is damaged or its tokenizer is of an unknown kind; the error names
+            the file.
     """
     with storage.one_error(path):
         return read_tokenizer(GGUFFile(path))
 
 
 def _architecture(file: GGUFFile) -> str:
-    """The architecture of a file that holds a whole model.
+    """Return the architecture of a file that contains a whole model.
 
     Raises:
-        ValueError: if it holds something else.
+        ValueError: if the file contains something else.
     """
     general = file.metadata("general.")
     kind, n_files = general.get("type", "model"), file.metadata("split.").get("count", 1)
     if kind != "model" or n_files > 1:
-        raise ValueError(f"the file must be a whole model; got 1 of {n_files} files of a {kind}")
+        raise ValueError(
+            f"the file must contain a whole model; got 1 of {n_files} files of a {kind}"
+        )
     return str(general.get("architecture"))
 
 
 def _other_road(path: str | os.PathLike[str], file: GGUFFile, name: str) -> str:
-    """What the model has that ours have not, as far as that is known, and the line that loads it all the same."""
+    """Return a hint for an unsupported model: the unsupported part, if it is known, and the call
+    that loads the model.
+    """
     keys = file.metadata(f"{name}.")
     parts = [part for part, names in BEYOND.items() if name in names]
     parts += ["a mixture of experts"] if keys.get("expert_count") else []
@@ -151,10 +161,11 @@ def _half(which: int, gate_and_input: Tensor) -> Tensor:
 
 
 def _halves_together(n_rotated: int, d_head: int, *qkv: Tensor) -> Tensor:
-    """Joins q, k and v, and puts the rows of each head of q and k in our order for rotation.
+    """Concatenate q, k and v, with the rows of each head of q and k in our order for rotary
+    embeddings.
 
-    llama.cpp rotates neighbours, 2i with 2i + 1, and its files have q and k permuted for that. We rotate
-    i with i + d_head/2.
+    llama.cpp rotates the neighbours 2i and 2i + 1, and its files store q and k permuted for this.
+    We rotate i with i + d_head/2.
     """
     rows = torch.cat(qkv)
     turned = rearrange(

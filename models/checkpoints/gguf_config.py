@@ -1,10 +1,15 @@
-"""Our config from the metadata of a GGUF file, by the tables of gguf_tables.json.
+"""Make a `TransformerConfig` from the metadata of a GGUF file, with the tables of gguf_tables.json.
 
-Of the file's other tables, `keys` are the keys of fields that only some architectures have, `top` and `block` the file's
-names of our modules, `only` keys without a counterpart in the model, each with the one value that changes nothing,
-`without_effect` keys about how a file was made, `beyond` what other architectures have and our config has not, and
-`read_by_transformers` those of them whose files transformers 5.24 reads right where rotation is not scaled, and whose models
-`attach` takes. It reads Gemma 3 too, but presumes its scale of dot products and no cap.
+The tables are:
+
+- `keys`: the keys of fields that only some architectures have;
+- `top` and `block`: the names that GGUF gives to our modules;
+- `only`: keys that our config cannot express, each with the one value that has no effect;
+- `without_effect`: keys about the making of the file;
+- `beyond`: parts of other architectures that our config cannot express;
+- `read_by_transformers`: architectures of `beyond` whose files transformers 5.24 reads correctly if
+  rotary embeddings are not scaled, and whose models `attach` supports. transformers also reads
+  Gemma 3, but assumes a scale of dot products and no cap.
 """
 
 import json
@@ -26,23 +31,29 @@ Fields = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Architecture:
-    """What a file does not say about a model of its architecture.
+    """Facts about an architecture that its files do not contain.
 
     Attributes:
-        fields: fields of our config. Where `KEYS` has a key for one, it is the default.
-        root_scale: whether embeddings are multiplied with the root of their size, as Gemma's are.
-        largest: of so many layers is the one model of Gemma whose dot products have a scale of another head size; 0 if
-            `attn_scale` is as in other architectures.
-        tensors: the tensors of modules that have others than in `BLOCK`. Of several the first that the file has; all
-            but the first are for parallel blocks, where attention and the MLP may read one norm.
-        permuted: whether rows of queries and keys are in llama.cpp's order for rotation.
-        period: of so many layers the last has no window, if the file does not say which; 0 means that all have it.
-        window_theta: the base of rotation in layers with a window; 0 means that of the others.
-        windows_scaled: whether rotation is scaled there as in the others.
-        folded: keys of factors without a field in our config, with the modules whose weights are multiplied by the
-            factor to a power, and the power.
-        only: keys with the only value that our config can express.
-        note: for readers of the table.
+        fields: fields of our config. If `KEYS` has a key for a field, the value here is the
+            default.
+        root_scale: whether embeddings are multiplied by the square root of their size, as in Gemma.
+        largest: the number of layers of the one Gemma model whose dot products are scaled by
+            another head size; 0 for other architectures.
+        tensors: names of tensors that differ from `BLOCK`. If there are several names, the first
+            name in the file counts. All names but the first are for parallel blocks, in which
+            attention and the MLP may read one norm.
+        permuted: whether the rows of queries and keys are in llama.cpp's order for rotary
+            embeddings.
+        period: every `period`-th layer has no window, unless the file says which layers have
+            windows; 0 if all layers have a window.
+        window_theta: the rotary base in layers with a window; 0 if it equals the base of the other
+            layers.
+        windows_scaled: whether rotary embeddings are scaled in layers with a window as in the other
+            layers.
+        folded: keys of factors that have no field in our config. Each key has the modules whose
+            weights are multiplied by a power of the factor, and the power.
+        only: keys, each with the only value that our config can express.
+        note: a note for readers of the table.
     """
 
     fields: Fields = field(default_factory=dict)
@@ -58,7 +69,7 @@ class Architecture:
     note: str = ""
 
     def from_sizes(self, sizes: Fields) -> dict[str, float]:
-        """Fields of our config that follow from sizes."""
+        """Return the fields of our config that follow from the sizes."""
         fields = {"embed_scale": sizes["d_model"] ** 0.5} if self.root_scale else {}
         if self.largest:
             is_largest = sizes["n_layers"] == self.largest
@@ -80,15 +91,15 @@ READ_BY_TRANSFORMERS: list[str] = _DATA["read_by_transformers"]
 
 
 def gguf_config(file: GGUFFile, name: str) -> tuple[TransformerConfig, dict[str, float]]:
-    """The config of a file, and the factors by which the weights of some modules are multiplied.
+    """Return the config of a file, and the factors that multiply the weights of some modules.
 
     Args:
-        file: a whole model.
-        name: its architecture.
+        file: a file with a whole model.
+        name: the architecture of the model.
 
     Raises:
         KeyError: if a key is missing.
-        ValueError: if our config cannot express the model; the message names the key or the tensor.
+        ValueError: if our config cannot express the model; the error names the key or the tensor.
     """
     require_choice("general.architecture", name, ARCHITECTURES)
     architecture = ARCHITECTURES[name]
@@ -124,12 +135,13 @@ def gguf_config(file: GGUFFile, name: str) -> tuple[TransformerConfig, dict[str,
     fields["norm_eps"] = keys.pop(f"attention.layer_norm_{rms}epsilon")
     factors: dict[str, float] = {}
     for key, (modules, power) in architecture.folded.items():
-        factor = keys.pop(key, 1.0) or 1.0  # in llama.cpp 0 is no factor
+        # llama.cpp ignores a factor of 0.
+        factor = keys.pop(key, 1.0) or 1.0
         factors |= dict.fromkeys(modules, factor**power)
     only = {"attention.value_length": d_head, "rope.dimension_count": d_head}
     only |= {"block_count": n_layers, **architecture.only}
     _refuse_left(name, keys, {**ONLY, **only})
-    # The ends of a text, of a turn and of a message: a chat model may write any of them.
+    # A chat model may end with the token for the end of a text, of a turn or of a message.
     ends = [file.metadata(f"tokenizer.ggml.eo{which}_token_id").get("") for which in "stm"]
     fields["eos_token_ids"] = end_tokens(ends, vocab_size)
     fields |= _from_tensors(file, fields)
@@ -139,11 +151,12 @@ def gguf_config(file: GGUFFile, name: str) -> tuple[TransformerConfig, dict[str,
 def _windows(
     keys: dict[str, Any], architecture: Architecture, window: int | None, n_layers: int
 ) -> dict[str, Any]:
-    """The window fields of an architecture whose models may have windows."""
+    """Return the window fields of our config, for an architecture whose models may have windows."""
     if window is None:
         return {}
     pattern = keys.pop("attention.sliding_window_pattern", architecture.period)
-    if isinstance(pattern, bool):  # the same in all layers
+    # A single boolean holds for all layers.
+    if isinstance(pattern, bool):
         pattern = [pattern] * n_layers
     elif isinstance(pattern, int):
         pattern = [pattern == 0 or layer % pattern < pattern - 1 for layer in range(n_layers)]
@@ -157,41 +170,56 @@ def _windows(
 
 
 def _check_one_rotation(name: str, keys: dict[str, Any], fields: Mapping[str, Any]) -> None:
-    """Refuses layers with a window that rotate otherwise than the others: our config has one rotation."""
+    """Raise an error if layers with a window have other rotary embeddings, because our config has
+    one kind.
+
+    Raises:
+        ValueError: naming the key and both values.
+    """
     architecture, theta = ARCHITECTURES[name], fields["rotary_theta"]
     stated = keys.pop("rope.freq_base_swa", architecture.window_theta or theta)
     if not fields.get("window"):
         return
     if stated != theta:
         raise ValueError(
-            f"{name}.rope.freq_base_swa must be {theta}, as of all layers; got {stated}"
+            f"{name}.rope.freq_base_swa must be {theta}, as in the other layers; got {stated}"
         )
     if fields["rotary_scaling"] and not architecture.windows_scaled:
         got = f"{fields['rotary_scaling'].kind}, and layers with a window, which are not scaled"
-        raise ValueError(f"{name}.rope.scaling.type must be 'none' with windows; got {got}")
+        raise ValueError(
+            f"{name}.rope.scaling.type must be 'none' in a model with windows; got {got}"
+        )
 
 
 def _refuse_left(name: str, keys: dict[str, Any], only: Mapping[str, Any]) -> None:
-    """Refuses keys that are unknown, or have another value than the `only` one that can be expressed."""
+    """Raise an error for unknown keys, and for keys with another value than the `only` value that
+    has no effect.
+
+    Raises:
+        ValueError: naming the keys.
+    """
     for key, value in only.items():
         if (stated := keys.pop(key, value)) != value:
             raise ValueError(f"{name}.{key} must be {value}; got {stated}")
     if left := sorted(f"{name}.{key}" for key in keys.keys() - WITHOUT_EFFECT):
         got = f"{', '.join(left)}; to load the model without them: ignore={left}"
-        raise ValueError(f"keys of an architecture must be known; got {got}")
+        raise ValueError(f"every key of the architecture must be known; got {got}")
 
 
 def _from_tensors(file: GGUFFile, fields: Mapping[str, Any]) -> dict[str, bool]:
-    """The choices that only the tensors show: the biases, and whether the embedding is the unembedding.
+    """Return the fields that only the tensors show: the biases, and whether the embeddings are
+    tied.
 
     Raises:
-        ValueError: if there are norms that models of the architecture have in another form than ours.
+        ValueError: if the file has norms of queries, which this architecture computes in another
+            way.
     """
     ends = {name.split(".", 2)[-1] for name in file.shapes}
     if "attn_q_norm.weight" in ends and "qk_norm" not in fields:
-        raise ValueError("queries must have no norms in this architecture; got attn_q_norm.weight")
+        raise ValueError("queries of this architecture must have no norms; got attn_q_norm.weight")
     pair, rotary = ("output.weight", "token_embd.weight"), fields.get("positions") == "rotary"
-    # Converters write GPT-2's embedding again as the unembedding. Two that are rounded apart are two: each is used as it is.
+    # Converters write the embedding of GPT-2 a second time, as the unembedding. If the two copies
+    # were quantized to different values, they are different weights, and each is used as it is.
     twice = pair[0] in file.shapes and not rotary and torch.equal(*map(file.read, pair))
     return {
         "tied_unembed": twice or pair[0] not in file.shapes,
@@ -203,18 +231,21 @@ def _from_tensors(file: GGUFFile, fields: Mapping[str, Any]) -> dict[str, bool]:
 
 
 def _scaling(keys: dict[str, Any], file: GGUFFile, n_ctx: int) -> RotaryScaling | None:
-    kind = keys.pop("rope.scaling.type", "linear")  # llama.cpp's default
+    # "linear" is the default of llama.cpp.
+    kind = keys.pop("rope.scaling.type", "linear")
     older = keys.pop("rope.scale_linear", 1.0)
     factor = keys.pop("rope.scaling.factor", older) or 1.0
     original = keys.pop("rope.scaling.original_context_length", n_ctx)
     stretched = kind != "none" and factor != 1
     if "rope_factors_long.weight" in file.shapes:
         rule = "rope_factors_long.weight must not be there: frequencies that change with the length"
-        raise ValueError(f"{rule} (LongRoPE) cannot be expressed; got {original} and longer")
+        raise ValueError(f"{rule} (LongRoPE) are not supported; got {original} and longer")
     if "rope_freqs.weight" in file.shapes:
         divisors = tuple(file.read("rope_freqs.weight").flatten().tolist())
         if stretched:
-            raise ValueError(f"rope_freqs.weight must be the only scaling; got the factor {factor}")
+            raise ValueError(
+                f"rope_freqs.weight must be the only scaling; got also the factor {factor}"
+            )
         return RotaryScaling(kind="factors", factors=divisors)
     if kind == "yarn":
         return RotaryScaling(

@@ -1,4 +1,4 @@
-"""GGUF files, read with the package gguf: metadata and single tensors."""
+"""Read metadata and single tensors from GGUF files, with the package gguf."""
 
 import os
 import struct
@@ -17,7 +17,7 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError('GGUF needs the package gguf: pip install "hookscope[hf]"') from error
 
-# Rows to dequantize at a time, because the library needs a second copy of them.
+# The number of rows to dequantize at a time. The library makes a second copy of these rows.
 _ROWS = 256
 
 
@@ -32,15 +32,17 @@ class GGUFFile:
         ignore: keys of the metadata to leave out.
 
     Raises:
-        UnknownNameError: if a key to ignore is not there.
-        Exception: of many kinds, if it is not such a file, or damaged.
+        UnknownNameError: if a key to ignore is not in the file.
+        Exception: an exception of any class, if the file is damaged or is not a GGUF file.
     """
 
     def __init__(self, path: str | os.PathLike[str], ignore: Collection[str] = ()) -> None:
         self._path = path
         reader = _Reader(path)
         if reader.byte_order != "I":
-            raise ValueError("the byte order must be that of this machine; got the other one")
+            raise ValueError(
+                "the file must have the byte order of this machine; got the other order"
+            )
         self._fields = without(reader.fields, ignore, str(path))
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
         self.shapes = {
@@ -48,7 +50,7 @@ class GGUFFile:
         }
 
     def metadata(self, prefix: str) -> dict[str, Any]:
-        """The header's values under keys that start with `prefix`, by the rest of the key."""
+        """Return the values whose keys start with `prefix`, by the rest of the key."""
         return {
             key.removeprefix(prefix): field.contents()
             for key, field in self._fields.items()
@@ -56,13 +58,14 @@ class GGUFFile:
         }
 
     def read(self, key: str) -> Tensor:
-        """A tensor's values in float32, in new memory.
+        """Return the values of a tensor in float32, in new memory.
 
         Raises:
-            ValueError: if the library cannot dequantize its type; it names the tensor and the type.
+            ValueError: if the library cannot dequantize the type; the error names the tensor and
+                the type.
         """
         tensor, shape = self._tensors[key], self.shapes[key]
-        # Not through the library's memory map, whose pages count as memory of this process.
+        # Do not use the memory map of the library: its pages count as memory of this process.
         stored = np.fromfile(
             self._path, tensor.data.dtype, tensor.data.size, offset=int(tensor.data_offset)
         )
@@ -81,8 +84,8 @@ class GGUFFile:
 class _Reader(GGUFReader):
     """The library's reader, with a faster way to read arrays.
 
-    The library makes several objects for each element. A vocabulary of 128,000 tokens then takes seconds
-    and hundreds of megabytes, and a damaged length causes an endless loop.
+    The library makes several objects for each element. A vocabulary of 128,000 tokens would take
+    seconds and hundreds of megabytes, and a damaged length would cause an endless loop.
     """
 
     def _get_field_parts(self, orig_offs: int, raw_type: Any) -> Any:
@@ -95,7 +98,7 @@ class _Reader(GGUFReader):
             values = self._get(start, self.gguf_scalar_to_np[kind], length)
             return 12 + values.nbytes, [values], [0], [GGUFValueType.ARRAY, kind]
         if kind != GGUFValueType.STRING:
-            raise ValueError(f"elements of an array must be numbers or texts; got {kind.name}")
+            raise ValueError(f"elements of an array must be numbers or strings; got {kind.name}")
         parts, at = [], start
         for _ in range(length):
             (size,) = struct.unpack_from("<Q", raw, at)

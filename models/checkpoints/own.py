@@ -24,7 +24,7 @@ CONFIG, VOCABULARY = "config.json", "vocabulary.json"
 
 
 def bundled() -> list[str]:
-    """Names of the models that ship with the package.
+    """Return the names of the models that ship with this package.
 
     >>> bundled()
     ['pydoc-4l']
@@ -38,10 +38,16 @@ def load_own(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> Transformer:
-    """Loads the model in a directory that `save` wrote; `described` is its config.json.
+    """Load the model in a directory that `save` wrote.
+
+    Args:
+        directory: the directory.
+        described: the content of its config.json.
+        dtype: the dtype of all parameters. Default: the dtype of the file.
+        device: the device of the parameters. Default: the CPU.
 
     Raises:
-        FileNotFoundError: if there are no weights.
+        FileNotFoundError: if the directory has no weights.
         ValueError: if a file is damaged, or the weights do not match the config.
     """
     with storage.one_error(directory / CONFIG):
@@ -53,15 +59,23 @@ def load_own(
 def save(
     directory: str | os.PathLike[str], model: Transformer, tokenizer: CharTokenizer | None = None
 ) -> None:
-    """Writes a directory that `load` and, with a tokenizer, `load_tokenizer` can read.
+    """Write a directory that `load` and, with a tokenizer, `load_tokenizer` can read.
 
-    The weights have checksums, which `load` compares. Files in the directory are replaced only after all new ones are complete. Other files there do not
-    change. For other kinds of tokenizers, copy their own files into the directory.
+    The file of weights contains a checksum of each tensor, and `load` compares them. Existing files
+    are replaced only after all new files are complete. Files with other names in the directory do
+    not change.
+
+    Args:
+        directory: the directory. It is created if it does not exist.
+        model: the model to save.
+        tokenizer: a `CharTokenizer` to save with the model. For a tokenizer of another class, copy
+            its own files into the directory. Default: no tokenizer.
 
     Raises:
-        TypeError: if the tokenizer is of another kind.
-        ValueError: if the name is that of a file, such as `model.safetensors`, and no directory has it.
-        OSError: if it cannot be written.
+        TypeError: if the tokenizer is not a `CharTokenizer`.
+        ValueError: if the name looks like a file, such as `model.safetensors`, and is not an
+            existing directory.
+        OSError: if the directory cannot be written.
 
     >>> import tempfile
     >>> from models import Transformer, TransformerConfig, load
@@ -78,13 +92,15 @@ def save(
     storage.require_folder(directory)
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
-    # Tied weights are written under their first name only.
+    # A tied weight is written once, under its first name.
     weights = {name: p.detach().contiguous() for name, p in model.named_parameters()}
     checksums = {storage.CHECKSUMS: storage.checksums(weights)}
     described: dict[str, Any] = {CONFIG: dataclasses.asdict(model.config)}
     if tokenizer is not None:
         described[VOCABULARY] = list(tokenizer.characters)
-    with ExitStack() as stack:  # each takes its place when all are complete
+    # The new files replace the old files when the stack ends, so all new files are complete by
+    # then.
+    with ExitStack() as stack:
         staged = {n: stack.enter_context(storage.replacing(path / n)) for n in (WHOLE, *described)}
         for name, value in described.items():
             _write(staged[name], value)
@@ -92,7 +108,7 @@ def save(
             save_file(weights, staged[WHOLE], metadata=checksums)
         except SafetensorError as error:
             raise OSError(f"{path / WHOLE} cannot be written: {error}") from None
-        # safetensors makes the file readable by its owner only.
+        # safetensors writes a file that only its owner can read.
         staged[WHOLE].chmod(staged[CONFIG].stat().st_mode)
 
 
@@ -100,15 +116,17 @@ def _own_config(described: Mapping[str, Any]) -> TransformerConfig:
     fields = _with_tuples(described)
     if unknown := sorted(fields.keys() - TransformerConfig.__dataclass_fields__.keys()):
         got = f"{', '.join(unknown)}; to load the model without them: ignore={unknown}"
-        raise ValueError(f"fields must be those of a TransformerConfig; got {got}")
+        raise ValueError(f"every field must be a field of TransformerConfig; got {got}")
     if fields.get("rotary_scaling") is not None:
         fields["rotary_scaling"] = RotaryScaling(**_with_tuples(fields["rotary_scaling"]))
     return TransformerConfig(**fields)
 
 
 def _with_tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Turns JSON's lists into the tuples of configs."""
-    return {key: tuple(v) if isinstance(v, list) else v for key, v in fields.items()}
+    """Return fields in which each list of JSON is a tuple, as in a config."""
+    return {
+        key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()
+    }
 
 
 def _write(path: Path, value: Any) -> None:

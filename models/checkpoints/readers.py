@@ -1,4 +1,4 @@
-"""Readers of weight files: safetensors and .bin, whole or in shards."""
+"""Readers of files of weights: safetensors and .bin, whole or in shards."""
 
 import json
 from pathlib import Path
@@ -15,24 +15,24 @@ WHOLE_BIN = "pytorch_model.bin"
 
 
 def reader_of(directory: Path) -> tuple[Reader, Path]:
-    """A reader of the weights in a directory, and the file to name in errors.
+    """Return a reader of the weights in a directory, and the file that errors should name.
 
-    An index says which file each tensor is read from.
+    If the directory has an index, each tensor is read from the file that the index gives.
 
     Raises:
-        FileNotFoundError: if there are no weights, or a file in the index is missing.
-        ValueError: if a file is damaged, or would run code.
+        FileNotFoundError: if the directory has no weights, or if a file of the index is missing.
+        ValueError: if a file is damaged, or if unpickling it would run code.
     """
     names = [f"{whole}{end}" for whole in (WHOLE, WHOLE_BIN) for end in ("", ".index.json")]
     path = next((directory / name for name in names if (directory / name).is_file()), None)
     if path is None:
-        raise FileNotFoundError(f"{directory} must hold weights: one of {', '.join(names)}")
+        raise FileNotFoundError(f"{directory} must contain weights: one of {', '.join(names)}")
     files, shards = [path], {}
     if path.suffix == ".json":
         index = read_object(path).get("weight_map")
         if not (isinstance(index, dict) and all(isinstance(name, str) for name in index.values())):
             got = str(index)[:40]
-            raise ValueError(f"{path}: weight_map must give the file of each tensor; got {got!r}")
+            raise ValueError(f"{path}: weight_map must map each tensor to a file; got {got!r}")
         paths = map(Path, index.values())
         if outside := [file for file in paths if file.is_absolute() or ".." in file.parts]:
             raise ValueError(f"{path}: files must be inside its folder; got {outside[0]}")
@@ -41,8 +41,8 @@ def reader_of(directory: Path) -> tuple[Reader, Path]:
     if path.name.startswith(WHOLE):
         owners = {k: file for file in files for k in _keys(file) if shards.get(k, file) == file}
 
-        # An open file is mapped into memory, and what was read counts as memory of the process. So each
-        # read opens it again.
+        # An open file is mapped into memory, and pages that were read count as memory of the
+        # process. Opening the file again for each tensor keeps the memory small.
         def read(key: str) -> Tensor:
             with storage.one_error(owners[key]), safe_open(owners[key], "pt") as file:
                 tensor = file.get_tensor(key)
@@ -51,7 +51,8 @@ def reader_of(directory: Path) -> tuple[Reader, Path]:
                     raise ValueError(f"the checksum of {key} must be as saved; it differs")
                 return tensor
 
-        return Reader(owners, read, keep=False), path  # tensors are mapped from the file
+        # The tensors are views of the mapped file, so they must be copied.
+        return Reader(owners, read, keep=False), path
     states = ((file, _load(file)) for file in files)
     held = {k: t for file, state in states for k, t in state.items() if shards.get(k, file) == file}
     return Reader(frozenset(held), held.pop, keep=True), path

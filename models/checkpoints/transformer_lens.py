@@ -1,11 +1,12 @@
-"""TransformerLens' classic weights (`embed.W_E`, `blocks.0.attn.W_Q`) as a plain model.
+"""Make a plain model from TransformerLens' classic weights (`embed.W_E`, `blocks.0.attn.W_Q`).
 
-1. Read what the state dict itself says: sizes from shapes, learned norms from their keys, rotation and
-   windows from its buffers.
-2. Add the config. Without one, questions stay open that no key answers: an error, or TransformerLens'
-   default and a warning.
-3. Translate it to a `TransformerConfig` (`lens_config`).
-4. Put every tensor in its place (`_lens_rows`), and compare the buffers with what the model computes (`_check_buffers`).
+1. Read the facts that the state dict contains: sizes from shapes, learned norms from keys, rotary
+   embeddings and windows from buffers.
+2. Add the config. Without a config, some facts are unknown: this is an error, or the default of
+   TransformerLens is used with a warning.
+3. Translate the facts to a `TransformerConfig` (`lens_config`).
+4. Assign every tensor to a parameter (`_lens_rows`), and compare the buffers with the values that
+   the model computes (`_check_buffers`).
 """
 
 import re
@@ -36,21 +37,23 @@ def from_transformer_lens(
 ) -> Transformer:
     """Return a plain model with the weights of a `HookedTransformer` and equal logits.
 
-    Weights that were folded or centred stay so: folded norms show as `norm_learned=False`, and a warning says that
-    weights are centred. TransformerLens adds the `b_in` of a gated MLP after the product, so here it is part of
-    `b_out`, and `mlp.post` is less by it.
+    Folded or centred weights stay folded or centred. Folded norms appear as `norm_learned=False`,
+    and a warning says that the weights are centred. TransformerLens adds the `b_in` of a gated MLP
+    after the product. Here this bias is part of `b_out`, so `mlp.post` is smaller by `b_in`.
 
     Args:
-        state_dict: a state dict with TransformerLens' classic names, or the `HookedTransformer`, which has its config
-            and its tokenizer with it.
-        config: TransformerLens' config, its dict, the path of its JSON, or a `TransformerConfig`. A dict need not have
-            what shapes and keys say. None only if norms have weights; TransformerLens' defaults are then
-            taken for what no key says, with a warning that lists them.
-        dtype, device: as for `load`.
+        state_dict: a state dict with TransformerLens' classic names, or a `HookedTransformer`,
+            which also contains its config and its tokenizer.
+        config: TransformerLens' config, its dict, the path of its JSON, or a `TransformerConfig`. A
+            dict may omit the fields that shapes and keys determine. None is allowed only if norms
+            have weights. Then missing fields get the defaults of TransformerLens, and a warning
+            lists them.
+        dtype: the dtype of all parameters. Default: the dtype of the state dict.
+        device: the device of the parameters. Default: the CPU.
 
     Raises:
-        ValueError: if no key says what the config must (it asks that question); if a field of the config cannot be
-            expressed; or if keys, shapes or buffers do not fit the config.
+        ValueError: if the config is needed for a field (the error names it), if a field of the
+            config is not supported, or if keys, shapes or buffers do not match the config.
 
     >>> weights = {"embed.W_E": torch.randn(7, 6), "pos_embed.W_pos": torch.randn(5, 6),
     ...     "unembed.W_U": torch.randn(6, 7), "unembed.b_U": torch.zeros(7)}
@@ -77,7 +80,8 @@ def from_transformer_lens(
     if not is_transformer_lens(weights):
         raise ValueError(
             "the state dict must have TransformerLens' classic names, such as embed.W_E; got "
-            f"{', '.join(list(weights)[:3]) or 'none'} (a TransformerBridge holds a model of transformers: "
+            f"{', '.join(list(weights)[:3]) or 'none'} (a TransformerBridge contains a model of "
+            "transformers: "
             "models.from_hf(bridge.original_model))"
         )
     ours = config if isinstance(config, TransformerConfig) else lens_config(weights, config)
@@ -87,7 +91,7 @@ def from_transformer_lens(
     _check_buffers(model, weights)
     if _is_centred(weights):
         warn(
-            "these weights are centred, as TransformerLens processes them: probabilities are the original model's, "
+            "TransformerLens centred these weights: the probabilities are the original model's, "
             "logits less their mean over the vocabulary",
         )
     if tokenizer is not None:
@@ -101,12 +105,14 @@ def is_transformer_lens(weights: Mapping[Any, Any]) -> bool:
 
 
 def weights_in(held: Any, where: str) -> tuple[dict[str, Tensor] | None, Any]:
-    """Return the state dict of TransformerLens in what a file holds, and the config beside it; None where there is none.
+    """Return TransformerLens' state dict in the content of a file, and its config.
+
+    Either may be None.
 
     Training scripts save a state dict alone, or as an entry of a dict.
 
     Raises:
-        ValueError: if there are several.
+        ValueError: if the file contains several state dicts.
     """
     if not isinstance(held, Mapping):
         return None, None
@@ -115,7 +121,8 @@ def weights_in(held: Any, where: str) -> tuple[dict[str, Tensor] | None, Any]:
     inner = {k: v for k, v in held.items() if isinstance(v, Mapping) and is_transformer_lens(v)}
     if len(inner) > 1:
         raise ValueError(
-            f"{where} must hold one state dict; got {', '.join(map(str, inner))}: give one of torch.load(...) to "
+            f"{where} must contain one state dict; got {', '.join(map(str, inner))}: give one "
+            "entry of torch.load(...) to "
             "models.from_transformer_lens"
         )
     config = next((held[name] for name in ("cfg", "config") if held.get(name)), None)
@@ -123,9 +130,10 @@ def weights_in(held: Any, where: str) -> tuple[dict[str, Tensor] | None, Any]:
 
 
 def _lens_rows(config: TransformerConfig, weights: Mapping[str, Tensor]) -> Rows:
-    """TransformerLens' keys by our parameters."""
+    """Return TransformerLens' keys for each of our parameters."""
     attn, mlp = "blocks.N.attn", "blocks.N.mlp"
-    shared = "_" if "blocks.0.attn._W_K" in weights else ""  # of key heads that queries share
+    # TransformerLens marks key heads that several queries share with an underscore.
+    shared = "_" if "blocks.0.attn._W_K" in weights else ""
     weight, bias = (
         tuple(f"{attn}.{name}" for name in (f"{kind}_Q", f"{shared}{kind}_K", f"{shared}{kind}_V"))
         for kind in "Wb"
@@ -149,7 +157,8 @@ def _lens_rows(config: TransformerConfig, weights: Mapping[str, Tensor]) -> Rows
         "unembedding.bias": "unembed.b_U",
     }
     if config.mlp == "gated":
-        b_in = f"{mlp}.b_in"  # added after the product
+        # TransformerLens adds this bias after the product.
+        b_in = f"{mlp}.b_in"
         rows[f"{mlp}.gate.weight"] = Source((f"{mlp}.W_gate",), _transposed)
         rows[f"{mlp}.input.bias"] = rows[f"{mlp}.gate.bias"] = Source((b_in,), torch.zeros_like)
         rows[f"{mlp}.output.bias"] = Source(
@@ -165,7 +174,7 @@ def _norm_rows(weights: Mapping[str, Tensor]) -> Rows:
         f"blocks.N.{name}": f"blocks.N.{name}" for name in ("ln1", "ln1_post", "ln2", "ln2_post")
     }
     for ours, theirs in places.items():
-        # A norm without weights beside one with weights has gains of 1.
+        # If one norm has weights and the other does not, the other has gains of 1.
         like = f"{mlp}.b_in" if ours == f"{mlp}.ln" else f"{attn}.b_O"
         has = f"{theirs}.w".replace(".N.", ".0.") in weights
         rows[f"{ours}.weight"] = f"{theirs}.w" if has else Source((like,), torch.ones_like)
@@ -188,10 +197,11 @@ def _transposed(weight: Tensor) -> Tensor:
 
 
 def _check_buffers(model: Transformer, weights: Mapping[str, Tensor]) -> None:
-    """Compare the rotation and the masks in the file with those that the model computes.
+    """Compare the rotary embeddings and the masks in the file with the values that the model
+    computes.
 
     Raises:
-        ValueError: if they differ: then the config is not that of the weights.
+        ValueError: if they differ, because then the config does not belong to the weights.
     """
     config = model.config
     for key in filter(_BUFFER.fullmatch, weights):
@@ -216,7 +226,7 @@ def _check_buffers(model: Transformer, weights: Mapping[str, Tensor]) -> None:
         if not fits:
             field = "attn_types and window_size" if kind == "mask" else "its rotary fields"
             raise ValueError(
-                f"{key} in the state dict must be as the config says by {field}; it differs"
+                f"{key} in the state dict must match {field} of the config; it differs"
             )
 
 
@@ -224,13 +234,13 @@ def _same_rotation(
     expected: Float[Tensor, "1 pos 1 d_rotary"], saved: Float[Tensor, "pos _d"]
 ) -> bool:
     expected = expected[0, :, 0]
-    # TransformerLens' may have the rounding of half precision.
+    # TransformerLens' values may be rounded to half precision.
     return expected.shape == saved.shape and torch.allclose(
         expected, saved.double().cpu(), atol=1e-2
     )
 
 
 def _is_centred(weights: Mapping[str, Tensor]) -> bool:
-    """Whether the unembedding has been centred over the vocabulary."""
+    """Whether the unembedding was centred over the vocabulary."""
     unembedding = weights["unembed.W_U"].double()
     return bool(unembedding.mean(1).abs().max() < 1e-6 * unembedding.abs().max())

@@ -1,4 +1,4 @@
-"""TransformerLens' config as a `TransformerConfig`, with what a state dict says by itself."""
+"""Make a `TransformerConfig` from TransformerLens' config and the facts in a state dict."""
 
 import math
 import os
@@ -16,18 +16,20 @@ from models.config import TransformerConfig
 from models.files import read_object
 from models.rotary_scaling import RotaryScaling
 
-# Fields of TransformerLens' config that do not affect logits, and those that do only where another says so.
+# Fields of TransformerLens' config that do not affect logits, and fields that only matter together
+# with another field.
 _BOOKKEEPING = """
-    model_name original_architecture from_checkpoint checkpoint_index checkpoint_label_type checkpoint_value
-    tokenizer_name tokenizer_prepends_bos default_prepend_bos init_mode init_weights initializer_range seed device
-    n_devices n_params dtype use_attn_result use_split_qkv_input use_hook_mlp_in use_attn_in use_hook_tokens
-    ungroup_grouped_query_attention trust_remote_code tie_word_embeddings decoder_start_token_id
+    model_name original_architecture from_checkpoint checkpoint_index checkpoint_label_type
+    checkpoint_value tokenizer_name tokenizer_prepends_bos default_prepend_bos init_mode
+    init_weights initializer_range seed device n_devices n_params dtype use_attn_result
+    use_split_qkv_input use_hook_mlp_in use_attn_in use_hook_tokens ungroup_grouped_query_attention
+    trust_remote_code tie_word_embeddings decoder_start_token_id
 """
 _SUBORDINATE = """
-    NTK_by_parts_factor NTK_by_parts_low_freq_factor NTK_by_parts_high_freq_factor NTK_original_ctx_len
-    use_NTK_by_parts_rope use_local_attn window_size attn_types rotary_dim rotary_base rotary_adjacent_pairs
-    attn_scale eps final_rms use_normalization_before_and_after experts_per_token parallel_attn_mlp
-    relative_attention_max_distance relative_attention_num_buckets
+    NTK_by_parts_factor NTK_by_parts_low_freq_factor NTK_by_parts_high_freq_factor
+    NTK_original_ctx_len use_NTK_by_parts_rope use_local_attn window_size attn_types rotary_dim
+    rotary_base rotary_adjacent_pairs attn_scale eps final_rms use_normalization_before_and_after
+    experts_per_token parallel_attn_mlp relative_attention_max_distance relative_attention_num_buckets
 """
 _NORMS: dict[Any, Any] = {
     "LN": "layernorm",
@@ -47,7 +49,7 @@ def lens_config(weights: Mapping[str, Tensor], config: Any) -> TransformerConfig
         config: TransformerLens' config, its dict, the path of its JSON, or None.
 
     Raises:
-        ValueError: if a question stays open, or a field cannot be expressed.
+        ValueError: if a field is missing, or if a field is not supported.
     """
     implied = _implied(weights)
     stated: Mapping[str, Any]
@@ -62,7 +64,7 @@ def lens_config(weights: Mapping[str, Tensor], config: Any) -> TransformerConfig
 
 
 def _implied(weights: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The fields of TransformerLens' config that shapes, keys and buffers say."""
+    """Return the fields of TransformerLens' config that shapes, keys and buffers determine."""
     first = "blocks.0"
     layers = {int(key.split(".")[1]) for key in weights if re.match(r"blocks\.\d+\.", key)}
     n_heads, d_model, d_head = weights[f"{first}.attn.W_Q"].shape
@@ -94,7 +96,8 @@ def _implied(weights: Mapping[str, Tensor]) -> dict[str, Any]:
     elif mask is not None:
         fields["n_ctx"] = len(mask)
     if sines is not None:
-        halves = sines[:, : sines.shape[1] // 2]  # written twice, so rounded alike
+        # The buffer contains the sines twice.
+        halves = sines[:, : sines.shape[1] // 2]
         adjacent = not torch.equal(halves, sines[:, sines.shape[1] // 2 :])
         fields |= {"positional_embedding_type": "rotary", "rotary_dim": sines.shape[1]}
         fields["rotary_adjacent_pairs"] = adjacent
@@ -102,18 +105,19 @@ def _implied(weights: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _defaults(implied: Mapping[str, Any]) -> dict[str, Any]:
-    """TransformerLens' defaults for what nothing says, with a warning.
+    """Return TransformerLens' defaults for the fields that are still unknown, with a warning.
 
     Raises:
-        ValueError: if there is a question whose answers are equally likely.
+        ValueError: if a field is unknown whose values are equally likely.
     """
     if "normalization_type" not in implied:
         raise ValueError(
-            "config must say the normalization_type, as no norm here has weights: 'LNPre', 'RMSPre' or None; got "
+            "config must contain normalization_type ('LNPre', 'RMSPre' or None), because no norm "
+            "has weights; got "
             "no config (cfg.to_dict() of the HookedTransformer is best)"
         )
     if "positional_embedding_type" not in implied and "n_ctx" not in implied:
-        raise ValueError("config must say the positional_embedding_type and n_ctx; got no config")
+        raise ValueError("config must contain positional_embedding_type and n_ctx; got no config")
     assumed: dict[str, Any] = {"attention_dir": "causal", "eps": 1e-5, "use_attn_scale": True}
     if "positional_embedding_type" not in implied:
         assumed["positional_embedding_type"] = "standard"
@@ -121,14 +125,15 @@ def _defaults(implied: Mapping[str, Any]) -> dict[str, Any]:
         assumed["act_fn"] = "silu" if implied["gated_mlp"] else "gelu_new"
     said = ", ".join(f"{name}={value!r}" for name, value in assumed.items())
     warn(
-        f"no config: {said} are taken, which the weights do not say; if they are not so, logits are wrong "
+        f"no config was given, so these defaults are used: {said}; if one is wrong, the logits "
+        "are wrong "
         "(config=cfg.to_dict() of the HookedTransformer)",
     )
     return assumed
 
 
 def _translated(a: Attributes) -> TransformerConfig:
-    """Our config from TransformerLens' fields. Each is known, or refused."""
+    """Return our config from TransformerLens' fields. An unknown field is an error."""
     a.only("num_experts", None)
     a.only("load_in_4bit", False)
     is_causal = a.take("attention_dir", "causal") == "causal"
@@ -156,7 +161,7 @@ def _translated(a: Attributes) -> TransformerConfig:
         **norms,
         **mlp,
         **positions,
-        # In the other direction TransformerLens masks nothing.
+        # TransformerLens applies no mask, and no window either, to attention in both directions.
         **(_windows(a) if is_causal else {}),
     )
     a.idle(*f"{_BOOKKEEPING} {_SUBORDINATE}".split())
@@ -168,7 +173,8 @@ def _norms(a: Attributes, positions: str) -> dict[str, Any]:
     norm = a.need("normalization_type")
     if norm not in _NORMS:
         raise a.error("normalization_type", norm, "LN, LNPre, RMS, RMSPre or None")
-    if norm in ("LN", "LNPre"):  # TransformerLens asks for it beside these only
+    # TransformerLens reads this field only for these two norms.
+    if norm in ("LN", "LNPre"):
         a.only("final_rms", False)
     is_sandwich = norm is not None and a.take("use_normalization_before_and_after", False)
     embed_norm = a.take("post_embedding_ln", False)
@@ -178,7 +184,8 @@ def _norms(a: Attributes, positions: str) -> dict[str, Any]:
     return {
         "norm": _NORMS[norm],
         "norm_place": "sandwich" if is_sandwich else "pre",
-        # The norms of what sublayers add have weights always. Beside them those of RMSPre are 1.
+        # The norms after a sublayer always have weights. The gains of RMSPre norms in the same
+        # model are 1.
         "norm_learned": norm in ("LN", "RMS") or (norm == "RMSPre" and is_sandwich),
         "embed_norm": embed_norm,
         "qk_norm": "head" if a.take("use_qk_norm", False) else "none",
@@ -192,7 +199,9 @@ def _mlp(a: Attributes) -> dict[str, Any]:
     name, is_gated = a.need("act_fn"), a.take("gated_mlp", False)
     if name == "solu_ln" and is_gated:
         raise a.error(
-            "act_fn", name, "another one in a gated MLP, where TransformerLens skips the product"
+            "act_fn",
+            name,
+            "another activation in a gated MLP, because TransformerLens skips the product",
         )
     activation = "solu" if name in ("solu", "solu_ln") else ACTIVATIONS.get(name)
     if activation is None:
@@ -215,7 +224,8 @@ def _positions(a: Attributes) -> dict[str, Any]:
     d_head, scaling = a.need("d_head"), None
     d_rotary = a.take("rotary_dim", None) or d_head
     fraction = d_rotary / d_head
-    if int(d_head * fraction) < d_rotary:  # rounded down, as 30 / 44 of 44
+    # The product may be rounded down, as 30 / 44 of 44.
+    if int(d_head * fraction) < d_rotary:
         fraction = math.nextafter(fraction, 1)
     if a.take("use_NTK_by_parts_rope", False):
         scaling = RotaryScaling(

@@ -1,4 +1,6 @@
-"""Hugging Face checkpoints and their families, from a directory of `save_pretrained` or from memory."""
+"""Hugging Face checkpoints and their families, from a directory of `save_pretrained` or from
+memory.
+"""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -19,14 +21,14 @@ from models.transformer import Transformer
 
 
 def translated(described: Mapping[str, Any], where: str) -> tuple[Family, TransformerConfig]:
-    """The family and the config that a Hugging Face config describes.
+    """Return the family and the config that a Hugging Face config describes.
 
     Args:
         described: the content of config.json.
-        where: the file, for errors.
+        where: the name of the file, for errors.
 
     Raises:
-        ValueError: if the family or an attribute is unknown or cannot be expressed; it names it.
+        ValueError: if the family or an attribute is unknown or not supported; the error names it.
     """
     kind = str(described.get("model_type"))
     require_choice(f"{where}: model_type", kind, FAMILIES)
@@ -46,13 +48,14 @@ def load_huggingface(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> Transformer:
-    """Loads the model in a directory; `described` is its config.json.
+    """Load the model in a directory; `described` is the content of its config.json.
 
-    The tokens that end a text are read from generation_config.json first.
+    The tokens that end a text are read from generation_config.json if the directory has one.
 
     Raises:
-        FileNotFoundError: if there are no weights, or a shard is missing.
-        ValueError: if a file is damaged, or the config cannot be expressed or does not match the weights.
+        FileNotFoundError: if the directory has no weights, or if a shard is missing.
+        ValueError: if a file is damaged, or if the config is not supported or does not match the
+            weights.
     """
     path = directory / "generation_config.json"
     generation = read_object(path) if path.is_file() else {}
@@ -71,20 +74,20 @@ def from_hf(
     ignore: Collection[str] = (),
     tokenizer: Any = None,
 ) -> Transformer:
-    """Copies a `transformers` model in memory to a `Transformer` in evaluation mode.
+    """Copy a model of `transformers` in memory to a `Transformer` in evaluation mode.
 
     Args:
-        model: a causal language model of a family in `FAMILIES`. It shares no memory with the copy.
-        dtype: of all parameters; None for the model's own.
-        device: where the parameters go; None for the device of the model's first parameter.
-        ignore: see `load`.
-        tokenizer: the model's, such as one of transformers.
+        model: a causal language model of a family in `FAMILIES`. The copy shares no memory with it.
+        dtype: the dtype of all parameters. Default: the dtype of the model.
+        device: the device of the parameters. Default: the device of the model's first parameter.
+        ignore: keys of the config to treat as absent; see `load`.
+        tokenizer: the tokenizer of the model, for example a tokenizer of transformers.
 
     Raises:
-        TypeError: if the model has no config of transformers, or the tokenizer is none.
-        ValueError: if a part has a forward of its own, or a hook.
-        UnknownNameError: if a key to ignore is not in its config.
-        ValueError: if its config cannot be expressed, or its weights do not match the config.
+        TypeError: if the model has no config of transformers, or if `tokenizer` is not a tokenizer.
+        ValueError: if a module has a forward of its own or a hook, if the config is not supported,
+            or if the weights do not match the config.
+        UnknownNameError: if a key to ignore is not in the config.
 
     >>> import torch
     >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -100,28 +103,34 @@ def from_hf(
 
 
 def _check_forward(model: nn.Module) -> None:
-    """Refuses a model that computes something else than its weights and config say."""
+    """Raise an error for a model whose output does not follow from its weights and its config.
+
+    Raises:
+        ValueError: naming the module or the weight.
+    """
     require_module(model)
     for name, module in model.named_modules():
         where = type(module).forward.__module__.partition(".")[0]
         if where not in ("transformers", "torch", "hooks", "models"):
             raise ValueError(
-                f"every part must have a forward of transformers; got {name or 'a model'} with one of {where!r} (adapters are merged first)"
+                f"every module must have a forward of transformers; got {name or 'a model'} with "
+                f"a forward of {where!r} "
+                "(merge adapters first)"
             )
         if any(map(is_foreign, hooks_of(module))):
             raise ValueError(
-                f"the model must have no hooks, which a copy has not; got one on {name or 'the model'}"
+                "the model must have no hooks, because the copy has none; got a hook on "
+                f"{name or 'the model'}"
             )
     for name, weight in model.named_parameters():
         if weight.is_meta and hasattr(model, "_hf_hook"):
-            raise ValueError(
-                f"weights must be in memory; {name} is elsewhere until it is needed, as offloading keeps it"
-            )
+            raise ValueError(f"weights must be in memory; {name} is offloaded until it is needed")
         kind = type(weight)
         if kind.__module__.partition(".")[0] not in ("torch", "transformers"):
             raise ValueError(
-                f"weights must be numbers of PyTorch's own; got {kind.__name__} of {kind.__module__} as {name} (quantized "
-                "weights cannot be read: load the model without quantization)"
+                f"weights must be plain tensors of PyTorch; got {kind.__name__} of "
+                f"{kind.__module__} as {name} "
+                "(quantized weights cannot be read: load the model without quantization)"
             )
 
 
@@ -132,18 +141,22 @@ def from_memory(
     device: torch.device | str | None = None,
     ignore: Collection[str] = (),
 ) -> Transformer:
-    """Like `from_hf`. With `keep`, weights that need no new layout stay in the model's own memory."""
+    """Copy a model like `from_hf`.
+
+    With `keep`, weights that need no new layout share memory with the model.
+    """
     what = type(model).__name__
     _check_forward(model)
     if not callable(to_dict := getattr(getattr(model, "config", None), "to_dict", None)):
-        raise TypeError(f"from_hf needs a model of transformers, with its config; got a {what}")
+        raise TypeError(f"model must be a model of transformers, with its config; got a {what}")
     described = without(to_dict(), ignore, f"{what}.config")
     ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     family, config = translated(_ended(described, ends), f"{what}.config")
     state = model.state_dict()
 
     def read(key: str) -> Tensor:
-        weight: Any = state[key]  # one that is split over processes is joined
+        # A weight that is split over processes is joined.
+        weight: Any = state[key]
         return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
 
     reader = Reader(state.keys(), read, keep)
@@ -153,5 +166,5 @@ def from_memory(
 
 
 def _ended(described: Mapping[str, Any], tokens: Any) -> Mapping[str, Any]:
-    """A config with the tokens by which generation ends, if there are any."""
+    """Return the config with the tokens that end a generation, if any are given."""
     return described if tokens is None else {**described, "eos_token_id": tokens}

@@ -1,4 +1,6 @@
-"""The families of Hugging Face checkpoints: their tables, and what a table cannot say."""
+"""The families of Hugging Face checkpoints: their tables, and functions for facts that a table
+cannot express.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,18 +25,19 @@ def windows(
     kinds: tuple[str, str] = KINDS,
     spelled: tuple[str, str] = ("layer_types", "sliding_window"),
 ) -> dict[str, Any]:
-    """The window fields of our config.
+    """Return the window fields of our config.
 
     Args:
-        a: makes errors.
-        window: how many positions a query sees in layers that have a window.
+        a: the attributes of the config, which make errors.
+        window: the number of positions that a query sees in layers with a window.
         types: the kind of attention in each layer.
         n_layers: the number of layers.
-        kinds: the family's names of attention without and with a window.
-        spelled: the family's names of `types` and `window`, for errors.
+        kinds: the names that the family gives to attention without and with a window.
+        spelled: the names that the family gives to `types` and `window`, for errors.
 
     Raises:
-        ValueError: if there are other kinds, or not one for each layer, or a window is missing.
+        ValueError: if a kind is unknown, if the number of kinds is not the number of layers, or if
+            the window is missing.
     """
     if len(types) != n_layers or any(kind not in kinds for kind in types):
         raise a.error(spelled[0], types, f"{n_layers} of {' and '.join(kinds)}")
@@ -72,11 +75,13 @@ def _neox(a: Attributes, fields: Fields) -> dict[str, Any]:
 
 def _opt(a: Attributes, fields: Fields) -> dict[str, Any]:
     d_model, width = fields["d_model"], a.take("word_embed_proj_dim", None)
-    if width not in (None, d_model):  # OPT-350m
+    # OPT-350m has narrower embeddings.
+    if width not in (None, d_model):
         raise a.error(
             "word_embed_proj_dim",
             width,
-            f"hidden_size ({d_model}), as no map from narrower embeddings to the stream can be expressed",
+            f"hidden_size ({d_model}), because a map from narrower embeddings to the stream is "
+            "not supported",
         )
     before = a.take("do_layer_norm_before", True)
     removed = a.take("_remove_final_layer_norm", False)
@@ -97,7 +102,7 @@ def _mistral(a: Attributes, fields: Fields) -> dict[str, Any]:
 
 
 def _qwen(a: Attributes, fields: Fields) -> dict[str, Any]:
-    """Windows in layers from `max_window_layers` on, if they are switched on."""
+    """Return windows in layers from `max_window_layers` on, if the config switches them on."""
     used, window = a.take("use_sliding_window", False), a.take("sliding_window", 4096)
     first, n_layers = a.take("max_window_layers", 28), fields["n_layers"]
     window = window if used else None
@@ -118,7 +123,9 @@ def _gemma2(a: Attributes, fields: Fields) -> dict[str, Any]:
 
 
 def _by_kind(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
-    """A conversion from the order by head to all queries, then all keys, then all values."""
+    """Return a conversion from q, k and v of each head to all queries, then all keys, then all
+    values.
+    """
 
     def convert(fused: Tensor) -> Tensor:
         return fused.unflatten(0, (config.n_heads, 3, -1)).transpose(0, 1).flatten(0, 2)
@@ -127,7 +134,7 @@ def _by_kind(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
 
 
 def _by_kind_unless_shared(config: TransformerConfig) -> Callable[..., Tensor]:
-    """With one key head, the order of q, k and v is ours."""
+    """Return `_by_kind`; if queries share keys, the order is ours and rows are concatenated."""
     return concatenated if config.n_kv_heads < config.n_heads else _by_kind(config)
 
 

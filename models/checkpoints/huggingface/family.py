@@ -1,4 +1,4 @@
-"""Families of Hugging Face checkpoints: a translation of the config, and a table of keys."""
+"""A family of Hugging Face checkpoints: how to translate its config, and the table of its keys."""
 
 import json
 import math
@@ -25,16 +25,24 @@ FACTS: Mapping[str, Mapping[str, Any]] = _DATA["families"]
 
 @dataclass(frozen=True)
 class Family:
-    """The reading of checkpoints of one `model_type`.
+    """The translation of checkpoints of one `model_type`.
 
     Attributes:
-        facts: its entry in families.json. `fields` are ours, each with the attribute and, where it may be absent, its
-            default; `values` are fixed. `rows` are the file's keys by our parameter names: `N` stands for each layer, `*`
-            for `weight` and `bias`. `prefix` is that of keys, unless the model was saved without its head; `eos` ends a
-            text if the config does not say; `renamed` are keys in other versions; `ignored` are patterns of keys, without
-            the prefix, of buffers that old versions stored.
-        more: gives fields that a table cannot say.
-        converters: make a parameter from tensors of the file, by the names in `rows`.
+        facts: the entry of the family in families.json:
+
+            - `fields`: fields of our config, each with the attribute of config.json and, if the
+              attribute may be absent, the default;
+            - `values`: fields of our config with fixed values;
+            - `rows`: the keys of the file for each parameter name; `N` stands for each layer, `*`
+              for `weight` and `bias`;
+            - `prefix`: the prefix of keys, unless the model was saved without its head;
+            - `eos`: the token that ends a text, if the config has none;
+            - `renamed`: keys in other versions;
+            - `ignored`: patterns of keys, without the prefix, of buffers that old versions stored.
+
+        more: a function that returns the fields that a table cannot express.
+        converters: functions that make a parameter from tensors of the file, by the names in
+            `rows`.
     """
 
     facts: Mapping[str, Any]
@@ -42,10 +50,11 @@ class Family:
     converters: Mapping[str, Callable[[TransformerConfig], Callable[..., Tensor]]]
 
     def config(self, a: "Attributes") -> TransformerConfig:
-        """Our config from the attributes of config.json.
+        """Return our config from the attributes of config.json.
 
         Raises:
-            KeyError, ValueError: if an attribute is missing or cannot be expressed.
+            KeyError: if an attribute is missing.
+            ValueError: if an attribute is not supported.
         """
         facts = self.facts
         a.idle(*facts.get("idle", "").split())
@@ -54,7 +63,7 @@ class Family:
         fields = dict(facts.get("values", {}))
         for ours, (theirs, *default) in facts["fields"].items():
             value = a.take(theirs, *default) if default else a.need(theirs)
-            # Null stands for 0 of the default's type.
+            # Null means 0.
             is_float = bool(default) and isinstance(default[0], float)
             fields[ours] = (0.0 if is_float else 0) if value is None else value
         fields["activation"] = a.activation(*facts["activation"])
@@ -62,7 +71,7 @@ class Family:
         return TransformerConfig(**fields | self.more(a, fields))
 
     def table(self, config: TransformerConfig, keys: Collection[str]) -> dict[str, Source]:
-        """The source of each parameter, in the spelling of a file that has these `keys`."""
+        """Return the source of each parameter, in the spelling of a file with these `keys`."""
         rows: dict[str, str | Source] = {}
         for ours, row in self.facts["rows"].items():
             if isinstance(row, dict):
@@ -78,7 +87,7 @@ class Family:
 
     @property
     def prefix(self) -> str:
-        """The prefix of keys."""
+        """Return the prefix of keys."""
         return str(self.facts["prefix"])
 
     def _spelled(self, key: str, keys: Collection[str]) -> str:
@@ -87,10 +96,10 @@ class Family:
 
 
 class Attributes:
-    """The attributes of a config.json, with a record of which have been used.
+    """The attributes of a config.json, with a record of which were used.
 
-    A family's translation takes each attribute that it knows. `finish` then refuses the others, because
-    an unknown attribute may change what the model computes.
+    The translation of a family takes each attribute that it knows. Then `finish` raises an error
+    for all other attributes, because an unknown attribute may change the output of the model.
 
     Args:
         given: attributes by name.
@@ -101,42 +110,44 @@ class Attributes:
         self._taken: set[str] = set()
 
     def take(self, name: str, default: Any) -> Any:
-        """The value of an attribute, or the family's default if the file has none.
+        """Return the value of an attribute, or the default of the family if the file does not
+        contain it.
 
-        A whole number becomes a float if the default is one, because JSON may write 10000 for 10000.0.
+        An integer becomes a float if the default is a float, because JSON may write 10000 for
+        10000.0.
         """
         self._taken.add(name)
         value = self._given.get(name, default)
         return float(value) if type(value) is int and type(default) is float else value
 
     def need(self, name: str) -> Any:
-        """The value of an attribute without a default.
+        """Return the value of an attribute that has no default.
 
         Raises:
-            KeyError: if the file has none.
+            KeyError: if the file does not contain it.
         """
         self._taken.add(name)
         return self._given[name]
 
     def idle(self, *names: str) -> None:
-        """Accepts attributes with any value, because they do not affect the logits."""
+        """Accept attributes with any value, because they do not affect the logits."""
         self._taken.update(names)
 
     def only(self, name: str, *allowed: Any) -> None:
-        """Accepts an attribute that is absent, null or has one of these values.
+        """Accept an attribute that is absent, is null or has one of these values.
 
         Raises:
-            ValueError: if it has another value; it names the attribute and both values.
+            ValueError: if it has another value; the error names the attribute and both values.
         """
         value = self.take(name, None)
         if value is not None and value not in allowed:
             raise self.error(name, value, " or ".join(map(repr, allowed)))
 
     def activation(self, name: str, default: str) -> Any:
-        """Our name of the activation in an attribute.
+        """Return our name for the activation in an attribute.
 
         Raises:
-            ValueError: if we do not have that activation.
+            ValueError: if the activation is not supported.
         """
         value = self.take(name, default)
         if str(value) not in ACTIVATIONS:
@@ -144,34 +155,37 @@ class Attributes:
         return ACTIVATIONS[value]
 
     def dropout(self, defaults: Mapping[str, float]) -> float:
-        """The common dropout probability of several attributes, given with their defaults.
+        """Return the dropout probability that several attributes share, given their defaults.
 
-        It is 0 if their values differ; this matters only in training.
+        It is 0 if the values differ. This matters only in training.
         """
         values = [self.take(name, default) for name, default in defaults.items()]
         return values[0] if values.count(values[0]) == len(values) else 0.0
 
     def error(self, name: str, value: Any, rule: str) -> ValueError:
-        """The error for a value that the model cannot express."""
+        """Return the error for a value that is not supported."""
         return ValueError(f"{name} must be {rule}; got {value!r}")
 
     def finish(self, remedy: str = "to load the model without them: ignore=") -> None:
-        """Checks the attributes that all families share, and that all others were taken.
+        """Check the attributes that all families share, and check that all other attributes were
+        taken.
 
         Args:
-            remedy: what may be done about unknown attributes, before their names.
+            remedy: the advice for unknown attributes. Their names follow it in the error.
 
         Raises:
-            ValueError: if an attribute is unknown or cannot be expressed; it names it.
+            ValueError: if an attribute is unknown or not supported; the error names it.
         """
         for name, allowed in FIXED.items():
             self.only(name, *allowed)
-        # What is switched off has no effect, and dropout has one only in training.
+        # An attribute that is switched off has no effect, and dropout has an effect only in
+        # training.
         off = {n for n, v in self._given.items() if v is None or v is False or "drop" in n}
         if left := sorted(self._given.keys() - self._taken - IDLE - off):
             got = ", ".join(f"{name} ({str(self._given[name])[:40]})" for name in left)
             raise ValueError(
-                f"attributes must be known, because others may change the logits; got {got}; "
+                "every attribute must be known, because an unknown one may change the logits; "
+                f"got {got}; "
                 f"{remedy}{left}"
             )
 
@@ -179,18 +193,20 @@ class Attributes:
 def rotary(
     a: Attributes, n_ctx: int, spelled: Mapping[str, str] | None = None, fraction: float = 1.0
 ) -> dict[str, Any]:
-    """Our rotary fields, from `rope_parameters`, or from `rope_scaling` and other attributes.
+    """Return our rotary fields, from `rope_parameters`, or from `rope_scaling` and other
+    attributes.
 
     They include `n_ctx`, because scaling may extend it.
 
     Args:
         a: the attributes.
-        n_ctx: `max_position_embeddings`, in some files the context before scaling.
-        spelled: the family's names of `rope_theta` and `partial_rotary_factor`, if they differ.
-        fraction: the rotated share of a head if the file does not say it.
+        n_ctx: `max_position_embeddings`. In some files it is the context before scaling.
+        spelled: the names that the family gives to `rope_theta` and `partial_rotary_factor`, if
+            they differ.
+        fraction: the share of a head that is rotated, if the file does not give it.
 
     Raises:
-        ValueError: if the form cannot be expressed, or two attributes disagree.
+        ValueError: if the form is not supported, or if two attributes disagree.
     """
     stated: dict[str, Any] = {}
     for name in ("rope_parameters", "rope_scaling"):
@@ -205,7 +221,8 @@ def rotary(
     longest = a.take("max_sequence_length", None)
     if scaling and scaling.kind == "yarn":
         n_ctx = max(n_ctx, int(scaling.factor * scaling.original_n_ctx))
-    elif scaling and scaling.kind == "linear" and longest:  # Vicuna's 16k
+    # The 16k models of Vicuna have this form.
+    elif scaling and scaling.kind == "linear" and longest:
         n_ctx = max(n_ctx, longest)
     return {
         "n_ctx": n_ctx,
@@ -220,14 +237,15 @@ def _require_equal(a: Attributes, stated: dict[str, Any], name: str, value: Any)
     if type(value) is int and name != "original_max_position_embeddings":
         value = float(value)
     if value is not None and stated.setdefault(name, value) != value:
-        raise a.error(name, value, f"{stated[name]!r}, as given in another place")
+        raise a.error(name, value, f"{stated[name]!r}, the value of another attribute")
 
 
 def _scaling(a: Attributes, stated: dict[str, Any], n_ctx: int) -> RotaryScaling | None:
-    """The scaling of a file. It removes the numbers that it uses from `stated`."""
+    """Return the scaling of a file, and remove the numbers that it uses from `stated`."""
     kind = stated.pop("rope_type", "default")
     original = stated.pop("original_max_position_embeddings", n_ctx)
-    stated.pop("finetuned", None)  # how the weights were trained; transformers never reads it
+    # This attribute describes the training. transformers never reads it.
+    stated.pop("finetuned", None)
     scaling = None
     if kind == "linear":
         scaling = RotaryScaling(kind="linear", factor=stated.pop("factor"))
@@ -243,7 +261,8 @@ def _scaling(a: Attributes, stated: dict[str, Any], n_ctx: int) -> RotaryScaling
         scaling = _yarn(a, stated, n_ctx, original)
     elif kind != "default":
         raise a.error("rope_type", kind, "default, linear, llama3 or yarn")
-    elif stated.get("factor") == 1:  # has no effect
+    # A factor of 1 has no effect.
+    elif stated.get("factor") == 1:
         del stated["factor"]
     if stated:
         raise a.error("rope_parameters", stated, f"only what {kind} needs")
@@ -253,19 +272,22 @@ def _scaling(a: Attributes, stated: dict[str, Any], n_ctx: int) -> RotaryScaling
 def _yarn(a: Attributes, stated: dict[str, Any], n_ctx: int, original: int) -> RotaryScaling:
     if (truncate := stated.pop("truncate", True)) is not True:
         raise a.error("truncate", truncate, "True")
-    stated.pop("attn_factor", None)  # llama.cpp's; transformers reads only attention_factor
+    # llama.cpp reads this attribute. transformers reads only attention_factor.
+    stated.pop("attn_factor", None)
     factor = stated.pop("factor", n_ctx / original if original else 1.0)
     above, below = stated.pop("mscale", None), stated.pop("mscale_all_dim", None)
     length = stated.pop("attention_factor", None)
-    if length is None and above and below and factor > 1:  # DeepSeek's form
+    # DeepSeek gives two factors instead of one length.
+    if length is None and above and below and factor > 1:
         length = (0.1 * above * math.log(factor) + 1) / (0.1 * below * math.log(factor) + 1)
-    if length == 0:  # in our config 0 means the usual form
+    # In our config, 0 means the usual form.
+    if length == 0:
         raise a.error("attention_factor", length, "above 0")
     return RotaryScaling(
         kind="yarn",
         factor=factor,
         original_n_ctx=original,
-        # In both configs 0 means the published values.
+        # In both configs, 0 means the published values.
         low=stated.pop("beta_slow", 0.0),
         high=stated.pop("beta_fast", 0.0),
         attention_factor=length or 0.0,
