@@ -229,7 +229,7 @@ def _converted(
     except (RuntimeError, IndexError):
         value = None
     if value is None or value.shape != shape:
-        raise ValueError(f"{where}: the config needs the shape {list(shape)}; got {held}")
+        raise ValueError(f"{where}: shape must be {list(shape)} to match the config; got {held}")
     return value
 
 

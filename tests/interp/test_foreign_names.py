@@ -14,7 +14,7 @@ from models import causal_mask, from_transformer_lens, load
 from tests import transformer_lens as lens
 from tests.transformer_lens import bridge
 
-pytestmark = pytest.mark.filterwarnings("ignore:these weights are centred")
+pytestmark = pytest.mark.filterwarnings("ignore:TransformerLens centred these weights")
 
 REFUSED = {"alibi", "experts", "final_rms", "post_embedding_ln"}
 

@@ -21,7 +21,7 @@ REFUSED = {
 }
 # Angles are in float32 here, as transformers computes them, and in float64 there.
 ROTARY = 3e-8
-CENTRED = "ignore:these weights are centred"
+CENTRED = "ignore:TransformerLens centred these weights"
 
 
 def converted(name, **changes):
@@ -111,7 +111,7 @@ def test_a_part_of_a_config_is_enough():
         ("ln", dict(act_fn="tanh"), "act_fn must be one of solu, solu_ln, gelu"),
         ("ln", dict(normalization_type="BN"), "normalization_type must be LN, LNPre"),
         ("ln", dict(moe_router="x"), "moe_router .*leave them out"),
-        ("gated", dict(act_fn="solu_ln"), "act_fn must be another one in a gated MLP"),
+        ("gated", dict(act_fn="solu_ln"), "act_fn must be another activation in a gated"),
     ],
 )  # fmt: skip
 def test_a_config_that_is_not_of_the_weights_is_refused(name, change, error):
@@ -136,7 +136,7 @@ def test_damaged_and_foreign_state_dicts_are_refused():
 
 
 def test_centred_weights_are_told():
-    with pytest.warns(UserWarning, match="weights are centred"):
+    with pytest.warns(UserWarning, match="centred these weights"):
         converted("processed")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -167,7 +167,7 @@ def test_files_are_loaded(form, tmp_path):
     close(model(theirs.tokens), theirs.logits)
     assert model.tokenizer is None
     torch.save({"a": theirs.state, "b": theirs.state}, path)
-    with pytest.raises(ValueError, match="must hold one state dict; got a, b"):
+    with pytest.raises(ValueError, match="must contain one state dict; got a, b"):
         load(path)
 
 
