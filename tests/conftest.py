@@ -64,20 +64,48 @@ def pytest_configure(config):
         _checks.most = math.inf
 
 
+# Cases that a run leaves out, by the mark that leaves them out.
+LEFT_OUT = pytest.StashKey[dict[str, int]]()
+
+
 def pytest_collection_modifyitems(config, items):
     """Without `--full`, leaves out tests marked `full`, and all but each n-th case of those marked `sampled(n)`."""
     if config.getoption("full"):
         return
-    kept, seen = [], collections.Counter()
+    kept, seen, left_out = [], collections.Counter(), {"sampled": 0, "full": 0}
     for item in items:
         marker = item.get_closest_marker("sampled")
         function = item.parent, getattr(item, "originalname", item.name)
         n, case = marker.args[0] if marker else 1, seen[function]
         seen[function] += 1
+        if item.get_closest_marker("full"):
+            left_out["full"] += 1
         # Turned by one after n cases, so that every value of every parameter is met.
-        if not item.get_closest_marker("full") and case % n == case // n % n:
+        elif case % n != case // n % n:
+            left_out["sampled"] += 1
+        else:
             kept.append(item)
     items[:] = kept
+    config.stash[LEFT_OUT] = left_out
+    if hasattr(config, "workeroutput"):  # in one of several processes, which tells the first
+        config.workeroutput["left_out"] = left_out
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    """Takes the counts of a process. Every process collects all tests, so each has the same."""
+    if counts := getattr(node, "workeroutput", {}).get("left_out"):
+        node.config.stash[LEFT_OUT] = counts
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Says how many cases were left out."""
+    counts = config.stash.get(LEFT_OUT, {})
+    if any(counts.values()):
+        terminalreporter.write_line(
+            f"left out without --full: {counts['sampled']} cases of tests that are sampled, "
+            f"and {counts['full']} that are marked full"
+        )
 
 
 @pytest.fixture(autouse=True)
