@@ -159,12 +159,36 @@ class Selection:
     @property
     def counts_back(self) -> bool:
         """Whether it counts places from the end."""
+        ends = [self.index.start, self.index.stop] if isinstance(self.index, slice) else []
+        return any(place < 0 for place in [*filter(None, ends), *self._listed])
+
+    @property
+    def _listed(self) -> list[int]:
+        """The places that are named one by one; of a slice none."""
         if isinstance(self.index, slice):
-            listed = [end for end in (self.index.start, self.index.stop) if end is not None]
-        else:
-            parts = [part.places if isinstance(part, AllBut) else part for part in self.parts]
-            listed = [n for part in parts for n in (part if isinstance(part, list) else [part])]
-        return any(place < 0 for place in listed)
+            return []
+        parts = [part.places if isinstance(part, AllBut) else part for part in self.parts]
+        return [place for part in parts for place in (part if isinstance(part, list) else [part])]
+
+    def require_reached(self, size: int, what: str, real: Rows | None = None) -> None:
+        """Refuse negative places before the start of every text, which no later column of the texts reaches.
+
+        Args:
+            size: the number of columns so far.
+            what: the axis, for errors.
+            real: the real columns of each text; None if there is no padding.
+
+        Raises:
+            SelectionError: naming the place and the length of the longest text.
+        """
+        length = size if real is None else max(map(len, real))
+        ends = [self.index.stop] if isinstance(self.index, slice) else []
+        # A slice that ends at the start of a text, or before it, selects nothing of it.
+        lasts = [end - 1 for end in ends if end is not None and end < 0]
+        if any(place < -length for place in [*lasts, *self._listed]):
+            raise SelectionError(
+                f"{what} must be from {-length} on in a text of {length} tokens; got {self!r}"
+            )
 
     def columns(
         self, size: int, what: str, batch: int | None = None, real: KeyMask | None = None

@@ -14,16 +14,28 @@ from interp.edits.places import Region
 _TOGETHER = 16  # texts that share a generator, which takes longer to make than its draws
 
 
-def donors(padding: Sequence[Sequence[bool]], seed: int) -> list[int]:
-    """For each row the number of another, drawn from those with the same padding. Each row is drawn once.
+def donors(
+    padding: Sequence[Sequence[bool]], seed: int, texts: Sequence[int] | None = None
+) -> list[int]:
+    """Draw for each row another row with the same padding and another text.
+
+    Each row is drawn once. Beside copies of a text, rows of other texts may be drawn several times.
+
+    Args:
+        padding: the mask of the columns of each row.
+        seed: another seed draws other rows.
+        texts: the number of the text of each row; copies have the same number. None if all texts differ.
 
     Raises:
-        EditError: if a row has no other.
+        EditError: if a row has no other row with the same padding, or only copies of its text.
 
     >>> donors([[True], [False], [True], [False]], seed=0)
     [2, 3, 0, 1]
+    >>> donors([[True]] * 4, seed=0, texts=[0, 0, 0, 1])
+    [3, 3, 3, 1]
     """
     draw, groups = torch.Generator().manual_seed(seed), dict[tuple[bool, ...], list[int]]()
+    texts = range(len(padding)) if texts is None else texts
     donor_of: dict[int, int] = {}
     for row, is_padding in enumerate(padding):
         groups.setdefault(tuple(is_padding), []).append(row)
@@ -32,9 +44,16 @@ def donors(padding: Sequence[Sequence[bool]], seed: int) -> list[int]:
             raise EditError(
                 f"resample must have 2 rows with the same padding; got one, row {rows[0]}"
             )
+        if len({texts[row] for row in rows}) < 2:
+            raise EditError(
+                f"resample must have 2 different texts with the same padding; got {len(rows)} copies "
+                f"of one text, row {rows[0]} and others"
+            )
         order = [rows[n] for n in torch.randperm(len(rows), generator=draw).tolist()]
-        # Each takes from the one before it in a random circle.
-        donor_of |= zip(order, order[-1:] + order[:-1], strict=True)
+        # Each takes from the one before it in a random circle; copies of its own text are passed over.
+        for place, row in enumerate(order):
+            before = (order[place - back] for back in range(1, len(order)))
+            donor_of[row] = next(other for other in before if texts[other] != texts[row])
     return [donor_of[row] for row in range(len(padding))]
 
 

@@ -8,7 +8,16 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from hooks import EditError, Point
-from hooks.base import Index, Selection, require_integer, require_kind, shown, to_device, warn
+from hooks.base import (
+    FakeTensor,
+    Index,
+    Selection,
+    require_integer,
+    require_kind,
+    shown,
+    to_device,
+    warn,
+)
 from interp.edits.draws import donors, normal
 from interp.edits.edit import Edit
 from interp.edits.places import Region
@@ -169,9 +178,10 @@ def resample(
     attention_mask: Shaped[Tensor, "batch pos"] | None = None,
     **where: Index,
 ) -> Edit:
-    """Takes each row's values from another row of a source (resample ablation), never its own.
+    """Take each row's values from another row of a source (resample ablation), which has another text.
 
-    Row i takes from the same donor wherever the edit acts.
+    Row i takes from the same donor wherever the edit acts. A copy of its text, with the same real tokens, is
+    no donor: its values would change nothing. A cache of whole texts knows copies; a tensor does not.
 
     Args:
         source: values of as many texts as the batch has, padded alike, such as a cache of the same batch.
@@ -182,8 +192,9 @@ def resample(
         where: what is replaced.
 
     Raises:
-        EditError: where the edit acts, if a value of padding would go to a real token, or if positions count
-            from the end and the source has other padding than the edited texts.
+        EditError: where the edit acts, if a value of padding would go to a real token, if positions count
+            from the end and the source has other padding than the edited texts, or if all other rows with the
+            same padding are copies of one text.
 
     >>> from hooks import Point
     >>> rows = torch.tensor([[1.0], [2.0], [3.0]])
@@ -205,7 +216,10 @@ def resample(
         rows = [value.shape[at]] if padding is None else [value.shape[at], len(padding)]
         if {*rows} != {n}:
             raise EditError(f"resample must have {n} rows at {place.point}; got {rows}")
-        chosen = donors(padding or [[]] * n, seed)[first : first + place.lengths[at]]
+        if region.is_meta or isinstance(region, FakeTensor):  # a plan has no numbers to draw
+            return region
+        texts = values.copies(value, place.axes, place.point.name)
+        chosen = donors(padding or [[]] * n, seed, texts)[first : first + place.lengths[at]]
         return value.index_select(at, to_device(torch.tensor(chosen), value.device))
 
     arguments = {"0": source, "seed": seed, "attention_mask": attention_mask}

@@ -156,7 +156,9 @@ def locate(
 
     Raises:
         UnknownNameError: if the point lacks an axis.
-        EditError: if an index is outside its axis, or outside the text of a run that is no piece.
+        SelectionError: if an index is outside its axis, outside the text of a run that is no piece, or
+            before the start of every text.
+        EditError: if the axes do not fit.
     """
     require_axes(where, point.axes, point.name)
     axes, held, piece = axes_of(point, activation.ndim), tuple(activation.shape), piece_read()
@@ -176,6 +178,8 @@ def locate(
         whole = axis not in TEXT_AXES or start is None
         real = _unpadded(_real_along(axis, n_rows, sizes[at]), where, sizes[at])
         selected, what = where.get(axis, _ALL), f"{axis} at {point.name}"
+        if at == along and not whole:  # a later piece has more keys
+            selected.require_reached(sizes[at], what, real)
         rows = selected.rows(sizes[at], what, n_rows, real, whole)
         if at == along and piece.began is not None and selected.counts_back:
             rows = _so_far(selected, range(piece.began, sizes[at] + 1), what, n_rows, real)

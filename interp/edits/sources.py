@@ -12,6 +12,7 @@ real token of each text of the source, whose texts may have other lengths:
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, Protocol, runtime_checkable
 
 from jaxtyping import Shaped
@@ -27,10 +28,14 @@ from hooks.base import (
     real_columns,
     shown,
     taken,
+    to_device,
     unknown_name,
 )
 from hooks.shared import POSITION_AXES
 from interp.edits.places import Where
+from interp.inputs.copies import digests, numbered
+from interp.inputs.texts import text_of
+from interp.numbers.precision import is_rounding
 
 Axes = tuple[str, ...]
 
@@ -106,6 +111,50 @@ class Source:
             return self.attention_mask if axis in POSITION_AXES else None
         mask = values.real(axis, name) if isinstance(values, ActivationCache) else None
         return None if mask is None else mask.cpu()
+
+    @cached_property
+    def _digests(self) -> list[str] | None:
+        """A hash of the text of each row; None if the texts are not known."""
+        if not isinstance(self.values, ActivationCache) or self.values.is_part:
+            return None
+        text = text_of(self.values)
+        return None if text is None else digests(text)
+
+    def copies(self, value: Shaped[Tensor, "..."], axes: Axes, name: str) -> list[int] | None:
+        """Return the number of each row's text, where some are copies of one text.
+
+        A cache does not keep all inputs of its run, such as images. So rows are copies only if their
+        values agree too.
+
+        Args:
+            value: the value of the source.
+            axes: its axes.
+            name: the point.
+
+        Returns:
+            The numbers; None if there are no copies, or if the texts are not known.
+        """
+        if self._digests is None or len({*self._digests}) == len(self._digests):
+            return None
+        batch = axes.index("batch")
+        if len(self._digests) != value.shape[batch]:
+            return None
+        along = next((at for at, axis in enumerate(axes) if axis in POSITION_AXES), None)
+        rows = [value.select(batch, row) for row in range(len(self._digests))]
+        mask = self.mask(name)
+        if along is not None and mask is not None:  # padding may hold anything
+            at = along - (along > batch)
+            rows = [
+                part.index_select(at, to_device(real.nonzero()[:, 0], part.device))
+                for part, real in zip(rows, mask.expand(len(rows), -1), strict=True)
+            ]
+
+        def agree(one: int, other: int) -> bool:
+            return rows[one].shape == rows[other].shape and bool(
+                is_rounding(rows[one], rows[other]).all()
+            )
+
+        return numbered(self._digests, agree)
 
     @property
     def knows_its_padding(self) -> bool:

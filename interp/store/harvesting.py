@@ -75,7 +75,9 @@ def harvest(
         TypeError: if the model, the engine or the dtype is none, or there is no such setting.
         UnknownNameError: if a name matches nothing.
         ModeError: if the model is in training mode.
-        HookError: if the model's values are edited at this time.
+        HookError: if the model's values are edited at this time; or if the model is fully sharded (FSDP) and another process
+            fails between two of its runs. One that fails inside a run lets the others wait until it ends, or until the timeout
+            of `torch.distributed.init_process_group`.
         OSError: if the disk is full or, as far as the first file tells, would be.
         ImportError: if Ray is not installed.
     """
@@ -108,11 +110,11 @@ def harvest_shard(
     job, jobs = shard
     reader, folder = Reader(model, names, settings), Folder(out)
     manifest = reader.manifest()
-    require_same(manifest, folder)
     store = store_of(manifest)
     here: dict[str, dict[str, Any]] = {}
     n_files, n_texts = 0, 0
-    with progress_bar("harvest", unit="tok") as count:
+    with reader.runs(), progress_bar("harvest", unit="tok") as count:
+        require_same(manifest, folder)
         for number, run in enumerate(runs(texts, settings.column, settings.per_file)):
             first, n_files, n_texts = n_texts, number + 1, n_texts + len(run)
             if number % jobs != job:
@@ -133,7 +135,6 @@ def harvest_shard(
                 _require_room(folder, size, len(range(number, last + 1, jobs)))
                 there = write(manifest, folder, number, facts, tensors)
             here[str(number)] = there
-    reader.run_along()
     finish(manifest, folder, shard, {"of": n_files, "texts": n_texts, "files": here})
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -203,8 +204,8 @@ class Reader:
         self, batch: Sequence[TextPiece], kept: Sequence[Bool[Tensor, " _pos"]]
     ) -> dict[str, Shaped[Tensor, "row ..."]]:
         """The rows of each point, on the CPU, from one run."""
-        self._together.begin_run()
-        cache = self._run([piece[0] for piece in batch])
+        with self._together.run():
+            cache = self._run([piece[0] for piece in batch])
         chosen, values = nn.utils.rnn.pad_sequence([*kept], batch_first=True), {}
         for name in self.points:
             value = cache[name]
@@ -225,9 +226,13 @@ class Reader:
             values[name] = kept_rows
         return values
 
-    def run_along(self) -> None:
-        """Run with the other processes of a fully sharded model until they are done."""
-        self._together.run_along(lambda: self._run([torch.zeros(1, dtype=torch.long)]))
+    def runs(self) -> AbstractContextManager[None]:
+        """A `with` for all runs of a job. The processes of a fully sharded model end it together.
+
+        Raises:
+            HookError: if another process of the model fails between two runs.
+        """
+        return self._together.runs(lambda: self._run([torch.zeros(1, dtype=torch.long)]))
 
     def _run(self, tokens: Sequence[Tensor]) -> ActivationCache:
         """The values of one run on some texts."""

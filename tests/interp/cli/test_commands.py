@@ -386,6 +386,10 @@ def test_edits_are_parsed(text, expected):
         ("generate --prompt a --edit 'embed scale x'", "must be one; got 'x'"),
         ("generate --prompt a --edit 'embed zero pos=x'", "pos must be an index"),
         ("generate --prompt a --edit 'embed zero head=1'", "head"),
+        (
+            "generate --prompt abc --edit 'embed zero pos=-99'",
+            "-3 on in a text of 3 tokens; got -99",
+        ),
         ("lens --text-file no/such", "No such file"),
         ("lens --prompt a --model no/such", "no file or directory"),
         ("patch --prompt ab --corrupted abc --answers a", "equally many tokens"),

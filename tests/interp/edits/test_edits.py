@@ -16,6 +16,7 @@ from hooks import (
     HookedRunner,
     HookPoint,
     Point,
+    SelectionError,
     UnknownNameError,
     position_offset,
     start_of_piece,
@@ -305,6 +306,48 @@ def test_a_donor_is_another_row_the_same_at_every_point(n):
     assert len({tuple(donors_of(torch.zeros(8, 1), seed)) for seed in range(20)}) > 15
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_copy_of_a_text_is_no_donor(wide, side):
+    """Texts 0, 2, 3 and 5 are copies; the padding of a text says nothing of it."""
+    texts = [[3, 1, 4], [1, 5, 9], [3, 1, 4], [3, 1, 4], [2, 6, 5], [3, 1, 4]]
+    fill = torch.arange(6)[:, None]  # padding of each text's own
+    tokens, columns = torch.tensor(texts), torch.ones(6, 4).bool()
+    columns[:, 0 if side == "left" else 3] = False
+    tokens = torch.cat([fill, tokens] if side == "left" else [tokens, fill], 1)
+    _, cache = wide.run_with_cache(tokens, attention_mask=columns)
+    name, real = "blocks.1.resid_post", slice(1, None) if side == "left" else slice(3)
+    drawn = set()
+    for seed in range(9):
+        with wide.hooks({name: edits.resample(cache, seed)}):
+            edited = wide.capture(tokens, names=name, attention_mask=columns)[name][:, real]
+        for row, value in enumerate(edited):
+            (donor,) = {
+                tuple(texts[n]) for n in range(6) if torch.equal(value, cache[name][n, real])
+            }
+            assert donor != tuple(texts[row])
+            drawn.add((row, donor))
+    assert len(drawn) == 4 * 2 + 2 * 2
+    copies = tokens[[0, 2, 3]]
+    _, cache = wide.run_with_cache(copies, attention_mask=columns[:3])
+    with pytest.raises(EditError, match=r"2 different texts.*3 copies.*row 0"):
+        wide.run_with_hooks(copies, attention_mask=columns[:3], hooks={name: edits.resample(cache)})
+
+
+def test_texts_with_other_values_are_no_copies(wide, texts):
+    """A cache does not keep images, so equal tokens are not enough: values must agree, too."""
+    same = texts[0][:1].expand(3, -1)
+    other = {"embed": edits.add(torch.arange(3.0)[:, None, None].double())}
+    with wide.hooks(other):
+        _, cache = wide.run_with_cache(same)
+    edited = wide.run_with_hooks(same, hooks={"blocks.0.resid_mid": edits.resample(cache, 1)})
+    assert torch.isfinite(edited).all()
+
+
+def test_a_plan_of_a_run_with_donors_draws_nothing(wide, texts, source):
+    with wide.hooks({"blocks.0.resid_mid": edits.resample(source)}):
+        assert wide.plan(texts[0], names="embed").nbytes == BATCH * POS * 10 * 8
+
+
 def test_noise_is_normal_and_belongs_to_its_place():
     axes = ("batch", "pos", "d_model")
     noisy, seen = edits.noise(0.5, seed=3), torch.zeros(3, 211, 401, dtype=torch.float64)
@@ -423,6 +466,31 @@ def test_generation_reaches_an_edit_when_its_column_comes(wide, texts):
     for end in range(4, 4 + new):
         logits = wide.run_with_hooks(torch.tensor([made[:end]]), hooks={name: by_hand})
         assert logits[0, -1].argmax() == made[end]
+
+
+@pytest.mark.parametrize("index", [-9, [-9, 1], slice(-20, -8), edits.all_but(-9)])
+@pytest.mark.parametrize("axis", ["pos", "query"])
+def test_a_position_before_every_text_is_an_error_in_a_generation(wide, axis, index):
+    """No later column reaches it. Padding counts to no text, and one text is long enough for -4."""
+    name = {"pos": "blocks.1.attn.z", "query": "blocks.1.attn.pattern"}[axis]
+    prompts = [[3, 1, 4], [1, 5, 9, 2]]
+    edit = edits.scale(0.5)
+    with (
+        wide.hooks({name: edit.at(**{axis: index})}),
+        pytest.raises(SelectionError, match=f"{axis} at {name}.*-4 on.*4 tokens.*(9|-8)"),
+    ):
+        generate(wide.model, prompts, max_new_tokens=2)
+    with wide.hooks({name: edit.at(**{axis: [-4]})}, receipts=True) as context:
+        generate(wide.model, prompts, max_new_tokens=2)
+    assert context.receipts[0].rows == 1
+
+
+def test_a_key_before_the_start_may_come_later(wide):
+    """A later piece has the keys of the earlier ones, so a text may grow until it has the key."""
+    name = "blocks.1.attn.pattern"
+    with wide.hooks({name: edits.scale(0.5, key=-4)}, receipts=True) as context:
+        generate(wide.model, [[3, 1, 4]], max_new_tokens=3, stop=())
+    assert context.receipts[0].rows == 2
 
 
 def test_a_lazy_cache_is_edited_as_the_run_was(wide, texts):

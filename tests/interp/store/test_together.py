@@ -1,4 +1,4 @@
-"""A model that FSDP shards over two processes: uneven jobs of a harvest, and what needs whole weights."""
+"""A model that FSDP shards over two processes: uneven jobs of a harvest, failures of one, and what needs whole weights."""
 
 import subprocess
 import sys
@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
+from hooks import HookError
 from interp import Pairs, edge_attribution
 from interp.store import Activations, harvest
 from tests.reference import variant
@@ -27,6 +28,14 @@ def sharded(how):
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     return fully_shard(model, mesh=mesh)
+
+
+def stream(rank):
+    """Texts that end in an error in the second process, while the first one has work left."""
+    yield from TEXTS * 3
+    if rank == 1:
+        raise OSError("the disk is gone")
+    yield from TEXTS * 3
 
 
 def work(folder, rank):
@@ -50,6 +59,12 @@ def work(folder, rank):
             edge_attribution(model, Pairs([3, 1, 4], [3, 1, 5], [[2, 6]]))
         except TypeError as error:
             print(error)
+        torch.distributed.barrier()
+        try:
+            harvest(model, stream(rank), names, f"{folder}/broken-{how}", **options)
+        except (HookError, OSError) as error:
+            print(f"{type(error).__name__}: {error}")
+        torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
@@ -66,8 +81,10 @@ def test_jobs_of_a_sharded_model_may_be_uneven(tmp_path):
         for process in started:
             process.kill()
     assert [process.returncode for process in started] == [0, 0], ended
-    for output, _ in ended:
+    for rank, (output, _) in enumerate(ended):
         assert output.count("by FSDP") == 2
+        error = "OSError: the disk is gone" if rank == 1 else "HookError: process 1 of this fully"
+        assert output.count(error) == 2
     whole = harvest(
         variant("pre", n_layers=2, n_heads=3), TEXTS, NAMES, tmp_path / "whole", per_file=2
     )
