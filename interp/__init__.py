@@ -38,11 +38,12 @@ from hooks import __version__  # noqa: F401  # the version of all three packages
 from hooks.base import missing_name as _missing_name
 from interp import edits, features, graph, pictures, spectral, tracing
 from interp.effects.acdc import acdc
-from interp.effects.attribution import attribution_patching, integrated_gradients
+from interp.effects.attribution import attribution_patching
 from interp.effects.comparison import compare
 from interp.effects.curves import curve
 from interp.effects.edges import edge_attribution
 from interp.effects.evaluation import auroc, completeness, faithfulness, minimality
+from interp.effects.integrated_gradients import integrated_gradients
 from interp.effects.nodes import node_effects
 from interp.effects.patch_top_k import patch_top_k
 from interp.effects.patching import activation_patching, sweep

@@ -48,7 +48,7 @@ INTERP = """shadowed transformer_lens numbers kinds pictures protocol inputs inp
 FLAT = {
     "spectral": "singular factored folded",
     "reading": "affine components",
-    "effects": "",
+    "effects": "qk_correction reader_gradients edge_scores",
     "pictures": "view figure parts plots tables texts",
 }
 

@@ -1,37 +1,36 @@
-"""Attribution patching, a first-order estimate from one backward pass, and integrated gradients, whose effects add up to that of the whole change."""
+"""Attribution patching: first-order estimates of the effects of activation patching, from one backward pass.
+
+The algorithm (Nanda 2023, "Attribution Patching"; the options are those of Kramár et al. 2024, "AtP*: An efficient and
+scalable method for localizing LLM behaviour to components"):
+
+1. Run the other text, and keep its values at the points of the site.
+2. Run the edited text, with gradients at these points; with `qk_correction`, at the pattern of their attention.
+3. A backward pass gives the gradient at each point. With `grad_drop` there is one for each layer, through which the
+   gradient does not pass where the layer adds to the stream.
+4. The effect of a place is (target - base) · gradient, summed over what is no axis of the result (`runs.estimates`).
+   With `qk_correction` the change of the pattern takes the place of the change of queries or keys (`qk_correction`).
+"""
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from hooks import Point
-from hooks.base import progress_of, require_choice, shows_progress, warn
+from hooks.base import progress_of, require_choice, shows_progress
 from hooks.shared import Session, names_by_layer
-from interp import edits
+from interp.effects.qk_correction import RecordedAttention, corrected
 from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs
-from interp.numbers.precision import at_least_float32
 from interp.results.result import Result
-from interp.runs.gradients.attention import AttentionPoints, OtherKeys, OtherQueries
-from interp.runs.gradients.backward import Gradients
-from interp.runs.gradients.estimates import (
-    TOLERANCE,
-    Mean,
-    Steps,
-    averaged,
-    compared,
-    effects,
-    joined,
-    of_layers,
-    replacement_values,
-    summed,
-    warn_of_flat,
-)
+from interp.runs.estimates import compared, effects, of_layers
+from interp.runs.gradients import Gradients, warn_of_flat
 from interp.runs.runs import Runs
 from interp.runs.sites import Choice, Sites, Some
+
+Estimate = Callable[[Tensor], Tensor]
+"""Gives the effects [*places, example] of one point from a gradient."""
 
 
 @shows_progress
@@ -95,44 +94,30 @@ def attribution_patching(
     """
     runs = Runs(model, pairs, direction)
     sites = compared(runs, Choice(site, over, layers, heads, neurons))
-    points, attentions = runs.runner.points, _attentions(sites, site) if qk_correction else {}
-    # By the point whose gradient counts.
-    listened = {attention.pattern: name for name, attention in attentions.items()}
-    listened = listened or {name: name for name in sites.names.values()}
-    dropped = _added_by_blocks(points) if grad_drop else [()]
-    run = _run(runs, attentions.values(), [*listened, *itertools.chain(*dropped)])
-
-    def estimate(name: str) -> Callable[[Tensor], Tensor]:
-        if name in attentions:
-            return _corrected(sites, points[name], attentions[name])
-        return partial(
-            effects, points[name], run.values[name], source=sites.values, places=sites.places
-        )
-
-    estimates = {recorded: estimate(name) for recorded, name in listened.items()}
-    by_point: dict[str, Tensor] = {}
-
-    def receive(recorded: str, gradient: Tensor) -> None:
-        if recorded in listened:
-            effect, name = estimates[recorded](gradient), listened[recorded]
-            if grad_drop:
-                effect = by_point.get(name, 0) + effect.abs() / (len(dropped) - 1)
-            by_point[name] = effect
-
-    passes = progress_of(dropped, "backward passes", len(dropped))
-    for n, without in enumerate(passes, 1):
-        run.backward(receive, without, last=n == len(dropped))
+    attentions = _attentions(sites, site) if qk_correction else {}
+    # The point of the site by the point whose gradient counts.
+    sites_by_point = {attention.pattern: name for name, attention in attentions.items()}
+    sites_by_point = sites_by_point or {name: name for name in sites.points}
+    dropped = _added_by_blocks(runs.runner.points) if grad_drop else None
+    listened = [*sites_by_point, *itertools.chain(*(dropped or ()))]
+    run = _run(runs, attentions.values(), listened)
+    estimates = {
+        point: _estimate(sites, name, run, attentions.get(name))
+        for point, name in sites_by_point.items()
+    }
+    by_point = _by_point(run, estimates, dropped)
     warn_of_flat(run)
-    return of_layers(sites, by_point, run.base, **_about(qk_correction, grad_drop))
+    by_name = {sites_by_point[point]: effect for point, effect in by_point.items()}
+    return of_layers(sites, by_name, run.base, **_about(qk_correction, grad_drop))
 
 
-def _attentions(sites: Sites, site: str) -> dict[str, AttentionPoints]:
+def _attentions(sites: Sites, site: str) -> dict[str, RecordedAttention]:
     """The attention of each point of queries or keys."""
     require_choice("site of qk_correction", site, ("q", "k"))
-    return {name: AttentionPoints(sites.runs.runner, name) for name in sites.names.values()}
+    return {name: RecordedAttention(sites.runs.runner, name) for name in sites.points}
 
 
-def _run(runs: Runs, attentions: Iterable[AttentionPoints], names: Sequence[str]) -> Gradients:
+def _run(runs: Runs, attentions: Iterable[RecordedAttention], names: Sequence[str]) -> Gradients:
     """The edited run, with gradients at some points, while attention is recorded."""
     with Session() as session:
         for attention in attentions:
@@ -140,12 +125,40 @@ def _run(runs: Runs, attentions: Iterable[AttentionPoints], names: Sequence[str]
         return runs.gradients(names)
 
 
-def _about(qk_correction: bool, grad_drop: bool) -> dict[str, Any]:
-    """The name of the estimate, and whether its effects have signs."""
-    options = {"qk_correction": qk_correction, "grad_drop": grad_drop}
-    parts = ["attribution", *(option for option, on in options.items() if on)]
-    about: dict[str, Any] = {"estimate": " with ".join(parts)}
-    return about | {"signed": False} if grad_drop else about
+def _estimate(
+    sites: Sites, name: str, run: Gradients, attention: RecordedAttention | None
+) -> Estimate:
+    """The estimate at one point of the site; with its attention that of `qk_correction`."""
+    if attention is not None:
+        return corrected(sites, name, attention)
+    return partial(effects, sites, name, run.values[name])
+
+
+def _by_point(
+    run: Gradients, estimates: Mapping[str, Estimate], dropped: Sequence[Sequence[str]] | None
+) -> dict[str, Tensor]:
+    """The effects at each point, in the order of the backward pass.
+
+    Args:
+        run: the run.
+        estimates: by the point whose gradient counts.
+        dropped: for each backward pass the points that pass no gradient on; the effects are then mean absolute ones.
+            None for one pass through everything.
+    """
+    by_point: dict[str, Tensor] = {}
+
+    def receive(name: str, gradient: Tensor) -> None:
+        if name not in estimates:
+            return
+        effect = estimates[name](gradient)
+        if dropped:
+            effect = by_point.get(name, 0) + effect.abs() / (len(dropped) - 1)
+        by_point[name] = effect
+
+    passes = dropped or [()]
+    for n, without in enumerate(progress_of(passes, "backward passes", len(passes)), 1):
+        run.backward(receive, without, last=n == len(passes))
+    return by_point
 
 
 def _added_by_blocks(points: Mapping[str, Point]) -> list[list[str]]:
@@ -158,132 +171,9 @@ def _added_by_blocks(points: Mapping[str, Point]) -> list[list[str]]:
     return added
 
 
-def _corrected(
-    sites: Sites, point: Point, attention: AttentionPoints
-) -> Callable[[Tensor], Tensor]:
-    """The effects of other queries or keys through the pattern, from the gradient there."""
-    kind = OtherQueries if point.name.endswith(".q") else OtherKeys
-    base = attention.values()
-    value = base[point.name.rpartition(".")[2]]
-    moved = replacement_values(point, value, sites.values, sites.places)
-    changes = [kind(attention, base, other) for other in moved]
-    axes = point.axes[:-1]
-
-    def effects_of(gradient: Tensor) -> Tensor:
-        by_change = [summed(axes, sites.places, change.effects(gradient)) for change in changes]
-        return joined(by_change, sites.places)
-
-    return effects_of
-
-
-@shows_progress
-@of_pairs
-def integrated_gradients(
-    model: nn.Module,
-    pairs: Pairs,
-    site: str = "embed",
-    over: Sequence[str] | None = None,
-    *,
-    steps: Steps = "auto",
-    direction: PatchingDirection = "denoising",
-    layers: Some = None,
-    heads: Some = None,
-    neurons: int | None = None,
-    progress: bool = True,
-) -> Result:
-    """Estimate effects as (target - base) times the mean gradient on the straight path between the two.
-
-    A path moves all values of one point together, and their effects add up to what replacing them all
-    does to the metric (Sundararajan et al. 2017, "Axiomatic Attribution for Deep Networks"). Each layer of
-    a site has a path of its own. The mean is that of the trapezoid rule. The completeness gap is the difference
-    between the sum of the effects and the measured change of the metric: it says how good the mean is.
-
-    Args:
-        model: any model with the usual points. Its weights need no gradients, and get none.
-        pairs: see `attribution_patching`.
-        site: see `activation_patching`; by default the token embeddings.
-        over: see `activation_patching`; with several layers `layer` is one of them.
-        steps: how many steps each path has; one more gradient is taken. `auto` doubles them until the gap of every
-            example is within 0.01 of the mean absolute change of the metric, at most 1024, and keeps each gradient it has.
-        direction, layers, heads, neurons: see `attribution_patching`.
-        progress: whether to show a bar after two seconds.
-
-    Returns:
-        Effects [*over, example], in float32 at least. `about` has the `steps` of each path, and its `gaps`
-        for each example, as shares of that change.
-
-    Raises:
-        ValueError: as for `attribution_patching`, or if `steps` is less than 1, or a metric is infinite.
-        UnknownNameError: if there is no such site, or the model lacks it; with close matches.
-        ModeError: if the model is in training mode.
-
-    Warns:
-        UserWarning: if a gap is larger than that.
-
-    >>> from models import load
-    >>> model, pairs = load("pydoc-4l"), Pairs("def __ini", "def __nam", ("t", "e"))
-    >>> integrated_gradients(model, pairs, "mlp_out", layers=3).top(1)
-    layer 3, pos 8 'm|i'  +4.531
-    """
-    choice = Choice(site, over, layers, heads, neurons)
-    runs = Runs(model, pairs, direction)
-    sites = compared(runs, choice)
-    start = runs.gradients(sites.names.values())
-    first: dict[str, Tensor] = {}
-    start.backward(first.__setitem__)
-    names, points = [*sites.names.values()], runs.runner.points
-    # Of one layer the steps are shown.
-    each = progress_of(names, "layers", len(names)) if len(names) > 1 else names
-    paths = {
-        name: _mean_gradient(sites, name, start, first[name], steps)
-        for name in each
-        if name in first
-    }
-    unread = Mean(start.base[None], [0], torch.zeros_like(start.base)[None])
-    taken = [paths.get(name, unread).steps[0] for name in names]
-    gaps = [paths.get(name, unread).gaps[0] for name in names]
-    result = of_layers(
-        sites,
-        {
-            name: effects(
-                points[name], start.values[name], path.values[0], sites.values, sites.places
-            )
-            for name, path in paths.items()
-        },
-        start.base,
-        estimate="integrated gradients",
-        steps=taken,
-        gaps=[[float(f"{share:.2g}") for share in gap.tolist()] for gap in gaps],
-    )
-    if (largest := max(float(gap.max()) for gap in gaps)) > TOLERANCE:
-        rule = f"effects should add up to within {TOLERANCE} of the mean change of the metric"
-        warn(f"{rule}; got {largest:.2g} after {max(taken)} steps")
-    return result
-
-
-def _mean_gradient(sites: Sites, name: str, start: Gradients, first: Tensor, steps: Steps) -> Mean:
-    """The mean gradient while one point's values move from base to target, from the gradient at the start."""
-    base = start.values[name]
-    change = _whole_change(sites, sites.runs.runner.points[name], base)
-
-    def at(paths: Sequence[int], share: float) -> tuple[Tensor, Tensor]:
-        value, gradients = (base + share * change).to(base.dtype), dict[str, Tensor]()
-        with sites.runs.runner.hooks({name: lambda activation, point: value}):
-            run = sites.runs.gradients([name])
-        run.backward(gradients.__setitem__)
-        return at_least_float32(gradients[name])[None], run.base[None]
-
-    def added(means: Tensor) -> Tensor:
-        return (change * means).flatten(2).sum(2)
-
-    return averaged(at, at_least_float32(first)[None], start.base, added, steps)
-
-
-def _whole_change(sites: Sites, point: Point, base: Tensor) -> Tensor:
-    """The change at all places together."""
-    changed = at_least_float32(base).clone()
-    if "span" not in sites.places:
-        return at_least_float32(sites.values[point.name]) - changed
-    for _, selected in sites.places["span"]:
-        changed = edits.replace(sites.values, **selected)(changed, point)
-    return changed - base
+def _about(qk_correction: bool, grad_drop: bool) -> dict[str, Any]:
+    """The name of the estimate, and whether its effects have signs."""
+    options = {"qk_correction": qk_correction, "grad_drop": grad_drop}
+    parts = ["attribution", *(option for option, on in options.items() if on)]
+    about: dict[str, Any] = {"estimate": " with ".join(parts)}
+    return about | {"signed": False} if grad_drop else about

@@ -1,32 +1,38 @@
 """Edge attribution: estimates of the effect of every edge of a model at once, from gradients.
 
-The algorithm (Syed et al. 2023, "Attribution Patching Outperforms Automated Circuit Discovery"; the two ways along
-paths are those of Hanna et al. 2024, "Have Faith in Faithfulness"):
+The algorithm (Syed et al. 2023, "Attribution Patching Outperforms Automated Circuit Discovery"; the two methods along
+paths are from Hanna et al. 2024, "Have Faith in Faithfulness"):
 
 1. Run the other text, and keep what each writer adds to the residual stream.
 2. Run the edited text, with gradients at the input of every reader and at the output of every writer.
-3. Pull the gradient of each reader back through its norm to the stream (`pullback`).
+3. Pull the gradient of each reader back through its norm to the stream (`reader_gradients`).
 4. The score of an edge is the change of its writer, target - base, times the gradient of its reader (`edge_scores`).
-5. For the two `eap_ig` methods, repeat 2 to 4 at steps on the way from base to target, and take the mean
-   (`edge_paths`).
+5. For the two `eap_ig` methods, repeat 2 to 4 at steps on the way from base to target, and take the mean (`Paths`).
 6. Check the sums: the edges of a writer add up to the writer's change times the gradient where it is added.
 """
 
-from typing import Any, Literal
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
+from hooks import Point
 from hooks.base import require_choice, shows_progress, warn, without_gradients
+from interp.effects.edge_scores import EdgeScores, changed_positions, points_read
 from interp.graph import Graph
 from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs
+from interp.measuring import Metric, per_example
 from interp.results.result import Result
-from interp.runs.gradients.edge_paths import Paths, PathScores
-from interp.runs.gradients.edge_scores import EdgeScores, positions
-from interp.runs.gradients.estimates import TOLERANCE, Steps, warn_of_flat
+from interp.runs.gradients import Gradients, warn_of_flat
 from interp.runs.runs import Runs
+from interp.runs.trapezoid import TOLERANCE, Steps, averaged
 
 METHODS = ("eap", "eap_ig_inputs", "eap_ig_activations")
+
+_TOKENS = 1024  # of runs that are rows of one batch
 
 
 @shows_progress
@@ -100,19 +106,19 @@ def edge_attribution(
     graph = Graph(model, split_embeddings)
     runs = Runs(graph.runner().model, pairs, direction)
     source = runs.source(graph.needed)
-    where = positions(over, runs.text, runs.other)
-    scores = EdgeScores(graph, where, source, runs.target.device)
-    start = runs.gradients(scores.names)
-    scores.base, base = start.values, start.base
-    scored, difference = PathScores(scores.of_all(start)), runs.target - base
+    where = changed_positions(over, runs.text, runs.other)
+    start = runs.gradients(points_read(graph))
+    base = start.base
+    edge_scores = EdgeScores(graph, where, source, start.values, runs.target.device)
+    scored = PathScores(edge_scores.of_all(start))
+    difference = runs.target - base
     if method == "eap":
         warn_of_flat(start)
-    del start
+    del start  # it holds the graph of the run
     if method != "eap":
-        size = difference.abs().mean()
-        paths = Paths(runs, scores, base, size, steps)
-        of = paths.of_input if method == "eap_ig_inputs" else paths.of_writers
-        scored = of(scored.scores)
+        paths = Paths(runs, edge_scores, base, difference.abs().mean(), steps)
+        along = paths.of_input if method == "eap_ig_inputs" else paths.of_writers
+        scored = along(scored.scores)
     about, gap = _checked_sums(scored, difference)
     if gap > TOLERANCE:
         rule = f"edges should add up to within {TOLERANCE} of the change of the metric"
@@ -123,7 +129,7 @@ def edge_attribution(
     return runs.result(values, labels, base, estimate=method, **about)
 
 
-def _checked_sums(scored: PathScores, difference: Tensor) -> tuple[dict[str, Any], float]:
+def _checked_sums(scored: "PathScores", difference: Tensor) -> tuple[dict[str, Any], float]:
     """The gaps between the sums of edges and what they should add up to: for `about`, and the largest.
 
     Raises:
@@ -142,3 +148,97 @@ def _checked_sums(scored: PathScores, difference: Tensor) -> tuple[dict[str, Any
 
 def _rounded(share: Tensor) -> float:
     return float(f"{float(share.nan_to_num()):.2g}")
+
+
+class PathScores(NamedTuple):
+    """Scores, with the steps of each path, and how far off its sum is for each example."""
+
+    scores: Float[Tensor, "writer column group batch"]
+    steps: int | list[int] = 0
+    gaps: Float[Tensor, " batch"] | None = None
+
+
+class Paths:
+    """Paths from a run to one with other values.
+
+    Args:
+        runs: the texts and the metric.
+        scores: the scores of its edges.
+        base: the metric of the run.
+        size: what gaps are a share of.
+        steps: see `edge_attribution`.
+    """
+
+    def __init__(
+        self,
+        runs: Runs,
+        scores: EdgeScores,
+        base: Float[Tensor, " batch"],
+        size: Float[Tensor, ""],
+        steps: Steps,
+    ) -> None:
+        self._runs, self._scores, self._batch = runs, scores, len(base)
+        self._averaged = partial(averaged, base=base, steps=steps, size=size)
+
+    def of_input(self, first: Float[Tensor, "writer column group batch"]) -> PathScores:
+        """The scores of all edges, from their values at the start of the path."""
+        # The input is the first writers, and only their edges have a known sum. The last column is no edge.
+        n = self._scores.graph.layers[0].heads.start
+        change = self._scores.changes(slice(None))[:n].sum(0, keepdim=True)
+
+        def at(paths: Sequence[int], share: float) -> tuple[Tensor, Tensor]:
+            run = self._run(paths, change, share)
+            return self._scores.of_all(run)[None], run.base[None]
+
+        mean = self._averaged(at, first[None], added=lambda means: means[:, :n, :-1].sum((1, 2, 3)))
+        return PathScores(mean.values[0], mean.steps[0], mean.gaps[0])
+
+    def of_writers(self, first: Float[Tensor, "writer column group batch"]) -> PathScores:
+        """The scores of each writer's edges on a path of its own."""
+        changes, batch = self._scores.changes(slice(None)), self._batch
+        at_once = max(1, _TOKENS // self._runs.text.tokens.numel())
+
+        def at(paths: Sequence[int], share: float) -> tuple[Tensor, Tensor]:
+            scores, metrics = [], []
+            for start in range(0, len(paths), at_once):
+                some = paths[start : start + at_once]
+                run = self._run(some, changes, share)
+                parts = ((w, n * batch, changes[w][None]) for n, w in enumerate(some))
+                scores.append(self._scores.of(run, parts)[some])
+                metrics.append(run.base.view(-1, batch))
+            return torch.cat(scores), torch.cat(metrics)
+
+        mean = self._averaged(at, first, added=lambda means: means[:, :-1].sum((1, 2)))
+        return PathScores(mean.values, mean.steps, mean.gaps.amax(0))
+
+    def _run(self, writers: Sequence[int], changes: Tensor, share: float) -> Gradients:
+        """A run of copies of the text, in each of which one writer has moved."""
+        added, batch, n = self._scores.added, self._batch, len(writers)
+
+        def moved(value: Tensor, point: Point) -> Tensor:
+            move, here = self._scores.where.change, added[point.name]
+            copies = zip(value.split(batch), writers, strict=True)
+            return torch.cat(
+                [move(rows, share * changes[w]) if w in here else rows for rows, w in copies]
+            )
+
+        moving = {name: moved for name, here in added.items() if {*here} & {*writers}}
+        runs = self._runs
+        with runs.runner.hooks(moving):
+            text, metric = runs.text.repeated(n), _Copies(runs.metric, batch)
+            return Gradients(runs.runner, text, metric, points_read(self._scores.graph))
+
+
+class _Copies:
+    """A metric of several copies of a batch, which is called once for each."""
+
+    def __init__(self, metric: Metric, batch: int) -> None:
+        self.last, self.unmasked = getattr(metric, "last", 0), getattr(metric, "unmasked", False)
+        self._metric, self._batch = metric, batch
+
+    def __call__(self, logits: Float[Tensor, "rows pos vocab"]) -> Float[Tensor, " rows"]:
+        copies = logits.split(self._batch)
+        return torch.cat([per_example(self._metric, part, self._batch) for part in copies])
+
+    def __repr__(self) -> str:
+        return repr(self._metric)

@@ -15,7 +15,7 @@ from interp.numbers.precision import at_least_float32
 from interp.numbers.ranks import largest_rows
 from interp.protocol import require_points
 from interp.results.result import Result
-from interp.runs.gradients.estimates import require_numbers, warn_of_flat, warn_of_unread
+from interp.runs.gradients import require_numbers, warn_of_flat, warn_of_unread
 from interp.runs.runs import Runs
 
 

@@ -1,6 +1,7 @@
-"""Runs of pairs (`runs`), which every analysis that intervenes begins with, and the ways to run them many times.
+"""Runs of pairs of texts, with which every analysis that intervenes begins, and the ways to run one batch many times.
 
-`sweep` starts from `resume`, which begins runs where they first differ from the run in `unedited`; all stand on
-`rows`, which stacks runs as rows of a batch. `gradients` has a room of its own. On `runs` stand `sites`, where two runs
-are compared, `masked`, which runs circuits, and `path_edits`, which moves values along single edges.
+Read `runs` first, then its ways: `sweep`, which stacks edited runs as `rows` of a batch and begins them (`resume`) where they
+first differ from the run in `unedited`; and `gradients`, which takes gradients at the points of one run.
+On these stand `sites`, where two runs are compared; `estimates` at sites, from gradients, and means along paths (`trapezoid`);
+`masked`, which runs circuits with a stream for each of their `readers`; and `path_edits`, which moves values along edges.
 """

@@ -15,7 +15,7 @@ from interp.inputs.wording import words_of
 from interp.measuring import Metric, measure
 from interp.protocol import logits_of, runner_of
 from interp.results.result import Result
-from interp.runs.gradients.backward import Gradients
+from interp.runs.gradients import Gradients
 from interp.runs.rows import Batch
 from interp.runs.sweep import measured
 

@@ -100,6 +100,7 @@ class Sites:
     Attributes:
         runs: the two runs.
         names: the names of the points, by layer.
+        points: the points, by name.
         values: a cache of the points.
         places: the places along each axis.
 
@@ -111,7 +112,8 @@ class Sites:
     def __init__(self, runs: Runs, choice: Choice) -> None:
         self.runs, self._choice = runs, choice
         self.names = named(runs.runner, choice)
-        names, text = [*self.names.values()], runs.text
+        known, names, text = runs.runner.points, [*self.names.values()], runs.text
+        self.points = {name: known[name] for name in names}
         self.values = runs.capture(text, names[0]) if runs.direction is None else runs.source(names)
         self.places = places_of(runs, choice, self.names, self.values)
 

@@ -167,7 +167,7 @@ def by_input(model, stream, changes):
 @torch.no_grad()
 @pytest.mark.parametrize(("form", "tokens"), [("pre", 100), ("sandwich", 40), ("parallel", 1024)])
 def test_edges_of_a_writer_add_up_to_its_exact_patch(form, tokens, monkeypatch):
-    monkeypatch.setattr("interp.runs.gradients.edge_paths._TOKENS", tokens)
+    monkeypatch.setattr("interp.effects.edges._TOKENS", tokens)
     model, real = made(**FORMS[form], n_layers=2), PADDED.get(form, REAL)
     given = model, Pairs(BASE, TARGET, ANSWERS, attention_mask=real)
     found = edge_attribution(*given, method="eap_ig_activations")
@@ -267,7 +267,7 @@ def test_hooks_that_act_are_refused():
 def test_readers_are_scored_a_few_at_a_time(monkeypatch):
     model = made(**FORMS["sandwich"])
     whole = edge_attribution(model, PAIRS)
-    monkeypatch.setattr("interp.runs.gradients.edge_scores._ENOUGH", 7)
+    monkeypatch.setattr("interp.effects.edge_scores._ENOUGH", 7)
     close(edge_attribution(model, PAIRS).values, whole.values)
 
 

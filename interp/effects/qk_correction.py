@@ -1,18 +1,18 @@
-"""AtP*: estimates through attention's pattern, for queries and keys that take the place of others.
+"""The correction of attribution patching at queries and keys: effects through the pattern, whose softmax is computed again.
 
 The algorithm (Kramár et al. 2024, "AtP*: An efficient and scalable method for localizing LLM behaviour to
 components"), for one layer:
 
-1. In the base run, store the arguments of attention (`AttentionPoints`), and take the gradient g of the metric at the pattern.
+1. In the base run, store the arguments of attention (`RecordedAttention`), and take the gradient g of the metric at the pattern.
 2. Run this attention alone with other queries or keys, and read its new pattern or scores.
 3. For queries (`OtherQueries`): each query has its own row of the pattern. The effect of a query is the change of
    its row times g.
 4. For keys (`OtherKeys`): each key changes alone, so its new score changes its own weight from p to r, and the
    weights of the other keys by one factor. The softmax is solved for each key at once, without a run for each.
-5. Sum the effects over the queries, and over the query heads that share a key head.
+5. Sum the effects over the queries, over the query heads that share a key head, and at each place (`corrected`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -24,16 +24,43 @@ from hooks import HookedRunner, HookPoints, Options
 from hooks.base import mapped, unknown_name, without_gradients
 from hooks.shared import Recorder, Session, edits_in_force, plain_argument, replay
 from interp.numbers.precision import at_least_float32
+from interp.runs.estimates import by_place, replacements, summed
+from interp.runs.sites import Sites
 
 Patterns = Float[Tensor, "batch head query key"]
 _PARTS = ("q", "k", "scores", "pattern")
 
 
-class AttentionPoints:
+def corrected(
+    sites: Sites, name: str, attention: "RecordedAttention"
+) -> Callable[[Patterns], Float[Tensor, "..."]]:
+    """Return a function from the gradient at the pattern to the effects of other queries or keys, [*places, example].
+
+    Args:
+        sites: the places of queries or keys.
+        name: the point of the queries or keys, such as `blocks.3.attn.q`.
+        attention: its attention, after the run.
+    """
+    part = name.rpartition(".")[2]
+    kind = OtherQueries if part == "q" else OtherKeys
+    base = attention.values()
+    moved = replacements(sites, name, base[part])
+    changes = [kind(attention, base, other) for other in moved]
+    axes = sites.points[name].axes[:-1]
+
+    def effects(gradient: Patterns) -> Float[Tensor, "..."]:
+        return by_place(
+            sites, [summed(sites, axes, change.effects(gradient)) for change in changes]
+        )
+
+    return effects
+
+
+class RecordedAttention:
     """The attention of one layer in a run, which can be repeated with other queries or keys.
 
     Args:
-        runner: the model's.
+        runner: the runner of the model.
         name: the exact name of a point of that attention, such as `blocks.3.attn.q`.
 
     Attributes:
@@ -57,7 +84,7 @@ class AttentionPoints:
         self.cap: Any = getattr(self._module, "cap", nn.Identity())
 
     def listen(self, session: Session) -> None:
-        """Stores the attention's arguments in the run that follows."""
+        """Store the arguments of attention in the run that follows."""
         session.before(self._module, self._store)
 
     def _store(self, args: Any, kwargs: Any) -> None:
@@ -69,7 +96,7 @@ class AttentionPoints:
 
     @without_gradients
     def values(self, **changed: Tensor) -> dict[str, Tensor]:
-        """Queries, keys, scores and pattern, after some of them are replaced."""
+        """Return queries, keys, scores and pattern, after some of them are replaced."""
         edits = [
             (self._points[part].module, lambda output, value=value: value.to(output.dtype))
             for part, value in changed.items()
@@ -84,14 +111,14 @@ class OtherQueries:
     """Effects of other queries on the metric through the pattern. The softmax is computed again.
 
     Args:
-        attention: after the run.
-        base: its values there.
+        attention: the attention, after the run.
+        base: its values in that run.
         queries: what takes the place of its queries.
     """
 
     def __init__(
         self,
-        attention: AttentionPoints,
+        attention: RecordedAttention,
         base: Mapping[str, Tensor],
         queries: Float[Tensor, "batch pos head d_head"],
     ) -> None:
@@ -112,8 +139,8 @@ class OtherKeys:
     over the other keys by their weights.
 
     Args:
-        attention: after the run.
-        base: its values there.
+        attention: the attention, after the run.
+        base: its values in that run.
         keys: what takes the place of its keys.
 
     Raises:
@@ -122,7 +149,7 @@ class OtherKeys:
 
     def __init__(
         self,
-        attention: AttentionPoints,
+        attention: RecordedAttention,
         base: Mapping[str, Tensor],
         keys: Float[Tensor, "batch pos kv_head d_head"],
     ) -> None:

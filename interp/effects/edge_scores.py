@@ -4,11 +4,12 @@ In a model of 1 layer with 2 heads and an MLP, on one text of 3 tokens:
 
 1. The writers are `input, a0.h0, a0.h1, m0`. `changes` is what each adds in the other run less what it adds in this
    one, [4, 1, 3, d_model].
-2. The readers are `a0.h0<q>` to `a0.h1<v>`, `m0` and `logits`. For each, `pullback` gives the gradient of the metric by the
-   stream that it reads, through it alone, [8, 3, d_model].
+2. The readers are `a0.h0<q>` to `a0.h1<v>`, `m0` and `logits`. For each, `reader_gradients` gives the gradient of the metric
+   by the stream that it reads, through it alone, [8, 3, d_model].
 3. The score of an edge is change · gradient, summed over the positions that `over` keeps together: one matrix product for all
    writers that come before a reader.
-4. The last column is each writer's own attribution, by the gradient where it is added. Its edges should sum to it.
+4. The last column is each writer's own attribution, by the gradient where it is added. The edges of the writer should
+   sum to it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,12 +21,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks.base import all_to_device, progress_of, require_choice, shown, to_device
+from interp.effects.reader_gradients import Pullback, Pullbacks, readings
 from interp.graph import Graph
 from interp.inputs.texts import Text, are_aligned
 from interp.numbers.precision import at_least_float32
-from interp.runs.gradients.backward import Gradients
-from interp.runs.gradients.estimates import require_numbers
-from interp.runs.gradients.pullback import Pullback, Pullbacks, readings
+from interp.runs.gradients import Gradients, require_numbers
 
 # A matrix product with fewer columns reads the changes for too little work.
 _ENOUGH = 60
@@ -60,8 +60,8 @@ class ChangedPositions(NamedTuple):
         return 1 if self.labels is None else len(self.labels)
 
 
-def positions(over: str | None, edited: Text, source: Text) -> ChangedPositions:
-    """The positions of one of the ways to sum; see `edge_attribution`.
+def changed_positions(over: str | None, edited: Text, source: Text) -> ChangedPositions:
+    """Return the positions of one of the ways to sum; see `edge_attribution`.
 
     Raises:
         ValueError: if there is no such way, or the texts do not fit it.
@@ -89,6 +89,12 @@ def positions(over: str | None, edited: Text, source: Text) -> ChangedPositions:
     return ChangedPositions(joined[0], joined[1], joined[2], [*edited.spans])
 
 
+def points_read(graph: Graph) -> list[str]:
+    """Return the points whose values and gradients in the base run give the scores of a graph's edges."""
+    read = [name for reading in readings(graph) for name in (reading.stream, reading.at)]
+    return [*graph.needed, *_writers_by_point(graph), *read]
+
+
 class _Target(NamedTuple):
     """Gradients to multiply with the changes of some writers, and the columns of the scores for the products.
 
@@ -107,35 +113,33 @@ class EdgeScores:
     """Scores of the edges of a graph, from gradients of runs of one text.
 
     Besides the readers there is a last column: the writer's own score, by the gradient where it is added to
-    the stream. It is what the others should sum to.
+    the stream. The other columns should sum to it.
 
     Args:
         graph: the graph.
         where: the positions.
-        source: values that come in place of those of the base run, at `graph.needed`.
-        device: where scores are computed.
+        source: values of the other run, at `graph.needed`.
+        base: values of the base run, at `points_read(graph)`.
+        device: the device where scores are computed.
 
     Attributes:
-        names: the points that gradients and values are needed at.
-        base: the values of the base run; to be set before the first use.
+        added: the writers that are added to the stream at each point.
     """
-
-    base: Mapping[str, Tensor]
 
     def __init__(
         self,
         graph: Graph,
         where: ChangedPositions,
         source: Mapping[str, Tensor],
+        base: Mapping[str, Tensor],
         device: torch.device,
     ) -> None:
-        self.graph, self._source, self._device = graph, source, device
+        self.graph, self._device = graph, device
+        self._source, self._base = source, base
         self.where: ChangedPositions = all_to_device(where, device)
         self._readings = [*readings(graph)]
         self._factors = [all_to_device(layer.added, device) for layer in graph.layers]
         self.added = _writers_by_point(graph)
-        read = [name for reading in self._readings for name in (reading.stream, reading.at)]
-        self.names = [*graph.needed, *self.added, *read]
 
     def changes(
         self, rows: slice, space: Float[Tensor, "writer batch n d_model"] | None = None
@@ -147,7 +151,7 @@ class EdgeScores:
             space: the result of an earlier call for as many, which is written over.
         """
         graph, (here, there, _, _) = self.graph, self.where
-        base, source = self._values(self.base, here, rows), self._values(self._source, there, rows)
+        base, source = self._values(self._base, here, rows), self._values(self._source, there, rows)
         stream = base[graph.points[-1]]
         size = len(graph.writers), *stream.shape
         changes, start = stream.new_empty(size) if space is None else space, 0

@@ -1,7 +1,14 @@
-"""Gradients of a metric at the points of one run, from as many backward passes as are asked for."""
+"""Gradients of a metric at the points of one run, and the checks of these gradients.
+
+1. Run the model once, with a function of autograd at each point that passes the value on (`Gradients`).
+2. A backward pass (`Gradients.backward`) hands the gradient at each point to the caller, from the last point to the first.
+   It can be repeated, for example with points that pass no gradient on.
+3. Check the gradients: NaN is an error (`require_numbers`); a point that no gradient reached is a warning
+   (`warn_of_unread`), and so is a metric that is flat at this run (`warn_of_flat`).
+"""
 
 import warnings
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hooks import HookedRunner, HookError, Point
-from hooks.base import NEVER_FIRED, require_fired, to_device, with_first_tensor
+from hooks.base import NEVER_FIRED, require_fired, to_device, warn, with_first_tensor
 from hooks.shared import Session, first_tensor, point_at
 from interp.inputs.texts import Text
 from interp.inputs.token_positions import last_real
@@ -25,11 +32,11 @@ Receive = Callable[[str, Tensor], object]
 class Gradients:
     """A run of a model, and the gradients of the summed metric at some points of it.
 
-    A text does not affect the metric of another, so the gradient of the sum holds those of all examples.
+    A text does not affect the metric of another text, so the gradient of the sum holds the gradient of each example.
     Weights need no gradients and get none.
 
     Args:
-        runner: the model's.
+        runner: the runner of the model.
         text: what the model reads.
         metric: a function from logits to a number per example.
         names: exact names of points or other modules.
@@ -40,7 +47,7 @@ class Gradients:
 
     Raises:
         ValueError: if PyTorch's inference mode is on, or the metric has no gradient.
-        HookError: if a point fires twice, its value is not a floating one, or gradients are off there.
+        HookError: if a point fires twice, its value has no floating dtype, or gradients are off there.
         NeverFiredError: if the run does not reach a point.
     """
 
@@ -74,14 +81,14 @@ class Gradients:
         self.base = metrics.detach()
 
     def backward(self, receive: Receive, dropped: Collection[str] = (), last: bool = True) -> None:
-        """Run one backward pass, and hand on the gradient at each point, from the last point to the first.
+        """Run one backward pass, and hand the gradient at each point on, from the last point to the first.
 
         A point that the metric does not depend on is left out.
 
         Args:
             receive: called with each name and gradient.
             dropped: points that pass no gradient on. They receive zeros.
-            last: whether no further pass follows, so that memory can be freed on the way.
+            last: whether no further backward pass follows, so that memory can be freed on the way.
 
         Raises:
             HookError: if a kernel, such as one of quantised weights, would drop gradients.
@@ -103,9 +110,9 @@ class Gradients:
                 self._router.receive = None
 
     def is_flat(self) -> bool:
-        """Whether the gradient at the logits, of the last backward pass, was rounding of 0 in all of them."""
+        """Whether the last backward pass began with a gradient at the logits that is rounding of 0."""
         steepest = self._router.steepest
-        if steepest is None:  # the metric reads something else
+        if steepest is None:  # the metric does not read the logits
             return False
         return float(steepest) <= 16 * torch.finfo(at_least_float32(steepest).dtype).eps
 
@@ -163,3 +170,29 @@ class _Node(torch.autograd.Function):
 
 
 _node: Callable[..., Tensor] = _Node.apply
+
+
+def require_numbers(name: str, effects: Float[Tensor, "..."]) -> None:
+    """Refuse NaN. Called in the order of a backward pass, the error names the point where NaN began.
+
+    Raises:
+        ValueError: if a number is NaN.
+    """
+    if effects.isnan().any():
+        raise ValueError(f"gradients must be numbers; going back, the first NaN is at {name}")
+
+
+def warn_of_unread(names: Sequence[str]) -> None:
+    """Warn once of points that no gradient reached."""
+    if names:
+        more = f" and {len(names) - 1} more points" if len(names) > 1 else ""
+        warn(f"the metric does not depend on {names[0]}{more}: effects there are 0")
+
+
+def warn_of_flat(run: Gradients) -> None:
+    """Warn if the metric has no gradient at the run, after a backward pass."""
+    if run.is_flat():
+        warn(
+            "the metric has no gradient at the base run, where it is smallest or largest: these estimates are "
+            "rounding. integrated_gradients, or method='eap_ig_inputs' of edges, takes gradients along the way",
+        )

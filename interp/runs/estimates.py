@@ -1,0 +1,142 @@
+"""Estimates at the places of a site: (target - base) times a gradient, summed over what is no axis of the result.
+
+For `z` [batch, pos, head, d_head] over `layer` and `head`, in a model of 2 layers:
+
+1. `compared` lists the places of two runs (`sites`), `layer` among them.
+2. `replacements` are the values that would take the place of `blocks.0.attn.z`: the other run's value.
+3. `effects` multiplies their change with the gradient there, and sums over `pos` and `d_head`: [head, example].
+4. `of_layers` stacks the layers to [layer, head, example], and makes a `Result` of them.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from hooks.base import to_device
+from interp import edits
+from interp.numbers.precision import at_least_float32
+from interp.results.result import Result
+from interp.runs.gradients import require_numbers, warn_of_unread
+from interp.runs.runs import Runs
+from interp.runs.sites import Choice, Sites
+
+
+def compared(runs: Runs, choice: Choice) -> Sites:
+    """Return the places of two runs where effects are estimated.
+
+    Raises:
+        ValueError: if there are several layers and no axis for them; or as for `Sites`.
+    """
+    sites = Sites(runs, choice)
+    if "layer" not in sites.places and len(sites.names) > 1:
+        raise ValueError(f"over must have 'layer' where there are several; got {(*sites.places,)}")
+    return sites
+
+
+def effects(
+    sites: Sites, name: str, base: Float[Tensor, "..."], gradient: Float[Tensor, "..."]
+) -> Float[Tensor, "..."]:
+    """Estimate the effect of each place of one point: (target - base) · gradient.
+
+    Args:
+        sites: the places, and the values of the run that values come from.
+        name: the point.
+        base: its value in the run that is edited.
+        gradient: the gradient of the metric there.
+
+    Returns:
+        Estimated effects [*axes, example] in float32 at least: the axes of the places without `layer`.
+    """
+    gradient = at_least_float32(gradient)
+    axes = sites.points[name].axes
+    changes = [at_least_float32(other) - base for other in replacements(sites, name, base)]
+    return by_place(sites, [summed(sites, axes, change, gradient) for change in changes])
+
+
+def replacements(sites: Sites, name: str, base: Float[Tensor, "..."]) -> list[Float[Tensor, "..."]]:
+    """Return the values that would take the place of a point's value `base`: one for each span, or one for all places.
+
+    Without spans that is the other run's value; with spans it is for each span the base value with this span replaced.
+    """
+    if "span" not in sites.places:
+        return [sites.values[name]]
+    point = sites.points[name]
+    moves = [edits.replace(sites.values, **selected) for _, selected in sites.places["span"]]
+    return [move(base.clone(), point) for move in moves]
+
+
+def by_place(sites: Sites, effects: list[Float[Tensor, "..."]]) -> Float[Tensor, "..."]:
+    """Return the effects of each of the `replacements` as one tensor [*axes, example]."""
+    axes = [axis for axis in sites.places if axis != "layer"]
+    return torch.stack(effects, axes.index("span")) if "span" in axes else effects[0]
+
+
+def summed(
+    sites: Sites, axes: Sequence[str], *factors: Float[Tensor, "..."]
+) -> Float[Tensor, "..."]:
+    """Return the product of the factors, summed over all axes but `batch` and those that places select along.
+
+    Args:
+        sites: the places; those along `layer` and `span` do not count.
+        axes: the axes of each factor.
+        factors: tensors with these axes.
+
+    Returns:
+        One number for each place and example, [*places, example].
+    """
+    selections: dict[str, list[int | slice]] = {}
+    for axis, along in sites.places.items():
+        if axis not in ("layer", "span"):
+            # Each place selects along one axis.
+            (point_axis,) = along[0][1]
+            selections[point_axis] = [selected[point_axis] for _, selected in along]
+    numbers = {axis: n for n, axis in enumerate(axes)}
+    operands = [part for factor in factors for part in (factor, [*numbers.values()])]
+    sums = torch.einsum(*operands, [numbers[axis] for axis in (*selections, "batch")])
+    for dim, indices in enumerate(selections.values()):
+        sums = _grouped(sums, dim, indices)
+    return sums
+
+
+def _grouped(values: Tensor, at: int, indices: list[int | slice]) -> Tensor:
+    """The sum of `values` along one axis for each index: a number, or a slice of several."""
+    chosen = [range(i, i + 1) if isinstance(i, int) else range(i.start, i.stop) for i in indices]
+    members = [(n, member) for n, several in enumerate(chosen) for member in several]
+    if [(n, n) for n in range(values.shape[at])] == members:
+        return values
+    group, member = torch.tensor(members, device=values.device).T
+    shape = [*values.shape]
+    shape[at] = len(indices)
+    return values.new_zeros(shape).index_add_(at, group, values.index_select(at, member))
+
+
+def of_layers(
+    sites: Sites, by_point: Mapping[str, Tensor], base: Float[Tensor, " example"], **about: Any
+) -> Result:
+    """Return the effects of all layers together.
+
+    Args:
+        sites: the places.
+        by_point: the effects [*places, example] of each point that a backward pass reached, in its order.
+        base: the metric of the run to be edited.
+        about: more facts.
+
+    Raises:
+        ValueError: if an effect is NaN.
+
+    Warns:
+        UserWarning: if a point was not reached. Its effects are 0.
+    """
+    for name, values in by_point.items():
+        require_numbers(name, values)
+    names, places = [*sites.names.values()], sites.places
+    warn_of_unread([name for name in names if name not in by_point])
+    sizes = [len(along) for axis, along in places.items() if axis != "layer"]
+    zero = base.new_zeros(*sizes, len(base))
+    by_layer = [to_device(by_point.get(name, zero), base.device) for name in names]
+    layer_axis = [*places].index("layer") if "layer" in places else None
+    values = by_layer[0] if layer_axis is None else torch.stack(by_layer, layer_axis)
+    return sites.result(base, values, **about)
