@@ -1,5 +1,8 @@
 """Interchange interventions: which part of a value carries a variable, with the controls that make it believable.
 
+Read `featurizers` (parts of a value) and `runs` (runs with a part interchanged) first, as all other files stand on them.
+`aligning` learns a part, with the fits in `fitting`, and scores it with controls; `nullspace` checks a part that is given.
+
 >>> from interp.alignment import counterfactual
 >>> def sum_of_three(a, b, c, carry=None):
 ...     carry = a + b if carry is None else carry
@@ -8,8 +11,9 @@
 11
 """
 
-from interp.alignment.aligning import Alignment, Fit, align, counterfactual
+from interp.alignment.aligning import Alignment, align, counterfactual
 from interp.alignment.featurizers import Featurizer, neurons, of_dictionary, pca, subspace
+from interp.alignment.fitting import Fit
 from interp.alignment.nullspace import NullSpaces, null_spaces
 
 __all__ = [

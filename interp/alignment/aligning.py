@@ -14,34 +14,26 @@ Geiger et al. 2024, "Finding Alignments Between Interpretable Causal Variables a
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.nn.utils.parametrizations import orthogonal
 
-from hooks.base import Words, progress_bar, require_integer, shows_progress, without_gradients
+from hooks.base import Words, progress_bar, shows_progress, without_gradients
 from interp import pictures
-from interp.alignment.featurizers import Featurizer, coordinates, neurons, subspace
-from interp.alignment.runs import Interchanges
-from interp.features.trained_at import warn_of_place
+from interp.alignment.featurizers import Featurizer, neurons
+from interp.alignment.fitting import Fit
+from interp.alignment.runs import InterchangeRuns, Scores
+from interp.features.places import warn_of_place
 from interp.inputs.copies import numbered
 from interp.inputs.pairs import Pairs, PatchingDirection
 from interp.numbers.intervals import interval_text
-from interp.numbers.precision import at_least_float32
 from interp.results.result import Result
 from interp.runs.runs import Runs
 from interp.runs.sites import Choice, named
-
-CONTROLS = ("aligned", "random", "shuffled weights", "shuffled answers", "whole")
-"""What is scored: what was learned, and four controls.
-
-`whole` is the ceiling where the right answer is the clean text's. Where it is neither text's, a part can do better than the whole
-value. `shuffled weights` tests little where most of a model's work is in code without parameters.
-"""
-_COLDEST = 0.01
 
 
 def counterfactual(
@@ -89,7 +81,7 @@ class Alignment(pictures.Shown):
         for n, (point, pos) in enumerate([*self.featurizers][:12]):
             lines.append(f"  {point}, pos {pos}: {self.featurizers[point, pos]}")
             for control, low, high, value in zip(
-                CONTROLS,
+                _CONTROLS,
                 *(x.flatten(1)[:, n].tolist() for x in (ends.low, ends.high, mean)),
                 strict=True,
             ):
@@ -140,151 +132,168 @@ def align(
         UserWarning: if `features` are of a dictionary that was trained at another point.
     """
     fitted, tested = (Runs(model, each, direction) for each in (pairs, test))
-    for each in (fitted, tested):
-        if each.pairs.answers is None:
-            raise ValueError("an alignment needs pairs with answers; got none")
-    if both := {*fitted.pairs.digests()} & {*tested.pairs.digests()}:
-        raise ValueError(f"test pairs must be others than those fitted on; {len(both)} are in both")
+    answers = _answers(fitted.pairs, tested.pairs)
     points = [*named(fitted.runner, Choice(site, ("layer",), layers)).values()]
-    places = [pos] if isinstance(pos, int | str) else [*pos]
+    positions = [pos] if isinstance(pos, int | str) else [*pos]
     Words(Fit).require(fit, ("test", "pos", "layers", "head", "direction", "progress"), "align")
-    learning = Fit(k, **fit)
-    if learning.features is not None:
-        uses = [(learning.features.place, name) for name in points]
-        warn_of_place(model, fitted.runner.points, *uses)
-    batch, seed = learning.batch, learning.seed
-    shuffled = _with_shuffled_weights(model, seed)
-    everywhere = [fitted, tested, *(Runs(shuffled, each, direction) for each in (pairs, test))]
-    answers = fitted.pairs.answers
-    assert answers is not None  # checked above
-    shuffled_answers = answers[_drawn(fitted.pairs, seed).to(answers.device)]
-    scores, learned, losses = [], {}, {}
-    n_fits = 3 * len(points) * len(places)
-    n_steps = n_fits * learning.steps(len(answers))
+    learn = Fit(k, **fit)
+    if learn.features is not None:
+        warn_of_place(fitted.runner, *((learn.features.place, name) for name in points))
+    places = _Places(fitted, tested, answers, learn)
+    scores: list[Scores] = []
+    learned: dict[tuple[str, Any], Featurizer] = {}
+    losses: dict[tuple[str, Any], tuple[float, ...]] = {}
+    n_steps = 3 * len(points) * len(positions) * learn.steps(len(answers))
     with progress_bar("steps of the fits", total=n_steps) as count:
-        for name in points:
-            for place in places:
-                train, held, other, other_held = (
-                    Interchanges(runs, name, place, head) for runs in everywhere
-                )
-                part, losses[name, place] = learning(train, count)
-                learned[name, place] = part
-                parts = [
-                    (held, part),
-                    (held, learning.random(train.size, part)),
-                    (other_held, learning(other, count)[0]),
-                    (held, learning(train.answering(shuffled_answers), count)[0]),
-                    (held, neurons(train.size)),
-                ]
-                bases = {site: site.scores(None, batch)[0] for site in (held, other_held)}
-                row = [(site, *site.scores(each, batch)) for site, each in parts]
-                scores.append([[right, metric - bases[site]] for site, metric, right in row])
-    # [place, control, accuracy or metric, example]
-    table = torch.stack([torch.stack([torch.stack(each) for each in row]) for row in scores])
-    accuracy, metric = table.view(len(points), len(places), *table.shape[1:]).unbind(3)
-    labels = {"control": CONTROLS, "point": points, "pos": places}
-    about = {"site": site, "direction": direction, "metric": repr(tested.metric), "k": k}
-
-    def result(values: Tensor, unit: str, base: Tensor | None = None, **more: Any) -> Result:
-        axes = ("control", "point", "pos", "example")
-        moved = values.movedim(2, 0)
-        more["groups"] = tested.groups
-        return Result(moved, axes, base, labels=labels, unit=unit, about=about, **more)
-
-    unit = getattr(tested.metric, "unit", "")
-    return Alignment(
-        learned,
-        result(accuracy, "accuracy", bounds=(0.0, 1.0)),
-        result(metric, unit, bases[held]),
-        losses,
+        for name, position in product(points, positions):
+            place = places.at(name, position, head, count)
+            part, losses[name, position] = learn(place.train, count)
+            learned[name, position] = part
+            scores += [control(place, part) for control in _CONTROLS.values()]
+    labels: dict[str, Sequence[Any]] = {"control": [*_CONTROLS], "point": points, "pos": positions}
+    accuracy = Result(
+        _by_label([score.right for score in scores], labels),
+        (*labels, "example"),
+        labels=labels,
+        unit="accuracy",
+        about={"site": site, "direction": direction, "metric": repr(tested.metric), "k": k},
+        bounds=(0.0, 1.0),
+        groups=tested.groups,
     )
+    metric = replace(
+        accuracy,
+        values=_by_label([score.effect for score in scores], labels),
+        base=place.test.base,
+        unit=getattr(tested.metric, "unit", ""),
+        bounds=None,
+    )
+    return Alignment(learned, accuracy, metric, losses)
+
+
+def _by_label(
+    scores: Sequence[Float[Tensor, " example"]], labels: Mapping[str, Sequence[Any]]
+) -> Float[Tensor, "control point pos example"]:
+    """Stack scores that come point by point, position by position and control by control."""
+    n_controls, n_points, n_positions = map(len, labels.values())
+    return torch.stack([*scores]).view(n_points, n_positions, n_controls, -1).movedim(2, 0)
 
 
 @dataclass(frozen=True)
-class Fit:
-    """Settings of a fit, which makes a part from pairs at a site.
+class _Place:
+    """Pairs at one point and position, to fit and to test on, and the settings of the fits there.
 
     Attributes:
-        k: the number of columns.
-        features: features to learn a mask of, in place of columns; see `alignment.featurizers`. k does not count then.
-        sparsity: of a mask: what a whole mask costs, in nats.
-        epochs, rate, batch: of Adam.
-        seed: of the first columns, the order of the pairs and the controls.
+        train, test: the pairs.
+        shuffled_train, shuffled_test: the same pairs, run with shuffled weights.
+        drawn_answers: for each pair of `train` the answer of a pair drawn at random.
+        learn: the settings.
+        count: is called after each step of a fit.
     """
 
-    k: int
-    features: Featurizer | None = None
-    sparsity: float = 0.0
-    epochs: int = 3
-    rate: float = 1e-2
-    batch: int = 32
-    seed: int = 0
+    train: InterchangeRuns
+    test: InterchangeRuns
+    shuffled_train: InterchangeRuns
+    shuffled_test: InterchangeRuns
+    drawn_answers: Int[Tensor, "pair *two"]
+    learn: Fit
+    count: Callable[[], object]
 
-    def steps(self, n_pairs: int) -> int:
-        """The steps of a fit to so many pairs."""
-        return self.epochs * -(-n_pairs // self.batch)
 
-    def __call__(
-        self, site: Interchanges, done: Callable[[], object] = lambda: None
-    ) -> tuple[Featurizer, tuple[float, ...]]:
-        """The part, and the mean loss of each epoch. `done` is called after each step."""
-        module, part = self._learner(site.source)
-        optimizer = torch.optim.Adam(module.parameters(), lr=self.rate)
-        draw, losses = torch.Generator().manual_seed(self.seed), []
-        n = len(site.source)
-        steps = self.steps(n)
-        step = 0
-        for _ in range(self.epochs):
-            order, total = torch.randperm(n, generator=draw), 0.0
-            for rows in order.split(self.batch):
-                with torch.enable_grad():
-                    learned = part(_COLDEST ** (step / max(1, steps - 1)))
-                    loss = site.loss(learned, rows)
-                    cost = self.sparsity * learned.mask.mean() if self.features else 0.0
-                    parameters = [*module.parameters()]
-                    gradients = torch.autograd.grad(loss + cost, parameters)
-                for parameter, gradient in zip(parameters, gradients, strict=True):
-                    parameter.grad = gradient
-                optimizer.step()
-                total, step = total + float(loss.detach()) * len(rows), step + 1
-                done()
-            losses.append(total / n)
-        return part(None), tuple(losses)
+class _Places:
+    """Makes each place, from runs that all places share.
 
-    def _learner(self, like: Tensor) -> tuple[nn.Module, Callable[[float | None], Featurizer]]:
-        """What is trained, and the part that it makes at a temperature; None at the end."""
-        size = like.shape[-1]
-        kind: dict[str, Any] = {"device": like.device, "dtype": at_least_float32(like).dtype}
-        if self.features is not None:
-            features, boundary = (
-                self.features,
-                nn.ParameterList([torch.zeros(len(self.features.mask), **kind)]),
-            )
+    Args:
+        fitted, tested: runs of the pairs to fit and to test on.
+        answers: the answers of the pairs to fit on.
+        learn: the settings of fits.
+    """
 
-            def masked(temperature: float | None) -> Featurizer:
-                where = boundary[0]
-                if temperature is None:
-                    return features.only((where > 0).to(where).detach())
-                return features.only(torch.sigmoid(where / temperature))
+    def __init__(
+        self, fitted: Runs, tested: Runs, answers: Int[Tensor, "pair *two"], learn: Fit
+    ) -> None:
+        shuffled = _with_shuffled_weights(fitted.model, learn.seed)
+        self._fitted, self._tested = fitted, tested
+        self._shuffled_fitted, self._shuffled_tested = (
+            Runs(shuffled, runs.pairs, runs.direction) for runs in (fitted, tested)
+        )
+        self._drawn_answers = answers[_drawn(fitted.pairs, learn.seed).to(answers.device)]
+        self._learn = learn
 
-            return boundary, masked
-        require_integer("k", self.k, most=size)
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(self.seed)
-            columns = orthogonal(nn.Linear(self.k, size, bias=False)).to(**kind)
+    def at(
+        self, point: str, pos: int | str, head: int | None, count: Callable[[], object]
+    ) -> _Place:
+        """The place at a point and a position, of one head or of all."""
 
-        def spanned(temperature: float | None) -> Featurizer:
-            basis = columns(torch.eye(self.k, **kind)).mT
-            return coordinates(basis.detach() if temperature is None else basis)
+        def runs_at(runs: Runs) -> InterchangeRuns:
+            return InterchangeRuns(runs, point, pos, head, self._learn.batch)
 
-        return columns, spanned
+        return _Place(
+            train=runs_at(self._fitted),
+            test=runs_at(self._tested),
+            shuffled_train=runs_at(self._shuffled_fitted),
+            shuffled_test=runs_at(self._shuffled_tested),
+            drawn_answers=self._drawn_answers,
+            learn=self._learn,
+            count=count,
+        )
 
-    def random(self, size: int, part: Featurizer) -> Featurizer:
-        """As many columns, or features, drawn at random."""
-        draw = torch.Generator().manual_seed(self.seed)
-        if self.features is None:
-            return subspace(torch.randn(size, self.k, generator=draw))
-        return part.only(part.mask[torch.randperm(len(part.mask), generator=draw)])
+
+# Each control scores a part at a place, given the part that was learned there.
+
+
+def _aligned(place: _Place, learned: Featurizer) -> Scores:
+    """The part that was learned."""
+    return place.test.scores(learned)
+
+
+def _random(place: _Place, learned: Featurizer) -> Scores:
+    """As many columns or features, drawn at random."""
+    return place.test.scores(place.learn.random(place.train.size, learned))
+
+
+def _shuffled_weights(place: _Place, learned: Featurizer) -> Scores:
+    """The same fit on a model with shuffled weights, and scored on it.
+
+    It tests little where most of a model's work is in code without parameters.
+    """
+    part, _ = place.learn(place.shuffled_train, place.count)
+    return place.shuffled_test.scores(part)
+
+
+def _shuffled_answers(place: _Place, learned: Featurizer) -> Scores:
+    """The same fit to the answers of other pairs."""
+    part, _ = place.learn(place.train.answering(place.drawn_answers), place.count)
+    return place.test.scores(part)
+
+
+def _whole(place: _Place, learned: Featurizer) -> Scores:
+    """The whole value: the ceiling where the right answer is the clean text's.
+
+    Where it is neither text's, a part can do better than the whole value.
+    """
+    return place.test.scores(neurons(place.train.size))
+
+
+_CONTROLS: Mapping[str, Callable[[_Place, Featurizer], Scores]] = {
+    "aligned": _aligned,
+    "random": _random,
+    "shuffled weights": _shuffled_weights,
+    "shuffled answers": _shuffled_answers,
+    "whole": _whole,
+}
+
+
+def _answers(pairs: Pairs, test: Pairs) -> Int[Tensor, "pair *two"]:
+    """Return the answers of the pairs that are fitted on.
+
+    Raises:
+        ValueError: if pairs have no answers, or a pair is in both.
+    """
+    if pairs.answers is None or test.answers is None:
+        raise ValueError("an alignment needs pairs with answers; got none")
+    if both := {*pairs.digests()} & {*test.digests()}:
+        raise ValueError(f"test pairs must be others than those fitted on; {len(both)} are in both")
+    return pairs.answers
 
 
 def _drawn(pairs: Pairs, seed: int) -> Int[Tensor, " pair"]:

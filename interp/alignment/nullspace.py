@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from hooks.base import without_gradients
 from interp.alignment.featurizers import Featurizer
-from interp.alignment.runs import Interchanges
+from interp.alignment.runs import InterchangeRuns
 from interp.edits.subspaces import orthonormal
 from interp.inputs.pairs import Pairs, PatchingDirection
 from interp.numbers.precision import is_rounding
@@ -100,11 +100,11 @@ def null_spaces(
         UnknownNameError, ModeError: as for `align`.
     """
     runs = Runs(model, pairs, direction)
-    site = Interchanges(runs, point, pos, head)
+    site = InterchangeRuns(runs, point, pos, head, batch=len(runs.text.tokens))
     columns = orthonormal(directions)
     if len(columns) != site.size:
         raise ValueError(f"directions must have {site.size} rows at {point}; got {len(columns)}")
-    rows = torch.cat([site.base(), site.source]).flatten(0, 1)
+    rows = torch.cat([site.base_values(), site.source]).flatten(0, 1)
     every = torch.eye(site.size).to(rows)
     varying = _axes(rows.std(0))
     if reader is None:
@@ -126,13 +126,11 @@ def null_spaces(
 
         return Featurizer("subspace", encode, decode, torch.ones(columns.shape[1]))
 
-    n = len(site.source)
-    base = site.scores(None, n)[0]
     parts = {"whole": (columns, every), "varying": (columns, varying), "read": (inside, every)}
-    values = torch.stack([site.scores(change(*part), n)[0] - base for part in parts.values()])
+    values = torch.stack([site.scores(change(*part)).effect for part in parts.values()])
     unit = getattr(runs.metric, "unit", "")
     axes, labels = ("through", "example"), {"through": [*parts]}
-    effects = Result(values, axes, base, labels=labels, unit=unit, groups=runs.groups)
+    effects = Result(values, axes, site.base, labels=labels, unit=unit, groups=runs.groups)
     return NullSpaces(effects)
 
 

@@ -1,7 +1,8 @@
 """Runs of pairs with a part of a value at one point taken from the other text."""
 
 import copy
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -17,13 +18,26 @@ from interp.measuring import evaluate, last_of
 from interp.runs.runs import Runs
 
 
-class Interchanges:
+class Scores(NamedTuple):
+    """Scores of a part that is interchanged, for each pair.
+
+    Attributes:
+        effect: the change of the metric by the interchange, in its unit.
+        right: 1 where the right answer is the likeliest, 0 elsewhere; empty without answers.
+    """
+
+    effect: Float[Tensor, " example"]
+    right: Float[Tensor, " answered"]
+
+
+class InterchangeRuns:
     """Pairs at one point and position: base texts that are run, and values of their sources there.
 
     Args:
         runs: the pairs and their direction.
         name: the point.
         pos, head: as for `align`.
+        batch: how many pairs are run together.
 
     Attributes:
         source: values of the source texts, [batch, pos, d].
@@ -34,8 +48,11 @@ class Interchanges:
         UnknownNameError: if the pairs have no such span.
     """
 
-    def __init__(self, runs: Runs, name: str, pos: int | str, head: int | None) -> None:
-        self.runs, self.name, self.answers = runs, name, runs.pairs.answers
+    def __init__(self, runs: Runs, name: str, pos: int | str, head: int | None, batch: int) -> None:
+        self.runs = runs
+        self.name = name
+        self.batch = batch
+        self.answers = runs.pairs.answers
         points = runs.runner.points
         axes = points[name].axes if name in points else ()
         if len(axes) - ("head" in axes or "kv_head" in axes) > 3 or (
@@ -50,13 +67,13 @@ class Interchanges:
         self.source = self._values(runs.other, _columns(runs.other, pos))
         self.size: int = self.source.shape[-1]
 
-    def answering(self, answers: Int[Tensor, "batch *two"]) -> "Interchanges":
+    def answering(self, answers: Int[Tensor, "batch *two"]) -> "InterchangeRuns":
         """The same with other answers."""
         other = copy.copy(self)
         other.answers = answers
         return other
 
-    def base(self) -> Float[Tensor, "batch pos d"]:
+    def base_values(self) -> Float[Tensor, "batch pos d"]:
         """The values of the texts that are run."""
         return self._values(self.runs.text, self._columns)
 
@@ -96,26 +113,28 @@ class Interchanges:
         """The mean cross-entropy of the right answers, among all tokens or both answers of each pair."""
         return cross_entropy(*self._choices(self._logits(part, rows), rows))
 
-    def scores(
-        self, part: Featurizer | None, batch: int
-    ) -> tuple[Float[Tensor, " example"], Float[Tensor, " answered"]]:
-        """The metric of runs with the part taken from the sources, and 1 where the right answer is the likeliest.
+    @cached_property
+    def base(self) -> Float[Tensor, " example"]:
+        """The metric of the runs without an interchange."""
+        return self._measured(None)[0]
 
-        Without answers the second has no entries.
+    def scores(self, part: Featurizer) -> Scores:
+        """The scores of runs with the part taken from the sources."""
+        values, right = self._measured(part)
+        return Scores(values - self.base, right)
 
-        Args:
-            part: the part; None for nothing.
-            batch: how many pairs are run together.
-        """
-        metric, text, outputs, right = self.runs.metric, self.runs.text, [], []
+    def _measured(self, part: Featurizer | None) -> tuple[Tensor, Tensor]:
+        """The metric of runs with a part interchanged, or nothing; and which answers are right."""
+        metric, text = self.runs.metric, self.runs.text
         last = last_of(metric, text.of_logits.mask)
-        for start in range(0, len(text.tokens), batch):
-            rows = slice(start, start + batch)
+        outputs, right = [], []
+        for start in range(0, len(text.tokens), self.batch):
+            rows = slice(start, start + self.batch)
             logits = self._logits(part, rows)
             outputs.append(last_real(logits, last, text.rows(rows).of_logits.mask))
             if self.answers is not None:
-                values, wanted = self._choices(logits, rows)
-                right.append(values.argmax(-1) == wanted)
+                choices, wanted = self._choices(logits, rows)
+                right.append(choices.argmax(-1) == wanted)
         values = evaluate(metric, torch.cat(outputs), len(text.tokens))
         return values, torch.cat(right).to(values) if right else values.new_empty(0)
 

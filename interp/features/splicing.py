@@ -20,8 +20,7 @@ from hooks.base import register_hints, require_choice, to_device, unknown_name, 
 from hooks.shared import Part, PartPoint, blocks_of, names_by_layer, with_parts
 from interp.features.cross_layer import CrossLayerTranscoder
 from interp.features.dictionary import Dictionary
-from interp.features.forms.places import point_at
-from interp.features.trained_at import warn_of_place
+from interp.features.places import point_at, warn_of_place
 from interp.kinds import require_made
 from interp.protocol import of, runner_of
 
@@ -141,7 +140,7 @@ def splice(
 
     Warns:
         UserWarning: if a dictionary says that it was trained at another place; see
-            `interp.features.trained_at`.
+            `interp.features.places`.
 
     >>> from interp import edits
     >>> from interp.features import TopK
@@ -191,7 +190,7 @@ def placed(
         source = _reading(runner, dictionary, point, reads)
         _check_sizes(runner.model, dictionary, point, source)
         places = (dictionary.writes, point.name), (dictionary.reads, source.name)
-        warn_of_place(runner.model, runner.points, *places)
+        warn_of_place(runner, *places)
         parts[point.name] = SplicedDictionary(
             dictionary, point, None if source is point else source.name, error
         )
@@ -222,7 +221,7 @@ register_hints(_only_inside)
 
 def _point(runner: HookedRunner, name: str, option: str) -> Point:
     """The point that a name means here; the option is what says another."""
-    known = point_at(name, runner.model, runner.points)
+    known = point_at(name, runner)
     if known not in runner.points:
         problem = unknown_point(name, runner.points, "hook point").args[0]
         raise UnknownNameError(

@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks.base import require_integer, to_device, without_gradients
-from interp.features.trained_at import warn_of_place
+from interp.features.places import warn_of_place
 from interp.graph import Graph
 from interp.graph.norms import LinearPart, is_identity, linear_part
 from interp.graph.scores import BlockScores
@@ -77,7 +77,7 @@ class FrozenRun:
 
     Warns:
         UserWarning: if a transcoder says that it was trained at another place; see
-            `interp.features.trained_at`.
+            `interp.features.places`.
 
     >>> from interp.features import load_sae
     >>> from models import load
@@ -121,7 +121,7 @@ class FrozenRun:
         )
         for n, (dictionary, _) in self.transcoders.items():
             place = dictionary.writes, graph.names[self._mlps[n].added]
-            warn_of_place(graph.model, graph.runner().points, place)
+            warn_of_place(graph.runner(), place)
         self.readings = {n: self._read_by(n, each) for n, each in self.transcoders.items()}
         self.final = self.reading(getattr(self.model, "ln_final", None), graph.points[-1])
         self.errors = {n: self.at(mlp.added) for n, mlp in self._mlps.items()}

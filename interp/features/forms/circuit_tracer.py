@@ -18,7 +18,7 @@ from interp.features.forms.common import (
     whole_of,
     yaml_of,
 )
-from interp.features.forms.places import ours
+from interp.features.places import ours
 
 
 def read(folder: Path, *, k: int | None = None) -> dict[str, Dictionary]:

@@ -17,7 +17,7 @@ from interp.features.forms.common import (
     require,
     whole_of,
 )
-from interp.features.forms.places import ours
+from interp.features.places import ours
 
 
 def read(folder: Path, *, norm_factor: float | None = None) -> Dictionary:

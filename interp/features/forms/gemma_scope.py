@@ -6,7 +6,7 @@ from pathlib import Path
 from interp.features.activations import JumpReLU
 from interp.features.dictionary import Dictionary
 from interp.features.forms.common import json_of, known_fields, require, tensors_of
-from interp.features.forms.places import ours
+from interp.features.places import ours
 
 # A repository, or its folder in a cache: `models--google--gemma-scope-2b-pt-res`. What its dictionaries write, by its name.
 _REPOSITORY = re.compile(r"gemma-scope-\d+b-[a-z]+-(res|mlp|att|transcoders)\b")

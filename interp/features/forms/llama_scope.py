@@ -19,7 +19,7 @@ from interp.features.forms.common import (
     require,
     tensors_of,
 )
-from interp.features.forms.places import ours
+from interp.features.places import ours
 
 _RULES = {
     "act_fn": "jumprelu",

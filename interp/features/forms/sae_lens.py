@@ -19,8 +19,8 @@ from interp.features.forms.common import (
     tensors_of,
     whole_of,
 )
-from interp.features.forms.places import ours
 from interp.features.matching_pursuit import MatchingPursuit
+from interp.features.places import ours
 
 _CONFIG = "cfg.json of SAELens"
 # Before version 6 one flat object held all that is in `metadata` since, the first of these under older names.

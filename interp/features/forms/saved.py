@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from interp.features.activations import TopK
 from interp.features.dictionary import Dictionary
 from interp.features.forms.common import BY_HAND, json_of, pickled, require, whole_of
-from interp.features.forms.places import ours
+from interp.features.places import ours
 
 _STATISTICS = {"stats_last_nonzero", "latents_activation_frequency", "latents_mean_square"}
 # The last two repeat the content of `activation_state_dict`.

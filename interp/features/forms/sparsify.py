@@ -6,7 +6,7 @@ from hooks.base import require_choice
 from interp.features.activations import GroupMax, TopK
 from interp.features.dictionary import Dictionary
 from interp.features.forms.common import json_of, known_fields, require, tensors_of
-from interp.features.forms.places import ours
+from interp.features.places import ours
 
 
 def read(folder: Path, *, transcodes: bool | None = None) -> Dictionary:

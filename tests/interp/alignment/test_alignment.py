@@ -18,7 +18,7 @@ from interp.alignment import (
     pca,
     subspace,
 )
-from interp.alignment.runs import Interchanges
+from interp.alignment.runs import InterchangeRuns
 from models import load
 from tests.reference import variant
 
@@ -112,9 +112,9 @@ def test_pairs_with_the_same_texts_share_a_drawn_answer_and_count_once(monkeypat
     rows = np.random.default_rng(0).permutation(np.tile(np.arange(30), 4))
     tested = np.random.default_rng(1).permutation(np.tile(np.arange(17), 3))
     drawn = []
-    answering = Interchanges.answering
+    answering = InterchangeRuns.answering
     monkeypatch.setattr(
-        Interchanges, "answering", lambda site, new: drawn.append(new) or answering(site, new)
+        InterchangeRuns, "answering", lambda site, new: drawn.append(new) or answering(site, new)
     )
     found = align(model, train[rows], "h", 2, test=test[tested], epochs=1, seed=3)
     # Texts are numbered in the order in which they come, and each gets the answer of a drawn text.

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 from hooks import UnknownNameError
 from interp.features import Dictionary, JumpReLU, evaluate_sae, feature_cards, load_sae, splice
-from interp.features.forms.places import ours
+from interp.features.places import ours
 from interp.tracing import attribution_graph
 from models import Transformer, TransformerConfig, attach, from_hf, load
 from tests.interp.features.fixtures import FIXTURES, changed

@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 
-from hooks import ModeError
+from hooks import HookedRunner, ModeError
 from interp import (
     Pairs,
     activation_patching,
@@ -17,7 +17,7 @@ from interp import (
     sweep,
     tuned_lens,
 )
-from interp.features.forms.places import have_one_value
+from interp.features.places import have_one_value
 from interp.metrics import log_prob
 from interp.report import derive_corruption
 from interp.runs.runs import Runs
@@ -130,7 +130,7 @@ def test_every_analysis_runs_a_model_without_a_cache(recurrent):
     texts, point = clean.tolist(), "blocks.0.resid_post"
     assert tuned_lens(model, texts, steps=2).losses.isfinite().all()
     assert jacobian_lens(model, texts[:1], skip=0).weight.isfinite().all()
-    assert have_one_value(point, "blocks.1.resid_pre", model)
+    assert have_one_value(point, "blocks.1.resid_pre", HookedRunner(model))
     corrupted = derive_corruption(model, clean[:1], log_prob(4))
     assert (corrupted != clean[:1]).sum() == 1
 

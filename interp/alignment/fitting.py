@@ -1,0 +1,122 @@
+"""Fits of a part of a value to pairs: an orthonormal basis of columns, or a mask of given features.
+
+1. A learner makes the part from its parameters. The sigmoid of a mask's boundary sharpens with a falling temperature.
+2. Each step interchanges the part in some pairs, and follows the gradient of the cross-entropy of the right answers.
+3. In the end the columns are a basis, and each feature is in or out.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import orthogonal
+
+from hooks.base import require_integer
+from interp.alignment.featurizers import Featurizer, coordinates, subspace
+from interp.alignment.runs import InterchangeRuns
+from interp.numbers.precision import at_least_float32
+
+_COLDEST = 0.01
+
+Learner = tuple[nn.Module, Callable[[float | None], Featurizer]]
+"""A module that is trained, and the part that it makes at a temperature; at None, the part in the end."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Settings of a fit, which makes a part from pairs at a site.
+
+    Attributes:
+        k: the number of columns.
+        features: features to learn a mask of, in place of columns; see `alignment.featurizers`. k does not count then.
+        sparsity: of a mask: what a whole mask costs, in nats.
+        epochs, rate, batch: of Adam.
+        seed: of the first columns, the order of the pairs and the controls.
+    """
+
+    k: int
+    features: Featurizer | None = None
+    sparsity: float = 0.0
+    epochs: int = 3
+    rate: float = 1e-2
+    batch: int = 32
+    seed: int = 0
+
+    def steps(self, n_pairs: int) -> int:
+        """The steps of a fit to so many pairs."""
+        return self.epochs * -(-n_pairs // self.batch)
+
+    def __call__(
+        self, pairs: InterchangeRuns, done: Callable[[], object] = lambda: None
+    ) -> tuple[Featurizer, tuple[float, ...]]:
+        """Return the part, and the mean loss of each epoch. `done` is called after each step."""
+        module, part_at = self._learner(pairs.source)
+        parameters = [*module.parameters()]
+        optimizer = torch.optim.Adam(parameters, lr=self.rate)
+        draw = torch.Generator().manual_seed(self.seed)
+        n = len(pairs.source)
+        last_step = max(1, self.steps(n) - 1)
+        step = 0
+        losses = []
+        for _ in range(self.epochs):
+            total = 0.0
+            for rows in torch.randperm(n, generator=draw).split(self.batch):
+                with torch.enable_grad():
+                    part = part_at(_COLDEST ** (step / last_step))
+                    loss = pairs.loss(part, rows)
+                    cost = self.sparsity * part.mask.mean() if self.features else 0.0
+                    gradients = torch.autograd.grad(loss + cost, parameters)
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    parameter.grad = gradient
+                optimizer.step()
+                total += float(loss.detach()) * len(rows)
+                step += 1
+                done()
+            losses.append(total / n)
+        return part_at(None), tuple(losses)
+
+    def _learner(self, like: Tensor) -> Learner:
+        """The learner for values of a size, on their device."""
+        size = like.shape[-1]
+        options: dict[str, Any] = {"device": like.device, "dtype": at_least_float32(like).dtype}
+        if self.features is not None:
+            return _mask(self.features, options)
+        require_integer("k", self.k, most=size)
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(self.seed)
+            columns = nn.Linear(self.k, size, bias=False)
+            orthogonal(columns)
+        return _columns(columns.to(**options), options)
+
+    def random(self, size: int, part: Featurizer) -> Featurizer:
+        """Return as many columns, or features, drawn at random."""
+        draw = torch.Generator().manual_seed(self.seed)
+        if self.features is None:
+            return subspace(torch.randn(size, self.k, generator=draw))
+        return part.only(part.mask[torch.randperm(len(part.mask), generator=draw)])
+
+
+def _mask(features: Featurizer, options: dict[str, Any]) -> Learner:
+    """A learner of which features are in the part: those whose boundary is above 0 in the end."""
+    boundaries = nn.ParameterList([torch.zeros(len(features.mask), **options)])
+
+    def part_at(temperature: float | None) -> Featurizer:
+        boundary = boundaries[0]
+        if temperature is None:
+            return features.only((boundary > 0).to(boundary).detach())
+        return features.only(torch.sigmoid(boundary / temperature))
+
+    return boundaries, part_at
+
+
+def _columns(columns: nn.Linear, options: dict[str, Any]) -> Learner:
+    """A learner of the basis that an orthogonal map has."""
+    identity = torch.eye(columns.in_features, **options)
+
+    def part_at(temperature: float | None) -> Featurizer:
+        basis = columns(identity).mT
+        return coordinates(basis.detach() if temperature is None else basis)
+
+    return columns, part_at
