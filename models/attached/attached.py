@@ -1,6 +1,11 @@
-"""The one object of an attached model: what analyses use of it besides its points, its texts, and the way back."""
+"""The one object of an attached model: the parts that analyses use besides its points, its texts, and the way back.
+
+An attachment keeps the settings of its call, and the modules, sizes and kernels of the model. A later call of `attach` with
+equal settings, on a model that still has these, returns the attachment. Any other call renews it.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -8,8 +13,9 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
-from hooks import HookedRunner, HookPoint, HookPoints
+from hooks import HookedRunner, HookError, HookPoint, HookPoints
 from hooks.base import (
+    hooks_of,
     is_fully_sharded,
     remove_hooks,
     require_module,
@@ -17,30 +23,26 @@ from hooks.base import (
     to_device,
     without_gradients,
 )
-from hooks.shared import Session, Wire, carried, hooks_disabled, inside, is_listened_to
-from models.attached.again import Settings
-from models.attached.configs import (
+from hooks.shared import PartPoint, Session, Wire, carried, hooks_disabled, inside, is_listened_to
+from models.attached.context import CACHES, AttachedContext, repeatable_context
+from models.attached.forward import PaddedPositions
+from models.attached.original import (
     base_of,
     carry_changes,
     configs_of,
-    kernel_name,
-    own_configs,
-    sizes_of,
-)
-from models.attached.context import CACHES, AttachedContext, repeatable_context
-from models.attached.example import (
     is_encoder_decoder,
+    kernel_name,
     logits_of,
+    own_configs,
     parameters_of,
+    sizes_of,
     table_of,
     tokens_for,
     uncached,
 )
 from models.attached.points import TOP, Blocks
-from models.attached.positions import PaddedPositions
-from models.attached.stacks import Stack, Tower
+from models.attached.stacks import Stack, Tower, unembed_of
 from models.attached.sums import HALF, agree
-from models.attached.unembedding import unembed_of
 from models.attached.view import PlainView
 from models.attached.wires import restore_methods
 from models.checkpoints.huggingface import from_memory
@@ -371,3 +373,111 @@ class _Reached(BaseException):
 
 def _stop(args: Any, kwargs: Any) -> None:
     raise _Reached(next(iter((*args, *kwargs.values()))))
+
+
+@dataclass(eq=False)
+class Settings:
+    """Settings of a call of `attach`, and the model that it saw.
+
+    Attributes:
+        example, blocks, attn, mlp: see `attach`.
+        modules: the modules of the attached model, points included, by name.
+        shapes: the shape of each parameter, by name.
+        kernels: the attention kernel that each module with a config asks for.
+    """
+
+    example: Any
+    blocks: str | None
+    attn: str | None
+    mlp: str | None
+    modules: dict[str, nn.Module] = field(default_factory=dict)
+    shapes: dict[str, torch.Size] = field(default_factory=dict)
+    kernels: list[str] = field(default_factory=list)
+
+    def note(self, model: nn.Module) -> None:
+        """Note the modules, sizes and kernels of a model that has its points."""
+        self.modules = _modules(model)
+        self.shapes = _shapes(model)
+        self.kernels = _kernels(model)
+
+    def hold_for(self, other: "Settings", model: nn.Module) -> bool:
+        """Return whether other settings are equal, and the model is as it was at attach."""
+        names = ("blocks", "attn", "mlp")
+        if any(getattr(self, name) != getattr(other, name) for name in names):
+            return False
+        if not _are_equal(self.example, other.example):
+            return False
+        if self.modules != _modules(model) or self.shapes != _shapes(model):
+            return False
+        return self.kernels == _kernels(model)
+
+
+def require_one_attachment(model: nn.Module) -> None:
+    """Refuse a model of which a part, or a model around it, is attached.
+
+    Raises:
+        ValueError: if there is another attachment; it says what to detach.
+    """
+    if carried(model, "language_parts") is not None:
+        return
+    for name, module in model.named_modules():
+        if carried(module, "language_parts") is not None:
+            raise ValueError(
+                f"no part of the model must be attached already; {name} is: detach(model.{name})"
+            )
+        if carried(module, "hook_points") is not None:
+            raise ValueError(
+                "a model must not be part of one that is attached already: detach the whole one, "
+                f"whose points are in {name or 'it'}"
+            )
+
+
+def require_no_hooks(model: nn.Module) -> None:
+    """Refuse hooks on points, which would be lost if the points were made anew.
+
+    Raises:
+        HookError: if a point has a hook.
+    """
+    for name, module in model.named_modules():
+        is_point = isinstance(module, HookPoint | HookPoints | Blocks | Tower)
+        if is_point and hooks_of(module):
+            raise HookError(
+                f"points must have no hooks when attach makes them anew; got a hook at {name}: "
+                "leave its with or remove its handle (HookedRunner(model).handles), then attach"
+            )
+
+
+def _modules(model: nn.Module) -> dict[str, nn.Module]:
+    # Points of parts, such as dictionaries, come and go with their `with`.
+    return {
+        name: module for name, module in model.named_modules() if not isinstance(module, PartPoint)
+    }
+
+
+def _shapes(model: nn.Module) -> dict[str, torch.Size]:
+    return {name: weight.shape for name, weight in model.named_parameters()}
+
+
+def _kernels(model: nn.Module) -> list[str]:
+    return [str(config._attn_implementation) for config in configs_of(model).values()]
+
+
+def _are_equal(example: Any, other: Any) -> bool:
+    """Return whether two examples have the same names and values."""
+    if example is other:
+        return True
+    if example is None or other is None:
+        return False
+    tensors, others = [*tensors_in(example)], [*tensors_in(other)]
+    # Tensors may be cut in the text of an example, so they are compared by themselves.
+    return (
+        repr(example) == repr(other)
+        and len(tensors) == len(others)
+        and all(map(_is_same, tensors, others))
+    )
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
+        return False
+    return torch.equal(one, other)

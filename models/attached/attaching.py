@@ -3,7 +3,7 @@
 1. Run each example on the model as it is, and again with every call recorded (`probe`).
 2. Find the stacks of blocks (`stacks`) and the parts of each block (`layout`).
 3. Put points there, and hooks that pass values through them (`points`).
-4. Check what each point promises (`promises`). What does not hold it is taken out again, with a reason.
+4. Check what each point promises (`checks`). What does not hold it is taken out again, with a reason.
 """
 
 from collections.abc import Sequence
@@ -15,26 +15,26 @@ from torch import Tensor, nn
 from hooks import HookedRunner, HookPoint, HookPoints, Point
 from hooks.base import Shards, is_whole, mesh_of, require_module
 from hooks.shared import Session, carried
-from models.attached.again import Settings, require_no_hooks, require_one_attachment
-from models.attached.attached import Attached
+from models.attached.attached import Attached, Settings, require_no_hooks, require_one_attachment
 from models.attached.attention import AttentionPoints, register
-from models.attached.configs import configs_of, kernel_name, text_config
-from models.attached.example import (
+from models.attached.checks import Checks, reasons_of_missing_points
+from models.attached.forward import Forward, Generate, StackForward
+from models.attached.layout import Roles, layout_of
+from models.attached.original import (
+    AttachError,
     Example,
+    configs_of,
     example_of,
     is_encoder_decoder,
+    kernel_name,
     parameters_of,
+    reading,
     table_of,
+    text_config,
 )
-from models.attached.forward import Forward, Generate, StackForward
-from models.attached.layout import layout_of
-from models.attached.missing import missing
 from models.attached.points import TOP, Blocks, Wiring
 from models.attached.probe import Alone, ProbeRun, probed, seen_alone
-from models.attached.promises import Checks
-from models.attached.roles import Roles
 from models.attached.stacks import OwnPart, Stack, Tower, features, stacks_of
-from models.attached.unreadable import AttachError, reading
 from models.text.tokenizer import as_tokenizer
 from models.transformer import Transformer
 
@@ -212,7 +212,7 @@ class SetUp:
         for stack, wiring in zip(stacks, wirings, strict=True):
             with reading(model, stack.path):
                 Checks(model, wiring, stack)()
-            reasons = missing(model, stack.layouts, stack.left_out, stack.prefix)
+            reasons = reasons_of_missing_points(model, stack.layouts, stack.left_out, stack.prefix)
             for name, why in (stack.left_out | reasons).items():
                 self.left_out[stack.prefix + name] = why
 
@@ -251,7 +251,7 @@ class SetUp:
                 if layout.experts and stack.name:
                     layout.experts = None
                     why["mlp"] = "experts have points in the blocks of the text only"
-                why |= layout.experts.missing if layout.experts else {}
+                why |= layout.experts.left_out if layout.experts else {}
             if any(weight.is_meta for weight in model.parameters()):
                 why["scale"] = "some norms' weights are kept elsewhere until they run"
             if odd:

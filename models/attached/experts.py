@@ -1,25 +1,33 @@
-"""Mixtures of experts in a probe: the module of a block's experts, its router and its shared expert.
+"""Mixtures of experts: the modules of a block's experts, found in a run, and the points of these modules.
 
 1. The experts of a block are the module that is called with vectors, numbers of experts, [row choice], and as many weights;
    or with all vectors once for each expert, already times their weights (`Copies`: these have no numbers and weights).
 2. The router's logits are the last linear map before that call with a column for each expert.
 3. A shared expert is the module whose output, times a gate or not, is the rest of what the MLP adds (`_wholes`).
-4. When the points are there (`expert_points`), what they promise is checked by a few runs (`unequal`, `inert`).
+4. While somebody listens at `router`, the forward of the module that computes the logits runs under a mode that passes them
+   through the point.
+5. `routing` has the weights of all experts, 0 where one was not chosen. An expert that only an edit gives a weight is appended
+   to the chosen.
+6. `experts` comes from one more call, with weights 1. The change that an edit makes there is added to the output, times its
+   weight. Experts that read copies of all vectors show their outputs directly.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from models.attached.example import SHAPE
+from hooks import HookPoint
+from hooks.shared import Wire, is_listened_to
+from models.attached.original import SHAPE
+from models.attached.parts import Summand, factors_of
 from models.attached.probe import Call
-from models.attached.sums import Summand, agree, factors_of, is_close, is_same
-
-Run = Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
+from models.attached.sums import is_close, is_same
+from models.attached.wires import Computed, Replaced, fire, texts_read
 
 
 @dataclass(frozen=True)
@@ -55,7 +63,7 @@ class Experts:
         return self.module is not None and not self.is_mapped
 
     @property
-    def missing(self) -> dict[str, str]:
+    def left_out(self) -> dict[str, str]:
         """The points that are not there, and why."""
         hidden = "the MLP is a mixture of experts, whose hidden layers have no points"
         why = {"mlp.pre": hidden, "mlp.post": hidden}
@@ -174,63 +182,149 @@ def _beside(
                 yield Summand(call.module, scale, call.is_overwritten), gate
 
 
-Broken = Iterator[tuple[int, str, str]]
-"""Points that do not hold what they promise, each with its block and the reason."""
+class ExpertPoints(nn.Module):
+    """The points of a block's experts."""
+
+    def __init__(self, experts: Experts) -> None:
+        super().__init__()
+        self.n = experts.n
+        if experts.router is not None:
+            meaning = "the router's logits, before anything is done with them"
+            self.router = HookPoint("batch pos expert", meaning)
+            experts.router.forward = RouterForward(self.router, experts.router, experts.n)
+        if experts.reads_copies and experts.has_outputs:
+            meaning = "what each expert adds, 0 where it was not chosen"
+            self.experts = HookPoint("batch pos expert d_model", meaning)
+        elif experts.module is not None and not experts.reads_copies:
+            meaning = "weights of the experts, 0 where one was not chosen"
+            self.routing = HookPoint("batch pos expert", meaning)
+            self.chosen = HookPoint("batch pos choice", "numbers of the chosen experts")
+            if experts.has_outputs:
+                meaning = "what each chosen expert adds, before its weight"
+                self.experts = HookPoint("batch pos choice d_model", meaning)
+        if experts.shared is not None:
+            self.shared = HookPoint("batch pos d_model", "what the shared expert adds")
 
 
-def unequal(mixtures: Mapping[int, Experts], run: Run, calls: Callable[..., Any]) -> Broken:
-    """The points `experts` whose values, each times its weight, are not what the experts give together.
+class RouterForward(Replaced):
+    """The forward of a module, which passes its linear map with `n` columns through a point.
 
     Args:
-        mixtures: the experts, by block.
-        run: the logits and a cache of a run on a few tokens, given names and hooks.
-        calls: the arguments of modules in such a run.
+        point: the point.
+        module: the module.
+        n: the number of experts.
     """
-    modules: dict[int, nn.Module] = {
-        n: module
-        for n, each in mixtures.items()
-        if (module := each.module) is not None and each.has_outputs and not each.reads_copies
-    }
-    if not modules:
-        return
-    parts = ("routing", "chosen", "experts")
-    try:
-        _, cache = run([f"blocks.{n}.mlp.{part}" for n in modules for part in parts])
-    except Exception as error:  # code that takes no row with one expert alone (LongCat)
-        why = f"they do not run one by one: {error}"
-        yield from ((n, "experts", why) for n in modules)
-        return
-    arguments = calls([*modules.values()])
-    for n, module in modules.items():
-        routing, chosen, outputs = (cache[f"blocks.{n}.mlp.{part}"] for part in parts)
-        total = (routing.gather(-1, chosen)[..., None] * outputs).sum(2)
-        with torch.no_grad():
-            output = module(*arguments[module][0])
-        if not agree(total.view_as(output), output * mixtures[n].factor, 1e-4):
-            yield n, "experts", "what each gives, times its weight, is not what they give together"
+
+    def __init__(self, point: HookPoint, module: nn.Module, n: int) -> None:
+        super().__init__(module)
+        self._point, self._n = point, n
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The output of the module's own forward."""
+        if not is_listened_to(self._point):
+            return self.inner(*args, **kwargs)
+        with _Logits(self._point, self._n):
+            return self.inner(*args, **kwargs)
 
 
-def inert(mixtures: Mapping[int, Experts], run: Run) -> Broken:
-    """The points `router` whose edits change nothing, found by runs of one router of each kind; see `unequal`.
+class _Logits(TorchFunctionMode):
+    def __init__(self, point: HookPoint, n: int) -> None:
+        super().__init__()
+        self._point, self._n = point, n
 
-    If an edit reaches nothing, both runs do the same arithmetic and give the same bits. So rounding cannot make it look as
-    if it acted. The weights of the experts show that it acts even if all experts compute the same.
-    """
-    acts: dict[type[nn.Module], bool] = {}
-    for n, each in mixtures.items():
-        if each.router is None:
-            continue
-        if (kind := type(each.router)) not in acts:
-            has_weights = each.module is not None and not each.reads_copies
-            name = f"blocks.{n}.mlp.routing" if has_weights else f"blocks.{n}.resid_post"
-            hook = {f"blocks.{n}.mlp.router": _reordered}
-            before, after = (run([name], hooks)[1][name] for hooks in ({}, hook))
-            acts[kind] = not is_same(before, after)
-        if not acts[kind]:
-            yield n, "router", "an edit of the logits does not reach what is chosen"
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """The function's result or, of the router's map, what the point gives."""
+        output = func(*args, **(kwargs or {}))
+        is_map = getattr(func, "__name__", "") == "linear" and output.shape[-1] == self._n
+        return fire(self._point, output) if is_map else output
 
 
-def _reordered(logits: Tensor, point: object) -> Tensor:
-    """An edit after which other logits are the largest, also where all were equal."""
-    steps = torch.arange(logits.shape[-1], dtype=logits.dtype, device=logits.device)
-    return logits.roll(1, -1) + steps
+@dataclass(eq=False)
+class Routing(Wire):
+    """Passes the experts that each position goes to, and their weights, through points."""
+
+    point: HookPoint
+    chosen: HookPoint
+    n: int
+
+    def __call__(self, module: nn.Module, args: Any) -> Any:
+        """The arguments with what the points give."""
+        places = {part.is_floating_point(): at for at, part in enumerate(args[1:], 1)}
+        chosen, weights = args[places[False]], args[places[True]]
+        if is_listened_to(self.point):
+            routing = weights.new_zeros(*weights.shape[:-1], self.n).scatter(-1, chosen, weights)
+            new = fire(self.point, routing)
+            weights = new.gather(-1, chosen)
+            if new is not routing:
+                others, more = _others(chosen, new)
+                chosen, weights = torch.cat([chosen, others], -1), torch.cat([weights, more], -1)
+        if is_listened_to(self.chosen):
+            chosen = fire(self.chosen, chosen)
+        changed = {places[False]: chosen, places[True]: weights}
+        return tuple(changed.get(at, part) for at, part in enumerate(args))
+
+
+def _others(chosen: Tensor, routing: Tensor) -> tuple[Tensor, Tensor]:
+    """The experts that were not chosen and have a weight, and these weights; with gradients all, as any might get one."""
+    is_other = torch.ones_like(routing, dtype=torch.bool).scatter(-1, chosen, False)
+    if not routing.requires_grad:
+        is_other &= routing != 0
+    others = is_other.to(routing.dtype).topk(int(is_other.sum(-1).max()), -1).indices
+    # A row with fewer than another has experts among these that are no others.
+    return others, routing.gather(-1, others) * is_other.gather(-1, others)
+
+
+@dataclass(eq=False)
+class ChosenOutputs(Computed):
+    """Passes what each chosen expert gives, times a factor, through a point."""
+
+    factor: float = 1.0
+
+    def passed(self, module: Any, args: Any, output: Tensor) -> Tensor | None:
+        """The output with what the point changes; None if it changes nothing."""
+        x, (chosen, weights) = args[0], sorted(args[1:], key=torch.is_floating_point)
+        n, size = chosen.shape[-1], x.shape[-1]
+        rows = x.reshape(-1, size).repeat_interleave(n, 0)
+        each = [chosen.reshape(-1, 1), torch.ones_like(weights).reshape(-1, 1)]
+        outputs = module.forward(rows, *(each if args[1] is chosen else each[::-1]))
+        outputs = outputs.view(*chosen.shape, size) * self.factor
+        new = fire(self.point, outputs)
+        if new is outputs:
+            return None
+        weights = weights[..., None].to(outputs.dtype)
+        before, after = (
+            (part * weights).sum(-2).view_as(output) for part in (outputs.detach(), new)
+        )
+        # Alive through the point alone, or a gradient would count twice.
+        change = (after - before.detach()) / self.factor
+        return (output.detach() if new.requires_grad else output) + change
+
+
+@dataclass(eq=False)
+class Copies(Computed):
+    """Passes what each expert gives, times a factor, through a point, where each reads all vectors."""
+
+    n: int
+    factor: float = 1.0
+
+    def passed(self, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+        """The output with what the point changes; None if it changes nothing."""
+        outputs = output.view(self.n, *texts_read.get(), -1).movedim(0, -2) * self.factor
+        new = fire(self.point, outputs)
+        return None if new is outputs else (new / self.factor).movedim(-2, 0).reshape(output.shape)
+
+
+@dataclass(eq=False)
+class Gated(Computed):
+    """Passes the output of a shared expert through a point, times its gate."""
+
+    gate: nn.Module
+
+    def passed(self, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+        """The output with what the point changes; None if it changes nothing."""
+        share = self.gate.forward(args[0]).sigmoid()
+        gated = output * share
+        new = fire(self.point, gated)
+        return None if new is gated else new / share

@@ -1,29 +1,81 @@
-"""The layout of a model: which of its modules compute what our points name, found from one run.
+"""The layout of a block: which of its modules compute the values that our points name, found from one run.
 
-No architecture is named here; all is found from what modules read and gave:
+No architecture is named here; all is found from the tensors that modules read and gave:
 
-1. The blocks are those of a stack (`stacks`).
-2. Attention is the module in a block that calls an attention function.
-3. What a sublayer adds is the output, times a factor of the config, that makes the stream a later module reads of the one
+1. Attention is the module in a block that calls an attention function.
+2. A sublayer adds the output of a module, times a factor of the config, that makes the stream a later module reads of the one
    that entered the block (`_sublayers`). The first such sublayer after attention began is attention's, the other the MLP's;
    between them is that of attention to an encoder, if the block has some.
-4. A norm is a module whose output is its input over a scale (`norm_of`); its name follows from the stream it reads.
-5. The MLP's hidden layer is what a module without weights makes new, and what a later map reads (`hidden`).
+3. A norm is a module whose output is its input over a scale (`norm_of`); its name follows from the stream it reads.
+4. The MLP's hidden layer is the output of a module without weights, which a later map reads (`hidden_of`).
+5. Blocks and sublayers that a user names (`Roles`) must pass the same sums.
 """
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from models.attached.experts import Experts, find
-from models.attached.hidden import Hidden, hidden_of, is_in
-from models.attached.norms import TracedNorm, norm_of
+from models.attached.original import AttachError
+from models.attached.parts import (
+    Hidden,
+    Summand,
+    TracedNorm,
+    factors_of,
+    hidden_of,
+    is_in,
+    norm_of,
+    parallel,
+    summand,
+)
 from models.attached.probe import Call, ProbeRun
-from models.attached.roles import Roles, gives, require_added, sublayer_of
-from models.attached.sums import Summand, factors_of, is_same, parallel, summand
+from models.attached.sums import is_same
+
+
+class Roles(NamedTuple):
+    """The names that a user gives: of the blocks in a model, and of the sublayers in a block. None where they are looked for."""
+
+    blocks: str | None = None
+    attn: str | None = None
+    mlp: str | None = None
+
+
+def sublayer_of(block: Call, calls: Sequence[Call], name: str) -> Call:
+    """The call of the sublayer with this name.
+
+    Raises:
+        ValueError: if the block has none, or it did not run once.
+    """
+    for call in calls:
+        if call.name == f"{block.name}.{name}":
+            return call
+    names = ", ".join(name for name, _ in block.module.named_children())
+    raise AttachError(
+        f"{name!r} must be a module of each block that runs once; {block.name} has {names}"
+    )
+
+
+def gives(added: Call, sublayer: Call) -> bool:
+    """Whether what is added is a sublayer's output, or what a norm or dropout makes of it."""
+    reads = any(is_same(x, sublayer.output) for x in added.inputs)  # the same tensor
+    is_plain = norm_of(added) is not None or not [*added.module.parameters()]
+    return (reads and is_plain) or is_in(sublayer, added) or is_in(added, sublayer)
+
+
+def require_added(sublayer: Call, added: Call | None, block: Call) -> None:
+    """Refuses a sublayer that does not give what is added to the stream.
+
+    Raises:
+        ValueError: naming the sublayer.
+    """
+    if added is None or not gives(added, sublayer):
+        raise AttachError(
+            f"{sublayer.name.removeprefix(block.name)[1:]!r} must give what is added to the stream, up to a norm, dropout or a "
+            f"number of the block; in {block.name} the stream is no such sum"
+        )
 
 
 @dataclass

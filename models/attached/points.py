@@ -8,18 +8,20 @@ from torch import Tensor, nn
 
 from hooks import HookPoint, HookPoints
 from hooks.base import hooks_last
-from models.attached.attention import AttentionPoints, CrossPoints
-from models.attached.configs import text_config
-from models.attached.example import embedding_of
-from models.attached.expert_points import ChosenOutputs, Copies, ExpertPoints, Gated, Routing
+from models.attached.attention import (
+    AttentionPoints,
+    CrossPoints,
+    TracedCross,
+    TracedPoints,
+)
+from models.attached.context import CacheGiven, number_of, past_of
+from models.attached.experts import ChosenOutputs, Copies, ExpertPoints, Gated, Routing
 from models.attached.layout import BlockLayout
-from models.attached.norms import TracedNorm, norm_of
-from models.attached.past import CacheGiven, number_of, past_of
+from models.attached.original import embedding_of, text_config
+from models.attached.parts import Summand, TracedNorm, factors_of, norm_of, summand
 from models.attached.probe import Call, ProbeRun
-from models.attached.stacks import Stack
-from models.attached.stream_shapes import require_position_of_each_token
-from models.attached.sums import Summand, factors_of, is_same, summand
-from models.attached.traced import TracedCross, TracedPoints
+from models.attached.stacks import Stack, require_position_of_each_token
+from models.attached.sums import is_same
 from models.attached.wires import (
     BlockInput,
     Input,

@@ -22,8 +22,7 @@ from torch.overrides import TorchFunctionMode
 from hooks import HookPoint
 from hooks.base import memory_of, tensors_in, version, without_gradients
 from hooks.shared import Session
-from models.attached.configs import kernel_of
-from models.attached.example import Example, logits_of
+from models.attached.original import Example, kernel_of, logits_of
 from models.mode import mode
 
 PRODUCTS = ("matmul", "bmm", "baddbmm")

@@ -1,12 +1,13 @@
-"""The stacks of blocks that a run goes through: that of the text, encoders, and towers for images and sounds.
+"""The stacks of blocks that a run goes through: the blocks of the text, encoders, and towers for images and sounds.
 
-1. A stack is a `ModuleList` outside all others whose modules run once each, every one on what the last one gave; or the
+1. A stack is a `ModuleList` outside all others whose modules run once each, every one on the output of the last; or the
    modules that a user names (`stacks_of`).
-2. The blocks that read a position for each token have points without a prefix. An encoder and its decoder have `encoder.`
-   and `decoder.`, towers `vision.` or `audio.`, after the path of their module.
+2. The blocks that read a position for each token have points without a prefix (`require_position_of_each_token`). An encoder
+   and its decoder have `encoder.` and `decoder.`, towers `vision.` or `audio.`, after the path of their module.
 3. The points of a stack with a prefix are in a `Tower`, or in the model's own module of that name.
-4. A tower's features are put into the stream of the text: `merged` is that stream, and `projected` what the tower gives for it
-   (`features`).
+4. A tower's features are put into the stream of the text: `merged` is that stream, and `projected` the output of the tower
+   for it (`features`).
+5. After the last block of a text, a norm and a linear map give the logits (`unembed_of`).
 """
 
 import fnmatch
@@ -18,15 +19,28 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks.shared import OptionalPoints
-from models.attached.example import SHAPE, embedding_of, is_encoder_decoder
+from hooks.base import tensors_in, without_gradients
+from hooks.shared import OptionalPoints, Session
 from models.attached.layout import BlockLayout
+from models.attached.original import (
+    ADVICE,
+    SHAPE,
+    WITHOUT_ATTACH,
+    AttachError,
+    Example,
+    base_of,
+    embedding_of,
+    is_encoder_decoder,
+    text_config,
+)
+from models.attached.parts import factors_of
 from models.attached.probe import Call, ProbeRun
-from models.attached.sums import is_same
-from models.attached.unreadable import ADVICE, AttachError
+from models.attached.sums import is_close, is_same
 from models.attached.wires import Replaced
+from models.mode import mode
 
 
 @dataclass(eq=False)
@@ -290,4 +304,138 @@ def _problem(chain: Sequence[Call], times: set[int]) -> str | None:
     # Between blocks nothing is computed that could be rounded.
     if any(not is_same(one.output, two.inputs[0]) for one, two in itertools.pairwise(chain)):
         return "do not read what the last one gave"
+    return None
+
+
+def require_position_of_each_token(model: nn.Module, stack: Stack) -> None:
+    """Refuses a stack whose stream is not [batch, pos, d_model], with a position for each token.
+
+    The stream of an encoder or a decoder may have others, as that of images. It must not have its axes in another order.
+
+    Raises:
+        AttachError: saying what the positions are instead.
+    """
+    tokens, stream = _tokens_of(stack), stack.chain[0].inputs[0]
+    if tokens is None or tokens.shape == stream.shape[:2]:
+        return
+    (rows, n_pos), (rows_seen, seen) = tokens.shape, stream.shape[:2]
+    advice = WITHOUT_ATTACH
+    if (rows_seen, seen) == (n_pos, rows):
+        why = "its blocks read [pos, batch, d_model], with positions first"
+    elif stack.texts is None:
+        return
+    elif base_of(model) is not model and _positions(base_of(model), stack, n_pos) == n_pos:
+        why = f"an adapter puts {seen - n_pos} virtual tokens before each text"
+        advice = "attach its base model, and give the adapter as run="
+    else:
+        why = _reason(n_pos, seen, _positions(model, stack, n_pos - 1))
+    raise AttachError(
+        f"the stream must have a position for each of {n_pos} tokens of {rows} texts; got {[*stream.shape]} in "
+        f"{stack.path!r} of a {type(model).__name__}: {why} ({advice})"
+    )
+
+
+def _tokens_of(stack: Stack) -> Tensor | None:
+    """The tokens that a stack reads; None for images and sounds."""
+    example: Example = stack.probe.example
+    if stack.name == "decoder":
+        decoded = example.kwargs.get("decoder_input_ids")
+        return decoded if isinstance(decoded, Tensor) and decoded.ndim == 2 else None
+    return example.tokens if stack.name in ("", "encoder") else None
+
+
+def _reason(n_pos: int, seen: int, shorter: int | None) -> str:
+    """The reason why a stream has other positions than tokens.
+
+    Args:
+        n_pos: the number of tokens.
+        seen: the number of positions.
+        shorter: the number of positions for one token less; None if it is not known.
+    """
+    if seen < n_pos:
+        return f"it joins tokens, {n_pos} of them into {seen}"
+    if shorter == seen - 1:
+        return f"it puts {seen - n_pos} positions of its own beside each text"
+    if shorter == seen:
+        return "it pads texts to a multiple of some length"
+    if shorter is not None and shorter * n_pos == seen * (n_pos - 1):
+        return f"it has {seen // n_pos} positions for each token, in several streams"
+    return "its positions are not those of the tokens"
+
+
+@without_gradients
+def _positions(model: Any, stack: Stack, n_pos: int) -> int | None:
+    """How many positions the stream has where texts have `n_pos` tokens; None if the model does not run on these."""
+    example, found = stack.probe.example, list[int]()
+
+    def see(args: Any, kwargs: Any) -> None:
+        found.append(next(tensors_in((args, kwargs))).shape[1])
+
+    def cut(value: Any) -> Any:
+        tokens = example.tokens
+        is_by_token = isinstance(value, Tensor) and tokens is not None
+        return value[:, :n_pos] if is_by_token and value.shape[:2] == tokens.shape else value
+
+    args = [*map(cut, example.args)]
+    kwargs = {name: cut(value) for name, value in example.kwargs.items()}
+    try:
+        with mode(model, training=False), Session() as session:
+            session.before(stack.chain[0].module, see)
+            model(*args, **kwargs)
+    except Exception:  # any, because the length of texts may be fixed
+        return None
+    return found[0] if found else None
+
+
+@dataclass(frozen=True)
+class Unembedding:
+    """Modules in sequence, then a factor and a soft cap.
+
+    Attributes:
+        modules: the final norm, if any, to the unembedding.
+        factor, cap: of the logits; a cap of 0 is none.
+    """
+
+    modules: tuple[nn.Module, ...]
+    factor: float
+    cap: float
+
+    def __call__(
+        self, resid: Float[Tensor, "batch pos d_model"]
+    ) -> Float[Tensor, "batch pos vocab"]:
+        """Logits from a residual stream, including the final norm."""
+        for module in self.modules:
+            resid = module(resid)
+        return self.finished(resid)
+
+    def finished(self, logits: Tensor) -> Tensor:
+        """Logits from what the last module gives."""
+        logits = logits if self.factor == 1 else logits * self.factor
+        return torch.tanh(logits / self.cap) * self.cap if self.cap else logits
+
+
+def unembed_of(model: Any, probe: ProbeRun, last: Call) -> Unembedding | None:
+    """The modules after the blocks, if they give the logits. A model without a head gives no logits."""
+    if hasattr(model, "get_output_embeddings") and model.get_output_embeddings() is None:
+        return None
+    modules: list[nn.Module] = []
+    at, after = last.output, last.ended
+    for call in probe.single:
+        # The same tensor, handed on from module to module.
+        if call.began > after and call.inputs and is_same(call.inputs[0], at):
+            modules.append(call.module)
+            at, after = call.output, call.ended
+    logits = probe.logits
+    if at is None or logits is None or at.shape != logits.shape:
+        return None
+    config = text_config(model)
+    cap = getattr(config, "final_logit_softcapping", None) or 0.0
+    held = factors_of(config)
+    for factor in (1.0, *held, *(1 / value for value in held)):
+        for bound in dict.fromkeys(
+            (cap, 0.0)
+        ):  # a cap far above all logits changes less than rounding
+            unembedding = Unembedding(tuple(modules), factor, bound)
+            if is_close(unembedding.finished(at), logits, at * factor):
+                return unembedding
     return None

@@ -16,35 +16,42 @@
 The points of attention and of the embeddings are those of the attached model. Weights are copies.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks import HookPoint, Identity, position_offset, start_of_piece
-from hooks.base import without_gradients
-from hooks.shared import carried
+from hooks.base import mapped, tensors_in, without_gradients
+from hooks.shared import Session, carried, hooks_disabled
 from models.attached.context import AttachedContext
-from models.attached.example import tokens_for
 from models.attached.layout import BlockLayout
-from models.attached.probe import Call
-from models.attached.sums import agree
-from models.attached.view_parts import (
-    ViewContext,
-    missing,
-    mlp_modules,
-    norm_like,
-    recorded,
-    view_context_of,
-    weights_of,
-)
-from models.attached.view_sublayers import ViewAttention, ViewMLP
+from models.attached.original import logits_of, tokens_for
+from models.attached.parts import norm_of
+from models.attached.probe import Call, ProbeRun, arguments_of
+from models.attached.sums import agree, is_same
 from models.block import Branch
 from models.mode import mode
+from models.norm import LayerNorm, RMSNorm
 
 STREAM = "batch pos d_model"
 TOLERANCE = 1e-4
 """Of the largest logit, in float32. A part of another kind changes logits by far more."""
+
+
+class ViewContext(NamedTuple):
+    """The values that attention reads besides the stream, in a run of some texts.
+
+    Attributes:
+        arguments: the model's, besides the tokens.
+        calls: the arguments of each attention module, in the order of the blocks.
+    """
+
+    arguments: dict[str, Any]
+    calls: tuple[tuple[Any, Any], ...]
 
 
 class PlainView(nn.Module):
@@ -79,20 +86,20 @@ class PlainView(nn.Module):
                 setattr(self, name, getattr(model, name))
         for n, layout in enumerate(layouts):
             if layout.mixer_out is not None:
-                raise missing(n, "attention as its only mixer of positions, without mixer_out,")
+                raise not_found(n, "attention as its only mixer of positions, without mixer_out,")
             if layout.mid_out is not None:
-                raise missing(
+                raise not_found(
                     n, "norms of what its sublayers read, not of the sum with the stream,"
                 )
             if layout.attention is None or layout.attn_out is None:
-                raise missing(
+                raise not_found(
                     n, "attention at points (attn.q, ...) whose output is added (attn_out)"
                 )
             if shards := carried(model.blocks[n].attn.z, "shards"):
                 rule = f"heads that are not split over {shards.mesh.size()} processes"
-                raise missing(n, rule)
+                raise not_found(n, rule)
         if not language.has("unembed"):
-            raise missing(None, "an unembedding that reads the stream alone")
+            raise not_found(None, "an unembedding that reads the stream alone")
         tokens = tokens_for(model)
         with mode(model, training=False):
             calls, logits = recorded(language, tokens)
@@ -111,7 +118,7 @@ class PlainView(nn.Module):
             self.eval()
             ours = self(tokens)
         if not agree(ours, logits, TOLERANCE):
-            raise missing(None, "blocks that are sums of their parts")
+            raise not_found(None, "blocks that are sums of their parts")
 
     def forward(self, tokens: Int[Tensor, "batch pos"], **arguments: Any) -> Tensor:
         """The model's logits, from its parts."""
@@ -159,7 +166,7 @@ class PlainView(nn.Module):
     @without_gradients
     def _unembedding(self) -> tuple[Tensor, Tensor]:
         if len(self._head) != 1:
-            raise missing(None, "one linear map from the final norm to the logits")
+            raise not_found(None, "one linear map from the final norm to the logits")
         like = next(self._model.parameters())
         weight, bias = weights_of(self._head[0], self.config.d_model, like)
         factor = self.language.unembed.factor
@@ -233,3 +240,302 @@ class ViewBlock(nn.Module):
             return self.resid_post(mid + mlps[0](resid))
         mid = self.resid_mid(mid)
         return self.resid_post(mid + mlps[0](mid))
+
+
+class ViewAttention(nn.Module):
+    """Attention of the view: the model's own module between linear maps of ours.
+
+    Args:
+        layer: the index of the block.
+        layout: the block's modules.
+        points: the attached model's points of this attention, which fire as the module runs.
+        read: what attention read in the recorded run, [batch, pos, d_model].
+        calls: what each module read and gave.
+        context: of that run.
+
+    Attributes:
+        qkv: the projections, joined: query heads, key heads, value heads.
+        output: the output map, with the factor of what is added.
+    """
+
+    module: Any
+    projections: list[nn.Module]
+    map: nn.Module
+
+    def __init__(
+        self,
+        layer: int,
+        layout: BlockLayout,
+        points: Any,
+        read: Tensor,
+        calls: dict[nn.Module, Call],
+        context: ViewContext,
+    ) -> None:
+        super().__init__()
+        self.layer, module = layer, layout.attention
+        assert module is not None
+        for name, point in points.named_children():
+            setattr(self, name, point)
+        inside = [calls[part] for part in module.modules() if part in calls and part is not module]
+        projections = outermost([c for c in inside if is_projection(c, read)])
+        if not projections:
+            raise not_found(layer, "projections that read what attention reads")
+        # Not a submodule: its parameters are not the view's.
+        vars(self).update(module=module, projections=[c.module for c in projections])
+        leaves = [c.output.to(read).requires_grad_() for c in projections if c.output is not None]
+        values = self._values(leaves, read, context)
+        q, k, v, z = (values[name] for name in "qkvz")
+        self.heads = [part.shape[2] for part in (q, k, v)]
+        maps = [c for c in inside if c.inputs and agree(c.inputs[0], z.detach().flatten(2))]
+        if len({part.shape[3] for part in (q, k, v, z)}) > 1 or not maps:
+            raise not_found(layer, "heads of one size and a map that reads z")
+        vars(self)["map"] = maps[-1].module
+        columns = columns_of((q, k, v), leaves)
+        if columns is None:
+            raise not_found(layer, "projections each of whose columns belongs to one head")
+        self.places = columns.argsort().split([leaf.shape[-1] for leaf in leaves])
+        parts = [weights_of(c.module, read.shape[-1], q) for c in projections]
+        weight, bias = (torch.cat(part, -1) for part in zip(*parts, strict=True))
+        self.qkv = linear_of(weight[:, columns], bias[columns])
+        factor = layout.attn_out.factor if layout.attn_out else 1.0
+        weight, bias = weights_of(self.map, z.shape[2] * z.shape[3], q)
+        self.output = linear_of(weight * factor, bias * factor)
+
+    def _values(
+        self, leaves: Sequence[Tensor], x: Tensor, context: ViewContext
+    ) -> dict[str, Float[Tensor, "batch pos _head d_head"]]:
+        """Queries, keys, values and z of outputs of the projections, with their graph."""
+        values: dict[str, Tensor] = {}
+        with torch.enable_grad(), Session() as session:
+            for module, leaf in zip(self.projections, leaves, strict=True):
+                session.after(module, partial(instead, leaf))
+            for name in "qkvz":
+                session.after(getattr(self, name), partial(values.__setitem__, name))
+            self._run(x, context)
+        return values
+
+    def _run(self, x: Tensor, context: ViewContext) -> None:
+        args, kwargs = context.calls[self.layer]
+        stream = stream_among((args, kwargs), x.shape[-1])
+        args, kwargs = mapped((args, kwargs), lambda leaf: x if leaf is stream else leaf)
+        self.module(*args, **kwargs)
+
+    def project(self, x: Float[Tensor, "batch pos d_model"]) -> tuple[Tensor, ...]:
+        """Queries, keys and values [batch, pos, head, d_head] of the normalized stream: linear in `x`."""
+        return self.qkv(x).unflatten(-1, (sum(self.heads), -1)).split(self.heads, 2)
+
+    def mix(
+        self,
+        q: Float[Tensor, "batch pos head d_head"],
+        k: Float[Tensor, "batch pos kv_head d_head"],
+        v: Float[Tensor, "batch pos kv_head d_head"],
+        context: ViewContext,
+    ) -> Float[Tensor, "batch pos d_model"]:
+        """Return what attention adds to the residual stream, from the results of `project`."""
+        joined = torch.cat([q, k, v], 2).flatten(2)
+        read: list[Tensor] = []
+        with Session() as session:
+            for module, place in zip(self.projections, self.places, strict=True):
+                session.after(module, partial(instead, joined[..., place]))
+            session.before(
+                self.map, lambda args, kwargs: read.append(next(tensors_in((args, kwargs))))
+            )
+            self._run(joined.new_zeros(*q.shape[:2], self.qkv.in_features), context)
+        return self.output(read[0])
+
+    def forward(self, x: Float[Tensor, "batch pos d_model"], context: ViewContext) -> Tensor:
+        """Return what attention adds to the residual stream."""
+        q, k, v = self.project(x)
+        return self.mix(q, k, v, context)
+
+    @property
+    def W_O(self) -> Float[Tensor, "head d_head d_model"]:
+        """Output projections."""
+        return self.output.weight.T.unflatten(0, (self.heads[0], -1))
+
+    @property
+    def b_O(self) -> Float[Tensor, " d_model"]:
+        """Output bias."""
+        return self.output.bias
+
+
+def _part(kind: str, index: int) -> Any:
+    def read(self: ViewAttention) -> Tensor:
+        held = getattr(self.qkv, kind).unflatten(0, (sum(self.heads), -1)).split(self.heads)[index]
+        return held.mT if kind == "weight" else held
+
+    return property(read)
+
+
+for _index, _letter in enumerate("QKV"):
+    setattr(ViewAttention, f"W_{_letter}", _part("weight", _index))
+    setattr(ViewAttention, f"b_{_letter}", _part("bias", _index))
+
+
+class ViewMLP(nn.Module):
+    """The model's own modules, one after the other, and the factor of what they add."""
+
+    parts: Sequence[nn.Module]
+    factor: float
+
+    def __init__(self, modules: Sequence[nn.Module], factor: float) -> None:
+        super().__init__()
+        vars(self).update(parts=modules, factor=factor)
+
+    def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
+        """Return what the MLP gives."""
+        shape = x.shape
+        for module in self.parts:
+            x = next(tensors_in(module(x)))
+        x = x.view(shape)  # experts may see rows and positions as one axis
+        return x if self.factor == 1 else x * self.factor
+
+
+def not_found(n: int | None, what: str) -> ValueError:
+    """The error for a part that was not found in block `n`, or in the model."""
+    where = "a decoder" if n is None else f"block {n}"
+    return ValueError(
+        f"{where} must have {what} for graphs and sums of components; none was found, and models.from_hf does "
+        "not know the family"
+    )
+
+
+def recorded(language: Any, tokens: Tensor) -> tuple[dict[nn.Module, Call], Tensor]:
+    """Return what each module that runs once read and gave, and the logits."""
+    probe = ProbeRun(copied=lambda tensor: tensor.detach().clone())
+
+    def run() -> Tensor:
+        with Session() as session:
+            probe.listen(session, language.model)
+            return logits_of(language.run(tokens))
+
+    logits = hooks_disabled(run)
+    return {call.module: call for call in probe.single}, logits
+
+
+def view_context_of(
+    language: Any, attention: Sequence[Any], tokens: Tensor, arguments: dict[str, Any]
+) -> ViewContext:
+    """The arguments of attention modules in a run of the model."""
+    run = partial(language.run, tokens, **arguments)
+    calls = hooks_disabled(arguments_of, attention, run)
+    return ViewContext(arguments, tuple(calls[module] for module in attention))
+
+
+def norm_like(call: Call | None) -> nn.Module:
+    """One of our norms that gives what a module gave; an identity for None."""
+    if call is None:
+        return Identity()
+    norm = norm_of(call)
+    assert norm is not None
+    assert call.output is not None
+    size, weight = call.output.shape[-1], getattr(norm.module, "weight", None)
+    # Some blocks see rows and positions as one axis.
+    x, output = (part.view(1, -1, size) for part in (call.inputs[0], call.output))
+    gains = [None] if weight is None else [weight, 1 + weight]
+    bias: Any = norm.module.bias if norm.bias else None
+    if bias is not None and not norm.centered:
+        raise not_found(None, "norms without a bias where no mean is subtracted")
+    made = []
+    for gain in gains:
+        has_gain = gain is not None
+        ours = (
+            LayerNorm(size, norm.eps, has_gain, bias is not None)
+            if norm.centered
+            else RMSNorm(size, norm.eps, has_gain)
+        ).to(x)
+        for parameter, value in zip(ours.parameters(), (gain, bias), strict=False):
+            parameter.copy_(value)
+        made.append(ours.requires_grad_(False))
+    return min(made, key=lambda ours: float((ours(x) - output).abs().max()))
+
+
+def mlp_modules(
+    n: int, layout: BlockLayout, calls: dict[nn.Module, Call], norms: Sequence[Call | None]
+) -> tuple[list[nn.Module], Call | None]:
+    """Return the chain of modules of an MLP, from its norm or the stream to what it adds, and that norm."""
+    added, after = layout.mlp_out, layout.norms.get("ln2_post")
+    assert added is not None
+    wanted = calls[added.module].output if after is None else calls[after.module].inputs[0]
+    stream = calls[layout.mid_in or layout.block].inputs[0]
+    inside = [calls[part] for part in layout.block.modules() if part in calls]
+    inside.sort(key=lambda call: call.began)
+    for norm, read in [*((norm, norm.output) for norm in norms if norm), (None, stream)]:
+        if modules := _chain(read, wanted, inside):
+            return modules, norm
+    raise not_found(n, "modules that read the norm and give what the MLP adds")
+
+
+def _chain(read: Tensor | None, wanted: Tensor | None, calls: Sequence[Call]) -> list[nn.Module]:
+    """Modules, each of what the last one gave, from one that reads a value to one that gives another."""
+    for n, call in enumerate(calls):
+        if not call.inputs or call.output is None or not agree(call.inputs[0], read):
+            continue
+        if agree(call.output, wanted):
+            return [call.module]
+        if modules := _chain(call.output, wanted, calls[n + 1 :]):
+            return [call.module, *modules]
+    return []
+
+
+def is_projection(call: Call, read: Tensor) -> bool:
+    """Whether a module with weights read this, and gave a vector for each position."""
+    fits = bool(call.inputs) and call.output is not None and call.output.ndim == 3
+    # The same tensor: nothing is computed between.
+    return fits and any(True for _ in call.module.parameters()) and is_same(call.inputs[0], read)
+
+
+def outermost(calls: Sequence[Call]) -> list[Call]:
+    """The calls of modules that are not inside another of these."""
+    inner = {part for call in calls for part in call.module.modules() if part is not call.module}
+    return [call for call in calls if call.module not in inner]
+
+
+def columns_of(
+    parts: Sequence[Float[Tensor, "batch pos _head d_head"]],
+    outputs: Sequence[Float[Tensor, "batch pos _width"]],
+) -> Int[Tensor, " column"] | None:
+    """For each dimension of each head, of queries, keys and values in order, its column of the joined outputs.
+
+    None if heads share columns, or a column belongs to none.
+    """
+    columns = []
+    generator = torch.Generator().manual_seed(0)
+    for part in parts:
+        for head in range(part.shape[2]):
+            factors = torch.zeros_like(part)
+            factors[:, :, head] = torch.randn(factors[:, :, head].shape, generator=generator)
+            grads = torch.autograd.grad(
+                part, outputs, factors, retain_graph=True, allow_unused=True, materialize_grads=True
+            )
+            sizes = torch.cat([grad.abs().sum((0, 1)).float().cpu() for grad in grads])
+            columns.append(sizes.topk(part.shape[3]).indices.sort().values)
+    joined = torch.cat(columns)
+    every = torch.arange(sum(output.shape[-1] for output in outputs))
+    return joined if torch.equal(joined.sort().values, every) else None  # whole numbers
+
+
+def stream_among(tree: Any, width: int) -> Tensor:
+    """The first tensor among arguments that is a vector of the stream for each position."""
+    floats = (t for t in tensors_in(tree) if t.is_floating_point() and t.ndim == 3)
+    return next(tensor for tensor in floats if tensor.shape[-1] == width)
+
+
+def weights_of(module: nn.Module, size: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """The weight [in, out] and the bias of a linear map."""
+    bias = module(like.new_zeros(1, 1, size))[0, 0]
+    unit = torch.eye(size, dtype=like.dtype, device=like.device)
+    return (module(unit[None])[0] - bias).detach(), bias.detach()
+
+
+def instead(value: Tensor, output: Any) -> Tensor:
+    """The hook that puts a value in the place of an output."""
+    return value
+
+
+def linear_of(weight: Float[Tensor, "d_in d_out"], bias: Float[Tensor, " d_out"]) -> nn.Linear:
+    """The linear map of a weight and a bias."""
+    made = nn.utils.skip_init(nn.Linear, *weight.shape, device=weight.device, dtype=weight.dtype)
+    made.weight.copy_(weight.T)
+    made.bias.copy_(bias)
+    return made.requires_grad_(False)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hooks import HookPoint
 from hooks.base import Shards, tensors_in, with_first_tensor
 from hooks.shared import Wire, carried, is_listened_to
-from models.attached.norms import TracedNorm
+from models.attached.parts import TracedNorm
 
 # Dataclasses, because a copy of the model must have hooks that know the copy's points.
 

@@ -24,7 +24,7 @@ from interp import (
 from interp.protocol import of
 from models import Sampling, attach, detach, from_hf, generate
 from models.attached.context import _is_causal
-from models.attached.norms import norm_of
+from models.attached.parts import norm_of
 from models.attached.probe import Call
 from tests import attachable, seeing
 from tests.attachable import CACHE

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from models import attach
-from models.attached.unreadable import AttachError
+from models.attached.original import AttachError
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 

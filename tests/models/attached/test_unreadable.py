@@ -10,7 +10,7 @@ from hooks import HookedRunner, HookError, NeverFiredError
 from interp import edits
 from models import attach
 from models.attached import attaching
-from models.attached.unreadable import AttachError
+from models.attached.original import AttachError
 from tests.models.attached.kinds import TOKENS, made
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")

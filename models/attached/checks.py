@@ -1,15 +1,17 @@
-"""Checks of the points of an attached model, by runs on a few tokens: what does not hold its promise is taken out again.
+"""Checks of the points of an attached model, by runs on a few tokens. A point that breaks its promise is taken out again.
 
 1. Attention by code of its own: pattern, scores and z are what their names say, also after edits (`Checks.traced`).
 2. Streams: an edit of `resid_mid` reaches what comes after (`Checks.streams`).
 3. Mixers other than attention: positions mix, or it is an MLP (`Checks.mixers`).
 4. Experts: their parts add up, and edits of the router act (`Checks.experts`).
 5. Attention through the library: with everything listened at, the logits are the model's (`Checks.attention`).
+6. Each usual point that is not there gets a reason (`reasons_of_missing_points`).
 """
 
 import contextlib
+import copy
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,20 +20,22 @@ import torch
 from torch import Tensor, nn
 
 from hooks import ActivationCache, HookedRunner
-from hooks.base import without_gradients
-from hooks.shared import Session
-from models.attached.attention import AttentionPoints
-from models.attached.checked import has_other_terms, problem_of
-from models.attached.example import logits_of
-from models.attached.experts import inert, unequal
+from hooks.base import mapped, tensors_in, without_gradients
+from hooks.shared import Session, carried
+from models.attached.attention import AttentionPoints, TracedPoints
+from models.attached.experts import Experts
 from models.attached.layout import BlockLayout
+from models.attached.original import AttachError, logits_of
 from models.attached.points import MLP_OUT, TOP, Wiring
 from models.attached.probe import arguments_of
 from models.attached.stacks import Stack
-from models.attached.sums import HALF, agree, is_close, rolled
-from models.attached.traced import TracedPoints
-from models.attached.unreadable import AttachError
+from models.attached.sums import HALF, agree, is_close, is_same
 from models.mode import mode
+
+
+def rolled(value: Tensor, point: object) -> Tensor:
+    """An edit by which all numbers along the last axis move on by one."""
+    return value.roll(1, -1)
 
 
 @dataclass(eq=False)
@@ -238,3 +242,193 @@ def _has_other_terms(points: AttentionPoints, calls: Any) -> bool | None:
         return has_other_terms(points.module, *calls[points.module])
     except Exception:  # weights of a kind that is no number, for instance
         return None
+
+
+Run = Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
+Broken = Iterator[tuple[int, str, str]]
+"""Points that do not hold what they promise, each with its block and the reason."""
+
+
+def unequal(mixtures: Mapping[int, Experts], run: Run, calls: Callable[..., Any]) -> Broken:
+    """The points `experts` whose values, each times its weight, are not what the experts give together.
+
+    Args:
+        mixtures: the experts, by block.
+        run: the logits and a cache of a run on a few tokens, given names and hooks.
+        calls: the arguments of modules in such a run.
+    """
+    modules: dict[int, nn.Module] = {
+        n: module
+        for n, each in mixtures.items()
+        if (module := each.module) is not None and each.has_outputs and not each.reads_copies
+    }
+    if not modules:
+        return
+    parts = ("routing", "chosen", "experts")
+    try:
+        _, cache = run([f"blocks.{n}.mlp.{part}" for n in modules for part in parts])
+    except Exception as error:  # code that takes no row with one expert alone (LongCat)
+        why = f"they do not run one by one: {error}"
+        yield from ((n, "experts", why) for n in modules)
+        return
+    arguments = calls([*modules.values()])
+    for n, module in modules.items():
+        routing, chosen, outputs = (cache[f"blocks.{n}.mlp.{part}"] for part in parts)
+        total = (routing.gather(-1, chosen)[..., None] * outputs).sum(2)
+        with torch.no_grad():
+            output = module(*arguments[module][0])
+        if not agree(total.view_as(output), output * mixtures[n].factor, 1e-4):
+            yield n, "experts", "what each gives, times its weight, is not what they give together"
+
+
+def inert(mixtures: Mapping[int, Experts], run: Run) -> Broken:
+    """The points `router` whose edits change nothing, found by runs of one router of each kind; see `unequal`.
+
+    If an edit reaches nothing, both runs do the same arithmetic and give the same bits. So rounding cannot make it look as
+    if it acted. The weights of the experts show that it acts even if all experts compute the same.
+    """
+    acts: dict[type[nn.Module], bool] = {}
+    for n, each in mixtures.items():
+        if each.router is None:
+            continue
+        if (kind := type(each.router)) not in acts:
+            has_weights = each.module is not None and not each.reads_copies
+            name = f"blocks.{n}.mlp.routing" if has_weights else f"blocks.{n}.resid_post"
+            hook = {f"blocks.{n}.mlp.router": _reordered}
+            before, after = (run([name], hooks)[1][name] for hooks in ({}, hook))
+            acts[kind] = not is_same(before, after)
+        if not acts[kind]:
+            yield n, "router", "an edit of the logits does not reach what is chosen"
+
+
+def _reordered(logits: Tensor, point: object) -> Tensor:
+    """An edit after which other logits are the largest, also where all were equal."""
+    steps = torch.arange(logits.shape[-1], dtype=logits.dtype, device=logits.device)
+    return logits.roll(1, -1) + steps
+
+
+POINTS = ("q", "k", "v", "scores", "pattern", "z")
+
+
+def in_float32(module: nn.Module, args: Any, kwargs: Any) -> tuple[nn.Module, Any, Any]:
+    """A copy of a module in half precision, with its arguments, in float32; themselves where they are precise.
+
+    In half precision rounding may hide a term of attention, or look like one.
+    """
+    held = [*module.parameters(), *tensors_in((args, kwargs))]
+    if not any(tensor.dtype in HALF for tensor in held):
+        return module, args, kwargs
+
+    def widened(leaf: Any) -> Any:
+        is_half = isinstance(leaf, Tensor) and leaf.dtype in HALF
+        return leaf.float() if is_half else leaf
+
+    return copy.deepcopy(module).float(), mapped(args, widened), mapped(kwargs, widened)
+
+
+@without_gradients
+def has_other_terms(module: nn.Module, args: Any, kwargs: Any) -> bool:
+    """Whether attention gives something else where its scores and its pattern are listened to."""
+    module, args, kwargs = in_float32(module, args, kwargs)
+    points: Any = carried(module, "hook_points")
+    output = next(tensors_in(module(*args, **kwargs)))
+    with Session() as session:
+        session.after(points.pattern, lambda pattern: None)
+        explicit = next(tensors_in(module(*args, **kwargs)))
+    return not agree(explicit, output, 1e-4)
+
+
+@without_gradients
+def problem_of(module: nn.Module, args: Any, kwargs: Any) -> str | None:
+    """The first promise that the points of attention by code of its own break; None if there is none.
+
+    Args:
+        module: the attention module, with `TracedPoints`.
+        args, kwargs: its arguments in some run.
+    """
+    traced: Any = carried(module, "hook_points")
+    module, args, kwargs = in_float32(module, args, kwargs)
+    values, read = _values_of(module, args, kwargs, edits=False)
+    traced.scale = carried(module, "hook_points").scale
+    edited, _ = _values_of(module, args, kwargs, edits=True)
+    return _broken(values, read) or _broken(edited)
+
+
+def _values_of(
+    module: nn.Module, args: Any, kwargs: Any, edits: bool
+) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """The values at the points of one run, and what modules read, or may read, of it. Edits turn what can be edited."""
+    points: Any = carried(module, "hook_points")
+    values: dict[str, Tensor] = {}
+    read: list[Tensor] = []
+    with Session() as session:
+        for name in POINTS:
+            if edits and name not in ("scores", "z"):
+                session.after(getattr(points, name), lambda value: value.roll(1, -1))
+            session.after(getattr(points, name), partial(values.__setitem__, name))
+        for part in module.modules():
+            session.before(part, lambda *arguments: read.extend(tensors_in(arguments)))
+        read += tensors_in(module(*args, **kwargs))
+    return values, read
+
+
+def _broken(values: Mapping[str, Tensor], read: Sequence[Tensor] | None = None) -> str | None:
+    """The first promise that values break. One of the tensors that are `read` must be z."""
+    eps = torch.finfo(values["z"].dtype).eps
+    q, k, v, scores, pattern, z = (values[name].float().cpu() for name in POINTS)
+    k, v = (part.repeat_interleave(q.shape[2] // part.shape[2], 2) for part in (k, v))
+    products = torch.einsum("bqhd,bkhd->bhqk", q, k)
+    scale = (products * scores).sum() / products.square().sum()
+    equal = partial(agree, tolerance=max(1e-4, 16 * eps))
+    sums, joined = pattern.sum(-1), z.flatten(2)
+    flat = [part.reshape(joined.shape) for part in read or () if part.numel() == joined.numel()]
+    checks = {
+        "scores are no multiple of q·k": equal(products * scale, scores),
+        "rows of pattern do not sum to 1": equal(sums, torch.ones_like(sums)),
+        "z is not pattern·v": equal(torch.einsum("bhqk,bkhd->bqhd", pattern, v), z),
+        "no map reads z": read is None or any(equal(part.float().cpu(), joined) for part in flat),
+    }
+    return next((problem for problem, holds in checks.items() if not holds), None)
+
+
+USUAL = (
+    *("resid_pre", "ln1.scale", "ln1.normalized", "attn.q", "attn.k", "attn.v", "attn.scores", "attn.pattern", "attn.z"),
+    *("attn_out", "resid_mid", "ln2.scale", "ln2.normalized", "mlp.pre", "mlp.post", "mlp_out", "resid_post"),
+)  # fmt: skip
+"""The points of a usual block, by the last parts of their names."""
+
+ADDED = ("attn_out", "mixer_out", "mlp_out")
+SUMMED = ("attn_out", "resid_mid", "ln2.scale", "ln2.normalized", "mlp.pre", "mlp.post", "mlp_out")
+"""Those that say what is added to the stream, and those that are found by such sums."""
+
+
+def reasons_of_missing_points(
+    model: Any, layouts: Sequence[BlockLayout], known: Mapping[str, str], prefix: str = ""
+) -> dict[str, str]:
+    """The usual points that some block, or the model's end, is without, and why, beside those whose reason is known."""
+    points, reasons = HookedRunner(model).points, dict[str, str]()
+    for name in USUAL:
+        without = [n for n in range(len(layouts)) if f"{prefix}blocks.{n}.{name}" not in points]
+        if without and not {name, *name.split(".")} & {*known}:
+            others = all(f"{prefix}blocks.{n}.mixer_out" in points for n in without)
+            scaled = all(layouts[n].reads_first for n in without)
+            some = f"block {', '.join(map(str, without))}"
+            if name.startswith("attn") and others:
+                why = f"{some} has another mixer of positions, mixer_out"
+            elif name in SUMMED and not any(
+                f"{prefix}blocks.{n}.{part}" in points for n in without for part in ADDED
+            ):
+                why = "the stream that leaves the block is no sum of what entered and modules' outputs"
+            elif name in ("mlp_out", "resid_mid") and scaled:
+                why = "what is added after attention is scaled, or a sum of several"
+            else:
+                where = "any block" if len(without) == len(layouts) else some
+                why = f"no module of {where} takes it in or gives it out"
+            reasons[name] = why
+    attentions = [layout.attention for layout in layouts if layout.attention is not None]
+    inside = (name.split(".") for attention in attentions for name, _ in attention.named_modules())
+    if any("router" in parts for parts in inside):
+        reasons["attn.router"] = "attention chooses among experts by a router of its own"
+    if f"{prefix}ln_final.normalized" not in points:
+        reasons["ln_final"] = "no norm of one module comes after the last block"
+    return reasons

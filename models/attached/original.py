@@ -1,0 +1,331 @@
+"""A model of `transformers` before points are put in: its configs, the arguments it runs on, and the error if it cannot be read.
+
+1. Each module with a config gets its own copy, so that models that share a config are not affected (`own_configs`). The copy
+   asks for attention with points, and `kernel_of` is the attention function that the config asked for before.
+2. The model runs on fourteen tokens, or on the example of the user (`example_of`).
+3. `AttachError` names the module that cannot be read, and says what the user can do.
+"""
+
+import contextlib
+import inspect
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hooks import HookError
+from hooks.base import Words, forwards_in, library, tensors_in, without_gradients
+from models.mode import mode
+
+Kernel = Callable[..., tuple[Tensor, Any]]
+"""An attention function of `transformers`. It returns z, [batch, query, head, d_head], and weights or None."""
+
+HOOKED = "hooked_"
+"""Before the name of the model's own kernel: `transformers` knows `hooked_attention` by these names."""
+
+
+def configs_of(model: nn.Module) -> dict[nn.Module, Any]:
+    """The config of each module that has one."""
+    held = {module: vars(module).get("config") for module in model.modules()}
+    return {module: config for module, config in held.items() if _is_config(config)}
+
+
+def own_configs(model: nn.Module) -> dict[nn.Module, tuple[Any, Any]]:
+    """Gives every module of the model a copy of its config that asks for `hooked_attention`.
+
+    Returns:
+        The config that each module had, and another copy of it.
+    """
+    had, copies, kept = configs_of(model), dict[int, Any](), dict[int, Any]()
+    before = {module: (config, deepcopy(config, kept)) for module, config in had.items()}
+    for module, config in had.items():
+        module.config = copied = deepcopy(config, copies)
+        copied._attn_implementation_internal = HOOKED + kernel_name(config)
+    return before
+
+
+def carry_changes(changed: Any, before: Any, config: Any) -> None:
+    """Makes the changes in `config` that a module's own copy has had since it was equal to `before`."""
+    for name, value in vars(changed).items():
+        if name == "_attn_implementation_internal":
+            is_set = not str(value).startswith(HOOKED)
+            if is_set and kernel_name(changed) != kernel_name(before):
+                setattr(config, name, value)
+            continue
+        old, new = vars(before).get(name), vars(config).get(name)
+        if _is_config(value) and _is_config(old) and _is_config(new):
+            carry_changes(value, old, new)
+        elif name not in vars(before) or not same(value, old):
+            setattr(config, name, value)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values of configs are equal; configs inside them count by what they hold."""
+    return repr(one) == repr(other)
+
+
+def kernel_name(config: Any) -> str:
+    """The name of the kernel that a config asks for."""
+    return str(config._attn_implementation or "sdpa").removeprefix(HOOKED)
+
+
+def base_of(model: Any) -> Any:
+    """The model inside an adapter's wrapper, which hands its arguments on to it, or calls it alone, as in generation."""
+    return getattr(model, "get_base_model", lambda: model)()
+
+
+def text_config(model: Any) -> Any:
+    """The part of a model's config that is about its text blocks; the whole one, or the model, where there is no other."""
+    config = getattr(model, "config", model)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _is_config(value: Any) -> bool:
+    return hasattr(value, "_attn_implementation")
+
+
+def kernel_of(module: nn.Module) -> Kernel:
+    """The function that the module would call if the model were not attached."""
+    name, eager = kernel_name(module.config), None
+    for kind in type(module).__mro__:
+        eager = eager or getattr(sys.modules[kind.__module__], "eager_attention_forward", None)
+    kernels = library("transformers").AttentionInterface()
+    return eager if name == "eager" and eager else kernels["sdpa" if name == "eager" else name]
+
+
+LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of an attached model, under our names.
+
+    Attributes:
+        vocab_size: the number of logits.
+        n_ctx: the longest text; a model that does not say reads any.
+        n_layers, n_heads, d_model, logit_cap: as in `models.TransformerConfig`.
+    """
+
+    vocab_size: int
+    n_ctx: int
+    n_layers: int
+    n_heads: int
+    d_model: int
+    logit_cap: float
+
+
+def sizes_of(model: Any, vocab_size: int, n_layers: int, d_model: int, logit_cap: float) -> Sizes:
+    """The sizes of a model, some of which its config says."""
+    config = text_config(model)
+    n_ctx = next((n for name in LENGTHS if (n := getattr(config, name, None))), sys.maxsize)
+    n_heads = getattr(config, "num_attention_heads", 0)
+    return Sizes(vocab_size, n_ctx, n_layers, n_heads, d_model, logit_cap)
+
+
+SHAPE = (2, 7)
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """The arguments of a run.
+
+    Attributes:
+        args, kwargs: the arguments.
+    """
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def run(self, model: nn.Module) -> Any:
+        """The model's output."""
+        return model(*self.args, **self.kwargs)
+
+    @without_gradients
+    def logits(self, model: nn.Module) -> Tensor:
+        """The model's logits.
+
+        Raises:
+            ValueError: if the model does not run on these arguments.
+        """
+        with mode(model, training=False):
+            try:
+                output = self.run(model)
+            except Exception as error:
+                shapes = {n: [*x.shape] for n, x in self.kwargs.items() if isinstance(x, Tensor)}
+                raise AttachError(
+                    f"the model must run on {shapes or 'its first argument'} alone; {type(model).__name__} raised "
+                    f"{brief(error)} (example= gives other arguments)"
+                ) from error
+        return logits_of(output)
+
+    @without_gradients
+    def runs_with_cache(self, model: nn.Module) -> bool:
+        """Whether the model also runs without `use_cache=False`, with a cache of its own making."""
+        if self.kwargs.get("use_cache") is not False:
+            return True
+        kwargs = {name: value for name, value in self.kwargs.items() if name != "use_cache"}
+        with mode(model, training=False):
+            try:
+                Example(self.args, kwargs).run(model)
+            except Exception:  # each model has an error of its own
+                return False
+        return True
+
+    @property
+    def tokens(self) -> Tensor | None:
+        """The tokens [batch, pos] that the model reads; None where it reads none."""
+        tokens = self.kwargs.get("input_ids", next(tensors_in(self.args), None))
+        is_text = isinstance(tokens, Tensor) and tokens.ndim == 2 and not tokens.is_floating_point()
+        return tokens if is_text else None
+
+    @property
+    def is_text(self) -> bool:
+        """Whether it is tokens alone."""
+        others = {name for name, value in self.kwargs.items() if isinstance(value, Tensor)}
+        return self.tokens is not None and others <= {"input_ids", "attention_mask"}
+
+
+def example_of(model: nn.Module, example: Any = None) -> Example | None:
+    """Return the example of the user, or a few tokens without one.
+
+    None for a model that reads no tokens, or has no embedding of tokens.
+
+    Raises:
+        TypeError: if it is neither a mapping nor a tensor.
+    """
+    config, names = getattr(model, "config", None), parameters_of(model)
+    if example is not None and not isinstance(example, Mapping | Tensor):
+        raise TypeError(
+            f"example must be a mapping of arguments, as a processor gives, or a tensor; got a {type(example).__name__}"
+        )
+    if isinstance(example, Tensor):
+        return Example((example,))
+    if example is None and table_of(model) is None:
+        return None
+    if example is None and config is None:
+        return Example((tokens_for(model),))
+    if example is None and "input_ids" not in {getattr(model, "main_input_name", ""), *names}:
+        return None
+    if example is None:
+        tokens = tokens_for(model)
+        example = {"input_ids": tokens}
+        if is_encoder_decoder(model):
+            example["decoder_input_ids"] = tokens[
+                :, :5
+            ]  # fewer, so that the streams differ in size
+    return Example(kwargs={**uncached(model), **example})
+
+
+def uncached(model: nn.Module) -> dict[str, Any]:
+    """The arguments of a run whose keys nobody needs later."""
+    knows_cache = "use_cache" in Words(model.forward, *forwards_in(model)).known
+    return {"use_cache": False} if knows_cache else {}
+
+
+def is_encoder_decoder(model: nn.Module) -> bool:
+    """Whether a model has both an encoder and a decoder."""
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+def parameters_of(model: Any) -> list[str]:
+    """The names of the arguments of a model's forward."""
+    return [*inspect.signature(base_of(model).forward).parameters]
+
+
+def logits_of(output: Any) -> Tensor:
+    """The logits of a model's output or, where it has none, the first tensor. Losses may come before them."""
+    logits = getattr(output, "logits", None)
+    return logits if isinstance(logits, Tensor) else next(tensors_in(output))
+
+
+def embedding_of(model: Any) -> Any:
+    """The embedding of a model's tokens: the one that it names, or else its first; None without one."""
+    with contextlib.suppress(AttributeError, NotImplementedError):
+        named = model.get_input_embeddings()
+        if named is None or isinstance(named, nn.Module):  # some name a parameter
+            return named
+    return next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
+
+
+def table_of(model: Any) -> Tensor | None:
+    """The vectors of a model's tokens [vocab, d]; None without an embedding of tokens."""
+    embeddings = (module for module in model.modules() if isinstance(module, nn.Embedding))
+    for module in (embedding_of(model), *embeddings):
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, Tensor) and weight.ndim == 2:
+            return weight
+    return None
+
+
+def tokens_for(model: Any) -> Tensor:
+    """Different tokens, [2, 7], on the device of the model's embedding.
+
+    Raises:
+        ValueError: if the model has none.
+    """
+    if (weight := table_of(model)) is None:
+        raise ValueError(
+            f"attach needs example=, the input of a run, for a {type(model).__name__} without an nn.Embedding"
+        )
+    # A weight that is elsewhere until it is needed has no device; whoever brings it moves tokens too.
+    device = "cpu" if weight.is_meta else weight.device
+    n_tokens = math.prod(SHAPE)
+    numbers = (torch.arange(2 * n_tokens, device=device) * 5 + 1).remainder(len(weight))
+    # Models that count positions or find the end of a text by the padding token would see padding here.
+    pad = getattr(getattr(model, "config", None), "pad_token_id", None)
+    if isinstance(pad, int):
+        numbers = torch.cat([numbers[numbers != pad], numbers[numbers == pad]])
+    return numbers[:n_tokens].view(SHAPE)
+
+
+WITHOUT_ATTACH = "use HookedRunner(model) without attach, whose points are the modules"
+ADVICE = f"name blocks=, attn= and mlp=, give example=, or {WITHOUT_ATTACH}"
+
+
+class AttachError(ValueError):
+    """A model cannot be attached; the message says why."""
+
+
+@contextmanager
+def reading(model: Any, name: str) -> Iterator[None]:
+    """A `with` in which errors say which part of a model could not be read.
+
+    A model of another kind may break any step, so any error may come. An `AttachError` stays, because it says more, and so do
+    errors of memory and warnings that the user turned into errors.
+
+    Args:
+        model: the model.
+        name: the module that is read; empty for the model itself.
+
+    Raises:
+        AttachError: naming the module.
+    """
+    try:
+        yield
+    except (AttachError, MemoryError, torch.OutOfMemoryError, Warning):
+        raise
+    except Exception as error:
+        part = f"{name!r} of a {type(model).__name__}" if name else f"a {type(model).__name__}"
+        raise AttachError(
+            f"attach must know what each module does, and cannot read {part}: {brief(error)} ({ADVICE})"
+        ) from error
+
+
+def brief(error: Exception) -> str:
+    """An error as one line; one of this package without its advice, which is for callers of other functions.
+
+    >>> brief(KeyError("blocks"))
+    "KeyError: 'blocks'"
+    >>> brief(HookError("embed fired twice; a cache keeps one value per name (calls='all' keeps each)"))
+    'HookError: embed fired twice; a cache keeps one value per name'
+    """
+    line = " ".join(str(error).split())
+    if isinstance(error, HookError) and line.endswith(")"):
+        line = line.rpartition(" (")[0] or line
+    return f"{type(error).__name__}: {line[:300]}"
