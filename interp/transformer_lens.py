@@ -93,8 +93,8 @@ def hooks_name(
         layer, layer_type: as for its `get_act_name`: `("scale", 0, "ln1")`.
         model: our model, a `models.Transformer`, where the answer depends on its config: ours are the
             queries after rotation, for instance. Without it, values that differ in many models are
-            refused; those that differ in few (a norm of the embeddings, shortformer positions, biases
-            of a gated MLP) are taken to be the same.
+            refused; those that differ in few (a norm of the embeddings, biases of a gated MLP) are taken to be
+            the same.
         version: 2 for `HookedTransformer`, 4 for `TransformerBridge`.
 
     Raises:

@@ -3,7 +3,6 @@
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from einops import einsum, rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -188,37 +187,6 @@ class Attention(Component):
         return self.qkv.offset.unflatten(0, (-1, self.d_head)).split(self.heads)
 
 
-class ShortformerAttention(Attention):
-    """Attention whose queries and keys read position encodings besides the stream (Press et al. 2021).
-
-    `project` is without them, and `mix` adds what they give.
-    """
-
-    def __init__(self, config: TransformerConfig, layer: int = 0) -> None:
-        super().__init__(config, layer)
-        self.pos_embed = HookPoint(
-            "batch pos d_model", "position encodings that queries and keys read besides the stream"
-        )
-
-    def mix(
-        self,
-        q: Float[Tensor, "batch pos head d_head"],
-        k: Float[Tensor, "batch pos kv_head d_head"],
-        v: Float[Tensor, "batch pos kv_head d_head"],
-        context: Context,
-    ) -> Float[Tensor, "batch pos d_model"]:
-        """Return what attention adds to the residual stream, from the results of `project`."""
-        if not isinstance(context.rotation, Tensor):
-            raise ValueError(
-                "a block with shortformer positions must be called with the context of such a model"
-            )
-        encodings = self.pos_embed(context.rotation.expand(len(q), -1, -1))
-        weight = self.qkv.weight[: -v.shape[2] * self.d_head]  # without that of values
-        added = F.linear(encodings, weight).unflatten(-1, (-1, self.d_head))
-        q_added, k_added = added.split(self.heads[:2], 2)
-        return super().mix(q + q_added, k + k_added, v, context)
-
-
 class CappedAttention(Attention):
     """Attention with scores capped before the mask (Gemma 2)."""
 
@@ -230,12 +198,5 @@ class CappedAttention(Attention):
 
 def attention_of(config: TransformerConfig, layer: int = 0) -> Attention:
     """The attention that a config describes."""
-    is_shortformer = config.positions == "shortformer"
-    kind = (
-        ShortformerAttention
-        if is_shortformer
-        else CappedAttention
-        if config.attn_cap
-        else Attention
-    )
+    kind = CappedAttention if config.attn_cap else Attention
     return kind(config, layer)

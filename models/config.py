@@ -17,6 +17,7 @@ LEAST = {
     **dict.fromkeys(("attn_scale", "attn_cap", "logit_cap"), 0),
 }
 MOST = 2**31  # larger sizes are mistakes, which torch reports by an overflow
+SHORTFORMER = "shortformer positions (Press et al. 2021) were supported until version 0.1"
 
 
 @names_fields
@@ -49,8 +50,7 @@ class TransformerConfig:
         embed_norm: whether the first block reads a norm of the embeddings (model-architecture.md).
         embed_scale: the factor of token embeddings (Gemma: `sqrt(d_model)`).
         positions: `learned`, `sinusoidal` (Vaswani et al. 2017), `rotary` (Su et al. 2021; dimension
-            i pairs with i + d_rotary/2, as in GPT-NeoX and Llama), `shortformer` (learned; queries and keys read
-            them, the stream and values do not; Press et al. 2021) or `none`.
+            i pairs with i + d_rotary/2, as in GPT-NeoX and Llama) or `none`.
         rotary_theta: base of the rotary wavelengths.
         rotary_fraction: share of each head's dimensions that is rotated, from the first on.
         rotary_pairs: `halves`, or `adjacent`: dimension 2i pairs with 2i + 1, as in GPT-J.
@@ -112,7 +112,7 @@ class TransformerConfig:
     final_norm: bool = True
     embed_norm: bool = False
     embed_scale: float = 1.0
-    positions: Literal["learned", "sinusoidal", "rotary", "shortformer", "none"] = "learned"
+    positions: Literal["learned", "sinusoidal", "rotary", "none"] = "learned"
     rotary_theta: float = 10_000.0
     rotary_fraction: float = 1.0
     rotary_pairs: Literal["halves", "adjacent"] = "halves"
@@ -141,6 +141,8 @@ class TransformerConfig:
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if str(self.positions) == "shortformer":
+            raise ValueError(f"positions must not be 'shortformer': {SHORTFORMER}")
         check_types(self)
         for name, least in LEAST.items():
             possible = least <= getattr(self, name) < MOST
@@ -244,6 +246,5 @@ def _effects(config: Any) -> Iterator[tuple[str, object, str]]:
     yield "window_layers", config.window, "there is a window"
     yield "window", config.causal, "attention is causal"
     yield "dropout_place", config.dropout, "there is dropout"
-    yield "attn_cap", config.positions != "shortformer", "positions are not shortformer"
     yield "mlp_norm", config.mlp == "plain", "the MLP is plain"
     yield "d_mlp activation parallel", config.mlp != "none", "there is an MLP"

@@ -66,24 +66,10 @@ class NoPositions(nn.Module):
         return positions.new_zeros(1, 1, 1)
 
 
-class ReadPositions(nn.Embedding):
-    """Learned encodings that only queries and keys read (Press et al. 2021)."""
-
-    def rotation(self, positions: Int[Tensor, "batch pos"], dtype: torch.dtype) -> Tensor:
-        """The encodings themselves, which blocks are given in place of a rotation."""
-        return super().forward(positions)
-
-    def forward(self, positions: Int[Tensor, "batch pos"]) -> Int[Tensor, "1 1 1"]:
-        """Zero: the stream has no positions."""
-        return positions.new_zeros(1, 1, 1)
-
-
 def added_positions(config: TransformerConfig) -> nn.Module:
     """The module that gives the encodings to add to token embeddings."""
     if config.positions == "learned":
         return nn.Embedding(config.n_ctx, config.d_model)
-    if config.positions == "shortformer":
-        return ReadPositions(config.n_ctx, config.d_model)
     return Sinusoidal(config.d_model) if config.positions == "sinusoidal" else NoPositions()
 
 
@@ -112,10 +98,10 @@ class Rotary:
         return (angles.cos() * self.length).to(dtype), (angles.sin() * self.length).to(dtype)
 
     def __call__(
-        self, x: Float[Tensor, "batch pos head d_head"], rotation: Rotation | Tensor | None
+        self, x: Float[Tensor, "batch pos head d_head"], rotation: Rotation | None
     ) -> Float[Tensor, "batch pos head d_head"]:
         """The vectors of each position, rotated."""
-        if not isinstance(rotation, tuple):
+        if rotation is None:
             raise ValueError(
                 "a rotary block must be called with the context of a rotary model; got one without rotation"
             )
@@ -137,7 +123,7 @@ class NoRotation:
     def rotation(self, positions: Tensor, dtype: torch.dtype) -> None:
         """None."""
 
-    def __call__(self, x: Tensor, rotation: Rotation | Tensor | None) -> Tensor:
+    def __call__(self, x: Tensor, rotation: Rotation | None) -> Tensor:
         """`x`."""
         return x
 

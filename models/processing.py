@@ -31,8 +31,7 @@ def fold_norms(model: Transformer) -> Transformer:
             half precision the products are rounded.
 
     Raises:
-        ValueError: if there are no norms, if `norm_place` is not `pre`, if a norm of the embeddings is learned, or
-            if positions are those of Shortformer, which queries and keys read beside the norm's output.
+        ValueError: if there are no norms, if `norm_place` is not `pre`, or if a norm of the embeddings is learned.
         RuntimeError: if log-probabilities of random tokens differ by more than rounding may explain:
             1e-4 of the largest in float32, 1e-10 in float64, 1e-2 in float16, 1e-1 in bfloat16.
 
@@ -50,8 +49,6 @@ def fold_norms(model: Transformer) -> Transformer:
     rule = "'pre', as maps must read the gain to take it in"
     require(config, "norm_place", config.norm_place == "pre", rule)
     require(config, "embed_norm", not config.embed_norm, "False, as its gain is in the stream")
-    rule = "others, as queries and keys read these beside the norm's output"
-    require(config, "positions", config.positions != "shortformer", rule)
     for norm, linear in _readers(config):
         weight, gain = values[f"{linear}.weight"], model.get_parameter(f"{norm}.weight")
         values[f"{linear}.weight"] = weight * gain
@@ -111,9 +108,7 @@ def center(model: Transformer) -> Transformer:
     require(config, "norm_place", config.norm_place == "pre", rule)
     require(config, "final_norm", config.final_norm, "True, as the unembedding reads the mean")
     require(config, "embed_norm", not written, "False, as its gain and bias write a mean")
-    axes = {"token_embedding": 1, "attn.output": 0, "mlp.output": 0}
-    if config.positions != "shortformer":  # whose encodings are not in the stream
-        axes["position_embedding"] = 1
+    axes = {"token_embedding": 1, "position_embedding": 1, "attn.output": 0, "mlp.output": 0}
     if not config.logit_cap:
         axes["unembedding"] = 0
     for name, value in values.items():

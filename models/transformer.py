@@ -191,8 +191,7 @@ class Transformer(HintsAtNames, ReadsText, BlockWeights, metaclass=HintedClass):
         if tokens.device != weight.device:
             # Only the embedding needs the numbers.
             tokens = tokens.new_empty(tokens.shape, device=weight.device)
-        encoder = self.position_embedding if config.positions == "shortformer" else self.rotary
-        rotate = partial(encoder.rotation, dtype=weight.dtype)
+        rotate = partial(self.rotary.rotation, dtype=weight.dtype)
         masks = (attention_mask, query_key_mask)
         return make_context(tokens, set(config.windows), config.n_heads, rotate, *masks, kv_cache)
 
@@ -267,7 +266,7 @@ class Transformer(HintsAtNames, ReadsText, BlockWeights, metaclass=HintedClass):
         Raises:
             ValueError: if positions are learned, as there are no vectors for other positions.
         """
-        if self.config.positions in ("learned", "shortformer"):
+        if self.config.positions == "learned":
             raise ValueError(
                 f"positions must not be learned to change n_ctx from {self.config.n_ctx}; got {n_ctx}"
             )

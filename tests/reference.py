@@ -211,16 +211,9 @@ class Reference:
     def attention(self, x, layer, allowed):
         config, at = self.config, f"blocks.{layer}.attn"
         heads, kv_heads, d_head = config.n_heads, config.n_kv_heads, config.d_head
-        read = x
-        if config.positions == "shortformer":
-            table = self.weights["position_embedding.weight"]
-            read = x + self.keep(f"{at}.pos_embed", table[self.positions])
         batch, pos = x.shape[:2]
         ends = np.cumsum([0, heads * d_head, kv_heads * d_head, kv_heads * d_head])
-        q, k, v = (
-            self.linear(part, f"{at}.qkv")[..., ends[i] : ends[i + 1]]
-            for i, part in enumerate((read, read, x))
-        )
+        q, k, v = (self.linear(x, f"{at}.qkv")[..., ends[i] : ends[i + 1]] for i in range(3))
         q, k = self.qk_norm(q, f"{at}.q_norm"), self.qk_norm(k, f"{at}.k_norm")
         q, k, v = (part.reshape(batch, pos, -1, d_head) for part in (q, k, v))
         if config.positions == "rotary":

@@ -16,7 +16,7 @@ FORMS = {
     "parallel": dict(parallel=True, positions="rotary", rotary_fraction=0.5),
     "attention only": dict(mlp="none", d_mlp=0, norm_place="sandwich", window=3, out_bias=False),
     "embed_norm": dict(embed_norm=True, positions="sinusoidal"),
-    "shortformer": dict(positions="shortformer", activation="solu", mlp_norm=True),
+    "solu and mlp_norm": dict(activation="solu", mlp_norm=True),
     "not causal": dict(causal=False, rotary_pairs="adjacent", positions="rotary", vocab_size_out=17)
     | dict(tied_unembed=False),
 }
@@ -88,8 +88,6 @@ def slow_run(model, tokens, mask=None, source=None, real=None, nodes=None):
             [("q", h) for h in range(heads)] + [(k, h) for k in "kv" for h in range(kv)]
         ):
             read, _ = normed(block.ln1, config, stream(f"a{n}.h{head}<{kind}>"))
-            if config.positions == "shortformer" and kind != "v":
-                read = read + model.W_pos[positions]
             rows = slice(row * size, (row + 1) * size)
             bias = None if attn.qkv.bias is None else attn.qkv.bias[rows]
             found[kind].append(F.linear(read, attn.qkv.weight[rows], bias))

@@ -38,7 +38,7 @@ print(ov_circuit(model)[3, 0].svd())  # what a head writes for what it reads, fr
 # Readings of weights need no text: `ov_circuit`, `qk_circuit` and, from tokens to tokens, `full_circuits` stay factored
 # (`FactoredMatrix`), so spectra and the largest of 50,257² entries never form them. They fold the norms' gains, and the mean that
 # LayerNorm takes off, as they go. `composition_scores`, `copying_scores`, `positional_scores` and `singular_tokens` (also of an
-# MLP's `W_in` and `W_out`) stand on them; `spectral.frequency_power` and `spectral.answer_power` look for cyclic structure in tasks modulo n.
+# MLP's `W_in` and `W_out`) stand on them. `examples/studies/cyclic.py` looks for cyclic structure in tasks modulo n.
 #
 # `python examples/reading.py --out out` reads the bundled model: which heads do what, and what each part says about the next
 # character.

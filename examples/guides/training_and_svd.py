@@ -28,6 +28,7 @@ print(spectral.effective_rank(found["wvwo"].s))  # [layer, head]
 # | `python examples/studies/qk_norm.py` | with and without QK-norm, 400 steps: at rate 1e-2 the largest attention score is 5.5 and 529, the loss 1.89 and 2.53 nats; at 1e-3 5.5 and 23, 2.01 and 2.14 |
 # | `python examples/studies/svd_stability.py` | are attention maps less stable around events? Tables, figures and intervals in 2 minutes; `--d-model` 64 to 256, `--layers` 2 to 6, `--window`, `--delay`, `--vertices`. With seed 0, 4 of 8 intervals exclude zero; they are not independent |
 # | `python examples/studies/handout.py --out out` | the handout's QKᵀ, S, A and Y, printed and drawn, and its figures 1, 2, 4 and 6 |
+# | `examples/studies/cyclic.py` | functions to import: the power by frequency of embeddings, neurons and logits in tasks modulo n (Nanda et al. 2023) |
 # | `python examples/train_pydoc.py` | a model like the bundled one, whose training rows were one character shorter, in about 25 minutes |
 #
 # Training goes on bit for bit from a checkpoint, also after Ctrl-C; a full disk or a crash leaves the last one whole. A

@@ -260,9 +260,11 @@ def is_checkpointed() -> bool:
 
 def is_fully_sharded(module: nn.Module) -> bool:
     """Whether PyTorch's FSDP shards `module`. If a forward pass of it is cut short, later ones may fail."""
-    # By name, because importing the classes costs more than this package.
-    names = {kind.__name__ for kind in type(module).__mro__}
-    return bool(names & {"FullyShardedDataParallel", "FSDPModule"})
+    # Importing the classes costs more than this package. Without them, nothing is sharded.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return False
+    return isinstance(module, (fsdp.FullyShardedDataParallel, fsdp.FSDPModule))
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
@@ -284,9 +286,11 @@ def compiled_forms(module: nn.Module) -> list[nn.Module]:
     """
     if uncompiled(module) is not module:
         return [module]
-    if "torch._dynamo" not in sys.modules:
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is None:
         return []
-    wrappers = (each for each in gc.get_objects() if type(each).__name__ == "OptimizedModule")
+    # By its type, because `isinstance` would ask objects that pretend to be of another class.
+    wrappers = (each for each in gc.get_objects() if type(each) is dynamo.OptimizedModule)
     return [wrapper for wrapper in wrappers if uncompiled(wrapper) is module]
 
 

@@ -4,7 +4,7 @@
 2. `require_device` refuses a device that is not here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -90,13 +90,22 @@ def require_device(device: Any) -> torch.device | None:
     return there
 
 
-def missing_name(module: str, known: list[str]) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a package, whose error for a name that it lacks has close matches."""
+def missing_name(
+    module: str, known: list[str], moved: Mapping[str, str] | None = None
+) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a package, whose error for a name that it lacks has close matches.
+
+    Args:
+        module: the name of the package.
+        known: the names that it has.
+        moved: names that it had, each with the place where it is now.
+    """
 
     def __getattr__(name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        hint = f"; here it is {ATTRIBUTES[name]}" if name in ATTRIBUTES else ""
+        places = ATTRIBUTES | (dict(moved) if moved else {})
+        hint = f"; here it is {places[name]}" if name in places else ""
         close = [] if hint else closest(name, known)
         matches = f"; close matches: {', '.join(close)}" if close else ""
         raise AttributeError(f"module {module!r} has no attribute {name!r}{hint}{matches}")

@@ -36,7 +36,6 @@ class HeadReadings(NamedTuple):
         weight: `W_Q` or `W_K`.
         map: from projections to these values.
         bias: what the bias of the projections gives.
-        encodings: what position encodings give that are read beside the stream; 0 in most models.
         rest: what the bias of their norm gives.
     """
 
@@ -44,13 +43,12 @@ class HeadReadings(NamedTuple):
     weight: Float[Tensor, "head d_model d_head"]
     map: Float[Tensor, "batch pos head d_head d_head"]
     bias: Heads
-    encodings: Heads
     rest: Heads
 
     @property
     def constant(self) -> Heads:
         """All that is there whatever attention reads."""
-        return self.bias + self.encodings + self.rest
+        return self.bias + self.rest
 
     def directions(self, head: int) -> Float[Tensor, "batch pos d_head d_model"]:
         """The directions that the values of a head read."""
@@ -93,12 +91,10 @@ class BlockScores:
             at_least_float32(held[name].detach()) for name in ("v", "scores", "pattern")
         )
         weights, biases = (self._attn.W_Q, self._attn.W_K), (self._attn.b_Q, self._attn.b_K)
-        encodings = held.get("pos_embed", self._x_v.new_zeros(*stream.shape))
-        added = [torch.einsum("bpd,hdi->bphi", encodings, weight) for weight in weights]
-        empty = self._run(*(-each for each in added))
+        empty = self._run(torch.zeros_like(x_q), torch.zeros_like(x_k))
         self.q, self.k = (
-            _readings(held[f"x_{name}"], held[name], more, empty[name].detach(), weight, bias)
-            for name, more, weight, bias in zip("qk", added, weights, biases, strict=True)
+            _readings(held[f"x_{name}"], held[name], empty[name].detach(), weight, bias)
+            for name, weight, bias in zip("qk", weights, biases, strict=True)
         )
 
     def _run(self, x_q: Heads, x_k: Float[Tensor, "batch pos kv_head d_head"]) -> dict[str, Tensor]:
@@ -116,9 +112,8 @@ class BlockScores:
         def run() -> None:
             with torch.enable_grad(), Session() as session:
                 held["x_q"], held["x_k"] = (x.detach().requires_grad_() for x in (x_q, x_k))
-                for name in ("q", "k", "v", "pattern", "pos_embed"):
-                    if (point := getattr(self._attn, name, None)) is not None:
-                        session.after(point, partial(passed, name))
+                for name in ("q", "k", "v", "pattern"):
+                    session.after(getattr(self._attn, name), partial(passed, name))
                 session.after(self._attn.scores, cut)
                 self._attn.mix(held["x_q"], held["x_k"], self._x_v, self._context)
 
@@ -158,23 +153,20 @@ class BlockScores:
         return at_scores, at_least_float32(of_q), at_least_float32(of_k)
 
 
-def _readings(
-    x: Heads, f: Heads, encodings: Heads, rest: Heads, weight: Tensor, bias: Tensor
-) -> HeadReadings:
+def _readings(x: Heads, f: Heads, rest: Heads, weight: Tensor, bias: Tensor) -> HeadReadings:
     """Values f of projections x as linear readings.
 
     Args:
         x, f: with the graph between them.
-        encodings: what is added to x first.
-        rest: f where nothing is left of x.
+        rest: f where x is 0.
         weight, bias: of the projections.
     """
     # The derivative of the sum over heads. A norm of all heads adds terms along x to it, which go below.
     ones = torch.eye(f.shape[-1]).to(f)[:, None, None, None].expand(-1, *f.shape)
     (jacobian,) = torch.autograd.grad(f, x, ones, retain_graph=True, is_grads_batched=True)
     jacobian = rearrange(jacobian, "out batch pos head d_head -> batch pos head out d_head")
-    x = x.detach() + encodings
-    jacobian, x, f = at_least_float32(jacobian), at_least_float32(x), at_least_float32(f.detach())
+    jacobian = at_least_float32(jacobian)
+    x, f = at_least_float32(x.detach()), at_least_float32(f.detach())
     rest = at_least_float32(rest.nan_to_num())
     along = x
     if jacobian.sum(-1).abs().max() <= rounding(jacobian.dtype) * jacobian.abs().sum(-1).max():
@@ -182,8 +174,5 @@ def _readings(
     missing = f - rest - torch.einsum("bphei,bphi->bphe", jacobian, x)
     along = along / (along * x).sum(-1, keepdim=True).clamp(min=1e-30)
     map = jacobian + missing[..., None] * along[..., None, :]
-    weight, bias, encodings = (like(part, x) for part in (weight, bias, encodings))
-    bias = torch.einsum("bphei,hi->bphe", map, bias)
-    return HeadReadings(
-        f, weight, map, bias, torch.einsum("bphei,bphi->bphe", map, encodings), rest
-    )
+    weight, bias = like(weight, x), like(bias, x)
+    return HeadReadings(f, weight, map, torch.einsum("bphei,hi->bphe", map, bias), rest)

@@ -59,7 +59,7 @@ def why_attends(
     """Find which pairs of a model's parts make a head look where it looks: its score as a sum of pairs.
 
     The score of a query and a key, before a cap and the mask, is the sum over pairs of what one part gives the query and
-    another the key. Parts are those of `decompose`, and constants: biases, and position encodings that only attention reads.
+    another the key. Parts are those of `decompose`, and `bias`: all biases together.
 
     Args:
         model: see `decompose`.
@@ -108,13 +108,12 @@ def why_attends(
     if not is_rounding(like(in_run, z)[at_query.bool()], z, parts.dtype).all():
         raise CacheError(f"head {head} must do in the run what it does now; was it edited there?")
     linear, scale = parts.norm_in_run(attention.norm)
-    names, sources = ["bias", "attn.pos_embed"], [list[Tensor]() for _ in asked.weights]
+    names, sources = ["bias"], [list[Tensor]() for _ in asked.weights]
     sides = [(*scores.part(side, head[1]), weights) for side, weights in asked.weights.items()]
     for held, (readings, which, weights) in zip(sources, sides, strict=True):
         read_bias = readings.directions(which) @ like(linear.bias, weights)
-        constant = read_bias + (readings.bias + readings.rest)[:, :, which]
-        for value in (constant, readings.encodings[:, :, which]):
-            held.append(torch.einsum("bpe,bp->be", value, weights)[None])
+        constant = read_bias + readings.constant[:, :, which]
+        held.append(torch.einsum("bpe,bp->be", constant, weights)[None])
     for group in parts(layer):
         names += group.names
         read = linear.after(to_device(group.vectors(), scale.device)) / scale

@@ -65,10 +65,11 @@ def measured(
 
 
 def _mixes_rows(module: nn.Module) -> bool:
-    """Whether a module quantises rows together: by one scale, or with columns of outliers that are found in all of them."""
-    kind = type(module)
-    is_dynamic = kind.__module__.startswith("torch.ao.nn.quantized.dynamic")
-    return is_dynamic or kind.__name__ == "Linear8bitLt"  # of bitsandbytes
+    """Whether a module quantises rows together: by one scale, or with columns of outliers that are found in all rows."""
+    is_dynamic = type(module).__module__.startswith("torch.ao.nn.quantized.dynamic")
+    # Maps of bitsandbytes in 8 bits find outliers by a threshold, which their state holds.
+    finds_outliers = hasattr(getattr(module, "state", None), "threshold")
+    return is_dynamic or finds_outliers
 
 
 def _first(edited: EditedPoint, n_pos: int) -> int:

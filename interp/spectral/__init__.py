@@ -5,7 +5,7 @@ Read `singular` first, which knows no model; `factored` (a matrix kept as two fa
 and `weight_scores` makes scores of heads.
 """
 
-from interp.spectral.cyclic import answer_power, fourier_basis, frequency_power
+from hooks.base import missing_name as _missing_name
 from interp.spectral.singular import (
     SVD,
     condition_number,
@@ -25,7 +25,15 @@ from interp.spectral.subspaces import (
 )
 
 __all__ = [
-    "SVD", "alignment", "answer_power", "condition_number", "drift", "effective_rank",
-    "fourier_basis", "frequency_power", "principal_angles", "randomized_svd", "spectral_gap",
-    "stable_rank", "subspace_angles", "subspace_overlap", "subspace_projection", "svd",
+    "SVD", "alignment", "condition_number", "drift", "effective_rank", "principal_angles",
+    "randomized_svd", "spectral_gap", "stable_rank", "subspace_angles", "subspace_overlap",
+    "subspace_projection", "svd",
 ]  # fmt: skip
+
+__getattr__ = _missing_name(
+    __name__,
+    __all__,
+    moved=dict.fromkeys(
+        ("answer_power", "fourier_basis", "frequency_power"), "in examples/studies/cyclic.py"
+    ),
+)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hooks.base import storage, warn
 from models.checkpoints.huggingface.family import ACTIVATIONS, Attributes
-from models.config import TransformerConfig
+from models.config import SHORTFORMER, TransformerConfig
 from models.files import read_object
 from models.rotary_scaling import RotaryScaling
 
@@ -38,7 +38,7 @@ _NORMS: dict[Any, Any] = {
     "RMSPre": "rmsnorm",
     None: "none",
 }
-_POSITIONS = {"standard": "learned", "shortformer": "shortformer", "rotary": "rotary"}
+_POSITIONS = {"standard": "learned", "rotary": "rotary"}
 
 
 def lens_config(weights: Mapping[str, Tensor], config: Any) -> TransformerConfig:
@@ -218,7 +218,8 @@ def _mlp(a: Attributes) -> dict[str, Any]:
 def _positions(a: Attributes) -> dict[str, Any]:
     kind = a.take("positional_embedding_type", "standard")
     if kind not in _POSITIONS:
-        raise a.error("positional_embedding_type", kind, f"one of {', '.join(_POSITIONS)}")
+        hint = f" ({SHORTFORMER})" if kind == "shortformer" else ""
+        raise a.error("positional_embedding_type", kind, f"one of {', '.join(_POSITIONS)}{hint}")
     if kind != "rotary":
         return {"positions": _POSITIONS[kind]}
     d_head, scaling = a.need("d_head"), None

@@ -27,8 +27,7 @@ class Context(NamedTuple):
         positions: each token's position in its own text, without padding: Int[batch pos], or
             [1 pos] if all rows have the same.
         masks: for each window in use, which keys a query sees; see `Visible`.
-        rotation: the cosines and sines that rotary models rotate queries and keys with, or the encodings that
-            those of Shortformer add to what they read: Float[batch pos d_model].
+        rotation: the cosines and sines that rotary models rotate queries and keys with; None in other models.
         start: how many columns of the text come before these.
         kv_cache: the cache that holds earlier keys and values, and takes the new ones.
         real: which columns so far are not padding: Bool[batch key]; None if all are. On the CPU, if it
@@ -44,7 +43,7 @@ class Context(NamedTuple):
 
     positions: Int[Tensor, "_batch pos"]
     masks: dict[int, Visible]
-    rotation: Rotation | Tensor | None = None
+    rotation: Rotation | None = None
     start: int = 0
     kv_cache: KVCache | None = None
     real: Bool[Tensor, "batch key"] | None = None
@@ -153,7 +152,7 @@ def make_context(
     x: Shaped[Tensor, "batch pos *d_model"],
     windows: Collection[int],
     n_heads: int,
-    rotate: Callable[[Tensor], Rotation | Tensor | None],
+    rotate: Callable[[Tensor], Rotation | None],
     attention_mask: Tensor | None = None,
     query_key_mask: Tensor | None = None,
     kv_cache: KVCache | None = None,

@@ -58,8 +58,8 @@ def check_prompts(
     limit = n_ctx if max_context is None else min(max_context, n_ctx)
     longest = max(map(len, texts))
     if longest + new > limit:
-        learned = model.config.positions in ("learned", "shortformer")
-        more = "" if learned else ", or call model.extend_context"
+        is_learned = model.config.positions == "learned"
+        more = "" if is_learned else ", or call model.extend_context"
         raise ValueError(
             f"a prompt and its new tokens must fit in {limit} positions; got {longest} and {new}: "
             f"ask for fewer and go on from the last tokens of the result{more}"

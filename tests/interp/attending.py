@@ -13,8 +13,6 @@ FORMS = {
     "partial rotation": {"positions": "rotary", "rotary_pairs": "adjacent", "rotary_fraction": 0.5},
     "norm of each head": ROTARY | {"qk_norm": "head"},
     "norm of all heads": ROTARY | {"qk_norm": "all", "rotary_pairs": "adjacent"},
-    "encodings": {"positions": "shortformer"},
-    "encodings and norms": {"positions": "shortformer", "qk_norm": "head", "norm_eps": 0.5},
     "cap and window": {"attn_cap": 3.0, "window": 2},
     "both ways": {"causal": False},
 }

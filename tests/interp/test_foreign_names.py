@@ -16,7 +16,7 @@ from tests.transformer_lens import bridge
 
 pytestmark = pytest.mark.filterwarnings("ignore:TransformerLens centred these weights")
 
-REFUSED = {"alibi", "experts", "final_rms", "post_embedding_ln"}
+REFUSED = {"alibi", "experts", "final_rms", "post_embedding_ln", "shortformer"}
 
 
 def loaded(name):
@@ -60,7 +60,6 @@ def by_formula(name, model, cache, state):
     return {
         "tokens": lambda: cache.inputs["tokens"].double(),
         "embed": lambda: cache["ln_embed.normalized"],
-        "pos_embed": lambda: cache["attn.pos_embed", 1],
     }[last]()
 
 

@@ -17,7 +17,7 @@ SIZES |= dict(act_fn="gelu_new", normalization_type="LN", device="cpu", seed=0)
 MODELS = json.loads(FILE.with_suffix(".json").read_text())
 CACHED = {
     *"ln rms attn_only gated rotary_partly llama parallel qk_norm sandwich".split(),
-    *"rms_pre qk_norm_ln caps shortformer solu_ln post_embedding_ln_rotary processed".split(),
+    *"rms_pre qk_norm_ln caps solu_ln post_embedding_ln_rotary processed".split(),
 }
 
 

@@ -39,19 +39,15 @@ def test_readings_and_constants_are_the_queries_and_keys(form):
         torch.testing.assert_close(getattr(scores, name), cache[name, 1])
     assert scores.part("k", 5)[1] == 5 * scores.k.value.shape[2] // 6
     assert scores.scale == pytest.approx(attention.sublayer.scale, rel=1e-12)
-    assert scores.q.encodings.any() == form.startswith("encodings")
 
 
-@pytest.mark.parametrize("form", ["norm of each head", "norm of all heads", "encodings and norms"])
+@pytest.mark.parametrize("form", ["norm of each head", "norm of all heads"])
 def test_the_map_is_the_norm_with_its_scale_held_and_then_the_rotation(form):
     """Written out: gain / scale, then the model's own rotation, which is linear."""
     model = model_of(form)
     scores, attention, _, stream = scores_of(model)
     attn, drawn = attention.sublayer, torch.randn(2, 5, 6, 4).double()
     x = attn.project(attention.norm(stream))[0]
-    if form.startswith("encodings"):
-        encodings = model.context(TEXT).rotation.expand(2, -1, -1)
-        x = x + torch.einsum("bpd,hde->bphe", encodings, attn.W_Q)
     axes = (-1,) if attn.q_norm.first == -1 else (-2, -1)
     scale = (x.square().mean(axes, keepdim=True) + attn.q_norm.eps).sqrt()
     gain = attn.q_norm.weight if axes == (-1,) else attn.q_norm.weight.view(6, 4)
@@ -125,5 +121,5 @@ def test_of_attached_models_across_what_their_norms_divide_by(kind, monkeypatch)
         tolerance = share * float(mapped.abs().max())
         torch.testing.assert_close(mapped, change, rtol=10 * share, atol=tolerance)
         # What a norm of all heads divides by takes part of the rest, and so does its bias.
-        whole = torch.einsum("bphei,bphi->bphe", side.map, x) + side.rest + side.encodings
+        whole = torch.einsum("bphei,bphi->bphe", side.map, x) + side.rest
         torch.testing.assert_close(whole, side.value)

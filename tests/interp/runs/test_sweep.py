@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -489,6 +490,28 @@ def test_models_without_steps_share_whole_runs(budget):
     ]
     found = sweep(model, tokens, entries, METRIC, max_bytes=budget)
     base = alone(model, tokens, {})
+    for n, entry in enumerate(entries):
+        close(found.values[n], alone(model, tokens, entry) - base)
+
+
+class Outliers(nn.Module):
+    """A map that keeps columns exact if any row has a value above a threshold there, as bitsandbytes does in 8 bits."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.state = inner, SimpleNamespace(threshold=4.0)
+        self.weight = inner.weight
+
+    def forward(self, x):
+        is_exact = (x.flatten(0, -2).abs() > self.state.threshold).any(0)
+        return self.inner(torch.where(is_exact, x, x.round(decimals=1)))
+
+
+def test_maps_that_find_outliers_in_all_rows_run_each_edit_alone():
+    model, tokens = variant("pre"), some_tokens()
+    model.blocks[1].mlp.input = Outliers(model.blocks[1].mlp.input).eval()
+    entries = [{"blocks.1.ln2.normalized": edits.scale(factor)} for factor in (0.5, 1.0, 8.0)]
+    found, base = sweep(model, tokens, entries, METRIC), alone(model, tokens, {})
     for n, entry in enumerate(entries):
         close(found.values[n], alone(model, tokens, entry) - base)
 

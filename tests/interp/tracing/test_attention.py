@@ -15,7 +15,6 @@ MORE = {
     "norm of all heads": {"qk_norm": "all", "rotary_pairs": "adjacent"},
 }
 CASES = [(form, {}) for form in FORMS] + [("rms", more) for more in MORE.values()]
-CASES.append(("plain", {"positions": "shortformer", "qk_norm": "head"}))
 
 
 def made(form, more):
