@@ -58,7 +58,7 @@ def donors(
 
 
 def normal(seed: int, region: Region) -> Float[Tensor, "..."]:
-    """A number from the normal distribution for each place of a region's box.
+    """Draw a number from the normal distribution for each place of a region's box.
 
     It follows from the seed, the point's name and the number's own place. So it does not depend on the box, nor on how
     long the text is so far: each row and column has a generator, which draws the first keys first.
@@ -82,7 +82,7 @@ def normal(seed: int, region: Region) -> Float[Tensor, "..."]:
 def keys_of(
     seed: int, text: Int[Tensor, " row"], pos: Int[Tensor, " row"]
 ) -> Float[Tensor, " row"]:
-    """A number from [0, 1) for each place of a text, which follows from the seed and the place alone."""
+    """Draw a number from [0, 1) for each place of a text, which follows from the seed and the place alone."""
     keys, groups = torch.empty(len(text), dtype=torch.float64), text // _TOGETHER
     order = groups.argsort()
     numbers, counts = groups[order].unique_consecutive(return_counts=True)

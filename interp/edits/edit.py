@@ -13,8 +13,8 @@ from torch import Tensor
 from hooks import ActivationCache, EditError, Point
 from hooks.base import Index, Selection, number_of_call, to_device, unknown_name
 from interp.edits.padding import require_real_source
-from interp.edits.places import Region, Where, axes_of, first_column, locate
-from interp.edits.sources import Source
+from interp.edits.places import Region, Where, first_column, locate
+from interp.edits.sources import ValueSource
 from interp.protocol import is_of_text
 
 Change = Callable[[Tensor, Tensor, Region], Tensor]
@@ -39,7 +39,7 @@ class Edit:
         name: the function that made it.
         change: gives the new value of the region.
         arguments: what it was made with, for the repr; numbers stand for positional ones.
-        source: where values come from, if anywhere.
+        source: the source of values; None if the change needs none.
         only_at: the last part of the only points where it can act; empty for all.
         where: the place, by axis; see `at`.
 
@@ -51,12 +51,12 @@ class Edit:
     name: str
     change: Change = field(repr=False)
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    source: Source | None = None
+    source: ValueSource | None = None
     only_at: str = ""
     where: Where = field(default_factory=dict)
 
     def at(self, /, **where: Index) -> "Edit":
-        """The same edit at a narrower place.
+        """Return the same edit at a narrower place.
 
         Raises:
             ValueError: if the edit already selects along one of these axes.
@@ -72,7 +72,7 @@ class Edit:
         return replace(self, where={**self.where, **more})
 
     def first(self, point: Point, n_pos: int) -> int:
-        """The first column of a text that this edit may change at a point; 0 if it cannot tell.
+        """Return the first column of a text that this edit may change at a point; 0 if it cannot tell.
 
         Args:
             point: where it acts.
@@ -106,7 +106,7 @@ class Edit:
         return number in selected.rows(number + 1, CALL, whole=False)[0]
 
     def __call__(self, activation: Shaped[Tensor, "..."], point: Point) -> Shaped[Tensor, "..."]:
-        """`activation` itself, after the change.
+        """Change the activation, and return it.
 
         Raises:
             UnknownNameError: if the point lacks an axis, or a cache the point.
@@ -116,41 +116,16 @@ class Edit:
         if CALL in self.where and not self._is_at_call(point):
             return activation
         where = {axis: at for axis, at in self.where.items() if axis != CALL}
-        axes = axes_of(point, activation.ndim)
-        if self.source is None:
-            place = locate(activation, point, where)
-            value = activation
-        else:
-            left = [axis for axis in axes if axis not in where or not where[axis].is_one]
-            sizes = dict(zip(axes, activation.shape, strict=True))
-            value, source_axes = self.source.at(point, sizes, left)
-            columns = self.source.columns_at(
-                point=point,
-                value=value,
-                axes=source_axes,
-                where=where,
-                batch=len(activation),
-            )
-            place = locate(
-                activation,
-                point,
-                where,
-                source_pos=columns.selected,
-                n_source=columns.n_columns,
-                source_real=columns.real,
-            )
+        source = None if self.source is None else self.source.at(activation, point, where)
+        columns = None if source is None else source.columns
+        place = locate(activation, point, where, columns)
         if place is None:
             return activation
         region = activation[place.box]
-        if self.source is not None:
+        value = activation
+        if self.source is not None and source is not None:
             require_real_source(self.source, place, where)
-            value = place.source_values(
-                columns.value,
-                source_axes,
-                activation,
-                whole=columns.whole,
-                fixed=self.source.fixed,
-            )
+            value = place.source_values(source, activation.device)
         new = self.change(region, value, place)
         if place.mask is not None:
             new = torch.where(to_device(place.mask, region.device), new, region)

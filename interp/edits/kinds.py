@@ -20,8 +20,8 @@ from hooks.base import (
 )
 from interp.edits.draws import donors, normal
 from interp.edits.edit import Edit
-from interp.edits.places import Region
-from interp.edits.sources import Axes, Source, Values, source_of
+from interp.edits.places import Region, SourceValue
+from interp.edits.sources import Axes, Values, ValueSource, source_of
 
 
 @runtime_checkable
@@ -33,7 +33,7 @@ class Means(Protocol):
 
 
 def zero(*unnamed: object, **where: Index) -> Edit:
-    """Sets values to zero.
+    """Set values to zero.
 
     Raises:
         TypeError: if the place is given without the name of its axis.
@@ -50,7 +50,7 @@ def zero(*unnamed: object, **where: Index) -> Edit:
 
 
 def scale(factor: float, **where: Index) -> Edit:
-    """Multiplies values by a number.
+    """Multiply values by a number.
 
     >>> from hooks import Point
     >>> scale(0.5, pos=1)(torch.ones(1, 3), Point("resid_pre", ("batch", "pos")))
@@ -61,7 +61,7 @@ def scale(factor: float, **where: Index) -> Edit:
 
 
 def add(vector: Values, scale: float = 1.0, **where: Index) -> Edit:
-    """Adds a vector, a direction's vector of the point, or other values, times a number.
+    """Add a vector, a direction's vector of the point, or other values, times a number.
 
     For the columns of a cache see `replace`.
 
@@ -70,9 +70,8 @@ def add(vector: Values, scale: float = 1.0, **where: Index) -> Edit:
     """
     require_kind("scale", scale, (Number, Tensor), "a number")
     arguments = {"0": vector} | ({} if scale == 1 else {"1": scale})
-    return Edit("add", lambda x, value, place: x + scale * value, arguments, Source(vector)).at(
-        **where
-    )
+    source = ValueSource(vector)
+    return Edit("add", lambda x, value, place: x + scale * value, arguments, source).at(**where)
 
 
 def replace(source: Values, *, source_pos: Index | None = None, **where: Index) -> Edit:
@@ -134,8 +133,8 @@ def mean(
     if not dropped:
         raise ValueError("over must name at least one axis; got ()")
     if isinstance(reference, Means):
-        return Edit("mean", _source_values, {"0": reference}, Source(reference)).at(**where)
-    source = Source(
+        return Edit("mean", _source_values, {"0": reference}, ValueSource(reference)).at(**where)
+    source = ValueSource(
         reference,
         whole=dropped,
         attention_mask=_as_mask(attention_mask),
@@ -156,16 +155,7 @@ def mean(
         real = source.mask(place.point.name)
         if real is None or (attention_mask is None and place.positions is None):
             return value.mean(dims, keepdim=True)
-        real_there = _real_columns(real, dropped, value, place)
-        if not real_there.any(dims).all():
-            raise EditError(
-                f"attention_mask must leave columns to average at {place.point}; got none"
-            )
-        real_there = to_device(real_there, value.device).expand_as(value)
-        # Padding may hold anything.
-        return value.where(real_there, 0.0).sum(dims, keepdim=True) / real_there.sum(
-            dims, keepdim=True
-        )
+        return _mean_of_real(value, _real_columns(real, dropped, value, place), dims, place)
 
     arguments = {"0": reference, "over": over, "attention_mask": attention_mask}
     return Edit("mean", averaged, arguments, source).at(**where)
@@ -201,7 +191,7 @@ def resample(
     >>> resample(rows, seed=0)(rows.clone(), Point("any", ("batch", "pos"))).flatten()
     tensor([3., 1., 2.])
     """
-    values = Source(
+    values = ValueSource(
         source,
         whole=("batch",),
         attention_mask=_as_mask(attention_mask),
@@ -227,7 +217,7 @@ def resample(
 
 
 def noise(scale: float, seed: int = 0, **where: Index) -> Edit:
-    """Adds Gaussian noise, as in causal tracing (Meng et al. 2022).
+    """Add Gaussian noise, as in causal tracing (Meng et al. 2022).
 
     Each number follows from the seed, the point's name and the number's own place: row, column of the text, and
     so on. So it does not depend on the length of a piece, on the device or on other edits.
@@ -254,7 +244,7 @@ def noise(scale: float, seed: int = 0, **where: Index) -> Edit:
 
 
 def knockout(query: Index | None = None, key: Index | None = None, **where: Index) -> Edit:
-    """Stops attention from some queries to some keys, at `scores`: -inf before the softmax.
+    """Stop attention from some queries to some keys, at `scores`: -inf before the softmax.
 
     The weights of the other keys grow to a sum of 1. A query without any key left gets zeros.
 
@@ -299,12 +289,22 @@ def _source_values(region: Tensor, value: Tensor, place: Region) -> Tensor:
     return value
 
 
+def _mean_of_real(value: Tensor, real: Tensor, dims: list[int], place: Region) -> Tensor:
+    """The mean over some axes of the entries that are not padding, which may hold anything."""
+    if not real.any(dims).all():
+        raise EditError(f"attention_mask must leave columns to average at {place.point}; got none")
+    real = to_device(real, value.device).expand_as(value)
+    total = value.where(real, 0.0).sum(dims, keepdim=True)
+    return total / real.sum(dims, keepdim=True)
+
+
 def _real_columns(real: Tensor, dropped: Axes, value: Tensor, place: Region) -> Tensor:
     """A mask of the columns of a reference that are not padding, with the axes of `value`, some of size 1."""
     axes = tuple(axis for axis in place.axes if axis in ("batch", "pos", "query"))
     if len(axes) < 2:
         raise EditError(f"attention_mask needs the axes batch and pos; got {place.point}")
-    real_there = place.source_values(real, axes, real, dropped, what="attention_mask")
+    mask = SourceValue(real, axes, whole=dropped, what="attention_mask")
+    real_there = place.source_values(mask, real.device)
     sizes = [[x.shape[place.axes.index(axis)] for axis in axes] for x in (value, real_there)]
     if sizes[0] != sizes[1]:
         rule = f"attention_mask must fit the reference, {sizes[0]} along {' and '.join(axes)}"

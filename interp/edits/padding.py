@@ -8,10 +8,10 @@ from hooks import EditError
 from hooks.base import FakeTensor, piece_read
 from hooks.shared import POSITION_AXES
 from interp.edits.places import Region, Where
-from interp.edits.sources import Source
+from interp.edits.sources import ValueSource
 
 
-def require_real_source(source: Source, place: Region, where: Where) -> None:
+def require_real_source(source: ValueSource, place: Region, where: Where) -> None:
     """Raise an error if values of padding would go to real tokens.
 
     Columns that the edit counts from the end of the source's own texts are real tokens already. So the
@@ -52,7 +52,7 @@ def require_real_source(source: Source, place: Region, where: Where) -> None:
 
 
 def _mask_of_source(
-    source: Source, place: Region, axis: str, n_rows: int, size: int
+    source: ValueSource, place: Region, axis: str, n_rows: int, size: int
 ) -> Bool[Tensor, "_rows column"] | None:
     """Return the mask of the first columns of a source; None if there is no padding."""
     mask = source.mask(place.point.name, axis)

@@ -28,12 +28,12 @@ Where = Mapping[str, Selection]
 
 
 def axes_of(point: Point, ndim: int) -> tuple[str, ...]:
-    """The axes of a value. Where a point declares none, the first is `batch` and the others have numbers."""
+    """Return the axes of a value. Where a point declares none, the first is `batch` and the others have numbers."""
     return point.axes or ("batch", *map(str, range(1, ndim)))[:ndim]
 
 
 def first_column(where: Where, point: Point, n_pos: int) -> int:
-    """The first of a text's `n_pos` columns that is selected at a point; 0 if that is not known.
+    """Return the first of a text's `n_pos` columns that is selected at a point; 0 if that is not known.
 
     Raises:
         UnknownNameError: if the point lacks an axis.
@@ -47,6 +47,46 @@ def first_column(where: Where, point: Point, n_pos: int) -> int:
         if axis in where
     }
     return firsts.get("pos", firsts.get("query", 0))
+
+
+@dataclass(frozen=True, eq=False)
+class SourceColumns:
+    """The columns of a source that go to the positions that an edit selects.
+
+    Attributes:
+        selected: the columns, in order, or one column for all.
+        n_columns: the number of columns of the source.
+        real: the real columns of each of its texts; None if all are real.
+    """
+
+    selected: Selection
+    n_columns: int
+    real: Rows | None
+
+    def rows(self, n_rows: int) -> Rows:
+        """Return the columns for each of several rows, or one row for all."""
+        return self.selected.rows(self.n_columns, "source_pos", n_rows, self.real)
+
+
+@dataclass(frozen=True, eq=False)
+class SourceValue:
+    """The value of a source at a point.
+
+    Attributes:
+        value: the value, of whole texts.
+        axes: its axes, some of the point's in that order. The other axes broadcast, as sizes of 1 do.
+        columns: which of its columns go to the selected positions; None for the same columns.
+        whole: the axes along which all of it is taken, whatever its size.
+        fixed: the axes along which a size of 1 does not broadcast.
+        what: the name of the source in errors.
+    """
+
+    value: Shaped[Tensor, "..."]
+    axes: tuple[str, ...]
+    columns: SourceColumns | None = None
+    whole: tuple[str, ...] = ()
+    fixed: tuple[str, ...] = ()
+    what: str = "source"
 
 
 @dataclass(frozen=True)
@@ -80,53 +120,47 @@ class Region:
         """The sizes of the box."""
         return tuple(part.stop - part.start for part in self.box)
 
-    def source_values(
-        self,
-        value: Shaped[Tensor, "..."],
-        axes: tuple[str, ...],
-        like: Tensor,
-        whole: tuple[str, ...] = (),
-        fixed: tuple[str, ...] = (),
-        what: str = "source",
-    ) -> Shaped[Tensor, "..."]:
-        """The part of a source that goes into the box: all axes of the box, where some have size 1.
+    def source_values(self, source: SourceValue, device: torch.device) -> Shaped[Tensor, "..."]:
+        """Return the part of a source that goes into the box: all axes of the box, where some have size 1.
 
         Args:
-            value: the source, of whole texts.
-            axes: its axes, some of the box's in that order. The others broadcast, as sizes of 1 do.
-            like: gives the device.
-            whole: the axes along which all of it is taken, whatever its size.
-            fixed: the axes along which a size of 1 does not broadcast.
-            what: the source, for errors.
+            source: the value of the source.
+            device: where the result is wanted.
 
         Raises:
             EditError: if a size does not fit.
         """
-        if [axis for axis in self.axes if axis in axes] != list(axes):
-            raise EditError(f"the {what} at {self.point} must have its axes; got {' '.join(axes)}")
+        value = source.value
+        if [axis for axis in self.axes if axis in source.axes] != list(source.axes):
+            got = " ".join(source.axes)
+            raise EditError(f"the {source.what} at {self.point} must have its axes; got {got}")
         for at, axis in enumerate(self.axes):
-            if axis not in axes:
+            if axis not in source.axes:
                 value = value.unsqueeze(at)
+            elif axis in source.whole or (value.shape[at] == 1 and axis not in source.fixed):
                 continue
-            size, full, first = value.shape[at], self.sizes[at], self.firsts[at]
-            if axis in whole or (size == 1 and axis not in fixed):
-                continue
-            if at == self.positions and self.source_columns is not None:
+            elif at == self.positions and self.source_columns is not None:
                 value = self.in_order(value)
-                continue
-            grows = axis in TEXT_AXES and start_of_piece() is not None
-            if size != full and not (grows and size >= first + self.lengths[at]):
-                least = f"at least {first + self.lengths[at]} columns (or pos select fewer)"
-                rule = least if grows else f"size {full}"
-                is_mean = axis in TEXT_AXES and "batch" in whole
-                hint = f" (edits.mean has over={(*whole, axis)})" if is_mean else ""
-                if axis in TEXT_AXES and not is_mean:
-                    hint = " (of a text of another length: pos= and source_pos= say which columns)"
-                raise EditError(
-                    f"the {what} at {self.point} must have {rule} along {axis}; got {size}{hint}"
-                )
-            value = value.narrow(at, first, self.lengths[at])
-        return to_device(value, like.device)
+            else:
+                self._require_size(source, at, value.shape[at])
+                value = value.narrow(at, self.firsts[at], self.lengths[at])
+        return to_device(value, device)
+
+    def _require_size(self, source: SourceValue, at: int, size: int) -> None:
+        """Refuse a source whose size along an axis is not the size of the whole text, or of all of it so far."""
+        axis, full, end = self.axes[at], self.sizes[at], self.firsts[at] + self.lengths[at]
+        grows = axis in TEXT_AXES and start_of_piece() is not None
+        if size == full or (grows and size >= end):
+            return
+        rule = f"at least {end} columns (or pos select fewer)" if grows else f"size {full}"
+        hint = ""
+        if axis in TEXT_AXES and "batch" in source.whole:
+            hint = f" (edits.mean has over={(*source.whole, axis)})"
+        elif axis in TEXT_AXES:
+            hint = " (of a text of another length: pos= and source_pos= say which columns)"
+        raise EditError(
+            f"the {source.what} at {self.point} must have {rule} along {axis}; got {size}{hint}"
+        )
 
     def in_order(self, value: Shaped[Tensor, "..."]) -> Shaped[Tensor, "..."]:
         """Return the columns of a source in the order of the box's positions."""
@@ -140,19 +174,15 @@ def locate(
     activation: Shaped[Tensor, "..."],
     point: Point,
     where: Where,
-    source_pos: Selection | None = None,
-    n_source: int = 0,
-    source_real: Rows | None = None,
+    source: SourceColumns | None = None,
 ) -> Region | None:
-    """The part of an activation that `where` selects; None if this piece of the text has nothing of it.
+    """Return the part of an activation that `where` selects; None if this piece of the text has nothing of it.
 
     Args:
         activation: the value at `point`.
         point: its axes say what the names in `where` mean.
         where: what is selected.
-        source_pos: which of the source's `n_source` columns go to the selected positions, in order, or
-            one for all; None for the same columns.
-        source_real: the source's real columns, if it has padding.
+        source: which columns of a source go to the selected positions; None for the same columns.
 
     Raises:
         UnknownNameError: if the point lacks an axis.
@@ -161,51 +191,121 @@ def locate(
         EditError: if the axes do not fit.
     """
     require_axes(where, point.axes, point.name)
-    axes, held, piece = axes_of(point, activation.ndim), tuple(activation.shape), piece_read()
-    along = _axis_of_positions(point, axes, held, source_pos)
-    start = None if along is None else piece.start
-    sizes = _sizes(axes, held, along, start)
-    # Keys that a window has dropped come before the first.
-    firsts = [full - n for full, n in zip(sizes, held, strict=True)]
-    batch = axes.index("batch") if "batch" in axes else -1
-    box, mask, taken = [slice(0, n) for n in held], None, None
+    frame = _frame(activation, point, source is not None)
+    batch = frame.batch
+    box = [slice(0, n) for n in frame.held]
+    mask: Tensor | None = None
+    source_columns: Tensor | None = None
     # The batch first: what is selected in each example is then that of the rows that are left.
-    for at in sorted(range(len(axes)), key=lambda n: n != batch):
-        axis, source = axes[at], source_pos if at == along else None
-        if axis not in where and source is None:
+    for at in sorted(range(len(frame.axes)), key=lambda n: n != batch):
+        source_here = source if at == frame.along else None
+        if frame.axes[at] not in where and source_here is None:
             continue
-        n_rows = held[batch] if batch not in (-1, at) else 1
-        whole = axis not in TEXT_AXES or start is None
-        real = _unpadded(_real_along(axis, n_rows, sizes[at]), where, sizes[at])
-        selected, what = where.get(axis, _ALL), f"{axis} at {point.name}"
-        if at == along and not whole:  # a later piece has more keys
-            selected.require_reached(sizes[at], what, real)
-        rows = selected.rows(sizes[at], what, n_rows, real, whole)
-        if at == along and piece.began is not None and selected.counts_back:
-            rows = _so_far(selected, range(piece.began, sizes[at] + 1), what, n_rows, real)
-        sources = source.rows(n_source, "source_pos", n_rows, source_real) if source else [[0]]
-        chosen = _source_columns(rows, sources, range(firsts[at], sizes[at]), whole)
+        chosen = _chosen(frame, at, where, source_here)
         chosen = chosen[box[batch]] if len(chosen) > 1 else chosen
-        inside = [n for n in range(held[at]) if any(row[n] >= 0 for row in chosen)]
+        inside = [n for n in range(frame.held[at]) if any(row[n] >= 0 for row in chosen)]
         if not inside:
             return None
         box[at] = slice(inside[0], inside[-1] + 1)
-        firsts[at] += inside[0]
-        if len(chosen) > 1 or source is not None or len(inside) < inside[-1] + 1 - inside[0]:
-            columns = broadcast(
-                torch.tensor([row[box[at]] for row in chosen]), at, batch, len(axes)
-            )
-            taken = taken if source is None else columns.clamp(min=0)
-            mask = columns >= 0 if mask is None else mask & (columns >= 0)
-    n_rows = held[batch] if batch != -1 else 1
-    texts = box[batch] if n_rows > 1 else slice(None)
-    for at, axis in enumerate(axes):
-        places = range(firsts[at], firsts[at] + box[at].stop - box[at].start)
-        keys = _real_keys(axis, n_rows, sizes[at], places)
-        if keys is not None:
-            keys = broadcast(keys[texts], at, batch, len(axes))
-            mask = keys if mask is None else mask & keys
-    return Region(point, axes, tuple(sizes), tuple(box), tuple(firsts), along, mask, taken)
+        is_slice = len(chosen) == 1 and len(inside) == inside[-1] + 1 - inside[0]
+        if not is_slice or source_here is not None:
+            columns = torch.tensor([row[box[at]] for row in chosen])
+            columns = broadcast(columns, at, batch, len(frame.axes))
+            mask = _and(mask, columns >= 0)
+            if source_here is not None:
+                source_columns = columns.clamp(min=0)
+    firsts = [first + part.start for first, part in zip(frame.firsts, box, strict=True)]
+    return Region(
+        point=point,
+        axes=frame.axes,
+        sizes=frame.sizes,
+        box=tuple(box),
+        firsts=tuple(firsts),
+        positions=frame.along,
+        mask=_and(mask, _real_keys(frame, box, firsts)),
+        source_columns=source_columns,
+    )
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """The axes of an activation, and the sizes of the texts that it is a piece of.
+
+    Attributes:
+        point: where the activation is.
+        axes: its axes.
+        held: its shape.
+        sizes: the size of each axis; those of `TEXT_AXES` in the whole text so far.
+        along: which axis is the one of this call's positions, if any.
+        batch: which axis is the batch; -1 if none is.
+        start: the column at which the piece starts; None for whole texts.
+    """
+
+    point: Point
+    axes: tuple[str, ...]
+    held: tuple[int, ...]
+    sizes: tuple[int, ...]
+    along: int | None
+    batch: int
+    start: int | None
+
+    @property
+    def firsts(self) -> list[int]:
+        """Where the activation begins along each axis. Keys that a window has dropped come before the first."""
+        return [full - n for full, n in zip(self.sizes, self.held, strict=True)]
+
+    @property
+    def n_rows(self) -> int:
+        """The number of texts; 1 without a batch."""
+        return 1 if self.batch == -1 else self.held[self.batch]
+
+
+def _frame(activation: Tensor, point: Point, needs_positions: bool) -> _Frame:
+    """The axes of an activation.
+
+    Raises:
+        EditError: if it has other axes than its point, or no axis of positions where a source needs one.
+    """
+    axes, held = axes_of(point, activation.ndim), tuple(activation.shape)
+    if len(axes) != len(held):
+        raise EditError(f"{point} must have these axes; got shape {held}")
+    along = next((at for at, axis in enumerate(axes) if axis in ("pos", "query")), None)
+    if needs_positions and along is None:
+        raise EditError(f"source_pos needs an axis of positions; got {point}")
+    start = None if along is None else piece_read().start
+    sizes = held
+    if along is not None and start is not None:
+        end = start + held[along]
+        sizes = tuple(end if axis in TEXT_AXES else n for axis, n in zip(axes, held, strict=True))
+    batch = axes.index("batch") if "batch" in axes else -1
+    return _Frame(point, axes, held, sizes, along, batch, start)
+
+
+def _chosen(frame: _Frame, at: int, where: Where, source: SourceColumns | None) -> list[list[int]]:
+    """The source's column for each place along one axis of an activation; -1 where nothing changes.
+
+    One row for all examples, or one for each. Without a source all columns that change are 0.
+    """
+    axis, size, piece = frame.axes[at], frame.sizes[at], piece_read()
+    n_rows = 1 if at == frame.batch else frame.n_rows
+    whole = axis not in TEXT_AXES or frame.start is None
+    what = f"{axis} at {frame.point.name}"
+    selected = where.get(axis, _ALL)
+    real = _unpadded(_real_along(axis, n_rows, size), where, size)
+    if at == frame.along and not whole:  # a later piece has more keys
+        selected.require_reached(size, what, real)
+    rows = selected.rows(size, what, n_rows, real, whole)
+    if at == frame.along and piece.began is not None and selected.counts_back:
+        rows = _so_far(selected, range(piece.began, size + 1), what, n_rows, real)
+    sources = [[0]] if source is None else source.rows(n_rows)
+    return _source_columns(rows, sources, range(frame.firsts[at], size), whole)
+
+
+def _and(mask: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """Both masks, where None is a mask of everything."""
+    if mask is None or other is None:
+        return other if mask is None else mask
+    return mask & other
 
 
 def _so_far(
@@ -221,31 +321,30 @@ def _so_far(
     return [sorted(row) for row in places]
 
 
-def _axis_of_positions(
-    point: Point, axes: Sequence[str], held: Sequence[int], source_pos: Selection | None
-) -> int | None:
-    if len(axes) != len(held):
-        raise EditError(f"{point} must have these axes; got shape {held}")
-    along = next((at for at, axis in enumerate(axes) if axis in ("pos", "query")), None)
-    if source_pos is not None and along is None:
-        raise EditError(f"source_pos needs an axis of positions; got {point}")
-    return along
-
-
-def _sizes(
-    axes: Sequence[str], held: Sequence[int], along: int | None, start: int | None
-) -> list[int]:
-    """The size of each axis; those of `TEXT_AXES` in the whole text so far."""
-    if along is None or start is None:
-        return list(held)
-    end = start + held[along]
-    return [end if axis in TEXT_AXES else n for axis, n in zip(axes, held, strict=True)]
-
-
 def _real_keys(
+    frame: _Frame, box: Sequence[slice], firsts: Sequence[int]
+) -> Bool[Tensor, "..."] | None:
+    """A mask of the keys in a box that are not padding; None if none is padding.
+
+    Args:
+        frame: the axes.
+        box: the box.
+        firsts: where the box begins along each axis, in the whole text.
+    """
+    mask: Tensor | None = None
+    texts = box[frame.batch] if frame.n_rows > 1 else slice(None)
+    for at, axis in enumerate(frame.axes):
+        columns = range(firsts[at], firsts[at] + box[at].stop - box[at].start)
+        keys = _real_columns(axis, frame.n_rows, frame.sizes[at], columns)
+        if keys is not None:
+            mask = _and(mask, broadcast(keys[texts], at, frame.batch, len(frame.axes)))
+    return mask
+
+
+def _real_columns(
     axis: str, n_rows: int, size: int, columns: range
 ) -> Bool[Tensor, "batch column"] | None:
-    """Which columns of an axis of keys are not padding; None for other axes, or if all are.
+    """A mask of the columns of an axis of keys that are not padding; None for other axes, or if none is padding.
 
     Virtual tokens, which come before the text, have negative columns, and are not padding.
     """
@@ -267,7 +366,7 @@ def _real_along(axis: str, n_rows: int, size: int) -> Rows | None:
 
 
 def _unpadded(real: Rows | None, where: Where, size: int) -> Rows | None:
-    """The real columns of texts. Those that `where` leaves out may have any."""
+    """The real columns of texts. In texts that `where` leaves out every column counts as real."""
     if real is None or "batch" not in where:
         return real
     (rows,) = where["batch"].rows(len(real), "batch")
@@ -275,10 +374,7 @@ def _unpadded(real: Rows | None, where: Where, size: int) -> Rows | None:
 
 
 def _source_columns(rows: Rows, sources: Rows, held: range, whole: bool) -> list[list[int]]:
-    """The source's column for each place of an axis that an activation holds; -1 where nothing changes.
-
-    One row for all examples, or one for each.
-    """
+    """The source's column for each place that is held; -1 where nothing changes. See `_chosen`."""
     chosen = [[-1] * len(held) for _ in range(max(len(rows), len(sources)))]
     for copy, its in enumerate(chosen):
         row, source = rows[copy % len(rows)], sources[copy % len(sources)]

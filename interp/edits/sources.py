@@ -3,15 +3,15 @@
 `edits.replace(cache, pos=-1)` changes the last real token of each text. The value comes from the last
 real token of each text of the source, whose texts may have other lengths:
 
-1. `Source.at` gives the value of the point in the source, with its axes.
-2. `Source.columns_at` says which of its columns are taken: the columns of `source_pos`, or the selected
-   positions counted from the end of the source's own texts, or the same columns as in the edited texts.
-3. `places.locate` puts them in the order of the selected positions.
+1. `ValueSource.at` gives the value of the point in the source, with its axes (`_value`).
+2. It says which of the source's columns are taken (`_columns`): the columns of `source_pos`, or the selected positions
+   counted from the end of the source's own texts, or the same columns as in the edited texts.
+3. `places.locate` puts these columns in the order of the selected positions.
 """
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, Protocol, runtime_checkable
 
@@ -32,7 +32,7 @@ from hooks.base import (
     unknown_name,
 )
 from hooks.shared import POSITION_AXES
-from interp.edits.places import Where
+from interp.edits.places import SourceColumns, SourceValue, Where, axes_of
 from interp.inputs.copies import digests, numbered
 from interp.inputs.texts import text_of
 from interp.numbers.precision import is_rounding
@@ -55,28 +55,8 @@ integer selects, and then leading ones."""
 
 
 @dataclass(frozen=True, eq=False)
-class SourceColumns:
-    """The columns of a source that an edit takes.
-
-    Attributes:
-        value: the value of the source; of a mean from the end of texts, the selected columns alone.
-        selected: the columns of `value` that go to the selected positions, in order, or one column
-            for all; None for the same columns.
-        n_columns: the number of columns of `value`.
-        real: the real columns of each text; None if all are real, or `selected` is None.
-        whole: the axes along which the change needs all of `value`.
-    """
-
-    value: Shaped[Tensor, "..."]
-    selected: Selection | None
-    n_columns: int
-    real: Rows | None
-    whole: Axes
-
-
-@dataclass(frozen=True, eq=False)
-class Source:
-    """A source of values.
+class ValueSource:
+    """A source of the values that an edit puts into a place.
 
     Attributes:
         values: the values, as the user gave them.
@@ -124,7 +104,7 @@ class Source:
         """Return the number of each row's text, where some are copies of one text.
 
         A cache does not keep all inputs of its run, such as images. So rows are copies only if their
-        values agree too.
+        values are equal too, up to rounding.
 
         Args:
             value: the value of the source.
@@ -149,70 +129,77 @@ class Source:
                 for part, real in zip(rows, mask.expand(len(rows), -1), strict=True)
             ]
 
-        def agree(one: int, other: int) -> bool:
-            return rows[one].shape == rows[other].shape and bool(
-                is_rounding(rows[one], rows[other]).all()
-            )
+        def are_equal(one: int, other: int) -> bool:
+            ours, theirs = rows[one], rows[other]
+            return ours.shape == theirs.shape and bool(is_rounding(ours, theirs).all())
 
-        return numbered(self._digests, agree)
+        return numbered(self._digests, are_equal)
 
     @property
     def knows_its_padding(self) -> bool:
         """Whether the source knows which of its columns are padding. A tensor does not."""
         return isinstance(self.values, ActivationCache) or self.attention_mask is not None
 
-    def columns_at(
-        self,
-        *,
-        point: Point,
-        value: Shaped[Tensor, "..."],
-        axes: Axes,
-        where: Where,
-        batch: int,
-    ) -> "SourceColumns":
-        """Return the value of the source, and which of its columns go to the selected positions.
+    def at(self, activation: Shaped[Tensor, "..."], point: Point, where: Where) -> SourceValue:
+        """Return the value of the source at a point, and which of its columns go to the selected positions.
 
         Args:
-            point: where the edit acts.
-            value: the value of the source there.
-            axes: the axes of that value.
+            activation: the value that an edit changes.
+            point: where it is.
             where: the places that the edit selects.
-            batch: the number of texts that the edit changes.
 
         Raises:
-            EditError: see `real` and `columns_for`.
+            UnknownNameError: if a cache lacks the point, or the value an axis of `whole`.
+            EditError: if a tensor has too many axes, or its first may be the batch or the positions; or see
+                `_real_rows` and `_selected_columns`.
             SelectionError: if texts of a mean have other numbers of the selected positions.
         """
+        point_axes = axes_of(point, activation.ndim)
+        sizes = dict(zip(point_axes, activation.shape, strict=True))
+        value, axes = self._value(point, sizes, where)
+        for axis in self.whole:
+            if axis not in axes:
+                raise unknown_name(axis, axes, f"axis of the source at {point}")
         along = next((axis for axis in axes if axis in POSITION_AXES), None)
-        if along is None:
-            real = None if self.columns is None else self.real(batch, 1, point)
-            return SourceColumns(value, self.columns, 1, real, self.whole)
-        at = axes.index(along)
-        n_columns = value.shape[at]
-        selected = self.columns_for(where.get(along), along, point)
-        if self.rows != "all" or selected is None:
-            real = None if selected is None else self.real(batch, n_columns, point)
-            return SourceColumns(value, selected, n_columns, real, self.whole)
-        # A mean has texts of its own. Take its positions from each, in the order of the selection.
-        rows = axes.index("batch")
+        n_columns = 1 if along is None else value.shape[axes.index(along)]
+        selected = self.columns
+        if along is not None:
+            selected = self._selected_columns(where.get(along), along, point)
+        # A cached run has columns of its own.
+        fixed = TEXT_AXES if isinstance(self.values, ActivationCache) else ()
+        source = SourceValue(value, axes, whole=self.whole, fixed=fixed)
+        if selected is None:
+            return source
+        if along is not None and self.rows == "all":
+            return self._averaged_columns(source, selected, along, point)
+        real = self._real_rows(len(activation), n_columns, point)
+        return replace(source, columns=SourceColumns(selected, n_columns, real))
+
+    def _averaged_columns(
+        self, source: SourceValue, selected: Selection, along: str, point: Point
+    ) -> SourceValue:
+        """The selected columns alone of each text of a mean, which has texts of its own, in the order of the selection."""
+        at, batch = source.axes.index(along), source.axes.index("batch")
+        n_rows, n_columns = source.value.shape[batch], source.value.shape[at]
         mask = self.mask(point.name)
-        fits = mask is not None and mask.shape == (value.shape[rows], n_columns)
+        fits = mask is not None and mask.shape == (n_rows, n_columns)
         columns = selected.columns(
             size=n_columns,
             what=f"{along} of the source at {point.name}",
-            batch=value.shape[rows],
+            batch=n_rows,
             real=mask if fits else None,
         )
-        return SourceColumns(
-            value=taken(value, columns, at, rows),
-            selected=Selection(slice(None)),
-            n_columns=columns.shape[1],
-            real=None,
+        return replace(
+            source,
+            value=taken(source.value, columns, at, batch),
+            columns=SourceColumns(Selection(slice(None)), columns.shape[1], None),
             whole=(*self.whole, along),
         )
 
-    def columns_for(self, selected: Selection | None, axis: str, point: Point) -> Selection | None:
-        """Return the columns of the source that go to the positions that an edit selects.
+    def _selected_columns(
+        self, selected: Selection | None, axis: str, point: Point
+    ) -> Selection | None:
+        """Return the columns of the source that go to the positions that an edit selects; None for the same columns.
 
         Args:
             selected: the positions that the edit selects; None for all.
@@ -237,7 +224,7 @@ class Source:
             )
         return selected
 
-    def real(self, batch: int, n_pos: int, point: Point) -> Rows | None:
+    def _real_rows(self, batch: int, n_pos: int, point: Point) -> Rows | None:
         """The real columns among `n_pos` of a source with its own columns, for a batch; None if all are.
 
         Raises:
@@ -256,54 +243,47 @@ class Source:
         rows = real_columns(mask) if mask is not None and fits else None
         return rows and [*rows] * (batch // len(rows))
 
-    def at(self, point: Point, sizes: Mapping[str, int], left: list[str]) -> tuple[Tensor, Axes]:
+    def _value(self, point: Point, sizes: Mapping[str, int], where: Where) -> tuple[Tensor, Axes]:
         """The value for a point, and its axes.
 
         Args:
             point: where it goes.
             sizes: the sizes of all axes there.
-            left: those that no integer selects.
-
-        Raises:
-            UnknownNameError: if a cache lacks the point, or the value an axis of `whole`.
-            EditError: if a tensor has too many axes, or its first may be the batch or the positions.
+            where: the places that the edit selects.
         """
         axes = tuple(sizes)
-        if not isinstance(self.values, ActivationCache):
-            held = self.values
-            value = held if isinstance(held, Tensor) else held.vector_at(point)
-            if held is not value and value.ndim == 1 and len(value) != sizes[axes[-1]]:
-                # A direction has the axes after `pos` in a row.
-                inner = [sizes[axis] for axis in axes if axis not in ("batch", *TEXT_AXES)]
-                value = value.unflatten(0, inner) if len(value) == math.prod(inner) else value
-            n = value.ndim
-            if n > len(left) and n != len(axes):
-                raise EditError(f"a source at {point} must have its axes; got {list(value.shape)}")
-            # A vector has all of the point's last axes; a tensor may lack those that an integer selects.
-            kept = left if held is value and n < len(axes) else axes
-            source_axes = tuple(kept[len(kept) - n :])
-            lacks_batch = (
-                n > 0 and "batch" in {*left} - {*source_axes} and source_axes[0] in TEXT_AXES
-            )
-            if lacks_batch and len(value) == sizes["batch"] == sizes[source_axes[0]] > 1:
-                raise EditError(
-                    f"a source at {point} must say whether it has rows or columns: values[:, None] for rows "
-                    f"of the batch, values[None] for columns along {source_axes[0]}; got {list(value.shape)}"
-                )
+        if isinstance(self.values, ActivationCache):
+            return self.values[point.name], self.values.axes(point.name) or axes
+        left = tuple(axis for axis in axes if axis not in where or not where[axis].is_one)
+        if isinstance(self.values, Tensor):
+            value = self.values
+            # A tensor may lack the axes that an integer selects.
+            kept = left if value.ndim < len(axes) else axes
         else:
-            value = self.values[point.name]
-            source_axes = self.values.axes(point.name) or axes
-        for axis in self.whole:
-            if axis not in source_axes:
-                raise unknown_name(axis, source_axes, f"axis of the source at {point}")
+            value = _unflattened(self.values.vector_at(point), sizes)
+            kept = axes  # a vector has all of the point's last axes
+        n = value.ndim
+        if n > len(left) and n != len(axes):
+            raise EditError(f"a source at {point} must have its axes; got {list(value.shape)}")
+        source_axes = kept[len(kept) - n :]
+        lacks_batch = n > 0 and "batch" in {*left} - {*source_axes} and source_axes[0] in TEXT_AXES
+        if lacks_batch and len(value) == sizes["batch"] == sizes[source_axes[0]] > 1:
+            raise EditError(
+                f"a source at {point} must say whether it has rows or columns: values[:, None] for rows "
+                f"of the batch, values[None] for columns along {source_axes[0]}; got {list(value.shape)}"
+            )
         return value, source_axes
 
-    @property
-    def fixed(self) -> Axes:
-        """The axes along which a size of 1 does not broadcast: a cached run has columns of its own."""
-        return TEXT_AXES if isinstance(self.values, ActivationCache) else ()
+
+def _unflattened(vector: Shaped[Tensor, "..."], sizes: Mapping[str, int]) -> Shaped[Tensor, "..."]:
+    """A direction with the axes of its point: it has the axes after `pos` in a row."""
+    *_, last = sizes
+    if vector.ndim != 1 or len(vector) == sizes[last]:
+        return vector
+    inner = [size for axis, size in sizes.items() if axis not in ("batch", *TEXT_AXES)]
+    return vector.unflatten(0, inner) if len(vector) == math.prod(inner) else vector
 
 
-def source_of(values: Values, columns: Index | None) -> Source:
-    """A source, and its columns that go to the selected positions."""
-    return Source(values, columns=None if columns is None else Selection(columns))
+def source_of(values: Values, columns: Index | None) -> ValueSource:
+    """Return a source with the columns that go to the selected positions."""
+    return ValueSource(values, columns=None if columns is None else Selection(columns))

@@ -13,23 +13,23 @@ from interp.edits.sources import Values, source_of
 
 
 @runtime_checkable
-class Interchanges(Protocol):
+class Features(Protocol):
     """Features of values, some of which are taken from another run."""
 
     def interchanged(
         self, value: Shaped[Tensor, "*rows d"], source: Shaped[Tensor, "*rows d"]
     ) -> Shaped[Tensor, "*rows d"]:
-        """The value with the chosen features of the source."""
+        """Return the value with the chosen features of the source."""
 
 
 def interchange(
     source: Values,
-    subspace: Float[Tensor, "dim *k"] | Interchanges,
+    subspace: Float[Tensor, "dim *k"] | Features,
     *,
     source_pos: Index | None = None,
     **where: Index,
 ) -> Edit:
-    """Takes the part inside a subspace of a point's last axis from a source, and keeps the rest.
+    """Take the part inside a subspace of a point's last axis from a source, and keeps the rest.
 
     Distributed interchange: Geiger et al. 2024, "Finding Alignments Between Interpretable Causal
     Variables and Distributed Neural Representations".
@@ -59,7 +59,7 @@ def interchange(
 
 
 def project_out(directions: Float[Tensor, "dim *k"], **where: Index) -> Edit:
-    """Removes the part inside the span of one or more directions of a point's last axis.
+    """Remove the part inside the span of one or more directions of a point's last axis.
 
     Args:
         directions: a direction, or several as columns. They need not be orthonormal.
