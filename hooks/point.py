@@ -12,6 +12,7 @@ from hooks.base import (
     FakeTensor,
     HookError,
     Identity,
+    carried,
     is_whole,
     layer_of,
     require_kind,
@@ -122,15 +123,6 @@ class OptionalPoints(nn.Module):
 
     A cached run then skips them, unless they were asked for by their exact names.
     """
-
-
-def carried(module: nn.Module, name: str) -> Any:
-    """What a module carries beside its own attributes; None if nothing.
-
-    `hook_points` are points that fire while it runs, `language_parts` what analyses use of an attached model, `shards` how
-    a value is divided among processes.
-    """
-    return vars(module).get(name)
 
 
 def inside(module: nn.Module) -> set[nn.Module]:

@@ -26,6 +26,7 @@ from hooks.base import (
     Copies,
     HookError,
     _torch,
+    carried,
     mapped,
     piece_read,
     reading,
@@ -34,7 +35,7 @@ from hooks.base import (
 from hooks.beside import unwatched
 from hooks.capture import Recorder
 from hooks.modes import Options
-from hooks.point import Point, carried, inside
+from hooks.point import Point, inside
 from hooks.session import Edits, Session, hooks_disabled
 
 

@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks.base import require_kind, to_device
-from interp.inputs.texts import Texts, text_for
+from hooks.base import Texts, real_of, require_kind, to_device
+from interp.inputs.texts import text_for
 from interp.inputs.token_positions import (
     Mask,
     Position,
@@ -16,7 +16,6 @@ from interp.inputs.token_positions import (
     fitting,
     is_worded,
     last_real,
-    real_of,
     short,
     tokens_of,
 )
@@ -122,7 +121,7 @@ def cross_entropy(tokens: Texts, *, attention_mask: Mask | None = None) -> Metri
 
         def read(model: nn.Module) -> Metric:
             text = text_for(model, tokens, attention_mask)
-            return cross_entropy(text.tokens, attention_mask=text.mask)
+            return cross_entropy(text.tokens, attention_mask=text.attention_mask)
 
         return WordedMetric("cross_entropy(texts)", 0, "nats", read)
     real = real_of(attention_mask, tokens.shape).to(tokens.device)

@@ -6,8 +6,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks import ActivationCache, HookedRunner, ModeError
-from hooks.base import is_compiled, is_fully_sharded, require_module, uncompiled
-from hooks.shared import carried
+from hooks.base import is_compiled, is_fully_sharded, language_of, require_module, uncompiled
 
 STACKS = ("encoder", "decoder", "vision", "audio")
 """The first parts of names whose positions are not those of the texts that a model reads. Further ones have numbers."""
@@ -95,7 +94,7 @@ def of(model: nn.Module, *parts: str) -> Any:
     """
     require_module(model)
     require_uncompiled(model)
-    language: Any = carried(model, "language_parts") or model
+    language = language_of(model)
     # The class first, because reading a weight view from the instance computes it.
     has = getattr(language, "has", lambda p: hasattr(type(model), p) or hasattr(model, p))
     lacking = [part for part in parts if not has(part)]

@@ -17,11 +17,10 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from hooks import HookedRunner, HookError
-from hooks.base import progress_bar, without_gradients
+from hooks.base import Text, progress_bar, without_gradients
 from interp import pictures
 from interp.effects.patching import activation_patching
 from interp.inputs.pairs import Pairs
-from interp.inputs.texts import Text
 from interp.inputs.wording import writer_of
 from interp.measuring import Metric
 from interp.metrics import log_prob

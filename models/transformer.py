@@ -12,6 +12,7 @@ from hooks.base import (
     HintedClass,
     HintsAtNames,
     NoOthers,
+    Texts,
     refuse,
     require_integer,
     require_kind,
@@ -27,7 +28,7 @@ from models.norm import norm
 from models.positions import added_positions, rotary
 from models.running.context import Context, make_context
 from models.running.kvcache import KVCache
-from models.text.texts import ReadsText, Texts, read
+from models.text.texts import ReadsText, read
 from models.weights import BlockWeights, tie
 
 

@@ -59,7 +59,7 @@ def separately(model, texts, edits, metric=None, attention_mask=None):
 
     pairs = texts if isinstance(texts, Pairs) else Pairs(texts, attention_mask=attention_mask)
     runs = Runs(model, pairs if metric is None else pairs.measured_by(metric))
-    mask = runs.text.of_logits.mask
+    mask = runs.text.of_logits.attention_mask
     base, *edited = (measure(runs.metric, runs.logits(each), mask) for each in [{}, *edits])
     return torch.stack(edited).detach() - base
 

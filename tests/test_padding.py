@@ -331,7 +331,7 @@ def test_positions_of_a_later_piece_and_of_a_generation():
         _, cut = runner.run_with_cache(tokens[:, 2:], **given, positions=[-1])
     assert whole.real().tolist() == mask[:, 2:].tolist()
     assert torch.equal(
-        text_of(whole).mask, mask[:, 2:]
+        text_of(whole).attention_mask, mask[:, 2:]
     )  # the mask of its input has earlier columns
     torch.testing.assert_close(whole.at(pos=-1)["resid_post", 1], wanted)
     torch.testing.assert_close(cut["resid_post", 1][:, 0], wanted)

@@ -443,7 +443,7 @@ def test_indirect_objects_are_pairs_of_names_of_one_token(ioi):
         text = "".join(told[: at["end"] + 1])
         assert text == prompt.template.format_map(prompt.clean)
         assert (text.count(io), text.count(subject)) == (1, 2)
-        assert int(pairs.text.mask[row].sum()) == at["end"] + 1
+        assert int(pairs.text.attention_mask[row].sum()) == at["end"] + 1
         changed = (pairs.clean[row] != pairs.corrupted[row]).nonzero().tolist()
         assert changed == [[at["S2"]]]
         assert pairs.corrupted[row, at["S2"]] == pairs.clean[row, at["IO"]]

@@ -34,6 +34,8 @@ from hooks.base._torch import (
     version,
     without_gradients,
 )
+from hooks.base.accessor import carried, language_of
+from hooks.base.arguments import axis_of_rows, is_listed, require_rows, without_rows
 from hooks.base.calls import Calls, number_of_call
 from hooks.base.damage import damage_of
 from hooks.base.draws import Draws, generator
@@ -72,12 +74,10 @@ from hooks.base.nested import mapped, tensors_in, with_first_tensor
 from hooks.base.paths import LAYER, layer_of
 from hooks.base.pieces import (
     Piece,
-    encoded,
     piece_is_known,
     piece_read,
     position_offset,
     reading,
-    real_columns,
     start_of_piece,
     token_mask,
 )
@@ -93,10 +93,22 @@ from hooks.base.selection import (
     all_but,
     broadcast,
     index_by_axis,
+    real_columns,
+    real_of,
     require_axes,
     taken,
 )
 from hooks.base.storage import checksum
+from hooks.base.text import Text, as_text, is_batch, named_spans, places_inside
+from hooks.base.text_forms import (
+    Texts,
+    columns_of,
+    each_text,
+    is_columns,
+    is_integer,
+    is_one_text,
+    number_of_texts,
+)
 from hooks.base.transfer import (
     Copies,
     Placement,

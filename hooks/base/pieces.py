@@ -2,17 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
-from jaxtyping import Shaped
-from torch import Tensor
 
-from hooks.base._torch import FakeTensor
 from hooks.base.scoped import Scoped
-
-KeyMask = Shaped[Tensor, "batch key"]
-"""True or 1 at real tokens, False or 0 at padding."""
+from hooks.base.selection import KeyMask, real_columns
 
 Columns = list[list[int]]
 """The real columns of each text."""
@@ -111,61 +105,6 @@ class Piece:
         """The mask of the `size` columns of the piece itself, if the batch has `rows` texts; otherwise None."""
         fits = self.real is not None and self.real.shape == (rows, (self.start or 0) + size)
         return self.real[:, -size:] if self.real is not None and fits else None
-
-
-def real_columns(mask: KeyMask) -> list[list[int]] | None:
-    """The columns of each text's real tokens; None if there is no padding, or in a plan, without numbers."""
-    if mask.is_meta or isinstance(mask, FakeTensor):
-        return None
-    rows = [[n for n, real in enumerate(row) if real] for row in mask.tolist()]
-    return None if all(len(row) == mask.shape[1] for row in rows) else rows
-
-
-def encoded(texts: Any) -> tuple[list[list[int]], list[list[bool]]]:
-    """Return the tokens and the mask of each text in the output of a tokenizer, a mapping with `input_ids`.
-
-    Raises:
-        ValueError: if the mapping has no `input_ids`, its mask does not fit, or it has other inputs that a
-            model reads.
-
-    >>> encoded({"input_ids": [[3, 1], [4, 0]], "attention_mask": [[1, 1], [1, 0]]})
-    ([[3, 1], [4, 0]], [[True, True], [True, False]])
-    """
-    if not isinstance(texts, Mapping) or "input_ids" not in texts:
-        raise ValueError(
-            f"texts in a mapping or a table must have input_ids, as a tokenizer gives them; got a {type(texts).__name__} "
-            f"of {', '.join(map(str, texts))} (of a column of texts, give a list)"
-        )
-    rows = _listed(texts["input_ids"])
-    mask = (
-        _listed(texts["attention_mask"])
-        if "attention_mask" in texts
-        else [[1] * len(row) for row in rows]
-    )
-    lengths = [*map(len, mask)]
-    if lengths != [*map(len, rows)] or (others := set().union(*mask) - {0, 1}):
-        got = (
-            f"{lengths} for {[*map(len, rows)]} tokens" if lengths != [*map(len, rows)] else others
-        )
-        raise ValueError(
-            f"attention_mask must have a 1 or a 0 for each token of input_ids; got {got!s:.80}"
-        )
-    for name in _READ_BESIDE & {*texts}:
-        if bool(torch.as_tensor(texts[name]).any()):
-            raise ValueError(
-                f"texts must be tokens and their mask alone; got {name} too (model(**texts) takes it, if the model does)"
-            )
-    return rows, [[bool(real) for real in row] for row in mask]
-
-
-# Other inputs that some models read. An input of zeros changes nothing.
-_READ_BESIDE = {"token_type_ids", "position_ids", "inputs_embeds", "pixel_values", "input_features"}
-
-
-def _listed(rows: Any) -> list[list[int]]:
-    rows = rows.tolist() if hasattr(rows, "tolist") else rows
-    rows = [row.tolist() if hasattr(row, "tolist") else row for row in rows]
-    return rows if rows and isinstance(rows[0], Sequence) else [rows]
 
 
 _WHOLE = Piece()

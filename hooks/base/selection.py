@@ -11,13 +11,39 @@ import torch
 from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
+from hooks.base._torch import FakeTensor
 from hooks.base.errors import SelectionError, unknown_name
-from hooks.base.pieces import KeyMask, real_columns
 from hooks.base.saying import shown
 from hooks.base.transfer import to_device
 
 TEXT_AXES = ("pos", "query", "key")
 """The axes that count columns of the text. `key` also covers cached positions."""
+
+KeyMask = Shaped[Tensor, "batch key"]
+"""True or 1 at real tokens, False or 0 at padding."""
+
+
+def real_of(
+    mask: Shaped[Tensor, "..."] | None, shape: Sequence[int], name: str = "attention_mask"
+) -> Bool[Tensor, "batch pos"]:
+    """The mask of texts [batch, pos] as booleans.
+
+    Raises:
+        ValueError: if it has another shape; the error gives its name.
+    """
+    if mask is None:
+        return torch.ones(*shape, dtype=torch.bool)
+    if mask.shape != tuple(shape):
+        raise ValueError(f"{name} must be [batch, pos], {[*shape]}; got {list(mask.shape)}")
+    return mask.bool()
+
+
+def real_columns(mask: KeyMask) -> list[list[int]] | None:
+    """The columns of each text's real tokens; None if there is no padding, or in a plan, without numbers."""
+    if mask.is_meta or isinstance(mask, FakeTensor):
+        return None
+    rows = [[n for n, real in enumerate(row) if real] for row in mask.tolist()]
+    return None if all(len(row) == mask.shape[1] for row in rows) else rows
 
 
 @dataclass(frozen=True)

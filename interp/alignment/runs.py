@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from hooks import Point
-from hooks.base import Selection, real_columns, to_device, unknown_name
+from hooks.base import Selection, Text, real_columns, to_device, unknown_name
 from interp.alignment.featurizers import Featurizer
-from interp.inputs.texts import Text
 from interp.inputs.token_positions import Position, last_real
 from interp.measuring import evaluate, last_of
 from interp.runs.runs import Runs
@@ -126,12 +125,12 @@ class InterchangeRuns:
     def _measured(self, part: Featurizer | None) -> tuple[Tensor, Tensor]:
         """The metric of runs with a part interchanged, or nothing; and which answers are right."""
         metric, text = self.runs.metric, self.runs.text
-        last = last_of(metric, text.of_logits.mask)
+        last = last_of(metric, text.of_logits.attention_mask)
         outputs, right = [], []
         for start in range(0, len(text.tokens), self.batch):
             rows = slice(start, start + self.batch)
             logits = self._logits(part, rows)
-            outputs.append(last_real(logits, last, text.rows(rows).of_logits.mask))
+            outputs.append(last_real(logits, last, text.rows(rows).of_logits.attention_mask))
             if self.answers is not None:
                 choices, wanted = self._choices(logits, rows)
                 right.append(choices.argmax(-1) == wanted)
@@ -142,7 +141,7 @@ class InterchangeRuns:
         """The logits of what is chosen from, all tokens or two answers, and which of them is right."""
         pos = self.runs.pairs.pos
         position = Position(-1 if pos is None else pos[rows] if isinstance(pos, Tensor) else pos)
-        mask = self.runs.text.rows(rows).of_logits.mask
+        mask = self.runs.text.rows(rows).of_logits.attention_mask
         logits = position(last_real(output, position.last, mask))
         assert self.answers is not None  # `align` refuses pairs without
         answers = to_device(self.answers[rows], logits.device)

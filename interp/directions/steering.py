@@ -6,13 +6,12 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from hooks.base import Index, shows_progress, without_gradients
+from hooks.base import Index, Texts, named_spans, shows_progress, without_gradients
 from interp import edits, pictures
 from interp.directions.direction import Direction
 from interp.edits import Edit
 from interp.effects.patching import sweep
-from interp.inputs.texts import Texts, text_for
-from interp.inputs.wording import named_spans
+from interp.inputs.texts import text_for
 from interp.measuring import Metric
 from interp.metrics import kl_divergence
 from interp.numbers.intervals import interval_text
@@ -129,8 +128,8 @@ def steering_curve(
     if others is not None:
         text = text_for(model, others)
         reference = logits_of(runner_of(model).model(text.tokens, **text.arguments(model)))
-        metric = kl_divergence(reference, None, attention_mask=text.mask)
-        where, mask = changes(others), text.mask
+        metric = kl_divergence(reference, None, attention_mask=text.attention_mask)
+        where, mask = changes(others), text.attention_mask
         lost = sweep(model, text.tokens, where, metric, attention_mask=mask, max_bytes=max_bytes)
         kl = replace(_by_strength(lost, labels), bounds=(0.0, math.inf))
     return SteeringCurve(tuple(strengths), _by_strength(effects, labels), kl)

@@ -18,9 +18,8 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from hooks import SelectionError
-from hooks.base import Selection, generator, require_integer
+from hooks.base import Selection, Text, generator, require_integer
 from interp.inputs.copies import digests
-from interp.inputs.texts import Text
 from interp.store import Activations
 
 Labels = Sequence[bool] | Sequence[int] | Shaped[Tensor, " text"] | Shaped[np.ndarray, " text"]

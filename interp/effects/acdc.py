@@ -68,7 +68,7 @@ def acdc(
     if not several or min(several) <= 0:
         raise ValueError(f"thresholds must be above 0, at least one; got {several}")
     whole = Runs(model, pairs, direction)
-    divergent = kl_divergence(whole.logits({}), pos, attention_mask=whole.text.mask)
+    divergent = kl_divergence(whole.logits({}), pos, attention_mask=whole.text.attention_mask)
     graph, pairs = Graph(model, split_embeddings), whole.pairs.measured_by(divergent)
     runs = MaskedRuns(graph, pairs, source, direction, max_bytes)
     known: dict[bytes, float] = {}

@@ -20,10 +20,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from hooks.base import all_to_device, progress_of, require_choice, shown, to_device
+from hooks.base import Text, all_to_device, progress_of, require_choice, shown, to_device
 from interp.effects.reader_gradients import Pullback, Pullbacks, readings
 from interp.graph import Graph
-from interp.inputs.texts import Text, are_aligned
 from interp.numbers.precision import at_least_float32
 from interp.runs.gradients import Gradients, require_numbers
 
@@ -69,7 +68,7 @@ def changed_positions(over: str | None, edited: Text, source: Text) -> ChangedPo
     require_choice("over", over, (None, "pos", "span"))
     batch, n = edited.tokens.shape
     if over != "span":
-        if not are_aligned(edited, source):
+        if not edited.is_aligned_with(source):
             raise ValueError(
                 f"over must be 'span' where positions do not correspond; got {shown(over)}"
             )

@@ -9,11 +9,10 @@ from jaxtyping import Shaped
 from torch import Tensor, nn
 
 from hooks import Hooks
-from hooks.base import shown, shows_progress, without_gradients
+from hooks.base import Texts, shown, shows_progress, without_gradients
 from interp import edits
 from interp.edits import Edit
 from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs
-from interp.inputs.texts import Texts
 from interp.measuring import Metric
 from interp.results.result import Result
 from interp.runs.runs import Runs

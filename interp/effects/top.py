@@ -10,7 +10,6 @@ from hooks import ActivationCache, HookedRunner
 from hooks.base import require_integer, shows_progress, to_device
 from hooks.shared import names_by_layer
 from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs
-from interp.inputs.texts import are_aligned
 from interp.numbers.precision import at_least_float32
 from interp.numbers.ranks import largest_rows
 from interp.protocol import require_points
@@ -63,7 +62,7 @@ def top_attributions(
     require_integer("k", k)
     runs = Runs(model, pairs, direction)
     names = [*(titles := _titles(runs.runner, directions))]
-    if not are_aligned(runs.text, runs.other):
+    if not runs.text.is_aligned_with(runs.other):
         raise ValueError("both texts must have the same columns and padding; got others")
     cache = runs.source(names)
     units = {name: _units(vectors, cache, name) for name, vectors in (directions or {}).items()}

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from hooks import HookedRunner
 from hooks.base import (
     Index,
+    Texts,
     progress_of,
     require_kind,
     shows_progress,
@@ -34,7 +35,7 @@ from interp import pictures
 from interp.features.dictionary import Dictionary
 from interp.features.splicing import Dictionaries, placed
 from interp.inputs.copies import unseen
-from interp.inputs.texts import Texts, batches
+from interp.inputs.texts import batches
 from interp.inputs.wording import writer_of
 from interp.protocol import n_logits, runner_of
 from interp.spectral.weights import token_directions

@@ -4,10 +4,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks.base import Index, require_integer, shows_progress, to_device, without_gradients
+from hooks.base import Index, Texts, require_integer, shows_progress, to_device, without_gradients
 from interp.features.dictionary import Dictionary
 from interp.inputs.copies import unseen
-from interp.inputs.texts import Texts, batches
+from interp.inputs.texts import batches
 from interp.numbers.ranks import largest_rows
 from interp.protocol import runner_of
 

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from hooks import Hook, Point
 from hooks.base import (
     Index,
+    Text,
+    Texts,
     progress_of,
     require_choice,
     shows_progress,
@@ -31,7 +33,7 @@ from hooks.shared import with_parts
 from interp import pictures
 from interp.features.splicing import Dictionaries, SplicedDictionary, placed
 from interp.inputs.copies import digests, groups
-from interp.inputs.texts import Text, Texts, batches
+from interp.inputs.texts import batches
 from interp.measuring import measure
 from interp.metrics import cross_entropy, kl_divergence
 from interp.numbers.intervals import interval_text, standard_error
@@ -208,8 +210,8 @@ def evaluate_sae(
     kl: list[Tensor] = []
 
     def loss(text: Text, logits: Tensor) -> Tensor:
-        metric = cross_entropy(text.tokens, attention_mask=text.mask)
-        return measure(metric, logits, text.mask).cpu()
+        metric = cross_entropy(text.tokens, attention_mask=text.attention_mask)
+        return measure(metric, logits, text.attention_mask).cpu()
 
     for text in progress_of(read, "batches", len(read)):
         kept = text.at(pos)
@@ -223,8 +225,8 @@ def evaluate_sae(
         with with_parts(model, runner.points, parts):
             logits = logits_of(model(text.tokens, **arguments))
         losses["spliced"].append(loss(text, logits))
-        divergence = kl_divergence(unedited, None, attention_mask=text.mask)
-        kl.append(measure(divergence, logits, text.mask).cpu())
+        divergence = kl_divergence(unedited, None, attention_mask=text.attention_mask)
+        kl.append(measure(divergence, logits, text.attention_mask).cpu())
     vectors: dict[str, dict[str, Tensor]] = {
         "zero": {},
         "mean": {name: total.mean() for name, total in sums.items()},

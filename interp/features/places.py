@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from hooks import ActivationCache, HookedRunner, UnknownNameError
-from hooks.base import layer_of, tensors_in, warn
+from hooks.base import Text, layer_of, tensors_in, warn
 from hooks.shared import names_by_layer
-from interp.inputs.texts import Text
 from interp.protocol import n_logits, of
 from interp.transformer_lens import hooks_name
 

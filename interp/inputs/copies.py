@@ -15,8 +15,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from hooks import ActivationCache
-from interp.inputs.arguments import axis_of_rows, is_listed, without_rows
-from interp.inputs.texts import Text, text_of
+from hooks.base import Text, axis_of_rows, is_listed, without_rows
+from interp.inputs.texts import text_of
 from interp.numbers.precision import is_rounding
 
 _OF_DECODER = {"decoder_input_ids", "decoder_attention_mask"}
@@ -112,7 +112,9 @@ def unseen(text: Text, seen: set[str]) -> Bool[Tensor, " batch"]:
 
 def _tokens(text: Text) -> list[object]:
     """Return the real tokens of each text. Images and sounds have a hash instead."""
-    on_cpu = Text(text.tokens.cpu(), None if text.mask is None else text.mask.cpu())
+    on_cpu = Text(
+        text.tokens.cpu(), None if text.attention_mask is None else text.attention_mask.cpu()
+    )
     if on_cpu.tokens.is_floating_point():
         return [*map(_content, on_cpu.tokens)]
     return [*on_cpu.listed()]

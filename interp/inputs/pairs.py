@@ -3,18 +3,30 @@
 import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, ParamSpec, TypeVar, Unpack
 
 import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor, nn
 
-from hooks.base import NoOthers, refuse, refuse_unbound, require_choice, shown, without_gradients
+from hooks.base import (
+    NoOthers,
+    Text,
+    Texts,
+    as_text,
+    each_text,
+    is_batch,
+    refuse,
+    refuse_unbound,
+    require_choice,
+    require_rows,
+    shown,
+    without_gradients,
+)
 from interp import pictures
-from interp.inputs.arguments import require_rows
 from interp.inputs.copies import digests, numbered
 from interp.inputs.spans import Spans, aligned
-from interp.inputs.texts import Text, Texts, as_text, each_text, is_batch
 from interp.inputs.token_positions import Tokens, as_positions, is_worded, last_real, short
 from interp.inputs.wording import answer_positions, tokens_of_pairs, writer_of
 from interp.kinds import require_made
@@ -120,16 +132,16 @@ class Pairs(pictures.Shown):
         # Each is a `Text`, or what a model must read first.
         one, other = as_text(clean), as_text(corrupted)
         if attention_mask is not None:
-            if not isinstance(one, Text) or one.mask is not None:
+            if not isinstance(one, Text) or one.attention_mask is not None:
                 got = "some with a mask of their own"
                 got = got if isinstance(one, Text) else f"a {type(clean).__name__}"
                 raise ValueError(f"attention_mask needs texts that are tensors alone; got {got}")
-            one = one._replace(mask=attention_mask)
+            one = replace(one, attention_mask=attention_mask)
         if isinstance(one, Text) and isinstance(corrupted, Tensor):  # the words alone are others
             if not is_batch(corrupted):
                 got = f"{list(corrupted.shape)}: one text is torch.as_tensor(text)[None]"
                 raise ValueError(f"corrupted must be a tensor [batch, pos]; got {got}")
-            other = one._replace(tokens=corrupted)
+            other = replace(one, tokens=corrupted)
         are_tokens = isinstance(one, Text) and isinstance(other, Text | None)
         self.is_read = are_tokens and not is_worded(answers) and isinstance(spans, Mapping | None)
         if self.is_read:
@@ -261,12 +273,12 @@ class Pairs(pictures.Shown):
             metric = accuracy(right, pos=pairs._listed_pos())
         metric = pairs.metric if metric is None else metric_for(model, metric)
         runner_of(model)  # refuses dropout
-        last = last_of(metric, every.of_logits.mask)
+        last = last_of(metric, every.of_logits.attention_mask)
         logits, n_rows = [], max(1, _TOKENS_AT_ONCE // every.tokens.shape[1])
         for start in range(0, len(pairs), n_rows):
             text = every.rows(slice(start, start + n_rows))
             output = model(text.tokens, **text.arguments(model))
-            logits.append(last_real(logits_of(output), last, text.of_logits.mask))
+            logits.append(last_real(logits_of(output), last, text.of_logits.attention_mask))
         values = evaluate(metric, torch.cat(logits), len(pairs))
         if not (values > 0).any():
             raise ValueError(

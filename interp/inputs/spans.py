@@ -1,15 +1,14 @@
 """Answers and spans of pairs: checks that they fit their texts, and the columns of spans."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
-from hooks.base import Index, Selection, real_columns, shown
-from interp.inputs.texts import Text
-from interp.inputs.token_positions import real_of
+from hooks.base import Index, Selection, Text, real_columns, real_of, shown
 
 Spans = Mapping[str, Index]
 """By name, the positions of a span in each example: a list of lists, or a tensor, of integers or booleans."""
@@ -31,7 +30,7 @@ def aligned(
     """
     texts, kinds = [one] if other is None else [one, other], ("clean", "corrupted")
     reals = [
-        real_of(text.mask, text.tokens.shape[:2], f"the {kind} texts' attention_mask")
+        real_of(text.attention_mask, text.tokens.shape[:2], f"the {kind} texts' attention_mask")
         for kind, text in zip(kinds, texts, strict=False)
     ]
     counts = [len(text.tokens) for text in texts]
@@ -48,8 +47,10 @@ def aligned(
     columns = [positions_of_spans(each, real, kind, last_only) for kind, real, each in named]
     check_counts(columns[0], columns[-1])
     first, *rest = (
-        text._replace(
-            mask=None if text.mask is None else real, spans=as_tensors(each, one.tokens.device)
+        replace(
+            text,
+            attention_mask=None if text.attention_mask is None else real,
+            spans=as_tensors(each, one.tokens.device),
         )
         for text, real, each in zip(texts, reals, columns, strict=True)
     )

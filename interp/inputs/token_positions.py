@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from hooks.base import Selection, real_columns, shown, to_device
+from hooks.base import Selection, real_columns, real_of, shown, to_device
 from interp.numbers.precision import at_least_float32
 
 Tokens = int | str | Sequence[int] | Sequence[str] | Int[Tensor, "..."]
@@ -18,21 +18,6 @@ SeveralTokens = Tokens | Sequence[Sequence[int]] | Sequence[Sequence[str]]
 
 Mask = Shaped[Tensor, "batch pos"]
 """True or 1 at real tokens, False or 0 at padding."""
-
-
-def real_of(
-    mask: Mask | None, shape: Sequence[int], name: str = "attention_mask"
-) -> Bool[Tensor, "batch pos"]:
-    """The mask of texts [batch, pos] as booleans.
-
-    Raises:
-        ValueError: if it has another shape; the error gives its name.
-    """
-    if mask is None:
-        return torch.ones(*shape, dtype=torch.bool)
-    if mask.shape != tuple(shape):
-        raise ValueError(f"{name} must be [batch, pos], {[*shape]}; got {list(mask.shape)}")
-    return mask.bool()
 
 
 def is_worded(tokens: Any) -> bool:

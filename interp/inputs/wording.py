@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from hooks.base import unknown_name
-from interp.inputs.texts import Text, Texts, text_for
+from hooks.base import Text, Texts, named_spans
+from interp.inputs.texts import text_for
 from interp.inputs.token_positions import is_worded
 from interp.protocol import of
 
@@ -54,7 +54,7 @@ def tokens_of_pairs(
             for side, text in enumerate(read)
         ]
     else:
-        columns = [named_spans(each, spans) for each in texts]
+        columns = [named_spans(text, spans) for text in read]
     return read[0], read[1] if read[1:] else None, answers, columns[0], columns[-1]
 
 
@@ -78,22 +78,6 @@ def words_of(model: nn.Module, *texts: Text) -> list[str] | None:
                 if is_real:
                     seen[token] = None
     return ["|".join(written([*seen])) if len(seen) < 3 else "" for seen in columns]
-
-
-def named_spans(texts: Texts | None, names: Sequence[str]) -> dict[str, list[list[int]]]:
-    """Positions in each text of spans that the texts, such as chats, have names for.
-
-    Raises:
-        UnknownNameError: if they have none of that name; it has close matches.
-        ValueError: if a text has none, as a chat without a message of a role.
-    """
-    known: Mapping[str, Any] = getattr(texts, "spans", {})
-    if missing := [name for name in names if name not in known]:
-        raise unknown_name(missing[0], known, "span of these texts")
-    for name in names:
-        if without := [n for n, places in enumerate(known[name]) if not len(places)]:
-            raise ValueError(f"each text must have the span {name!r}; text {without[0]} has none")
-    return {name: known[name] for name in names}
 
 
 def answer_positions(

@@ -8,8 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import ActivationCache
-from hooks.base import require_integer
-from hooks.shared import carried
+from hooks.base import language_of, require_integer
 from interp.pictures.parts import MOST_COLUMNS, MOST_WEIGHTS, axis_part, grid_part, thinned
 from interp.pictures.view import View, limit_of, visible
 
@@ -222,7 +221,7 @@ def _window(
 
 def _words(model: nn.Module | None, row: Sequence[int]) -> tuple[list[str], bool]:
     """The text of each token and True, or the numbers of tokens and False where there is no tokenizer."""
-    language: Any = None if model is None else carried(model, "language_parts") or model
+    language: Any = None if model is None else language_of(model)
     try:
         if getattr(language, "tokenizer", None) is not None:
             return language.to_pieces(row), True

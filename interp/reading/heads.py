@@ -12,7 +12,9 @@ from hooks import ActivationCache, CacheError, HookError
 from hooks.base import (
     Index,
     Selection,
+    Text,
     progress_of,
+    real_of,
     require_integer,
     shows_progress,
     stacked,
@@ -20,8 +22,7 @@ from hooks.base import (
     without_gradients,
 )
 from interp.inputs.copies import groups_of_cache
-from interp.inputs.texts import Text, mask_of, text_of_values
-from interp.inputs.token_positions import real_of
+from interp.inputs.texts import mask_of, text_of_values
 from interp.kinds import require_cache
 from interp.numbers.precision import at_least_float32, like
 from interp.protocol import of
@@ -118,7 +119,7 @@ def head_scores(
     tokens = None
     if text is not None:
         tokens = text.tokens.cpu()  # read once, for the keys and for copies of a text
-        text = Text(tokens, None if text.mask is None else real)
+        text = Text(tokens, None if text.attention_mask is None else real)
     wanted, counted = _wanted(kind, tokens, real, span)
     if queries is not None:
         counted &= Selection(queries).inside(real, "queries")

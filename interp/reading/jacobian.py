@@ -17,9 +17,17 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks import HookedRunner
-from hooks.base import config_hash, peak_bytes, require_integer, shows_progress, stacked
+from hooks.base import (
+    Text,
+    Texts,
+    config_hash,
+    peak_bytes,
+    require_integer,
+    shows_progress,
+    stacked,
+)
 from interp.inputs.copies import digests
-from interp.inputs.texts import Text, Texts, batches
+from interp.inputs.texts import batches
 from interp.numbers.precision import at_least_float32
 from interp.reading.affine import AffineLens, for_fit
 

@@ -19,7 +19,9 @@ from torch import Tensor, nn
 
 from hooks import CacheError, HookedRunner
 from hooks.base import (
+    Texts,
     config_hash,
+    each_text,
     progress_of,
     require_integer,
     shows_progress,
@@ -28,7 +30,7 @@ from hooks.base import (
     to_device,
     without_gradients,
 )
-from interp.inputs.texts import Texts, each_text, padded
+from interp.inputs.texts import padded
 from interp.numbers.precision import divergence, finite
 from interp.protocol import of
 from interp.reading.affine import AffineLens, for_fit, split_rows, unembedded
@@ -187,7 +189,7 @@ def _of_runs(
         cache = without_gradients(runner.capture)(
             text.tokens, names=names, **text.arguments(runner.model)
         )
-        real = slice(None) if text.mask is None else text.mask.flatten()
+        real = slice(None) if text.attention_mask is None else text.attention_mask.flatten()
         yield stacked(cache[name].flatten(0, 1)[real] for name in names)
 
 

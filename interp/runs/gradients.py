@@ -17,9 +17,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hooks import HookedRunner, HookError, Point
-from hooks.base import NEVER_FIRED, require_fired, to_device, warn, with_first_tensor
+from hooks.base import NEVER_FIRED, Text, require_fired, to_device, warn, with_first_tensor
 from hooks.shared import Session, first_tensor, point_at
-from interp.inputs.texts import Text
 from interp.inputs.token_positions import last_real
 from interp.measuring import Metric, evaluate, last_of
 from interp.numbers.precision import at_least_float32
@@ -68,7 +67,7 @@ class Gradients:
                 session.after(point.module, partial(self._watch, point))
             output = runner.model(text.tokens, **text.arguments(runner.model))
             require_fired([point.name for point in points], {*self.values}, NEVER_FIRED)
-            mask = text.of_logits.mask
+            mask = text.of_logits.attention_mask
             read = last_real(logits_of(output), last_of(metric, mask), mask)
             if read.requires_grad:
                 read.register_hook(self._router.left)

@@ -25,7 +25,6 @@ from hooks.shared import Session
 from interp.graph.circuit import Circuit
 from interp.graph.graph import Graph
 from interp.inputs.pairs import Pairs, PatchingDirection
-from interp.inputs.texts import are_aligned
 from interp.kinds import require_made
 from interp.measuring import evaluate
 from interp.results.result import Result
@@ -147,7 +146,7 @@ class MaskedRuns:
                     f"source must be 'pair', 'zero', a cache or a tensor; got {shown(source)}"
                 )
             has_other = self.runs.pairs.corrupted is not None
-            if source == "pair" and not (has_other and are_aligned(self._text, self.runs.other)):
+            if source == "pair" and not (has_other and self._text.is_aligned_with(self.runs.other)):
                 raise ValueError(
                     "source='pair' needs corrupted texts whose positions correspond: give those, or another source"
                 )

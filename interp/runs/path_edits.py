@@ -24,7 +24,6 @@ from interp import edits
 from interp.graph.graph import Graph
 from interp.graph.nodes import Layer
 from interp.inputs.pairs import Pairs, PatchingDirection
-from interp.inputs.texts import are_aligned
 from interp.results.result import Result
 from interp.runs.rows import Batch
 from interp.runs.runs import Runs
@@ -51,7 +50,7 @@ class PathEdits:
         self.graph, self.model = graph, graph.model
         self.runs = runs = Runs(graph.runner().model, pairs, direction, max_bytes // 2)
         text = runs.text
-        if not are_aligned(text, runs.other):
+        if not text.is_aligned_with(runs.other):
             raise ValueError("paths need texts whose positions correspond; got others")
         read = {branch.reads for block in self.model.blocks for branch in block.branches}
         source = runs.source(graph.needed)

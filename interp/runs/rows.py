@@ -24,6 +24,7 @@ from hooks.base import (
     NEVER_FIRED,
     Calls,
     Piece,
+    Text,
     peak_bytes,
     piece_read,
     reading,
@@ -33,7 +34,6 @@ from hooks.base import (
     with_first_tensor,
 )
 from hooks.shared import Edits, Session, first_tensor
-from interp.inputs.texts import Text
 from interp.inputs.token_positions import columns_of_last
 from interp.measuring import Metric, last_of, per_example
 from interp.protocol import logits_of
@@ -85,7 +85,7 @@ class Batch:
         self.text, self.tokens = text, text.tokens
         self._pieces = dict[int | None, Piece]()
         size, n_pos = text.of_logits.tokens.shape[:2]
-        mask = text.of_logits.mask
+        mask = text.of_logits.attention_mask
         last = last_of(metric, mask)
         self.columns = columns_of_last(last, n_pos, size, mask) if last else None
         self.metric = metric
@@ -93,7 +93,7 @@ class Batch:
 
     def reading(self, start: int | None = None) -> AbstractContextManager[None]:
         """A `with` in which edits know which columns of the texts are padding, and where runs start."""
-        return reading(self._pieces.setdefault(start, Piece(start, self.text.mask)))
+        return reading(self._pieces.setdefault(start, Piece(start, self.text.attention_mask)))
 
     def note(self, point: Point, value: Tensor) -> None:
         """Notes which axis of a value of the unedited run has a row for each text."""

@@ -7,10 +7,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks import ActivationCache, Hooks
-from hooks.base import warn, without_gradients
+from hooks.base import Text, warn, without_gradients
 from interp.inputs.copies import digests, groups
 from interp.inputs.pairs import Pairs, PatchingDirection, pairs_for
-from interp.inputs.texts import Text
 from interp.inputs.wording import words_of
 from interp.measuring import Metric, measure
 from interp.protocol import logits_of, runner_of
@@ -106,7 +105,7 @@ class Runs:
     def _measured(self, text: Text, names: Iterable[str]) -> tuple[Tensor, ActivationCache]:
         arguments = text.arguments(self.model)
         output, cache = self.runner.run_with_cache(text.tokens, names=[*names], **arguments)
-        return measure(self.metric, logits_of(output), text.of_logits.mask), cache
+        return measure(self.metric, logits_of(output), text.of_logits.attention_mask), cache
 
     def edited(
         self, edits: Sequence[Hooks]

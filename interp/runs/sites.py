@@ -18,10 +18,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hooks import ActivationCache, HookedRunner, UnknownNameError
-from hooks.base import layer_of, require_integer, shown, unknown_point
+from hooks.base import Text, layer_of, require_integer, shown, unknown_point
 from hooks.shared import names_by_layer
 from interp.edits import Edit
-from interp.inputs.texts import Text, are_aligned
 from interp.protocol import is_of_text, require_points
 from interp.results.result import Result
 from interp.runs.runs import Runs
@@ -193,7 +192,7 @@ def places_of(
     for axis, wanted in (("head", choice.heads), ("neuron", choice.neurons)):
         if wanted is not None and axis not in over:
             raise ValueError(f"over must have {axis!r} where {axis}s= is given; got {over}")
-    if source is not None and "span" not in over and not are_aligned(edited, source):
+    if source is not None and "span" not in over and not edited.is_aligned_with(source):
         raise ValueError(f"over must have 'span' where positions do not correspond; got {over}")
     features = _active_features(runs, names, values) if "feature" in over else []
     return {

@@ -8,8 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import Point
-from hooks.base import require_choice, require_integer, to_device, without_gradients
-from interp.inputs.texts import Text
+from hooks.base import Text, require_choice, require_integer, to_device, without_gradients
 from interp.numbers.precision import at_least_float32
 from interp.protocol import runner_of
 from interp.results.result import Result

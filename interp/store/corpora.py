@@ -15,8 +15,8 @@ from fsspec.implementations.local import LocalFileSystem
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from hooks.base import unknown_name
-from interp.inputs.texts import Texts, Tokenized, each_text, padded
+from hooks.base import Text, Texts, each_text, unknown_name
+from interp.inputs.texts import padded
 
 COLUMNS = ("text", "input_ids", "token_ids", "tokens")
 """The columns of tables that are read if no other is asked for, the first that is there."""
@@ -52,7 +52,7 @@ def count(corpus: Corpus) -> int | None:
     is_one = getattr(corpus, "ndim", 2) == 1 or (
         isinstance(corpus, list) and isinstance(corpus[0], int)
     )
-    if isinstance(corpus, (str, Tokenized, Mapping)) or not isinstance(corpus, Sized):
+    if isinstance(corpus, (str, Text, Mapping)) or not isinstance(corpus, Sized):
         return None
     return 1 if is_one else len(corpus)
 

@@ -15,6 +15,7 @@ from hooks.base import (
     Index,
     Selection,
     config_hash,
+    places_inside,
     require_choice,
     require_integer,
     shown,
@@ -22,7 +23,7 @@ from hooks.base import (
     weights_hash,
 )
 from hooks.shared import edits_in_force, parts_of, resolve
-from interp.inputs.texts import padded, places_inside
+from interp.inputs.texts import padded
 from interp.numbers.precision import at_least_float32
 from interp.protocol import of, runner_of
 from interp.store.corpora import TextPiece, cut

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from hooks import ActivationCache, Selector
-from hooks.base import Words, shows_progress, to_device, without_gradients
-from interp.inputs.texts import Texts, batches
+from hooks.base import Texts, Words, shows_progress, to_device, without_gradients
+from interp.inputs.texts import batches
 from interp.protocol import runner_of
 from interp.results.result import Result
 from interp.store.corpora import Corpus, TextPiece, runs

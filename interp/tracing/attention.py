@@ -13,8 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from hooks.base import require_choice
-from interp.inputs.texts import Text
+from hooks.base import Text, require_choice
 from interp.inputs.wording import words_of
 from interp.numbers.ranks import largest_rows
 from interp.reading.attending import Side, asked_score, checked_head, pair_table, why_attends

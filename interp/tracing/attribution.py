@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hooks.base import progress_bar, require_integer, shows_progress, without_gradients
-from interp.inputs.texts import Texts
+from hooks.base import Texts, progress_bar, require_integer, shows_progress, without_gradients
 from interp.numbers.precision import finite
 from interp.tracing import influence
 from interp.tracing.descent import TARGETS_AT_ONCE, Descent

@@ -18,12 +18,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from hooks.base import require_integer, to_device, without_gradients
+from hooks.base import Texts, require_integer, to_device, without_gradients
 from interp.features.places import warn_of_place
 from interp.graph import Graph
 from interp.graph.norms import LinearPart, is_identity, linear_part
 from interp.graph.scores import BlockScores
-from interp.inputs.texts import Texts, text_for
+from interp.inputs.texts import text_for
 from interp.inputs.wording import writer_of
 from interp.numbers.precision import at_least_float32, finite, is_rounding, like
 from interp.protocol import logits_of, of

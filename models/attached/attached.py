@@ -49,7 +49,6 @@ from models.checkpoints.huggingface import from_memory
 from models.checkpoints.huggingface.families import FAMILIES
 from models.mode import mode
 from models.text.texts import ReadsText, read
-from models.text.token_batch import is_tokens
 from models.transformer import Transformer
 from models.weights import BlockWeights
 
@@ -178,7 +177,7 @@ class Attached(ReadsText):
                 tuple(moved[: len(args)]),
                 dict(zip(kwargs, moved[len(args) :], strict=True)),
             )
-        if texts is None or is_tokens(texts):
+        if texts is None or (isinstance(texts, Tensor) and texts.ndim == 2):
             return args, kwargs
         cache = next((named[name] for name in CACHES if name in named), None)
         tokens, mask = read(self, texts, named.get("attention_mask"), cache)

@@ -18,6 +18,9 @@ from torch import Tensor, nn
 
 from hooks.base import (
     NoOthers,
+    Texts,
+    is_columns,
+    is_one_text,
     refuse,
     require_integer,
     shown,
@@ -29,8 +32,6 @@ from hooks.base import (
 from models.running.kvcache import KVCache
 from models.running.prompts import IN_TRAINING, as_lists, check_prompts
 from models.running.sampling import Sampling, row_generator
-from models.text.texts import Texts
-from models.text.token_batch import is_columns, is_one_text
 from models.text.tokenizer import Tokenizer
 from models.transformer import Transformer
 

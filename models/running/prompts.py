@@ -5,8 +5,8 @@ from itertools import compress
 from jaxtyping import Shaped
 from torch import Tensor
 
+from hooks.base import Texts
 from models.checks import check_tokens, require
-from models.text.texts import Texts
 from models.transformer import Transformer
 
 IN_TRAINING = "the model must be in evaluation mode; got training mode: call model.eval() first"

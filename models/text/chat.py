@@ -1,27 +1,14 @@
 """Chats: messages as the text that a model reads, and where the content of each is in it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 from torch import nn
 
-from hooks.shared import carried
+from hooks.base import Text, language_of
 from models.text.templates import ChatTemplate, Messages
-from models.text.token_batch import TokenBatch
-
-
-@dataclass(frozen=True, eq=False)
-class Chats(TokenBatch):
-    """Chats as a model reads them: texts that every function takes, and where the contents are.
-
-    Attributes:
-        spans: the positions of contents in each chat: by role (`user`, `assistant`, `system`), and of each message by its
-            number, `0` and so on. Edits and readings take them as `pos=`, and what takes texts knows them by name.
-    """
-
-    spans: Mapping[str, list[list[int]]] = field(default_factory=dict)
 
 
 def chat(
@@ -31,7 +18,7 @@ def chat(
     template: ChatTemplate | str | None = None,
     add_generation_prompt: bool = False,
     **variables: Any,
-) -> Chats:
+) -> Text:
     """Write messages as a model was trained to read them, and find where each is.
 
     Args:
@@ -39,6 +26,11 @@ def chat(
         messages: the messages of a chat, or a list of chats.
         template: a template, or its source; None for that of the tokenizer's files.
         add_generation_prompt, variables: see `ChatTemplate.render`.
+
+    Returns:
+        The texts. Their `spans` are the positions of contents in each chat: by role (`user`, `assistant`, `system`), and of
+        each message by its number, `0` and so on. Edits and readings take them as `pos=`, and functions of texts know
+        them by name.
 
     Raises:
         ValueError: if a message has no role or content; if there is no tokenizer or no template; or as for `ChatTemplate`.
@@ -64,7 +56,7 @@ def chat(
             raise ValueError(
                 f"a message must have a role and a content, both texts; got {message!r:.80}"
             )
-    language: Any = carried(model, "language_parts") or model
+    language = language_of(model)
     tokenizer = language.require_tokenizer()
     chosen = getattr(tokenizer, "chat_template", None) if template is None else template
     if chosen is None:
@@ -84,4 +76,4 @@ def chat(
                 spans.setdefault(name, [[] for _ in chats])[row] += touched
     # A list is read as it is, without a second token at its beginning.
     batch = language.to_tokens([tokenizer.encode(text) for text in texts])
-    return Chats(batch.tokens, batch.attention_mask, texts, spans)
+    return replace(batch, texts=texts, spans=spans)

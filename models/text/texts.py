@@ -1,6 +1,7 @@
 """Texts in, texts out: what a model that has a tokenizer reads, and how its tokens are shown."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from operator import index
 from typing import Any, Literal, Unpack
@@ -9,25 +10,18 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from hooks.base import NoOthers, encoded, refuse, require_choice
-from models.text.token_batch import TokenBatch, is_columns, is_integer, is_one_text
-from models.text.tokenizer import Tokenizer, as_tokenizer, pieces_of
-
-Texts = (
-    str
-    | Sequence[str]
-    | Sequence[int]
-    | Sequence[Sequence[int]]
-    | Sequence[Tensor]
-    | Int[Tensor, " pos"]
-    | Int[Tensor, "batch pos"]
-    | Mapping[str, Any]
-    | TokenBatch
+from hooks.base import (
+    NoOthers,
+    Text,
+    Texts,
+    columns_of,
+    is_columns,
+    is_integer,
+    is_one_text,
+    refuse,
+    require_choice,
 )
-"""Texts in every form: a string, a list of tokens, or a tensor [pos] is one text; a list of these, a tensor
-[batch, pos], or what `to_tokens` gave is a batch. What a tokenizer of `transformers` gave, a mapping with `input_ids` and
-`attention_mask`, is the texts in it."""
-
+from models.text.tokenizer import Tokenizer, as_tokenizer, pieces_of
 
 _SET_ANOTHER = "set model.tokenizer (load_tokenizer(path) or one of transformers; --tokenizer on the command line)"
 
@@ -97,7 +91,7 @@ class ReadsText:
         bos: bool | None = None,
         side: Literal["left", "right"] = "right",
         **others: Unpack[NoOthers],
-    ) -> TokenBatch:
+    ) -> Text:
         """Tokens and mask of texts of any lengths. A tensor [batch, pos] is returned as it is.
 
         Args:
@@ -115,39 +109,46 @@ class ReadsText:
         (torch.Size([2, 6]), [6, 1])
         """
         refuse(others, self.to_tokens, "to_tokens")
-        if isinstance(texts, TokenBatch):
+        if isinstance(texts, Text):
             return texts
         if isinstance(texts, Tensor) and texts.ndim == 2:
-            return TokenBatch(texts)
-        if is_columns(texts):
-            rows, real = encoded(texts)
-            tokens, padding = self.to_tokens(rows, side=side)
-            masked = self.to_tokens([[*map(int, row)] for row in real], side=side).tokens.bool()
-            is_whole = padding is None and all(map(all, real))
-            return TokenBatch(tokens, None if is_whole else masked)
+            return Text(texts)
         require_choice("side", side, ("left", "right"))
-        several = [texts] if is_one_text(texts) else [*texts]
+        if is_columns(texts):
+            rows, real = columns_of(texts)
+            text = self._padded([*map(_integers, rows)], side)
+            if text.attention_mask is None and all(map(all, real)):
+                return text
+            # Such texts may have padding of their own too.
+            mask = Text.padded([*map(torch.tensor, real)], side=side, device=self._text_device())
+            return replace(text, attention_mask=mask.tokens.bool())
+        several: list[Any] = [texts] if is_one_text(texts) else [*texts]
+        strings = tuple(text for text in several if isinstance(text, str))
         rows = [
             self.encoded(text, bos) if isinstance(text, str) else _integers(text)
             for text in several
         ]
+        return self._padded(rows, side, strings if len(strings) == len(several) else None)
+
+    def _padded(
+        self,
+        rows: Sequence[list[int]],
+        side: Literal["left", "right"],
+        strings: tuple[str, ...] | None = None,
+    ) -> Text:
+        """The tokens of texts of any lengths as one batch."""
         empty = [n for n, row in enumerate(rows) if not row]
         if empty or not rows:
             raise ValueError(
                 f"each text must have at least one token; got {len(rows)} texts, empty: {empty}"
             )
-        pads = [max(map(len, rows)) - len(row) for row in rows]
-        padded = [
-            [self.pad_token] * pad + row if side == "left" else row + [self.pad_token] * pad
-            for row, pad in zip(rows, pads, strict=True)
-        ]
-        tokens, mask = torch.tensor(padded, device=self._text_device()), None
-        if any(pads):
-            columns = torch.arange(tokens.shape[1], device=tokens.device)
-            lengths = torch.tensor([[len(row)] for row in rows], device=tokens.device)
-            mask = columns >= len(columns) - lengths if side == "left" else columns < lengths
-        strings = tuple(text for text in several if isinstance(text, str))
-        return TokenBatch(tokens, mask, strings if len(strings) == len(several) else None)
+        return Text.padded(
+            [*map(torch.tensor, rows)],
+            self.pad_token,
+            side=side,
+            device=self._text_device(),
+            texts=strings,
+        )
 
     def encoded(self, text: str, bos: bool | None = None, closed: bool = True) -> list[int]:
         """The tokens of one text; see `to_tokens`. Without `closed` none is added at the end."""
@@ -178,15 +179,8 @@ class ReadsText:
         ['a list', 'a']
         """
         listed: Any = [index(tokens)] if is_integer(tokens) else tokens  # type: ignore[arg-type]
-        batch = self.to_tokens(listed)
-        rows = batch.tokens.tolist()
-        if batch.attention_mask is not None:
-            real = batch.attention_mask.tolist()
-            rows = [
-                [t for t, k in zip(*pair, strict=True) if k]
-                for pair in zip(rows, real, strict=True)
-            ]
-        written = [self.require_tokenizer().decode(row) for row in rows]
+        decode = self.require_tokenizer().decode
+        written = [decode(row) for row in self.to_tokens(listed).listed()]
         return written[0] if is_one_text(listed) else written
 
     def to_pieces(self, tokens: Any) -> Any:
@@ -212,7 +206,7 @@ class ReadsText:
             except ValueError:
                 return f"<token {token}>"  # vocabularies of models are often rounded up
 
-        return pieces_of(tokens.tokens if isinstance(tokens, TokenBatch) else tokens, piece)
+        return pieces_of(tokens.tokens if isinstance(tokens, Text) else tokens, piece)
 
     def to_id(self, text: str) -> int:
         """The one token of a text, such as `" cat"`.

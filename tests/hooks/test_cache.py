@@ -312,7 +312,7 @@ def test_a_cache_knows_what_its_run_was_given(model, tokens, lazy, tmp_path):
         assert torch.equal(one.inputs["tokens"], expected[0])
         assert torch.equal(one.inputs["attention_mask"], expected[1])
         text = text_of(one)
-        assert all(map(torch.equal, (text.tokens, text.mask), expected))
+        assert all(map(torch.equal, (text.tokens, text.attention_mask), expected))
 
 
 def test_inputs_are_bound_by_name_and_copied(tmp_path):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from hooks import HookedRunner
+from hooks.base import Text
 from interp import (
     Circuit,
     Pairs,
@@ -25,7 +26,6 @@ from interp.alignment import null_spaces
 from interp.directions import Direction, steering_curve
 from interp.graph import Graph
 from interp.inputs.copies import digests, groups, numbered
-from interp.inputs.texts import Text
 from interp.reading.experts import expert_load
 from models import load
 from tests.streams import made
@@ -194,7 +194,9 @@ def test_copies_count_once_in_tables_of_a_cache(model):
         "reasons": lambda cache: why_attends(model, cache, (1, 0), k=2),
     }
     _, one = run_with_cache(model, once.clean, lazy=True)
-    _, many = run_with_cache(model, often.clean, attention_mask=often.text.mask, lazy=True)
+    _, many = run_with_cache(
+        model, often.clean, attention_mask=often.text.attention_mask, lazy=True
+    )
     for reading in readings.values():
         expected, found = reading(one), reading(many)
         assert expected.groups is None

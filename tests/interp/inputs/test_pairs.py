@@ -48,12 +48,12 @@ def test_texts_of_different_lengths_correspond_by_spans(tokens, corrupted):
     masked = {"input_ids": other, "attention_mask": mask}
     pairs = Pairs(tokens, masked, spans=own, corrupted_spans=shifted)
     assert torch.equal(pairs.other.spans["name"], pairs.spans["name"] + 2)
-    assert pairs.text.mask is None
-    assert torch.equal(pairs.other.mask, mask.bool())
+    assert pairs.text.attention_mask is None
+    assert torch.equal(pairs.other.attention_mask, mask.bool())
     fewer = {"name": [row[1:] for row in shifted["name"]]}
     options = {"spans": own, "corrupted_spans": fewer}
     part = pairs[2:]
-    assert torch.equal(part.other.mask, mask[2:].bool())
+    assert torch.equal(part.other.attention_mask, mask[2:].bool())
     assert part.other.spans["name"].tolist() == [[2, 7], [6, 4]]
     last = Pairs(tokens, masked, last_only=True, **options)
     assert last.other.spans["name"].tolist() == [[4], [6], [7], [4]]
@@ -65,8 +65,8 @@ def test_one_mask_serves_both_texts(tokens, corrupted):
     mask = torch.ones_like(tokens)
     mask[1, :3] = 0
     pairs = Pairs(tokens, corrupted, attention_mask=mask)
-    assert pairs.text.mask.dtype == pairs.other.mask.dtype == torch.bool
-    assert torch.equal(pairs.other.mask, mask.bool())
+    assert pairs.text.attention_mask.dtype == pairs.other.attention_mask.dtype == torch.bool
+    assert torch.equal(pairs.other.attention_mask, mask.bool())
     given = {"input_ids": tokens, "attention_mask": mask}
     for masked, got in ((given, "a mask of their own"), ([[3, 1]], "a list")):
         with pytest.raises(ValueError, match=f"attention_mask.*got .*{got}"):
@@ -77,7 +77,7 @@ def test_one_mask_serves_both_texts(tokens, corrupted):
         Pairs(tokens, whole, attention_mask=mask)
     spans = {"a": [[1], [4], [1], [2]]}
     pairs = Pairs(tokens, whole, spans=spans, attention_mask=mask)
-    assert torch.equal(pairs.other.mask, other.bool())
+    assert torch.equal(pairs.other.attention_mask, other.bool())
 
 
 def test_the_metric_of_the_answers(tokens, corrupted):
@@ -152,7 +152,7 @@ def test_parts_of_pairs(tokens, corrupted):
         assert torch.equal(part.corrupted, corrupted[[1, 3]])
         assert part.answers.tolist() == [1, 3]
         assert part.spans["a"].tolist() == part.other.spans["a"].tolist() == [[1], [3]]
-        assert torch.equal(part.text.mask, mask[[1, 3]].bool())
+        assert torch.equal(part.text.attention_mask, mask[[1, 3]].bool())
     assert pairs[-1].answers.tolist() == [3]
     assert [one.answers.item() for one in pairs] == [0, 1, 2, 3]
     first, second = pairs.split(seed=3, share=0.75)
@@ -263,14 +263,14 @@ def test_a_mapping_is_the_arguments_of_a_run(tokens, corrupted):
     given = {"pixel_values": image, "attention_mask": mask, "input_ids": tokens}
     pairs = Pairs(given, {"input_ids": corrupted, "pixel_values": -image, "attention_mask": mask})
     assert torch.equal(pairs.clean, tokens)
-    assert torch.equal(pairs.other.mask, mask.bool())
+    assert torch.equal(pairs.other.attention_mask, mask.bool())
     assert [*pairs.text.more] == [*pairs.other.more] == ["pixel_values"]
     edited, source = pairs[2:].texts("denoising")
     assert torch.equal(edited.more["pixel_values"], -image[2:])
     assert torch.equal(source.kwargs["attention_mask"], mask[2:].bool())
     shared = Pairs(given, corrupted)
     assert torch.equal(shared.other.more["pixel_values"], image)
-    assert torch.equal(shared.other.mask, mask.bool())
+    assert torch.equal(shared.other.attention_mask, mask.bool())
     seen = Pairs({"pixel_values": image[:, None], "labels": None})
     assert torch.equal(seen.text.tokens, image[:, None])
     assert seen.text.more == {"labels": None}

@@ -118,7 +118,7 @@ def encodings():
 
 @pytest.mark.parametrize("n", range(9))
 def test_what_a_tokenizer_gives_is_read_by_its_keys(n):
-    from interp.inputs.texts import each_text
+    from hooks.base import each_text
     from interp.store.corpora import each
     from models import generate, generate_text
 
@@ -140,7 +140,7 @@ def test_what_a_tokenizer_gives_is_read_by_its_keys(n):
     assert [*map(list, each_text(encoding))] == [*map(list, each(encoding))] == ids
     pairs = Pairs(encoding, encoding, torch.tensor([4, 5])).read_by(model)
     assert len(Pairs(encoding, encoding)) == 2
-    assert torch.equal(pairs.text.mask, real)
+    assert torch.equal(pairs.text.attention_mask, real)
 
 
 def test_one_encoded_text_and_a_row_of_a_table_are_texts():
@@ -224,7 +224,7 @@ def test_tokens_become_text_again():
     assert model.to_text(model.to_tokens(TEXTS, side="left")) == TEXTS
     assert model.to_text([3, 16]) == "the cat"
     assert (model.to_text(16), model.to_text(torch.tensor(16))) == (" cat", " cat")
-    assert repr(model.to_tokens(TEXTS)) == "TokenBatch [2, 6], padded: 'the cat sat'"
+    assert repr(model.to_tokens(TEXTS)) == "Text [2, 6], padded: 'the cat sat'"
     assert model.to_text(torch.tensor([[3, 16]])) == ["the cat"]
     assert model.to_pieces(torch.tensor([[[3], [16]], [[29], [4]]])) == [
         [["the"], [" cat"]],
@@ -487,7 +487,7 @@ def test_spans_are_found_by_what_they_say():
         model
     )
     assert whole.spans["who"].tolist() == [[0, 1]]
-    assert whole.other.mask is None
+    assert whole.other.attention_mask is None
     result = interp.activation_patching(
         model,
         Pairs(clean, corrupted, " mat", spans={"who": spans["who"]}, last_only=True),

@@ -1,0 +1,24 @@
+"""The one accessor of the objects that another package left on a module."""
+
+from typing import Any
+
+from torch import nn
+
+
+def carried(module: nn.Module, name: str) -> Any:
+    """What a module carries beside its own attributes; None if nothing.
+
+    `hook_points` are points that fire while it runs, `language_parts` what analyses use of an attached model, `shards` how
+    a value is divided among processes.
+    """
+    return vars(module).get(name)
+
+
+def language_of(model: nn.Module) -> Any:
+    """Return the parts of a model that analyses use: those that an attached model carries, or the model itself.
+
+    >>> model = nn.Linear(2, 3)
+    >>> language_of(model) is model
+    True
+    """
+    return carried(model, "language_parts") or model

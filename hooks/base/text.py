@@ -1,0 +1,253 @@
+"""Text: the tokens of a batch of texts, with all that is known of them, as one value.
+
+`model.to_tokens` makes it of strings, `pairs.text` holds it, and every function that takes texts takes it. It answers
+each question about padding, rows and positions of texts; `hooks.base.selection` has the rules for positions.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeGuard
+
+import torch
+from jaxtyping import Bool, Shaped
+from torch import Tensor, nn
+
+from hooks.base.accessor import language_of
+from hooks.base.arguments import each_row, is_listed, joined, require_rows, without_rows
+from hooks.base.errors import unknown_name
+from hooks.base.hints import HintsAtNames
+from hooks.base.selection import Index, Selection, real_of
+
+
+@dataclass(frozen=True, eq=False)
+class Text(HintsAtNames):
+    """The texts of one run. They unpack: `tokens, attention_mask = model.to_tokens(texts)`.
+
+    Attributes:
+        tokens: [batch, pos]; or images or sounds [batch, ...], for a model that reads these.
+        attention_mask: True or 1 at real tokens, False or 0 at padding, [batch, pos]; None if there is no padding.
+        texts: the strings that were read; None if there were none.
+        spans: positions in each text by name: a tensor [batch, n], or a list for each text.
+        more: other arguments of the model by name. Tensors with a row for each text go with the texts, and so do lists of
+            tensors, one for each text, which the model gets joined. `position_ids` may be [section, batch, pos].
+
+    >>> text = Text(torch.tensor([[3, 1, 4], [0, 0, 5]]), torch.tensor([[1, 1, 1], [0, 0, 1]]))
+    >>> text
+    Text [2, 3], padded
+    >>> text.listed()
+    [[3, 1, 4], [5]]
+    """
+
+    tokens: Shaped[Tensor, "batch *size"]
+    attention_mask: Shaped[Tensor, "..."] | None = None
+    texts: tuple[str, ...] | None = None
+    spans: Mapping[str, Any] = field(default_factory=dict)
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def padded(
+        cls,
+        rows: Sequence[Shaped[Tensor, " _pos"]],
+        pad: int = 0,
+        *,
+        side: Literal["left", "right"] = "right",
+        device: torch.device | None = None,
+        texts: tuple[str, ...] | None = None,
+    ) -> "Text":
+        """Return texts of any lengths as one batch. Equal lengths need no mask.
+
+        Args:
+            rows: the tokens of each text, on the CPU.
+            pad: the token where a shorter text is padded.
+            side: where it is padded.
+            device: where the batch goes; None for the CPU.
+            texts: the strings that the tokens were made of.
+
+        >>> Text.padded([torch.tensor([3, 1, 4]), torch.tensor([5])], side="left").tokens
+        tensor([[3, 1, 4],
+                [0, 0, 5]])
+        """
+        tokens = nn.utils.rnn.pad_sequence(
+            [row.long() for row in rows], batch_first=True, padding_value=pad, padding_side=side
+        )
+        n_pos = tokens.shape[1]
+        lengths = torch.tensor([[len(row)] for row in rows])
+        columns = torch.arange(n_pos)
+        mask = columns < lengths if side == "right" else columns >= n_pos - lengths
+        is_padded = any(len(row) < n_pos for row in rows)
+        return cls(tokens.to(device), mask.to(device) if is_padded else None, texts)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.tokens, self.attention_mask))
+
+    def __repr__(self) -> str:
+        padded = "" if self.attention_mask is None else ", padded"
+        first = "" if self.texts is None else f": {self.texts[0]!r:.60}"
+        return f"Text {list(self.tokens.shape)}{padded}{first}"
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """The model's arguments besides the tokens."""
+        more = {
+            name: joined(name, value) if is_listed(value, len(self.tokens)) else value
+            for name, value in self.more.items()
+        }
+        mask = self.attention_mask
+        return more if mask is None else {"attention_mask": mask, **more}
+
+    def arguments(self, model: nn.Module) -> dict[str, Any]:
+        """Return `kwargs`, and what a run of the model needs besides.
+
+        These are positions, where the model does not count them from the mask itself, and `use_cache=False` for a model
+        that runs only without a cache. What the texts say themselves stays.
+        """
+        language, mask = language_of(model), self.attention_mask
+        positions = getattr(language, "positions_of", None)
+        position_ids = {} if mask is None or positions is None else positions(mask)
+        return {**getattr(language, "needed", {}), **position_ids, **self.kwargs}
+
+    @property
+    def of_logits(self) -> "Text":
+        """The texts whose positions logits have: those of a decoder, where an encoder reads the others."""
+        decoded = self.more.get("decoder_input_ids")
+        if not isinstance(decoded, Tensor):
+            return self
+        return Text(decoded, self.more.get("decoder_attention_mask"))
+
+    @property
+    def real(self) -> Bool[Tensor, "batch pos"]:
+        """True at real tokens, on the tokens' device.
+
+        Raises:
+            ValueError: if the mask has another shape than the tokens.
+        """
+        return real_of(self.attention_mask, self.tokens.shape[:2]).to(self.tokens.device)
+
+    def listed(self) -> list[list[int]]:
+        """The real tokens of each text."""
+        rows = self.tokens.tolist()
+        if self.attention_mask is None:
+            return rows
+        real = real_of(self.attention_mask, self.tokens.shape[:2]).tolist()
+        return [[*itertools.compress(*pair)] for pair in zip(rows, real, strict=True)]
+
+    def at(self, pos: Index | None) -> Bool[Tensor, "batch pos"]:
+        """True at the real tokens that are selected, counted in each text; None selects all of them.
+
+        Raises:
+            ValueError: if `pos` is not the same for all texts.
+        """
+        if pos is None:
+            return self.real
+        chosen = torch.zeros_like(self.real)
+        for row, real in zip(chosen, self.real, strict=True):
+            columns = real.nonzero()[:, 0]
+            row[columns[places_inside(pos, len(columns))]] = True
+        return chosen
+
+    def is_aligned_with(self, other: "Text") -> bool:
+        """Whether other texts have the same columns and padding."""
+        return torch.equal(self.real, other.real)
+
+    @property
+    def goes_by_rows(self) -> bool:
+        """Whether the texts can be divided and repeated: all arguments have rows for them, or are of none."""
+        return not [*without_rows(self.more, self.tokens.shape[:2])]
+
+    def rows(self, rows: slice | Tensor) -> "Text":
+        """Some of the texts.
+
+        Raises:
+            ValueError: if an argument has no rows for them.
+        """
+        every = range(len(self.tokens))
+        if isinstance(rows, slice) and every[rows] == every:
+            return self
+        require_rows(self.more, self.tokens.shape[:2])
+        return self.changed(lambda value: value[rows])
+
+    def repeated(self, n: int) -> "Text":
+        """`n` copies of the texts in sequence; see `rows` for errors."""
+        if n == 1:
+            return self
+        require_rows(self.more, self.tokens.shape[:2])
+        return self.changed(lambda value: value.repeat(n, *[1] * (value.ndim - 1)))
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> "Text":
+        """The texts after a change of each tensor that has a row for each text."""
+        numbers = change(torch.arange(len(self.tokens))).tolist()
+
+        def rows_of(value: Any) -> Any:
+            return (
+                change(value)
+                if isinstance(value, Tensor)
+                else [value[number] for number in numbers]
+            )
+
+        return dataclasses.replace(
+            self,
+            tokens=change(self.tokens),
+            attention_mask=None if self.attention_mask is None else change(self.attention_mask),
+            texts=None if self.texts is None else tuple(rows_of(self.texts)),
+            spans={name: rows_of(places) for name, places in self.spans.items()},
+            more=each_row(self.more, self.tokens.shape[:2], change),
+        )
+
+
+def as_text(texts: Any) -> Any:
+    """A `Text` of a batch, or of a mapping of tensors; other texts, which a model must read first, as they are.
+
+    The tokens of a mapping are `input_ids` or, without these, the first entry, such as images.
+    """
+    if isinstance(texts, Mapping):
+        rest = {**texts}
+        tokens = rest.pop("input_ids" if "input_ids" in rest else next(iter(rest), ""), None)
+        if not is_batch(tokens):
+            return texts
+        return Text(tokens, rest.pop("attention_mask", None), more=rest)
+    return Text(texts) if is_batch(texts) else texts
+
+
+def is_batch(inputs: Any) -> TypeGuard[Tensor]:
+    """Whether inputs are a tensor with a row for each text: tokens [batch, pos], or images or sounds [batch, ...]."""
+    if not isinstance(inputs, Tensor):
+        return False
+    return inputs.ndim == 2 or (inputs.ndim > 2 and inputs.is_floating_point())
+
+
+def places_inside(pos: Index, n: int) -> list[int]:
+    """The places that are selected of a text of `n` tokens, without those that it is too short for.
+
+    Raises:
+        ValueError: if `pos` is not the same for all texts.
+    """
+    chosen = Selection(pos)
+    if chosen.is_by_example:
+        raise ValueError(f"pos must be the same in each text; got {chosen}")
+    (places,) = chosen.rows(n, "pos", whole=False)
+    return [place for place in places if 0 <= place < n]
+
+
+def named_spans(texts: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Return the positions of spans in each text, such as the messages of a role in chats.
+
+    Args:
+        texts: texts in any form. Only a `Text` has spans.
+        names: the names of spans.
+
+    Raises:
+        UnknownNameError: if there is no span of a name; it has close matches.
+        ValueError: if a text has none, as a chat without a message of a role.
+
+    >>> named_spans(Text(torch.tensor([[3, 1, 4]]), spans={"user": [[1, 2]]}), ["user"])
+    {'user': [[1, 2]]}
+    """
+    known = texts.spans if isinstance(texts, Text) else {}
+    if missing := [name for name in names if name not in known]:
+        raise unknown_name(missing[0], known, "span of these texts")
+    for name in names:
+        if without := [n for n, places in enumerate(known[name]) if not len(places)]:
+            raise ValueError(f"each text must have the span {name!r}; text {without[0]} has none")
+    return {name: known[name] for name in names}
