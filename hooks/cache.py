@@ -5,6 +5,7 @@ import itertools
 import os
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -13,28 +14,25 @@ from torch import Tensor, nn
 
 from hooks import names
 from hooks.base import (
-    TEXT_AXES,
     Bound,
     CacheError,
     Copies,
     HintsAtNames,
     Index,
-    Selection,
-    SelectionError,
     UnknownNameError,
-    index_by_axis,
     require_device,
     require_room,
     shown,
     stacked,
     storage,
-    taken,
     unknown_name,
     unknown_point,
 )
 from hooks.lazy import LazyValues
+from hooks.masks import TextMasks
 from hooks.modes import Options
 from hooks.origin import Origin
+from hooks.slicing import Slice
 
 _FORMAT = "hookscope-cache-6"
 # Before the name of a gradient, an input or a mask; no module's name starts with a dot.
@@ -53,10 +51,7 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
         axes: the axis names of each value.
         origin: the run and the model that the values came from. Short forms count the layers of its points.
         grads: gradients by name; None where the run did not ask for them.
-        skipped: why chosen points have no value, by name.
-        masks: for axes of positions of texts with padding, which are real tokens: [batch, size]. Of further texts, such as
-            those of an encoder, the axis and their number, as in `pos.1`.
-        texts: the numbers of the texts that values are of, by name, where they are not 0. Those with -1 have no padding.
+        masks: the padding of the texts that the values belong to.
 
     Attributes:
         skipped: the chosen points that have no value, each with the reason: in a model without
@@ -78,18 +73,25 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
         values: dict[str, Tensor] | LazyValues,
         axes: Mapping[str, tuple[str, ...]],
         origin: Origin | None = None,
+        *,
         grads: Mapping[str, Tensor] | None = None,
-        skipped: Mapping[str, str] | None = None,
-        masks: Mapping[str, Tensor] | None = None,
-        texts: Mapping[str, int] | None = None,
+        masks: TextMasks | None = None,
     ) -> None:
         self._values = values
         self._axes = axes
         self._origin = origin or Origin()
         self._grads = grads
-        self.skipped = dict(skipped or {})
-        self.is_part = False
-        self._masks, self._texts = dict(masks or {}), dict(texts or {})
+        self._masks = masks or TextMasks()
+
+    @property
+    def skipped(self) -> Mapping[str, str]:
+        """See above."""
+        return self._origin.skipped
+
+    @property
+    def is_part(self) -> bool:
+        """See above."""
+        return self._origin.is_part
 
     def __getitem__(self, key: str | tuple[str, int]) -> Tensor:
         """The value under a full name, or under a (short name, layer) pair.
@@ -192,13 +194,10 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
         if not self._grads:
             raise CacheError("no gradient has arrived: call backward() on a loss of this run first")
         arrived = {name: self._grads[name] for name in self._axes if name in self._grads}
-        missing = {name: "no gradient arrived there" for name in self._axes if name not in arrived}
-        skipped = missing | self.skipped
-        grads = type(self)(
-            arrived, self._axes, self._origin, None, skipped, self._masks, self._texts
-        )
-        grads.is_part = self.is_part
-        return grads
+        without = [name for name in self._axes if name not in arrived]
+        skipped = dict.fromkeys(without, "no gradient arrived there") | dict(self.skipped)
+        origin = replace(self._origin, skipped=skipped)
+        return type(self)(arrived, self._axes, origin, masks=self._masks)
 
     def layer_names(self, short: str) -> dict[int, str]:
         """The full names that end in `short`, by layer.
@@ -208,12 +207,13 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
             CacheError: if the model has such a value in a layer, and this cache does not.
         """
         by_layer = names.names_by_layer(short, self._all_names())
-        missing = [name for name in by_layer.values() if name not in self._values]
-        if missing:
+        absent = [name for name in by_layer.values() if name not in self._values]
+        if absent:
+            reasons = [self.skipped[name] for name in absent[:4] if name in self.skipped]
+            verb = "is" if len(absent) == 1 else "are"
+            listed = f"{', '.join(absent[:4])} {verb} not in this cache"
             raise CacheError(
-                f"all layers of {short!r} are needed, and {', '.join(missing[:4])} "
-                f"{'is' if len(missing) == 1 else 'are'} not in this cache"
-                + "".join(f"; {self.skipped[name]}" for name in missing[:4] if name in self.skipped)
+                "; ".join([f"all layers of {short!r} are needed, and {listed}", *reasons])
             )
         return by_layer
 
@@ -284,47 +284,18 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
                 raise unknown_name(axis, sorted(known), "axis of any value in this cache")
         if "pos" in where and "query" in known:
             where = {"query": where["pos"], **where}
-        masks = self._masks_at(where.get("batch", slice(None)))
-        counted = {*TEXT_AXES, *map(_axis, masks)}
-        by_text = {axis: Selection(index) for axis, index in where.items() if axis in counted}
-        by_text = {
-            axis: chosen
-            for axis, chosen in by_text.items()
-            if not all(map(chosen.is_plain, [None, *(masks[n] for n in masks if _axis(n) == axis)]))
-        }
-        plain: dict[str, Any] = {axis: i for axis, i in where.items() if axis not in by_text}
+        chosen = Slice(where, self._masks)
 
-        def cut(name: str, value: Tensor) -> Tensor:
-            axes = self.axes(name)
-            _require_inside(name, axes, value, plain)
-            part = value[index_by_axis(axes, {a: plain[a] for a in plain if a in axes}, name)]
-            axes = _left(axes, plain)
-            for axis in [axis for axis in by_text if axis in axes]:
-                mask = masks.get(self._mask_name(axis, name))
-                part, axes = _cut(part, axes, axis, by_text[axis], mask, name)
-            if value.numel() and not part.numel():
-                raise CacheError(f"nothing of {name} {list(value.shape)} is at {where}")
-            return part
+        def part(name: str, value: Tensor) -> Tensor:
+            return chosen.part(value, self.axes(name), name)
 
-        left = {name: mask for name, mask in masks.items() if _axis(name) not in where}
-        for name in [name for name in masks if _axis(name) in where]:
-            axis, mask = _axis(name), masks[name]
-            if not (chosen := Selection(where[axis])).is_one:
-                left[name], _ = _cut(mask, ("batch", axis), axis, chosen, mask, "the texts")
-        axes = {name: _left(self.axes(name), where) for name in self}
+        axes = {name: chosen.axes_left(self.axes(name)) for name in self}
+        cuts_texts = not where.keys().isdisjoint(("batch", "pos"))
+        origin = replace(self._origin, is_part=self.is_part or cuts_texts)
         if isinstance(self._values, LazyValues):
-            changed = self._values.changed(cut)
-            part = type(self)(changed, axes, self._origin, None, self.skipped, left, self._texts)
-        else:
-            part = self._mapped(cut, axes, left)
-        part.is_part = self.is_part or not where.keys().isdisjoint(("batch", "pos"))
-        return part
-
-    def _masks_at(self, batch: Any) -> dict[str, Tensor]:
-        """The masks of some of the texts."""
-        (index,) = index_by_axis(("batch",), {"batch": batch}, "the texts")
-        rows = [index] if isinstance(index, int) else index
-        return {axis: mask[rows] for axis, mask in self._masks.items()}
+            parts = self._values.changed(part)
+            return type(self)(parts, axes, origin, masks=chosen.masks_left())
+        return self._mapped(part, axes, origin, chosen.masks_left())
 
     def real(
         self, axis: str = "pos", name: str | None = None
@@ -334,11 +305,7 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
         None if all are real, nobody knows, or the axis is gone. A run may read several batches of texts, as an encoder and its
         decoder do; with `name` they are those of this value.
         """
-        return self._masks.get(axis if name is None else self._mask_name(axis, name))
-
-    def _mask_name(self, axis: str, name: str) -> str:
-        number = self._texts.get(name, 0)
-        return f"{axis}.{number}" if number else axis
+        return self._masks.along(axis, name)
 
     def to(self, target: torch.device | torch.dtype | str) -> "ActivationCache":
         """A cache on another device, or in another floating dtype. Integers keep their dtype.
@@ -351,8 +318,13 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
         kind = "dtype" if isinstance(target, torch.dtype) else "device"
         if kind == "device":
             target = require_device(target) or target
-        placement, copies = Options(**cast(Any, {kind: target})).placement, Copies()
-        moved = self._mapped(lambda name, value: copies(value, placement), self._axes, self._masks)
+        placement = Options(**cast(Any, {kind: target})).placement
+        copies = Copies()
+
+        def moved_value(name: str, value: Tensor) -> Tensor:
+            return copies(value, placement)
+
+        moved = self._mapped(moved_value, self._axes, self._origin, self._masks)
         placement.wait()
         return moved
 
@@ -383,7 +355,7 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
         """
         inputs = {n: value for n, value in self.inputs.items() if isinstance(value, Tensor)}
         tensors = {_INPUT + name: value for name, value in inputs.items()}
-        tensors |= {_MASK + axis: mask for axis, mask in self._masks.items()}
+        tensors |= {_MASK + name: mask for name, mask in self._masks.tensors().items()}
         if self._grads:
             tensors |= {_GRAD + name: grad for name, grad in self.grads.items()}
         facts = {
@@ -392,8 +364,8 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
             "config_hash": self._origin.config_hash,
             "inputs": {n: value for n, value in self.inputs.items() if n not in inputs},
             "hashed": self._origin.weights_hash(),
-            "skipped": self.skipped,
-            "texts": self._texts,
+            "skipped": dict(self.skipped),
+            "texts": dict(self._masks.numbers),
             "is_part": self.is_part,
         }
         storage.save(
@@ -421,16 +393,18 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
         with storage.opened(storage.path_of(path), _FORMAT) as (tensors, facts):
             axes = {name: tuple(listed) for name, listed in facts["axes"].items()}
             values = {name: tensors[name] for name in axes}
-            grads, inputs, masks = (
-                {n.removeprefix(kind): t for n, t in tensors.items() if n.startswith(kind)}
-                for kind in (_GRAD, _INPUT, _MASK)
+            grads, inputs, masks = (_of_kind(kind, tensors) for kind in (_GRAD, _INPUT, _MASK))
+            origin = Origin(
+                known=tuple(facts["known"]),
+                config_hash=facts["config_hash"],
+                inputs=inputs | facts["inputs"],
+                hashed=facts["hashed"],
+                skipped=facts["skipped"],
+                # Files of earlier versions do not say it.
+                is_part=facts.get("is_part", False),
             )
-            inputs |= facts["inputs"]
-            origin = Origin(tuple(facts["known"]), facts["config_hash"], inputs, facts["hashed"])
-            cache = cls(
-                values, axes, origin, grads or None, facts["skipped"], masks, facts["texts"]
-            )
-            cache.is_part = facts.get("is_part", False)  # files of earlier versions do not say
+            text_masks = TextMasks.read(masks, facts["texts"])
+            cache = cls(values, axes, origin, grads=grads or None, masks=text_masks)
         if model is not None:
             cache.require_weights_of(model)
         return cache
@@ -442,18 +416,17 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
         self,
         change: Callable[[str, Tensor], Tensor],
         axes: Mapping[str, tuple[str, ...]],
-        masks: Mapping[str, Tensor],
+        origin: Origin,
+        masks: TextMasks,
     ) -> "ActivationCache":
+        """Return a cache whose values and gradients are changed, those of one block in memory at a time."""
         values: dict[str, Tensor] = {}
         bound = Bound([*self], otherwise="read some values at a time, with cache.read")
         for name, value in self._by_block():
             values[name] = change(name, value)
             bound.add(name, values[name])
         grads = {name: change(name, value) for name, value in (self._grads or {}).items()}
-        origin, texts = self._origin, self._texts
-        mapped = type(self)(values, axes, origin, grads or None, self.skipped, masks, texts)
-        mapped.is_part = self.is_part
-        return mapped
+        return type(self)(values, axes, origin, grads=grads or None, masks=masks)
 
     def _repr_html_(self) -> str:
         """The table of its values, as many as `repr` shows."""
@@ -477,40 +450,6 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
         return f"{dtype} {list(value.shape)}  {' '.join(self.axes(name))}".rstrip()
 
 
-def _axis(name: str) -> str:
-    """The axis of a mask."""
-    return name.partition(".")[0]
-
-
-def _require_inside(
-    name: str, axes: tuple[str, ...], value: Tensor, where: Mapping[str, Index]
-) -> None:
-    """Refuse a number of a row, a head or the like that a value does not have."""
-    for axis, size in zip(axes, value.shape, strict=False):  # a module may declare none
-        index = where.get(axis)
-        if isinstance(index, int) and not -size <= index < size:
-            raise SelectionError(
-                f"{axis} at {name} must be from {-size} to {size - 1}; got {index}"
-            )
-
-
-def _left(axes: tuple[str, ...], where: Mapping[str, Index]) -> tuple[str, ...]:
-    """The axes that no integer selects."""
-    return tuple(axis for axis in axes if not (axis in where and Selection(where[axis]).is_one))
-
-
-def _cut(
-    value: Tensor,
-    axes: tuple[str, ...],
-    axis: str,
-    chosen: Selection,
-    mask: Tensor | None,
-    what: str,
-) -> tuple[Tensor, tuple[str, ...]]:
-    """The part of a value at places along an axis of positions, and its axes. The mask may have earlier columns too."""
-    at, batch = axes.index(axis), axes.index("batch") if "batch" in axes else None
-    size, n_texts = value.shape[at], 1 if batch is None else value.shape[batch]
-    fits = mask is not None and len(mask) == n_texts and mask.shape[1] >= size
-    real = mask[:, -size:] if mask is not None and fits else None
-    part = taken(value, chosen.columns(size, f"{axis} of {what}", n_texts, real), at, batch)
-    return (part.squeeze(at), axes[:at] + axes[at + 1 :]) if chosen.is_one else (part, axes)
+def _of_kind(kind: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a file whose names begin with a kind, without it."""
+    return {n.removeprefix(kind): tensor for n, tensor in tensors.items() if n.startswith(kind)}

@@ -25,6 +25,7 @@ from hooks.base import (
     with_first_tensor,
 )
 from hooks.joined import join, require_next
+from hooks.masks import NO_PADDING, TextMasks
 from hooks.modes import Options
 from hooks.point import HookPoint, Point, as_node, first_tensor, require_unsplit
 from hooks.session import Session
@@ -32,6 +33,21 @@ from hooks.session import Session
 
 class Complete(BaseException):
     """Ends the run of the recorder that it holds. `except Exception` in the model does not catch it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """The values that a run keeps.
+
+    Attributes:
+        points: the chosen points, by name.
+        optional: names of points that may have no value.
+        options: how to keep values.
+    """
+
+    points: Mapping[str, Point]
+    optional: Collection[str]
+    options: Options
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -46,8 +62,8 @@ class Recorder:
         joined: a point may fire many times. Its values are joined along the position axis.
         unkept: points of which only the names are recorded, once they fire.
         bound: counts what is kept, and refuses too much.
-        borrowed: None to copy values. Otherwise nothing writes into a value during the run, so it is kept as it is,
-            unless its memory is one of these (see `_torch.memory_of`).
+        memory_of_others: None to copy every value. Otherwise nothing writes into a value during the run, so a value is kept
+            as it is, unless its memory belongs to a weight or an argument (see `_torch.memory_of`).
         values: the captured values by name; after `finish` in the model's order.
         axes: after `finish`, the axes of each value, also of those that are not kept.
         fired: the names of the points that the run reached.
@@ -57,11 +73,12 @@ class Recorder:
 
     points: Mapping[str, Point]
     options: Options
+    _: dataclasses.KW_ONLY
     optional: Collection[str] = ()
     stops: bool = False
     joined: bool = False
     unkept: Container[str] = ()
-    borrowed: Container[int] | None = None
+    memory_of_others: Container[int] | None = None
     bound: Bound | None = None
     values: dict[str, Tensor] = dataclasses.field(init=False, default_factory=dict)
     axes: dict[str, tuple[str, ...]] = dataclasses.field(init=False)
@@ -75,7 +92,7 @@ class Recorder:
         self._parts: dict[str, list[Tensor]] = {}
         # The pieces of texts with padding that points read, in the order in which they began.
         self._pieces: dict[str, Piece] = {}
-        self._keeps_calls = self.options.calls == "all"
+        self._keeps_calls = self.options.keeps_calls
         self._views: list[str] = []
 
     def listen(self, session: Session) -> None:
@@ -124,27 +141,21 @@ class Recorder:
             start = (before or piece).start
             self._pieces[name] = Piece(start, piece.real, others=piece.others)
 
-    def masks(self) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """The masks of the texts that points read, by axis, and for some names the number of their texts.
-
-        Most runs read one batch of texts, which has the number 0. An encoder's points read others than its decoder's; names
-        with the number -1 read none with padding.
-        """
+    def masks(self) -> TextMasks:
+        """The masks of the texts that points read."""
         # The last texts come first: the texts of a decoder, or the text beside an image.
         texts: list[Piece] = []
         for piece in reversed(self._pieces.values()):
             if not any(piece.has_masks_of(text) for text in texts):
                 texts.append(piece)
-        masks = {
-            f"{axis}.{number}" if number else axis: mask
-            for number, piece in enumerate(texts)
-            for axis, mask in self.options.kept_masks(piece).items()
-        }
-        numbers = dict.fromkeys(self.axes, -1)
+        batches = tuple(self.options.kept_masks(piece) for piece in texts)
+        if not any(batches):
+            return TextMasks()
+        numbers = dict.fromkeys(self.axes, NO_PADDING)
         for name in numbers.keys() & self._pieces.keys():
             matching = [self._pieces[name].has_masks_of(text) for text in texts]
             numbers[name] = matching.index(True)
-        return masks, {name: number for name, number in numbers.items() if masks and number}
+        return TextMasks(batches, {name: number for name, number in numbers.items() if number})
 
     def skip(self, point: Point, error: HookError) -> None:
         """Leaves an optional point out, and says why in `skipped`. Raises `error` for any other."""
@@ -182,11 +193,13 @@ class Recorder:
         for name, before in self._versions.items():
             if _torch.version(self.values[name]) != before:
                 copied = (
-                    "detach=True" if self.borrowed is None else "model.overwrites_values = True"
+                    "detach=True"
+                    if self.memory_of_others is None
+                    else "model.overwrites_values = True"
                 )
                 changed = f"the model wrote over the value of {name} later; {copied} keeps a copy"
                 self.skip(self.points[name], CacheError(changed))
-        if self.borrowed is not None:
+        if self.memory_of_others is not None:
             returned = memory_in(output)
             for name in self._versions:
                 if _torch.memory_of(self.values[name]) in returned:
@@ -231,7 +244,7 @@ class Recorder:
                 self._versions[name] = _torch.version(kept)
         else:
             kept = self._copies(value, functools.partial(self._copied, point), point.axes)
-            if self.borrowed is not None and _torch.has_storage(kept):
+            if self.memory_of_others is not None and _torch.has_storage(kept):
                 self._note_view(name, kept)
         if self.joined or self._keeps_calls:
             parts = self._parts.setdefault(name, [])
@@ -250,10 +263,10 @@ class Recorder:
 
     def _may_keep(self, value: Tensor) -> bool:
         return (
-            self.borrowed is not None
+            self.memory_of_others is not None
             and _torch.has_storage(value)
             and not value.is_inference()
-            and _torch.memory_of(value) not in self.borrowed
+            and _torch.memory_of(value) not in self.memory_of_others
         )
 
     def _note_view(self, name: str, kept: Tensor) -> None:

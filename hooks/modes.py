@@ -1,7 +1,7 @@
 """Modes and options: what a run keeps, and how."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import Any, Literal
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hooks.base import (
+    Bound,
     HookError,
     Index,
     Piece,
@@ -109,7 +110,7 @@ class Options:
         if self.dtype is not None and not self.dtype.is_floating_point:
             raise ValueError(f"the dtype of kept values must be a floating one; got {self.dtype}")
         require_choice("calls", self.calls, ("one", "all"))
-        if self.grads and self.calls == "all":
+        if self.grads and self.keeps_calls:
             raise ValueError("calls='all' keeps no gradients: leave out grads=True")
         if self.grads and not torch.is_grad_enabled():
             raise ValueError("grads=True needs gradients, and they are switched off here (no_grad)")
@@ -128,6 +129,20 @@ class Options:
         names = cls.names()
         chosen = {name: value for name, value in kwargs.items() if name in names}
         return cls(**chosen), {name: kwargs[name] for name in kwargs if name not in names}
+
+    @property
+    def keeps_calls(self) -> bool:
+        """Whether the values of all calls of a point are kept."""
+        return self.calls == "all"
+
+    def memory_bound(self, names: Iterable[str], otherwise: str | None = None) -> Bound:
+        """The bound of the memory of values, and of their gradients, with these names.
+
+        Args:
+            names: the names of what is kept.
+            otherwise: what the error advises instead of its own words.
+        """
+        return Bound([*names], self.max_bytes, otherwise, 2 if self.grads else 1)
 
     def apply(self, value: Tensor, point: Point) -> Tensor:
         """Return `value` at the chosen positions of its axes `pos` and `query`, on the device and in the dtype.

@@ -21,8 +21,11 @@ class Origin:
     Attributes:
         known: the names of all points of the model, in order.
         config_hash: the hash of its configuration.
-        inputs: what the run was given; see `bound`.
+        inputs: what the run was given; see `inputs_of`.
         hashed: `weights_hash` of a model that is no longer at hand; empty where it is not known.
+        skipped: why chosen points have no value, by name.
+        is_part: whether the cache was cut since, so that `inputs` are of more than its values.
+        model: the model, as long as it lives.
 
     >>> Origin(("embed",)).known
     ('embed',)
@@ -32,6 +35,8 @@ class Origin:
     config_hash: str = ""
     inputs: Mapping[str, Any] = field(default_factory=dict)
     hashed: str = ""
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    is_part: bool = False
     # Weak, because a cache may outlive its model.
     model: weakref.ref[nn.Module] | None = None
 
@@ -59,7 +64,8 @@ class Origin:
                 )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Origin, (self.known, self.config_hash, self.inputs, self.weights_hash())
+        facts = (self.known, self.config_hash, self.inputs, self.weights_hash())
+        return Origin, (*facts, self.skipped, self.is_part)
 
 
 def signature_of(model: nn.Module) -> inspect.Signature | None:
@@ -79,7 +85,7 @@ def prepared(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
     return prepare(*args, **kwargs) if callable(prepare) and (args or kwargs) else (args, kwargs)
 
 
-def bound(signature: inspect.Signature | None, args: Any, kwargs: Any) -> dict[str, Any]:
+def inputs_of(signature: inspect.Signature | None, args: Any, kwargs: Any) -> dict[str, Any]:
     """A run's arguments by the names of `forward`; those of its `**kwargs` by their own names.
 
     Tensors that are masks by name, or not of floating-point numbers, are copied; other tensors are left out.
@@ -87,7 +93,7 @@ def bound(signature: inspect.Signature | None, args: Any, kwargs: Any) -> dict[s
 
     >>> class Scaled(nn.Module):
     ...     def forward(self, tokens, scale=1.0): ...
-    >>> bound(signature_of(Scaled()), (3,), {"scale": 0.5})
+    >>> inputs_of(signature_of(Scaled()), (3,), {"scale": 0.5})
     {'tokens': 3, 'scale': 0.5}
     """
     try:
@@ -131,7 +137,7 @@ class JoinedInputs:
     def note(self, args: Any, kwargs: Any) -> None:
         """Keep the arguments of a run; a hook before the model's forward."""
         args, kwargs = prepared(self._model, args, kwargs)
-        self._runs.append(bound(self._signature, args, kwargs))
+        self._runs.append(inputs_of(self._signature, args, kwargs))
 
     def joined(self) -> dict[str, Any]:
         """Return the arguments of all runs together, by the names of `forward`."""

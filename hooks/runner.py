@@ -1,18 +1,27 @@
-"""HookedRunner: runs a model, keeps what was asked for, and applies edits."""
+"""HookedRunner: runs a model, keeps what was asked for, and applies edits.
+
+A cached run takes these steps:
+
+1. `_request` resolves a selector to points.
+2. `_run_eagerly`, `_run_lazily` or `_run_joined` makes a recorder, and lists what must listen during the run.
+3. `_recorded` registers the hooks, runs the model, and removes the hooks.
+4. `_cache` puts the values together with their origin and masks.
+"""
 
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from hooks import names as layered
 from hooks.base import (
     NEVER_FIRED,
-    Bound,
     Draws,
     HintedClass,
     HintsAtNames,
@@ -29,12 +38,12 @@ from hooks.base import (
     without_gradients,
 )
 from hooks.cache import ActivationCache
-from hooks.capture import Complete, Recorder, memory_in
+from hooks.capture import Complete, Recorder, Request, memory_in
 from hooks.edit import EditedPoint, HookContext, HookHandle, Hooks, edited_points
 from hooks.lazy import LazyValues, divided
 from hooks.modes import Mode, Options
 from hooks.names import Blocks, Selector, blocks_of, flatten, resolve
-from hooks.origin import JoinedInputs, Origin, bound, prepared, signature_of
+from hooks.origin import JoinedInputs, Origin, inputs_of, prepared, signature_of
 from hooks.parts import PartPoint
 from hooks.plan import Plan, planned
 from hooks.point import HookPoint, OptionalPoints, Point, has_forward, point_at
@@ -146,8 +155,12 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
             args, kwargs = self._prepared("run_with_cache", args, kwargs)
         if run is not None and (lazy or options.grads or options.positions is not None):
             raise ValueError("run= cannot be combined with lazy=, grads= or positions=")
-        chosen = self._choose(names, mode, lazy)
-        return self._run(*chosen, options, args, kwargs, lazy=lazy, run=run)
+        request = self._request(names, mode, options, lazy)
+        if run is not None:
+            return self._run_joined(request, run, args, kwargs)
+        if lazy:
+            return self._run_lazily(request, args, kwargs)
+        return self._run_eagerly(request, args, kwargs)
 
     def capture(self, *args: Any, names: Selector, **kwargs: Any) -> ActivationCache:
         """Runs the model only until the last of the chosen points has fired, and returns the cache.
@@ -168,9 +181,9 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
         if options.grads:
             raise ValueError("capture returns no output to call backward() on; got grads=True")
         args, kwargs = self._prepared("capture", args, kwargs)
-        chosen = self._choose(flatten(names), None)
+        request = self._request(flatten(names), None, options)
         stops = not any(map(is_fully_sharded, self.model.modules()))
-        return self._run(*chosen, options, args, kwargs, stops=stops)[1]
+        return self._run_eagerly(request, args, kwargs, stops)[1]
 
     def run_with_hooks(
         self, *args: Any, hooks: Hooks | None = None, backward: Hooks | None = None, **kwargs: Any
@@ -281,12 +294,15 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
         """
         options, kwargs = self._options(kwargs, self.plan)
         args, kwargs = self._prepared("plan", args, kwargs)
-        points, optional = self._choose(names, mode, lazy)
+        request = self._request(names, mode, options, lazy)
 
         def run(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ActivationCache]:
             runner = HookedRunner(model)
-            copied = {name: runner._known[name] for name in points}
-            return runner._run(copied, optional, options, args, kwargs, lazy=lazy)
+            points = {name: runner._known[name] for name in request.points}
+            copied = replace(request, points=points)
+            if lazy:
+                return runner._run_lazily(copied, args, kwargs)
+            return runner._run_eagerly(copied, args, kwargs)
 
         return planned(self.model, run, args, kwargs)
 
@@ -375,10 +391,15 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
         """What warns, once for this runner, if dropout acts in a run."""
         return Draws(() if self._has_warned else self._modules)
 
-    def _choose(
-        self, names: Selector | None, mode: Mode | str | None, lazy: bool = False
-    ) -> tuple[dict[str, Point], set[str]]:
-        """The chosen points, and the names of those that a cached run may skip."""
+    def _request(
+        self, names: Selector | None, mode: Mode | str | None, options: Options, lazy: bool = False
+    ) -> Request:
+        """The chosen points, which of them a cached run may skip, and the options.
+
+        Raises:
+            UnknownNameError: if the selector matches nothing.
+            ModeError: if the model is in training mode, and a mode or a lazy run needs evaluation mode.
+        """
         if names is not None and mode is not None:
             raise ValueError("names= and mode= both choose points: give one of them")
         # Read once: the selector may be a generator.
@@ -390,80 +411,136 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
             raise ModeError(f"{what} needs a model in evaluation mode: call model.eval() first")
         points = resolve(selector, self._known, self.points)
         exact = {part for part in selector if isinstance(part, str)}
-        return points, {*(self._optional if self._is_marked else points)} - exact
+        optional = {*(self._optional if self._is_marked else points)} - exact
+        return Request(points, optional, options)
 
-    def _run(
-        self,
-        points: dict[str, Point],
-        optional: set[str],
-        options: Options,
-        args: Any,
-        kwargs: Any,
-        *,
-        lazy: bool = False,
-        stops: bool = False,
-        run: Callable[..., Any] | None = None,
+    def _run_eagerly(
+        self, request: Request, args: Any, kwargs: Any, stops: bool = False
     ) -> tuple[Any, ActivationCache]:
-        if lazy and (options.grads or not options.detach):
-            raise ValueError("lazy=True keeps no graph: leave out grads=True and detach=False")
-        keeps_calls = options.calls == "all"
-        if keeps_calls and (lazy or run is not None):
-            raise ValueError("calls='all' cannot be combined with lazy= or run=")
-        blocks = self._blocks if lazy else {}
-        borrowed = None
-        is_plain = run is None and options.detach and not options.grads and not keeps_calls
-        if is_plain and self._overwrites_nothing():
-            borrowed = memory_in((args, kwargs, state_of(self.model)))
-        calls = divided(points, blocks) if lazy else []
-        kept = [*(name for name in points if name not in blocks), *(call.name for call in calls)]
-        otherwise = "give fewer or shorter texts" if lazy else "keep fewer points" if run else None
-        limit = Bound(kept, options.max_bytes, otherwise, 2 if options.grads else 1)
+        """Run the model and keep the values; with `stops` only until every point has fired."""
+        options = request.options
         recorder = Recorder(
-            points,
+            request.points,
             options,
-            optional,
-            stops and not keeps_calls,
-            run is not None,
-            blocks,
-            borrowed,
-            limit,
+            optional=request.optional,
+            stops=stops and not options.keeps_calls,
+            memory_of_others=self._memory_of_others(options, args, kwargs),
+            bound=options.memory_bound(request.points),
+        )
+        # Before the run, which may write into its arguments.
+        inputs = inputs_of(self._signature, args, kwargs)
+        output = self._recorded(self.model, args, kwargs, recorder, [recorder.listen])
+        recorder.finish(NEVER_FIRED, output)
+        return output, self._cache(recorder, recorder.values, inputs)
+
+    def _run_lazily(self, request: Request, args: Any, kwargs: Any) -> tuple[Any, ActivationCache]:
+        """Run the model and keep the arguments of its blocks, which run again when their values are read."""
+        options = request.options
+        if options.grads or not options.detach:
+            raise ValueError("lazy=True keeps no graph: leave out grads=True and detach=False")
+        if options.keeps_calls:
+            raise ValueError("calls='all' cannot be combined with lazy= or run=")
+        calls = divided(request.points, self._blocks)
+        outside = [name for name in request.points if name not in self._blocks]
+        limit = options.memory_bound(
+            [*outside, *(call.name for call in calls)], otherwise="give fewer or shorter texts"
+        )
+        recorder = Recorder(
+            request.points,
+            options,
+            optional=request.optional,
+            unkept=self._blocks,
+            memory_of_others=self._memory_of_others(options, args, kwargs),
+            bound=limit,
         )
         edits = edits_in_force()
-        # Before the run, which may write into its arguments.
-        inputs = bound(self._signature, args, kwargs) if run is None else {}
-        several = JoinedInputs(self._inner, self._signature)
+        inputs = inputs_of(self._signature, args, kwargs)
+        listeners: list[Callable[[Session], None]]
+        listeners = [recorder.listen, *(partial(call.listen, bound=limit) for call in calls)]
+        output = self._recorded(self.model, args, kwargs, recorder, listeners)
+        for call in calls:
+            call.report(recorder)
+        recorder.finish(NEVER_FIRED, output)
+        return output, self._cache(recorder, LazyValues(recorder, calls, edits), inputs)
+
+    def _run_joined(
+        self, request: Request, run: Callable[..., Any], args: Any, kwargs: Any
+    ) -> tuple[Any, ActivationCache]:
+        """Call a function that runs the model, and join the values of all runs along their positions."""
+        options = request.options
+        if options.keeps_calls:
+            raise ValueError("calls='all' cannot be combined with lazy= or run=")
+        recorder = Recorder(
+            request.points,
+            options,
+            optional=request.optional,
+            joined=True,
+            bound=options.memory_bound(request.points, otherwise="keep fewer points"),
+        )
+        inputs = JoinedInputs(self._inner, self._signature)
+
+        def note_inputs(session: Session) -> None:
+            session.before(self.model, inputs.note)
+
+        output = self._recorded(run, args, kwargs, recorder, [note_inputs, recorder.listen])
+        recorder.finish(_UNREAD if isinstance(output, Iterator) else NEVER_FIRED, output)
+        return output, self._cache(recorder, recorder.values, inputs.joined())
+
+    def _recorded(
+        self,
+        run: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        recorder: Recorder,
+        listeners: Iterable[Callable[[Session], None]],
+    ) -> Any:
+        """Run the model, or a function, under listeners; return its output, None if the recorder ended the run."""
         draws = self._draws()
+        output = None
+        call = run
+        if recorder.options.detach and not recorder.options.grads:
+            call = without_gradients(run)
         with Session() as session:
-            if run is not None:
-                session.before(self.model, several.note)
-            recorder.listen(session)
-            for call in calls:
-                call.listen(session, limit)
-            call_model = run or self.model
-            if options.detach and not options.grads:
-                call_model = without_gradients(call_model)
-            output = None
+            for listen in listeners:
+                listen(session)
             try:
-                output = call_model(*args, **kwargs)
+                output = call(*args, **kwargs)
             except Complete as stopped:
                 if stopped.args[0] is not recorder:
                     raise
             except TypeError:
-                if run is None:
+                if run is self.model:
                     self._require_fit("a cached run", args, kwargs)
                 raise
         self._has_warned |= draws.warn(f"the {type(self.model).__name__}")
-        for call in calls:
-            call.report(recorder)
-        recorder.finish(_UNREAD if isinstance(output, Iterator) else NEVER_FIRED, output)
+        return output
+
+    def _memory_of_others(self, options: Options, args: Any, kwargs: Any) -> Container[int] | None:
+        """The memory that is not the run's own; None if values must be copied. See `Recorder`."""
+        needs_copies = options.grads or not options.detach or options.keeps_calls
+        if needs_copies or not self._overwrites_nothing():
+            return None
+        return memory_in((args, kwargs, state_of(self.model)))
+
+    def _cache(
+        self,
+        recorder: Recorder,
+        values: dict[str, Tensor] | LazyValues,
+        inputs: Mapping[str, Any],
+    ) -> ActivationCache:
+        """The cache of a run whose recorder has finished.
+
+        Raises:
+            NeverFiredError: if every chosen point was skipped.
+        """
         if recorder.skipped and not recorder.axes:
             raise NeverFiredError(f"nothing is left: {next(iter(recorder.skipped.values()))}")
-        values = LazyValues(recorder, calls, edits) if lazy else recorder.values
-        grads = recorder.grads if options.grads else None
-        inputs = inputs if run is None else several.joined()
         origin = Origin(
-            tuple(self._known), self.config_hash, inputs, model=weakref.ref(self._inner)
+            known=tuple(self._known),
+            config_hash=self.config_hash,
+            inputs=inputs,
+            skipped=recorder.skipped,
+            model=weakref.ref(self._inner),
         )
-        return output, ActivationCache(
-            values, recorder.axes, origin, grads, recorder.skipped, *recorder.masks()
-        )
+        grads = recorder.grads if recorder.options.grads else None
+        return ActivationCache(values, recorder.axes, origin, grads=grads, masks=recorder.masks())

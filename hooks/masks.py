@@ -1,0 +1,72 @@
+"""TextMasks: which columns of a run's texts are real tokens, for every value of a cache.
+
+Most runs read one batch of texts. An encoder and its decoder read two, and a value belongs to one of them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from hooks.base import Index, index_by_axis
+
+NO_PADDING = -1
+"""The number of the texts of values that read no text with padding."""
+
+
+@dataclass(frozen=True)
+class TextMasks:
+    """The masks of the texts that the values of a run belong to.
+
+    Attributes:
+        batches: for each batch of texts its masks [batch, column], True at real tokens, by the axis of the columns.
+        numbers: for the name of a value, the number of its batch of texts, or `NO_PADDING`. Names that are not here
+            belong to batch 0.
+
+    >>> import torch
+    >>> masks = TextMasks(({"pos": torch.tensor([[False, True]])},), {"encoder": NO_PADDING})
+    >>> masks.along("pos", "embed"), masks.along("pos", "encoder")
+    (tensor([[False,  True]]), None)
+    """
+
+    batches: tuple[Mapping[str, Tensor], ...] = ()
+    numbers: Mapping[str, int] = field(default_factory=dict)
+
+    def along(self, axis: str, name: str | None = None) -> Tensor | None:
+        """Return the mask along an axis of a value; None if its texts have no padding or nobody knows.
+
+        Without a name it is the mask of the first batch of texts.
+        """
+        number = 0 if name is None else self.numbers.get(name, 0)
+        is_known = 0 <= number < len(self.batches)
+        return self.batches[number].get(axis) if is_known else None
+
+    def all_along(self, axis: str) -> list[Tensor]:
+        """Return the masks along an axis, of all batches of texts that have one."""
+        return [masks[axis] for masks in self.batches if axis in masks]
+
+    def of_texts(self, batch: Index) -> "TextMasks":
+        """Return the masks of some of the texts. An integer keeps the axis of texts."""
+        (index,) = index_by_axis(("batch",), {"batch": batch}, "the texts")
+        rows = [index] if isinstance(index, int) else index
+        batches = [{axis: mask[rows] for axis, mask in masks.items()} for masks in self.batches]
+        return TextMasks(tuple(batches), self.numbers)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the masks by the names that they have in a file: `pos`, and `pos.1` of the next batch of texts."""
+        named: dict[str, Tensor] = {}
+        for number, masks in enumerate(self.batches):
+            ending = f".{number}" if number else ""
+            named |= {axis + ending: mask for axis, mask in masks.items()}
+        return named
+
+    @classmethod
+    def read(cls, named: Mapping[str, Tensor], numbers: Mapping[str, int]) -> "TextMasks":
+        """Return the masks that `tensors` gave to a file."""
+        batches: list[dict[str, Tensor]] = []
+        for name, mask in named.items():
+            axis, _, number = name.partition(".")
+            while len(batches) <= int(number or 0):
+                batches.append({})
+            batches[int(number or 0)][axis] = mask
+        return cls(tuple(batches), numbers)

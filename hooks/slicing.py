@@ -1,0 +1,134 @@
+"""Slice: the part of a cache's values at some rows, positions or heads, for `ActivationCache.at`.
+
+1. Along most axes a subscript of PyTorch selects the part.
+2. Along positions of texts with padding, places count real tokens. They are other columns in each text.
+3. The masks of the texts are cut like the values, so that the part knows its padding.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from hooks.base import (
+    TEXT_AXES,
+    CacheError,
+    Index,
+    Selection,
+    SelectionError,
+    index_by_axis,
+    taken,
+)
+from hooks.masks import TextMasks
+
+
+class Slice:
+    """Indices by axis, and how they act on the values of a cache.
+
+    Args:
+        where: the index along each axis.
+        masks: the masks of the cache's texts.
+
+    Attributes:
+        where: see above.
+    """
+
+    def __init__(self, where: Mapping[str, Index], masks: TextMasks) -> None:
+        self.where = where
+        self._masks = masks.of_texts(where.get("batch", slice(None)))
+        self._dropped = {axis for axis, index in where.items() if Selection(index).is_one}
+        # Indices that select the same columns of each text, and indices that count real tokens.
+        self._subscripts: dict[str, Index] = {}
+        self._by_text: dict[str, Selection] = {}
+        for axis, index in where.items():
+            if self._counts_real_tokens(axis, index):
+                self._by_text[axis] = Selection(index)
+            else:
+                self._subscripts[axis] = index
+
+    def _counts_real_tokens(self, axis: str, index: Index) -> bool:
+        masks = self._masks.all_along(axis)
+        if axis not in TEXT_AXES and not masks:
+            return False
+        selection = Selection(index)
+        return not all(selection.is_plain(mask) for mask in (None, *masks))
+
+    def axes_left(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the axes of a value's part. An integer drops its axis."""
+        return tuple(axis for axis in axes if axis not in self._dropped)
+
+    def part(self, value: Tensor, axes: tuple[str, ...], name: str) -> Tensor:
+        """Return the part of a value.
+
+        Raises:
+            CacheError: if nothing is selected.
+            SelectionError: if a place is outside or padding, or texts would have other numbers of places.
+        """
+        subscripts = {axis: index for axis, index in self._subscripts.items() if axis in axes}
+        _require_inside(value, axes, subscripts, name)
+        part: Tensor = value[index_by_axis(axes, subscripts, name)]
+        # The axes of the part so far.
+        axes = tuple(axis for axis in axes if axis in self._by_text or axis not in self._dropped)
+        for axis, selection in self._by_text.items():
+            if axis in axes:
+                mask = self._masks.along(axis, name)
+                part = _columns_of(part, axes, axis, selection, mask, name)
+                axes = _without(axes, axis) if selection.is_one else axes
+        if value.numel() and not part.numel():
+            raise CacheError(f"nothing of {name} {list(value.shape)} is at {dict(self.where)}")
+        return part
+
+    def masks_left(self) -> TextMasks:
+        """Return the masks of the part. An axis that an integer drops has none."""
+        batches = tuple(self._masks_left(masks) for masks in self._masks.batches)
+        return TextMasks(batches, self._masks.numbers)
+
+    def _masks_left(self, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        left: dict[str, Tensor] = {}
+        for axis, mask in masks.items():
+            if axis not in self.where:
+                left[axis] = mask
+            elif axis not in self._dropped:
+                selection = Selection(self.where[axis])
+                left[axis] = _columns_of(mask, ("batch", axis), axis, selection, mask, "the texts")
+        return left
+
+
+def _require_inside(
+    value: Tensor, axes: tuple[str, ...], where: Mapping[str, Any], name: str
+) -> None:
+    """Refuse a number of a row, a head or the like that a value does not have."""
+    # A module may declare no axes.
+    for axis, size in zip(axes, value.shape, strict=False):
+        index = where.get(axis)
+        if isinstance(index, int) and not -size <= index < size:
+            raise SelectionError(
+                f"{axis} at {name} must be from {-size} to {size - 1}; got {index}"
+            )
+
+
+def _columns_of(
+    value: Tensor,
+    axes: tuple[str, ...],
+    axis: str,
+    selection: Selection,
+    mask: Tensor | None,
+    what: str,
+) -> Tensor:
+    """Return the part of a value at selected columns of an axis. One place drops the axis.
+
+    The mask may have earlier columns too. A mask of other texts is ignored.
+    """
+    at = axes.index(axis)
+    batch = axes.index("batch") if "batch" in axes else None
+    size = value.shape[at]
+    n_texts = 1 if batch is None else value.shape[batch]
+    fits = mask is not None and len(mask) == n_texts and mask.shape[1] >= size
+    real = mask[:, -size:] if mask is not None and fits else None
+    columns = selection.columns(size, f"{axis} of {what}", n_texts, real)
+    part = taken(value, columns, at, batch)
+    return part.squeeze(at) if selection.is_one else part
+
+
+def _without(axes: tuple[str, ...], dropped: str) -> tuple[str, ...]:
+    return tuple(axis for axis in axes if axis != dropped)
