@@ -1,6 +1,6 @@
 """One check of the arguments of analyses: a cache, a circuit, a graph, scores, dictionaries.
 
-Each says what was given, what is needed and the call that makes it. A model is checked by `protocol.of` and
+Each says what was given, what is needed and, from `hints`, the call that makes it. A model is checked by `protocol.of` and
 `protocol.runner_of`, and pairs by `inputs.pairs.pairs_for`, in the same words.
 """
 
@@ -9,20 +9,7 @@ from typing import Any
 from torch import nn
 
 from hooks import ActivationCache
-from hooks.base import register_hints, require_kind
-
-MAKERS = {
-    "Pairs": "Pairs(clean, corrupted, answers) makes them",
-    "Graph": "interp.graph.Graph(model) makes one",
-    "Circuit": "circuits.top(Graph(model), scores, n) or Circuit(Graph(model), edges) makes one",
-    "Result": "an analysis such as activation_patching gives one",
-    "Dictionary": "load_sae({}) reads one",
-    "SVDTargets": "svd_targets(model, cache) gives them",
-    "Direction": "interp.directions.difference_of_means gives one",
-}
-"""For each class the call that makes one."""
-
-register_hints(makers=MAKERS)
+from hooks.base import require_kind
 
 
 def require_cache(cache: object, model: nn.Module | None = None) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from hooks import UnknownNameError
-from hooks.base import register_hints, require_choice, require_kind, unknown_name
+from hooks.base import require_choice, require_kind, unknown_name
 
 # Short names in TransformerLens: those that stand for others, and those that are the ends of no name of ours.
 _ALIASES = {"attn": "pattern", "attn_logits": "attn_scores", "key": "k", "query": "q", "value": "v"}
@@ -118,7 +118,7 @@ def hooks_name(
     return _in_layer(row.ours, layers)
 
 
-def _hint(name: str, known: Collection[str], what: str) -> UnknownNameError | None:
+def name_hint(name: str, known: Collection[str], what: str) -> UnknownNameError | None:
     """The error for a name of TransformerLens, with ours."""
     # Quick, because `in` asks it for every name.
     if not ("hook_" in name or name in _ALIASES or name in _SHORT):
@@ -174,6 +174,3 @@ def _full(name: str, layer: int | str | None = None, layer_type: str | None = No
     if layer is None or key is None:
         return key or short
     return key.replace("blocks.*", f"blocks.{layer}")
-
-
-register_hints(_hint)

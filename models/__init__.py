@@ -2,7 +2,6 @@
 
 from hooks.base import missing_name as _missing_name
 from hooks.base import trusted
-from models import hints as _hints  # noqa: F401  # registers them
 from models.attached import Attached, attach, detach
 from models.attention import Attention
 from models.block import Block

@@ -5,7 +5,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from hooks import UnknownNameError
-from hooks.base import register_hints, unknown_name
+from hooks.base import Hints, unknown_name
 
 _MARKING = "models.attach(model) gives a model of transformers the names of points"
 
@@ -19,9 +19,9 @@ def _attached_first(name: str, known: Collection[str], what: str) -> UnknownName
     return error
 
 
-register_hints(
-    _attached_first,
+HINTS = Hints(
+    names=(_attached_first,),
     **json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8")),
-    watchers=["transformers.utils.output_capturing"],
+    watchers=("transformers.utils.output_capturing",),
     marking=_MARKING,
 )

@@ -41,7 +41,7 @@ def test_imports_go_one_way(path):
 
 
 # The files and rooms of `interp`. Each imports only what is before it, and a room its own files.
-INTERP = """shadowed transformer_lens numbers kinds pictures protocol inputs inputs.token_positions inputs.texts inputs.copies
+INTERP = """shadowed transformer_lens hints numbers kinds pictures protocol inputs inputs.token_positions inputs.texts inputs.copies
     inputs.spans inputs.wording measuring metrics inputs.pairs edits results graph runs spectral reading features effects store directions
     alignment tracing report cli __main__""".split()
 # Where files stand side by side, the ones that others of the room may import.

@@ -59,13 +59,11 @@ from hooks.base.errors import (
 )
 from hooks.base.hashes import config_hash, weights_hash
 from hooks.base.hints import (
-    ARGUMENTS,
-    ATTRIBUTES,
     HintedClass,
+    Hints,
     HintsAtNames,
     how_to_mark,
     is_watcher,
-    register_hints,
     unknown_point,
 )
 from hooks.base.kinds import missing_name, require_device, require_kind, require_module

@@ -1,63 +1,113 @@
-"""Hints in errors: how something is called here that other libraries call by another name.
+"""Hints in errors: the name that a thing of another library has here.
 
-This package knows no other library. Packages that do register their words, and errors of unknown points, attributes
-and keywords ask here.
+This package knows no other library. The packages beside it may have a module `hints` with a value `HINTS`.
+
+1. An error of an unknown point, attribute or keyword asks for hints (`unknown_point`, `attribute_hint`, `argument_hint`).
+2. Only then are the modules read, of the packages that the program has imported (`_imported`).
 """
 
 import difflib
+import importlib
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hooks.base._torch import traced_as_constant
 from hooks.base.errors import UnknownNameError, unknown_name
 
 NameHint = Callable[[str, Collection[str], str], UnknownNameError | None]
-"""From a name, the known ones, and what they name: an error that says more; None if it has nothing to say."""
+"""From a name, the known names, and their noun: an error that says more; None if there is nothing to say."""
 
-ARGUMENTS: dict[str, str] = {}
-ATTRIBUTES: dict[str, str] = {}
-_makers: dict[str, str] = {}
-_name_hints: list[NameHint] = []
-_watchers: set[str] = set()
-_markings: list[str] = []
+_ROOT = Path(__file__).parents[2]
+_FIRST_FILES = {name: str(_ROOT / name / "__init__.py") for name in ("models", "interp")}
+"""The packages beside this one that may have hints, and their first files."""
 
 
-def register_hints(
-    name_hint: NameHint | None = None,
-    *,
-    arguments: Mapping[str, str] | None = None,
-    attributes: Mapping[str, str] | None = None,
-    makers: Mapping[str, str] | None = None,
-    watchers: Collection[str] = (),
-    marking: str = "",
-) -> None:
-    """Add hints to errors.
+@dataclass(frozen=True, kw_only=True)
+class Hints:
+    """The words of other libraries that a package knows.
 
-    Args:
-        name_hint: gives errors for unknown names.
+    Attributes:
+        names: functions that give errors for unknown names.
         arguments: keywords of other libraries, and what does the same here.
         attributes: methods and attributes of their objects, likewise.
-        makers: for the name of a class, the call that makes one of it. `{}` stands for a text that was given.
+        makers: for the name of a class, the call that makes an object of it. `{}` stands for a text that was given.
         watchers: names of modules whose hooks stay on a model, and only look at values.
-        marking: how a model without hook points gets some.
+        marking: the call that gives a model hook points.
+
+    >>> Hints(arguments={"stop_at_layer": "capture(names=...)"}).arguments["stop_at_layer"]
+    'capture(names=...)'
     """
-    _name_hints.extend([name_hint] if name_hint else [])
-    ARGUMENTS.update(arguments or {})
-    ATTRIBUTES.update(attributes or {})
-    _makers.update(makers or {})
-    _watchers.update(watchers)
-    _markings.extend([marking] if marking else [])
+
+    names: tuple[NameHint, ...] = ()
+    arguments: Mapping[str, str] = field(default_factory=dict)
+    attributes: Mapping[str, str] = field(default_factory=dict)
+    makers: Mapping[str, str] = field(default_factory=dict)
+    watchers: tuple[str, ...] = ()
+    marking: str = ""
+
+
+def _imported() -> list[Hints]:
+    """The hints of the packages beside this one that are imported."""
+    hints = []
+    for package, file in _FIRST_FILES.items():
+        # A program may have a module of its own with that name.
+        if getattr(sys.modules.get(package), "__file__", None) == file:
+            hints.append(importlib.import_module(f"{package}.hints").HINTS)
+    return hints
 
 
 def unknown_point(name: str, known: Collection[str], what: str) -> UnknownNameError:
     """The error for a `name` that no `what` has, with the first hint there is."""
-    errors = (hint(name, known, what) for hint in _name_hints)
-    return next(filter(None, errors), None) or unknown_name(name, known, what)
+    for hints in _imported():
+        for name_hint in hints.names:
+            if error := name_hint(name, known, what):
+                return error
+    return unknown_name(name, known, what)
+
+
+def attribute_hint(name: str) -> str:
+    """Return what a missing attribute is here, for the end of an error; empty if nothing is known."""
+    for hints in _imported():
+        if name in hints.attributes:
+            return f"; here it is {hints.attributes[name]}"
+    return ""
+
+
+def argument_hint(name: str) -> str:
+    """Return what a keyword of another library is here; empty if nothing is known."""
+    for hints in _imported():
+        if name in hints.arguments:
+            return hints.arguments[name]
+    return ""
 
 
 def made_by(kind: str, value: object) -> str:
-    """The call that makes an object of a class, of a text where one was given; empty if nobody said."""
+    """The call that makes an object of a class, of a text where one was given; empty if nothing is known."""
     text = f"{value!r:.60}" if isinstance(value, str) else "..."
-    return _makers[kind].replace("{}", text) if kind in _makers else ""
+    for hints in _imported():
+        if kind in hints.makers:
+            return hints.makers[kind].replace("{}", text)
+    return ""
+
+
+def how_to_mark() -> str:
+    """The call that gives a model hook points, in parentheses; empty if nothing is known."""
+    markings = [hints.marking for hints in _imported() if hints.marking]
+    return f" ({markings[0]})" if markings else ""
+
+
+# Without arguments, because a compiler may keep an answer only if all arguments are constants.
+@traced_as_constant
+def _watchers() -> tuple[str, ...]:
+    return tuple(module for hints in _imported() for module in hints.watchers)
+
+
+def is_watcher(hook: Callable[..., Any]) -> bool:
+    """Whether a hook stays on a model and only looks at values."""
+    return getattr(hook, "__module__", None) in _watchers()
 
 
 def closest(name: str, known: Iterable[str]) -> list[str]:
@@ -69,40 +119,32 @@ def closest(name: str, known: Iterable[str]) -> list[str]:
     return [plain[one] for one in dict.fromkeys([*close, *inside])][:3]
 
 
-def how_to_mark() -> str:
-    """How a model without hook points gets some, in parentheses; empty if nobody said."""
-    return f" ({_markings[0]})" if _markings else ""
-
-
-def is_watcher(hook: Callable[..., Any]) -> bool:
-    """Whether a hook is of those that stay on a model and only look."""
-    return getattr(hook, "__module__", None) in _watchers
-
-
 class HintedClass(type):
     """Names our equivalent of a missing attribute of a class, such as another library's `from_pretrained`."""
 
     if not TYPE_CHECKING:
 
         def __getattr__(cls, name: str) -> Any:
-            hint = f"; here it is {ATTRIBUTES[name]}" if name in ATTRIBUTES else ""
+            hint = attribute_hint(name)
             raise AttributeError(f"{cls.__name__} has no attribute {name!r}{hint}")
 
 
 class HintsAtNames:
     """Names our equivalent of a missing attribute."""
 
-    if not TYPE_CHECKING:  # or any attribute would pass for one
+    # Hidden from type checkers, for which any attribute would exist otherwise.
+    if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            inherited = getattr(super(), "__getattr__", None)  # that of a module finds its parts
+            # The method of a module finds its parts.
+            inherited = getattr(super(), "__getattr__", None)
             try:
                 if inherited is not None:
                     return inherited(name)
             except AttributeError:
-                if name not in ATTRIBUTES:
+                if not attribute_hint(name):
                     raise
-            hint = f"; here it is {ATTRIBUTES[name]}" if name in ATTRIBUTES else ""
+            hint = attribute_hint(name)
             if not hint and not name.startswith("_"):
                 close = closest(name, [known for known in dir(type(self)) if known[0] != "_"])
                 hint = f"; close matches: {', '.join(close)}" if close else ""

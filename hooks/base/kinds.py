@@ -1,6 +1,6 @@
 """Arguments of the wrong kind: an error says what was given, what is needed, and the call that makes it.
 
-1. `require_kind` refuses a value that is not of a class. The call that makes one is registered by the packages that have it.
+1. `require_kind` refuses a value that is not of a class. The hints of a package say the call that makes one.
 2. `require_device` refuses a device that is not here.
 """
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hooks.base.hints import ATTRIBUTES, closest, made_by
+from hooks.base.hints import attribute_hint, closest, made_by
 from hooks.base.saying import shown
 
 
@@ -24,7 +24,7 @@ def require_kind(
         value: what was given.
         kind: the class, or several.
         words: the class in words, such as `an ActivationCache`.
-        call: the call that makes one; by default the one that is registered for the first class.
+        call: the call that makes one; by default the hint for the first class.
 
     Raises:
         TypeError: naming the argument, what it must be, what it is, and the call.
@@ -104,8 +104,7 @@ def missing_name(
     def __getattr__(name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        places = ATTRIBUTES | (dict(moved) if moved else {})
-        hint = f"; here it is {places[name]}" if name in places else ""
+        hint = f"; here it is {moved[name]}" if moved and name in moved else attribute_hint(name)
         close = [] if hint else closest(name, known)
         matches = f"; close matches: {', '.join(close)}" if close else ""
         raise AttributeError(f"module {module!r} has no attribute {name!r}{hint}{matches}")

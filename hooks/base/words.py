@@ -12,7 +12,7 @@ import typing
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
-from hooks.base.hints import ARGUMENTS
+from hooks.base.hints import argument_hint
 
 OURS = {
     *("names", "mode", "lazy", "run", "hooks", "backward", "receipts", "bos", "side"),
@@ -71,8 +71,8 @@ class Words:
         for name in given:
             if name in self.known:
                 continue
-            if name in ARGUMENTS:
-                raise TypeError(f"{name}= is another library's word: here it is {ARGUMENTS[name]}")
+            if ours := argument_hint(name):
+                raise TypeError(f"{name}= is another library's word: here it is {ours}")
             if self.is_open and not _close(name, OURS):
                 continue
             close = _close(name, {*options, *self.known} or OURS)

@@ -7,7 +7,7 @@
 3. While nobody listens to the features nothing is computed. With `error=None` the reconstruction is passed on instead.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from hooks import FusedUnlessHooked, HookedRunner, HookError, Point, UnknownNameError
-from hooks.base import register_hints, require_choice, to_device, unknown_name, unknown_point
+from hooks.base import require_choice, to_device, unknown_point
 from hooks.shared import Part, PartPoint, blocks_of, names_by_layer, with_parts
 from interp.features.cross_layer import CrossLayerTranscoder
 from interp.features.dictionary import Dictionary
@@ -204,19 +204,6 @@ def _place_of(dictionary: nn.Module) -> str:
             "the dictionary must say where it belongs, or give at=, such as at='blocks.1.mlp_out'; it does not"
         )
     return place
-
-
-def _only_inside(name: str, known: Collection[str], what: str) -> UnknownNameError | None:
-    """The error for features where no dictionary is spliced in."""
-    if not name.endswith("features"):
-        return None
-    error = unknown_name(name, known, what)
-    hint = "features of a dictionary are there inside `with interp.splice(model, sae)`"
-    error.args = (f"{error.args[0]} ({hint})",)
-    return error
-
-
-register_hints(_only_inside)
 
 
 def _point(runner: HookedRunner, name: str, option: str) -> Point:

@@ -8,9 +8,9 @@ import torch
 import interp
 import models
 from hooks import HookedRunner, UnknownNameError
-from hooks.base import ARGUMENTS, ATTRIBUTES
 from interp import hooks_name
 from models import causal_mask, from_transformer_lens, load
+from models.hints import HINTS
 from tests import transformer_lens as lens
 from tests.transformer_lens import bridge
 
@@ -197,15 +197,15 @@ def test_errors_for_their_attributes_and_arguments_have_ours():
     model = load("pydoc-4l")
     runner = HookedRunner(model)
     _, cache = runner.run_with_cache("a", names="embed")
-    for theirs, ours in ATTRIBUTES.items():
+    for theirs, ours in HINTS.attributes.items():
         for place in (model, cache):
             assert not hasattr(place, theirs)
             with pytest.raises(AttributeError, match=re.escape(ours)):
                 getattr(place, theirs)
-    for theirs, ours in ARGUMENTS.items():
+    for theirs, ours in HINTS.arguments.items():
         with pytest.raises(TypeError, match=re.escape(ours)):
             runner.run_with_hooks("a", **{theirs: None})
-    for text in (*ATTRIBUTES.values(), *ARGUMENTS.values()):
+    for text in (*HINTS.attributes.values(), *HINTS.arguments.values()):
         for package, name in re.findall(r"(models|interp)\.(\w+)", text):
             assert hasattr({"models": models, "interp": interp}[package], name)
     for place in (model, runner, cache):

@@ -1,0 +1,33 @@
+"""Hints for errors: names of TransformerLens, features without a dictionary, and the calls that make objects.
+
+`hooks.base.hints` reads `HINTS` when it makes an error.
+"""
+
+from collections.abc import Collection
+
+from hooks import UnknownNameError
+from hooks.base import Hints, unknown_name
+from interp import transformer_lens
+
+_MAKERS = {
+    "Pairs": "Pairs(clean, corrupted, answers) makes them",
+    "Graph": "interp.graph.Graph(model) makes one",
+    "Circuit": "circuits.top(Graph(model), scores, n) or Circuit(Graph(model), edges) makes one",
+    "Result": "an analysis such as activation_patching gives one",
+    "Dictionary": "load_sae({}) reads one",
+    "SVDTargets": "svd_targets(model, cache) gives them",
+    "Direction": "interp.directions.difference_of_means gives one",
+}
+
+
+def _only_inside(name: str, known: Collection[str], what: str) -> UnknownNameError | None:
+    """The error for features where no dictionary is spliced in."""
+    if not name.endswith("features"):
+        return None
+    error = unknown_name(name, known, what)
+    hint = "features of a dictionary are there inside `with interp.splice(model, sae)`"
+    error.args = (f"{error.args[0]} ({hint})",)
+    return error
+
+
+HINTS = Hints(names=(transformer_lens.name_hint, _only_inside), makers=_MAKERS)
