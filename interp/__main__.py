@@ -1,116 +1,38 @@
-"""The command line: `hookscope report`, `points`, `lens`, `patch`, `features`, `trace`, `generate` and `harvest`, or `python -m interp report`."""
+"""Start the command line, as `hookscope report` or `python -m interp report`. Its commands are in `interp.cli`."""
 
-import argparse
-import contextlib
-import io
 import os
-import platform
 import signal
 import sys
 import warnings
-from collections.abc import Sequence
-from importlib import import_module, metadata
-from importlib.util import find_spec
-from pathlib import Path
 
-import torch
-
-from hooks import HookError, __version__
-from hooks.base import strict_json
-from interp.cli.common import OPTIONS, add_options, require_one_format
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit status: 0, 1 for an error, 130 for Ctrl-C.
-
-    Raises:
-        SystemExit: with status 2 if the arguments are wrong.
-    """
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
-    parser = _parser()
-    options = parser.parse_args(arguments)
-    if options.version:
-        print(_versions(options.json))
-        return 0
-    if options.command is None:
-        parser.error("a command is needed: " + ", ".join(OPTIONS["commands"]))
-    try:
-        _require_own_models()
-        require_one_format(options)
-        import_module(f"interp.cli.{options.command}").run(options)
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader has stopped, as `head` does
-        return 1
-    except (OSError, ValueError, TypeError, ImportError, HookError) as error:
-        print("error:", " ".join(str(error).splitlines()), file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return 130
-    return 0
-
-
-def _require_own_models() -> None:
-    origin = getattr(find_spec("models"), "origin", None)
-    if not origin or Path(origin).parents[1] != Path(__file__).parents[1]:
-        raise ImportError(
-            f"the package `models` must be hookscope's; got {origin}: "
-            "rename or move that one, or put hookscope before it on sys.path"
-        )
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="hookscope", description="Looks inside a language model.")
-    parser.add_argument(
-        "--version", action="store_true", help="show the versions that a report of an error needs"
-    )
-    parser.add_argument("--json", action="store_true", help="show them as JSON")
-    commands = parser.add_subparsers(metavar="command", dest="command")
-    for name, about in OPTIONS["commands"].items():
-        command = commands.add_parser(
-            name,
-            help=about["help"],
-            description=about["description"],
-            epilog=f"example: hookscope {about['example']}",
-        )
-        if "text" in about:
-            text = command.add_mutually_exclusive_group(required=True)
-            text.add_argument("--prompt", metavar="TEXT", help=about["text"])
-            add_options(text, OPTIONS["text"])
-        of_results = OPTIONS["result"] if "prints_result" in about else {}
-        for table in (about["options"], OPTIONS["model"], of_results):
-            add_options(command, table)
-    return parser
-
-
-def _versions(as_json: bool) -> str:
-    """What runs here: this package, Python, the libraries that numbers depend on, and the device."""
-    versions = {"hookscope": __version__, "python": platform.python_version()}
-    for name in ("torch", "transformers", "tokenizers", "numpy", "safetensors"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[name] = metadata.version(name)
-    is_cuda = torch.cuda.is_available()
-    versions["device"] = torch.cuda.get_device_name() if is_cuda else "cpu"
-    versions["system"] = platform.platform()
-    if as_json:
-        return strict_json.dumps(versions, indent=2)
-    return ", ".join(f"{name} {version}" for name, version in versions.items())
+from interp.shadowed import require_own
 
 
 def script() -> int:
-    """The installed command `hookscope`."""
+    """Run the installed command `hookscope`."""
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
+    # A shell may have told its background processes to ignore Ctrl-C.
+    is_interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    # During the imports Ctrl-C ends the process itself, because an exception there would end in a traceback.
+    if is_interruptible:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        # See `interp/__init__.py`. A shell may also have told its background processes to ignore Ctrl-C.
-        if ends := signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        require_own("hooks")
+    except ImportError as error:
+        print("error:", error, file=sys.stderr)
+        return 1
+    from interp.cli import command
+
+    try:
+        if is_interruptible:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        status = main()
-        if ends:
+        status = command.main()
+        if is_interruptible:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
     except KeyboardInterrupt:
         status = 130
-    if status:  # at exit, Python would try again to write what it could not
+    # At exit, Python would try again to write what it could not.
+    if status:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return status
 

@@ -1,33 +1,57 @@
-"""A warning if a file of the user hides the package `models` of this project."""
+"""Checks that `hooks` and `models` are the packages of this project and no modules of the user with their names.
+
+They import nothing.
+"""
 
 import importlib.util
 import sys
 import warnings
 from pathlib import Path
 
+_FOLDER = Path(__file__).resolve().parent.parent
 
-def warn_of_another_models(folder: Path) -> None:
-    """Warn if `import models` gives another module than the package in a folder.
 
-    This function imports nothing. It does not raise an error, because `interp` works without `models`.
+def require_own(package: str) -> None:
+    """Refuse a module of the user that has the name of a package of this project.
 
     Args:
-        folder: the folder that holds the packages of this project.
+        package: `hooks` or `models`.
+
+    Raises:
+        ImportError: naming the module and the remedy.
     """
-    ours = folder / "models" / "__init__.py"
-    # A command of `python -m interp` that needs `models` raises an error of its own.
-    if not ours.is_file() or sys.argv[:1] == ["-m"]:
+    place = _place_of(package)
+    if place is None or not _is_own(place, package):
+        raise ImportError(
+            f"the package `{package}` must be hookscope's; got {place}: "
+            "rename or move that one, or put hookscope before it on sys.path"
+        )
+
+
+def warn_of_another_models() -> None:
+    """Warn if `import models` gives a module of the user.
+
+    It is no error, because `interp` works without `models`.
+    """
+    if not (_FOLDER / "models" / "__init__.py").is_file():
         return
-    loaded = sys.modules.get("models")
-    if loaded is not None:
-        found = getattr(loaded, "__file__", None)
-    else:
-        spec = importlib.util.find_spec("models")
-        found = None if spec is None else spec.origin
-    if found is None or Path(found).resolve() != ours.resolve():
-        place = found or "a folder without __init__.py"
+    place = _place_of("models")
+    if place is None or not _is_own(place, "models"):
         warnings.warn(
-            f"`import models` gives {place}, not hookscope's package: rename that one, or put it into a "
-            "package of your own (mine/models.py, from mine import models)",
+            f"`import models` gives {place or 'a folder without __init__.py'}, not hookscope's package: "
+            "rename that one, or put it into a package of your own (mine/models.py, from mine import models)",
             stacklevel=3,
         )
+
+
+def _place_of(package: str) -> str | None:
+    """The file that an import of a package gives."""
+    loaded = sys.modules.get(package)
+    if loaded is not None:
+        return getattr(loaded, "__file__", None)
+    spec = importlib.util.find_spec(package)
+    return None if spec is None else spec.origin
+
+
+def _is_own(place: str, package: str) -> bool:
+    return Path(place).resolve() == _FOLDER / package / "__init__.py"

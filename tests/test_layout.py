@@ -254,7 +254,7 @@ def test_importing_brings_no_heavy_dependency():
         "transformers tokenizers tiktoken huggingface_hub gguf matplotlib jinja2 beartype".split()
     )
     for package, more in (("interp", ["models"]), ("models", [])):
-        code = f"import torch, sys; had = set(sys.modules); import {package}; print([m for m in {heavy + more} if m in set(sys.modules) - had])"  # fmt: skip
+        code = f"import torch, sys; had = set(sys.modules); from {package} import *; print([m for m in {heavy + more} if m in set(sys.modules) - had])"  # fmt: skip
         done = python(code)
         assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
 

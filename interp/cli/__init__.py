@@ -1,1 +1,1 @@
-"""The commands of the command line, a file for each; `interp.__main__` runs them."""
+"""The commands of the command line, a file for each; `command` runs them."""

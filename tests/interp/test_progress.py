@@ -219,7 +219,7 @@ def test_the_keyword_acts_wherever_it_is_taken():
 
 
 def test_the_command_line_prints_an_error_on_a_line_of_its_own(counts, terminal, tmp_path, capsys):
-    from interp.__main__ import main
+    from interp.cli.command import main
 
     rows = ['{"text": "part AB1"}'] * 3 + ["no JSON"]
     (tmp_path / "texts.jsonl").write_text("\n".join(rows))

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import interp.__main__ as start
 import interp.cli.report as cli
 import models
-from interp import __main__ as command
-from interp.__main__ import main
+from interp.cli.command import main
 from interp.report import SITES
 from models import CharTokenizer, Transformer, TransformerConfig, save
 from tests.count import ROOT
@@ -83,8 +83,8 @@ def test_no_argument_is_needed(here):
 
 def test_a_warning_is_one_line(monkeypatch):
     monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
-    monkeypatch.setattr(command, "main", lambda: 0)
-    assert command.script() == 0
+    monkeypatch.setattr("interp.cli.command.main", lambda: 0)
+    assert start.script() == 0
     assert warnings.formatwarning("seen", UserWarning, "file.py", 7) == "warning: seen\n"
 
 
@@ -317,7 +317,7 @@ sys.meta_path.insert(0, Presses)
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("module", ["hooks", "torch.nn", "interp.spectral", "models"])
+@pytest.mark.parametrize("module", ["hooks", "torch.nn", "interp.cli.common", "models"])
 def test_ctrl_c_during_imports_is_no_traceback(here, monkeypatch, module):
     (here / "sitecustomize.py").write_text(PRESSING.format(module))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (here, ROOT))))

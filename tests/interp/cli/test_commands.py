@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 import hooks
 from hooks import HookedRunner
 from interp import Pairs, activation_patching, edits, load_sae, logit_lens
-from interp.__main__ import main
+from interp.cli.command import main
 from interp.cli.common import OPTIONS
 from interp.cli.edits import parsed
 from interp.directions import Direction

@@ -7,7 +7,7 @@ import jsonschema
 import pytest
 
 from interp import pictures
-from interp.__main__ import main
+from interp.cli.command import main
 from interp.features import feature_cards, load_sae
 from interp.pictures.view import visible
 from interp.tracing import Link, Node, PrunedGraph, attribution_graph
