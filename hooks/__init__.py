@@ -1,26 +1,25 @@
-"""Hook points, a runner that registers hooks at them, and the cache that it returns. Works on any `nn.Module`.
+"""Hook points, a runner that registers hooks at them, and the cache that a run returns; they work on any `nn.Module`.
 
-Read the files in this order: `point`, `names`, `session`, `edit`, `runner`, `capture`, `cache`, `lazy`, `replay`, `modes`,
-`plan`, `receipts`. General parts such as errors and storage are in `hooks.base`, which knows nothing about hooks.
+Read `point`, `names`, `session`, `edit`, `runner`, `capture`, `cache`, `lazy`, `replay`, `modes`, `plan` and `receipts` in this
+order; `beside` and `parts` belong to edits, `joined` belongs to captures, and `origin`, `masks` and `slicing` belong to the cache.
+General parts, which know nothing about hooks, are in `hooks.base`, and parts that `models` and `interp` build with are in `shared`.
 """
 
-from hooks.base import (
+from hooks.base import missing_name as _missing_name
+from hooks.base._torch import Identity
+from hooks.base.errors import (
     CacheError,
     ContextError,
     EditError,
     HookError,
-    Identity,
     MemoryLimitError,
     ModeError,
     NeverFiredError,
     SelectionError,
     UnknownNameError,
-    index_by_axis,
-    position_offset,
-    start_of_piece,
-    token_mask,
 )
-from hooks.base import missing_name as _missing_name
+from hooks.base.pieces import position_offset, start_of_piece, token_mask
+from hooks.base.selection import index_by_axis
 from hooks.cache import ActivationCache
 from hooks.edit import EditedPoint, HookContext, HookHandle, Hooks
 from hooks.modes import Mode, Options

@@ -14,7 +14,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hooks.base import HookError, mapped, tensors_in
+from hooks.base import mapped, tensors_in
+from hooks.base.errors import HookError
 from hooks.point import Point, has_forward
 
 

@@ -14,12 +14,8 @@ from torch import Tensor, nn
 
 from hooks import names
 from hooks.base import (
-    Bound,
-    CacheError,
-    Copies,
     HintsAtNames,
     Index,
-    UnknownNameError,
     require_device,
     require_room,
     shown,
@@ -28,6 +24,9 @@ from hooks.base import (
     unknown_name,
     unknown_point,
 )
+from hooks.base.errors import CacheError, UnknownNameError
+from hooks.base.memory import Bound
+from hooks.base.transfer import Copies
 from hooks.lazy import LazyValues
 from hooks.masks import TextMasks
 from hooks.modes import Options

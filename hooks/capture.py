@@ -10,20 +10,17 @@ from torch import Tensor
 
 from hooks.base import (
     NEVER_FIRED,
-    Bound,
-    CacheError,
-    Copies,
-    HookError,
-    MemoryLimitError,
     Piece,
     _torch,
     mapped,
     piece_read,
-    private,
     reading,
     require_fired,
     with_first_tensor,
 )
+from hooks.base.errors import CacheError, HookError, MemoryLimitError
+from hooks.base.memory import Bound
+from hooks.base.transfer import Copies, private
 from hooks.joined import join, require_next
 from hooks.masks import NO_PADDING, TextMasks
 from hooks.modes import Options

@@ -13,13 +13,7 @@ from torch import Tensor, nn
 from hooks.base import (
     NEVER_FIRED,
     Calls,
-    ContextError,
-    EditError,
     FakeTensor,
-    HookError,
-    compiled_forms,
-    has_storage,
-    is_checkpointed,
     number_of_call,
     require_fired,
     shown,
@@ -27,6 +21,8 @@ from hooks.base import (
     warn,
     with_first_tensor,
 )
+from hooks.base._torch import compiled_forms, has_storage, is_checkpointed
+from hooks.base.errors import ContextError, EditError, HookError
 from hooks.beside import Watch
 from hooks.names import resolve
 from hooks.point import Hook, HookPoint, Point, as_node, first_tensor, require_unsplit

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hooks.base import HookError, piece_is_known, piece_read
-from hooks.point import POSITION_AXES, Point
+from hooks.base import POSITION_AXES, piece_read
+from hooks.base.errors import HookError
+from hooks.base.pieces import piece_is_known
+from hooks.point import Point
 
 
 def require_next(pieces: Sequence[Tensor], point: Point) -> None:

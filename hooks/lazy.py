@@ -7,7 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hooks.base import Copies, HookError, _torch, private
+from hooks.base import _torch
+from hooks.base.errors import HookError
+from hooks.base.transfer import Copies, private
 from hooks.capture import Recorder
 from hooks.names import Blocks
 from hooks.point import Point

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from hooks.base import Index, index_by_axis
+from hooks.base import Index
+from hooks.base.selection import index_by_axis
 
 NO_PADDING = -1
 """The number of the texts of values that read no text with padding."""

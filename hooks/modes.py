@@ -9,14 +9,11 @@ import torch
 from torch import Tensor
 
 from hooks.base import (
-    Bound,
-    HookError,
+    POSITION_AXES,
     Index,
     Piece,
-    Placement,
     Selection,
     piece_read,
-    private,
     reading,
     real_columns,
     require_choice,
@@ -25,7 +22,10 @@ from hooks.base import (
     taken,
     to_device,
 )
-from hooks.point import POSITION_AXES, Point
+from hooks.base.errors import HookError
+from hooks.base.memory import Bound
+from hooks.base.transfer import Placement, private
+from hooks.point import Point
 
 
 class Mode(StrEnum):

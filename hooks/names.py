@@ -6,7 +6,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 
 from torch import Tensor, nn
 
-from hooks.base import LAYER, UnknownNameError, how_to_mark, layer_of, unknown_point
+from hooks.base import layer_of, unknown_point
+from hooks.base.errors import UnknownNameError
+from hooks.base.hints import how_to_mark
+from hooks.base.paths import LAYER
 from hooks.modes import LAST_PARTS, Mode
 from hooks.point import HookPoint, HookPoints, Point, has_forward
 

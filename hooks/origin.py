@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hooks.base import CacheError, config_hash, private, weights_hash
+from hooks.base import config_hash, weights_hash
+from hooks.base.errors import CacheError
+from hooks.base.transfer import private
 
 _KEPT_INPUTS = (type(None), bool, int, float, str)
 

@@ -17,15 +17,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hooks.base import (
-    NEVER_FIRED,
-    HookError,
-    hooks_of,
-    insert_hook,
-    remove_hook,
-    require_fired,
-    with_first_tensor,
-)
+from hooks.base import NEVER_FIRED, hooks_of, require_fired, with_first_tensor
+from hooks.base._torch import insert_hook, remove_hook
+from hooks.base.errors import HookError
 from hooks.point import HookPoint, Point, first_tensor
 from hooks.session import Wire, keys
 

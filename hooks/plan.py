@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hooks.base import FakeCopyMode, FakeTensorMode, HookError, mapped
+from hooks.base import mapped
+from hooks.base._torch import FakeCopyMode, FakeTensorMode
+from hooks.base.errors import HookError
 from hooks.cache import ActivationCache
 from hooks.names import aligned
 

@@ -8,19 +8,10 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor, nn
 
-from hooks.base import (
-    FakeTensor,
-    HookError,
-    Identity,
-    carried,
-    is_whole,
-    layer_of,
-    require_kind,
-    tensors_in,
-)
-
-# The axes over the positions of this call. `key` also covers cached positions.
-POSITION_AXES = ("pos", "query")
+from hooks.base import FakeTensor, is_whole, layer_of, require_kind, tensors_in
+from hooks.base._torch import Identity
+from hooks.base.accessor import carried
+from hooks.base.errors import HookError
 
 
 @dataclasses.dataclass(frozen=True)

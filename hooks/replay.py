@@ -20,18 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hooks.base import (
-    Bound,
-    CacheError,
-    Copies,
-    HookError,
-    _torch,
-    carried,
-    mapped,
-    piece_read,
-    reading,
-    tensors_in,
-)
+from hooks.base import _torch, mapped, piece_read, reading, tensors_in
+from hooks.base.accessor import carried
+from hooks.base.errors import CacheError, HookError
+from hooks.base.memory import Bound
+from hooks.base.transfer import Copies
 from hooks.beside import unwatched
 from hooks.capture import Recorder
 from hooks.modes import Options
@@ -204,13 +197,13 @@ class BlockCall:
         if _torch.marks(self.block) != self._state:
             return False
         precision, output = self._precision(), self._replayed(edits, recorder)
-        if agree(self._output, output, precision):
+        if is_reproduced(self._output, output, precision):
             return True
         # Hooks may cause other kernels to run. If those round more, compare without hooks; but what was
         # recorded must then be the same twice: the same kernels on the same tensors round alike.
         again = Recorder(recorder.points, recorder.options)
-        is_repeatable = agree(output, self._replayed(edits, again), 0.0)
-        return is_repeatable and agree(self._output, self._replayed(edits), precision)
+        is_repeatable = is_reproduced(output, self._replayed(edits, again), 0.0)
+        return is_repeatable and is_reproduced(self._output, self._replayed(edits), precision)
 
     def _replayed(self, edits: Edits, recorder: Recorder | None = None) -> list[Tensor]:
         """A sample of what the block gives now."""
@@ -238,13 +231,13 @@ def _sample(tensor: Tensor) -> Tensor:
     return torch.as_strided_copy(tensor, (-(-tensor.numel() // step),), (step,))
 
 
-def agree(ours: list[Tensor], theirs: list[Tensor], precision: float) -> bool:
-    """Whether two samples are equal, up to rounding."""
-    pairs = zip(ours, theirs, strict=False)
-    return len(ours) == len(theirs) and all(_tensors_agree(*pair, precision) for pair in pairs)
+def is_reproduced(first: list[Tensor], again: list[Tensor], precision: float) -> bool:
+    """Whether the sample of a block's output is the same in another run, up to rounding."""
+    pairs = zip(first, again, strict=False)
+    return len(first) == len(again) and all(_is_same(*pair, precision) for pair in pairs)
 
 
-def _tensors_agree(ours: Tensor, theirs: Tensor, precision: float) -> bool:
+def _is_same(ours: Tensor, theirs: Tensor, precision: float) -> bool:
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         return False
     # Without numbers there is nothing more to compare.

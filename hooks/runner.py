@@ -22,21 +22,20 @@ from torch import Tensor, nn
 from hooks import names as layered
 from hooks.base import (
     NEVER_FIRED,
-    Draws,
     HintedClass,
     HintsAtNames,
-    ModeError,
-    NeverFiredError,
     Words,
     config_hash,
     forwards_in,
     is_fully_sharded,
     mesh_of,
     require_module,
-    state_of,
     uncompiled,
     without_gradients,
 )
+from hooks.base._torch import state_of
+from hooks.base.draws import Draws
+from hooks.base.errors import ModeError, NeverFiredError
 from hooks.cache import ActivationCache
 from hooks.capture import Complete, Recorder, Request, memory_in
 from hooks.edit import EditedPoint, HookContext, HookHandle, Hooks, edited_points

@@ -19,17 +19,10 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from torch import nn
 
-from hooks.base import (
-    Entered,
-    InContext,
-    children,
-    has_hooks,
-    hooks_of,
-    insert_hook,
-    is_watcher,
-    remove_hook,
-    traced_as_constant,
-)
+from hooks.base import hooks_of, traced_as_constant
+from hooks.base._torch import children, has_hooks, insert_hook, remove_hook
+from hooks.base.hints import is_watcher
+from hooks.base.scoped import Entered, InContext
 
 P = ParamSpec("P")
 M = TypeVar("M", bound=nn.Module)

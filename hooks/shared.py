@@ -3,11 +3,11 @@
 `models` and `interp` import from three places only: `hooks`, `hooks.base` and this module.
 """
 
-from hooks.base import carried
+from hooks.base.accessor import carried
 from hooks.capture import Recorder
 from hooks.names import blocks_of, names_by_layer, resolve
 from hooks.parts import Part, PartPoint, parts_of, with_parts
-from hooks.point import POSITION_AXES, OptionalPoints, first_tensor, inside, point_at
+from hooks.point import OptionalPoints, first_tensor, inside, point_at
 from hooks.replay import plain_argument, replay
 from hooks.session import (
     Edits,

@@ -10,15 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from hooks.base import (
-    TEXT_AXES,
-    CacheError,
-    Index,
-    Selection,
-    SelectionError,
-    index_by_axis,
-    taken,
-)
+from hooks.base import TEXT_AXES, Index, Selection, taken
+from hooks.base.errors import CacheError, SelectionError
+from hooks.base.selection import index_by_axis
 from hooks.masks import TextMasks
 
 

@@ -1,55 +1,34 @@
-"""General parts that all packages build with. They know nothing about hooks.
+"""General parts that all packages build with: texts, selections along an axis, errors, storage, progress and memory.
 
-They are errors and their hints, storage, progress bars, bounds of memory, random draws, copies between devices, selections
-along an axis, and pieces of texts. Read `errors`, `selection` and `pieces` first; the other files can be read in any order.
+Read `text_forms`, `pieces`, `text` and `selection` first, then `errors`, `hints` and `kinds`, and the other files in any order.
+This face has the names that `models` and `interp` use; `hooks` imports the rest from the file that has it.
 """
 
-from hooks.base import _torch, storage, strict_json
+from hooks.base import storage, strict_json
 from hooks.base._torch import (
     Component,
-    FakeCopyMode,
     FakeTensor,
-    FakeTensorMode,
-    Identity,
-    PeakBytes,
-    children,
-    compiled_forms,
-    has_hooks,
-    has_storage,
     hooks_last,
     hooks_of,
-    insert_hook,
-    is_checkpointed,
     is_compiled,
     is_fully_sharded,
     is_unwatched,
     memory_of,
     peak_bytes,
     refuse_unbound,
-    remove_hook,
     remove_hooks,
-    state_of,
     traced_as_constant,
     uncompiled,
     version,
     without_gradients,
 )
-from hooks.base.accessor import carried, language_of
+from hooks.base.accessor import language_of
 from hooks.base.arguments import axis_of_rows, is_listed, require_rows, without_rows
 from hooks.base.calls import Calls, number_of_call
 from hooks.base.damage import damage_of
-from hooks.base.draws import Draws, generator
+from hooks.base.draws import generator
 from hooks.base.errors import (
     NEVER_FIRED,
-    CacheError,
-    ContextError,
-    EditError,
-    HookError,
-    MemoryLimitError,
-    ModeError,
-    NeverFiredError,
-    SelectionError,
-    UnknownNameError,
     library,
     require_choice,
     require_fired,
@@ -58,45 +37,29 @@ from hooks.base.errors import (
     warn,
 )
 from hooks.base.hashes import config_hash, weights_hash
-from hooks.base.hints import (
-    HintedClass,
-    Hints,
-    HintsAtNames,
-    how_to_mark,
-    is_watcher,
-    unknown_point,
-)
+from hooks.base.hints import HintedClass, Hints, HintsAtNames, unknown_point
 from hooks.base.kinds import missing_name, require_device, require_kind, require_module
-from hooks.base.memory import Bound, available, require_room
+from hooks.base.memory import require_room
 from hooks.base.nested import mapped, tensors_in, with_first_tensor
-from hooks.base.paths import LAYER, layer_of
-from hooks.base.pieces import (
-    Piece,
-    piece_is_known,
-    piece_read,
-    position_offset,
-    reading,
-    start_of_piece,
-    token_mask,
-)
+from hooks.base.paths import layer_of
+from hooks.base.pieces import Piece, piece_read, reading
 from hooks.base.processes import Shards, is_whole, mesh_of
 from hooks.base.progress import Count, progress_bar, progress_of, shows_progress
 from hooks.base.saying import shown
-from hooks.base.scoped import Entered, InContext, Scoped
+from hooks.base.scoped import Scoped
 from hooks.base.selection import (
+    POSITION_AXES,
     TEXT_AXES,
     Index,
     Rows,
     Selection,
     all_but,
     broadcast,
-    index_by_axis,
     real_columns,
     real_of,
     require_axes,
     taken,
 )
-from hooks.base.storage import checksum
 from hooks.base.text import Text, as_text, is_batch, named_spans, places_inside
 from hooks.base.text_forms import (
     Texts,
@@ -107,15 +70,5 @@ from hooks.base.text_forms import (
     is_one_text,
     number_of_texts,
 )
-from hooks.base.transfer import (
-    Copies,
-    Placement,
-    all_to_device,
-    is_trusted,
-    later,
-    private,
-    stacked,
-    to_device,
-    trusted,
-)
+from hooks.base.transfer import all_to_device, is_trusted, later, stacked, to_device, trusted
 from hooks.base.words import NoOthers, Words, forwards_in, refuse

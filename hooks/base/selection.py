@@ -17,7 +17,10 @@ from hooks.base.saying import shown
 from hooks.base.transfer import to_device
 
 TEXT_AXES = ("pos", "query", "key")
-"""The axes that count columns of the text. `key` also covers cached positions."""
+"""All axes that count columns of the text. `key` also covers cached positions."""
+
+POSITION_AXES = ("pos", "query")
+"""The text axes that have only the positions of this call: `positions=` cuts them, and a joined run appends to them."""
 
 KeyMask = Shaped[Tensor, "batch key"]
 """True or 1 at real tokens, False or 0 at padding."""

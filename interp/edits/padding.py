@@ -5,8 +5,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from hooks import EditError
-from hooks.base import FakeTensor, piece_read
-from hooks.shared import POSITION_AXES
+from hooks.base import POSITION_AXES, FakeTensor, piece_read
 from interp.edits.places import Region, Where
 from interp.edits.sources import ValueSource
 

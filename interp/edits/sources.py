@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hooks import ActivationCache, EditError, Point
 from hooks.base import (
+    POSITION_AXES,
     TEXT_AXES,
     Index,
     Rows,
@@ -31,7 +32,6 @@ from hooks.base import (
     to_device,
     unknown_name,
 )
-from hooks.shared import POSITION_AXES
 from interp.edits.places import SourceColumns, SourceValue, Where, axes_of
 from interp.inputs.copies import digests, numbered
 from interp.inputs.texts import text_of

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from hooks import CacheError, HookedRunner, MemoryLimitError
-from hooks.base import Bound, available, memory
+from hooks.base import memory
+from hooks.base.memory import Bound, available
 from interp import run_with_cache
 from models import Transformer, TransformerConfig, attach
 from tests.count import ROOT

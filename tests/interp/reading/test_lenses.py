@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hooks import CacheError, HookPoint, ModeError
-from hooks.base import PeakBytes
+from hooks.base._torch import PeakBytes
 from interp import JacobianLens, TunedLens, jacobian_lens, logit_lens, run_with_cache, tuned_lens
 
 SKIP, D = 2, 5

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hooks import CacheError, HookedRunner, HookError, UnknownNameError
-from hooks.base import PeakBytes
+from hooks.base._torch import PeakBytes
 from interp import Circuit, Pairs, graph, run_circuit
 from interp.runs.masked import MaskedRuns
 from tests.streams import FORMS, made, slow_run

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hooks import EditError, HookedRunner, HookPoint, ModeError, NeverFiredError, UnknownNameError
-from hooks.base import PeakBytes
+from hooks.base._torch import PeakBytes
 from interp import Pairs, activation_patching, edits, log_prob, logit_diff, sweep
 from tests.reference import BATCH, POS, VOCAB, separately, some_tokens, variant
 
