@@ -56,7 +56,7 @@ class Watch:
         return watched
 
     def end(self, output: Any) -> Any:
-        """Ends at the parent's output, which then holds plain tensors."""
+        """End at the parent's output, which then holds plain tensors."""
         self.is_open = False
         new = unwatched(output)
         return None if new is output else new

@@ -150,13 +150,13 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
         return self._origin.config_hash
 
     def require_weights_of(self, model: nn.Module) -> None:
-        """Refuses a model that is known to have another configuration or other weights than this cache's.
+        """Refuse a model that is known to have another configuration or other weights than this cache's.
 
         The model that ran is accepted as it is. Of another, or for a cache from a file, some numbers of
         each weight are compared. If the model that ran is gone, only the configuration is.
 
         Raises:
-            CacheError: if it has others.
+            CacheError: if its configuration or its weights differ.
         """
         self._origin.require(model)
 
@@ -203,7 +203,7 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
 
         Raises:
             UnknownNameError: if there is no such value.
-            CacheError: if the model has such a value in a layer, and this cache does not.
+            CacheError: if the model has the value in a layer, and this cache does not.
         """
         by_layer = names.names_by_layer(short, self._all_names())
         absent = [name for name in by_layer.values() if name not in self._values]
@@ -227,7 +227,7 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
     def stack(self, short: str) -> Shaped[Tensor, "layer ..."]:
         """The values of all `layers`, stacked: [layer, ...].
 
-        If they are on several devices, the result is on that of the first layer.
+        If they are on several devices, the result is on the device of the first layer.
 
         Raises:
             UnknownNameError, CacheError: as for `layer_names`, or if layers of a lazy cache differ in shape or dtype.
@@ -302,7 +302,7 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
         """The mask of the values' places along `pos`, `query` or `key`: True at real tokens, as far as `at` left them.
 
         None if all are real, nobody knows, or the axis is gone. A run may read several batches of texts, as an encoder and its
-        decoder do; with `name` they are those of this value.
+        decoder do; with `name` it is the mask of the texts of this value.
         """
         return self._masks.along(axis, name)
 
@@ -335,7 +335,7 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
         return storage.nbytes(held)
 
     def drop(self) -> None:
-        """Frees the values that a lazy cache recomputed. It computes them again when asked.
+        """Free the values that a lazy cache recomputed. It computes them again when asked.
 
         Raises:
             CacheError: if the cache is not lazy, because the values would be lost.
@@ -345,7 +345,7 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
         self._values.drop()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the values and gradients as safetensors, completely or not at all.
+        """Write the values and gradients as safetensors, completely or not at all.
 
         Lazy values are computed while they are written, one block at a time.
 
@@ -380,7 +380,7 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
     def load(
         cls, path: str | os.PathLike[str], model: nn.Module | None = None
     ) -> "ActivationCache":
-        """Reads a cache that `save` wrote.
+        """Read a cache that `save` wrote.
 
         Args:
             path: the file.
@@ -418,7 +418,7 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
         origin: Origin,
         masks: TextMasks,
     ) -> "ActivationCache":
-        """Return a cache whose values and gradients are changed, those of one block in memory at a time."""
+        """Return a cache whose values and gradients are changed. The values of one block are in memory at a time."""
         values: dict[str, Tensor] = {}
         bound = Bound([*self], otherwise="read some values at a time, with cache.read")
         for name, value in self._by_block():

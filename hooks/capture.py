@@ -62,7 +62,7 @@ class Recorder:
         memory_of_others: None to copy every value. Otherwise nothing writes into a value during the run, so a value is kept
             as it is, unless its memory belongs to a weight or an argument (see `_torch.memory_of`).
         values: the captured values by name; after `finish` in the model's order.
-        axes: after `finish`, the axes of each value, also of those that are not kept.
+        axes: after `finish`, the axes of each value, also of values that are not kept.
         fired: the names of the points that the run reached.
         skipped: why optional points have no value, by name.
         grads: the gradients from a later backward pass, without their graph.
@@ -93,11 +93,11 @@ class Recorder:
         self._views: list[str] = []
 
     def listen(self, session: Session) -> None:
-        """Records all points, through hooks of the session."""
+        """Record all points, through hooks of the session."""
         record = self._record
         for name, point in self.points.items():
             # Where nothing is kept a hook would only switch a fused kernel off. Optional points need one,
-            # to tell whether they ran; models that have fused kernels have HookPoints, and no such points.
+            # to tell whether they ran; models that have fused kernels have HookPoints, which are not optional.
             if name not in self.unkept or name in self.optional:
                 session.after(point.module, functools.partial(record, point))
 
@@ -132,7 +132,7 @@ class Recorder:
         return replaced
 
     def note(self, name: str, piece: Piece) -> None:
-        """Keeps the piece of texts with padding that a point read; of several, where the first began and what the last knows."""
+        """Keep the piece of texts with padding that a point read; of several pieces, the start of the first and the masks of the last."""
         before = self._pieces.get(name)
         if before is None or not piece.has_masks_of(before):
             start = (before or piece).start
@@ -155,13 +155,13 @@ class Recorder:
         return TextMasks(batches, {name: number for name, number in numbers.items() if number})
 
     def skip(self, point: Point, error: HookError) -> None:
-        """Leaves an optional point out, and says why in `skipped`. Raises `error` for any other."""
+        """Leave an optional point out, and say why in `skipped`. Raises `error` for any other."""
         if point.name not in self.optional:
             raise error
         self.skipped[point.name] = str(error)
 
     def finish(self, reason: str = NEVER_FIRED, output: Any = None) -> None:
-        """Puts values in the model's order. Checks that all are present.
+        """Put values in the model's order, and check that all are present.
 
         Args:
             reason: why a point may not have been reached, for the error.
@@ -215,7 +215,8 @@ class Recorder:
 
     def _watch(self, value: Tensor, point: Point) -> Tensor:
         if isinstance(point.module, HookPoint) and value.dtype == torch.int64:
-            return value  # numbers, such as those of experts, have no gradients
+            # Whole numbers, such as the numbers of experts, have no gradients.
+            return value
         value = as_node(value, point)
         # The hook lives as long as the graph, so it must not hold the recorder and its values.
         grads, options, piece = self.grads, self.options, piece_read()
@@ -267,7 +268,7 @@ class Recorder:
         )
 
     def _note_view(self, name: str, kept: Tensor) -> None:
-        """Notes the version of a value, and that it may be part of a larger memory, as keys are of all three projections."""
+        """Note the version of a value, and that it may be part of a larger memory, as keys are of all three projections."""
         if self._views and _torch.memory_of(self.values[self._views[0]]) != _torch.memory_of(kept):
             self._settle()
         self._versions[name] = _torch.version(kept)

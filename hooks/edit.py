@@ -205,7 +205,7 @@ class HookHandle(HookContext):
     _stays = True
 
     def remove(self) -> None:
-        """Removes the hooks, from any thread. A second call does nothing.
+        """Remove the hooks, from any thread. A second call does nothing.
 
         Raises:
             NeverFiredError: if forward passes ended since `add` and all missed an edited point.
@@ -282,7 +282,7 @@ def edit_at(
         fired: takes the point's name when it fires.
         backward: whether the hooks are for the gradient.
         watch: refuses edits that the other tensors of an output pass by.
-        receipts: take the number of those.
+        receipts: take the number of the other tensors.
         calls: how often each point has fired in this run; None where nobody counts.
 
     Raises:

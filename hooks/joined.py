@@ -14,7 +14,7 @@ from hooks.point import Point
 
 
 def require_next(pieces: Sequence[Tensor], point: Point) -> None:
-    """Refuses a piece that does not continue the earlier ones of the same rows.
+    """Refuse a piece that does not continue the earlier ones of the same rows.
 
     Raises:
         HookError: if the piece starts elsewhere, or has other rows.
@@ -38,7 +38,7 @@ def _position_axis(name: str, axes: tuple[str, ...]) -> int:
 
 
 def join(pieces: Sequence[Tensor], name: str, axes: tuple[str, ...]) -> Tensor:
-    """Joins the values of several runs (a generation's steps) as if one run covered all positions.
+    """Join the values of several runs (a generation's steps) as if one run covered all positions.
 
     Along `key` each piece ends at its own last position, and later keys are zero.
     """

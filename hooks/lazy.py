@@ -1,4 +1,4 @@
-"""Values of a lazy cache: those of blocks, each computed when it is read."""
+"""Values of a lazy cache. The values inside a block are computed when they are read."""
 
 import functools
 import itertools
@@ -23,10 +23,10 @@ class LazyValues(Mapping[str, Tensor]):
     Reading one value keeps it until `drop`; `several` keeps nothing. A deep copy or a pickle is a plain dict of all values.
 
     Args:
-        recorder: the run's.
-        calls: what it kept of each block.
-        edits: those that acted in it.
-        change: what is done to each value before it is given; None for nothing.
+        recorder: the recorder of the run.
+        calls: the stored calls of its blocks.
+        edits: the edits that acted in the run.
+        change: a function of each name and value, whose result is given instead; None for the value itself.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class LazyValues(Mapping[str, Tensor]):
         return dict, (dict(self.by_block()),)
 
     def is_held(self, name: str) -> bool:
-        """Whether the value is in memory."""
+        """Return whether the value is in memory."""
         return name in self._recomputed or (not self._change and name in self._run.values)
 
     def several(self, names: Iterable[str]) -> dict[str, Tensor]:
@@ -80,7 +80,7 @@ class LazyValues(Mapping[str, Tensor]):
         return {name: self._changed(name, values[name]) for name in names}
 
     def by_block(self) -> Iterator[tuple[str, Tensor]]:
-        """All names with their values, those of one block in memory at a time."""
+        """All names with their values. The values of one block are in memory at a time."""
         yield from self.several(n for n in self if n not in self._calls_by_name).items()
         for call in self._calls:
             yield from self.several(name for name in call.points if name in self).items()
@@ -102,7 +102,7 @@ class LazyValues(Mapping[str, Tensor]):
         return private(part) if is_part else part
 
     def drop(self) -> None:
-        """Frees the values that were computed again."""
+        """Free the values that were computed again."""
         self._recomputed.clear()
 
     def held(self) -> list[Tensor]:

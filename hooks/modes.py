@@ -125,14 +125,14 @@ class Options:
 
     @classmethod
     def taken_from(cls, kwargs: dict[str, Any]) -> tuple["Options", dict[str, Any]]:
-        """Splits keyword arguments into options and the model's own arguments."""
+        """Split keyword arguments into options and the model's own arguments."""
         names = cls.names()
         chosen = {name: value for name, value in kwargs.items() if name in names}
         return cls(**chosen), {name: kwargs[name] for name in kwargs if name not in names}
 
     @property
     def keeps_calls(self) -> bool:
-        """Whether the values of all calls of a point are kept."""
+        """Return whether the values of all calls of a point are kept."""
         return self.calls == "all"
 
     def memory_bound(self, names: Iterable[str], otherwise: str | None = None) -> Bound:

@@ -99,7 +99,7 @@ def _glob(pattern: str, names: Iterable[str]) -> list[str]:
 def names_by_layer(short: str, names: Collection[str]) -> dict[int, str]:
     """The names that end in `short`, by layer.
 
-    Those of `blocks` come before those of other stacks, whose name may stand first: `vision.resid_post` is short for
+    Names in `blocks` come before names in other stacks, whose name may stand first: `vision.resid_post` is short for
     `vision.blocks.*.resid_post`, which is taken too.
 
     Raises:

@@ -48,7 +48,7 @@ class Origin:
         return self.hashed if model is None else weights_hash(model)
 
     def require(self, model: nn.Module) -> None:
-        """Refuses a model that is known to have another configuration or other weights.
+        """Refuse a model that is known to have another configuration or other weights.
 
         Raises:
             CacheError: if it has.
@@ -88,7 +88,7 @@ def prepared(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def inputs_of(signature: inspect.Signature | None, args: Any, kwargs: Any) -> dict[str, Any]:
-    """A run's arguments by the names of `forward`; those of its `**kwargs` by their own names.
+    """A run's arguments by the names of `forward`. Further keywords keep their own names.
 
     Tensors that are masks by name, or not of floating-point numbers, are copied; other tensors are left out.
     None, numbers and strings are kept. If the arguments do not fit the signature, there are none.
@@ -159,11 +159,11 @@ class JoinedInputs:
 
 
 def _are_equal_numbers(values: list[Any]) -> bool:
-    """Whether values are one number, string or None."""
+    """Return whether values are one number, string or None."""
     return all(isinstance(value, _KEPT_INPUTS) and value == values[0] for value in values)
 
 
 def _are_columns(values: list[Any]) -> bool:
-    """Whether values are tensors [batch, pos] of one batch."""
+    """Return whether values are tensors [batch, pos] of one batch."""
     are_tensors = all(isinstance(value, Tensor) and value.ndim == 2 for value in values)
     return are_tensors and len({len(value) for value in values}) == 1

@@ -25,7 +25,7 @@ from hooks.session import Wire, keys
 
 
 class Part(nn.Module):
-    """What stands behind a point. A subclass has points of the type `PartPoint`, and `forward(value, read)`.
+    """A module that stands behind a point. A subclass has points of the type `PartPoint`, and `forward(value, read)`.
 
     Attributes:
         reads: the name of the point whose value it also reads; None for its own point.

@@ -130,7 +130,7 @@ def point_at(name: str, module: nn.Module, mesh: Any = None) -> Point:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether a module can be called. Containers such as ModuleList cannot."""
+    """Return whether a module can be called. Containers such as ModuleList cannot."""
     return type(module).forward is not nn.Module.forward
 
 
@@ -161,7 +161,7 @@ def as_node(value: Tensor, point: Point) -> Tensor:
 
 
 def require_unsplit(value: Shaped[Tensor, "*axes"], point: Point) -> None:
-    """Refuses a value of which each process of a split model holds a part.
+    """Refuse a value of which each process of a split model holds a part.
 
     Raises:
         HookError: naming the point.

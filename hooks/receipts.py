@@ -47,7 +47,7 @@ class Receipt:
         return f"{getattr(self.hook, '__name__', self.hook)} at {self.point.name}: {did}{beside}"
 
     def noting(self, activation: Tensor, point: Point) -> Tensor | None:
-        """Calls the hook, and notes what it changes."""
+        """Call the hook, and note what it changes."""
         before = activation.detach().clone()
         new = self.hook(activation, point)
         after = activation if new is None else new

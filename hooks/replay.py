@@ -35,7 +35,7 @@ from hooks.session import Edits, Session, hooks_disabled
 def replay(
     block: nn.Module, args: Any, kwargs: Any, edits: Edits, recorder: Recorder | None = None
 ) -> Any:
-    """Runs one block again on the given arguments and returns its output.
+    """Run one block again on the given arguments and return its output.
 
     Open hook contexts do not act. Hooks that the user registered on the block do. Gradient mode and
     autocast stay as the caller set them.
@@ -111,7 +111,7 @@ class BlockCall:
     _output: list[Tensor] = dataclasses.field(default_factory=list)
 
     def listen(self, session: Session, bound: Bound) -> None:
-        """Stores the block's next call, through hooks of the session."""
+        """Store the block's next call, through hooks of the session."""
         self.bound = bound
         # Of all blocks before the run: between other work the same questions take twice as long. A block
         # that writes its own buffers is then never run again.
@@ -142,7 +142,7 @@ class BlockCall:
         self._output = sampled(unwatched(output))
 
     def report(self, recorder: Recorder) -> None:
-        """Tells the recorder which points the block's run reached, and skips them if it ran twice.
+        """Tell the recorder which points the block's run reached, and skip them if it ran twice.
 
         Raises:
             HookError: if the block ran twice and a point is not optional.
@@ -166,7 +166,7 @@ class BlockCall:
     def read(
         self, points: Mapping[str, Point], edits: Edits, options: Options
     ) -> Mapping[str, Tensor]:
-        """Runs the block on its stored arguments, under the edits of the first run.
+        """Run the block on its stored arguments, under the edits of the first run.
 
         Args:
             points: the block's points to record.
@@ -193,7 +193,7 @@ class BlockCall:
         return recorder.values
 
     def _record_again(self, edits: Edits, recorder: Recorder) -> bool:
-        """Records the points in another run, and says whether the block gives what it gave."""
+        """Record the points in another run, and say whether the output of the block is the same."""
         if _torch.marks(self.block) != self._state:
             return False
         precision, output = self._precision(), self._replayed(edits, recorder)
@@ -232,7 +232,7 @@ def _sample(tensor: Tensor) -> Tensor:
 
 
 def is_reproduced(first: list[Tensor], again: list[Tensor], precision: float) -> bool:
-    """Whether the sample of a block's output is the same in another run, up to rounding."""
+    """Return whether the sample of a block's output is the same in another run, up to rounding."""
     pairs = zip(first, again, strict=False)
     return len(first) == len(again) and all(_is_same(*pair, precision) for pair in pairs)
 

@@ -117,7 +117,7 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
         run: Callable[..., Any] | None = None,
         **kwargs: Any,
     ) -> tuple[Any, ActivationCache]:
-        """Runs the model and returns its output with a cache of the chosen points.
+        """Run the model and return its output with a cache of the chosen points.
 
         It runs without gradients, unless `grads=True` or `detach=False` asks for them.
         Later writes into the model's input, output, weights or buffers do not change what is kept;
@@ -162,7 +162,7 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
         return self._run_eagerly(request, args, kwargs)
 
     def capture(self, *args: Any, names: Selector, **kwargs: Any) -> ActivationCache:
-        """Runs the model only until the last of the chosen points has fired, and returns the cache.
+        """Run the model only until the last of the chosen points has fired, and return the cache.
 
         If one never fires, the model runs to its end. A point that would fire again after the stop keeps
         its first value. Models in PyTorch's `FullyShardedDataParallel` always run to their end.
@@ -187,7 +187,7 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
     def run_with_hooks(
         self, *args: Any, hooks: Hooks | None = None, backward: Hooks | None = None, **kwargs: Any
     ) -> Any:
-        """Runs the model under edits and returns its output.
+        """Run the model under edits and return its output.
 
         Args:
             args, kwargs: the model's arguments.
@@ -281,7 +281,7 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
     ) -> Plan:
         """The exact shapes and bytes that a cached run would keep, found without its arithmetic.
 
-        With `lazy=True` the bytes are those of the run itself, before anything is recomputed. A copy of
+        With `lazy=True` these are the bytes that the run itself keeps, before anything is recomputed. A copy of
         the model runs, on tensors without numbers. Some models then make a mask that a run
         without padding may omit, so lazy plans include it.
 
@@ -344,7 +344,7 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
         run: Callable[..., Any] | None = None,
         options: Collection[str] = (),
     ) -> None:
-        """Refuses keywords that neither a call of ours nor the model knows.
+        """Refuse keywords that neither a call of ours nor the model knows.
 
         Raises:
             TypeError: naming the first, with close matches.
@@ -381,13 +381,13 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
             ) from None
 
     def _overwrites_nothing(self) -> bool:
-        """Whether a run writes into no value of a point: the model says so, and nobody's hook acts now."""
+        """Return whether a run writes into no value of a point: the model says so, and nobody's hook acts now."""
         return not getattr(self._inner, "overwrites_values", True) and not is_listened_to(
             self.model
         )
 
     def _draws(self) -> Draws:
-        """What warns, once for this runner, if dropout acts in a run."""
+        """Return an object that warns, once for this runner, if dropout acts in a run."""
         return Draws(() if self._has_warned else self._modules)
 
     def _request(

@@ -38,7 +38,7 @@ Edits = list[tuple[nn.Module, OutputHook]]
 # its functions for registering take ten times as long as `insert_hook`.
 keys = itertools.count(-1, -1)
 
-# A new thread starts with none. An asyncio task starts with those of the code that created it.
+# A new thread starts with none. An asyncio task starts with the sessions of the code that created it.
 _sessions: Entered = ContextVar("sessions", default=())
 
 
@@ -116,7 +116,7 @@ class Session(InContext):
         again: OutputHook | None = None,
         first: bool = False,
     ) -> None:
-        """Calls `hook(output)` after `module` has run. A result other than None replaces the output.
+        """Call `hook(output)` after `module` has run. A result other than None replaces the output.
 
         Args:
             module: where to listen.
@@ -129,11 +129,11 @@ class Session(InContext):
         self._register(module, _After(hook, self.acts), first)
 
     def before(self, module: nn.Module, hook: Callable[[Any, Any], None]) -> None:
-        """Calls `hook(args, kwargs)` before `module` runs."""
+        """Call `hook(args, kwargs)` before `module` runs."""
         self._register(module, _Before(hook, self.acts))
 
     def note(self, module: nn.Module, acted: set[bool]) -> None:
-        """Adds to `acted`, after each run of `module`, whether the hooks act in its context.
+        """Add to `acted`, after each run of `module`, whether the hooks act in its context.
 
         A run in another context counts only if that context has no hooks of its own. With them it is
         taken as deliberate.
@@ -147,7 +147,7 @@ class Session(InContext):
         self._register(module, noted)
 
     def look(self, module: nn.Module, hook: Callable[[Any], None]) -> None:
-        """Calls `hook(output)` after each run of `module`. It changes nothing, so fused kernels may run."""
+        """Call `hook(output)` after each run of `module`. It changes nothing, so fused kernels may run."""
         self._register(module, _Note(hook, self.acts))
 
     def _register(
@@ -161,7 +161,7 @@ class Session(InContext):
 
 @dataclasses.dataclass(eq=False)
 class _Listener:
-    # Not a closure: thousands of those, each of many objects, would set off Python's collector.
+    # Not a closure: thousands of closures, each of many objects, would set off Python's collector.
     hook: Callable[..., Any]
     acts: Callable[[], bool]
 
@@ -207,7 +207,7 @@ def _alive(sessions: Iterable[weakref.ref[Session]]) -> list[Session]:
 
 
 def is_open(session: Session | None) -> bool:
-    """Whether a session has begun and not ended."""
+    """Return whether a session has begun and not ended."""
     return session is not None and session.is_open
 
 
@@ -234,7 +234,7 @@ def edits_in_force() -> Edits:
 
 
 def is_listened_to(module: nn.Module, parts: bool = True) -> bool:
-    """Whether a hook on `module` or inside it, this package's or the user's, acts in this context.
+    """Return whether a hook on `module` or inside it, this package's or the user's, acts in this context.
 
     With `parts` the model's own parts (`hooks.parts`) count too.
     """
@@ -253,7 +253,7 @@ def _is_awake(hook: Callable[..., Any], parts: bool) -> bool:
 
 
 def is_foreign(hook: Callable[..., Any]) -> bool:
-    """Whether somebody else registered a hook that does more than look at values."""
+    """Return whether somebody else registered a hook that does more than look at values."""
     return not (isinstance(hook, Wire | _Listener) or is_watcher(hook))
 
 

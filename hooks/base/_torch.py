@@ -112,7 +112,7 @@ def children(module: nn.Module) -> list[nn.Module]:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether any hook is registered on `module`. No public function says so."""
+    """Return whether any hook is registered on `module`. No public function says so."""
     # torch.compile of PyTorch 2.9 cannot trace `bool` of these dictionaries.
     return not (
         not module._forward_hooks
@@ -135,7 +135,7 @@ def hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
 def insert_hook(
     module: nn.Module, key: int, hook: Callable[..., Any], before: bool = False, first: bool = False
 ) -> None:
-    """Registers a forward hook under a key that the caller chooses.
+    """Register a forward hook under a key that the caller chooses.
 
     With `before` it is a pre-hook with kwargs instead, and runs before all others, as with `first` a hook
     does. A hook with an attribute `comes_last` stays behind those that are inserted later. Unlike PyTorch's own functions this needs no lock: each change of a dictionary is one step.
@@ -153,14 +153,14 @@ def insert_hook(
 
 
 def remove_hook(module: nn.Module, key: int) -> None:
-    """Removes the hook that `insert_hook` registered under `key`, if it is there."""
+    """Remove the hook that `insert_hook` registered under `key`, if it is there."""
     if module._forward_hooks.pop(key, None) is None:
         module._forward_pre_hooks.pop(key, None)
         module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 def remove_hooks(module: nn.Module, chosen: Callable[[Any], bool]) -> None:
-    """Removes some forward hooks and pre-hooks of `module`, whoever holds their handles."""
+    """Remove some forward hooks and pre-hooks of `module`, whoever holds their handles."""
     for key in [key for key, hook in module._forward_hooks.items() if chosen(hook)]:
         del module._forward_hooks[key]
         module._forward_hooks_with_kwargs.pop(key, None)
@@ -171,7 +171,7 @@ def remove_hooks(module: nn.Module, chosen: Callable[[Any], bool]) -> None:
 
 
 def hooks_last(module: nn.Module, chosen: Callable[[Any], bool]) -> None:
-    """Moves some forward hooks of `module` behind its others."""
+    """Move some forward hooks of `module` behind its others."""
     # Of a copy, which is one step: another thread may add or remove a hook meanwhile.
     for key in [key for key, hook in [*module._forward_hooks.items()] if chosen(hook)]:
         with contextlib.suppress(KeyError):
@@ -215,7 +215,7 @@ def marks(module: nn.Module) -> list[int]:
 
 
 def is_any_autocast_enabled() -> bool:
-    """Whether autocast is on for some device. The public function must be asked for each."""
+    """Return whether autocast is on for some device. The public function must be asked for each."""
     return torch._C._is_any_autocast_enabled()
 
 
@@ -230,7 +230,7 @@ def memory_of(tensor: Tensor) -> int:
 
 
 def has_storage(tensor: Tensor) -> bool:
-    """Whether `tensor` is plain strided memory.
+    """Return whether `tensor` is plain strided memory.
 
     Sparse, nested and sharded tensors are not, nor are any inside vmap and grad: they hold other tensors. During
     compilation the answer is always False.
@@ -245,13 +245,13 @@ def has_storage(tensor: Tensor) -> bool:
 
 
 def is_unwatched(tensor: Tensor) -> bool:
-    """Whether neither autograd (reverse or forward mode) nor vmap tracks operations on `tensor`."""
+    """Return whether neither autograd (reverse or forward mode) nor vmap tracks operations on `tensor`."""
     transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     return not (tensor.requires_grad or transformed)
 
 
 def is_checkpointed() -> bool:
-    """Whether the caller runs inside activation checkpointing, at first or again in a backward pass."""
+    """Return whether the caller runs inside activation checkpointing, at first or again in a backward pass."""
     frame: FrameType | None = sys._getframe()
     while frame and frame.f_code.co_filename != checkpoint.__file__:
         frame = frame.f_back
@@ -259,7 +259,7 @@ def is_checkpointed() -> bool:
 
 
 def is_fully_sharded(module: nn.Module) -> bool:
-    """Whether PyTorch's FSDP shards `module`. If a forward pass of it is cut short, later ones may fail."""
+    """Return whether PyTorch's FSDP shards `module`. If a forward pass of it is cut short, later ones may fail."""
     # Importing the classes costs more than this package. Without them, nothing is sharded.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
@@ -274,7 +274,7 @@ def uncompiled(module: nn.Module) -> nn.Module:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether `torch.compile` returned this module, or its method `compile` was called."""
+    """Return whether `torch.compile` returned this module, or its method `compile` was called."""
     return uncompiled(module) is not module or module._compiled_call_impl is not None
 
 
@@ -295,7 +295,7 @@ def compiled_forms(module: nn.Module) -> list[nn.Module]:
 
 
 def traced_as_constant(function: Callable[..., Result]) -> Callable[..., Result]:
-    """Makes torch.compile call `function` while it traces, and keep the answer.
+    """Make torch.compile call `function` while it traces, and keep the answer.
 
     `torch.compiler.assume_constant_result` sets the same mark, but it also imports the compiler. That
     takes longer than all other imports here.

@@ -6,7 +6,7 @@ from torch import nn
 
 
 def carried(module: nn.Module, name: str) -> Any:
-    """What a module carries beside its own attributes; None if nothing.
+    """Return a thing that a module carries beside its own attributes; None if there is none.
 
     `hook_points` are points that fire while it runs, `language_parts` what analyses use of an attached model, `shards` how
     a value is divided among processes.

@@ -79,7 +79,7 @@ def joined(name: str, parts: Sequence[Tensor]) -> Tensor:
 
 
 def require_rows(arguments: Mapping[str, Any], shape: Sequence[int]) -> None:
-    """Refuses to divide or repeat texts with an argument that has numbers for all of them together.
+    """Refuse to divide or repeat texts with an argument that has numbers for all of them together.
 
     Raises:
         ValueError: naming the argument.
@@ -112,6 +112,6 @@ def without_rows(arguments: Mapping[str, Any], shape: Sequence[int]) -> Iterator
 
 
 def is_listed(value: Any, batch: int) -> bool:
-    """Whether a value is a list with a tensor for each text."""
+    """Return whether a value is a list with a tensor for each text."""
     is_list = isinstance(value, list) and len(value) == batch
     return is_list and all(isinstance(part, Tensor) for part in value)

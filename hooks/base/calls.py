@@ -9,7 +9,7 @@ number_of_call = Scoped[int | None]("call", None)
 
 
 class Calls(Counter[str]):
-    """How often each point has fired in a run, by name.
+    """The numbers of times that points have fired in a run, by name.
 
     >>> calls = Calls()
     >>> [calls.next("state"), calls.next("embed"), calls.next("state")]

@@ -59,7 +59,7 @@ def _damage_of_kind(file: Path, start: bytes, size: int) -> str:
 
 
 def _is_archive(file: Path) -> bool:
-    """Whether an archive has the list of its parts. The test of `zipfile` itself may raise an error."""
+    """Return whether an archive has the list of its parts. The test of `zipfile` itself may raise an error."""
     try:
         with zipfile.ZipFile(file):
             return True

@@ -55,7 +55,7 @@ class Draws:
         self._before = self._states()
 
     def warn(self, what: str) -> bool:
-        """Warns if numbers were drawn since, and says whether they were."""
+        """Warn if numbers were drawn since, and say whether they were."""
         with unset_fake_temporarily():  # a plan draws nothing
             pairs = zip(self._before, self._states(), strict=True)
             drew = any(not torch.equal(*pair) for pair in pairs)

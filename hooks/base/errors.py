@@ -211,7 +211,7 @@ def library(name: str, install: str = "hookscope[hf]") -> Any:
 
 
 def require_fired(names: Iterable[str], fired: Container[str], reason: str = NEVER_FIRED) -> None:
-    """Raises NeverFiredError, with a reason, if some of `names` are not among the `fired`."""
+    """Raise NeverFiredError, with a reason, if some of `names` are not among the `fired`."""
     missing = [name for name in names if name not in fired]
     if missing:
         rest = f" and {len(missing) - 5} more" if len(missing) > 5 else ""

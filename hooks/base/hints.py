@@ -106,7 +106,7 @@ def _watchers() -> tuple[str, ...]:
 
 
 def is_watcher(hook: Callable[..., Any]) -> bool:
-    """Whether a hook stays on a model and only looks at values."""
+    """Return whether a hook stays on a model and only looks at values."""
     return getattr(hook, "__module__", None) in _watchers()
 
 

@@ -51,7 +51,7 @@ class Bound:
         self._count_from = _FIRST_LOOK / 8 if max_bytes is None else 0
 
     def add(self, name: str, value: Tensor) -> None:
-        """Counts a value that is kept, unless its memory is counted already.
+        """Count a value that is kept, unless its memory is counted already.
 
         Raises:
             MemoryLimitError: if all values would be too many.
@@ -112,7 +112,7 @@ class Bound:
 
 
 def require_room(n_bytes: int, like: Tensor, what: str) -> None:
-    """Refuses what needs more memory than 0.9 of what is free on a tensor's device. Below 256 MiB nothing is asked.
+    """Refuse what needs more memory than 0.9 of what is free on a tensor's device. Below 256 MiB nothing is asked.
 
     Raises:
         MemoryLimitError: saying how many bytes.

@@ -45,11 +45,11 @@ class Piece:
 
     @property
     def has_masks(self) -> bool:
-        """Whether a mask of any text is known."""
+        """Return whether a mask of any text is known."""
         return self.real is not None or bool(self.others)
 
     def has_masks_of(self, other: "Piece") -> bool:
-        """Whether another piece has the same masks, which are the same tensors."""
+        """Return whether another piece has the same masks, which are the same tensors."""
         return (
             self.real is other.real
             and self.others.keys() == other.others.keys()

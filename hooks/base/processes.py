@@ -29,7 +29,7 @@ def mesh_of(model: nn.Module) -> Any:
 
 
 def is_whole(value: Shaped[Tensor, "*axes"], mesh: Any) -> bool:
-    """Whether all processes of a mesh hold the same numbers."""
+    """Return whether all processes of a mesh hold the same numbers."""
     real = torch.view_as_real(value) if value.is_complex() else value
     numbers = real.detach().flatten().to(torch.promote_types(real.dtype, torch.bfloat16))
     # Of seven pieces, because whole parts may well have the same sum: those of a softmax do.

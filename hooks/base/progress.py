@@ -194,7 +194,7 @@ def _display(whole: Count, wanted: bool = True) -> Iterator[Display | None]:
 
 
 def _is_watched() -> bool:
-    """Whether somebody can see a bar and wants one.
+    """Return whether somebody can see a bar and wants one.
 
     Of several processes only the first shows bars, because they share a terminal.
     """
@@ -214,7 +214,7 @@ def _is_notebook() -> bool:
 
 
 class _Screen:
-    """Where one bar is drawn: standard error, or the cell of a notebook."""
+    """The place of one bar: standard error, or the cell of a notebook."""
 
     def __init__(self) -> None:
         # Imported here: it takes time, and in a notebook without ipywidgets it warns and shows text.

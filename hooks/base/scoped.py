@@ -40,7 +40,7 @@ class Scoped(Generic[T]):
 
 
 class InContext:
-    """What holds while its `with` is open, in the context that entered it. Nothing but the `with` keeps it alive.
+    """A state that holds while its `with` is open, in the context that entered it. Nothing but the `with` keeps it alive.
 
     Attributes:
         is_open: whether the `with` has not ended. A copy of the context may still have it.

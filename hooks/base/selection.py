@@ -125,12 +125,12 @@ class Selection:
 
     @property
     def is_one(self) -> bool:
-        """Whether it is one place, by an integer."""
+        """Return whether it is one place, by an integer."""
         return isinstance(self.index, int)
 
     @property
     def is_by_example(self) -> bool:
-        """Whether each example has an index of its own."""
+        """Return whether each example has an index of its own."""
         return isinstance(self.index, list) and any(isinstance(part, list) for part in self.index)
 
     @property
@@ -178,7 +178,7 @@ class Selection:
         return rows
 
     def is_plain(self, real: KeyMask | None) -> bool:
-        """Whether these are the same columns of each text, whatever its padding: a subscript of PyTorch selects them."""
+        """Return whether these are the same columns of each text, whatever its padding: a subscript of PyTorch selects them."""
         if isinstance(self.index, AllBut) or self.is_by_example:
             return False
         if real is None or real_columns(real) is None:
@@ -187,7 +187,7 @@ class Selection:
 
     @property
     def counts_back(self) -> bool:
-        """Whether it counts places from the end."""
+        """Return whether it counts places from the end."""
         ends = [self.index.start, self.index.stop] if isinstance(self.index, slice) else []
         return any(place < 0 for place in [*filter(None, ends), *self._listed])
 
@@ -377,7 +377,7 @@ def index_by_axis(
 
 
 def require_axes(where: Iterable[str], axes: tuple[str, ...], what: str) -> None:
-    """Refuses names that are not among `axes`, those of `what`.
+    """Refuse names that are not among `axes`, those of `what`.
 
     Raises:
         UnknownNameError: naming the first.
@@ -412,7 +412,7 @@ def plain_index(index: Any, ndim: int = 1) -> Any:
 
 
 def is_mask(index: object) -> TypeGuard[list[bool]]:
-    """Whether a result of `plain_index` is a mask."""
+    """Return whether a result of `plain_index` is a mask."""
     return isinstance(index, list) and index != [] and all(isinstance(i, bool) for i in index)
 
 

@@ -114,7 +114,7 @@ def save(
     names: Collection[str] = (),
     later: Iterable[tuple[str, Tensor]] = (),
 ) -> None:
-    """Writes tensors, and facts as JSON, to one file of a kind, completely or not at all.
+    """Write tensors, and facts as JSON, to one file of a kind, completely or not at all.
 
     It is a file of safetensors, which any of its readers reads.
 
@@ -147,7 +147,7 @@ def write(
     names: Collection[str] = (),
     later: Iterable[tuple[str, Tensor]] = (),
 ) -> None:
-    """Writes what `save` does to an open file.
+    """Write to an open file what `save` writes.
 
     1. The names say how much room the header may need, and that is left free.
     2. Each tensor is written and let go; its dtype, shape, place and checksum are noted. Those in memory begin with the

@@ -148,12 +148,12 @@ class Text(HintsAtNames):
         return chosen
 
     def is_aligned_with(self, other: "Text") -> bool:
-        """Whether other texts have the same columns and padding."""
+        """Return whether other texts have the same columns and padding."""
         return torch.equal(self.real, other.real)
 
     @property
     def goes_by_rows(self) -> bool:
-        """Whether the texts can be divided and repeated: all arguments have rows for them, or are of none."""
+        """Return whether the texts can be divided and repeated: all arguments have rows for them, or are of none."""
         return not [*without_rows(self.more, self.tokens.shape[:2])]
 
     def rows(self, rows: slice | Tensor) -> "Text":
@@ -211,7 +211,7 @@ def as_text(texts: Any) -> Any:
 
 
 def is_batch(inputs: Any) -> TypeGuard[Tensor]:
-    """Whether inputs are a tensor with a row for each text: tokens [batch, pos], or images or sounds [batch, ...]."""
+    """Return whether inputs are a tensor with a row for each text: tokens [batch, pos], or images or sounds [batch, ...]."""
     if not isinstance(inputs, Tensor):
         return False
     return inputs.ndim == 2 or (inputs.ndim > 2 and inputs.is_floating_point())

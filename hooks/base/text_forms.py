@@ -20,7 +20,7 @@ these, as numbers [batch, ...]."""
 
 
 def is_integer(value: Any) -> bool:
-    """Whether a value is a whole number, of Python, NumPy or PyTorch."""
+    """Return whether a value is a whole number, of Python, NumPy or PyTorch."""
     if isinstance(value, bool):
         return False
     try:
@@ -31,12 +31,12 @@ def is_integer(value: Any) -> bool:
 
 
 def is_columns(texts: object) -> bool:
-    """Whether texts are a mapping, such as a tokenizer gives, or a table: both hold columns by name."""
+    """Return whether texts are a mapping, such as a tokenizer gives, or a table: both hold columns by name."""
     return isinstance(texts, Mapping) or hasattr(texts, "columns")
 
 
 def is_one_text(texts: Any) -> bool:
-    """Whether texts are one text, not a batch."""
+    """Return whether texts are one text, not a batch."""
     if isinstance(texts, Mapping):
         texts = texts.get("input_ids", ())
     if isinstance(texts, str | Tensor):

@@ -51,7 +51,7 @@ _TRUSTED = Scoped("trusted", False)
 
 
 def trusted() -> AbstractContextManager[None]:
-    """Skips checks that read the numbers of tokens and masks; shapes and types are still checked.
+    """Skip checks that read the numbers of tokens and masks; shapes and types are still checked.
 
     On an accelerator each such check waits for the device. This is for callers whose tokens and masks
     are known to be right: a token outside the vocabulary or a wrong mask gives arbitrary values there.
@@ -66,7 +66,7 @@ def trusted() -> AbstractContextManager[None]:
 
 
 def is_trusted() -> bool:
-    """Whether this is inside `trusted`."""
+    """Return whether this is inside `trusted`."""
     return _TRUSTED.get()
 
 
@@ -105,7 +105,7 @@ def arrival(source: Tensor) -> Callable[[], None]:
 
 
 def later(value: Tensor) -> Callable[[], Any]:
-    """Starts to copy `value` to the host. The function that it returns waits, and gives a list."""
+    """Start to copy `value` to the host. The function that it returns waits, and gives a list."""
     if not value.is_cuda:
         return value.tolist
     copy, wait = to_host(value.detach()), arrival(value)
@@ -146,7 +146,7 @@ class Placement:
         return to_host(value)
 
     def wait(self) -> None:
-        """Waits until all copies are complete."""
+        """Wait until all copies are complete."""
         for source in self._sources.values():
             arrival(source)()
         self._sources = {}

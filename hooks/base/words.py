@@ -58,7 +58,7 @@ class Words:
             self.known = self.known.union(_read_by_decorators(function), *inner)
 
     def require(self, given: Iterable[str], options: Collection[str], what: str) -> None:
-        """Refuses a keyword that is none.
+        """Refuse a keyword that is none.
 
         Args:
             given: the keywords of a call.

@@ -12,7 +12,6 @@ import html
 import math
 import os
 import tempfile
-import webbrowser
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -133,7 +132,10 @@ class View:
             partial.write_text(self.html(), encoding="utf-8")
 
     def show(self) -> None:
-        """Opens the page in a browser. The file stays in the system's temporary directory."""
+        """Open the page in a browser. The file stays in the system's temporary directory."""
+        # Imported here, because it looks for the browsers of the system.
+        import webbrowser
+
         path = Path(tempfile.mkdtemp(prefix="hookscope-")) / "view.html"
         self.save(path)
         webbrowser.open(path.as_uri())
