@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from hooks.base import _torch, mapped, piece_read, reading, tensors_in
 from hooks.base.accessor import carried
+from hooks.base.closeness import block_rounding, is_reproduced
 from hooks.base.errors import CacheError, HookError
 from hooks.base.memory import Bound
 from hooks.base.transfer import Copies
@@ -231,25 +232,6 @@ def _sample(tensor: Tensor) -> Tensor:
     return torch.as_strided_copy(tensor, (-(-tensor.numel() // step),), (step,))
 
 
-def is_reproduced(first: list[Tensor], again: list[Tensor], precision: float) -> bool:
-    """Return whether the sample of a block's output is the same in another run, up to rounding."""
-    pairs = zip(first, again, strict=False)
-    return len(first) == len(again) and all(_is_same(*pair, precision) for pair in pairs)
-
-
-def _is_same(ours: Tensor, theirs: Tensor, precision: float) -> bool:
-    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
-        return False
-    # Without numbers there is nothing more to compare.
-    if ours.is_meta or isinstance(ours, _torch.FakeTensor) or not ours.numel():
-        return True
-    dtype = torch.complex128 if ours.is_complex() else torch.float64
-    ours, theirs = ours.to(dtype), theirs.to(dtype)
-    # The median, because in some models a few values are a thousand times larger than the others.
-    typical = theirs.abs().nan_to_num(0, 0, 0).median().item()
-    return torch.allclose(theirs, ours, rtol=precision, atol=precision * typical, equal_nan=True)
-
-
 def numerics(tensors: list[Tensor]) -> tuple[Callable[[], Any], Callable[[], float]]:
     """Two functions: one enters the present autocast again, one gives the relative size of rounding errors."""
     dtype = None
@@ -259,8 +241,8 @@ def numerics(tensors: list[Tensor]) -> tuple[Callable[[], Any], Callable[[], flo
         dtype = torch.get_autocast_dtype(kind)
 
     def precision() -> float:
-        kinds = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
-        return max(1e-5, *(4 * torch.finfo(kind).eps for kind in kinds | {dtype or torch.float32}))
+        dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+        return block_rounding(dtype or torch.float32, *dtypes)
 
     return lambda: torch.autocast(
         _autocast_device(tensors), dtype, enabled=dtype is not None

@@ -7,9 +7,8 @@ from typing import Any
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
-from hooks.base import require_kind, shown
+from hooks.base import at_least_float32, require_kind, shown
 from interp.inputs.token_positions import Mask, Position, last_real
-from interp.numbers.precision import at_least_float32
 
 Metric = Callable[[Float[Tensor, "batch pos vocab"]], Shaped[Tensor, " batch"]]
 """A user's own function is a metric as it is. An attribute `last` says how many of the last real

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks.base import Texts, real_of, require_kind, to_device
+from hooks.base import Texts, at_least_float32, real_of, require_kind, to_device
 from interp.inputs.texts import text_for
 from interp.inputs.token_positions import (
     Mask,
@@ -21,7 +21,7 @@ from interp.inputs.token_positions import (
 )
 from interp.inputs.wording import token_ids
 from interp.measuring import Metric, TokenMetric, WordedMetric, Writer
-from interp.numbers.precision import at_least_float32, divergence
+from interp.numbers.precision import divergence
 
 
 def logit_diff(right: SeveralTokens, wrong: SeveralTokens, pos: Tokens = -1) -> Metric:

@@ -5,7 +5,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import FusedUnlessHooked, HookPoint, Identity
-from hooks.base import Component, is_unwatched
+from hooks.base import Component, at_least_float32, is_unwatched
 from models.config import TransformerConfig
 
 READ = "what the sublayer reads: the norm's output, gain and bias applied"
@@ -57,7 +57,7 @@ class LayerNorm(Component):
     @FusedUnlessHooked("scale", fused=_fused)
     def normalize(self, x: Float[Tensor, "*axes d_model"]) -> Float[Tensor, "*axes d_model"]:
         """The explicit norm, with a hook point at its divisor."""
-        precise, weight = widened(x), self.weight
+        precise, weight = at_least_float32(x), self.weight
         if weight is not None and x.dtype == weight.dtype == precise.dtype and is_unwatched(x):
             # One kernel instead of seven. Autograd would not follow the divisor that it gives.
             zero = torch.zeros_like(weight)
@@ -111,7 +111,7 @@ class RMSNorm(Component):
     @FusedUnlessHooked("scale", fused=_fused)
     def normalize(self, x: Float[Tensor, "*axes d_model"]) -> Float[Tensor, "*axes d_model"]:
         """The explicit norm, with a hook point at its divisor."""
-        precise = widened(x)
+        precise = at_least_float32(x)
         normal = precise / self.scale(_root_mean_square(precise, self.eps))
         return (normal if self.weight is None else normal * self.weight).to(x.dtype)
 
@@ -150,11 +150,6 @@ def norm(config: TransformerConfig, present: bool = True, meaning: str = READ) -
         return RMSNorm(config.d_model, config.norm_eps, config.norm_learned, meaning)
     learned, bias = config.norm_learned, config.norm_bias
     return LayerNorm(config.d_model, config.norm_eps, learned, bias, meaning)
-
-
-def widened(x: Float[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
-    """`x` in at least float32. The fused kernels also round only once, at the end."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _root_mean_square(x: Tensor, eps: float) -> Tensor:

@@ -6,14 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hooks.base import require_kind, without_gradients
+from hooks.base import at_least_float32, model_gap, require_kind, without_gradients
 from models.checkpoints.assemble import without_values
 from models.checks import require
 from models.config import TransformerConfig
 from models.mode import mode
-from models.norm import widened
 from models.transformer import Transformer
-from models.verification import deviation, random_tokens
+from models.verification import random_tokens
 
 
 @without_gradients
@@ -55,7 +54,7 @@ def fold_norms(model: Transformer) -> Transformer:
         if (offset := getattr(model.get_submodule(norm), "bias", None)) is not None:
             bias = values.get(f"{linear}.bias", weight.new_zeros(()))
             # Not `@`, which autocast of the caller would round.
-            moved = (widened(weight) * offset).sum(-1) + widened(bias)
+            moved = (at_least_float32(weight) * offset).sum(-1) + at_least_float32(bias)
             values[f"{linear}.bias"] = moved.to(weight.dtype)
         for kind in ("weight", "bias"):
             values.pop(f"{norm}.{kind}", None)
@@ -114,7 +113,7 @@ def center(model: Transformer) -> Transformer:
     for name, value in values.items():
         for part, axis in axes.items():
             if name.rpartition(".")[0].endswith(part):
-                precise = widened(value)
+                precise = at_least_float32(value)
                 values[name] = (precise - precise.mean(axis, keepdim=True)).to(value.dtype)
     return _proven("center", model, config.replace(tied_unembed=False), values)
 
@@ -136,9 +135,9 @@ def _proven(
     exactly = torch.autocast(model.W_E.device.type, enabled=False)
     with exactly, mode(model, training=False):
         expected, actual = (
-            F.log_softmax(widened(m(tokens)), -1) for m in (model, processed.eval())
+            F.log_softmax(at_least_float32(m(tokens)), -1) for m in (model, processed.eval())
         )
-    largest, allowed = deviation(actual, expected, model.W_E.dtype)
+    largest, allowed = model_gap(actual, expected, model.W_E.dtype)
     if not largest <= allowed:  # NaN is not
         raise RuntimeError(
             f"{function} must keep log-probabilities within {allowed:.3g}, the rounding of "

@@ -9,16 +9,13 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from hooks import HookedRunner
-from hooks.base import require_kind, without_gradients
+from hooks.base import at_least_float32, model_gap, require_kind, without_gradients
 from models.block import Block
 from models.config import TransformerConfig
 from models.mode import mode
-from models.norm import widened
 from models.running.kvcache import KVCache
 from models.transformer import Transformer
 
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1e-1}
-"""The largest rounding error allowed, relative to the largest value."""
 # The length of the test rows, unless the context is shorter.
 LENGTH = 12
 POINTS = ("resid_pre", "attn.z", "attn", "attn_out", "resid_mid", "mlp_out", "resid_post")
@@ -63,7 +60,7 @@ def verify(model: Transformer) -> None:
     exactly = torch.autocast(model.W_E.device.type, enabled=False)
     with mode(model, training=False), exactly:
         for identity, where, actual, expected in _identities(model):
-            largest, allowed = deviation(actual, expected, model.W_E.dtype)
+            largest, allowed = model_gap(actual, expected, model.W_E.dtype)
             if not largest <= allowed:  # NaN is not
                 raise VerificationError(
                     f"'{identity}' must hold at {where} within {allowed:.3g}, the rounding of "
@@ -77,12 +74,6 @@ def random_tokens(model: Transformer) -> Int[Tensor, "2 pos"]:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(model.config.vocab_size, shape, generator=generator, device="cpu")
     return tokens.to(model.W_E.device)
-
-
-def deviation(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> tuple[float, float]:
-    """The largest difference, and the largest that rounding may cause in a model of this dtype."""
-    actual, expected = widened(actual), widened(expected)
-    return (actual - expected).abs().max().item(), TOLERANCE[dtype] * expected.abs().max().item()
 
 
 def _identities(model: Transformer) -> Iterator[CheckedIdentity]:
@@ -117,7 +108,7 @@ def _sums_of_block(
 ) -> Iterator[tuple[str, str, Tensor]]:
     resid, attn_out = values["resid_pre"], values["attn_out"]
     # In half precision, do not round the sum over heads.
-    z, W_O = widened(values["attn.z"]), widened(block.attn.W_O)
+    z, W_O = at_least_float32(values["attn.z"]), at_least_float32(block.attn.W_O)
     heads = torch.einsum("b p h d, h d m -> b p m", z, W_O) + block.attn.b_O
     yield "attn = sum over heads of z @ W_O + b_O", "attn", heads
     yield "attn_out = ln1_post(attn)", "attn_out", block.ln1_post(values["attn"])

@@ -25,6 +25,20 @@ from hooks.base._torch import (
 from hooks.base.accessor import language_of
 from hooks.base.arguments import axis_of_rows, is_listed, require_rows, without_rows
 from hooks.base.calls import Calls, number_of_call
+from hooks.base.closeness import (
+    agree,
+    block_rounding,
+    is_cancelled,
+    is_close,
+    is_rounding,
+    is_same,
+    logits_rounding,
+    metric_rounding,
+    model_gap,
+    module_rounding,
+    stream_rounding,
+    sum_rounding,
+)
 from hooks.base.damage import damage_of
 from hooks.base.draws import generator
 from hooks.base.errors import (
@@ -71,4 +85,5 @@ from hooks.base.text_forms import (
     number_of_texts,
 )
 from hooks.base.transfer import all_to_device, is_trusted, later, stacked, to_device, trusted
+from hooks.base.widening import HALF, at_least_float32, wide_dtype
 from hooks.base.words import NoOthers, Words, forwards_in, refuse

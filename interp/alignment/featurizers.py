@@ -7,10 +7,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from hooks.base import require_integer
+from hooks.base import at_least_float32, require_integer
 from interp.edits.subspaces import orthonormal
 from interp.features.dictionary import Dictionary
-from interp.numbers.precision import at_least_float32
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import orthogonal
 
-from hooks.base import require_integer
+from hooks.base import at_least_float32, require_integer
 from interp.alignment.featurizers import Featurizer, coordinates, subspace
 from interp.alignment.runs import InterchangeRuns
-from interp.numbers.precision import at_least_float32
 
 _COLDEST = 0.01
 

@@ -17,12 +17,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks.base import without_gradients
+from hooks.base import is_rounding, without_gradients
 from interp.alignment.featurizers import Featurizer
 from interp.alignment.runs import InterchangeRuns
 from interp.edits.subspaces import orthonormal
 from interp.inputs.pairs import Pairs, PatchingDirection
-from interp.numbers.precision import is_rounding
 from interp.results.result import Result
 from interp.runs.runs import Runs
 

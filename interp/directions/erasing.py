@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from hooks.base import wide_dtype
 from interp.numbers.moments import Moments
 
 
@@ -41,7 +42,7 @@ class Eraser:
 
     def __call__(self, x: Float[Tensor, "*rows d"]) -> Float[Tensor, "*rows d"]:
         """Return the values without the concept, in their dtype."""
-        precision = torch.promote_types(x.dtype, torch.float32)
+        precision = wide_dtype(x.dtype)
         right, left, mean = (
             part.to(x.device, precision) for part in (self.right, self.left, self.mean)
         )

@@ -8,12 +8,12 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks import ActivationCache, SelectionError
-from hooks.base import Index, Selection, Text, Texts, named_spans
+from hooks.base import Index, Selection, Text, Texts, is_rounding, named_spans
 from hooks.shared import names_by_layer
 from interp.directions.stored import Labels, StoredTexts, all_of, by_label, rows_of, told_apart
 from interp.inputs.copies import digests, numbered
 from interp.inputs.texts import batches, text_of, text_of_values
-from interp.numbers.precision import finite, is_rounding
+from interp.numbers.precision import finite
 from interp.protocol import runner_of
 from interp.store import Activations
 

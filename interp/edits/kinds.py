@@ -12,6 +12,7 @@ from hooks.base import (
     FakeTensor,
     Index,
     Selection,
+    at_least_float32,
     require_integer,
     require_kind,
     shown,
@@ -148,7 +149,7 @@ def mean(
                 f"a mean over {' and '.join(dropped)} must be of several at {place.point}; got one "
                 "(edits.replace takes it as it is)"
             )
-        value = value.to(torch.promote_types(value.dtype, torch.float32))
+        value = at_least_float32(value)
         if source.rows == "all" and place.source_columns is not None:
             # The columns of each text were counted from its last real token, so all are real.
             return place.in_order(value.mean(dims, keepdim=True))

@@ -25,6 +25,7 @@ from hooks.base import (
     Index,
     Rows,
     Selection,
+    is_rounding,
     piece_read,
     real_columns,
     shown,
@@ -35,7 +36,6 @@ from hooks.base import (
 from interp.edits.places import SourceColumns, SourceValue, Where, axes_of
 from interp.inputs.copies import digests, numbered
 from interp.inputs.texts import text_of
-from interp.numbers.precision import is_rounding
 
 Axes = tuple[str, ...]
 

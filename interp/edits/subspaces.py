@@ -7,7 +7,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from hooks import EditError
-from hooks.base import Index, require_kind, to_device
+from hooks.base import Index, require_kind, to_device, wide_dtype
 from interp.edits.edit import Change, Edit
 from interp.edits.sources import Values, source_of
 
@@ -85,7 +85,7 @@ def orthonormal(directions: Tensor) -> Float[Tensor, "dim _k"]:
     require_kind("directions", directions, Tensor, "a tensor of columns [d_model, k]")
     columns = directions.double().reshape(len(directions), -1)
     basis, triangle = torch.linalg.qr(columns)
-    least = torch.finfo(torch.promote_types(directions.dtype, torch.float32)).eps ** 0.75
+    least = torch.finfo(wide_dtype(directions.dtype)).eps ** 0.75
     # What each column adds to the span of those before it.
     added = triangle.diagonal().abs() > least * columns.norm(dim=0)[: len(triangle)]
     if not (columns.numel() and columns.shape[1] <= len(columns) and added.all()):
@@ -98,6 +98,6 @@ def _inside(x: Tensor, basis: Tensor) -> Tensor:
     """The part of vectors along the last axis that is inside the span of a basis."""
     if x.shape[-1] != len(basis):
         raise EditError(f"directions must have {x.shape[-1]} numbers here; got {len(basis)}")
-    precision = torch.promote_types(x.dtype, torch.float32)
+    precision = wide_dtype(x.dtype)
     basis = to_device(basis.to(precision), x.device)
     return (x.to(precision) @ basis @ basis.mT).to(x.dtype)

@@ -11,9 +11,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from hooks.base import sum_rounding
 from interp import pictures
 from interp.kinds import require_made
-from interp.numbers.precision import rounding
 from interp.numbers.ranks import ranks
 from interp.results.result import Result
 
@@ -125,7 +125,7 @@ def compare(exact: Result, estimate: Result) -> Comparison:
     true, guess = (result.mean().flatten().double() for result in (exact, estimate))
     if wrong := int((~(true - guess).isfinite()).sum()):
         raise ValueError(f"effects must be finite; got others at {wrong} of {len(true)} places")
-    there = true.abs() > rounding(exact.values.dtype) * true.abs().max()
+    there = true.abs() > sum_rounding(exact.values.dtype) * true.abs().max()
     agree = (true.sign() == guess.sign())[there].double().mean().item() if signed else math.nan
     places = list(itertools.product(*(exact.labels[axis] for axis in exact.axes[:-1])))
     worst = (guess - true).abs().argsort(descending=True, stable=True)[:_MISSES].tolist()

@@ -20,10 +20,17 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from hooks.base import Text, all_to_device, progress_of, require_choice, shown, to_device
+from hooks.base import (
+    Text,
+    all_to_device,
+    at_least_float32,
+    progress_of,
+    require_choice,
+    shown,
+    to_device,
+)
 from interp.effects.reader_gradients import Pullback, Pullbacks, readings
 from interp.graph import Graph
-from interp.numbers.precision import at_least_float32
 from interp.runs.gradients import Gradients, require_numbers
 
 # A matrix product with fewer columns reads the changes for too little work.

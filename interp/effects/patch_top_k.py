@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from hooks.base import require_integer, shows_progress
+from hooks.base import metric_rounding, require_integer, shows_progress
 from interp import edits
 from interp.inputs.pairs import Pairs, of_pairs
 from interp.results.result import Result
@@ -105,9 +105,8 @@ def patch_top_k(
     require_integer("budget", budget, k + 3)
     estimated_labels = {axis: [*estimate.labels[axis]] for axis in estimate.axes[:-1]}
     same = estimated_labels == sites.labels
-    # Two runs of one text in half precision differ by as much.
-    dtypes = (runs.target.dtype, next(iter(sites.values.values())).dtype)
-    precision = max(10 * torch.finfo(dtypes[0]).eps ** 0.5, 16 * torch.finfo(dtypes[1]).eps)
+    value = next(iter(sites.values.values()))
+    precision = metric_rounding(runs.target.dtype, value.dtype)
     _require_same(same and _metrics_agree(estimate.target, runs.target, precision))
     order = guess.argsort(descending=True, stable=True).tolist()
     n = min(budget - 2 - k, len(order) - k)

@@ -21,9 +21,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import HookedRunner, HookPoints, Options
-from hooks.base import mapped, unknown_name, without_gradients
+from hooks.base import at_least_float32, block_rounding, mapped, unknown_name, without_gradients
 from hooks.shared import Recorder, Session, edits_in_force, plain_argument, replay
-from interp.numbers.precision import at_least_float32
 from interp.runs.estimates import by_place, replacements, summed
 from interp.runs.sites import Sites
 
@@ -161,8 +160,7 @@ class OtherKeys:
         scores, other = (at_least_float32(attention.cap(part)) for part in (scores, other))
         masked = scores.where(self._seen, -torch.inf)
         self._weights = masked.softmax(-1).where(self._seen, 0)
-        precision = max(1e-5, 4 * torch.finfo(base["pattern"].dtype).eps)
-        if (self._weights - base["pattern"]).abs().max() > precision:
+        if (self._weights - base["pattern"]).abs().max() > block_rounding(base["pattern"].dtype):
             raise ValueError(
                 "qk_correction of keys needs patterns that are the softmax of scores, or of what `cap` makes of "
                 f"them; got others at {attention.pattern}"

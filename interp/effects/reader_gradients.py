@@ -8,11 +8,10 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from hooks.base import all_to_device, to_device, without_gradients
+from hooks.base import all_to_device, at_least_float32, to_device, without_gradients
 from hooks.shared import replay
 from interp.graph import Graph
 from interp.graph.norms import is_identity, linear_part
-from interp.numbers.precision import at_least_float32
 
 
 class StreamReaders(NamedTuple):

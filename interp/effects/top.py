@@ -7,10 +7,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import ActivationCache, HookedRunner
-from hooks.base import require_integer, shows_progress, to_device
+from hooks.base import at_least_float32, require_integer, shows_progress, to_device
 from hooks.shared import names_by_layer
 from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs
-from interp.numbers.precision import at_least_float32
 from interp.numbers.ranks import largest_rows
 from interp.protocol import require_points
 from interp.results.result import Result

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hooks import ActivationCache, HookedRunner, UnknownNameError
-from hooks.base import Text, layer_of, tensors_in, warn
+from hooks.base import Text, is_same, layer_of, tensors_in, warn
 from hooks.shared import names_by_layer
 from interp.protocol import n_logits, of
 from interp.transformer_lens import hooks_name
@@ -177,4 +177,4 @@ def _is_same(value: Tensor, seen: Tensor) -> bool:
     """
     if value.numel() != seen.numel() or not seen.any():
         return False
-    return torch.equal(value.reshape(seen.shape), seen)
+    return is_same(value.reshape(seen.shape), seen)

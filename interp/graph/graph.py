@@ -14,12 +14,12 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from hooks import ActivationCache, CacheError, HookedRunner, HookError
-from hooks.base import config_hash, real_of, unknown_name
+from hooks.base import config_hash, is_rounding, real_of, unknown_name
 from hooks.shared import is_listened_to
 from interp.graph.nodes import Added, At, Writers, add, nodes_of_block, require_branches
 from interp.graph.norms import is_identity, linear_part
 from interp.inputs.texts import mask_of
-from interp.numbers.precision import is_rounding, like
+from interp.numbers.precision import like
 from interp.protocol import plain, runner_of
 from interp.results.node import NodeName
 

@@ -9,7 +9,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import Identity
-from interp.numbers.precision import at_least_float32, like
+from hooks.base import at_least_float32
+from interp.numbers.precision import like
 
 _CENTRES = {nn.LayerNorm: True, nn.RMSNorm: False}
 

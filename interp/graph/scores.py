@@ -20,10 +20,10 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from hooks.base import all_to_device, without_gradients
+from hooks.base import all_to_device, at_least_float32, sum_rounding, without_gradients
 from hooks.shared import Session, hooks_disabled
 from interp.graph.nodes import Layer
-from interp.numbers.precision import at_least_float32, like, rounding
+from interp.numbers.precision import like
 
 Heads = Float[Tensor, "batch pos head d_head"]
 
@@ -169,7 +169,7 @@ def _readings(x: Heads, f: Heads, rest: Heads, weight: Tensor, bias: Tensor) -> 
     x, f = at_least_float32(x.detach()), at_least_float32(f.detach())
     rest = at_least_float32(rest.nan_to_num())
     along = x
-    if jacobian.sum(-1).abs().max() <= rounding(jacobian.dtype) * jacobian.abs().sum(-1).max():
+    if jacobian.sum(-1).abs().max() <= sum_rounding(jacobian.dtype) * jacobian.abs().sum(-1).max():
         along = x - x.mean(-1, keepdim=True)
     missing = f - rest - torch.einsum("bphei,bphi->bphe", jacobian, x)
     along = along / (along * x).sum(-1, keepdim=True).clamp(min=1e-30)

@@ -15,9 +15,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from hooks import ActivationCache
-from hooks.base import Text, axis_of_rows, is_listed, without_rows
+from hooks.base import Text, axis_of_rows, is_listed, is_rounding, without_rows
 from interp.inputs.texts import text_of
-from interp.numbers.precision import is_rounding
 
 _OF_DECODER = {"decoder_input_ids", "decoder_attention_mask"}
 

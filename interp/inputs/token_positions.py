@@ -7,8 +7,7 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from hooks.base import Selection, real_columns, real_of, shown, to_device
-from interp.numbers.precision import at_least_float32
+from hooks.base import Selection, at_least_float32, real_columns, real_of, shown, to_device
 
 Tokens = int | str | Sequence[int] | Sequence[str] | Int[Tensor, "..."]
 """One token or position for all examples, or one for each. A token may be a text, where a model reads it."""

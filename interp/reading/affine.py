@@ -10,9 +10,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import HookedRunner
-from hooks.base import config_hash, storage, to_device
+from hooks.base import at_least_float32, config_hash, storage, to_device
 from hooks.shared import names_by_layer
-from interp.numbers.precision import at_least_float32
 from interp.protocol import n_logits, of, runner_of
 
 L = TypeVar("L", bound="AffineLens")

@@ -22,9 +22,11 @@ from hooks import ActivationCache, CacheError
 from hooks.base import (
     Index,
     Selection,
+    is_rounding,
     real_columns,
     require_integer,
     shown,
+    sum_rounding,
     to_device,
     without_gradients,
 )
@@ -33,7 +35,7 @@ from interp.graph.scores import BlockScores
 from interp.inputs.copies import groups_of_cache
 from interp.inputs.texts import text_of_values
 from interp.inputs.wording import words_of
-from interp.numbers.precision import is_rounding, like, rounding
+from interp.numbers.precision import like
 from interp.numbers.ranks import largest_rows
 from interp.reading.components import ResidualComponents
 from interp.results.result import Result
@@ -242,7 +244,7 @@ def pair_table(
         best, places = best[kept], places[kept]
     miss = (torch.einsum("ed,ed->e", query.sum(0), key.sum(0)) - like(asked.total, query)).abs()
     whole = compared if is_difference else sizes
-    if not (gap := float((miss / whole.clamp(min=1e-30)).max())) <= rounding(dtype):
+    if not (gap := float((miss / whole.clamp(min=1e-30)).max())) <= sum_rounding(dtype):
         raise CacheError(
             f"pairs must add up to the score; they miss {gap:.2g} of their summed sizes: was the run edited, or were weights "
             "changed?"

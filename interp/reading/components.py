@@ -1,6 +1,5 @@
 """Contributions of a model's parts to the residual stream of a run, kept as factors."""
 
-import math
 import re
 from collections.abc import Iterator, Mapping
 from functools import cached_property
@@ -12,13 +11,20 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import ActivationCache, CacheError, HookedRunner, Point
-from hooks.base import Index, Selection, real_columns, to_device
+from hooks.base import (
+    Index,
+    Selection,
+    at_least_float32,
+    is_rounding,
+    real_columns,
+    stream_rounding,
+    to_device,
+)
 from interp.graph.graph import Graph
 from interp.graph.nodes import At, Layer, Writers
 from interp.graph.norms import LinearPart, is_identity, linear_part
 from interp.inputs.texts import mask_of
 from interp.kinds import require_cache
-from interp.numbers.precision import at_least_float32, is_rounding
 from interp.protocol import plain
 from interp.results.node import NodeName, node_name
 
@@ -183,8 +189,7 @@ class ResidualComponents:
     ) -> float:
         """Return the largest difference between a sum of parts and its expected value, at real tokens.
 
-        The stream is rounded after each addition, in the cache's dtype, so that differences grow as the square root
-        of the number of blocks. Apart from that, float32 is allowed for: some norms compute in it always.
+        A block adds to the stream twice, in the cache's dtype; see `stream_rounding`.
 
         Raises:
             CacheError: if the difference is more than rounding of the largest number in `sizes` can explain.
@@ -193,7 +198,7 @@ class ResidualComponents:
         if self.mask is not None and self._columns is None:
             difference = difference[to_device(self.mask, total.device)]
         gap, dtype = difference.max().item(), self.dtype
-        share = 4 * torch.finfo(dtype).eps * math.sqrt(2 * len(self.model.blocks)) + 1e-4
+        share = stream_rounding(dtype, 2 * len(self.model.blocks))
         for size in sizes:
             least, most = torch.aminmax(size)
             allowed = share * torch.maximum(-least, most).item()

@@ -7,9 +7,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import ActivationCache
-from hooks.base import require_integer, to_device, unknown_name, without_gradients
+from hooks.base import at_least_float32, require_integer, to_device, unknown_name, without_gradients
 from interp import pictures
-from interp.numbers.precision import at_least_float32, like
+from interp.numbers.precision import like
 from interp.reading.components import ResidualComponents
 from interp.results.result import Result
 

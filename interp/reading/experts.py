@@ -7,12 +7,11 @@ from einops import rearrange
 from torch import nn
 
 from hooks import ActivationCache, CacheError, HookError
-from hooks.base import require_choice, stacked, to_device, without_gradients
+from hooks.base import at_least_float32, require_choice, stacked, to_device, without_gradients
 from interp.inputs.copies import groups_of_cache
 from interp.inputs.texts import mask_of, text_of_values
 from interp.inputs.wording import words_of
 from interp.kinds import require_cache
-from interp.numbers.precision import at_least_float32
 from interp.protocol import of
 from interp.results.result import Result
 

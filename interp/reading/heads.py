@@ -13,6 +13,7 @@ from hooks.base import (
     Index,
     Selection,
     Text,
+    at_least_float32,
     progress_of,
     real_of,
     require_integer,
@@ -24,7 +25,7 @@ from hooks.base import (
 from interp.inputs.copies import groups_of_cache
 from interp.inputs.texts import mask_of, text_of_values
 from interp.kinds import require_cache
-from interp.numbers.precision import at_least_float32, like
+from interp.numbers.precision import like
 from interp.protocol import of
 from interp.results.result import Result
 

@@ -20,6 +20,7 @@ from hooks import HookedRunner
 from hooks.base import (
     Text,
     Texts,
+    at_least_float32,
     config_hash,
     peak_bytes,
     require_integer,
@@ -28,7 +29,6 @@ from hooks.base import (
 )
 from interp.inputs.copies import digests
 from interp.inputs.texts import batches
-from interp.numbers.precision import at_least_float32
 from interp.reading.affine import AffineLens, for_fit
 
 

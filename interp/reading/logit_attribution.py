@@ -13,12 +13,12 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks import ActivationCache
-from hooks.base import Index, stacked, to_device, without_gradients
+from hooks.base import Index, at_least_float32, stacked, to_device, without_gradients
 from interp.inputs.copies import groups_of_cache
 from interp.inputs.texts import nan_at_padding, text_of_values
 from interp.inputs.token_positions import short, tokens_of
 from interp.inputs.wording import token_ids, words_of
-from interp.numbers.precision import at_least_float32, like
+from interp.numbers.precision import like
 from interp.protocol import n_logits, of
 from interp.reading.components import ResidualComponents
 from interp.results.result import Result

@@ -8,11 +8,19 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import index_by_axis
-from hooks.base import Index, Texts, require_integer, shows_progress, to_device, without_gradients
+from hooks.base import (
+    Index,
+    Texts,
+    at_least_float32,
+    require_integer,
+    shows_progress,
+    to_device,
+    without_gradients,
+)
 from interp import pictures
 from interp.inputs.texts import batches
 from interp.inputs.wording import writer_of
-from interp.numbers.precision import at_least_float32, like
+from interp.numbers.precision import like
 from interp.numbers.ranks import largest_rows
 from interp.protocol import runner_of
 from interp.runs.sites import SELECTS

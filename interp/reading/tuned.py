@@ -28,6 +28,7 @@ from hooks.base import (
     stacked,
     storage,
     to_device,
+    wide_dtype,
     without_gradients,
 )
 from interp.inputs.texts import padded
@@ -149,7 +150,7 @@ def tuned_lens(
     require_integer("batch", at_once)
     size, parameter = of(model, "unembed", "config").config.d_model, next(model.parameters())
     runner, names = for_fit(model)
-    dtype = torch.promote_types(parameter.dtype, torch.float32)
+    dtype = wide_dtype(parameter.dtype)
     weight = torch.zeros(len(names) - 1, size, size, dtype=dtype, device=parameter.device)
     bias = torch.zeros_like(weight[..., 0])
     rate = 1 / size if learning_rate is None else learning_rate

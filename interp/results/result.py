@@ -14,7 +14,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from hooks.base import require_integer, shown, storage, strict_json, unknown_name, warn
+from hooks.base import (
+    is_cancelled,
+    require_integer,
+    shown,
+    storage,
+    strict_json,
+    unknown_name,
+    warn,
+)
 from interp import pictures
 from interp.inputs.token_positions import short
 from interp.numbers.intervals import Interval, auroc_interval, interval, share_interval
@@ -152,7 +160,7 @@ class Result(pictures.Shown):
         base, target = self._runs()
         gap, size = target - base, torch.maximum(target.abs(), base.abs())
         scale, size = (gap, size) if per_example else (gap.mean(), size.mean())
-        agree = scale.abs() <= 100 * torch.finfo(gap.dtype).eps * size
+        agree = is_cancelled(scale, size)
         scale = scale.where(~agree, math.nan)
         shares = replace(
             self,

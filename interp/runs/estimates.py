@@ -15,9 +15,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from hooks.base import to_device
+from hooks.base import at_least_float32, to_device
 from interp import edits
-from interp.numbers.precision import at_least_float32
 from interp.results.result import Result
 from interp.runs.gradients import require_numbers, warn_of_unread
 from interp.runs.runs import Runs

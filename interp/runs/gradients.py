@@ -17,11 +17,19 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hooks import HookedRunner, HookError, Point
-from hooks.base import NEVER_FIRED, Text, require_fired, to_device, warn, with_first_tensor
+from hooks.base import (
+    NEVER_FIRED,
+    Text,
+    module_rounding,
+    require_fired,
+    to_device,
+    warn,
+    wide_dtype,
+    with_first_tensor,
+)
 from hooks.shared import Session, first_tensor, point_at
 from interp.inputs.token_positions import last_real
 from interp.measuring import Metric, evaluate, last_of
-from interp.numbers.precision import at_least_float32
 from interp.protocol import logits_of
 
 Receive = Callable[[str, Tensor], object]
@@ -113,7 +121,7 @@ class Gradients:
         steepest = self._router.steepest
         if steepest is None:  # the metric does not read the logits
             return False
-        return float(steepest) <= 16 * torch.finfo(at_least_float32(steepest).dtype).eps
+        return float(steepest) <= module_rounding(wide_dtype(steepest.dtype))
 
     def _watch(self, point: Point, output: Any) -> Any:
         value = first_tensor(output, point)

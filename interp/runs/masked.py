@@ -20,7 +20,15 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from hooks import ActivationCache
-from hooks.base import all_to_device, progress_of, shown, to_device, warn, without_gradients
+from hooks.base import (
+    all_to_device,
+    is_cancelled,
+    progress_of,
+    shown,
+    to_device,
+    warn,
+    without_gradients,
+)
 from hooks.shared import Session
 from interp.graph.circuit import Circuit
 from interp.graph.graph import Graph
@@ -280,7 +288,7 @@ class CircuitRuns(MaskedRuns):
         whole = circuit | ~circuit
         self.none, self.whole = self(whole - whole), self(whole)
         gap, size = self.whole - self.none, torch.maximum(self.whole.abs(), self.none.abs())
-        if gap.mean().abs() <= 100 * torch.finfo(gap.dtype).eps * size.mean():
+        if is_cancelled(gap.mean(), size.mean()):
             raise ValueError("the metric must differ between the whole model and none of it")
 
     @without_gradients

@@ -7,10 +7,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from hooks import EditedPoint, HookedRunner
-from hooks.base import Calls, tensors_in, version
+from hooks.base import Calls, is_rounding, tensors_in, version
 from hooks.shared import Session, first_tensor, inside
 from interp.edits import Edit
-from interp.numbers.precision import is_rounding
 from interp.protocol import logits_of, of
 from interp.runs.rows import Batch, Job
 

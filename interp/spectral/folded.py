@@ -7,9 +7,8 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from hooks.base import require_integer, stacked, to_device
+from hooks.base import at_least_float32, require_integer, stacked, to_device
 from interp.graph.norms import LinearPart, linear_part
-from interp.numbers.precision import at_least_float32
 from interp.protocol import plain
 
 FoldedReading = Float[Tensor, "layer head d_model d_head"]

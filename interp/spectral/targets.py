@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from hooks import ActivationCache, CacheError, UnknownNameError
-from hooks.base import require_room, to_device, without_gradients
+from hooks.base import require_room, to_device, wide_dtype, without_gradients
 from interp.inputs.texts import mask_of, nan_at_padding
 from interp.kinds import require_cache, require_made
 from interp.protocol import LanguageModel, of
@@ -222,7 +222,7 @@ def residual_stream(
     if windows.dtype != torch.bool or windows.shape != stream.shape[1:3]:
         rule = f"boolean [batch, pos], {tuple(stream.shape[1:3])} here"
         raise ValueError(f"windows must be {rule}; got {windows.dtype} {tuple(windows.shape)}")
-    dtype = torch.promote_types(stream.dtype, torch.float32)
+    dtype = wide_dtype(stream.dtype)
     mask = mask_of(cache, windows.shape)
     if mask is not None and bool((windows & ~to_device(mask, windows.device)).any()):
         raise ValueError("windows must have real tokens only; got padding")

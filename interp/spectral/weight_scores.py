@@ -8,8 +8,14 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import Point
-from hooks.base import Text, require_choice, require_integer, to_device, without_gradients
-from interp.numbers.precision import at_least_float32
+from hooks.base import (
+    Text,
+    at_least_float32,
+    require_choice,
+    require_integer,
+    to_device,
+    without_gradients,
+)
 from interp.protocol import runner_of
 from interp.results.result import Result
 from interp.spectral.factored import FactoredMatrix

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hooks.base import library, storage, unknown_name
-from interp.numbers.precision import at_least_float32
+from hooks.base import at_least_float32, library, storage, unknown_name
 from interp.store.activations import Activations
 from interp.store.files import Folder, described, require_same, store_of
 from interp.store.harvesting import finish, known, write

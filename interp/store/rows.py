@@ -14,6 +14,7 @@ from hooks import ActivationCache, HookedRunner, HookError, Selector
 from hooks.base import (
     Index,
     Selection,
+    at_least_float32,
     config_hash,
     places_inside,
     require_choice,
@@ -24,7 +25,6 @@ from hooks.base import (
 )
 from hooks.shared import edits_in_force, parts_of, resolve
 from interp.inputs.texts import padded
-from interp.numbers.precision import at_least_float32
 from interp.protocol import of, runner_of
 from interp.store.corpora import TextPiece, cut
 from interp.store.files import ROWS

@@ -18,14 +18,21 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from hooks.base import Texts, require_integer, to_device, without_gradients
+from hooks.base import (
+    Texts,
+    at_least_float32,
+    is_rounding,
+    require_integer,
+    to_device,
+    without_gradients,
+)
 from interp.features.places import warn_of_place
 from interp.graph import Graph
 from interp.graph.norms import LinearPart, is_identity, linear_part
 from interp.graph.scores import BlockScores
 from interp.inputs.texts import text_for
 from interp.inputs.wording import writer_of
-from interp.numbers.precision import at_least_float32, finite, is_rounding, like
+from interp.numbers.precision import finite, like
 from interp.protocol import logits_of, of
 from interp.tracing.descent import Descent, Targets
 from interp.tracing.transcoders import LayerTranscoder, Transcoders, by_layer

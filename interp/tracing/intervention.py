@@ -14,10 +14,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from hooks import Point
-from hooks.base import to_device, without_gradients
+from hooks.base import at_least_float32, to_device, without_gradients
 from interp import edits
 from interp.numbers.intervals import interval_text
-from interp.numbers.precision import at_least_float32, finite, like
+from interp.numbers.precision import finite, like
 from interp.tracing.frozen import FrozenRun
 
 

@@ -15,8 +15,11 @@ from torch import Tensor, nn
 
 from hooks import HookedRunner, HookError, HookPoint, HookPoints
 from hooks.base import (
+    agree,
     hooks_of,
     is_fully_sharded,
+    is_same,
+    logits_rounding,
     remove_hooks,
     require_module,
     tensors_in,
@@ -42,7 +45,6 @@ from models.attached.original import (
 )
 from models.attached.points import TOP, Blocks
 from models.attached.stacks import Stack, Tower, unembed_of
-from models.attached.sums import HALF, agree
 from models.attached.view import PlainView
 from models.attached.wires import restore_methods
 from models.checkpoints.huggingface import from_memory
@@ -248,7 +250,7 @@ class Attached(ReadsText):
         if logits.ndim != 3 or logits.shape[1] != tokens.shape[1]:
             return True
         # In a causal model rounding may differ between the runs; a later token changes much more.
-        tolerance = 0.05 if logits.dtype in HALF else 1e-3
+        tolerance = logits_rounding(logits.dtype)
         return agree(logits[:, :-1], others[:, :-1], tolerance)
 
     @property
@@ -472,11 +474,9 @@ def _are_equal(example: Any, other: Any) -> bool:
     return (
         repr(example) == repr(other)
         and len(tensors) == len(others)
-        and all(map(_is_same, tensors, others))
+        and all(map(_is_same_there, tensors, others))
     )
 
 
-def _is_same(one: Tensor, other: Tensor) -> bool:
-    if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
-        return False
-    return torch.equal(one, other)
+def _is_same_there(one: Tensor, other: Tensor) -> bool:
+    return one.device == other.device and is_same(one, other)

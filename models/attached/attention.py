@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 
 from hooks import FusedUnlessHooked, HookError, HookPoint, HookPoints
-from hooks.base import library, tensors_in
+from hooks.base import at_least_float32, library, tensors_in, wide_dtype
 from hooks.shared import carried, is_listened_to
 from models.attached.context import (
     AttachedPast,
@@ -179,8 +179,7 @@ class AttentionPoints(HookPoints):
         if without_keys is not None:
             masked = masked.masked_fill(without_keys, 0)
         if s_aux is None:
-            precision = torch.promote_types(masked.dtype, torch.float32)
-            pattern = F.softmax(masked, -1, dtype=precision).to(query.dtype)
+            pattern = F.softmax(masked, -1, dtype=wide_dtype(masked.dtype)).to(query.dtype)
         else:
             pattern = _softmax_with_sink(masked, s_aux)
         if without_keys is not None:
@@ -471,8 +470,7 @@ class _Slope(TorchFunctionMode):
         """
         output, kind = func(*args, **(kwargs or {})), kind_of(func, args, kwargs)
         if kind == "product" and self._product is None:
-            precise = torch.promote_types(output.dtype, torch.float32)
-            self._product = output.detach().to(precise).requires_grad_()
+            self._product = at_least_float32(output.detach()).requires_grad_()
             return self._product.clone()
         if kind != "softmax" or self._product is None:
             return output

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from hooks import ActivationCache, HookedRunner
-from hooks.base import mapped, tensors_in, without_gradients
+from hooks.base import HALF, agree, is_close, is_same, mapped, tensors_in, without_gradients
 from hooks.shared import Session, carried
 from models.attached.attention import AttentionPoints, TracedPoints
 from models.attached.experts import Experts
@@ -29,7 +29,6 @@ from models.attached.original import AttachError, logits_of
 from models.attached.points import MLP_OUT, TOP, Wiring
 from models.attached.probe import arguments_of
 from models.attached.stacks import Stack
-from models.attached.sums import HALF, agree, is_close, is_same
 from models.mode import mode
 
 

@@ -22,12 +22,17 @@ from torch import Tensor, nn
 
 from hooks import HookError, start_of_piece
 from hooks.base import (
+    HALF,
     FakeTensor,
     Piece,
     Scoped,
     Words,
+    agree,
     forwards_in,
+    is_close,
     is_fully_sharded,
+    is_same,
+    logits_rounding,
     memory_of,
     reading,
     tensors_in,
@@ -35,7 +40,6 @@ from hooks.base import (
 )
 from hooks.shared import hooks_disabled
 from models.attached.original import HOOKED, is_encoder_decoder, logits_of, table_of, tokens_for
-from models.attached.sums import HALF, agree, is_close, is_same
 from models.attached.wires import Output, Replaced, texts_read
 from models.mode import mode
 
@@ -394,7 +398,7 @@ class PaddedPositions:
             return copies_text and side == "left"
         if beside.shape[1:2] == (n_pos + 1,) and alone.shape[1:2] == (n_pos,):
             beside = beside[:, 1:] if side == "left" else beside[:, :-1]
-        tolerance = 0.05 if alone.dtype in HALF else 1e-3
+        tolerance = logits_rounding(alone.dtype)
         return beside.shape == alone.shape and not agree(beside, alone, tolerance)
 
     def _counted(self, mask: Tensor, first: int) -> Tensor:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from hooks.base import is_same
 from models.attached.experts import Experts, find
 from models.attached.original import AttachError
 from models.attached.parts import (
@@ -32,7 +33,6 @@ from models.attached.parts import (
     summand,
 )
 from models.attached.probe import Call, ProbeRun
-from models.attached.sums import is_same
 
 
 class Roles(NamedTuple):

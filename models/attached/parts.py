@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hooks.base import HALF, agree, at_least_float32, is_close, is_same
 from hooks.shared import hooks_disabled
 from models.attached.probe import Call
-from models.attached.sums import HALF, agree, is_close, is_same
-from models.norm import widened
 
 
 @dataclass(frozen=True)
@@ -136,12 +135,12 @@ class TracedNorm:
 
     def rescaled(self, output: Tensor, before: Tensor, after: Tensor) -> Tensor:
         """The output if the scale were `after` instead of `before`."""
-        float32 = widened(output)
-        bias = widened(self.module.bias) if self.bias else 0.0  # type: ignore[arg-type]
+        float32 = at_least_float32(output)
+        bias = at_least_float32(self.module.bias) if self.bias else 0.0  # type: ignore[arg-type]
         return ((float32 - bias) * (before / after) + bias).to(output.dtype)
 
     def _centered(self, x: Tensor) -> Tensor:
-        x = widened(x)
+        x = at_least_float32(x)
         return x - x.mean(-1, keepdim=True) if self.centered else x
 
 
@@ -160,8 +159,8 @@ def norm_of(call: Call) -> TracedNorm | None:
             return None
     gains: list[Tensor | float] = [1.0]
     if isinstance(weight, Tensor):
-        gains = [widened(weight.to(x.device)), 1 + widened(weight.to(x.device))]
-    shift = widened(bias.to(x.device)) if isinstance(bias, Tensor) else 0.0
+        gains = [at_least_float32(weight.to(x.device)), 1 + at_least_float32(weight.to(x.device))]
+    shift = at_least_float32(bias.to(x.device)) if isinstance(bias, Tensor) else 0.0
     # Families compute norms in float32, also of float64 streams.
     best, norm = max(32 * torch.finfo(torch.float32).eps, 4 * torch.finfo(output.dtype).eps), None
     if _hands_on(call, x, output):
@@ -171,7 +170,9 @@ def norm_of(call: Call) -> TracedNorm | None:
         shape = candidate._centered(x) / candidate.scale(x)
         for gain in gains:
             normed = shape * gain + shift
-            error = (normed - widened(output)).abs().max() / normed.abs().max().clamp(min=1e-30)
+            error = (normed - at_least_float32(output)).abs().max() / normed.abs().max().clamp(
+                min=1e-30
+            )
             if error < best:
                 best, norm = float(error.detach()), candidate
     return norm

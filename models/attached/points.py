@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hooks import HookPoint, HookPoints
-from hooks.base import hooks_last
+from hooks.base import hooks_last, is_same
 from models.attached.attention import (
     AttentionPoints,
     CrossPoints,
@@ -21,7 +21,6 @@ from models.attached.original import embedding_of, text_config
 from models.attached.parts import Summand, TracedNorm, factors_of, norm_of, summand
 from models.attached.probe import Call, ProbeRun
 from models.attached.stacks import Stack, require_position_of_each_token
-from models.attached.sums import is_same
 from models.attached.wires import (
     BlockInput,
     Input,

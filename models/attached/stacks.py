@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks.base import tensors_in, without_gradients
+from hooks.base import is_close, is_same, tensors_in, without_gradients
 from hooks.shared import OptionalPoints, Session
 from models.attached.layout import BlockLayout
 from models.attached.original import (
@@ -38,7 +38,6 @@ from models.attached.original import (
 )
 from models.attached.parts import factors_of
 from models.attached.probe import Call, ProbeRun
-from models.attached.sums import is_close, is_same
 from models.attached.wires import Replaced
 from models.mode import mode
 

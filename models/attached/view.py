@@ -25,14 +25,13 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks import HookPoint, Identity, position_offset, start_of_piece
-from hooks.base import mapped, tensors_in, without_gradients
+from hooks.base import agree, is_same, mapped, tensors_in, without_gradients
 from hooks.shared import Session, carried, hooks_disabled
 from models.attached.context import AttachedContext
 from models.attached.layout import BlockLayout
 from models.attached.original import logits_of, tokens_for
 from models.attached.parts import norm_of
 from models.attached.probe import Call, ProbeRun, arguments_of
-from models.attached.sums import agree, is_same
 from models.block import Branch
 from models.mode import mode
 from models.norm import LayerNorm, RMSNorm

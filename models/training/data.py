@@ -9,10 +9,9 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from hooks.base import require_integer, to_device, trusted, without_gradients
+from hooks.base import at_least_float32, require_integer, to_device, trusted, without_gradients
 from models.checks import INTEGERS, check_tokens, check_types, names_fields
 from models.mode import mode
-from models.norm import widened
 from models.transformer import Transformer
 
 Batches = Callable[[int, torch.Generator], Int[Tensor, "batch pos"]]
@@ -153,7 +152,9 @@ def row_losses(model: Transformer, rows: Int[Tensor, "batch pos"]) -> Float[Tens
     with trusted():  # they are those that `check_learnable` has read
         logits = model(rows[:, :-1])
     # In half precision the sum over tokens would be rounded, or infinite.
-    losses = F.cross_entropy(widened(logits).flatten(0, 1), rows[:, 1:].flatten(), reduction="none")
+    losses = F.cross_entropy(
+        at_least_float32(logits).flatten(0, 1), rows[:, 1:].flatten(), reduction="none"
+    )
     return losses.view(len(rows), -1).mean(1)
 
 

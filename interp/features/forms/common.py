@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from hooks import UnknownNameError
-from hooks.base import library, require_integer, storage, strict_json
+from hooks.base import at_least_float32, library, require_integer, storage, strict_json
 
 Weights = dict[str, Tensor]
 
@@ -205,7 +205,7 @@ def no_factor(norm_factor: float | None) -> None:
 
 def full_precision(weights: Weights) -> Weights:
     """Return weights in float32, or in what they have if that is more. A factor goes into them without rounding."""
-    return {n: w.to(torch.promote_types(w.dtype, torch.float32)) for n, w in weights.items()}
+    return {name: at_least_float32(weight) for name, weight in weights.items()}
 
 
 BY_HAND = """By hand, three lines build one:
