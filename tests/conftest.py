@@ -5,6 +5,7 @@ import functools
 import math
 import os
 import signal
+import sys
 import threading
 import types
 
@@ -125,6 +126,14 @@ def hears_ctrl_c():
     signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def shared_models_are_unchanged():
+    """The tests of a module leave the model that ships as it came."""
+    yield
+    if shipped := sys.modules.get("tests.shipped"):
+        shipped.pydoc.require_unchanged()
 
 
 @pytest.fixture

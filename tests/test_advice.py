@@ -19,13 +19,14 @@ from interp import (
     splice,
 )
 from models import load
+from tests.shipped import pydoc
 
 TEXT, OTHER = "part KV81 and KV8", "part KV84 and KV8"
 
 
 @pytest.fixture(scope="module")
 def model():
-    return load("pydoc-4l")
+    return pydoc()
 
 
 @pytest.fixture(scope="module")

@@ -1,32 +1,62 @@
-"""The project's additions to pytest, in runs of their own."""
+"""The project's additions to pytest: what a sample keeps, and what a summary says of the rest."""
 
-import subprocess
-import sys
+import itertools
+from types import SimpleNamespace
 
-from tests.count import ROOT
-
-TABLE = """
 import pytest
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("row", range(3))
-@pytest.mark.parametrize("column", range(3))
-def test_table(row, column):
-    pass
-
-@pytest.mark.full
-def test_long():
-    pass
-"""
+from tests import conftest
 
 
-def test_the_summary_counts_what_is_left_out(tmp_path):
-    (tmp_path / "test_table.py").write_text(TABLE)
-    options = ["-v", "-p", "tests.conftest", "-c", ROOT / "pyproject.toml", "-n", "1"]
-    command = [sys.executable, "-m", "pytest", *options, "--rootdir", tmp_path, tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "3 passed" in done.stdout
-    for case in ("0-0", "1-1", "2-2"):  # every row and every column
-        assert f"test_table[{case}]" in done.stdout
-    assert "6 cases of tests that are sampled, and 1 that are marked full" in done.stdout
+class Config(SimpleNamespace):
+    """The part of pytest's config that is read. One of several processes has `workeroutput`."""
+
+    def getoption(self, name):
+        return getattr(self, name)
+
+
+def case(row, column, *marks):
+    """A case of a table, or a long test of its own."""
+    found = {mark.name: mark for mark in marks}
+    names = dict(originalname="test_table", name=f"test_table[{row}-{column}]")
+    return SimpleNamespace(parent=None, get_closest_marker=found.get, **names)
+
+
+def collected(config):
+    """The names that are kept, of a table of which each third case runs and of a long test."""
+    table = itertools.product(range(3), range(3))
+    items = [case(row, column, pytest.mark.sampled(3).mark) for row, column in table]
+    items.append(case("long", "", pytest.mark.full.mark))
+    conftest.pytest_collection_modifyitems(config, items)
+    return [item.name for item in items]
+
+
+def summary(config):
+    """The lines at the end of a run."""
+    lines = []
+    conftest.pytest_terminal_summary(SimpleNamespace(write_line=lines.append), config)
+    return lines
+
+
+SAID = ["left out without --full: 6 cases of tests that are sampled, and 1 that are marked full"]
+
+
+def test_the_summary_counts_what_is_left_out():
+    config = Config(full=False, stash=pytest.Stash())
+    kept = collected(config)
+    assert kept == ["test_table[0-0]", "test_table[1-1]", "test_table[2-2]"]  # each row and column
+    assert summary(config) == SAID
+
+
+def test_the_first_process_has_the_counts_of_the_others():
+    first, other = (Config(full=False, stash=pytest.Stash()) for _ in range(2))
+    other.workeroutput = {}
+    collected(other)
+    conftest.pytest_testnodedown(SimpleNamespace(config=first, workeroutput=other.workeroutput))
+    assert summary(first) == SAID
+
+
+def test_nothing_is_left_out_of_a_full_run():
+    config = Config(full=True, stash=pytest.Stash())
+    assert len(collected(config)) == 10
+    assert summary(config) == []

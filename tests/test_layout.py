@@ -1,8 +1,10 @@
 """The layout of the project: import directions, public names, what an import costs."""
 
 import ast
+import functools
 import importlib
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,8 +18,14 @@ MAY_IMPORT = {"hooks": {"hooks"}, "models": {"hooks", "models"}, "interp": {"hoo
 MODULES = [path for package in MAY_IMPORT for path in sorted((ROOT / package).rglob("*.py"))]
 
 
+@functools.cache
+def nodes_of(path):
+    """All nodes of the syntax of a file."""
+    return [*ast.walk(ast.parse(path.read_text()))]
+
+
 def imported(path):
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -25,19 +33,20 @@ def imported(path):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_go_one_way(path):
-    package = path.relative_to(ROOT).parts[0]
-    is_command = path.is_relative_to(ROOT / "interp" / "cli")
-    allowed = MAY_IMPORT[package] | ({"models"} if is_command else set())
-    ours = [name.split(".") for name in imported(path) if name.partition(".")[0] in MAY_IMPORT]
-    assert {name[0] for name in ours} <= allowed
-    is_base = path.is_relative_to(ROOT / "hooks" / "base")
-    assert not is_base or {tuple(name[:2]) for name in ours} <= {("hooks", "base")}
-    # A package is seen by its face.
-    if package != "hooks":
-        faces = {*PUBLIC["hooks"].split(), "base", "shared", "__version__"}
-        assert {name[1] for name in ours if name[0] == "hooks" and len(name) > 1} <= faces
+def test_imports_go_one_way():
+    for path in MODULES:
+        package = path.relative_to(ROOT).parts[0]
+        is_command = path.is_relative_to(ROOT / "interp" / "cli")
+        allowed = MAY_IMPORT[package] | ({"models"} if is_command else set())
+        ours = [name.split(".") for name in imported(path) if name.partition(".")[0] in MAY_IMPORT]
+        assert {name[0] for name in ours} <= allowed, path
+        is_base = path.is_relative_to(ROOT / "hooks" / "base")
+        assert not is_base or {tuple(name[:2]) for name in ours} <= {("hooks", "base")}, path
+        # A package is seen by its face.
+        if package != "hooks":
+            faces = {*PUBLIC["hooks"].split(), "base", "shared", "__version__"}
+            seen = {name[1] for name in ours if name[0] == "hooks" and len(name) > 1}
+            assert seen <= faces, path
 
 
 # The files and rooms of `interp`. Each imports only what is before it, and a room its own files.
@@ -58,26 +67,24 @@ def room_of(names):
     return ".".join(names[:2]) if ".".join(names[:2]) in INTERP else names[0]
 
 
-@pytest.mark.parametrize(
-    "path",
-    sorted({*(ROOT / "interp").rglob("*.py")} - {ROOT / "interp" / "__init__.py"}),
-    ids=lambda path: str(path.relative_to(ROOT)),
-)
-def test_imports_inside_interp_go_one_way(path):
-    here = path.relative_to(ROOT / "interp").with_suffix("").parts
-    names = [name.split(".") for name in imported(path)]
-    ours = [name[1:] for name in names if name[0] == "interp"]
-    assert {room_of(name) for name in ours} <= {*INTERP[: INTERP.index(room_of(here)) + 1]}
-    own = {name[1] for name in ours if name[0] == here[0]}
-    assert here[0] not in FLAT or path.name == "__init__.py" or own <= {*FLAT[here[0]].split()}
+def test_imports_inside_interp_go_one_way():
+    for path in (ROOT / "interp").rglob("*.py"):
+        here = path.relative_to(ROOT / "interp").with_suffix("").parts
+        if here == ("__init__",):
+            continue
+        names = [name.split(".") for name in imported(path)]
+        ours = [name[1:] for name in names if name[0] == "interp"]
+        before = {*INTERP[: INTERP.index(room_of(here)) + 1]}
+        assert {room_of(name) for name in ours} <= before, path
+        own = {name[1] for name in ours if name[0] == here[0]}
+        is_free = here[0] not in FLAT or path.name == "__init__.py"
+        assert is_free or own <= {*FLAT[here[0]].split()}, path
 
 
 def test_what_tests_share_stands_in_no_test():
+    borrows = re.compile(r"^\s*from tests\.(\w+\.)*test_\w+ import", re.MULTILINE)
     for path in (ROOT / "tests").rglob("*.py"):
-        borrowed = [
-            name for name in imported(path) if ".test_" in name and name.startswith("tests.")
-        ]
-        assert not borrowed, path
+        assert not borrows.search(path.read_text()), path
 
 
 def test_no_name_hides_a_module():
@@ -99,14 +106,15 @@ def is_private(dotted):
     return parts[0] == "torch" and bool(hidden)
 
 
-def private_parts_of_torch(tree):
+def private_parts_of_torch(path):
     """Each private name of PyTorch that a module imports or reads, with its line."""
-    for node in ast.walk(tree):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             names = [f"{node.module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Attribute):
+        # What is public may be a part of something private, which is a node itself.
+        elif isinstance(node, ast.Attribute) and node.attr.startswith("_"):
             # A class that overrides a documented method of nn.Module may read its own.
             own = isinstance(node.value, ast.Name) and node.value.id == "self"
             names = [
@@ -120,10 +128,11 @@ def private_parts_of_torch(tree):
         yield from (f"{name}, line {node.lineno}" for name in names if is_private(name))
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_private_parts_of_torch_are_used_in_one_module(path):
-    found = list(private_parts_of_torch(ast.parse(path.read_text())))
-    assert bool(found) == (path.relative_to(ROOT) == Path("hooks/base/_torch.py")), found
+def test_private_parts_of_torch_are_used_in_one_module():
+    for path in MODULES:
+        found = list(private_parts_of_torch(path))
+        is_theirs = path.relative_to(ROOT) == Path("hooks/base/_torch.py")
+        assert bool(found) == is_theirs, (path, found)
 
 
 # What is only hashed, and what is a prompt, which must be as `transformers` writes it.
@@ -134,16 +143,13 @@ WRITES_OTHER_JSON = {
 }
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_json_is_written_by_one_module(path):
+def test_json_is_written_by_one_module():
     """Others might write NaN, which is no JSON."""
     writers = {"json.dumps", "json.dump"}
-    found = {
-        ast.unparse(node.func)
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call)
-    }
-    assert bool(found & writers) == (path.relative_to(ROOT).as_posix() in WRITES_OTHER_JSON)
+    for path in MODULES:
+        called = {ast.unparse(node.func) for node in nodes_of(path) if isinstance(node, ast.Call)}
+        may_write = path.relative_to(ROOT).as_posix() in WRITES_OTHER_JSON
+        assert bool(called & writers) == may_write, path
 
 
 # Calls that may run code of the files that they read, and the argument that keeps them from it.
@@ -158,19 +164,18 @@ NEVER = {"yaml.load", "pickle.load", "pickle.loads", "jinja2.Environment", "eval
 EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))
 
 
-@pytest.mark.parametrize(
-    "path", [*MODULES, *EXAMPLES], ids=lambda path: str(path.relative_to(ROOT))
-)
-def test_no_file_that_is_read_runs_code(path):
-    for node in ast.walk(ast.parse(path.read_text())):
-        if not isinstance(node, ast.Call):
-            continue
-        name, said = ast.unparse(node.func), {each.arg: each.value for each in node.keywords}
-        assert name not in NEVER, f"line {node.lineno}"
-        for call in {name, name.rpartition(".")[2]} & RUNS_CODE.keys():
-            argument, safe = RUNS_CODE[call]
-            value = ast.unparse(said[argument]) if argument in said else "nothing"
-            assert value in safe, f"{argument} of {name} in line {node.lineno}: {value}"
+def test_no_file_that_is_read_runs_code():
+    for path in [*MODULES, *EXAMPLES]:
+        for node in nodes_of(path):
+            if not isinstance(node, ast.Call):
+                continue
+            name, said = ast.unparse(node.func), {each.arg: each.value for each in node.keywords}
+            place = f"line {node.lineno} of {path}"
+            assert name not in NEVER, place
+            for call in {name, name.rpartition(".")[2]} & RUNS_CODE.keys():
+                argument, safe = RUNS_CODE[call]
+                value = ast.unparse(said[argument]) if argument in said else "nothing"
+                assert value in safe, f"{argument} of {name} in {place}: {value}"
 
 
 PUBLIC = {
@@ -249,14 +254,24 @@ def python(code, **options):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, **options)
 
 
-def test_importing_brings_no_heavy_dependency():
-    heavy = (
-        "transformers tokenizers tiktoken huggingface_hub gguf matplotlib jinja2 beartype".split()
-    )
-    for package, more in (("interp", ["models"]), ("models", [])):
-        code = f"import torch, sys; had = set(sys.modules); from {package} import *; print([m for m in {heavy + more} if m in set(sys.modules) - had])"  # fmt: skip
-        done = python(code)
-        assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+HEAVY = {
+    *("transformers", "tokenizers", "tiktoken", "huggingface_hub"),
+    *("gguf", "matplotlib", "jinja2", "beartype"),
+}
+IMPORTS = """
+import sys
+import torch
+before = {*sys.modules}
+from interp import *
+after_interp = {*sys.modules} - before
+from models import *
+print(sorted(({*sys.modules} - before) & HEAVY), "models" in after_interp)
+""".replace("HEAVY", repr(HEAVY))
+
+
+def test_importing_brings_no_heavy_dependency_and_no_warning():
+    done = python(IMPORTS)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "[] False", "")
 
 
 def test_a_foreign_package_called_hooks_is_named(tmp_path):
@@ -276,5 +291,3 @@ def test_a_foreign_module_called_models_is_a_warning(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("UserWarning") == 1
     assert str(theirs) in done.stderr
-    done = python(f"import sys; sys.path[:0] = [{str(ROOT)!r}]; import interp")
-    assert not done.stderr

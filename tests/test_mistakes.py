@@ -17,6 +17,7 @@ from hooks import HookedRunner, HookError, HookPoint, Mode
 from interp import store
 from interp.directions import Direction
 from tests.count import ROOT
+from tests.shipped import pydoc
 
 MISTAKES = """
 logit_lens(model, TEXT)                                         | TypeError | 'def f.*run_with_cache
@@ -287,7 +288,7 @@ def given():
     """What the calls of the table are made with."""
     transformers = pytest.importorskip("transformers", reason="needs the extra hf")
     sizes = {"n_layer": 1, "n_head": 2, "n_embd": 4, "vocab_size": 7}
-    model = models.load("pydoc-4l")
+    model = pydoc()
     runner = HookedRunner(model)
     logits, cache = runner.run_with_cache(TEXT)
     pairs = interp.Pairs("def __ini", "def __nam", ("t", "e"))
@@ -340,7 +341,7 @@ def test_a_device_that_is_not_here_is_one_line(call, given):
 
 
 def test_a_detach_takes_nothing_from_a_plain_model(given):
-    model = models.load("pydoc-4l")
+    model = pydoc()
     models.detach(model)
     torch.testing.assert_close(model(given["tokens"]), given["logits"], rtol=1e-4, atol=1e-4)
 

@@ -17,7 +17,7 @@ import torch
 
 import models
 from hooks import HookedRunner
-from models import load
+from tests.shipped import pydoc
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -267,7 +267,7 @@ def test_the_guide_of_runs(capsys):
     page = (GUIDES / "runner_and_caches.py").read_text()
     table = page.partition("## Hook points")[2].partition("# ```\n")[2].partition("# ```")[0]
     written = "\n".join(line.removeprefix("# ") for line in table.splitlines())
-    assert written == HookedRunner(load("pydoc-4l")).table()
+    assert written == HookedRunner(pydoc()).table()
 
 
 def test_the_guide_of_training_and_singular_values(capsys):

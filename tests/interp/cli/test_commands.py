@@ -26,6 +26,7 @@ from interp.directions import Direction
 from interp.store import Activations, harvest
 from models import generate_text, load, load_tokenizer
 from models.checkpoints.loading import locate
+from tests.shipped import pydoc
 
 CLEAN, OTHER = (f"part ZQXJ-KV8{digit} is out; ask for ZQXJ-KV8" for digit in "14")
 
@@ -63,7 +64,7 @@ def test_the_example_in_the_help_runs(name, capsys, tmp_path, monkeypatch):
 
 
 def test_the_lens_is_that_of_python(capsys):
-    model = load("pydoc-4l")
+    model = pydoc()
     readout = logit_lens(model, HookedRunner(model).run_with_cache(CLEAN)[1], top_k=3)
     data = json.loads(printed(capsys, "lens", "--prompt", CLEAN, "--top", "3", "--json"))
     assert data["tokens"] == [*CLEAN]
@@ -75,7 +76,7 @@ def test_the_lens_is_that_of_python(capsys):
 
 
 def test_features_are_those_of_python(capsys):
-    model, point = load("pydoc-4l"), "blocks.1.mlp_out"
+    model, point = pydoc(), "blocks.1.mlp_out"
     transcoder = load_sae("pydoc-4l/transcoders")[point]
     given = ["features", "--prompt", CLEAN, "--dictionary", "pydoc-4l/transcoders", "--at", point]
     data = json.loads(printed(capsys, *given, "--top", "3", "--json"))
@@ -106,9 +107,7 @@ def test_jobs_of_a_harvest_are_those_of_python(capsys, tmp_path):
         assert main([*given, "--shard", job]) == 0
     names = ["blocks.1.mlp_out", "blocks.1.attn.z"]
     settings = {"context": 8, "pack": True, "pos": slice(1, None), "dtype": torch.float16}
-    store = harvest(
-        load("pydoc-4l"), texts, names, tmp_path / "python", batch=3, per_file=7, **settings
-    )
+    store = harvest(pydoc(), texts, names, tmp_path / "python", batch=3, per_file=7, **settings)
     assert Activations(tmp_path / "out").checksums == store.checksums
     out = capsys.readouterr().out.splitlines()
     assert out == ["Activations of 2 points, not complete", repr(store)]
@@ -121,7 +120,7 @@ def test_patches_are_those_of_python(capsys):
     pairs = Pairs(CLEAN, OTHER, ("1", "4"))
     given = ["patch", "--prompt", CLEAN, "--corrupted", OTHER, "--answers", "1", "4"]
     for site, over in (("z", ["layer", "head"]), ("resid_pre", None)):
-        result = activation_patching(load("pydoc-4l"), pairs, site, over)
+        result = activation_patching(pydoc(), pairs, site, over)
         more = ["--site", site, *(["--over", *over] if over else [])]
         data = json.loads(printed(capsys, *given, *more, "--json"))
         torch.testing.assert_close(torch.tensor(data["values"]), result.values, rtol=0, atol=0)
@@ -132,7 +131,7 @@ def test_patches_are_those_of_python(capsys):
 
 
 def test_generation_under_edits_is_that_of_python(capsys):
-    model, change = load("pydoc-4l"), "blocks.3.attn.z zero head=0,3 pos=4:"
+    model, change = pydoc(), "blocks.3.attn.z zero head=0,3 pos=4:"
     edit = edits.zero(head=[0, 3], pos=slice(4, None))
     with HookedRunner(model).hooks({"blocks.3.attn.z": edit}):
         expected = generate_text(model, CLEAN, max_new_tokens=5)
@@ -166,7 +165,7 @@ def test_a_generation_is_steered_by_a_file(tmp_path, capsys):
     direction = Direction({"blocks.2.resid_post": torch.linspace(-2, 2, 128)})
     direction.save(tmp_path / "v.safetensors")
     direction.to_gguf(tmp_path / "v.gguf")
-    model = load("pydoc-4l")
+    model = pydoc()
     with HookedRunner(model).hooks({"blocks.2.resid_post": edits.add(direction, 2.5)}):
         expected = generate_text(model, CLEAN, max_new_tokens=6, temperature=0.0)
     for name in ("v.safetensors", "v.gguf"):

@@ -8,9 +8,9 @@ from interp import Pairs, logit_diff, node_effects
 from interp.effects.acdc import acdc
 from interp.graph import Graph
 from interp.runs.masked import run_circuit
-from models import load
 from tests.interp.planted import case
 from tests.reference import variant
+from tests.shipped import pydoc
 
 
 def pairs_of(model, seed=0):
@@ -85,7 +85,7 @@ def test_a_planted_circuit_is_found(name):
 
 
 def test_thresholds_share_their_tests():
-    model, pairs = load("pydoc-4l"), Pairs("def __ini", "def __nam")
+    model, pairs = pydoc(), Pairs("def __ini", "def __nam")
     one = acdc(model, pairs, 1.0)
     both = acdc(model, pairs, [1.0, 2.0])
     assert both[1.0] == one[1.0]

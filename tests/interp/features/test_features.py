@@ -25,7 +25,8 @@ from interp.features import (
 )
 from interp.features.cards import Example, FeatureCard, FeatureCards
 from interp.features.evaluation import LEAST_FOR_DEAD, PointScores
-from models import Transformer, TransformerConfig, generate, load, next_token_loss
+from models import Transformer, TransformerConfig, generate, next_token_loss
+from tests.shipped import pydoc
 
 D, FEATURES = 12, 29
 TEXTS = [[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5, 8], [9, 7, 9, 3], [2, 3, 8, 4, 6, 2]]
@@ -430,7 +431,7 @@ def test_the_bundled_dictionaries_keep_what_the_model_knows(name, prose, copied)
     """On text of the last tenth, which nothing was trained on, and on repeated random characters."""
     from pydoc_data.topics import topics
 
-    bundled, dictionaries = load("pydoc-4l"), load_sae(f"pydoc-4l/{name}")
+    bundled, dictionaries = pydoc(), load_sae(f"pydoc-4l/{name}")
     text = "\n".join(topics.values())
     held_out = text[len(text) * 9 // 10 :]
     rows = [held_out[start : start + 200] for start in range(0, 4000, 400)]

@@ -15,8 +15,8 @@ from torch.testing import assert_close
 
 from hooks import UnknownNameError
 from interp.features import CrossLayerTranscoder, Dictionary, load_sae, splice
-from models import load
 from tests.interp.features.fixtures import FIXTURES, changed
+from tests.shipped import pydoc
 
 ALONE = sorted(
     folder.parent
@@ -217,7 +217,7 @@ def test_points_have_our_names():
 
 
 def test_a_transcoder_without_a_known_place_is_not_taken_for_an_autoencoder(tmp_path):
-    model = load("pydoc-4l")
+    model = pydoc()
     shutil.copytree(
         FIXTURES / "gemma_scope", tmp_path / "gemma-scope-2b-pt-transcoders" / "layer_1"
     )
@@ -307,7 +307,7 @@ def test_a_link_has_the_name_of_its_repository(tmp_path):
 
 
 def test_a_path_that_says_nothing_asks(tmp_path):
-    folder, model = FIXTURES / "gemma_scope", load("pydoc-4l")
+    folder, model = FIXTURES / "gemma_scope", pydoc()
     other = shutil.copytree(folder, tmp_path / "x" / "embedding" / "run_2")
     for each in (folder, other):
         with pytest.raises(ValueError, match="scale_embeddings=.*transcodes="):
@@ -327,7 +327,7 @@ def test_a_path_that_says_nothing_asks(tmp_path):
 
 
 def test_a_transcoder_of_sparsify_is_known_by_its_skip_connection(tmp_path):
-    folder, model = FIXTURES / "sparsify_of_2024" / "layers.1.mlp", load("pydoc-4l")
+    folder, model = FIXTURES / "sparsify_of_2024" / "layers.1.mlp", pydoc()
     made, W = load_sae(folder), load_file(folder / "sae.safetensors")
     assert (made.is_transcoder, made.writes) == (True, "layers.1.mlp")
     W = {name: weight.double().numpy() for name, weight in W.items()}

@@ -17,6 +17,7 @@ from interp.features.places import ours
 from interp.tracing import attribution_graph
 from models import Transformer, TransformerConfig, attach, from_hf, load
 from tests.interp.features.fixtures import FIXTURES, changed
+from tests.shipped import pydoc
 
 attachable = pytest.importorskip("tests.attachable", reason="needs the extra hf")
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5, 8, 9, 7]])
@@ -122,7 +123,7 @@ def test_an_exact_name_is_ours_before_any_model():
 
 @pytest.mark.parametrize("mlp", [True, False], ids=["all of zeros", "attention too"])
 def test_a_value_of_zeros_means_no_point(mlp):
-    model = copy.deepcopy(load("pydoc-4l"))
+    model = load("pydoc-4l")
     for part in [model.blocks[1].mlp, *([] if mlp else [model.blocks[1].attn])]:
         for parameter in part.output.parameters():
             parameter.data.zero_()
@@ -131,7 +132,7 @@ def test_a_value_of_zeros_means_no_point(mlp):
 
 
 def test_a_place_that_is_given():
-    model = load("pydoc-4l")
+    model = pydoc()
     sae = dictionary(128, reads="layers.9.mlp", writes="layers.9.mlp")
     with pytest.raises(UnknownNameError, match="at="):
         splice(model, sae).__enter__()
@@ -198,7 +199,7 @@ SAME_PLACES = {
 @pytest.mark.parametrize("name", OTHER_PLACES)
 def test_a_dictionary_at_another_place_is_a_warning_that_names_both(name):
     trained, at = OTHER_PLACES[name]
-    model = load("pydoc-4l")
+    model = pydoc()
     sae = dictionary(128, reads=trained, writes=trained)
     for dictionaries, options in ((sae, {"at": at}), ({at: sae}, {})):
         (message,) = warned(partial(spliced, model, dictionaries, **options))
@@ -212,7 +213,7 @@ def test_a_dictionary_at_another_place_is_a_warning_that_names_both(name):
 @pytest.mark.parametrize("name", SAME_PLACES)
 def test_a_dictionary_at_its_own_place_is_none(name):
     trained, at = SAME_PLACES[name]
-    model = load("pydoc-4l")
+    model = pydoc()
     size = 512 if at.endswith("mlp.post") else 128
     assert not warned(
         partial(spliced, model, dictionary(size, reads=trained, writes=trained), at=at)
@@ -230,7 +231,7 @@ def test_points_of_one_value_are_one_place():
 
 
 def test_a_transcoder_reads_and_writes_its_own_places():
-    model, reads, writes = load("pydoc-4l"), "blocks.1.ln2.normalized", "blocks.1.mlp_out"
+    model, reads, writes = pydoc(), "blocks.1.ln2.normalized", "blocks.1.mlp_out"
     coder = dictionary(128, reads=reads, writes=writes)
     for short in (reads, "ln2.normalized", None):
         assert not warned(partial(spliced, model, coder, reads=short))
@@ -245,7 +246,7 @@ def test_a_transcoder_reads_and_writes_its_own_places():
 
 
 def test_an_attribution_graph_warns_of_a_transcoder_of_another_layer():
-    model = load("pydoc-4l")
+    model = pydoc()
     part = dictionary(128, reads="ln2.normalized", writes="blocks.1.mlp_out")
     for at, count in (("blocks.1.mlp_out", 0), ("blocks.2.mlp_out", 1)):
         found = warned(partial(attribution_graph, model, "part KV8", {at: part}, targets=1))
@@ -254,7 +255,7 @@ def test_an_attribution_graph_warns_of_a_transcoder_of_another_layer():
 
 
 def test_no_hook_is_left_by_looking():
-    model = copy.deepcopy(load("pydoc-4l"))
+    model = pydoc()
     with splice(model, dictionary(128), at="layers.1.mlp"):
         pass
     with pytest.raises(UnknownNameError):

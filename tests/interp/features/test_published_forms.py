@@ -13,8 +13,8 @@ from torch import nn
 
 from hooks import UnknownNameError
 from interp.features import Dictionary, Gated, JumpReLU, TopK, load_sae, splice
-from models import load
 from tests.count import ROOT
+from tests.shipped import pydoc
 
 FIXTURES = ROOT / "tests" / "dictionaries"
 D_IN, FEATURES, D_OUT = 5, 11, 5
@@ -499,7 +499,7 @@ def test_unit_decoder_rows_are_refused_where_features_compete():
 
 
 def test_a_loaded_one_is_spliced_where_it_says(tmp_path):
-    model = load("pydoc-4l")
+    model = pydoc()
     torch.save(
         {"W_enc": drawn(FEATURES, 128), "W_dec": drawn(128, FEATURES), "b_enc": drawn(FEATURES), "b_dec": drawn(128)},
         tmp_path / "layer2.sae.pt",

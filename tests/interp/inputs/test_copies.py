@@ -27,7 +27,7 @@ from interp.directions import Direction, steering_curve
 from interp.graph import Graph
 from interp.inputs.copies import digests, groups, numbered
 from interp.reading.experts import expert_load
-from models import load
+from tests.shipped import pydoc
 from tests.streams import made
 
 SHORT = [[3, 1, 4], [1, 5], [9, 2, 6, 5], [1, 5], [3, 1, 4, 1], [3, 1, 4]]
@@ -227,7 +227,7 @@ def test_texts_of_a_cache_that_differ_in_more_than_tokens_are_no_copies():
 
 
 def test_the_error_of_a_jacobian_lens_counts_copies_once():
-    model = load("pydoc-4l")
+    model = pydoc()
     texts = ["def f(x): ret", "class A: pas", "import os, sy"]
     once, twice = (jacobian_lens(model, texts * n, skip=3) for n in (1, 2))
     assert (once.n_texts, twice.n_texts) == (3, 6)

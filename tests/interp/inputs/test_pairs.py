@@ -6,7 +6,7 @@ import torch
 from hooks import ModeError
 from interp import Pairs, cross_entropy, log_prob
 from interp.measuring import measure
-from models import load
+from tests.shipped import pydoc
 
 BATCH, POS = 4, 7
 
@@ -104,7 +104,7 @@ def test_the_metric_of_the_answers(tokens, corrupted):
 def test_answers_are_numbers_in_every_form(answers, expected):
     pairs = Pairs(torch.zeros(3, 5, dtype=torch.long), answers=answers)
     assert pairs.answers.tolist() == expected
-    worded = Pairs([[0] * 5] * 3, answers=answers).read_by(load("pydoc-4l"))
+    worded = Pairs([[0] * 5] * 3, answers=answers).read_by(pydoc())
     assert worded.answers.tolist() == expected
 
 

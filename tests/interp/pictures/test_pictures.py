@@ -22,8 +22,9 @@ from interp.graph import Graph
 from interp.pictures.view import _page, visible
 from interp.store import harvest
 from interp.tracing import Link, Node, PrunedGraph
-from models import KVCache, load
+from models import KVCache
 from tests.browser import FLAGS, seen_in_browser
+from tests.shipped import pydoc
 
 MINUS = chr(0x2212)
 TEXT = "def f(x):"
@@ -38,7 +39,7 @@ PROBE = Path(__file__).with_name("pictures_probe.js").read_text(encoding="utf-8"
 
 @pytest.fixture(scope="module")
 def bundled():
-    return load("pydoc-4l")
+    return pydoc()
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import pytest
 
 import interp
 from interp.pictures.view import visible
-from models import load
+from tests.shipped import pydoc
 
 api = pytest.importorskip("playwright.sync_api", reason="needs playwright, which drives a browser")
 nbformat = pytest.importorskip("nbformat", reason="needs the extra notebook")
@@ -83,7 +83,7 @@ def browser():
 @pytest.fixture(scope="module")
 def words():
     """By layer and position the likeliest next token of the lens."""
-    model = load("pydoc-4l")
+    model = pydoc()
     lens = interp.logit_lens(model, interp.run_with_cache(model, TEXT)[1])
     return [[visible(top[0]) for top in layer] for layer in model.to_pieces(lens.tokens[:, 0])]
 

@@ -11,6 +11,7 @@ from torch import nn
 from hooks import CacheError, HookPoint, ModeError
 from hooks.base._torch import PeakBytes
 from interp import JacobianLens, TunedLens, jacobian_lens, logit_lens, run_with_cache, tuned_lens
+from tests.shipped import pydoc
 
 SKIP, D = 2, 5
 TEXTS = [[3, 1, 4, 1, 5, 9, 2], [2, 7, 1, 8], [1, 6, 1, 8, 0, 3, 3, 9, 8, 8, 7]]
@@ -334,9 +335,9 @@ def test_positions_read_in_parts_are_each_in_their_place(monkeypatch, at_once):
 def test_on_the_bundled_model_the_tuned_lens_is_better_at_every_layer():
     from pydoc_data.topics import topics
 
-    from models import load, load_tokenizer, split
+    from models import load_tokenizer, split
 
-    model, tokenizer = load("pydoc-4l"), load_tokenizer("pydoc-4l")
+    model, tokenizer = pydoc(), load_tokenizer("pydoc-4l")
     # Other versions of Python have characters that the tokenizer lacks.
     text = "".join(char for char in "\n".join(topics.values()) if char in tokenizer.characters)
     tokens = torch.tensor(tokenizer.encode(text))

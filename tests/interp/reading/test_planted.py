@@ -12,8 +12,9 @@ from interp import (
     repeated_tokens,
     run_with_cache,
 )
-from models import load, next_token_loss
+from models import next_token_loss
 from tests.interp.planted import END, INDUCTION, PREVIOUS, TEXTS, B, C, D, E, V, W, induction
+from tests.shipped import pydoc
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +71,7 @@ def test_detectors_and_ablation_name_the_planted_heads(planted):
 
 def test_ablation_of_induction_heads_costs_the_bundled_model_most():
     """The previous-token head and the heads with induction scores, in the order of these."""
-    model, period = load("pydoc-4l"), 20
+    model, period = pydoc(), 20
     tokens = repeated_tokens(model.config.vocab_size, period, batch=16)
     _, cache = run_with_cache(model, tokens, names=["*.pattern", "*.z"])
 

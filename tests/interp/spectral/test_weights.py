@@ -22,7 +22,7 @@ from interp import (
     singular_tokens,
     token_directions,
 )
-from models import RotaryScaling, Transformer, TransformerConfig, load
+from models import RotaryScaling, Transformer, TransformerConfig
 from tests.reference import (
     HEADS,
     LAYERS,
@@ -34,6 +34,7 @@ from tests.reference import (
     some_tokens,
     variant,
 )
+from tests.shipped import pydoc
 
 # Circuits leave biases out.
 UNBIASED = dict(qkv_bias=False, out_bias=False)
@@ -409,7 +410,7 @@ def test_what_singular_tokens_cannot_read_is_refused():
             singular_tokens(model, 1, **options)
     with pytest.raises(TypeError, match="mlp"):
         singular_tokens(variant("attention only sandwich"), 1, circuit="W_in")
-    shown = repr(singular_tokens(load("pydoc-4l"), 1, circuit="W_out", k=1))
+    shown = repr(singular_tokens(pydoc(), 1, circuit="W_out", k=1))
     assert "+ 'n" in shown
 
 

@@ -15,6 +15,7 @@ from interp.store import Activations, harvest, plan
 from interp.store.corpora import each
 from models import load
 from tests.reference import variant
+from tests.shipped import pydoc
 
 LINES = ["part one", "", "def f(x):", "part KV8 is sold out"]
 
@@ -57,7 +58,7 @@ def test_texts_without_tokens_have_no_rows(tmp_path):
 
 
 def test_edits_are_refused_and_dictionaries_are_part_of_the_model(tmp_path):
-    model, name = load("pydoc-4l"), "blocks.2.resid_post.features"
+    model, name = pydoc(), "blocks.2.resid_post.features"
     edited = HookedRunner(model).hooks({"blocks.1.mlp_out": edits.zero()})
     with edited, pytest.raises(HookError, match="got an edit at blocks.1.mlp_out"):
         harvest(model, LINES, "blocks.2.mlp_out", tmp_path / "edited")
@@ -226,7 +227,7 @@ def test_unknown_settings_are_refused(tmp_path):
 @pytest.mark.usefixtures("unchecked")
 def test_a_dtype_in_words_is_refused_before_anything_is_made(tmp_path):
     with pytest.raises(TypeError, match="dtype must be .*got 'float16'"):
-        harvest(load("pydoc-4l"), ["a"], "blocks.0.mlp_out", tmp_path / "new", dtype="float16")
+        harvest(pydoc(), ["a"], "blocks.0.mlp_out", tmp_path / "new", dtype="float16")
     assert not [*tmp_path.iterdir()]
 
 
@@ -250,7 +251,7 @@ def test_a_dtype_that_would_cut_numbers_off_is_refused_before_anything_runs(tmp_
 
 def test_models_may_come_by_a_function(tmp_path):
     made = harvest(lambda: load("pydoc-4l"), LINES, "blocks.1.mlp_out", tmp_path / "made")
-    given = harvest(load("pydoc-4l"), LINES, "blocks.1.mlp_out", tmp_path / "given")
+    given = harvest(pydoc(), LINES, "blocks.1.mlp_out", tmp_path / "given")
     assert made.checksums == given.checksums
     assert [*map(len, given.texts())] == [8, 0, 9, 20]
 

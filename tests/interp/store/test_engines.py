@@ -13,6 +13,7 @@ import torch
 
 from interp.store import Ray, harvest
 from models import load
+from tests.shipped import pydoc
 
 NAME = "blocks.1.mlp_out"
 TEXTS = [f"part {n} of the list, and more of it " * (1 + n % 5) for n in range(240)]
@@ -48,7 +49,7 @@ def test_a_cluster_writes_what_one_process_writes(tmp_path, monkeypatch):
     ray = pytest.importorskip("ray", reason="needs the extra ray")
     corpus, out, killed = tmp_path / "texts.txt", tmp_path / "ray", []
     corpus.write_text("".join(text + "\n" for text in TEXTS))
-    one = harvest(load("pydoc-4l"), corpus, NAME, tmp_path / "one", per_file=4)
+    one = harvest(pydoc(), corpus, NAME, tmp_path / "one", per_file=4)
     killer = threading.Thread(target=kill_one, args=(out, killed))
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
@@ -66,7 +67,7 @@ def test_a_cluster_writes_what_one_process_writes(tmp_path, monkeypatch):
         )
         # A module is copied to each worker; the same error as here comes out.
         with pytest.raises(ValueError, match="same texts; those of file 0 are others") as told:
-            harvest(load("pydoc-4l"), TEXTS[1:], NAME, out, per_file=4, engine=Ray())
+            harvest(pydoc(), TEXTS[1:], NAME, out, per_file=4, engine=Ray())
         assert type(told.value) is ValueError
     finally:
         ray.shutdown()

@@ -9,8 +9,8 @@ from interp import edits, head_scores, max_activating, tuned_lens
 from interp.directions import leace
 from interp.numbers.moments import Moments
 from interp.store import Statistics, StatisticsByPoint, harvest, statistics
-from models import load
 from tests.reference import variant
+from tests.shipped import pydoc
 
 NAME = "blocks.1.mlp.post"
 
@@ -262,7 +262,7 @@ def test_a_tuned_lens_is_fitted_to_a_store(tmp_path):
     ("option", "match"), [({"pos": -1}, "pos=.*harvest"), ({"context": 3}, "context=.*harvest"), ({"topp": 3}, "topp=.*top"), ({"values": 3}, "values=")],
 )  # fmt: skip
 def test_options_that_statistics_do_not_take_are_named(option, match, tmp_path):
-    model = load("pydoc-4l")
+    model = pydoc()
     with pytest.raises(TypeError, match=match):
         statistics(model, ["def f"], "*.mlp_out", **option)
     store = harvest(model, ["def f"], "blocks.0.mlp_out", tmp_path)

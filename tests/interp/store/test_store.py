@@ -24,8 +24,8 @@ import torch
 from hooks import CacheError, HookedRunner, UnknownNameError
 from hooks.base import storage
 from interp.store import Activations, harvest, plan, rows
-from models import load
 from tests.reference import variant
+from tests.shipped import pydoc
 
 NAMES = ["blocks.0.ln2.normalized", "blocks.0.mlp_out", "blocks.1.attn.z"]
 
@@ -442,7 +442,7 @@ def test_a_killed_job_goes_on(tmp_path):
     texts = [f"part {n} of " * (1 + n % 5) for n in range(60)]
     assert len(Activations(tmp_path / "killed")) == sum(map(len, texts))
     assert (
-        load("pydoc-4l").to_text(Activations(tmp_path / "killed").file(0)["tokens"].tolist()[:10])
+        pydoc().to_text(Activations(tmp_path / "killed").file(0)["tokens"].tolist()[:10])
         == texts[0]
     )
 

@@ -11,8 +11,8 @@ from interp.cli.command import main
 from interp.features import feature_cards, load_sae
 from interp.pictures.view import visible
 from interp.tracing import Link, Node, PrunedGraph, attribution_graph
-from models import load
 from tests.browser import seen_in_browser
+from tests.shipped import pydoc
 
 TEXT = "part KV8 and part K"
 # What Neuronpedia's front end asks of a graph, from its schema of 2025.
@@ -21,11 +21,11 @@ SCHEMA = json.loads((Path(__file__).parents[2] / "tracing" / "schema.json").read
 
 @pytest.fixture(scope="module")
 def graph():
-    return attribution_graph(load("pydoc-4l"), TEXT, load_sae("pydoc-4l/transcoders"))
+    return attribution_graph(pydoc(), TEXT, load_sae("pydoc-4l/transcoders"))
 
 
 def test_a_text_alone_is_a_token():
-    model = load("pydoc-4l")
+    model = pydoc()
     graph = attribution_graph(model, TEXT, {}, targets="V")
     assert [node.number for node in graph.logits] == [model.to_id("V")]
     with pytest.raises(ValueError, match="must be one token"):
@@ -35,7 +35,7 @@ def test_a_text_alone_is_a_token():
 
 
 def test_a_difference_has_no_probability_in_a_file(tmp_path):
-    model = load("pydoc-4l")
+    model = pydoc()
     graph = attribution_graph(model, TEXT, {}, targets=["V", ("V", "K")]).pruned()
     again = PrunedGraph.from_neuronpedia(graph.to_neuronpedia(tmp_path, "x", "pydoc-4l"))
     chances = {node.label: node.probability for node in again.nodes if node.kind == "logit"}
@@ -189,7 +189,7 @@ def strongest_path(graph, name):
 
 
 def test_the_page_lists_links_pins_groups_and_thins(graph, tmp_path):
-    model, transcoders = load("pydoc-4l"), load_sae("pydoc-4l/transcoders")
+    model, transcoders = pydoc(), load_sae("pydoc-4l/transcoders")
     pruned = graph.pruned(0.6, 0.9)
     logit = graph.logits[0]
     strongest = [name for name, _ in pruned.inputs(logit.id)]
@@ -265,7 +265,7 @@ addEventListener("message", () => {
 
 
 def test_a_heads_node_shows_where_it_looks_and_the_pairs_of_its_score(tmp_path):
-    model, transcoders = load("pydoc-4l"), load_sae("pydoc-4l/transcoders")
+    model, transcoders = pydoc(), load_sae("pydoc-4l/transcoders")
     more = {"max_features": 32, "attention": True}
     pruned = attribution_graph(model, TEXT, transcoders, targets=["V"], **more).pruned(0.3, 0.5)
     assert len(pruned.cells) == 8

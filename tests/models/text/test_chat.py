@@ -9,6 +9,7 @@ from hooks import HookedRunner, UnknownNameError
 from interp import Pairs, activation_patching, edits, log_prob, sweep
 from interp.directions import Direction, difference_of_means, steering_curve
 from models import ChatTemplate, attach, chat, load, load_tokenizer
+from tests.shipped import pydoc
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 tokenizers = pytest.importorskip("tokenizers")
@@ -87,7 +88,7 @@ def test_a_chat_is_written_as_transformers_writes_it(name, prompt, tmp_path):
 
 
 def test_spans_are_positions_of_edits():
-    model = load("pydoc-4l")
+    model = pydoc()
     one = chat(model, [{"role": "user", "content": "def f"}, {"role": "assistant", "content": "(x)"}],
                template="{% for m in messages %}{{ m.content }} {% endfor %}")  # fmt: skip
     assert one.texts == ("def f (x) ",)
@@ -116,11 +117,11 @@ def chats(*pairs):
         [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
         for asked, answer in pairs
     ]
-    return chat(load("pydoc-4l"), several, template=ENDED)
+    return chat(pydoc(), several, template=ENDED)
 
 
 def test_several_chats_are_a_padded_batch_that_models_read():
-    model, both = load("pydoc-4l"), chats(("def f", "KV8"), ("import", "xy"))
+    model, both = pydoc(), chats(("def f", "KV8"), ("import", "xy"))
     assert both.texts == ("def f; KV8; ", "import; xy; ")
     assert both.spans["assistant"] == [[7, 8, 9], [8, 9]]
     assert both.attention_mask is None or both.attention_mask.shape == both.tokens.shape
@@ -130,7 +131,7 @@ def test_several_chats_are_a_padded_batch_that_models_read():
 
 
 def test_spans_are_named_in_directions_and_pairs():
-    model = load("pydoc-4l")
+    model = pydoc()
     yes, no = (
         chats(("def f", "KV8"), ("i", "QX31"), ("of", "Z")),
         chats(("a", "one"), ("list", "is")),
@@ -170,7 +171,7 @@ def test_spans_are_named_in_directions_and_pairs():
 
 @pytest.mark.parametrize("batch", [1, 2, 16])
 def test_a_chat_without_the_span_is_refused_beside_others_too(batch):
-    model, name = load("pydoc-4l"), "blocks.1.resid_post"
+    model, name = pydoc(), "blocks.1.resid_post"
     whole, alone = chats(("def f", "KV8"), ("i", "QX31")), [[{"role": "user", "content": "of"}]]
     several = [[*alone[0], {"role": "assistant", "content": text}] for text in ("Z", "is")]
     without = chat(model, [*several, *alone], template=ENDED)
@@ -196,7 +197,7 @@ def test_attached_models_read_chats():
 
 
 def test_what_a_template_refuses_or_changes_is_one_error(tmp_path):
-    model = load("pydoc-4l")
+    model = pydoc()
     with pytest.raises(ValueError, match="roles must alternate"):
         chat(model, MESSAGES, template="{{ raise_exception('roles must alternate') }}")
     with pytest.raises(ValueError, match="must accept the messages"):

@@ -12,6 +12,7 @@ import interp
 from hooks import HookedRunner
 from interp import Pairs, Result, edits
 from interp.measuring import measure
+from tests.shipped import pydoc
 from tests.streams import SIZES
 
 WORDS = "<s> </s> <pad> the cat dog sat on mat ran . Anne Mark play ing".split()
@@ -684,9 +685,9 @@ def test_a_mask_by_query_reaches_every_analysis(site):
 
 @pytest.mark.usefixtures("unchecked")
 def test_a_tokenizer_given_to_a_generation_says_where_it_goes():
-    from models import generate_text, load
+    from models import generate_text
 
-    model = load("pydoc-4l")
+    model = pydoc()
     with pytest.raises(TypeError, match="model.tokenizer = tokenizer"):
         generate_text(model, model.tokenizer, max_new_tokens=2)
     with pytest.raises(TypeError, match="model.tokenizer = tokenizer"):
