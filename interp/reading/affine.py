@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -12,33 +12,24 @@ from torch import Tensor, nn
 from hooks import HookedRunner
 from hooks.base import at_least_float32, config_hash, storage, to_device
 from hooks.shared import names_by_layer
-from interp.protocol import n_logits, of, runner_of
+from interp.protocol import of, runner_of
 
 L = TypeVar("L", bound="AffineLens")
 _LOGITS_AT_ONCE = 2**23  # 32 MiB in float32
 
 
 def unembedded(
-    model: nn.Module, resid: Float[Tensor, "stream row d_model"]
+    language: Any, resid: Float[Tensor, "stream row d_model"]
 ) -> Float[Tensor, "stream row vocab"]:
-    """Logits in float32 at least.
-
-    Raises:
-        TypeError: if the model has no `unembed`.
-    """
-    return at_least_float32(of(model, "unembed").unembed(resid))
+    """Return logits in float32 at least, by the `unembed` of a model's parts (`protocol.of`)."""
+    return at_least_float32(language.unembed(resid))
 
 
 def split_rows(
-    model: nn.Module, resid: Float[Tensor, "stream row d_model"]
+    resid: Float[Tensor, "stream row d_model"], vocab: int
 ) -> Sequence[Float[Tensor, "stream _row d_model"]]:
-    """Parts with few rows, so that the logits of one part take little memory.
-
-    Raises:
-        TypeError: if the model has no `config`.
-    """
-    logits = len(resid) * n_logits(model)
-    return resid.split(max(1, _LOGITS_AT_ONCE // logits), 1)
+    """Split streams into parts with few rows, so that the logits of one part take little memory."""
+    return resid.split(max(1, _LOGITS_AT_ONCE // (len(resid) * vocab)), 1)
 
 
 def for_fit(model: nn.Module) -> tuple[HookedRunner, list[str]]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -133,16 +134,20 @@ def logit_lens(
     3     … 'u' 'r' 'n' ' ' '"' 'h' 'e' ' '
     4     … 'u' 'r' 'n' ' ' 't' 'h' 'e' ' '
     """
-    of(model, "unembed")
+    language = of(model, "unembed", "config")
     vocab = n_logits(model)
+    require_cache(cache, model)
     if lens is not None:
         lens.check(model)
-    streams = _streams(model, cache)
+    streams = _streams(cache)
     shape = streams.shape[1:3]
-    followed = None if targets is None else _followed(model, targets, shape)
+    if isinstance(targets, str):
+        targets = torch.full(shape, token_ids(model, targets))
+    if targets is not None:
+        _require_targets(targets, shape, vocab)
     if lens is not None:
         streams = torch.cat([lens(streams[:-1]), streams[-1:]])
-    best, chances, *numbers = _distributions(model, streams, followed, min(top_k, vocab))
+    best, chances, *numbers = _distributions(language, vocab, streams, targets, top_k)
     mask = mask_of(cache, shape)
     target, ranks, entropy, kl = (
         nan_at_padding(c, mask) if c.is_floating_point() else c for c in numbers
@@ -159,19 +164,23 @@ def logit_lens(
 
 
 def _distributions(
-    model: nn.Module,
+    language: Any,
+    vocab: int,
     streams: Float[Tensor, "stream batch pos d_model"],
-    followed: Int[Tensor, " row"] | None,
+    targets: Int[Tensor, "batch pos"] | None,
     top_k: int,
 ) -> Iterator[Shaped[Tensor, "stream batch pos *top"]]:
     """Numbers of all distributions, computed for some positions at a time."""
     columns: list[Tensor] = []
-    flat, start = rearrange(streams, "stream batch pos d_model -> stream (batch pos) d_model"), 0
-    parts = split_rows(model, flat)
+    flat = rearrange(streams, "stream batch pos d_model -> stream (batch pos) d_model")
+    followed = None if targets is None else targets.flatten()
+    parts = split_rows(flat, vocab)
+    start = 0
     for rows in progress_of(parts, "positions", len(parts)):
-        logits, end = unembedded(model, rows), start + rows.shape[1]
+        logits = unembedded(language, rows)
+        end = start + rows.shape[1]
         target = logits[-1].argmax(-1) if followed is None else followed[start:end]
-        part = _read(logits, to_device(target, logits.device), top_k)
+        part = _read(logits, to_device(target, logits.device), min(top_k, vocab))
         # Filled, not joined: small results between large ones that are freed would hold the memory of these.
         columns = columns or [
             numbers.new_empty(len(numbers), flat.shape[1], *numbers.shape[2:]) for numbers in part
@@ -183,33 +192,26 @@ def _distributions(
     return (rearrange(column, by_row, batch=streams.shape[1]) for column in columns)
 
 
-def _followed(
-    model: nn.Module, targets: Int[Tensor, "batch pos"] | str, shape: torch.Size
-) -> Int[Tensor, " row"]:
-    """The targets of all positions, after a check that they are tokens of the model.
+def _require_targets(targets: Int[Tensor, "*axes"], shape: torch.Size, vocab: int) -> None:
+    """Check that targets are tokens of the model, one for each position.
 
     Raises:
         ValueError: if they do not have the cache's shape, or one is not in the vocabulary.
     """
-    if isinstance(targets, str):
-        targets = torch.full(shape, token_ids(model, targets))
     if targets.shape != shape:
         raise ValueError(
             f"targets must have the cache's shape, {list(shape)}; got {list(targets.shape)}"
         )
-    vocab = n_logits(model)
     for target in targets.aminmax() if targets.numel() else ():
         require_integer("targets", int(target), 0, vocab - 1)
-    return targets.flatten()
 
 
-def _streams(model: nn.Module, cache: ActivationCache) -> Float[Tensor, "stream batch pos d_model"]:
-    """The stream entering each block and, last, the one after all blocks.
+def _streams(cache: ActivationCache) -> Float[Tensor, "stream batch pos d_model"]:
+    """The stream entering each block and, last, the stream after all blocks.
 
     Raises:
-        CacheError: if the cache is of another model, or does not hold them whole.
+        CacheError: if the cache does not hold them whole.
     """
-    require_cache(cache, model)
     try:
         entering = progress_of(
             cache.layers("resid_pre"), "layers", len(cache.layer_names("resid_pre"))

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -33,7 +33,7 @@ from hooks.base import (
 )
 from interp.inputs.texts import padded
 from interp.numbers.precision import divergence, finite
-from interp.protocol import of
+from interp.protocol import n_logits, of
 from interp.reading.affine import AffineLens, for_fit, split_rows, unembedded
 
 
@@ -148,7 +148,10 @@ def tuned_lens(
     at_once = (1024 if isinstance(texts, Stored) else 8) if batch is None else batch
     require_integer("steps", steps)
     require_integer("batch", at_once)
-    size, parameter = of(model, "unembed", "config").config.d_model, next(model.parameters())
+    language = of(model, "unembed", "config")
+    vocab = n_logits(model)
+    size = language.config.d_model
+    parameter = next(model.parameters())
     runner, names = for_fit(model)
     dtype = wide_dtype(parameter.dtype)
     weight = torch.zeros(len(names) - 1, size, size, dtype=dtype, device=parameter.device)
@@ -167,7 +170,7 @@ def tuned_lens(
         optimizer.zero_grad()
         here = to_device(streams, parameter.device).to(parameter.dtype)
         rows += streams.shape[1]
-        losses.append(_backward(model, weight, bias, here))
+        losses.append(_backward(language, vocab, weight, bias, streams=here))
         optimizer.param_groups[0]["lr"] = rate * (1 - step / steps)
         optimizer.step()
     identity = torch.eye(size, dtype=dtype, device=parameter.device)
@@ -195,19 +198,20 @@ def _of_runs(
 
 
 def _backward(
-    model: nn.Module,
+    language: Any,
+    vocab: int,
     weight: Float[Tensor, "layer d_model d_model"],
     bias: Float[Tensor, "layer d_model"],
     streams: Float[Tensor, "stream row d_model"],
 ) -> Float[Tensor, " layer"]:
     """The mean KL of each layer; its gradients are added to those of the translators."""
     losses = torch.zeros_like(bias[:, 0])
-    for rows in split_rows(model, streams):
+    for rows in split_rows(streams, vocab):
         x, final = rows[:-1], rows[-1:]
-        expected = without_gradients(unembedded)(model, final)[0].log_softmax(-1)
+        expected = without_gradients(unembedded)(language, final)[0].log_softmax(-1)
         with torch.enable_grad():
             added = x.to(weight.dtype) @ weight.mT + bias[:, None]
-            predicted = unembedded(model, x + added.to(x.dtype)).log_softmax(-1)
+            predicted = unembedded(language, x + added.to(x.dtype)).log_softmax(-1)
             by_layer = divergence(expected, predicted).sum(1) / streams.shape[1]
             by_layer.sum().backward(inputs=[weight, bias])
         losses += to_device(by_layer.detach(), losses.device)

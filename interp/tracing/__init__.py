@@ -1,4 +1,9 @@
-"""Attribution graphs: which features, errors and embeddings make a logit, as exact direct effects."""
+"""Attribution graphs: which features, errors and embeddings make a logit, as exact direct effects.
+
+Read `frozen` (a run with attention and norms frozen), `descent` (directions that are carried down it) and `attribution`
+(which fills the rows of a graph) in this order. `traced` has the graph, with its readings in `influence`, `attention`,
+`intervention` and `pruned`; `transcoders`, `targets`, `nodes` and `neuronpedia` have what these take and give.
+"""
 
 from interp.tracing.attribution import attribution_graph
 from interp.tracing.nodes import AttentionCell, Link, Node

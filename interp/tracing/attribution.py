@@ -10,14 +10,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from jaxtyping import Int
+from torch import Tensor, nn
 
 from hooks.base import Texts, progress_bar, require_integer, shows_progress, without_gradients
 from interp.numbers.precision import finite
 from interp.tracing import influence
-from interp.tracing.descent import TARGETS_AT_ONCE, Descent
+from interp.tracing.descent import TARGETS_AT_ONCE, Descent, Targets
 from interp.tracing.frozen import FrozenRun
-from interp.tracing.targets import chosen
+from interp.tracing.targets import ChosenTargets, chosen_targets
 from interp.tracing.traced import AttributionGraph
 from interp.tracing.transcoders import Transcoders
 
@@ -78,66 +79,111 @@ def attribution_graph(
     n_pos = len(run.tokens)
     require_integer("pos", pos, -n_pos, n_pos - 1)
     pos %= n_pos
-    logits, directions, named = chosen(model, run, targets, desired_prob, pos)
-    if not logits and not named:
+    chosen = chosen_targets(model, run, targets, desired_prob, pos)
+    if not chosen.logits and not chosen.features:
         raise ValueError("targets must be at least one; got none")
-    chances = [1.0 if node.probability is None else node.probability for node in logits]
-    device, most = run.logits.device, max(len(named), min(max_features, len(run.layer)))
-    rows = run.logits.new_zeros(len(logits) + most, run.n_sources)
-    column = torch.full((len(rows),), -1, device=device)
-    weights, totals = rows.new_zeros(len(rows)), rows.new_zeros(len(rows))
-    by_attention, attention_gap = (
-        torch.zeros_like(rows) if attention else None,
-        0.0 if attention else math.nan,
-    )
-    weights[: len(logits)] = rows.new_tensor(chances)
-    weights[len(logits) : len(logits) + len(named)] = 1
-    bytes_each = _TENSORS * run.tokens.numel() * run.model.config.d_model * rows.itemsize
+    n_features = max(len(chosen.features), min(max_features, len(run.layer)))
+    table = _Table(run, chosen, pos, n_features, attention)
+    bytes_each = _TENSORS * run.tokens.numel() * run.model.config.d_model * table.rows.itemsize
     batch = max(1, min(TARGETS_AT_ONCE, max_bytes // bytes_each))
-    done, is_done = 0, torch.zeros(len(run.layer), dtype=torch.bool, device=device)
-    waiting = torch.tensor(named, dtype=torch.long, device=device)
-    with progress_bar("rows of effects", total=len(rows)) as count:
-        while done < len(rows):
-            if done < len(logits):
-                made = run.of_logits(directions[done : done + batch], pos)
-            else:
-                if not len(waiting):
-                    scores = influence.influence(
-                        influence.shares(rows[:done]), weights[:done], column[:done]
-                    )
-                    waiting = (
-                        scores[: len(run.layer)]
-                        .masked_fill(is_done, -1)
-                        .argsort(descending=True, stable=True)
-                    )
-                    waiting = waiting[: min(TARGETS_AT_ONCE, len(rows) - done)]
-                now, waiting = waiting[:batch], waiting[batch:]
-                made, is_done[now] = run.of_features(now), True
-                column[done : done + len(now)] = now
-            place = slice(done, done + len(made.pos))
-            rows[place], totals[place] = finite(run.rows(made), "effects"), made.total
-            if by_attention is not None:
-                live = Descent(run, made, attention=True)
-                extra = finite(live.rows, "effects by attention") - rows[place]
-                missed = (extra.sum(1) - live.moved).abs() / extra.abs().sum(1).clamp(min=1e-30)
-                by_attention[place] = extra
-                attention_gap = max(float(missed.max()), attention_gap)
-            done = place.stop
-            count(len(made.pos))
-    graph = AttributionGraph(
-        run,
-        rows,
-        column,
-        weights,
-        logits,
-        directions,
-        totals,
-        run.write(run.tokens.tolist()),
-        by_attention,
-        attention_gap,
-    )
-    if not (gap := max(graph.gap, attention_gap if attention else 0.0)) <= _LARGEST_GAP:
+    with progress_bar("rows of effects", total=len(table.rows)) as count:
+        while table.n_filled < len(table.rows):
+            next_targets = table.next_targets(batch)
+            table.fill(next_targets)
+            count(len(next_targets.pos))
+    graph = table.graph()
+    if not (gap := max(graph.gap, graph.attention_gap if attention else 0.0)) <= _LARGEST_GAP:
         raise ValueError(
             f"effects must add up to what they explain; they miss {gap:.0%}: a part of the model does something else"
         )
     return graph
+
+
+class _Table:
+    """Rows of effects, which are filled a few at a time: first those of logits, then those of features.
+
+    Args:
+        run: the frozen run.
+        targets: the chosen targets.
+        pos: the position of the logits.
+        n_features: how many features get a row.
+        attention: whether to estimate effects by attention too.
+
+    Attributes:
+        rows: what each source adds to each node that is explained.
+        n_filled: how many rows are filled.
+    """
+
+    def __init__(
+        self, run: FrozenRun, targets: ChosenTargets, pos: int, n_features: int, attention: bool
+    ) -> None:
+        self._run = run
+        self._targets = targets
+        self._pos = pos
+        n_logits, n_named = len(targets.logits), len(targets.features)
+        device = run.logits.device
+        self.rows = run.logits.new_zeros(n_logits + n_features, run.n_sources)
+        self.n_filled = 0
+        self._column = torch.full((len(self.rows),), -1, device=device)
+        self._totals = self.rows.new_zeros(len(self.rows))
+        self._weights = self.rows.new_zeros(len(self.rows))
+        chances = [1.0 if node.probability is None else node.probability for node in targets.logits]
+        self._weights[:n_logits] = self.rows.new_tensor(chances)
+        self._weights[n_logits : n_logits + n_named] = 1
+        self._by_attention = torch.zeros_like(self.rows) if attention else None
+        self._attention_gap = 0.0 if attention else math.nan
+        self._has_row = torch.zeros(len(run.layer), dtype=torch.bool, device=device)
+        self._waiting = torch.tensor(targets.features, dtype=torch.long, device=device)
+
+    def next_targets(self, batch: int) -> Targets:
+        """Return the next targets, at most a batch of them."""
+        if self.n_filled < len(self._targets.logits):
+            directions = self._targets.directions[self.n_filled : self.n_filled + batch]
+            return self._run.of_logits(directions, self._pos)
+        if not len(self._waiting):
+            self._waiting = self._most_influential()
+        features, self._waiting = self._waiting[:batch], self._waiting[batch:]
+        self._has_row[features] = True
+        self._column[self.n_filled : self.n_filled + len(features)] = features
+        return self._run.of_features(features)
+
+    def _most_influential(self) -> Int[Tensor, " feature"]:
+        """The features with the most influence, by the filled rows, that have no row yet."""
+        filled = slice(self.n_filled)
+        shares = influence.shares(self.rows[filled])
+        scores = influence.influence(shares, self._weights[filled], self._column[filled])
+        of_features = scores[: len(self._run.layer)].masked_fill(self._has_row, -1)
+        order = of_features.argsort(descending=True, stable=True)
+        return order[: min(TARGETS_AT_ONCE, len(self.rows) - self.n_filled)]
+
+    def fill(self, targets: Targets) -> None:
+        """Fill the next rows with the effects on some targets.
+
+        Raises:
+            ValueError: if an effect is not finite.
+        """
+        place = slice(self.n_filled, self.n_filled + len(targets.pos))
+        self.rows[place] = finite(self._run.rows(targets), "effects")
+        self._totals[place] = targets.total
+        if self._by_attention is not None:
+            live = Descent(self._run, targets, attention=True)
+            extra = finite(live.rows, "effects by attention") - self.rows[place]
+            missed = (extra.sum(1) - live.moved).abs() / extra.abs().sum(1).clamp(min=1e-30)
+            self._by_attention[place] = extra
+            self._attention_gap = max(float(missed.max()), self._attention_gap)
+        self.n_filled = place.stop
+
+    def graph(self) -> AttributionGraph:
+        """The graph of the rows."""
+        return AttributionGraph(
+            run=self._run,
+            rows=self.rows,
+            column=self._column,
+            weights=self._weights,
+            logits=self._targets.logits,
+            directions=self._targets.directions,
+            totals=self._totals,
+            tokens=self._run.write(self._run.tokens.tolist()),
+            by_attention=self._by_attention,
+            attention_gap=self._attention_gap,
+        )

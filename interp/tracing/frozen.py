@@ -99,66 +99,105 @@ class FrozenRun:
     def __init__(
         self, model: nn.Module, text: Texts, transcoders: Transcoders, first: int = 0
     ) -> None:
-        self.graph = graph = Graph(model, split_embeddings=True)
-        self.model: Any = of(graph.model, "W_U")
-        self._mlps = {n: layer.mlp.branch for n, layer in enumerate(graph.layers) if layer.mlp}
-        read = text_for(model, text)
-        if len(read.tokens) != 1 or not read.real.all():
-            raise ValueError(f"the text must be one, without padding; got {[*read.tokens.shape]}")
-        require_integer("first", first, 0)
+        self.graph = Graph(model, split_embeddings=True)
+        self.model: Any = of(self.graph.model, "W_U")
+        self._mlps = {n: layer.mlp.branch for n, layer in enumerate(self.graph.layers) if layer.mlp}
         self.write = writer_of(model) or (lambda tokens: [*map(str, tokens)])
-        names = [*graph.needed, *(graph.names[point] for point in self._points())]
-        output, self.cache = graph.runner().run_with_cache(read.tokens, names=names)
-        self.logits: Float[Tensor, "pos vocab"] = at_least_float32(logits_of(output)[0].detach())
-        self.tokens: Int[Tensor, " pos"] = to_device(read.tokens[0], self.logits.device)
-        if not self.logits.isfinite().all():  # a weight's name says more than a place among logits
-            for name, weight in model.named_parameters():
-                finite(weight, name)
-        finite(self.logits, "logits")
-        patterns = (self.at(layer.attention.sublayer.pattern) for layer in graph.layers)
-        # A masked weight is exactly 0: the exponential of its score is below the smallest number.
-        self.is_causal = not any(pattern.triu(1).any() for pattern in patterns)
-        self.inputs = graph.inputs(lambda point: self.at(point)[None])[:, 0]
-        entering = self.at(graph.layers[0].attention.reads)
-        if not is_rounding(self.inputs.sum(0), entering, logits_of(output).dtype).all():
-            # Something acts on the embeddings that is no norm of ours: their result is the source.
-            self.inputs = entering[None]
-        self.transcoders = by_layer(
-            transcoders, {graph.names[mlp.added]: n for n, mlp in self._mlps.items()}
-        )
-        for n, (dictionary, _) in self.transcoders.items():
-            place = dictionary.writes, graph.names[self._mlps[n].added]
-            warn_of_place(graph.runner(), place)
+        one_text = text_for(model, text)
+        if len(one_text.tokens) != 1 or not one_text.real.all():
+            raise ValueError(
+                f"the text must be one, without padding; got {[*one_text.tokens.shape]}"
+            )
+        require_integer("first", first, 0)
+        logits = self._run(one_text.tokens)
+        self.logits: Float[Tensor, "pos vocab"] = at_least_float32(logits[0].detach())
+        self.tokens: Int[Tensor, " pos"] = to_device(one_text.tokens[0], self.logits.device)
+        _require_finite(self.logits, model)
+        self.is_causal = self._looks_back()
+        self.inputs = self._inputs(logits.dtype)
+        self.transcoders = self._placed(transcoders)
         self.readings = {n: self._read_by(n, each) for n, each in self.transcoders.items()}
-        self.final = self.reading(getattr(self.model, "ln_final", None), graph.points[-1])
+        self.final = self.reading(getattr(self.model, "ln_final", None), self.graph.points[-1])
+        self._encode(first)
+
+    def _run(self, tokens: Int[Tensor, "1 pos"]) -> Float[Tensor, "1 pos vocab"]:
+        """Run the model once, set `cache`, and return the logits."""
+        names = [*self.graph.needed, *(self.graph.names[point] for point in self._points())]
+        output, self.cache = self.graph.runner().run_with_cache(tokens, names=names)
+        return logits_of(output)
+
+    def _looks_back(self) -> bool:
+        """Whether no query has weight at a later key."""
+        patterns = (self.at(layer.attention.sublayer.pattern) for layer in self.graph.layers)
+        # A masked weight is exactly 0: the exponential of its score is below the smallest number.
+        return not any(pattern.triu(1).any() for pattern in patterns)
+
+    def _inputs(self, dtype: torch.dtype) -> Float[Tensor, "writer pos d_model"]:
+        """The embeddings whose sum enters the first block, up to the rounding of a dtype."""
+        inputs = self.graph.inputs(lambda point: self.at(point)[None])[:, 0]
+        entering = self.at(self.graph.layers[0].attention.reads)
+        if is_rounding(inputs.sum(0), entering, dtype).all():
+            return inputs
+        # Something acts on the embeddings that is no norm of ours: their result is the source.
+        return entering[None]
+
+    def _placed(self, transcoders: Transcoders) -> dict[int, LayerTranscoder]:
+        """The transcoders of each layer; a warning if one was trained at another place."""
+        written_at = {self.graph.names[mlp.added]: n for n, mlp in self._mlps.items()}
+        placed = by_layer(transcoders, written_at)
+        for n, (dictionary, _) in placed.items():
+            use = dictionary.writes, self.graph.names[self._mlps[n].added]
+            warn_of_place(self.graph.runner(), use)
+        return placed
+
+    def _encode(self, first: int) -> None:
+        """Encode what transcoders read: set the active features, errors and constants.
+
+        An error is what active features and constants leave of the output of an MLP.
+        """
         self.errors = {n: self.at(mlp.added) for n, mlp in self._mlps.items()}
         self.constants = {n: torch.zeros_like(error) for n, error in self.errors.items()}
         empty = self.tokens.new_zeros(0)
         active = [(empty, empty, empty, self.logits[0, :0])]
-        for n, (dictionary, decoders) in self.transcoders.items():
-            reading, explained = self.readings[n], self.like(dictionary.b_dec)
-            self.constants[n] += explained
-            if dictionary.W_skip is not None:
-                W_skip = self.like(dictionary.W_skip)
-                self.constants[n] += self.like(reading.linear.bias) @ W_skip
-                explained = explained + reading.value @ W_skip
-            self.errors[n] = self.errors[n] - explained
-            features = dictionary.encode(reading.value)
-            features[:first] = 0
-            used = finite(features, f"the features of layer {n}").any(0).nonzero()[:, 0]
-            for later, decoder in enumerate(decoders, n):
-                finite(decoder[used], f"the decoder of layer {n} to layer {later}")
-                made = self.like(features[:, used]) @ self.like(decoder[used])
-                self.errors[later] = self.errors[later] - made
-            pos, feature = features.nonzero().T
-            active.append(
-                (torch.full_like(pos, n), pos, feature, self.like(features[pos, feature]))
-            )
+        for n in self.transcoders:
+            self._explain_constants(n)
+            pos, feature, activation = self._explain_features(n, first)
+            active.append((torch.full_like(pos, n), pos, feature, activation))
         for n, error in self.errors.items():
             finite(error, f"what features and constants leave of layer {n}'s output")
         self.layer, self.pos, self.feature, self.activation = map(
             torch.cat, zip(*active, strict=True)
         )
+
+    def _explain_constants(self, n: int) -> None:
+        """Take the bias and the skip connection of a layer's transcoder out of the error."""
+        dictionary, reading = self.transcoders[n].dictionary, self.readings[n]
+        explained = self.like(dictionary.b_dec)
+        self.constants[n] += explained
+        if dictionary.W_skip is not None:
+            W_skip = self.like(dictionary.W_skip)
+            self.constants[n] += self.like(reading.linear.bias) @ W_skip
+            explained = explained + reading.value @ W_skip
+        self.errors[n] = self.errors[n] - explained
+
+    def _explain_features(
+        self, n: int, first: int
+    ) -> tuple[Int[Tensor, " active"], Int[Tensor, " active"], Float[Tensor, " active"]]:
+        """Take what a layer's features write out of the errors of this layer and later ones.
+
+        Returns:
+            The position, the number and the value of each active feature.
+        """
+        dictionary, decoders = self.transcoders[n]
+        features = dictionary.encode(self.readings[n].value)
+        features[:first] = 0
+        used = finite(features, f"the features of layer {n}").any(0).nonzero()[:, 0]
+        for later, decoder in enumerate(decoders, n):
+            finite(decoder[used], f"the decoder of layer {n} to layer {later}")
+            made = self.like(features[:, used]) @ self.like(decoder[used])
+            self.errors[later] = self.errors[later] - made
+        pos, feature = features.nonzero().T
+        return pos, feature, self.like(features[pos, feature])
 
     @property
     def dtype(self) -> torch.dtype:
@@ -309,3 +348,15 @@ class FrozenRun:
                 f"a transcoder must read and write {d_model} numbers; got {sorted(sizes)} in layer {layer}"
             )
         return self.reading(known[wanted[0]], branch.reads)
+
+
+def _require_finite(logits: Float[Tensor, "pos vocab"], model: nn.Module) -> None:
+    """Refuse logits that are not finite.
+
+    Raises:
+        ValueError: naming a weight that is not finite, as that says more than a place among logits.
+    """
+    if not logits.isfinite().all():
+        for name, weight in model.named_parameters():
+            finite(weight, name)
+    finite(logits, "logits")

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from operator import index
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -15,16 +15,28 @@ from interp.tracing.frozen import FrozenRun
 from interp.tracing.nodes import Node
 
 
-def chosen(
+class ChosenTargets(NamedTuple):
+    """Targets of an attribution graph.
+
+    Attributes:
+        logits: the nodes of logits and of differences of logits.
+        directions: their weights of the vocabulary.
+        features: the numbers of features among the active ones.
+    """
+
+    logits: list[Node]
+    directions: Float[Tensor, "logit vocab"]
+    features: list[int]
+
+
+def chosen_targets(
     model: nn.Module,
     run: FrozenRun,
     targets: int | str | Sequence[Any],
     desired_prob: float,
     pos: int,
-) -> tuple[list[Node], Float[Tensor, "logit vocab"], list[int]]:
-    """The nodes of logits, their weights of the vocabulary, and the numbers of features among the active ones.
-
-    For arguments see `attribution_graph`.
+) -> ChosenTargets:
+    """Return what a caller of `attribution_graph` chose as targets; see there for the arguments.
 
     Raises:
         TypeError: if a number is no integer.
@@ -32,33 +44,22 @@ def chosen(
     """
     if isinstance(targets, str):  # else its characters would be targets
         targets = [targets]
+    chances = run.logits[pos].softmax(-1)
     if isinstance(targets, int):
         require_integer("targets", targets)
-        likely = run.logits[pos].softmax(-1).sort(descending=True)
+        likely = chances.sort(descending=True)
         needed = int((likely.values.cumsum(0) < desired_prob).sum()) + 1
         targets = likely.indices[: min(targets, needed)].tolist()
+    vocab = run.logits.shape[1]
+    layer = len(run.graph.layers)
     logits: list[Node] = []
     features: list[int] = []
-    vocab, layer = run.logits.shape[1], len(run.graph.layers)
     directions = run.logits.new_zeros(len(targets), vocab)
-    chances = run.logits[pos].softmax(-1)
     for target in targets:
-        several = isinstance(target, (tuple, list))
         if isinstance(target, (tuple, list)) and len(target) == 3 and not is_worded(target):
-            at = (run.layer == target[0]) & (run.feature == target[1])
-            at &= run.pos == target[2] % len(run.tokens)
-            if not at.any():
-                raise ValueError(
-                    f"a feature must be active to be a target, (layer, feature, pos); got {target}"
-                )
-            features.append(int(at.nonzero()[0]))
+            features.append(_active_feature(run, *target))
             continue
-        ids = [index(token) for token in token_ids(model, [*target] if several else [target])]
-        known = all(0 <= token < vocab for token in ids)
-        if len(ids) not in (1, 2) or len({*ids}) < len(ids) or not known:
-            raise ValueError(
-                f"a target must be a token of {vocab}, two different ones or (layer, feature, pos); got {shown(target)}"
-            )
+        ids = _tokens_of_target(model, target, vocab)
         directions[len(logits), ids[0]] += 1
         for token in ids[1:]:
             directions[len(logits), token] -= 1
@@ -66,12 +67,34 @@ def chosen(
         number = ids[0] if len(ids) == 1 else vocab + len(logits)
         chance = float(chances[ids[0]]) if len(ids) == 1 else None
         name = f"{layer + 1}_{number}_{pos}"
-        logits.append(
-            Node(name, "logit", layer, pos, number, " - ".join(run.write(ids)), probability=chance)
-        )
+        label = " - ".join(run.write(ids))
+        logits.append(Node(name, "logit", layer, pos, number, label, probability=chance))
     if len({node.id for node in logits}) < len(logits) or len({*features}) < len(features):
         raise ValueError(f"targets must differ from each other; got {targets}")
-    return logits, directions[: len(logits)], features
+    return ChosenTargets(logits, directions[: len(logits)], features)
+
+
+def _active_feature(run: FrozenRun, layer: int, feature: int, pos: int) -> int:
+    """The number of a feature among the active ones."""
+    at = (run.layer == layer) & (run.feature == feature) & (run.pos == pos % len(run.tokens))
+    if not at.any():
+        raise ValueError(
+            "a feature must be active to be a target, (layer, feature, pos); "
+            f"got {(layer, feature, pos)}"
+        )
+    return int(at.nonzero()[0])
+
+
+def _tokens_of_target(model: nn.Module, target: Any, vocab: int) -> list[int]:
+    """The token of a target, or the two tokens of a difference."""
+    several = isinstance(target, (tuple, list))
+    ids = [index(token) for token in token_ids(model, [*target] if several else [target])]
+    known = all(0 <= token < vocab for token in ids)
+    if len(ids) not in (1, 2) or len({*ids}) < len(ids) or not known:
+        raise ValueError(
+            f"a target must be a token of {vocab}, two different ones or (layer, feature, pos); got {shown(target)}"
+        )
+    return ids
 
 
 def promoted_tokens(run: FrozenRun, sources: Int[Tensor, " source"], k: int = 3) -> list[list[str]]:
