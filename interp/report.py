@@ -7,13 +7,13 @@
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks import HookedRunner, HookError
@@ -145,15 +145,7 @@ def report(
     corrupted = derive_corruption(model, clean, metric) if corrupted is None else corrupted
     other = logits_of(model(corrupted, **arguments))
     _check_gap(metric(logits).item(), metric(other).item())
-    pairs = Pairs(clean, corrupted, metric=metric)
-    ends = {point.rpartition(".")[2] for point in runner.points}
-    # A model of attention only has no `mlp_out`.
-    patches = {
-        site: activation_patching(model, pairs, site).normalized() for site in SITES if site in ends
-    }
-    results: dict[str, Any] = {
-        f"Patching: {SITES[site]}": result for site, result in patches.items()
-    }
+    results = _patches(model, Pairs(clean, corrupted, metric=metric))
     with suppress(TypeError, ValueError, HookError):  # some models have none
         results["Direct attribution"] = direct_logit_attribution(model, cache, right=answer, pos=-1)
     results["Attention patterns"] = pictures.patterns(model, cache)
@@ -175,12 +167,28 @@ def report(
     if is_derived:
         [pos] = changed
         said.append(f"           derived: {words[pos]!r} at position {pos} became {others[pos]!r}")
-    likeliest = logits[0, -1].softmax(-1).topk(min(5, logits.shape[-1]))
-    guesses = zip(write(likeliest.indices.tolist()), likeliest.values.tolist(), strict=True)
-    said.append("next token " + ", ".join(f"{text!r} {chance:.1%}" for text, chance in guesses))
+    said.append(_likeliest(logits[0, -1], write))
     said += _findings(results)
     view = View(f"Inside {name}", _parts(results, changed), says=said)
     return Report("\n".join(said), results, view)
+
+
+def _patches(model: nn.Module, pairs: Pairs) -> dict[str, Any]:
+    """Effects of patching at each site that the model has, by heading."""
+    ends = {point.rpartition(".")[2] for point in runner_of(model).points}
+    # A model of attention only has no `mlp_out`.
+    return {
+        f"Patching: {heading}": activation_patching(model, pairs, site).normalized()
+        for site, heading in SITES.items()
+        if site in ends
+    }
+
+
+def _likeliest(logits: Float[Tensor, " vocab"], write: Callable[[list[int]], Any]) -> str:
+    """The likeliest next tokens, in a line."""
+    chances = logits.softmax(-1).topk(min(5, len(logits)))
+    guesses = zip(write(chances.indices.tolist()), chances.values.tolist(), strict=True)
+    return "next token " + ", ".join(f"{text!r} {chance:.1%}" for text, chance in guesses)
 
 
 def _findings(results: Mapping[str, Any]) -> list[str]:

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from hooks import Hook, Point
+from hooks import Hook, HookedRunner, Point
 from hooks.base import (
     Index,
     Text,
@@ -205,50 +205,52 @@ def evaluate_sae(
     parts = placed(runner, dictionaries, None, reads)
     read = _with_loss([text for _, text in batches(texts, model, batch)])
     sums = {name: _Sums(part) for name, part in parts.items()}
-    names = [*parts, *(part.reads for part in parts.values() if part.reads)]
     losses: dict[str, list[Tensor]] = {run: [] for run in RUNS}
     kl: list[Tensor] = []
-
-    def loss(text: Text, logits: Tensor) -> Tensor:
-        metric = cross_entropy(text.tokens, attention_mask=text.attention_mask)
-        return measure(metric, logits, text.attention_mask).cpu()
-
     for text in progress_of(read, "batches", len(read)):
-        kept = text.at(pos)
-        arguments = text.arguments(model)
-        output, cache = runner.run_with_cache(text.tokens, names=names, **arguments)
-        unedited = logits_of(output)
-        losses["unedited"].append(loss(text, unedited))
-        for name, part in parts.items():
-            sums[name].add(cache[name], cache[part.reads or name], kept)
-            part.kept = kept
+        unedited = _add_values(sums, runner, text, text.at(pos))
         with with_parts(model, runner.points, parts):
-            logits = logits_of(model(text.tokens, **arguments))
-        losses["spliced"].append(loss(text, logits))
+            spliced = logits_of(model(text.tokens, **text.arguments(model)))
+        losses["unedited"].append(_loss(text, unedited))
+        losses["spliced"].append(_loss(text, spliced))
         divergence = kl_divergence(unedited, None, attention_mask=text.attention_mask)
-        kl.append(measure(divergence, logits, text.attention_mask).cpu())
-    vectors: dict[str, dict[str, Tensor]] = {
-        "zero": {},
-        "mean": {name: total.mean() for name, total in sums.items()},
-    }
-    for ablation, means in vectors.items():
+        kl.append(measure(divergence, spliced, text.attention_mask).cpu())
+    for ablation in ABLATIONS:
         hooks = {
-            name: _replaced(part, means.get(name, torch.zeros(part.dictionary.d_out)))
-            for name, part in parts.items()
+            name: _replaced(part, sums[name].ablated(ablation)) for name, part in parts.items()
         }
         for text in progress_of(read, f"batches with the {ablation} in place", len(read)):
             for part in parts.values():
                 part.kept = text.at(pos)
-            ablated = runner.run_with_hooks(text.tokens, hooks=hooks, **text.arguments(model))
-            losses[ablation].append(loss(text, logits_of(ablated)))
+            output = runner.run_with_hooks(text.tokens, hooks=hooks, **text.arguments(model))
+            losses[ablation].append(_loss(text, logits_of(output)))
     for name, total in sums.items():
         total.warn_of_one_position(name)
     return DictionaryScores(
-        torch.stack([torch.cat(losses[run]) for run in RUNS]),
-        torch.cat(kl),
-        {name: total.scores() for name, total in sums.items()},
-        groups([digest for text in read for digest in digests(text)]),
+        losses=torch.stack([torch.cat(losses[run]) for run in RUNS]),
+        kl=torch.cat(kl),
+        points={name: total.scores() for name, total in sums.items()},
+        groups=groups([digest for text in read for digest in digests(text)]),
     )
+
+
+def _add_values(
+    sums: Mapping[str, "_Sums"], runner: HookedRunner, text: Text, kept: Bool[Tensor, "batch pos"]
+) -> Float[Tensor, "batch pos vocab"]:
+    """Run the unedited model on a text, add its values at the kept positions, and return the logits."""
+    names = [*sums, *(total.part.reads for total in sums.values() if total.part.reads)]
+    arguments = text.arguments(runner.model)
+    output, cache = runner.run_with_cache(text.tokens, names=names, **arguments)
+    for name, total in sums.items():
+        total.add(cache[name], cache[total.part.reads or name], kept)
+        total.part.kept = kept
+    return logits_of(output)
+
+
+def _loss(text: Text, logits: Float[Tensor, "batch pos vocab"]) -> Float[Tensor, " batch"]:
+    """The mean loss of each text, in nats per token."""
+    metric = cross_entropy(text.tokens, attention_mask=text.attention_mask)
+    return measure(metric, logits, text.attention_mask).cpu()
 
 
 def _with_loss(read: list[Text]) -> list[Text]:
@@ -287,7 +289,8 @@ class _Sums:
 
     def add(self, value: Tensor, read: Tensor, kept: Bool[Tensor, "batch pos"]) -> None:
         kept = to_device(kept, value.device)
-        target, x = (self.part.vector(values)[kept] for values in (value, read))
+        target = self.part.vector(value)[kept]
+        x = self.part.vector(read)[kept]
         dictionary = self.part.dictionary
         features = dictionary.encode(x)
         output = dictionary.decode(features, x)
@@ -305,7 +308,10 @@ class _Sums:
         self.error += (target - output).square().sum().item()
         self.active += (features != 0).sum(0).cpu()
 
-    def mean(self) -> Float[Tensor, " d_out"]:
+    def ablated(self, ablation: Ablation) -> Float[Tensor, " d_out"]:
+        """The vector that an ablation puts in the place of each value."""
+        if ablation == "zero":
+            return torch.zeros(self.part.dictionary.d_out)
         return (self.totals.sum(0) / self.n).float()
 
     def variances(self) -> Float[Tensor, " pos"]:

@@ -81,17 +81,45 @@ def load_sae(
         return made if len(made) > 1 else next(iter(made.values()))
     on_hub = isinstance(path, str) and may_be_on_hub(path) and not Path(path).exists()
     local = downloaded(str(path)) if on_hub else Path(path)
+    name, read, source = _recognised(local, format)
+    settings = {
+        "norm_factor": norm_factor,
+        "k": k,
+        "scale_embeddings": scale_embeddings,
+        "transcodes": transcodes,
+    }
+    options = {setting: value for setting, value in settings.items() if value is not None}
+    if idle := sorted(options.keys() - inspect.signature(read).parameters):
+        raise ValueError(f"{', '.join(idle)} must be None for files of {name}, which say all")
+    if FORMS[name].single and source.is_dir():
+        source = _only_file(FORMS[name], source)
+    with storage.one_error(source):
+        loaded = read(source, **options)
+    for each in loaded.values() if isinstance(loaded, dict) else [loaded]:
+        each.to(dtype or _at_least_float32(each))
+    return loaded
+
+
+def _recognised(local: Path, format: str) -> tuple[str, Callable[..., Loaded], Path]:
+    """Return the name of the form of the files at a path, its reader, and what the reader takes.
+
+    Raises:
+        FileNotFoundError: if there is no such path, or it has no known files.
+        UnknownNameError: if there is no such format.
+        ValueError: if files of several formats are there, or a download is damaged.
+    """
     if not local.exists():
         raise FileNotFoundError(
-            f"no folder or file is at {str(path)!r} (bundled: {', '.join(NAMES)}; on the hub: owner/repository/folder)"
+            f"no folder or file is at {str(local)!r} (bundled: {', '.join(NAMES)}; on the hub: owner/repository/folder)"
         )
     if format != "auto" and format not in FORMS:
         raise unknown_name(format, FORMS, "format of dictionaries")
     wanted = FORMS if format == "auto" else {format: FORMS[format]}
-    sources = {name: _source(form, local) for name, form in wanted.items()}
-    fitting = {name: source for name, source in sources.items() if source is not None}
+    readings = {name: _reading(form, local) for name, form in wanted.items()}
+    fitting = {name: reading for name, reading in readings.items() if reading is not None}
     # A file of a folder's form is no dictionary of its own.
-    fitting = {name: each for name, each in fitting.items() if not FORMS[name].single} or fitting
+    folders = {name: reading for name, reading in fitting.items() if not FORMS[name].single}
+    fitting = folders or fitting
     if len(fitting) > 1:
         raise ValueError(
             f"format= must say which of the files in {local} to read; it has those of {' and '.join(fitting)}"
@@ -103,23 +131,7 @@ def load_sae(
         rule = "be one of" if local.is_file() else "have"
         raise FileNotFoundError(f"{local} must {rule} {listed}. {BY_HAND}")
     ((name, (read, source)),) = fitting.items()
-    known = inspect.signature(read).parameters
-    asked = {
-        "norm_factor": norm_factor,
-        "k": k,
-        "scale_embeddings": scale_embeddings,
-        "transcodes": transcodes,
-    }
-    options = {name: value for name, value in asked.items() if value is not None}
-    if idle := sorted(options.keys() - known):
-        raise ValueError(f"{', '.join(idle)} must be None for files of {name}, which say all")
-    if FORMS[name].single and source.is_dir():
-        source = _only_file(FORMS[name], source)
-    with storage.one_error(source):
-        loaded = read(source, **options)
-    for each in loaded.values() if isinstance(loaded, dict) else [loaded]:
-        each.to(dtype or _at_least_float32(each))
-    return loaded
+    return name, read, source
 
 
 def _at_least_float32(module: nn.Module) -> torch.dtype:
@@ -131,8 +143,8 @@ def _at_least_float32(module: nn.Module) -> torch.dtype:
     )
 
 
-def _source(form: Form, local: Path) -> tuple[Callable[..., Loaded], Path] | None:
-    """The reader of a form and what it reads for a path; None if the path is of no such form.
+def _reading(form: Form, local: Path) -> tuple[Callable[..., Loaded], Path] | None:
+    """The reader of a form and the path that it takes; None if the path is of no such form.
 
     1. A folder has the files of the form.
     2. A file is a whole dictionary, or one layer of several.

@@ -1,7 +1,7 @@
 """Pictures of texts: attention patterns, values of tokens, and what each layer would predict."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -58,12 +58,80 @@ def patterns(
         raise TypeError(
             f"patterns are of (model, cache); got a {type(model).__name__} and a {type(cache).__name__}"
         )
+    _require_heads(heads, [*cache.layer_names("pattern")])
+    drawn = _weights(cache, example, (queries, keys), heads)
+    order = [*drawn.weights] if heads is None else [*heads]
+    numbers = None if scores is None else _scores_of(scores, order, example)
+    if head is None and numbers is not None and numbers.isfinite().any():
+        head = order[int(numbers.nan_to_num(-torch.inf).argmax())]
+    if head is not None and head not in order:
+        raise ValueError(f"head must be one that is drawn, (layer, head); got {head}")
+    row = _tokens(cache, example, drawn.run_shape)
+    words, written = (None, False) if row is None else _words(model, row)
+    part = grid_part(
+        "attention patterns",
+        torch.stack([drawn.weights[pair] for pair in order]),
+        axis_part("query", drawn.rows, words and [words[n] for n in drawn.rows], drawn.most),
+        axis_part("key", drawn.columns, words and [words[n] for n in drawn.columns], drawn.most),
+        "of the attention",
+        facets=[f"layer {layer}, head {head}" for layer, head in order],
+        names=[f"{layer}.{head}" for layer, head in order],
+        across=drawn.n_heads if heads is None else None,
+        least=1.0,
+        square=True,
+        from_end=True,
+        swap=drawn.rows == drawn.columns,
+        strip=words is not None,
+        start=0 if head is None else order.index(head),
+        **({} if numbers is None else {"scores": numbers}),
+        note=thinned(drawn.n_inside, min(drawn.n_inside, drawn.most), "positions"),
+    )
+    title = f" of “{''.join(words)[:60]}”" if words and written else ""
+    return View(f"attention patterns{title}", [part])
+
+
+def _require_heads(heads: Sequence[Any] | None, layers: list[int]) -> None:
+    """Refuse heads that are no pairs of a layer and a head.
+
+    Raises:
+        ValueError: naming the layers.
+    """
+    if heads is None:
+        return
+    are_pairs = [isinstance(pair, tuple) and len(pair) == 2 and pair[0] in layers for pair in heads]
+    if not are_pairs or not all(are_pairs):
+        raise ValueError(f"heads must be pairs (layer, head) of layers {layers}; got {heads}")
+
+
+class _Drawn(NamedTuple):
+    """Weights that are drawn.
+
+    Attributes:
+        weights: by layer and head, [query, key].
+        rows, columns: the positions of queries and of keys.
+        most: the most positions along an axis.
+        n_inside: how many positions the window has along its longer axis.
+        n_heads: the number of heads in a layer.
+        run_shape: the numbers of texts and of keys of the run.
+    """
+
+    weights: dict[tuple[int, int], Float[Tensor, "query key"]]
+    rows: list[int]
+    columns: list[int]
+    most: int
+    n_inside: int
+    n_heads: int
+    run_shape: tuple[int, int]
+
+
+def _weights(
+    cache: ActivationCache,
+    example: int,
+    window: tuple[slice | None, slice | None],
+    heads: Sequence[tuple[int, int]] | None,
+) -> _Drawn:
+    """Read the weights of one text in a window of queries and keys, one layer at a time."""
     names = cache.layer_names("pattern")
-    pairs = [
-        isinstance(pair, tuple) and len(pair) == 2 and pair[0] in names for pair in heads or ()
-    ]
-    if heads is not None and not (pairs and all(pairs)):
-        raise ValueError(f"heads must be pairs (layer, head) of layers {[*names]}; got {heads}")
     layers = [*names] if heads is None else [*dict.fromkeys(layer for layer, _ in heads)]
     weights: dict[tuple[int, int], Tensor] = {}
     for layer in layers:
@@ -72,43 +140,30 @@ def patterns(
         require_integer("example", example, 0, n_texts - 1)
         n_facets = len(layers) * n_heads if heads is None else len(heads)
         most = max(1, min(int((MOST_WEIGHTS / n_facets) ** 0.5), MOST_COLUMNS))
-        all_rows, all_columns = _window(n_queries, n_keys, queries, keys)
+        all_rows, all_columns = _window(n_queries, n_keys, *window)
         rows, columns = all_rows[-most:], all_columns[-most:]
         shown = pattern[example, :, [row - n_keys for row in rows]][..., columns].detach().cpu()
-        for n in range(n_heads) if heads is None else (n for at, n in heads if at == layer):
-            require_integer("a head", n, 0, n_heads - 1)
-            weights[layer, n] = shown[n]
-    order = [*weights] if heads is None else [*heads]
-    numbers = None if scores is None else _scores_of(scores, order, example)
-    if head is None and numbers is not None and numbers.isfinite().any():
-        head = order[int(numbers.nan_to_num(-torch.inf).argmax())]
-    if head is not None and head not in order:
-        raise ValueError(f"head must be one that is drawn, (layer, head); got {head}")
-    tokens = cache.inputs.get("tokens", cache.inputs.get("input_ids"))
-    known = isinstance(tokens, Tensor) and tokens.shape == (n_texts, n_keys) and not cache.is_part
-    row = tokens[example].tolist() if known and isinstance(tokens, Tensor) else None
-    words, written = (None, False) if row is None else _words(model, row)
-    longest = max(all_rows, all_columns, key=len)
-    part = grid_part(
-        "attention patterns",
-        torch.stack([weights[pair] for pair in order]),
-        axis_part("query", rows, words and [words[place] for place in rows], most),
-        axis_part("key", columns, words and [words[place] for place in columns], most),
-        "of the attention",
-        facets=[f"layer {layer}, head {head}" for layer, head in order],
-        names=[f"{layer}.{head}" for layer, head in order],
-        across=n_heads if heads is None else None,
-        least=1.0,
-        square=True,
-        from_end=True,
-        swap=rows == columns,
-        strip=words is not None,
-        start=0 if head is None else order.index(head),
-        **({} if numbers is None else {"scores": numbers}),
-        note=thinned(len(longest), len(longest[-most:]), "positions"),
+        for head in range(n_heads) if heads is None else (n for at, n in heads if at == layer):
+            require_integer("a head", head, 0, n_heads - 1)
+            weights[layer, head] = shown[head]
+    return _Drawn(
+        weights=weights,
+        rows=rows,
+        columns=columns,
+        most=most,
+        n_inside=max(len(all_rows), len(all_columns)),
+        n_heads=n_heads,
+        run_shape=(n_texts, n_keys),
     )
-    title = f" of “{''.join(words)[:60]}”" if words and written else ""
-    return View(f"attention patterns{title}", [part])
+
+
+def _tokens(cache: ActivationCache, example: int, shape: tuple[int, int]) -> list[int] | None:
+    """The tokens of one text; None if the cache does not know those of its keys."""
+    tokens = cache.inputs.get("tokens", cache.inputs.get("input_ids"))
+    if not isinstance(tokens, Tensor) or tokens.shape != shape or cache.is_part:
+        return None
+    row: list[int] = tokens[example].tolist()
+    return row
 
 
 def _scores_of(

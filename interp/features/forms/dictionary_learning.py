@@ -1,10 +1,11 @@
 """Dictionaries of dictionary_learning."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from interp.features.activations import Gated, JumpReLU, TopK
 from interp.features.dictionary import Dictionary
@@ -19,6 +20,27 @@ from interp.features.forms.common import (
 )
 from interp.features.places import ours
 
+# Our names of tensors.
+_OURS = {
+    "encoder.weight": "W_enc",
+    "decoder.weight": "W_dec",
+    "encoder.bias": "b_enc",
+    "bias": "b_dec",
+    "decoder_bias": "b_dec",
+    "decoder.bias": "b_dec",
+}
+_THRESHOLD = ({"b_enc", "threshold"}, {"k", "group_sizes"})
+# The tensors that each kind of dictionary needs besides weights and `b_dec`, and those that it may have.
+_NAMES: dict[str, tuple[set[str], set[str]]] = {
+    "AutoEncoder": ({"b_enc"}, set()),
+    "AutoEncoderNew": ({"b_enc"}, set()),
+    "GatedAutoEncoder": ({"r_mag", "gate_bias", "mag_bias"}, set()),
+    "AutoEncoderTopK": ({"b_enc"}, {"threshold", "k"}),
+    "JumpReluAutoEncoder": _THRESHOLD,
+    "BatchTopKSAE": _THRESHOLD,
+    "MatryoshkaBatchTopKSAE": _THRESHOLD,
+}
+
 
 def read(folder: Path, *, norm_factor: float | None = None) -> Dictionary:
     """dictionary_learning: `config.json` and `ae.pt`, also of an interrupted training.
@@ -26,72 +48,82 @@ def read(folder: Path, *, norm_factor: float | None = None) -> Dictionary:
     Features are those of the file. That library's own loader divides decoder rows of `AutoEncoder` by their lengths, and
     multiplies features with them.
     """
-    config = json_of(folder / "config.json")
-    trainer = config
-    buffer: dict[str, Any] = {}
-    if "trainer" in config:
-        config = known_fields(config, "config.json of dictionary_learning")
-        trainer = config["trainer"]
-        buffer = known_fields(config.get("buffer", {}), "buffer in config.json")
-    trainer = known_fields(trainer, "trainer in config.json")
+    trainer = _trainer(json_of(folder / "config.json"))
+    weights, norm_factor = _weights(pickled(folder / "ae.pt"), norm_factor)
+    kind = trainer.get("dict_class")
+    tensors = _renamed(weights)
+    if norm_factor is not None:  # that library does so at the end of a training
+        for name in tensors.keys() & {"b_enc", "b_dec", "gate_bias", "mag_bias", "threshold"}:
+            tensors[name] = tensors[name] * norm_factor
+    if kind not in _NAMES:
+        raise ValueError(f"dict_class must be one that is known here; got {kind!r}")
+    needed, optional = _NAMES[kind]
+    require(tensors, {"W_enc", "W_dec", "b_dec"} | needed | (tensors.keys() & optional), kind)
+    place = ours(trainer.get("submodule_name"))
+    return Dictionary(
+        W_enc=tensors["W_enc"],
+        W_dec=tensors["W_dec"],
+        b_enc=tensors["b_enc"] if "b_enc" in needed else torch.zeros_like(tensors["r_mag"]),
+        b_dec=tensors["b_dec"],
+        activation=_activation(kind, tensors, trainer),
+        subtracts_b_dec=kind not in ("JumpReluAutoEncoder", "AutoEncoderNew"),
+        reads=place,
+        writes=place,
+        config=trainer,
+    )
+
+
+def _trainer(config: dict[str, Any]) -> dict[str, Any]:
+    """The settings of the training, which stand in the config of a run, or alone."""
+    if "trainer" not in config:
+        return known_fields(config, "trainer in config.json")
+    config = known_fields(config, "config.json of dictionary_learning")
+    trainer = known_fields(config["trainer"], "trainer in config.json")
+    buffer = known_fields(config.get("buffer", {}), "buffer in config.json")
     if (end := buffer.get("io", "out")) != "out":
         raise ValueError(f"io must be 'out', as values that go in have no place here; got {end!r}")
-    weights = pickled(folder / "ae.pt")
-    if "ae" in weights:  # {step, ae, optimizer, ..., norm_factor}
-        norm_factor = weights.get("norm_factor", 1.0) if norm_factor is None else norm_factor
-        weights = weights["ae"]
+    return trainer
+
+
+def _weights(
+    saved: Mapping[str, Any], norm_factor: float | None
+) -> tuple[Mapping[str, Tensor], float | None]:
+    """The tensors of a file, and the factor that its biases are not scaled by yet; None if they are."""
+    weights = saved
+    if "ae" in saved:  # an interrupted training: {step, ae, optimizer, ..., norm_factor}
+        norm_factor = saved.get("norm_factor", 1.0) if norm_factor is None else norm_factor
+        weights = saved["ae"]
         if not is_number(norm_factor) or not isinstance(weights, dict):
             raise ValueError(
                 "ae.pt must have a number as norm_factor, and tensors by name as ae; "
                 f"got {norm_factor!r:.40} and {weights!r:.40}"
             )
-    else:  # its biases are scaled already
+    else:
         no_factor(norm_factor)
-    if not all(isinstance(weight, torch.Tensor) for weight in weights.values()):
-        others = [name for name, weight in weights.items() if not isinstance(weight, torch.Tensor)]
+    others = [name for name, weight in weights.items() if not isinstance(weight, Tensor)]
+    if others:
         raise ValueError(f"ae.pt must hold tensors by name; got something else at {others}")
-    kind = trainer.get("dict_class")
-    place: dict[str, Any] = {"config": trainer}
-    if (name := trainer.get("submodule_name")) is not None:
-        place |= {"reads": ours(name), "writes": ours(name)}
-    tensors = {
-        {"encoder.weight": "W_enc", "decoder.weight": "W_dec", "encoder.bias": "b_enc"}.get(
-            name, name
-        ): (weight.T if name.endswith("coder.weight") else weight)
-        for name, weight in weights.items()
-    }
-    for name in ("bias", "decoder_bias", "decoder.bias"):
-        if name in tensors:
-            tensors["b_dec"] = tensors.pop(name)
-    if norm_factor is not None:  # they do so at the end of a training
-        for name in tensors.keys() & {"b_enc", "b_dec", "gate_bias", "mag_bias", "threshold"}:
-            tensors[name] = tensors[name] * norm_factor
-    subtracts = kind not in ("JumpReluAutoEncoder", "AutoEncoderNew")
-    named = {"W_enc", "W_dec", "b_dec"}
-    b_enc = tensors.get("b_enc")
+    return weights, norm_factor
+
+
+def _renamed(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors under our names, with weights of linear layers transposed."""
+    tensors = {}
+    for name, weight in weights.items():
+        is_linear = name.endswith("coder.weight")
+        tensors[_OURS.get(name, name)] = weight.T if is_linear else weight
+    return tensors
+
+
+def _activation(kind: str, tensors: Mapping[str, Tensor], trainer: Mapping[str, Any]) -> nn.Module:
+    """The nonlinearity of a kind of dictionary."""
     if kind in ("AutoEncoder", "AutoEncoderNew"):
-        activation: nn.Module = nn.ReLU()
-    elif kind == "GatedAutoEncoder":
-        named |= {"r_mag", "gate_bias", "mag_bias"}
-        require(tensors, named, kind)
-        activation = Gated(tensors["gate_bias"], tensors["r_mag"], tensors["mag_bias"])
-        b_enc = torch.zeros_like(tensors["r_mag"])
-    elif kind == "AutoEncoderTopK":
-        named |= tensors.keys() & {"threshold", "k"}
-        require(tensors, named | {"b_enc"}, kind)
+        return nn.ReLU()
+    if kind == "GatedAutoEncoder":
+        return Gated(tensors["gate_bias"], tensors["r_mag"], tensors["mag_bias"])
+    if kind == "AutoEncoderTopK":
         ks = {whole_of("k", k) for k in (tensors.get("k"), trainer.get("k")) if k is not None}
         if len(ks) != 1:
             raise ValueError(f"{kind} must have one k, in ae.pt or config.json; got {sorted(ks)}")
-        activation = TopK(ks.pop())
-    elif kind in ("JumpReluAutoEncoder", "BatchTopKSAE", "MatryoshkaBatchTopKSAE"):
-        named |= {"threshold"} | tensors.keys() & {"k", "group_sizes"}
-        require(tensors, named | {"b_enc"}, kind)
-        activation = JumpReLU(tensors["threshold"])
-    else:
-        raise ValueError(f"dict_class must be one that is known here; got {kind!r}")
-    require(tensors, named | (set() if kind == "GatedAutoEncoder" else {"b_enc"}), str(kind))
-    assert b_enc is not None
-    return Dictionary(
-        tensors["W_enc"], tensors["W_dec"], b_enc, tensors["b_dec"], activation,
-        subtracts_b_dec=subtracts, **place,
-    )  # fmt: skip
+        return TopK(ks.pop())
+    return JumpReLU(tensors["threshold"])

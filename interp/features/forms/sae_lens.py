@@ -33,17 +33,8 @@ _OLD_NAMES = {
 
 def read(folder: Path, *, norm_factor: float | None = None) -> Dictionary:
     """SAELens: `cfg.json` and `sae_weights.safetensors`, of version 6 or before."""
-    config = json_of(folder / "cfg.json")
     weights = tensors_of(folder / "sae_weights.safetensors")
-    require_types(config, _CONFIG)
-    metadata = config.get("metadata") or {}
-    require_types(metadata, _CONFIG)
-    training = metadata.get("training_architecture_details") or {}
-    if not isinstance(training, dict):
-        raise ValueError(f"training_architecture_details must be an object; got {training!r:.60}")
-    known_fields({n: v for n, v in config.items() if n not in training}, _CONFIG)
-    config = {_OLD_NAMES.get(n, n): value for n, value in config.items() if value is not None}
-    about = config | metadata
+    config, about = _config(json_of(folder / "cfg.json"))
     _translate(config, weights)
     kind = config.get("architecture", "standard")
     is_transcoder = "transcoder" in kind
@@ -54,33 +45,74 @@ def read(folder: Path, *, norm_factor: float | None = None) -> Dictionary:
         "transcodes": is_transcoder,
     }
     place["writes"] = ours(about.get("hook_name_out")) if is_transcoder else place["reads"]
-    norm, norm_factor = _sae_lens_norm(config, norm_factor)
-    subtracts = bool(config.get("apply_b_dec_to_input", True)) and not is_transcoder
     if kind == "matching_pursuit":
-        require(weights, {"W_dec", "b_dec"} | weights.keys() & {"W_enc"}, kind)
-        b_dec = weights["b_dec"]
-        bias = b_dec if subtracts else torch.zeros_like(b_dec)
-        return MatchingPursuit(
-            weights["W_dec"], bias, config.get("residual_threshold", 1e-2), config.get("max_iterations"),
-            config.get("stop_on_duplicate_support", True), norm=norm, **place,
-        )  # fmt: skip
-    biases = {"b_gate", "r_mag", "b_mag"} if kind == "gated" else {"b_enc"}
-    extra = weights.keys() & {"threshold", "log_threshold", "topk_threshold"}
+        return _matching_pursuit(config, weights, norm_factor, place)
     skip = {"W_skip"} if "skip" in kind else set[str]()
-    require(weights, {"W_enc", "W_dec", "b_dec"} | biases | skip | extra, kind)
+    biases = {"b_gate", "r_mag", "b_mag"} if kind == "gated" else {"b_enc"}
+    thresholds = weights.keys() & {"threshold", "log_threshold", "topk_threshold"}
+    norm, norm_factor = _norm(config, norm_factor)
+    require(weights, {"W_enc", "W_dec", "b_dec"} | biases | skip | thresholds, kind)
     b_enc = torch.zeros_like(weights["W_enc"][0]) if kind == "gated" else weights["b_enc"]
     W_enc = weights["W_enc"] * norm_factor
-    W_dec, b_dec = weights["W_dec"] / norm_factor, weights["b_dec"] / norm_factor
+    W_dec = weights["W_dec"] / norm_factor
     if config.get("rescale_acts_by_decoder_norm"):
         length = W_dec.norm(dim=1)
-        W_enc, b_enc, W_dec = W_enc * length, b_enc * length, W_dec / length[:, None]
+        W_enc = W_enc * length
+        b_enc = b_enc * length
+        W_dec = W_dec / length[:, None]
     return Dictionary(
-        W_enc, W_dec, b_enc, b_dec, _sae_lens_activation(kind, config, weights),
-        W_skip=weights["W_skip"].T if skip else None, subtracts_b_dec=subtracts, norm=norm, **place,
-    )  # fmt: skip
+        W_enc=W_enc,
+        W_dec=W_dec,
+        b_enc=b_enc,
+        b_dec=weights["b_dec"] / norm_factor,
+        activation=_activation(kind, config, weights),
+        W_skip=weights["W_skip"].T if skip else None,
+        subtracts_b_dec=_subtracts(config) and not is_transcoder,
+        norm=norm,
+        **place,
+    )
 
 
-def _sae_lens_norm(config: Mapping[str, Any], norm_factor: float | None) -> tuple[NormKind, float]:
+def _config(held: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a config under the names of version 6, and the same joined with its metadata."""
+    require_types(held, _CONFIG)
+    metadata = held.get("metadata") or {}
+    require_types(metadata, _CONFIG)
+    training = metadata.get("training_architecture_details") or {}
+    if not isinstance(training, dict):
+        raise ValueError(f"training_architecture_details must be an object; got {training!r:.60}")
+    known_fields({n: value for n, value in held.items() if n not in training}, _CONFIG)
+    config = {_OLD_NAMES.get(n, n): value for n, value in held.items() if value is not None}
+    return config, config | metadata
+
+
+def _matching_pursuit(
+    config: Mapping[str, Any],
+    weights: Weights,
+    norm_factor: float | None,
+    place: Mapping[str, Any],
+) -> MatchingPursuit:
+    """A dictionary of the architecture `matching_pursuit`, whose encoder is its decoder."""
+    norm, _ = _norm(config, norm_factor)
+    require(weights, {"W_dec", "b_dec"} | weights.keys() & {"W_enc"}, "matching_pursuit")
+    b_dec = weights["b_dec"]
+    return MatchingPursuit(
+        weights["W_dec"],
+        b_dec if _subtracts(config) else torch.zeros_like(b_dec),
+        config.get("residual_threshold", 1e-2),
+        config.get("max_iterations"),
+        config.get("stop_on_duplicate_support", True),
+        norm=norm,
+        **place,
+    )
+
+
+def _subtracts(config: Mapping[str, Any]) -> bool:
+    """Whether a config says that `b_dec` is subtracted from what is read."""
+    return bool(config.get("apply_b_dec_to_input", True))
+
+
+def _norm(config: Mapping[str, Any], norm_factor: float | None) -> tuple[NormKind, float]:
     """The norm, and the factor that goes into the weights."""
     name = config.get("normalize_activations") or "none"
     if name == "expected_average_only_in":
@@ -128,7 +160,7 @@ def _translate(config: dict[str, Any], weights: Weights) -> None:
         raise ValueError("scaling_factor must be 1 everywhere: fold it into W_dec first")
 
 
-def _sae_lens_activation(kind: str, config: Mapping[str, Any], weights: Weights) -> nn.Module:
+def _activation(kind: str, config: Mapping[str, Any], weights: Weights) -> nn.Module:
     if "jumprelu" in kind or kind in ("batchtopk", "matryoshka_batchtopk"):
         if "log_threshold" in weights:
             return JumpReLU(weights["log_threshold"].exp())
