@@ -1,5 +1,9 @@
 """Directions: found from two kinds of texts, steered along, erased, saved, and exchanged with llama.cpp and repeng.
 
+Read `direction` (vectors by point, and their files) and `examples` (values of two kinds of texts; of a store, by `stored`)
+first. `finding` and `probing` find directions in examples; `erasing` removes a concept, and `steering` measures what a
+direction does.
+
 >>> from interp import edits
 >>> from interp.directions import difference_of_means
 >>> from hooks import HookedRunner

@@ -176,7 +176,7 @@ class Direction(pictures.Shown):
         """
         import gguf
 
-        class Reader(gguf.GGUFReader):
+        class CheckedReader(gguf.GGUFReader):
             def _get(
                 self, offset: Any, dtype: Any, count: Any = 1, override_order: Any = None
             ) -> Any:
@@ -187,7 +187,7 @@ class Direction(pictures.Shown):
                 return numbers
 
         with storage.one_error(path, "be a complete control vector in GGUF", CacheError):
-            reader = Reader(path)
+            reader = CheckedReader(path)
             architecture = reader.fields.get("general.architecture")
             if architecture is None or architecture.contents() != "controlvector":
                 raise ValueError(

@@ -20,7 +20,7 @@ from interp.store import Activations
 Kind = Texts | ActivationCache | Activations
 """Texts of one kind as a user gives them."""
 
-Source = Texts | ActivationCache | StoredTexts
+TextsOfKind = Texts | ActivationCache | StoredTexts
 """Texts of one kind as they are read."""
 
 
@@ -50,7 +50,7 @@ class Examples(NamedTuple):
 
 def kinds_of(
     model: nn.Module, yes: Kind, no: Kind | None, labels: Labels | None
-) -> tuple[Source, Source]:
+) -> tuple[TextsOfKind, TextsOfKind]:
     """Return the texts of both kinds. Stores become their texts of a kind.
 
     Raises:
@@ -80,11 +80,11 @@ def kinds_of(
         )
     if isinstance(yes, Activations) and isinstance(no, Activations):
         return all_of(yes), all_of(no)
-    return cast(Source, yes), cast(Source, no)
+    return cast(TextsOfKind, yes), cast(TextsOfKind, no)
 
 
 def points_of(
-    model: nn.Module, site: str | Sequence[str], sources: Sequence[Source] = ()
+    model: nn.Module, site: str | Sequence[str], sources: Sequence[TextsOfKind] = ()
 ) -> list[str]:
     """The points of a site in each layer, or one that is named in full; of several, those of each.
 
@@ -107,8 +107,8 @@ def points_of(
 
 def examples(
     model: nn.Module,
-    yes: Source,
-    no: Source,
+    yes: TextsOfKind,
+    no: TextsOfKind,
     points: list[str],
     pos: Index | str | None,
     batch: int,

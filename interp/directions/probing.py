@@ -8,14 +8,15 @@
    2019, "Designing and Interpreting Probes with Control Tasks"). What the probe scores there it owes to itself and not to the values.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, product
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
-from torch import nn
+from jaxtyping import Float
+from torch import Tensor, nn
 
 from hooks.base import (
     Index,
@@ -27,7 +28,7 @@ from hooks.base import (
 )
 from interp import pictures
 from interp.directions.direction import Direction
-from interp.directions.examples import Kind, examples, kinds_of, points_of, text_numbers
+from interp.directions.examples import Examples, Kind, examples, kinds_of, points_of, text_numbers
 from interp.directions.stored import Labels
 from interp.numbers.intervals import interval_text
 from interp.results.result import Result
@@ -132,9 +133,8 @@ def probe(
     sources = kinds_of(model, yes, no, labels)
     points = points_of(model, site, sources)
     parts = [*examples(model, *sources, points, pos, batch)]
-    truth = torch.cat([torch.full_like(part.text, part.label) for part in parts]).numpy()
-    texts = np.array(text_numbers(parts))[torch.cat([part.text for part in parts]).numpy()]
-    kinds = [np.unique(texts[truth == label]) for label in (0, 1)]
+    rows = _rows_of(parts)
+    kinds = [np.unique(rows.text[rows.label == label]) for label in (0, 1)]
     if folds < 2 or min(map(len, kinds)) < folds:
         raise ValueError(
             f"folds must be 2 to the different texts of each kind ({len(kinds[1])} and "
@@ -142,48 +142,97 @@ def probe(
         )
     draw = torch.Generator().manual_seed(seed)
     fold_of = _folds(kinds, folds, draw)
-    targets = [truth, *(_drawn(kinds, fold_of, folds, draw)[texts] for _ in range(draws))]
-    ranks = torch.cat([part.rank for part in parts]).numpy()
-    places_read = torch.cat([part.place for part in parts]).numpy()
-    by_rank, axes, places = [np.full(len(ranks), True)], ["point"], {"point": points}
-    if over == "pos":
-        by_rank = [ranks == n for n in range(ranks.max() + 1)]
-        if any(each.sum() != by_rank[0].sum() for each in by_rank):
-            raise ValueError(
-                f"each text must have as many positions for over='pos'; {by_rank[0].sum()} texts have one, "
-                f"{by_rank[-1].sum()} have {len(by_rank)}"
-            )
-        axes.append("pos")
-        if isinstance(pos, list) and all(type(place) is int for place in pos):
-            places["pos"] = pos
-        else:
-            places["pos"] = [*range(len(by_rank))]
+    drawn = [_drawn(kinds, fold_of, folds, draw)[rows.text] for _ in range(draws)]
+    positions = _by_position(rows) if over == "pos" else None
+    classifier = _Classifier(kind, C)
     scores, vectors, offsets = [], {}, {}
     for name in progress_of(points, "points", len(points)):
         values = torch.cat([part.values[name] for part in parts]).double().cpu().numpy()
-        for kept in by_rank:
-            held = [fold_of[texts[kept]] == fold for fold in range(folds)]
-            of_targets = []
-            for target in targets:
-                once = _once(target[kept], texts[kept], places_read[kept])
-                of_targets.append([
-                    _auroc(values[kept], target[kept], fold, once, kind, C) for fold in held
-                ])  # fmt: skip
-            scores.append(of_targets)
-        vector, offsets[name] = _fitted(values, truth, kind, C)
+        for kept in [slice(None)] if positions is None else positions:
+            scores.append([
+                classifier.aurocs(values[kept], rows.at(kept, label), fold_of)
+                for label in (rows.label, *drawn)
+            ])  # fmt: skip
+        vector, offsets[name] = classifier.fitted(values, rows.label)
         vectors[name] = torch.tensor(vector).float()
-    table = torch.tensor(scores)
-    about = {"by": f"{kind} probe", "site": site, "rows": len(truth), "yes": int(truth.sum())}
-    shape = [len(each) for each in places.values()]
+    labels_of: dict[str, Sequence[Any]] = {"point": points}
+    if positions is not None:
+        has_numbers = isinstance(pos, list) and all(type(place) is int for place in pos)
+        labels_of["pos"] = cast(list[int], pos) if has_numbers else range(len(positions))
+    n_yes, n_rows = int(rows.label.sum()), len(rows.label)
+    about = {"by": f"{kind} probe", "site": site, "rows": n_rows, "yes": n_yes}
+    auroc, control = _results(torch.tensor(scores), labels_of, kinds, about)
+    return Probe(Direction(vectors, offsets, about), auroc, control)
+
+
+def _results(
+    scores: Float[Tensor, "place labels fold"],
+    labels_of: Mapping[str, Sequence[Any]],
+    kinds: Sequence[Any],
+    about: Mapping[str, Any],
+) -> tuple[Result, Result]:
+    """The AUROC with true labels, which come first, and the mean with drawn labels."""
+    folds = scores.shape[-1]
+    shape = [*map(len, labels_of.values()), folds]
     of_no, of_yes = (len(kind) / folds for kind in kinds)
     of_both = len(np.intersect1d(kinds[0], kinds[1])) / folds
     half = (of_no + of_yes - of_both) / 2  # drawn labels are of both kinds, half each
-    results = (
-        Result(values.view(*shape, folds), (*axes, "example"), labels=places, unit="AUROC", about=about,
-               bounds=(0.0, 1.0), counts=counts)
-        for values, counts in ((table[:, 0], (of_yes, of_no)), (table[:, 1:].mean(1), (half, half)))
-    )  # fmt: skip
-    return Probe(Direction(vectors, offsets, about), *results)
+    auroc = Result(
+        scores[:, 0].view(shape),
+        (*labels_of, "example"),
+        labels=labels_of,
+        unit="AUROC",
+        about=about,
+        bounds=(0.0, 1.0),
+        counts=(of_yes, of_no),
+    )
+    control = scores[:, 1:].mean(1).view(shape)
+    return auroc, replace(auroc, values=control, counts=(half, half))
+
+
+class _Rows(NamedTuple):
+    """Examples of both kinds, as arrays [row] of NumPy.
+
+    Attributes:
+        label: 1 for texts of the first kind, 0 for texts of the second.
+        text: the number of the text, which its copies share.
+        rank: the number of the example among those of its text.
+        place: the position in the text without padding.
+    """
+
+    label: Any
+    text: Any
+    rank: Any
+    place: Any
+
+    def at(self, kept: Any, label: Any) -> "_Rows":
+        """Some of the rows, with other labels."""
+        return _Rows(label[kept], self.text[kept], self.rank[kept], self.place[kept])
+
+
+def _rows_of(parts: list[Examples]) -> _Rows:
+    """The rows of all batches."""
+    return _Rows(
+        label=torch.cat([torch.full_like(part.text, part.label) for part in parts]).numpy(),
+        text=np.array(text_numbers(parts))[torch.cat([part.text for part in parts]).numpy()],
+        rank=torch.cat([part.rank for part in parts]).numpy(),
+        place=torch.cat([part.place for part in parts]).numpy(),
+    )
+
+
+def _by_position(rows: _Rows) -> list[Any]:
+    """The rows of each position, as masks.
+
+    Raises:
+        ValueError: if texts have different numbers of positions.
+    """
+    masks = [rows.rank == n for n in range(rows.rank.max() + 1)]
+    if any(mask.sum() != masks[0].sum() for mask in masks):
+        raise ValueError(
+            f"each text must have as many positions for over='pos'; {masks[0].sum()} texts have one, "
+            f"{masks[-1].sum()} have {len(masks)}"
+        )
+    return masks
 
 
 def _folds(kinds: list[Any], folds: int, draw: torch.Generator) -> Any:
@@ -228,33 +277,43 @@ def _drawn(kinds: list[Any], fold_of: Any, folds: int, draw: Any) -> Any:
     return drawn
 
 
-def _fitted(values: Any, labels: Any, kind: str, C: float) -> tuple[Any, float]:
-    linear = library("sklearn.linear_model", "hookscope[probes]")
-    mean, spread = values.mean(0), values.std(0)
-    # A column that differs by no more than rounding in float32, in any dtype, counts as constant, with coefficient 0.
-    spread = np.where(spread > _ROUNDING * abs(values).max(0), spread, np.inf)
-    scaled = (values - mean) / spread
-    if kind == "logistic":
-        made = linear.LogisticRegression(C=C, max_iter=1000).fit(scaled, labels)
-        weights, bias = made.coef_[0], float(made.intercept_[0])
-    else:
-        made = linear.Ridge(alpha=1 / C).fit(scaled, 2 * labels - 1)
-        weights, bias = made.coef_, float(made.intercept_)
-    return weights / spread, bias - float(mean @ (weights / spread))
+@dataclass(frozen=True)
+class _Classifier:
+    """A linear classifier; for `kind` and `C` see `probe`."""
+
+    kind: str
+    C: float
+
+    def fitted(self, values: Any, labels: Any) -> tuple[Any, float]:
+        """Return the direction and the offset that separate values [row d] by their labels."""
+        linear = library("sklearn.linear_model", "hookscope[probes]")
+        mean, spread = values.mean(0), values.std(0)
+        # A column that differs by no more than rounding in float32, in any dtype, counts as constant, with coefficient 0.
+        spread = np.where(spread > _ROUNDING * abs(values).max(0), spread, np.inf)
+        scaled = (values - mean) / spread
+        if self.kind == "logistic":
+            made = linear.LogisticRegression(C=self.C, max_iter=1000).fit(scaled, labels)
+            weights, bias = made.coef_[0], float(made.intercept_[0])
+        else:
+            made = linear.Ridge(alpha=1 / self.C).fit(scaled, 2 * labels - 1)
+            weights, bias = made.coef_, float(made.intercept_)
+        return weights / spread, bias - float(mean @ (weights / spread))
+
+    def aurocs(self, values: Any, rows: _Rows, fold_of: Any) -> list[float]:
+        """Return the AUROC of each fold by a fit on the other folds. Each text and place counts once."""
+        once = _once(rows.label, rows.text, rows.place)
+        scores = []
+        for fold in range(fold_of.max() + 1):
+            held = fold_of[rows.text] == fold
+            vector, offset = self.fitted(values[~held], rows.label[~held])
+            scored = held & once
+            projected = values[scored] @ vector + offset
+            scores.append(_auroc(projected, rows.label[scored]))
+        return scores
 
 
-def _auroc(values: Any, labels: Any, held: Any, once: Any, kind: str, C: float) -> float:
-    """The share of pairs of held-out examples of both kinds that are in order; ties count half.
-
-    Args:
-        values, labels: of all examples.
-        held: True at held-out examples.
-        once: True at the examples that count in the score.
-        kind, C: see `probe`.
-    """
-    vector, offset = _fitted(values[~held], labels[~held], kind, C)
-    scored = held & once
-    scores = values[scored] @ vector + offset
-    yes, no = scores[labels[scored] == 1], scores[labels[scored] == 0]
+def _auroc(scores: Any, labels: Any) -> float:
+    """The share of pairs of examples of both kinds that are in order; ties count half."""
+    yes, no = scores[labels == 1], scores[labels == 0]
     above = yes[:, None] - no[None]
     return float(((above > 0) + 0.5 * (above == 0)).mean())

@@ -1,5 +1,9 @@
 """Sparse autoencoders and transcoders: loaded from any format, spliced into any model, and measured.
 
+Read `activations` and `dictionary` (one layer) first; `cross_layer` and `matching_pursuit` are other dictionaries, and
+`loading` reads them from files, with `forms`, `hub` and `bundled`. `places` says which point a file means; `splicing` puts
+dictionaries behind points, and `evaluation`, `cards` and `controls` measure them.
+
 >>> from interp.features import load_sae, splice
 >>> from models import load
 >>> model, sae = load("pydoc-4l"), load_sae("pydoc-4l/resid_post")

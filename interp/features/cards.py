@@ -44,7 +44,7 @@ _BINS, _BEFORE, _AFTER = 20, 24, 8
 
 
 @dataclass(frozen=True)
-class Example:
+class FeatureExample:
     """A text around a place where a feature is large.
 
     Attributes:
@@ -77,7 +77,7 @@ class FeatureCard:
 
     index: int
     density: float
-    examples: Sequence[Example] = ()
+    examples: Sequence[FeatureExample] = ()
     top: Sequence[tuple[str, float]] = ()
     bottom: Sequence[tuple[str, float]] = ()
     nearest: Sequence[tuple[int, float]] = ()
@@ -139,7 +139,7 @@ class FeatureCard:
                 f"a feature of Neuronpedia must have index and examples_quantiles; got none of {missing}"
             )
         examples = [
-            Example(
+            FeatureExample(
                 each["tokens"],
                 [*map(_number, each["tokens_acts_list"])],
                 int(each["train_token_ind"]),
@@ -316,7 +316,7 @@ def _card(
             continue
         first = max(0, at - _BEFORE)
         shown = slice(first, at + _AFTER + 1)
-        examples.append(Example([*write(tokens)][shown], value[shown].tolist(), at - first))
+        examples.append(FeatureExample([*write(tokens)][shown], value[shown].tolist(), at - first))
     largest = values.max().clamp(min=0).item()
     counts = torch.histc(values[values > 0], _BINS, 0, largest or 1.0)
     return FeatureCard(

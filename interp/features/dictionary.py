@@ -9,18 +9,37 @@ transcoder writes what a sublayer adds (Dunefsky et al. 2024). `load_sae` makes 
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import embedding_bag
 
-from hooks.base import require_integer, require_kind, shown
+from hooks.base import Words, require_integer, require_kind, shown
 from interp import pictures
 from interp.features.activations import Features, Gated, JumpReLU, TopK
 from interp.pictures import objects
 
 NormKind = Literal["none", "constant_norm_rescale", "layer_norm"]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Facts of where a dictionary was trained.
+
+    Attributes:
+        reads, writes: names of the points that it was trained on; None if unknown.
+        head: the head whose values it reads; None for all.
+        transcodes: whether it is a transcoder; None if its points or sizes say so.
+        config: what its files say about it.
+    """
+
+    reads: str | None = None
+    writes: str | None = None
+    head: int | None = None
+    transcodes: bool | None = None
+    config: Mapping[str, Any] | None = None
 
 
 class Dictionary(pictures.Shown, nn.Module):
@@ -35,13 +54,11 @@ class Dictionary(pictures.Shown, nn.Module):
         subtracts_b_dec: whether `b_dec` is subtracted from what is read.
         norm: what is done to x first, and undone at the output of an autoencoder: `constant_norm_rescale` makes its
             length √d_in, but that of zeros, and `layer_norm` its mean 0 and its standard deviation 1.
-        reads, writes: names of the points that it was trained on; None if unknown.
-        head: the head whose values it reads; None for all.
-        transcodes: whether it is a transcoder; None if its points or sizes say so.
-        config: what its files say about it.
+        origin: where it was trained, such as `reads="blocks.3.resid_post"`; see `Origin`. Each is an attribute too.
 
     Raises:
         ValueError: if a weight has another size, or `k` is more than the features.
+        TypeError: if there is no such keyword; it has close matches.
 
     >>> import torch
     >>> autoencoder = Dictionary(
@@ -71,23 +88,13 @@ class Dictionary(pictures.Shown, nn.Module):
         W_skip: Float[Tensor, "d_in d_out"] | None = None,
         subtracts_b_dec: bool = False,
         norm: NormKind = "none",
-        reads: str | None = None,
-        writes: str | None = None,
-        head: int | None = None,
-        transcodes: bool | None = None,
-        config: Mapping[str, Any] | None = None,
+        **origin: Any,
     ) -> None:
         super().__init__()
+        Words(Origin).require(origin, ("W_skip", "subtracts_b_dec", "norm"), "Dictionary")
         require_kind("activation", activation, nn.Module, "a module", "torch.nn.ReLU() or TopK(k)")
-        for name, weight, axes in (
-            ("W_enc", W_enc, "d_in feature"),
-            ("W_dec", W_dec, "feature d_out"),
-        ):
-            require_kind(
-                name, weight, Tensor, f"a tensor [{axes}]", "load_sae(path) reads a dictionary"
-            )
-            if weight.ndim != 2:
-                raise ValueError(f"{name} must be [{axes}]; got {[*weight.shape]}")
+        _require_matrix("W_enc", W_enc, "d_in feature")
+        _require_matrix("W_dec", W_dec, "feature d_out")
         sizes = {"d_in": W_enc.shape[0], "feature": W_enc.shape[1], "d_out": W_dec.shape[1]}
         _require_sizes(
             sizes,
@@ -101,15 +108,20 @@ class Dictionary(pictures.Shown, nn.Module):
         )
         if isinstance(activation, TopK):
             require_integer("k", activation.k, most=sizes["feature"])
-        self.transcodes = transcodes
         self.register_buffer("W_enc", W_enc)
         self.register_buffer("W_dec", W_dec)
         self.register_buffer("b_enc", b_enc)
         self.register_buffer("b_dec", b_dec)
         self.register_buffer("W_skip", W_skip)
-        self.activation, self.norm, self.subtracts_b_dec = activation, norm, subtracts_b_dec
-        self.reads, self.writes, self.head = reads, writes, head
-        self.config = dict(config or {})
+        self.activation = activation
+        self.norm = norm
+        self.subtracts_b_dec = subtracts_b_dec
+        trained = Origin(**origin)
+        self.reads = trained.reads
+        self.writes = trained.writes
+        self.head = trained.head
+        self.transcodes = trained.transcodes
+        self.config = dict(trained.config or {})
         self.eval()
 
     def view(self) -> pictures.View:
@@ -251,8 +263,10 @@ class Dictionary(pictures.Shown, nn.Module):
 
     def _with(self, **changes: Any) -> "Dictionary":
         """This dictionary with other weights or settings."""
-        names = "W_enc W_dec b_enc b_dec activation W_skip subtracts_b_dec norm reads writes head transcodes config"
-        return Dictionary(**{name: getattr(self, name) for name in names.split()} | changes)
+        weights = ("W_enc", "W_dec", "b_enc", "b_dec", "activation", "W_skip")
+        settings = ("subtracts_b_dec", "norm", *(field.name for field in fields(Origin)))
+        same = {name: getattr(self, name) for name in (*weights, *settings)}
+        return Dictionary(**same | changes)
 
     def extra_repr(self) -> str:
         """Sizes and points, for the printed module."""
@@ -299,6 +313,15 @@ class Dictionary(pictures.Shown, nn.Module):
             if self.norm == "layer_norm":
                 constant = constant + x.mean(-1, keepdim=True)
         return constant if self.W_skip is None else constant + x @ self.W_skip
+
+
+def _require_matrix(name: str, weight: object, axes: str) -> None:
+    """Refuse what is no tensor of two axes."""
+    hint = "load_sae(path) reads a dictionary"
+    require_kind(name, weight, Tensor, f"a tensor [{axes}]", hint)
+    assert isinstance(weight, Tensor)
+    if weight.ndim != 2:
+        raise ValueError(f"{name} must be [{axes}]; got {[*weight.shape]}")
 
 
 def _require_sizes(

@@ -19,7 +19,7 @@ class MatchingPursuit(Dictionary):
         threshold: a row is done when what is left is shorter.
         most: the most steps; None for d_in.
         stops_when_same: a row is also done when a step takes a feature again.
-        norm, reads, writes, head, config: as for `Dictionary`.
+        settings: `norm` and the keywords of `Origin`, as for `Dictionary`.
     """
 
     def __init__(
@@ -29,10 +29,10 @@ class MatchingPursuit(Dictionary):
         threshold: float,
         most: int | None = None,
         stops_when_same: bool = True,
-        **about: Any,
+        **settings: Any,
     ) -> None:
         b_enc = W_dec.new_zeros(len(W_dec))
-        super().__init__(W_dec.T, W_dec, b_enc, b_dec, nn.ReLU(), subtracts_b_dec=True, **about)
+        super().__init__(W_dec.T, W_dec, b_enc, b_dec, nn.ReLU(), subtracts_b_dec=True, **settings)
         self.threshold, self.stops_when_same = threshold, stops_when_same
         self.most = self.d_in if most is None else most
 

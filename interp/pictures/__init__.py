@@ -1,7 +1,8 @@
 """Pictures of caches, texts, lenses, results, circuits and curves. Each function returns a `View`.
 
 A `View` shows itself in a notebook, and has `.save("x.html")`, `.show()` and, where it is a plot, `.figure`.
-Figures of matplotlib need the extra `plots`, so they are imported only when one is drawn.
+Read `view` (a page) and `parts` (what its script draws) first; `texts`, `tables`, `graphs` and `objects` make views of them.
+Figures of matplotlib, in `figure` and `plots`, need the extra `plots`, so they are imported only when one is drawn.
 """
 
 from interp.pictures.graphs import attribution, circuit, features

@@ -1,5 +1,9 @@
 """Stores: values of many texts on disk, written by any number of jobs, killed and resumed, and read in shuffled batches.
 
+Read `files` (what lies on disk), `corpora` (texts in pieces) and `rows` (what is kept of each piece) first; `harvesting`
+writes a store, by `engines`, and `activations` reads it, with `shuffling`. `summary` and `streaming` sum values, without a
+store too; `arrow` exchanges stores with SAELens, and `together` is for models that several processes share.
+
 >>> import tempfile
 >>> from interp.store import Activations, harvest
 >>> from models import load

@@ -33,7 +33,7 @@ from interp.store.files import (
     require_same,
     store_of,
 )
-from interp.store.rows import Overflow, Reader, Settings
+from interp.store.rows import Overflow, RowReader, Settings
 
 
 @shows_progress
@@ -108,7 +108,7 @@ def harvest_shard(
 ) -> None:
     """Do one job of a harvest; for arguments and errors see there."""
     job, jobs = shard
-    reader, folder = Reader(model, names, settings), Folder(out)
+    reader, folder = RowReader(model, names, settings), Folder(out)
     manifest = reader.manifest()
     store = store_of(manifest)
     here: dict[str, dict[str, Any]] = {}

@@ -126,7 +126,7 @@ def identity(model: nn.Module) -> dict[str, Any]:
     }
 
 
-class Reader:
+class RowReader:
     """A model, the points to keep, and how texts are read.
 
     Raises:

@@ -17,7 +17,7 @@ from interp.results.result import Result
 from interp.store.corpora import Corpus, TextPiece, runs
 from interp.store.engines import Model, loaded
 from interp.store.files import Folder
-from interp.store.rows import Reader, Settings, by_token
+from interp.store.rows import RowReader, Settings, by_token
 from interp.store.summary import StatisticsByPoint, require_options
 
 
@@ -125,7 +125,7 @@ def plan(
     """
     Words(Settings).require(settings, (), "plan")
     kept, first = Settings(**settings), list[TextPiece]()
-    reader = Reader(loaded(model), names, kept)
+    reader = RowReader(loaded(model), names, kept)
     n_texts, n_tokens, n_rows, n_files = 0, 0, 0, 0
     for run in runs(texts, kept.column, kept.per_file):
         read = reader.pieces(run, n_texts)

@@ -1,5 +1,7 @@
 """Forms in which libraries and releases publish dictionaries: what lies in the folder, and who reads it.
 
+Read `common` first, which has what readers share; each other file reads the forms of one library or release, in any order.
+
 A reader takes the folder, or the file where a form is a single file, and gives our form of what is in it. Its other
 arguments are what a caller of `load_sae` may have to add, as the files do not say it. A field of a
 config is known and honoured, known to change nothing, or refused.

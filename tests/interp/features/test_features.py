@@ -23,7 +23,7 @@ from interp.features import (
     splice,
     stability,
 )
-from interp.features.cards import Example, FeatureCard, FeatureCards
+from interp.features.cards import FeatureCard, FeatureCards, FeatureExample
 from interp.features.evaluation import LEAST_FOR_DEAD, PointScores
 from models import Transformer, TransformerConfig, generate, next_token_loss
 from tests.shipped import pydoc
@@ -258,7 +258,7 @@ def test_cards_show_where_features_are_and_what_they_write(model, tmp_path):
 
 
 def test_numbers_that_are_not_known_are_null_in_the_files_of_cards(tmp_path):
-    example = Example(["a", "b"], [1.5, math.nan], 0)
+    example = FeatureExample(["a", "b"], [1.5, math.nan], 0)
     FeatureCards([FeatureCard(7, math.nan, [example], largest=math.inf)]).save(tmp_path / "out")
     text = (tmp_path / "out" / "7.json").read_text()
     data = json.loads(text, parse_constant=pytest.fail)

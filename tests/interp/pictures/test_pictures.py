@@ -17,7 +17,7 @@ from hooks import HookedRunner
 from interp import Circuit, Pairs, Result, pictures
 from interp.directions import difference_of_means
 from interp.features import FeatureCard, FeatureCards, load_sae
-from interp.features.cards import Example
+from interp.features.cards import FeatureExample
 from interp.graph import Graph
 from interp.pictures.view import _page, visible
 from interp.store import harvest
@@ -346,7 +346,7 @@ def test_a_page_has_no_number_that_json_has_not():
         Node("1_4_0", "feature", 1, 0, 4, activation=math.inf, influence=0.5),
         Node("2_5_0", "logit", 1, 0, 5, "b", influence=-math.inf),
     ]
-    card = FeatureCard(4, math.nan, [Example(["a"], [math.nan], 0)])
+    card = FeatureCard(4, math.nan, [FeatureExample(["a"], [math.nan], 0)])
     graph = PrunedGraph(nodes, [Link("E_3_0", "2_5_0", 1.5)], ["a"])
     wide = torch.tensor([[-1e308, 1e308], [math.nan, math.inf]]).double()[None]
     values = Result(wide, ("x", "y", "example"), about={"low": -math.inf})
@@ -465,7 +465,7 @@ def test_a_circuit_says_what_names_of_nodes_mean(bundled):
 
 
 def test_cards_of_features():
-    example = Example([HOSTILE[0], "a", "b"], [0.5, 2.0, 0.0], 1)
+    example = FeatureExample([HOSTILE[0], "a", "b"], [0.5, 2.0, 0.0], 1)
     card = FeatureCard(
         7, 0.25, [example, example], [(HOSTILE[1], 1.5)], [("z", -0.5)], [(3, 0.9)], [0.0, 4.0], 2.0
     )

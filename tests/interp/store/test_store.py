@@ -563,16 +563,16 @@ def test_the_same_harvest_at_once_is_one_and_other_texts_are_refused(tmp_path, m
 @pytest.mark.parametrize("place", ["disk", "memory://between"])
 def test_a_file_that_came_in_between_is_not_replaced(place, tmp_path, monkeypatch):
     model, texts = model_and_texts(7)
-    out, tensors = str(tmp_path) if place == "disk" else place, rows.Reader.tensors
+    out, tensors = str(tmp_path) if place == "disk" else place, rows.RowReader.tensors
     changed = [*texts[:3], [1, 2], *texts[4:]]
 
     def slow(*arguments):
         with monkeypatch.context() as patch:
-            patch.setattr(rows.Reader, "tensors", tensors)
+            patch.setattr(rows.RowReader, "tensors", tensors)
             made(model, changed, out)
         return tensors(*arguments)
 
-    monkeypatch.setattr(rows.Reader, "tensors", slow)
+    monkeypatch.setattr(rows.RowReader, "tensors", slow)
     with pytest.raises(ValueError, match="same texts; those of file 0 are others"):
         made(model, texts, out)
     store = Activations(out)
