@@ -1,6 +1,7 @@
 """Values of examples of two kinds at the points of a site, a batch of texts at a time."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 import torch
@@ -48,7 +49,25 @@ class Examples(NamedTuple):
     is_part: bool = False
 
 
-def kinds_of(
+@dataclass(frozen=True, eq=False)
+class Contrast:
+    """Two kinds of texts, and where their values are read; for the fields see `difference_of_means`."""
+
+    yes: Kind
+    no: Kind | None
+    site: str | Sequence[str]
+    labels: Labels | None
+    pos: Index | str | None
+    batch: int
+
+    def read(self, model: nn.Module) -> tuple[list[str], Iterator[Examples]]:
+        """Return the names of the points, and the values of the examples there, a batch at a time."""
+        kinds = _kinds_of(model, self.yes, self.no, self.labels)
+        points = _points_of(model, self.site, kinds)
+        return points, _examples(model, *kinds, points, self.pos, self.batch)
+
+
+def _kinds_of(
     model: nn.Module, yes: Kind, no: Kind | None, labels: Labels | None
 ) -> tuple[TextsOfKind, TextsOfKind]:
     """Return the texts of both kinds. Stores become their texts of a kind.
@@ -83,7 +102,7 @@ def kinds_of(
     return cast(TextsOfKind, yes), cast(TextsOfKind, no)
 
 
-def points_of(
+def _points_of(
     model: nn.Module, site: str | Sequence[str], sources: Sequence[TextsOfKind] = ()
 ) -> list[str]:
     """The points of a site in each layer, or one that is named in full; of several, those of each.
@@ -105,7 +124,7 @@ def points_of(
     return [*points]
 
 
-def examples(
+def _examples(
     model: nn.Module,
     yes: TextsOfKind,
     no: TextsOfKind,

@@ -11,7 +11,7 @@ from hooks import EditError
 from hooks.base import Index, shows_progress, without_gradients
 from interp.directions.direction import Direction
 from interp.directions.erasing import Eraser, leace
-from interp.directions.examples import Kind, examples, kinds_of, points_of
+from interp.directions.examples import Contrast, Kind
 from interp.directions.stored import Labels
 from interp.edits.edit import Edit
 from interp.edits.places import Region
@@ -63,7 +63,7 @@ def difference_of_means(
     >>> v[2].shape
     torch.Size([128])
     """
-    moments = _moments(model, yes, no, site, labels, pos, batch)
+    moments = _moments(model, Contrast(yes, no, site, labels, pos, batch))
     vectors, offsets = {}, {}
     for name, each in moments.items():
         share = float(each.mean[-1])
@@ -125,23 +125,16 @@ def erasure(
 
     For arguments and errors see `difference_of_means`. It holds on the rows that it was fitted on.
     """
-    moments = _moments(model, yes, no, site, labels, pos, batch)
+    moments = _moments(model, Contrast(yes, no, site, labels, pos, batch))
     erasers = {name: leace(each) for name, each in moments.items()}
     return Erasure(erasers, {"by": "LEACE", "site": site, **_counts(moments)})
 
 
-def _moments(
-    model: nn.Module,
-    yes: Kind,
-    no: Kind | None,
-    site: str | Sequence[str],
-    labels: Labels | None,
-    pos: Index | str | None,
-    batch: int,
-) -> dict[str, Moments]:
+def _moments(model: nn.Module, contrast: Contrast) -> dict[str, Moments]:
+    """Moments of the values at each point, with the label of each row as a last column."""
     moments: dict[str, Moments] = {}
-    kinds = kinds_of(model, yes, no, labels)
-    for part in examples(model, *kinds, points_of(model, site, kinds), pos, batch):
+    _, parts = contrast.read(model)
+    for part in parts:
         for name, values in part.values.items():
             labels = torch.full((len(values), 1), float(part.label), device=values.device)
             new = Moments.of(values, labels)

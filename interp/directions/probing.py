@@ -28,7 +28,7 @@ from hooks.base import (
 )
 from interp import pictures
 from interp.directions.direction import Direction
-from interp.directions.examples import Examples, Kind, examples, kinds_of, points_of, text_numbers
+from interp.directions.examples import Contrast, Examples, Kind, text_numbers
 from interp.directions.stored import Labels
 from interp.numbers.intervals import interval_text
 from interp.results.result import Result
@@ -130,9 +130,8 @@ def probe(
         ImportError: if scikit-learn is not installed.
     """
     require_choice("kind", kind, ("logistic", "linear"))
-    sources = kinds_of(model, yes, no, labels)
-    points = points_of(model, site, sources)
-    parts = [*examples(model, *sources, points, pos, batch)]
+    points, batches = Contrast(yes, no, site, labels, pos, batch).read(model)
+    parts = [*batches]
     rows = _rows_of(parts)
     kinds = [np.unique(rows.text[rows.label == label]) for label in (0, 1)]
     if folds < 2 or min(map(len, kinds)) < folds:

@@ -103,7 +103,8 @@ def why_attends(
     context = parts.model.context(text.tokens, **text.kwargs)
     scores = BlockScores(parts.graph.layers[layer], stream, context)
     real = None if parts.mask is None else real_columns(parts.mask)
-    asked = asked_score(scores, head, query, key, against, words_of(model, text), real)
+    place = AskedPlace(head, query, key, against)
+    asked = asked_score(scores, place, words_of(model, text), real)
     in_run = parts.at(parts.graph.names[attention.sublayer.z])[:, :, head[1]]
     v, at_query = scores.v[:, :, scores.part("k", head[1])[1]], asked.weights["q"]
     z = torch.einsum("bij,bi,bje->be", scores.pattern[:, head[1]], at_query, v)
@@ -129,6 +130,15 @@ def why_attends(
     return replace(table, groups=groups_of_cache(cache, table.values))
 
 
+class AskedPlace(NamedTuple):
+    """The place of a score that is to be explained; for the fields see `why_attends`."""
+
+    head: tuple[int, int]
+    query: Index
+    key: Index | None = None
+    against: Index | Literal["mean"] | None = None
+
+
 class AskedScore(NamedTuple):
     """A score that is to be explained, or how far it is above others.
 
@@ -146,23 +156,24 @@ class AskedScore(NamedTuple):
 
 def asked_score(
     scores: BlockScores,
-    head: tuple[int, int],
-    query: Index,
-    key: Index | None,
-    against: Index | Literal["mean"] | None,
+    place: AskedPlace,
     words: Sequence[str] | None,
     real: Sequence[Sequence[int]] | None = None,
 ) -> AskedScore:
-    """A score of a block; for arguments see `why_attends`.
+    """Return a score of a block, with the weights of its positions.
 
     Args:
+        scores: the scores of the block.
+        place: the place of the score.
         words: the text at each position.
         real: the columns of each text's real tokens; None if all are.
 
     Raises:
         SelectionError, ValueError: if there is no such position, or it is padding.
     """
-    (layer, number), (batch, _, n_pos, _) = head, scores.pattern.shape
+    layer, number = place.head
+    batch, _, n_pos, _ = scores.pattern.shape
+    against = place.against
     about = {"head": f"a{layer}.h{number}"}
 
     def at(name: str, pos: Index) -> Tensor:
@@ -172,9 +183,9 @@ def asked_score(
         about[name] = ", ".join([*said, *["..."][: len(several) > 3]])
         return functional.one_hot(chosen.expand(batch, 1)[:, 0], n_pos).to(scores.pattern)
 
-    at_query = at("query", query)
+    at_query = at("query", place.query)
     pattern = torch.einsum("bij,bi->bj", scores.pattern[:, number], at_query)
-    at_key = at("key", pattern.argmax(-1).tolist() if key is None else key)
+    at_key = at("key", pattern.argmax(-1).tolist() if place.key is None else place.key)
     weights: dict[Side, Tensor] = {"q": at_query, "k": at_key}
     if isinstance(against, str):
         if against != "mean":

@@ -16,7 +16,14 @@ from torch import Tensor
 from hooks.base import Text, require_choice
 from interp.inputs.wording import words_of
 from interp.numbers.ranks import largest_rows
-from interp.reading.attending import Side, asked_score, checked_head, pair_table, why_attends
+from interp.reading.attending import (
+    AskedPlace,
+    Side,
+    asked_score,
+    checked_head,
+    pair_table,
+    why_attends,
+)
 from interp.results.result import Result
 from interp.tracing.descent import TARGETS_AT_ONCE, Descent, Targets
 from interp.tracing.frozen import FrozenRun
@@ -27,22 +34,20 @@ from interp.tracing.targets import promoted_tokens
 def why(
     run: FrozenRun,
     nodes: Sequence[Node],
-    head: tuple[int, int],
-    query: int,
-    key: int | None,
-    against: int | Literal["mean"] | None,
-    through: str,
+    place: AskedPlace,
+    through: Literal["paths", "writers"],
     k: int,
 ) -> Result:
     """The pairs of sources of a score; for arguments see `AttributionGraph.attention`."""
     require_choice("through", through, ("paths", "writers"))
     if through == "writers":
-        return why_attends(run.graph.model, run.cache, head, query, key, against, k=k)
-    layer, _ = checked_head(run.graph, head)
-    scores, words = run.scores_of(layer), words_of(run.graph.model, Text(run.tokens[None]))
-    asked = asked_score(scores, head, query, key, against, words)
+        return why_attends(run.graph.model, run.cache, *place, k=k)
+    layer, _ = checked_head(run.graph, place.head)
+    scores = run.scores_of(layer)
+    words = words_of(run.graph.model, Text(run.tokens[None]))
+    asked = asked_score(scores, place, words)
     of_query, *of_keys = (
-        _rows_of_head(run, side, head, run.like(weights[0])).mT[:, None]
+        _rows_of_head(run, side, place.head, run.like(weights[0])).mT[:, None]
         for side, weights in asked.weights.items()
     )
     names = [node.id for node in nodes[: run.n_sources]]
@@ -105,7 +110,7 @@ def largest_cells(
     made = []
     for weight, layer, place in sorted(largest, key=lambda cell: -abs(cell[0]))[:k]:
         head, query, key = map(int, np.unravel_index(place, worth[layer].shape))
-        table = why(run, nodes, (layer, head), query, key, None, "paths", 6)
+        table = why(run, nodes, AskedPlace((layer, head), query, key), "paths", 6)
         pattern = run.scores_of(layer).pattern[0, head, query].tolist()
         pairs = [(*entry.where.values(), entry.effect) for entry in table.top(6)]
         facts = table.about["score"], table.about["summed sizes of all pairs"]

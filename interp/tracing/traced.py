@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hooks.base import unknown_name, without_gradients
 from interp import pictures
+from interp.reading.attending import AskedPlace
 from interp.results.result import Result
 from interp.tracing import influence, intervention
 from interp.tracing.attention import largest_cells, why, without_each_head
@@ -223,7 +224,7 @@ class AttributionGraph(pictures.Shown):
         Raises:
             ValueError: if there is no such head or position, `through` is something else, or k is below 1.
         """
-        return why(self.run, self.nodes, head, query, key, against, through, k)
+        return why(self.run, self.nodes, AskedPlace(head, query, key, against), through, k)
 
     @without_gradients
     def cells(self, target: str | None = None, k: int = 8) -> list[AttentionCell]:
