@@ -268,7 +268,7 @@ def feature_cards(
         raise ValueError(
             f"features must be numbers from 0 to {chosen.n_features - 1}, at least one; got {[*features]}"
         )
-    writes = _written(model, part.has_heads, chosen, features, k)
+    writes = _tokens_moved(model, part.has_heads, chosen, features, k)
     rows: list[_Row] = []
     seen: set[str] = set()
     with with_parts(model, unspliced.points, parts):
@@ -340,7 +340,7 @@ def _nearest(dictionary: Dictionary, index: int, k: int) -> list[tuple[int, floa
     return [*zip(best.indices.tolist(), best.values.tolist(), strict=True)]
 
 
-def _written(
+def _tokens_moved(
     model: nn.Module, has_heads: bool, dictionary: Dictionary, features: Sequence[int], k: int
 ) -> list[tuple[Scored, Scored]]:
     """The tokens that each feature raises and lowers most."""

@@ -67,7 +67,7 @@ def patterns(
     if head is not None and head not in order:
         raise ValueError(f"head must be one that is drawn, (layer, head); got {head}")
     row = _tokens(cache, example, drawn.run_shape)
-    words, written = (None, False) if row is None else _words(model, row)
+    words, are_texts = (None, False) if row is None else _words(model, row)
     part = grid_part(
         "attention patterns",
         torch.stack([drawn.weights[pair] for pair in order]),
@@ -86,7 +86,7 @@ def patterns(
         **({} if numbers is None else {"scores": numbers}),
         note=thinned(drawn.n_inside, min(drawn.n_inside, drawn.most), "positions"),
     )
-    title = f" of “{''.join(words)[:60]}”" if words and written else ""
+    title = f" of “{''.join(words)[:60]}”" if words and are_texts else ""
     return View(f"attention patterns{title}", [part])
 
 

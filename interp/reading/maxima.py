@@ -136,9 +136,9 @@ def max_activating(
         ]
         values = torch.tensor([place.value for place in kept], dtype=torch.float64)
         kept = [kept[at] for at in largest_rows(values, k).tolist()]
-    if (written := writer_of(model)) is None:
+    if (write := writer_of(model)) is None:
         return TopActivations(kept)
-    pieces = (tuple(written([*place.tokens])) for place in kept)
+    pieces = (tuple(write([*place.tokens])) for place in kept)
     return TopActivations(
         place._replace(pieces=text) for place, text in zip(kept, pieces, strict=True)
     )

@@ -1,6 +1,6 @@
 """Names of the nodes of a model's graph, which know what they name."""
 
-from typing import Any, Self
+from typing import Any
 
 # The part of a block that each kind of node is: attention or MLP, and what there.
 _PARTS = {"head": "a.h{}", **{kind: f"a.h{{}}<{kind}>" for kind in "qkv"}, "attn_bias": "a.bias"}
@@ -23,7 +23,7 @@ class NodeName(str):
     layer: int | None
     number: int | None
 
-    def __new__(cls, name: str, **what: Any) -> Self:
+    def __new__(cls, name: str, **what: Any) -> "NodeName":
         """The name of what is outside of blocks, or of anything with all attributes given."""
         node = super().__new__(cls, name)
         vars(node).update({"kind": name, "part": name, "layer": None, "number": None} | what)

@@ -245,14 +245,15 @@ class Activations(pictures.Shown):
             KeyError: if there are no statistics of the point.
             CacheError, UnknownNameError: as for `batches`.
         """
-        one, written = sums[name], None if model is None else writer_of(model)
+        one = sums[name]
+        write = None if model is None else writer_of(model)
         places = []
         for value, (text, offset) in zip(
             one.top_values[:, column].tolist(), one.top_places[:, column].tolist(), strict=True
         ):
             held = self.rows(text, names=["tokens", "offset"])
             tokens = held["tokens"].tolist()
-            pieces = None if written is None else tuple(written(tokens))
+            pieces = None if write is None else tuple(write(tokens))
             pos = held["offset"].tolist().index(offset)
             places.append(Activation(value, text, pos, tuple(tokens), pieces))
         return TopActivations(places)
