@@ -176,35 +176,15 @@ class Recorder:
         self.options.placement.wait()
         self._copies = Copies()
         if self.joined:
-            parts = self._parts.items()
-            self.values = {
-                name: join(pieces, name, self.points[name].axes) for name, pieces in parts
-            }
-        for name, calls in self._parts.items() if self._keeps_calls else ():
-            shapes = sorted({tuple(call.shape) for call in calls})
-            if len(shapes) > 1:
-                rule = f"the calls of {name} must have one shape to stand on an axis"
-                self.skip(self.points[name], HookError(f"{rule}; got {shapes[0]} and {shapes[-1]}"))
-            else:
-                self.values[name] = torch.stack(calls)
-        for name, before in self._versions.items():
-            if _torch.version(self.values[name]) != before:
-                copied = (
-                    "detach=True"
-                    if self.memory_of_others is None
-                    else "model.overwrites_values = True"
-                )
-                changed = f"the model wrote over the value of {name} later; {copied} keeps a copy"
-                self.skip(self.points[name], CacheError(changed))
+            for name, pieces in self._parts.items():
+                self.values[name] = join(pieces, name, self.points[name].axes)
+        elif self._keeps_calls:
+            self._stack_calls()
+        self._refuse_overwritten()
         if self.memory_of_others is not None:
-            returned = memory_in(output)
-            for name in self._versions:
-                if _torch.memory_of(self.values[name]) in returned:
-                    self.values[name] = private(self.values[name])
+            self._copy_returned(output)
         if len(self.fired) < len(self.points):
-            missing = [name for name in self.points if name not in self.fired]
-            self.skipped |= {n: f"{n} did not run: {reason}" for n in missing if n in self.optional}
-            require_fired(missing, self.skipped, reason)
+            self._require_fired(reason)
         call = ("call",) if self._keeps_calls else ()
         self.axes = {
             name: (*call, *p.axes) if p.axes else ()
@@ -212,6 +192,41 @@ class Recorder:
             if name not in self.skipped
         }
         self.values = {name: self.values[name] for name in self.axes if name in self.values}
+
+    def _stack_calls(self) -> None:
+        """Stack the values of all calls of each point along a first axis."""
+        for name, calls in self._parts.items():
+            shapes = sorted({tuple(call.shape) for call in calls})
+            if len(shapes) > 1:
+                rule = f"the calls of {name} must have one shape to stand on an axis"
+                self.skip(self.points[name], HookError(f"{rule}; got {shapes[0]} and {shapes[-1]}"))
+            else:
+                self.values[name] = torch.stack(calls)
+
+    def _refuse_overwritten(self) -> None:
+        """Refuse values without copies that the model wrote over later."""
+        remedy = (
+            "detach=True" if self.memory_of_others is None else "model.overwrites_values = True"
+        )
+        for name, before in self._versions.items():
+            if _torch.version(self.values[name]) != before:
+                changed = f"the model wrote over the value of {name} later; {remedy} keeps a copy"
+                self.skip(self.points[name], CacheError(changed))
+
+    def _copy_returned(self, output: Any) -> None:
+        """Copy values without copies that share memory with the output."""
+        returned = memory_in(output)
+        for name in self._versions:
+            if _torch.memory_of(self.values[name]) in returned:
+                self.values[name] = private(self.values[name])
+
+    def _require_fired(self, reason: str) -> None:
+        """Skip optional points that the run did not reach, and refuse the run if it did not reach another."""
+        absent = [name for name in self.points if name not in self.fired]
+        for name in absent:
+            if name in self.optional:
+                self.skipped[name] = f"{name} did not run: {reason}"
+        require_fired(absent, self.skipped, reason)
 
     def _watch(self, value: Tensor, point: Point) -> Tensor:
         if isinstance(point.module, HookPoint) and value.dtype == torch.int64:

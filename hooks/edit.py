@@ -144,16 +144,18 @@ class HookContext:
             session.before(self._model, lambda args, kwargs: calls.clear())
             for edited, noted in zip_longest(self._edits, self._receipts):
                 again = edit_at(edited, self._fired)
-                noting, watch = edited, None
+                noting = edited
                 if noted:
                     noting = EditedPoint(edited.point, tuple(receipt.noting for receipt in noted))
-                if not isinstance(edited.point.module, HookPoint):  # which gives one tensor
+                # A HookPoint gives one tensor.
+                watch = None
+                if not isinstance(edited.point.module, HookPoint):
                     watch = Watch(edited.point, self._model)
                     session.after(watch.parent, watch.end, first=True)
                 first = edit_at(noting, self._fired, watch=watch, receipts=noted or (), calls=calls)
                 session.after(edited.point.module, first, again)
             for edited in self._backward:
-                listener = edit_at(edited, self._fired, backward=True)
+                listener = gradient_edit_at(edited, self._fired)
                 session.after(edited.point.module, listener)
             session.note(self._model, self._acted)
             for compiled in compiled_forms(self._model) if self._stays else ():
@@ -270,56 +272,78 @@ def _require_two_arguments(hook: Hook, selector: object) -> None:
 def edit_at(
     edited: EditedPoint,
     fired: set[str],
-    backward: bool = False,
     watch: Watch | None = None,
     receipts: Sequence[Receipt] = (),
     calls: Calls | None = None,
 ) -> OutputHook:
-    """A forward hook that edits the value at a point, or its gradient in the backward pass.
+    """A forward hook that edits the value at a point.
 
     Args:
         edited: the point, and its hooks.
         fired: takes the point's name when it fires.
-        backward: whether the hooks are for the gradient.
         watch: refuses edits that the other tensors of an output pass by.
         receipts: take the number of the other tensors.
         calls: how often each point has fired in this run; None where nobody counts.
 
     Raises:
-        HookError: from the returned function, if no gradient can reach the point, or a process holds a part of its value;
-            or in the model, if it reads another tensor of an edited output.
-        EditError: from there or in the backward pass, as for `EditedPoint.apply`.
+        HookError: from the returned function, if a process holds a part of the value; or in the model, if it reads another
+            tensor of an edited output.
+        EditError: from there, as for `EditedPoint.apply`.
     """
     point = edited.point
 
     def edit(output: Any) -> Any:
-        if not torch.compiler.is_compiling() and is_checkpointed():
-            rule = "which runs it again in backward(), where its hooks may no longer act"
-            where = f"{point.name} is inside activation checkpointing"
-            raise HookError(f"{where}, {rule}: switch checkpointing off")
-        value = first_tensor(output, point)
-        fired.add(point.name)
-        require_unsplit(value, point)
-        if not backward:
-            # A count that changes at each run would make a compiler trace each run anew.
-            number = None
-            if calls is not None and not torch.compiler.is_compiling():
-                number = calls.next(point.name)
-            new = edited.apply(value, number)
-            edited_output = with_first_tensor(output, new)
-            is_planned = new.is_meta or isinstance(new, FakeTensor)
-            has_numbers = (
-                has_storage(new) and not is_planned
-            )  # not so inside vmap, or while compiling
-            if watch is None or isinstance(output, Tensor) or not has_numbers:
-                return edited_output
-            for receipt in receipts:
-                receipt.beside = sum(1 for _ in tensors_in(output)) - 1
-            # A hook may only look. NaN is as it was, too. A change by rounding is a change.
-            is_same = torch.equal(torch.nan_to_num(new), torch.nan_to_num(value))
-            return edited_output if is_same else watch.handed_on(edited_output, new)
-        value = as_node(value, point)
+        value = _reached(output, point, fired)
+        # A count that changes at each run would make a compiler trace each run anew.
+        number = None
+        if calls is not None and not torch.compiler.is_compiling():
+            number = calls.next(point.name)
+        new = edited.apply(value, number)
+        edited_output = with_first_tensor(output, new)
+        if watch is None or isinstance(output, Tensor) or not _has_numbers(new):
+            return edited_output
+        for receipt in receipts:
+            receipt.beside = sum(1 for _ in tensors_in(output)) - 1
+        # A hook may only look. NaN is as it was, too. A change by rounding is a change.
+        is_same = torch.equal(torch.nan_to_num(new), torch.nan_to_num(value))
+        return edited_output if is_same else watch.handed_on(edited_output, new)
+
+    return edit
+
+
+def gradient_edit_at(edited: EditedPoint, fired: set[str]) -> OutputHook:
+    """A forward hook whose node in the graph edits the gradient at a point in the backward pass.
+
+    Args:
+        edited: the point, and its hooks.
+        fired: takes the point's name when it fires.
+
+    Raises:
+        HookError: from the returned function, if no gradient can reach the point, or a process holds a part of its value.
+        EditError: in the backward pass, as for `EditedPoint.apply`.
+    """
+    point = edited.point
+
+    def edit(output: Any) -> Any:
+        value = as_node(_reached(output, point, fired), point)
         value.register_hook(lambda grad: None if grad is None else edited.apply(grad))
         return with_first_tensor(output, value)
 
     return edit
+
+
+def _reached(output: Any, point: Point, fired: set[str]) -> Tensor:
+    """Return the value of a point that has fired, after checks that an edit of it is possible."""
+    if not torch.compiler.is_compiling() and is_checkpointed():
+        rule = "which runs it again in backward(), where its hooks may no longer act"
+        where = f"{point.name} is inside activation checkpointing"
+        raise HookError(f"{where}, {rule}: switch checkpointing off")
+    value = first_tensor(output, point)
+    fired.add(point.name)
+    require_unsplit(value, point)
+    return value
+
+
+def _has_numbers(value: Tensor) -> bool:
+    """Return whether a value has numbers, unlike in a plan, inside vmap, or while compiling."""
+    return has_storage(value) and not (value.is_meta or isinstance(value, FakeTensor))
