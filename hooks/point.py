@@ -8,9 +8,8 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor, nn
 
-from hooks.base import FakeTensor, is_whole, layer_of, require_kind, tensors_in
+from hooks.base import FakeTensor, carried, is_whole, layer_of, require_kind, tensors_in
 from hooks.base._torch import Identity
-from hooks.base.accessor import carried
 from hooks.base.errors import HookError
 
 

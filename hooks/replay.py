@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hooks.base import _torch, mapped, piece_read, reading, tensors_in
-from hooks.base.accessor import carried
+from hooks.base import _torch, carried, mapped, piece_read, reading, tensors_in
 from hooks.base.closeness import block_rounding, is_reproduced
 from hooks.base.errors import CacheError, HookError
 from hooks.base.memory import Bound

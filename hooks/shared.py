@@ -3,7 +3,6 @@
 `models` and `interp` import from three places only: `hooks`, `hooks.base` and this module.
 """
 
-from hooks.base.accessor import carried
 from hooks.capture import Recorder
 from hooks.names import blocks_of, names_by_layer, resolve
 from hooks.parts import Part, PartPoint, parts_of, with_parts

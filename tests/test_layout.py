@@ -274,6 +274,18 @@ def test_importing_brings_no_heavy_dependency_and_no_warning():
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "[] False", "")
 
 
+def test_interp_imports_an_analysis_when_it_is_used():
+    done = python("import interp, sys; print('torch' in sys.modules); interp.logit_lens")
+    assert (done.returncode, done.stdout.strip()) == (0, "False"), done.stderr
+
+
+def test_hints_are_read_when_an_error_is_made():
+    read = "[name for name in ('models.hints', 'interp.hints') if name in sys.modules]"
+    code = f"import sys; from models import *; from interp import *; print({read}); hasattr(load('pydoc-4l'), 'W'); print({read})"
+    done = python(code)
+    assert done.stdout.splitlines() == ["[]", "['models.hints', 'interp.hints']"], done.stderr
+
+
 def test_a_foreign_package_called_hooks_is_named(tmp_path):
     (tmp_path / "hooks.py").write_text("")
     done = python(f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]; import interp")

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from hooks import HookedRunner, HookError, HookPoint, HookPoints
 from hooks.base import (
     agree,
+    carried,
     hooks_of,
     is_fully_sharded,
     is_same,
@@ -26,7 +27,7 @@ from hooks.base import (
     to_device,
     without_gradients,
 )
-from hooks.shared import PartPoint, Session, Wire, carried, hooks_disabled, inside, is_listened_to
+from hooks.shared import PartPoint, Session, Wire, hooks_disabled, inside, is_listened_to
 from models.attached.context import CACHES, AttachedContext, repeatable_context
 from models.attached.forward import PaddedPositions
 from models.attached.original import (

@@ -13,8 +13,8 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from hooks import HookedRunner, HookPoint, HookPoints, Point
-from hooks.base import Shards, is_whole, mesh_of, require_module
-from hooks.shared import Session, carried
+from hooks.base import Shards, carried, is_whole, mesh_of, require_module
+from hooks.shared import Session
 from models.attached.attached import Attached, Settings, require_no_hooks, require_one_attachment
 from models.attached.attention import AttentionPoints, register
 from models.attached.checks import Checks, reasons_of_missing_points

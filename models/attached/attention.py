@@ -22,8 +22,8 @@ from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 
 from hooks import FusedUnlessHooked, HookError, HookPoint, HookPoints
-from hooks.base import at_least_float32, library, tensors_in, wide_dtype
-from hooks.shared import carried, is_listened_to
+from hooks.base import at_least_float32, carried, library, tensors_in, wide_dtype
+from hooks.shared import is_listened_to
 from models.attached.context import (
     AttachedPast,
     Keys,

@@ -20,8 +20,17 @@ import torch
 from torch import Tensor, nn
 
 from hooks import ActivationCache, HookedRunner
-from hooks.base import HALF, agree, is_close, is_same, mapped, tensors_in, without_gradients
-from hooks.shared import Session, carried
+from hooks.base import (
+    HALF,
+    agree,
+    carried,
+    is_close,
+    is_same,
+    mapped,
+    tensors_in,
+    without_gradients,
+)
+from hooks.shared import Session
 from models.attached.attention import AttentionPoints, TracedPoints
 from models.attached.experts import Experts
 from models.attached.layout import BlockLayout

@@ -18,8 +18,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import HookError, HookPoint, start_of_piece
-from hooks.base import mapped, memory_of, tensors_in
-from hooks.shared import Wire, carried, is_listened_to
+from hooks.base import carried, mapped, memory_of, tensors_in
+from hooks.shared import Wire, is_listened_to
 from models.attached.forward import is_cache, own_cache
 from models.attached.wires import fire
 from models.running.context import joined

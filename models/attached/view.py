@@ -25,8 +25,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks import HookPoint, Identity, position_offset, start_of_piece
-from hooks.base import agree, is_same, mapped, tensors_in, without_gradients
-from hooks.shared import Session, carried, hooks_disabled
+from hooks.base import agree, carried, is_same, mapped, tensors_in, without_gradients
+from hooks.shared import Session, hooks_disabled
 from models.attached.context import AttachedContext
 from models.attached.layout import BlockLayout
 from models.attached.original import logits_of, tokens_for

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from hooks import HookPoint
-from hooks.base import Shards, tensors_in, with_first_tensor
-from hooks.shared import Wire, carried, is_listened_to
+from hooks.base import Shards, carried, tensors_in, with_first_tensor
+from hooks.shared import Wire, is_listened_to
 from models.attached.parts import TracedNorm
 
 # Dataclasses, because a copy of the model must have hooks that know the copy's points.
