@@ -1,4 +1,9 @@
-"""Transformers, checkpoints, tokenizers, generation and training."""
+"""Transformers, checkpoints, tokenizers, generation and training.
+
+The architecture is in `transformer`, `block`, `attention`, `mlp` and `norm`: read them in this
+order. `running` contains what a run needs, `text` tokenizers, `checkpoints` the formats of files,
+`attached` hook points in models of `transformers`, and `training` the training loop.
+"""
 
 from hooks.base import missing_name as _missing_name
 from hooks.base import trusted

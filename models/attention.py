@@ -22,12 +22,12 @@ from models.running.masks import Visible, dense
 class Attention(Component):
     """Causal attention, `softmax(scale q k^T) v` in each head (Vaswani et al. 2017).
 
-    One linear map gives queries, keys and values. `n_heads / n_kv_heads` query heads share a key head.
-    `attention_of` makes the form that a config describes. Outside a model, weights start
-    as those of `nn.Linear`; a `Transformer` draws them as `init` says.
+    One linear map computes queries, keys and values. `n_heads / n_kv_heads` query heads share a key
+    head. `attention_of` builds the class for a config. Outside a model, weights are initialised
+    like the weights of `nn.Linear`; a `Transformer` initialises them by `init`.
 
-    The point `scores` is before the mask, so it is not zero above the diagonal, where a query would see
-    later keys. `interp.svd_targets` gives the zero-filled QKᵀ of svd-transformer.md.
+    The point `scores` is before the mask, so the scores of later keys are not zero.
+    `interp.svd_targets` returns the zero-filled QKᵀ of svd-transformer.md.
 
     Args:
         config: sizes and choices.
@@ -74,9 +74,9 @@ class Attention(Component):
         """Return what attention adds to the residual stream, from the normalized stream.
 
         Args:
-            x: what attention reads.
-            context: what a model gives to its blocks, or without a model a mask, or None: see
-                `ContextOrMask`.
+            x: the normalized stream.
+            context: the context that a model passes to its blocks. Outside a model, a mask or None;
+                see `ContextOrMask`.
 
         Raises:
             ValueError: if a mask does not fit `x`.
@@ -95,7 +95,10 @@ class Attention(Component):
         Float[Tensor, "batch pos kv_head d_head"],
         Float[Tensor, "batch pos kv_head d_head"],
     ]:
-        """Queries, keys and values of the normalized stream, before QK-norm and rotation: linear in `x`."""
+        """Return queries, keys and values, before QK-norm and rotary embeddings.
+
+        They are linear in `x`.
+        """
         qkv = self.qkv(x).view(*x.shape[:2], self.all_heads, self.d_head)
         return qkv.split_with_sizes(self.heads, 2)
 
@@ -107,7 +110,8 @@ class Attention(Component):
         context: Context,
     ) -> Float[Tensor, "batch pos d_model"]:
         """Return what attention adds to the residual stream, from the results of `project`."""
-        # Under autocast, norms and rotations give float32, and values have half precision.
+        # Under autocast, norms and rotary embeddings return float32, and values have half
+        # precision.
         q = self.q(self.rotary(self.q_norm(q), context.rotation).type_as(v)).transpose(1, 2)
         k = self.k(self.rotary(self.k_norm(k), context.rotation).type_as(v)).transpose(1, 2)
         k, v = context.extended(self.layer, k, self.v(v).transpose(1, 2))
@@ -125,7 +129,10 @@ class Attention(Component):
         v: Float[Tensor, "batch kv_head key d_head"],
         mask: Visible,
     ) -> Float[Tensor, "batch head query d_head"]:
-        """The output of each head. Without a mask a query sees all keys up to its own."""
+        """Return the output of each head.
+
+        Without a mask, a query sees all keys up to its own position.
+        """
         require_room_for_scores(q, k)
         # b batch, h heads, i queries, j keys, d d_head; n of the heads share each of g key heads.
         q = rearrange(self.scale * q, "b (g n) i d -> b g n i d", g=k.shape[1])
@@ -197,6 +204,6 @@ class CappedAttention(Attention):
 
 
 def attention_of(config: TransformerConfig, layer: int = 0) -> Attention:
-    """The attention that a config describes."""
+    """Return the attention for a config."""
     kind = CappedAttention if config.attn_cap else Attention
     return kind(config, layer)

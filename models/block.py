@@ -1,4 +1,4 @@
-"""Transformer blocks: one class for each form, with a forward that reads like its equation."""
+"""Transformer blocks: one class for each form. Each forward reads like its equation."""
 
 import dataclasses
 from typing import Any
@@ -22,16 +22,16 @@ ADDED = "what the sublayer adds: the norm of its output"
 class Branch:
     """One sublayer of a block: it adds `added(after(sublayer(norm(stream))))` to the stream.
 
-    A branch that reads at `resid_pre` reads the stream that enters the block, any other that to which all
-    branches before it were added.
+    A branch at `resid_pre` reads the stream that enters the block. A later branch reads the stream
+    after all earlier branches were added.
 
     Attributes:
-        reads: the point of the stream that it reads.
-        norm: the norm of that.
+        reads: the point of the stream that the branch reads.
+        norm: the norm before the sublayer.
         sublayer: attention or the MLP.
-        after: the norm of what the sublayer gives.
-        added: the point of what is added.
-        joined: the norm of the sum of stream and sublayer; most forms have none.
+        after: the norm of the sublayer's output.
+        added: the point of the vector that is added to the stream.
+        joined: the norm of the sum of stream and sublayer. Most forms have no such norm.
     """
 
     reads: nn.Module
@@ -44,21 +44,22 @@ class Branch:
     def __call__(
         self, stream: Float[Tensor, "batch pos d_model"], *context: Any
     ) -> Float[Tensor, "batch pos d_model"]:
-        """Return what the branch adds to the stream, from the stream that it reads."""
+        """Return the vector that the branch adds to the stream, from the stream that it reads."""
         return self.finished(self.sublayer(self.norm(stream), *context))
 
     def finished(
         self, output: Float[Tensor, "batch pos d_model"]
     ) -> Float[Tensor, "batch pos d_model"]:
-        """Return what the branch adds to the stream, from the sublayer's output."""
+        """Return the vector that the branch adds to the stream, from the sublayer's output."""
         return self.added(self.after(output))
 
 
 class Block(Component):
     """Attention, then the MLP; each reads the residual stream and adds to it (GPT-2).
 
-    `block_of` makes the form that a config describes, such as `PostNormBlock`. `norm_place` chooses the norms: `ln1` and `ln2` of what the sublayers read, `ln1_post` and `ln2_post` of what they add.
-    Absent norms are identities. It is called as `Attention` is, alone or by a model.
+    `block_of` builds the class for a config, such as `PostNormBlock`. `norm_place` chooses the
+    norms: `ln1` and `ln2` before the sublayers, `ln1_post` and `ln2_post` after them. Absent norms
+    are identities. A block is called like `Attention`, alone or by a model.
 
     Args:
         config: sizes and choices.
@@ -94,7 +95,7 @@ class Block(Component):
 
     @property
     def branches(self) -> tuple[Branch, ...]:
-        """The sublayers whose outputs `forward` adds to the stream, in order, for analyses."""
+        """The sublayers that `forward` adds to the stream, in order. Analyses use them."""
         return self._attention(), self._mlp(self.resid_mid)
 
     def _attention(self) -> Branch:
@@ -128,7 +129,7 @@ class PostNormBlock(Block):
 
     @property
     def branches(self) -> tuple[Branch, ...]:
-        """Each is normed together with the stream."""
+        """The sublayers. Each is normalized together with the stream."""
         none = Identity()
         return (
             Branch(self.resid_pre, none, self.attn, none, self.attn_out, self.ln1),
@@ -150,7 +151,7 @@ class ParallelBlock(Block):
 
     @property
     def branches(self) -> tuple[Branch, ...]:
-        """Both read the stream that enters the block."""
+        """The sublayers. Both read the stream that enters the block."""
         return self._attention(), self._mlp(self.resid_pre)
 
     def forward(
@@ -180,7 +181,7 @@ class AttentionBlock(Block):
 
 
 def block_of(config: TransformerConfig, layer: int = 0) -> Block:
-    """The block that a config describes."""
+    """Return the block for a config."""
     if config.mlp == "none":
         return AttentionBlock(config, layer)
     if config.norm_place == "post":

@@ -1,4 +1,4 @@
-"""Checks of arguments: config fields and tokens."""
+"""Check arguments: fields of configs, and tokens."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def names_fields(kind: type[T]) -> type[T]:
-    """Decorate a dataclass so that its error for an unknown or a missing field names close matches."""
+    """Decorate a dataclass so that errors for unknown or missing fields name close matches."""
     make: Any = kind.__init__
     required = {
         field.name
@@ -34,12 +34,12 @@ def names_fields(kind: type[T]) -> type[T]:
             raise TypeError(f"{kind.__name__} needs {listed}; got none")
         make(self, *args, **fields)
 
-    setattr(kind, "__init__", __init__)  # noqa: B010  # a plain assignment is refused by mypy
+    setattr(kind, "__init__", __init__)  # noqa: B010  # mypy does not allow a plain assignment
     return kind
 
 
 def check_types(config: Any, prefix: str = "") -> None:
-    """Refuses values that do not have the types of their fields. An int is valid for a float.
+    """Check that values have the types of their fields. An int is valid for a float.
 
     NumPy numbers become Python numbers, which JSON can store.
 
@@ -66,7 +66,7 @@ def check_types(config: Any, prefix: str = "") -> None:
 
 
 def require(config: Any, name: str, holds: object, rule: str, prefix: str = "") -> None:
-    """Refuses a field whose rule does not hold.
+    """Raise an error if the rule of a field does not hold.
 
     Raises:
         ValueError: naming the field, the rule and its value.
@@ -76,10 +76,10 @@ def require(config: Any, name: str, holds: object, rule: str, prefix: str = "") 
 
 
 def check_tokens(tokens: object) -> None:
-    """Refuses tokens that are not a matrix of whole numbers.
+    """Check that tokens are a matrix of integers.
 
     Raises:
-        ValueError: with the rule and what was given.
+        ValueError: giving the rule and the wrong value.
     """
     if isinstance(tokens, Tensor) and tokens.ndim == 2 and tokens.dtype in INTEGERS:
         return
@@ -87,18 +87,20 @@ def check_tokens(tokens: object) -> None:
     if isinstance(tokens, Tensor):
         got = f"{tokens.dtype} of shape {tuple(tokens.shape)}"
     raise ValueError(
-        f"tokens must be integers of shape [batch, pos]; got {got} (model.to_tokens makes them of texts)"
+        f"tokens must be integers of shape [batch, pos]; got {got} (model.to_tokens converts texts)"
     )
 
 
 def can_be_read(tensor: Tensor) -> bool:
-    """Whether a tensor's numbers can be read now. They cannot during compilation or a plan."""
+    """Whether the numbers of a tensor can be read now. During compilation or a plan they cannot."""
     absent = tensor.is_meta or isinstance(tensor, FakeTensor)
     return not absent and not torch.compiler.is_compiling()
 
 
 def should_read(tensor: Tensor) -> bool:
-    """Whether to check a tensor's numbers: they can be read, and the caller does not vouch for them."""
+    """Whether to check the numbers of a tensor: they can be read, and the caller has not promised
+    that they are right.
+    """
     return can_be_read(tensor) and not is_trusted()
 
 
@@ -109,6 +111,7 @@ def _is(value: object, kind: Any) -> bool:
             return False
         kinds = kinds[:1] * len(value) if kinds[-1] is ... else kinds
         return len(value) == len(kinds) and all(map(_is, value, kinds))
-    if isinstance(value, bool):  # in Python also an int
+    # In Python, a bool is also an int.
+    if isinstance(value, bool):
         return kind is bool
     return isinstance(value, kind) or (isinstance(value, int) and isinstance(0.0, kind))

@@ -10,25 +10,28 @@ from typing import Any, Literal
 from models.checks import check_types, names_fields, require
 from models.rotary_scaling import RotaryScaling
 
-# The least values of sizes. Where 0 is allowed, it has a meaning of its own.
+# The smallest allowed sizes. A size that may be 0 gives 0 a meaning of its own.
 LEAST = {
     **dict.fromkeys(("vocab_size", "n_ctx", "n_layers", "n_heads", "d_model"), 1),
     **dict.fromkeys(("n_kv_heads", "d_head", "d_mlp", "vocab_size_out", "window", "norm_eps"), 0),
     **dict.fromkeys(("attn_scale", "attn_cap", "logit_cap"), 0),
 }
-MOST = 2**31  # larger sizes are mistakes, which torch reports by an overflow
+# A larger size is a mistake. PyTorch would report it as an overflow.
+MOST = 2**31
 SHORTFORMER = "shortformer positions (Press et al. 2021) were supported until version 0.1"
 
 
 @names_fields
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
-    """Sizes and choices of a decoder-only transformer; the defaults are GPT-2's (Radford et al. 2019).
+    """Sizes and choices of a decoder-only transformer; the defaults are GPT-2's (Radford et al.
+
+    2019).
 
     Attributes:
         vocab_size: number of tokens.
-        vocab_size_out: number of logits; 0 means `vocab_size`. Another number needs an untied unembedding, and such
-            a model writes no texts.
+        vocab_size_out: number of logits; 0 means `vocab_size`. A model with another number needs an
+            untied unembedding and cannot generate texts.
         n_ctx: the longest context, in tokens: the rows of the learned position table, or the
             longest context in training, which `Transformer.extend_context` can change.
         n_layers: number of blocks.
@@ -38,11 +41,11 @@ class TransformerConfig:
             (grouped queries, Ainslie et al. 2023; 1 is multi-query, Shazeer 2019); 0 means
             `n_heads`.
         d_head: width of a head; 0 means `d_model / n_heads`.
-        d_mlp: width of the MLP's hidden layer; 0 means `4 * d_model`.
+        d_mlp: width of the hidden layer of the MLP; 0 means `4 * d_model`.
         norm: `layernorm` (Ba et al. 2016), `rmsnorm` (Zhang & Sennrich 2019) or `none`.
-        norm_place: `pre`: each sublayer reads a norm of the stream (GPT-2). `post`: the norm is of
-            the sum of stream and sublayer (Vaswani et al. 2017). `output`: the norm is of what a
-            sublayer adds (OLMo 2). `sandwich`: before and after each sublayer (Gemma 2, qk-norm.md).
+        norm_place: `pre`: before each sublayer (GPT-2). `post`: after the sum of stream and
+            sublayer (Vaswani et al. 2017). `output`: after each sublayer, before the sum (OLMo 2).
+            `sandwich`: before and after each sublayer (Gemma 2, qk-norm.md).
         norm_eps: the number that a norm adds to the variance or the mean square.
         norm_learned: whether norms have weights: a gain and, for LayerNorm, a bias.
         norm_bias: whether LayerNorm's weights include the bias.
@@ -55,34 +58,35 @@ class TransformerConfig:
         rotary_fraction: share of each head's dimensions that is rotated, from the first on.
         rotary_pairs: `halves`, or `adjacent`: dimension 2i pairs with 2i + 1, as in GPT-J.
         rotary_scaling: how frequencies are scaled for longer contexts; None for no scaling.
-        causal: whether a query sees no later key. Otherwise it sees all, and nothing that follows from reading a
-            text in order is there: no `KVCache`, no generation, no windows.
+        causal: whether a query sees no later key. Without it, a query sees all keys, and the model
+            has no `KVCache`, no generation and no windows.
         qk_norm: RMSNorm of queries and keys, before rotation: `none`, `head` (each head separately,
             Qwen 3, qk-norm.md) or `all` (all heads as one vector, OLMo 2).
         qk_norm_learned: whether that norm has a gain.
         attn_scale: the factor of dot products; 0 means `1 / sqrt(d_head)`.
         attn_scale_by_layer: whether dot products in block L are also divided by `L + 1`, as Hugging
             Face's `scale_attn_by_inverse_layer_idx` does.
-        attn_cap: scores become `attn_cap * tanh(scores / attn_cap)` before the mask (Gemma 2);
-            0 means no cap.
-        logit_cap: likewise for the logits.
+        attn_cap: scores become `attn_cap * tanh(scores / attn_cap)` before the mask (Gemma 2); 0
+            means no cap.
+        logit_cap: the same for the logits.
         window: how many positions a query sees, its own included (Mistral); 0 means all.
         window_layers: the blocks that have the window; empty means all.
         parallel: whether attention and the MLP read the same stream and are added together
             (GPT-NeoX, Wang & Komatsuzaki 2021).
         mlp: `plain` (input, activation, output), `gated` (Shazeer 2020) or `none`: attention only.
-        activation: `gelu`, `gelu_tanh` (its approximation by tanh, GPT-2's), `relu`, `silu`, or `solu`, which is
-            `x * softmax(x)` over the hidden layer (Elhage et al. 2022).
-        mlp_norm: whether the MLP's output map reads a LayerNorm of the hidden layer (Elhage et al. 2022).
+        activation: `gelu`, `gelu_tanh` (its approximation by tanh, GPT-2's), `relu`, `silu`, or
+            `solu`, which is `x * softmax(x)` over the hidden layer (Elhage et al. 2022).
+        mlp_norm: whether the output map of the MLP reads a LayerNorm of the hidden layer (Elhage et
+            al. 2022).
         qkv_bias, out_bias, mlp_bias, unembed_bias: whether these linear maps have a bias.
-        tied_unembed: whether the unembedding is the token embedding's own weight.
+        tied_unembed: whether the unembedding is the weight of the token embedding.
         dropout: the dropout probability in training, for embeddings, patterns and sublayers.
-        dropout_place: where sublayers have it. `output`: on what both add (GPT-2). `hidden`: only in
-            the MLP, after the activation (model-architecture.md).
-        init: how weights start. `normal`: N(0, 0.02²) (model-architecture.md). `gpt2`: likewise, with 0.02
-            divided by sqrt(2 n_layers) for maps that write to the stream. `xavier` (Glorot & Bengio 2010)
-            and `kaiming` (He et al. 2015): uniform, with a range from each matrix's sizes, embeddings
-            included (svd-transformer.md).
+        dropout_place: the place of dropout in sublayers. `output`: on the outputs of both (GPT-2).
+            `hidden`: only in the MLP, after the activation (model-architecture.md).
+        init: the initialisation of weights. `normal`: N(0, 0.02²) (model-architecture.md). `gpt2`:
+            the same, but 0.02 is divided by sqrt(2 n_layers) for maps that write to the stream.
+            `xavier` (Glorot & Bengio 2010) and `kaiming` (He et al. 2015): uniform, with a range
+            from the sizes of each matrix, also for embeddings (svd-transformer.md).
         eos_token_ids: the tokens that end a text. Generation stops there.
 
     Raises:
@@ -155,13 +159,13 @@ class TransformerConfig:
         self._check()
 
     def replace(self, **changes: Any) -> "TransformerConfig":
-        """A config with some fields changed. Derived sizes are derived again.
+        """Return a config with some fields changed. Derived sizes are derived again.
 
         A field that no longer has an effect, such as the activation without an MLP, returns to its
         default.
 
         Raises:
-            TypeError: if there is no such field.
+            TypeError: if a field is unknown.
             ValueError: as for a new config.
         """
         defaults: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(self)}
@@ -193,7 +197,7 @@ class TransformerConfig:
         }
 
     def _check(self) -> None:
-        """Refuses fields that have no effect or contradict each other."""
+        """Check that every field has an effect and that no two fields contradict each other."""
         for names, used, condition in _effects(self):
             for name in () if used else names.split():
                 default = self.__dataclass_fields__[name].default
@@ -208,7 +212,7 @@ class TransformerConfig:
         known = all(0 <= token < self.vocab_size for token in self.eos_token_ids)
         require(self, "eos_token_ids", known, f"from 0 to {self.vocab_size - 1}")
         if self.positions == "rotary":
-            # YaRN divides by its logarithm.
+            # YaRN divides by the logarithm of the base.
             least = int(self.rotary_scaling is not None and self.rotary_scaling.kind == "yarn")
             require(self, "rotary_theta", self.rotary_theta > least, f"above {least}")
             even = 0 < self.d_rotary <= d_head and self.d_rotary % 2 == 0
@@ -236,7 +240,7 @@ class TransformerConfig:
 
 
 def _effects(config: Any) -> Iterator[tuple[str, object, str]]:
-    """Groups of fields, whether each has an effect, and the condition for it."""
+    """Yield groups of fields, whether each group has an effect, and the condition for it."""
     normed, qk_normed = config.norm != "none", config.qk_norm != "none"
     rotary = config.positions == "rotary"
     yield "rotary_theta rotary_fraction rotary_pairs rotary_scaling", rotary, "positions are rotary"

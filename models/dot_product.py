@@ -13,19 +13,19 @@ def scaled_dot_product_attention(
     v: Real[Tensor, "*#axes key d_v"],
     mask: Shaped[Tensor, "..."] | None = None,
 ) -> Float[Tensor, "*#axes query d_v"]:
-    """`softmax(q k^T / sqrt(d_k) + mask) v`, over any leading axes (Vaswani et al. 2017).
+    """Return `softmax(q k^T / sqrt(d_k) + mask) v`, over any leading axes (Vaswani et al. 2017).
 
-    A query without any allowed key gets zeros, not NaN. Large scores do not overflow, because the softmax
-    first subtracts the largest of each row.
+    The output of a query without any allowed key is zero, not NaN. Large scores do not overflow,
+    because the softmax subtracts the largest score of each row first.
 
     Args:
-        q, k, v: queries, keys, values. Integers are taken as floats.
-        mask: boolean, True where a query may attend to a key, or floating-point, added to the scores.
-            Its shape is [query, key], or all axes of the scores, each of full size or 1. See
-            `causal_mask`.
+        q, k, v: queries, keys, values. Integers are converted to floats.
+        mask: a boolean mask, True where a query may attend to a key, or a floating-point mask that
+            is added to the scores. Its shape is [query, key], or all axes of the scores, each of
+            full size or 1. See `causal_mask`.
 
     Raises:
-        ValueError: if the mask has another shape, or holds integers.
+        ValueError: if the mask has another shape, or contains integers.
 
     >>> import torch
     >>> q = k = torch.zeros(3, 2)
@@ -43,13 +43,14 @@ def scaled_dot_product_attention(
 def _apply_mask(scores: Tensor, mask: Tensor) -> Tensor:
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise ValueError(f"mask must be boolean or floating-point; got {mask.dtype}")
-    # A mask with only some of the leading axes is ambiguous: rows could be taken for heads.
+    # A mask with only some of the leading axes is ambiguous: its rows could be heads.
     fits = mask.ndim in (2, scores.ndim) and all(
         size in (1, full) for size, full in zip(mask.shape[::-1], scores.shape[::-1], strict=False)
     )
     if not fits:
         raise ValueError(
-            f"mask must be [query, key] or have all axes of the scores {tuple(scores.shape)}, each of "
+            f"mask must be [query, key] or have all axes of the scores {tuple(scores.shape)}, "
+            "each of "
             f"full size or 1; got {tuple(mask.shape)}"
         )
     if mask.dtype == torch.bool:
@@ -60,10 +61,10 @@ def _apply_mask(scores: Tensor, mask: Tensor) -> Tensor:
 def require_room_for_scores(
     q: Float[Tensor, "batch head query d_head"], k: Float[Tensor, "batch kv_head key d_head"]
 ) -> None:
-    """Refuses to form the scores of a layer where they, those with the mask, and the pattern do not fit into memory.
+    """Check that the scores of a layer, the masked scores and the pattern fit into memory together.
 
     Raises:
-        MemoryLimitError: saying what to do instead.
+        MemoryLimitError: with advice.
     """
     n_scores = q.shape[:3].numel() * k.shape[2]
     what = "scores and pattern of a layer: read other values, or give fewer texts"
@@ -75,7 +76,7 @@ def require_room_for_scores(
 
 
 def causal_mask(pos: int, device: torch.device | str | None = None) -> Bool[Tensor, "query key"]:
-    """A mask that is True where the key is not later than the query.
+    """Return a mask that is True where the key is not later than the query.
 
     >>> causal_mask(3).int().tolist()
     [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
@@ -84,17 +85,22 @@ def causal_mask(pos: int, device: torch.device | str | None = None) -> Bool[Tens
 
 
 def softmax(scores: Float[Tensor, "*axes key"]) -> Float[Tensor, "*axes key"]:
-    """The softmax over keys, where rows of only -inf become zeros. It may write into `scores`."""
+    """Return the softmax over keys.
+
+    Rows that contain only -inf become zeros. It may write into `scores`.
+    """
     first = scores[..., :1]
     unseen = first == -torch.inf
-    # A row without keys would be NaN, and its gradient too. So the first key always has a score, which is
-    # too small to matter beside others, and loses its weight after the softmax.
+    # A row without keys would give NaN, also in the gradient. So the first key always gets a score
+    # that is too small to change the weights of other keys, and its weight is set to zero after the
+    # softmax.
     first.masked_fill_(unseen, torch.finfo(scores.dtype).min)
     if is_unwatched(scores):
-        # Without another matrix of T² numbers this is three times as fast at T = 1024.
+        # This avoids another matrix of T² numbers and is three times as fast at T = 1024.
         weights = torch.softmax(scores, -1, out=scores)
     else:
-        weights = torch.softmax(scores, -1).clone()  # autograd keeps the result
+        # Autograd keeps the result of the softmax, so the weights are a copy.
+        weights = torch.softmax(scores, -1).clone()
     weights[..., :1].masked_fill_(unseen, 0)
     return weights
 
@@ -102,7 +108,7 @@ def softmax(scores: Float[Tensor, "*axes key"]) -> Float[Tensor, "*axes key"]:
 class SoftCap(nn.Module):
     """`cap * tanh(x / cap)`: close to `x` near zero, and never beyond the cap (Gemma 2).
 
-    A score of -inf stays -inf: a key that was knocked out.
+    A score of -inf stays -inf, so a key that an edit removed stays removed.
     """
 
     def __init__(self, cap: float) -> None:
@@ -110,5 +116,5 @@ class SoftCap(nn.Module):
         self.cap = cap
 
     def forward(self, x: Float[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
-        """The capped values."""
+        """Return the capped values."""
         return torch.where(x == -torch.inf, x, self.cap * torch.tanh(x / self.cap))

@@ -1,4 +1,4 @@
-"""Reads JSON files."""
+"""Read JSON files."""
 
 import json
 from collections.abc import Collection, Mapping
@@ -9,32 +9,34 @@ from hooks.base import storage, unknown_name
 
 
 def read_json(path: Path) -> Any:
-    """Reads the value in a JSON file. Configs of `transformers` have Infinity, so it is read too.
+    """Return the value in a JSON file.
+
+    Infinity is allowed, because configs of `transformers` contain it.
 
     Raises:
-        ValueError: if it is not JSON in UTF-8; the message names the file.
+        ValueError: if the file is not JSON in UTF-8; the error names the file.
     """
     with storage.one_error(path):
         return json.loads(path.read_text(encoding="utf-8"))
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Reads the object in a JSON file.
+    """Return the object in a JSON file.
 
     Raises:
-        ValueError: if it is not a JSON object in UTF-8; the message names the file.
+        ValueError: if the file is not a JSON object in UTF-8; the error names the file.
     """
     value = read_json(path)
     if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold a JSON object; got {str(value)[:40]!r}")
+        raise ValueError(f"{path} must contain a JSON object; got {str(value)[:40]!r}")
     return value
 
 
 def without(entries: Mapping[str, Any], ignore: Collection[str], where: str) -> dict[str, Any]:
-    """The entries of a file without those under the keys to `ignore`.
+    """Return the entries of a file, except the keys in `ignore`.
 
     Raises:
-        UnknownNameError: if a key to ignore is not in the file; it has close matches.
+        UnknownNameError: if a key to ignore is not in the file; the error has close matches.
     """
     for key in ignore:
         if key not in entries:

@@ -10,17 +10,19 @@ from models.config import TransformerConfig
 
 @without_gradients
 def initialise(model: nn.Module, config: TransformerConfig) -> None:
-    """Draws all weights again, as `config.init` says. Biases become 0 and gains 1."""
+    """Initialise all weights by `config.init`. Biases become 0 and gains 1."""
     for name, parameter in model.named_parameters():
         part = name.removesuffix(".weight")
         if parameter.ndim == 1:
             parameter.fill_(float(name.endswith("weight")))
-        elif part.endswith("qkv"):  # three matrices, each with its own size
+        # The three matrices have sizes of their own.
+        elif part.endswith("qkv"):
             heads = (config.n_heads, config.n_kv_heads, config.n_kv_heads)
             for matrix in parameter.split([n * config.d_head for n in heads]):
                 _draw(matrix, config)
         else:
-            # Maps that write to the stream start smaller, because many add up (Radford et al. 2019).
+            # Maps that write to the stream start smaller, because many of them add up (Radford et
+            # al. 2019).
             _draw(parameter, config, math.sqrt(2 * config.n_layers) if "output" in part else 1.0)
 
 

@@ -1,4 +1,7 @@
-"""Kernels: which kernel computes attention while nobody listens, so that no matrix of all scores is formed."""
+"""Fused kernels for attention.
+
+They run while no hook reads `scores` or `pattern`, and never form the matrix of scores.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -11,7 +14,7 @@ from torch import Tensor
 
 from models.running.masks import BLOCK, Rule, Visible, dense, part
 
-# Which kernels may run is a setting of the whole process.
+# PyTorch keeps the set of allowed kernels for the whole process.
 _CHOICE = RLock()
 
 
@@ -23,11 +26,13 @@ def fused(
     scale: float,
     dropout: float = 0.0,
 ) -> Float[Tensor, "batch head query d_head"]:
-    """`softmax(scale q k^T) v` over the keys that the mask leaves, with dropout of the weights."""
+    """Return `softmax(scale q k^T) v` over the keys that the mask allows, with dropout of the
+    weights.
+    """
     queries, kv_heads, group = q.shape[2], k.shape[1], q.shape[1] // k.shape[1]
     has_all = mask is None and queries in (1, k.shape[2])
-    # Most of an accelerator's kernels do not share key heads. PyTorch would form all scores there, which
-    # are much larger than copies of the keys and values.
+    # Most kernels for accelerators do not support shared key heads. PyTorch would form all scores,
+    # which are much larger than copies of the keys and values.
     if group > 1 and queries > 1 and not q.is_cpu:
         k = k.repeat_interleave(group, 1)
         v = v.repeat_interleave(group, 1)
@@ -38,12 +43,12 @@ def fused(
 
         return by_blocks(kernel, q, k, v, mask)
     if group > 1 and queries == 1:
-        # The query heads of one key head become its queries: then no kernel needs to know of groups.
+        # The query heads of one key head become its queries, so the kernel needs no groups.
         if mask is not None and mask.shape[1] > 1:
             mask = mask.view(len(mask), kv_heads, group, -1)
         folded = q.reshape(len(q), kv_heads, group, -1)
         return _sdpa(folded, k, v, mask, scale, dropout).reshape(q.shape)
-    # During tracing sizes are symbolic, and comparing them does not give a bool.
+    # During tracing, sizes are symbolic, and a comparison does not return a bool.
     is_causal = True if has_all and queries > 1 else False  # noqa: SIM210
     return _sdpa(q, k, v, mask, scale, dropout, is_causal)
 
@@ -57,7 +62,7 @@ def _sdpa(
     dropout: float,
     is_causal: bool = False,
 ) -> Tensor:
-    # During tracing sizes are tensors.
+    # During tracing, sizes are tensors.
     shares = bool(q.shape[1] != k.shape[1])
     free = mask is None or not q.is_cuda or torch.compiler.is_compiling()
     with nullcontext() if free else _without_cudnn():
@@ -68,12 +73,14 @@ def _sdpa(
 
 @contextmanager
 def _without_cudnn() -> Iterator[None]:
-    """Keeps cuDNN's attention out: with a mask, its gradients can be NaN (PyTorch's issue 196678)."""
+    """Switch off cuDNN's attention, whose gradients can be NaN with a mask (PyTorch's issue
+    196678).
+    """
     chosen = torch.backends.cuda
     with _CHOICE:
         before = chosen.cudnn_sdp_enabled()
         try:
-            # Without the plain kernel somebody has chosen cuDNN alone.
+            # If the plain kernel is off, the user has chosen cuDNN alone.
             chosen.enable_cudnn_sdp(before and not chosen.math_sdp_enabled())
             yield
         finally:
@@ -87,12 +94,13 @@ def by_blocks(
     v: Float[Tensor, "batch kv_head key d_head"],
     mask: Visible,
 ) -> Float[Tensor, "batch head query d_head"]:
-    """The output of a kernel that is called for some queries at a time, with the keys in their reach.
+    """Return the output of a kernel that is called for one block of queries at a time, with the
+    keys that they can see.
 
-    Masks then take memory for one block of queries, and keys outside a window take no time.
+    A mask then takes memory for one block of queries, and keys outside a window take no time.
     """
     if torch.compiler.is_compiling():
-        # The loop would be unrolled, and compiled again for each length.
+        # The compiler would unroll the loop, and compile it again for each length.
         return kernel(q, k, v, mask)
     shape, outputs = (q.shape[2], k.shape[2]), []
     for start in range(0, max(shape[0], 1), BLOCK):

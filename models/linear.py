@@ -1,4 +1,4 @@
-"""Linear maps whose bias can be read also where there is none, and dropout."""
+"""Linear maps that always have a readable bias, and dropout."""
 
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -13,10 +13,12 @@ class Linear(Component, nn.Linear):
 
     @property
     def offset(self) -> Float[Tensor, " d_out"]:
-        """The bias; zeros where there is none."""
+        """The bias; zeros if the map has no bias."""
         return self.weight.new_zeros(self.out_features) if self.bias is None else self.bias
 
 
 def dropout(config: TransformerConfig, present: bool = True) -> nn.Module:
-    """The config's dropout, or an identity if it is not `present` or its probability is zero."""
+    """Return the dropout of a config, or an identity if it is not `present` or its probability is
+    zero.
+    """
     return nn.Dropout(config.dropout) if present and config.dropout else Identity()

@@ -30,7 +30,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class MLP(Component):
-    """`activation(x W_in + b_in) W_out + b_out`. `mlp_of` makes the form that a config describes.
+    """`activation(x W_in + b_in) W_out + b_out`. `mlp_of` builds the class for a config.
 
     Args:
         config: sizes and choices.
@@ -38,7 +38,8 @@ class MLP(Component):
     Raises:
         ValueError: if the config has no MLP.
 
-    >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=1, n_heads=2, d_model=4, mlp="gated")
+    >>> sizes = dict(vocab_size=7, n_ctx=5, n_layers=1, n_heads=2, d_model=4)
+    >>> config = TransformerConfig(**sizes, mlp="gated")
     >>> type(mlp_of(config)).__name__
     'GatedMLP'
     """
@@ -81,9 +82,11 @@ class MLP(Component):
 
 
 class NormedMLP(MLP):
-    """`norm(activation(x W_in + b_in)) W_out + b_out`, with a LayerNorm of the hidden layer (Elhage et al. 2022).
+    """`norm(activation(x W_in + b_in)) W_out + b_out`, with a LayerNorm of the hidden layer (Elhage
+    et al. 2022).
 
-    >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=1, n_heads=2, d_model=4, mlp_norm=True)
+    >>> sizes = dict(vocab_size=7, n_ctx=5, n_layers=1, n_heads=2, d_model=4)
+    >>> config = TransformerConfig(**sizes, mlp_norm=True)
     >>> NormedMLP(config)(torch.ones(1, 3, 4)).shape
     torch.Size([1, 3, 4])
     """
@@ -105,7 +108,8 @@ class NormedMLP(MLP):
 class GatedMLP(MLP):
     """`(activation(x W_gate + b_gate) * (x W_in + b_in)) W_out + b_out` (Shazeer 2020).
 
-    >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=1, n_heads=2, d_model=4, mlp="gated")
+    >>> sizes = dict(vocab_size=7, n_ctx=5, n_layers=1, n_heads=2, d_model=4)
+    >>> config = TransformerConfig(**sizes, mlp="gated")
     >>> GatedMLP(config)(torch.ones(1, 3, 4)).shape
     torch.Size([1, 3, 4])
     """
@@ -135,6 +139,6 @@ class GatedMLP(MLP):
 
 
 def mlp_of(config: TransformerConfig) -> MLP:
-    """The MLP that a config describes."""
+    """Return the MLP for a config."""
     kind = GatedMLP if config.mlp == "gated" else NormedMLP if config.mlp_norm else MLP
     return kind(config)

@@ -1,4 +1,4 @@
-"""The mode of a model: training or evaluation, for the time of a `with`."""
+"""Training or evaluation mode of a model inside a `with`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from torch import nn
 
 @contextmanager
 def mode(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Sets training or evaluation mode, and restores the mode of each module afterwards."""
+    """Set training or evaluation mode, and restore the mode of each module at the end."""
     before = [(module, module.training) for module in model.modules()]
     model.train(training)
     try:

@@ -16,10 +16,11 @@ class LayerNorm(Component):
 
     Args:
         d_model: the size of the normalized axis.
-        eps: what is added to the variance, which has the divisor `d_model`; 1e-5 by default, as in PyTorch.
+        eps: the number that is added to the variance, whose divisor is `d_model`. Default: 1e-5, as
+            in PyTorch.
         learned: whether there is a gain.
-        bias: whether there is a bias besides the gain.
-        meaning: what the output is, for the table of points.
+        bias: whether there is a bias in addition to the gain.
+        meaning: the meaning of the output, for the table of points.
         axis: the name of the normalized axis.
 
     >>> LayerNorm(2, eps=3.0)(torch.tensor([[[1.0, 3.0]]])).tolist()
@@ -59,7 +60,8 @@ class LayerNorm(Component):
         """The explicit norm, with a hook point at its divisor."""
         precise, weight = at_least_float32(x), self.weight
         if weight is not None and x.dtype == weight.dtype == precise.dtype and is_unwatched(x):
-            # One kernel instead of seven. Autograd would not follow the divisor that it gives.
+            # This is one kernel instead of seven. It cannot be used with gradients: autograd would
+            # not follow its divisor.
             zero = torch.zeros_like(weight)
             normal, _, inverse = torch.native_layer_norm(x, self.shape, weight, zero, self.eps)
             unedited = inverse * self.scale(inverse.reciprocal())
@@ -80,9 +82,9 @@ class RMSNorm(Component):
 
     Args:
         d_model: the size of the normalized axis.
-        eps: what is added to the mean square; 1e-6 by default, as in Llama.
+        eps: the number that is added to the mean square. Default: 1e-6, as in Llama.
         learned: whether there is a gain.
-        meaning: what the output is, for the table of points.
+        meaning: the meaning of the output, for the table of points.
 
     >>> RMSNorm(2, eps=12.5)(torch.tensor([[[3.0, 4.0]]])).detach()
     tensor([[[0.6000, 0.8000]]])
@@ -121,7 +123,8 @@ class QKNorm(nn.Module):
 
     Args:
         n_heads: the number of heads.
-        config: says whether heads are normalized separately or as one vector, with which eps and gain.
+        config: the config, which chooses between separate heads and one vector, and gives eps and
+            the gain.
     """
 
     centres = False
@@ -137,13 +140,13 @@ class QKNorm(nn.Module):
     def forward(
         self, x: Float[Tensor, "batch pos head d_head"]
     ) -> Float[Tensor, "batch pos head d_head"]:
-        """The normalized vectors."""
+        """Return the normalized vectors."""
         flat = x.flatten(self.first)
         return torch.rms_norm(flat, flat.shape[-1:], self.weight, self.eps).view(x.shape)
 
 
 def norm(config: TransformerConfig, present: bool = True, meaning: str = READ) -> nn.Module:
-    """The config's norm of the stream, or an identity if it is not `present`."""
+    """Return the norm of a config, or an identity if it is not `present`."""
     if not present or config.norm == "none":
         return Identity()
     if config.norm == "rmsnorm":
@@ -153,6 +156,6 @@ def norm(config: TransformerConfig, present: bool = True, meaning: str = READ) -
 
 
 def _root_mean_square(x: Tensor, eps: float) -> Tensor:
-    # The squared length over the size: the mean square without a tensor of squares.
+    # The squared length divided by the size is the mean square, without a tensor of squares.
     mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.shape[-1]
     return (mean_square + eps).sqrt()

@@ -1,4 +1,4 @@
-"""Positions: encodings that are added to embeddings, or rotations of queries and keys."""
+"""Position encodings that are added to embeddings, and rotary embeddings of queries and keys."""
 
 import math
 
@@ -11,16 +11,17 @@ from models.config import TransformerConfig
 from models.rotary_scaling import RotaryScaling
 
 Rotation = tuple[Tensor, Tensor]
-"""Cosines and sines: Float[batch pos 1 d_rotary], each angle's twice."""
+"""Cosines and sines, Float[batch pos 1 d_rotary]. Each angle occurs twice."""
 
 
 class Frequencies:
-    """Radians per position, in float32. Each device that asks gets a copy, which is kept.
+    """Radians per position, in float32, with one copy for each device.
 
-    A buffer would be rounded by `model.to(bfloat16)`, and be lost on the meta device.
+    They are not a buffer, because `model.to(bfloat16)` would round a buffer, and a buffer is lost
+    on the meta device.
 
     Args:
-        values: on the CPU.
+        values: the frequencies, on the CPU.
     """
 
     def __init__(self, values: Float[Tensor, " half"]) -> None:
@@ -32,7 +33,7 @@ class Frequencies:
 
     @traced_as_constant
     def on(self, device: torch.device) -> Float[Tensor, " half"]:
-        """The values on a device."""
+        """Return the values on a device."""
         if device in self._copies:
             return self._copies[device]
         copy = self.values.to(device, non_blocking=True)
@@ -45,7 +46,7 @@ class Sinusoidal(nn.Module):
     """`sin(pos / 10000^(2i/d_model))` in dimension 2i, the cosine in 2i+1 (Vaswani et al. 2017).
 
     Args:
-        d_model: the size of an encoding; even.
+        d_model: the size of an encoding, an even number.
     """
 
     def __init__(self, d_model: int) -> None:
@@ -53,13 +54,13 @@ class Sinusoidal(nn.Module):
         self.frequencies = Frequencies(_frequencies(d_model, 10_000.0))
 
     def forward(self, positions: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos d_model"]:
-        """The encoding of each position."""
+        """Return the encoding of each position."""
         angles = positions[..., None] * self.frequencies.on(positions.device)
         return torch.stack([angles.sin(), angles.cos()], -1).flatten(-2)  # [batch, pos, half * 2]
 
 
 class NoPositions(nn.Module):
-    """Adds nothing to the token embeddings."""
+    """A module that adds nothing to the token embeddings."""
 
     def forward(self, positions: Int[Tensor, "batch pos"]) -> Int[Tensor, "1 1 1"]:
         """Zero."""
@@ -67,16 +68,18 @@ class NoPositions(nn.Module):
 
 
 def added_positions(config: TransformerConfig) -> nn.Module:
-    """The module that gives the encodings to add to token embeddings."""
+    """Return the module whose encodings are added to token embeddings."""
     if config.positions == "learned":
         return nn.Embedding(config.n_ctx, config.d_model)
     return Sinusoidal(config.d_model) if config.positions == "sinusoidal" else NoPositions()
 
 
 class Rotary:
-    """Rotates pairs of a head's dimensions by angles that grow with the position (Su et al. 2021).
+    """Rotary embeddings: pairs of dimensions rotate by angles that grow with the position (Su et
+    al. 2021).
 
-    Dimension i is paired with i + d_rotary/2, or 2i with 2i + 1. Dimensions from d_rotary on are unchanged.
+    Dimension i is paired with i + d_rotary/2, or 2i with 2i + 1. Dimensions from d_rotary on do not
+    change.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -90,7 +93,7 @@ class Rotary:
             self.length = scaling.attention_factor or 0.1 * math.log(scaling.factor) + 1
 
     def rotation(self, positions: Int[Tensor, "batch pos"], dtype: torch.dtype) -> Rotation:
-        """The cosines and sines of the rotation angles."""
+        """Return the cosines and sines of the rotation angles."""
         angles = positions[..., None] * self.frequencies.on(positions.device)
         both = (angles, angles)
         angles = torch.stack(both, -1).flatten(-2) if self.adjacent else torch.cat(both, -1)
@@ -100,10 +103,11 @@ class Rotary:
     def __call__(
         self, x: Float[Tensor, "batch pos head d_head"], rotation: Rotation | None
     ) -> Float[Tensor, "batch pos head d_head"]:
-        """The vectors of each position, rotated."""
+        """Return the rotated vectors of each position."""
         if rotation is None:
             raise ValueError(
-                "a rotary block must be called with the context of a rotary model; got one without rotation"
+                "a rotary block must be called with the context of a rotary model; got a context "
+                "without rotary embeddings"
             )
         cos, sin = rotation
         turned, rest = x[..., : self.d_rotary], x[..., self.d_rotary :]
@@ -118,29 +122,29 @@ class Rotary:
 
 
 class NoRotation:
-    """Leaves queries and keys unchanged."""
+    """The absence of rotary embeddings: queries and keys do not change."""
 
     def rotation(self, positions: Tensor, dtype: torch.dtype) -> None:
-        """None."""
+        """Return None."""
 
     def __call__(self, x: Tensor, rotation: Rotation | None) -> Tensor:
-        """`x`."""
+        """Return `x`."""
         return x
 
 
 def rotary(config: TransformerConfig) -> Rotary | NoRotation:
-    """The rotation of queries and keys that the config chooses."""
+    """Return the rotary embeddings for a config."""
     return Rotary(config) if config.positions == "rotary" else NoRotation()
 
 
 def _frequencies(size: int, theta: float) -> Float[Tensor, " half"]:
-    # In float32 and in this order, as in the original models. The device is explicit, because a model
-    # may be built on the meta device.
+    # The original models compute this in float32 and in this order. The device is explicit, because
+    # a model may be built on the meta device.
     return 1.0 / theta ** (torch.arange(0, size, 2, device="cpu").float() / size)
 
 
 def _stretched(frequencies: Tensor, config: TransformerConfig) -> Float[Tensor, " half"]:
-    """Frequencies in radians per position, scaled as `RotaryScaling` says."""
+    """Return frequencies in radians per position, scaled by `RotaryScaling`."""
     scaling = config.rotary_scaling
     if scaling is None:
         return frequencies
@@ -158,7 +162,10 @@ def _stretched(frequencies: Tensor, config: TransformerConfig) -> Float[Tensor, 
 
 
 def _kept_by_yarn(half: int, theta: float, scaling: RotaryScaling) -> Tensor:
-    """The kept share of each frequency: 1 if it turns often within the original context."""
+    """Return the share of each frequency that is not divided:
+
+    1 for many turns within the original context.
+    """
 
     def dimension(turns: float) -> float:
         return half * math.log(scaling.original_n_ctx / (turns * 2 * math.pi)) / math.log(theta)

@@ -1,4 +1,4 @@
-"""`fold_norms` and `center`: change the weights, keep the probabilities, and check that."""
+"""Fold norms into weights and centre weights, with a check that the probabilities do not change."""
 
 from collections.abc import Iterator
 
@@ -17,22 +17,25 @@ from models.verification import random_tokens
 
 @without_gradients
 def fold_norms(model: Transformer) -> Transformer:
-    """A new model with the norms' gains and biases folded into the linear maps that read them.
+    """Return a new model with the gains and biases of norms folded into the linear maps that read
+    them.
 
-    `W (gain * x + bias) + b` becomes `(W * gain) x + (W bias + b)`. `ln1` is folded into `attn.qkv`,
-    `ln2` into `mlp.input` and `mlp.gate`, and `ln_final` into the unembedding, which is then untied. The
-    new config has `norm_learned=False`, and biases in maps that took a norm's bias. Values at
-    `normalized` lose gain and bias. The gains of `qk_norm` stay. A norm of the MLP's hidden layer is folded into
-    `mlp.output`. A model with `norm_learned=False` is copied.
+    `W (gain * x + bias) + b` becomes `(W * gain) x + (W bias + b)`. `ln1` is folded into
+    `attn.qkv`, `ln2` into `mlp.input` and `mlp.gate`, and `ln_final` into the unembedding, which is
+    then untied. The new config has `norm_learned=False`, and biases in maps that received the bias
+    of a norm. Values at `normalized` lose gain and bias. The gains of `qk_norm` stay. A norm of the
+    MLP's hidden layer is folded into `mlp.output`. A model with `norm_learned=False` is copied.
 
     Args:
-        model: unchanged. The new model has the same dtype, device and mode, and its own memory. In
-            half precision the products are rounded.
+        model: the model, which does not change. The new model has the same dtype, device and mode,
+            and memory of its own. In half precision the products are rounded.
 
     Raises:
-        ValueError: if there are no norms, if `norm_place` is not `pre`, or if a norm of the embeddings is learned.
-        RuntimeError: if log-probabilities of random tokens differ by more than rounding may explain:
-            1e-4 of the largest in float32, 1e-10 in float64, 1e-2 in float16, 1e-1 in bfloat16.
+        ValueError: if there are no norms, if `norm_place` is not `pre`, or if a norm of the
+            embeddings is learned.
+        RuntimeError: if log probabilities of random tokens differ by more than rounding can
+            explain: 1e-4 of the largest in float32, 1e-10 in float64, 1e-2 in float16, 1e-1 in
+            bfloat16.
 
     >>> from models import TransformerConfig
     >>> config = TransformerConfig(vocab_size=5, n_ctx=7, n_layers=2, n_heads=2, d_model=6)
@@ -53,7 +56,7 @@ def fold_norms(model: Transformer) -> Transformer:
         values[f"{linear}.weight"] = weight * gain
         if (offset := getattr(model.get_submodule(norm), "bias", None)) is not None:
             bias = values.get(f"{linear}.bias", weight.new_zeros(()))
-            # Not `@`, which autocast of the caller would round.
+            # Do not use `@`: autocast of the caller would round it.
             moved = (at_least_float32(weight) * offset).sum(-1) + at_least_float32(bias)
             values[f"{linear}.bias"] = moved.to(weight.dtype)
         for kind in ("weight", "bias"):
@@ -67,32 +70,36 @@ def fold_norms(model: Transformer) -> Transformer:
         changes[field] = any(part in name and name.endswith(".bias") for name in values)
     config = config.replace(**changes)
     for name, parameter in without_values(config).named_parameters():
-        if name.endswith(".bias"):  # `mlp_bias` switches on all biases of an MLP
+        # `mlp_bias` switches on all biases of an MLP.
+        if name.endswith(".bias"):
             values.setdefault(name, model.W_E.new_zeros(parameter.shape))
     return _proven("fold_norms", model, config, values)
 
 
 @without_gradients
 def center(model: Transformer) -> Transformer:
-    """A new model that writes vectors of mean zero to the residual stream, with centred logits.
+    """Return a new model that writes vectors of mean zero to the residual stream, with centred
+    logits.
 
-    LayerNorm subtracts the mean over d_model of what it reads, so that mean has no effect. It is removed
-    from token and learned position embeddings, and from the weights and biases of `attn.output` and
-    `mlp.output`. Sinusoidal positions are not weights, and keep their mean. The mean over the vocabulary
-    has no effect on the softmax. It is removed from the unembedding's weights and bias, but not with a
-    `logit_cap`, which it would affect. A tied unembedding is untied.
+    LayerNorm subtracts the mean over d_model of its input, so this mean has no effect. It is
+    removed from token and learned position embeddings, and from the weights and biases of
+    `attn.output` and `mlp.output`. Sinusoidal positions are not weights, and keep their mean. The
+    mean over the vocabulary has no effect on the softmax. It is removed from the weights and the
+    bias of the unembedding, unless the config has a `logit_cap`, which depends on the mean. A tied
+    unembedding is untied.
 
-    Exact except with active dropout, which zeroes single numbers of a vector.
+    The result is exact, except with active dropout, which zeroes single numbers of a vector.
 
     Args:
-        model: unchanged. The new model has the same dtype, device and mode, and its own memory. In
-            half precision the differences are rounded, and means are zero up to that.
+        model: the model, which does not change. The new model has the same dtype, device and mode,
+            and memory of its own. In half precision the differences are rounded, and means are zero
+            up to rounding.
 
     Raises:
-        ValueError: unless only LayerNorms read the stream and only linear maps write to it: if `norm`
-            is not `layernorm`, `norm_place` is not `pre`, `final_norm` is False, or a norm of the
-            embeddings is learned.
-        RuntimeError: as for `fold_norms`.
+        ValueError: unless only LayerNorms read the stream and only linear maps write to it: if
+            `norm` is not `layernorm`, `norm_place` is not `pre`, `final_norm` is False, or a norm
+            of the embeddings is learned.
+        RuntimeError: if log probabilities change, as for `fold_norms`.
 
     >>> from models import TransformerConfig
     >>> config = TransformerConfig(vocab_size=5, n_ctx=7, n_layers=2, n_heads=2, d_model=6)
@@ -119,7 +126,7 @@ def center(model: Transformer) -> Transformer:
 
 
 def _copied_parameters(model: Transformer) -> dict[str, Tensor]:
-    """Copies of all parameters. A tied weight has one copy for each name."""
+    """Return copies of all parameters. A tied weight has one copy for each name."""
     named = model.named_parameters(remove_duplicate=False)
     return {name: parameter.clone() for name, parameter in named}
 
@@ -127,7 +134,7 @@ def _copied_parameters(model: Transformer) -> dict[str, Tensor]:
 def _proven(
     function: str, model: Transformer, config: TransformerConfig, values: dict[str, Tensor]
 ) -> Transformer:
-    """The model of `config` and `values`, after a check that it gives the same probabilities."""
+    """Return the model of `config` and `values`, after a check of its probabilities."""
     processed = without_values(config)
     processed._tokenizer = model._tokenizer
     processed.load_state_dict(values, assign=True)
@@ -138,22 +145,24 @@ def _proven(
             F.log_softmax(at_least_float32(m(tokens)), -1) for m in (model, processed.eval())
         )
     largest, allowed = model_gap(actual, expected, model.W_E.dtype)
-    if not largest <= allowed:  # NaN is not
+    # The comparison is false for NaN.
+    if not largest <= allowed:
         raise RuntimeError(
-            f"{function} must keep log-probabilities within {allowed:.3g}, the rounding of "
-            f"{model.W_E.dtype}; got a difference of {largest:.3g}: the model does not compute what "
+            f"{function} must keep log probabilities within {allowed:.3g}, the rounding of "
+            f"{model.W_E.dtype}; got a difference of {largest:.3g}: the model does not compute "
+            "what "
             "its config says, or its weights overflow their dtype"
         )
     originals = dict(model.named_parameters(remove_duplicate=False))
     for name, parameter in processed.named_parameters():
-        # A new bias is trainable if the weight of its map is.
+        # A new bias is trainable if the weight of its map is trainable.
         like = name if name in originals else name.removesuffix("bias") + "weight"
         parameter.requires_grad_(originals[like].requires_grad)
     return processed.train(model.training)
 
 
 def _readers(config: TransformerConfig) -> Iterator[tuple[str, str]]:
-    """The names of each norm and of a linear map that reads it."""
+    """Yield the names of each norm and of a linear map that reads it."""
     for layer in range(config.n_layers):
         yield f"blocks.{layer}.ln1", f"blocks.{layer}.attn.qkv"
         if config.mlp != "none":

@@ -1,4 +1,7 @@
-"""Named configs of GPT-2 and of the source documents (configs.json): `build("gpt2")`, `register("name")`."""
+"""Named configs, such as the configs of GPT-2, from configs.json:
+
+`build("gpt2")`, `register("name")`.
+"""
 
 import json
 from collections.abc import Callable
@@ -15,12 +18,13 @@ _configs: dict[str, TransformerConfig] = {}
 
 
 def register(name: str) -> Callable[[Describe], Describe]:
-    """A decorator that registers the config that a function returns, for `build` and `config_of`.
+    """Decorate a function so that the config that it returns is registered, for `build` and
+    `config_of`.
 
     Registering a name again replaces its config, with a warning.
 
     Raises:
-        ValueError: if it decorates anything but a function that returns a `TransformerConfig`.
+        ValueError: if the decorated object is not a function that returns a `TransformerConfig`.
 
     >>> @register("two-layers")
     ... def two_layers() -> TransformerConfig:
@@ -44,7 +48,7 @@ def register(name: str) -> Callable[[Describe], Describe]:
 
 
 def available() -> list[str]:
-    """The registered names, in order of registration.
+    """Return the registered names, in order of registration.
 
     >>> available()[:2]
     ['gpt2', 'gpt2-medium']
@@ -53,12 +57,12 @@ def available() -> list[str]:
 
 
 def config_of(name: str, **overrides: Any) -> TransformerConfig:
-    """The config registered under a name, with some fields changed.
+    """Return the config that is registered under a name, with some fields changed.
 
     Derived sizes, such as `d_mlp` from `d_model`, are derived again.
 
     Raises:
-        UnknownNameError: if there is no such name (see `available`) or field. It is a KeyError with
+        UnknownNameError: if the name (see `available`) or a field is unknown. It is a KeyError with
             close matches.
         ValueError: if an override is not allowed.
 
@@ -74,7 +78,9 @@ def config_of(name: str, **overrides: Any) -> TransformerConfig:
 
 
 def build(name: str, **overrides: Any) -> Transformer:
-    """A model with fresh weights from a registered config. For arguments and errors see `config_of`.
+    """Return a model with new random weights from a registered config.
+
+    For arguments and errors see `config_of`.
 
     >>> build("gpt2", vocab_size=7, n_ctx=5, n_layers=2, n_heads=1, d_model=4).count_parameters()
     544
@@ -82,7 +88,7 @@ def build(name: str, **overrides: Any) -> Transformer:
     return Transformer(config_of(name, **overrides))
 
 
-# Names under which the hub has weights.
+# Names of configs that are also names of models on the hub.
 ON_HUB: set[str] = set()
 
 for _group in json.loads(Path(__file__).with_name("configs.json").read_text(encoding="utf-8")):

@@ -1,4 +1,4 @@
-"""RotaryScaling: how rotary frequencies change for contexts longer than those of the training."""
+"""The scaling of rotary frequencies for contexts longer than the context of the training."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -14,15 +14,16 @@ class RotaryScaling:
     """The scaling of rotary frequencies for contexts longer than the original training context.
 
     Attributes:
-        kind: `linear` divides all frequencies by `factor` (Chen et al. 2023). `llama3` divides the
-            slow ones and blends in between (Grattafiori et al. 2024). `yarn` blends by the number of
-            turns within `original_n_ctx` and scales the vectors (Peng et al. 2023). `factors`
-            divides each frequency by its own number.
+        kind: `linear` divides all frequencies by `factor` (Chen et al. 2023). `llama3` divides slow
+            frequencies and interpolates in between (Grattafiori et al. 2024). `yarn` interpolates
+            by the number of turns within `original_n_ctx` and scales the vectors (Peng et al.
+            2023). `factors` divides each frequency by its own number.
         factor: the divisor.
         original_n_ctx: for `llama3` and `yarn`: the original training context, in tokens.
-        low, high: for `llama3` and `yarn`: a frequency with fewer turns than `low` within the
-            original context is divided, one with more than `high` is kept. YaRN calls them
-            beta_slow and beta_fast. 0 means the published numbers: 1 and 4, or 1 and 32.
+        low, high: for `llama3` and `yarn`: a frequency with fewer than `low` turns within the
+            original context is divided, and a frequency with more than `high` turns does not
+            change. YaRN calls them beta_slow and beta_fast. 0 means the published numbers: 1 and 4,
+            or 1 and 32.
         attention_factor: for `yarn`: the factor of rotated vectors; 0 means `0.1 ln(factor) + 1`.
         factors: for `factors`: one divisor for each frequency.
 
@@ -54,7 +55,7 @@ class RotaryScaling:
 
     @property
     def turns(self) -> tuple[float, float]:
-        """`low` and `high`, or the published numbers where they are 0."""
+        """`low` and `high`, or the published numbers if they are 0."""
         low, high = PUBLISHED_TURNS[self.kind]
         return self.low or low, self.high or high
 

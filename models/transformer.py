@@ -33,30 +33,32 @@ from models.weights import BlockWeights, tie
 
 
 class TokenEmbedding(nn.Embedding):
-    """A vector for each token, times a scale: sqrt(d_model) in Gemma, otherwise 1."""
+    """A vector for each token, multiplied by a scale: sqrt(d_model) in Gemma, 1 in other models."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config.vocab_size, config.d_model)
         self.scale = config.embed_scale
 
     def forward(self, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos d_model"]:
-        """The vectors of the tokens, on the device of the weights.
+        """Return the vectors of the tokens, on the device of the weights.
 
-        Tokens on the CPU are checked there. Those on an accelerator are read back for that, except
-        inside `models.trusted()`.
+        Tokens are checked on the CPU. Tokens on an accelerator are copied to the CPU for this
+        check, except inside `models.trusted()`.
 
         Raises:
-            ValueError: if a token is outside the vocabulary; it names the first.
+            ValueError: if a token is outside the vocabulary; the error names the first such token.
         """
         if not (tokens.is_cpu and self.weight.is_cpu):
-            self._check(tokens)  # an accelerator would abort, or return arbitrary values
+            # Without this check, an accelerator would abort or return arbitrary values.
+            self._check(tokens)
         tokens = to_device(tokens, self.weight.device)
         try:
             vectors = torch.embedding(self.weight, tokens.long())
         except IndexError:
             self._check(tokens)
             raise
-        # The scale is rounded to the weights' dtype, as in the training of models with a scale.
+        # The scale is rounded to the dtype of the weights, as in the training of models with a
+        # scale.
         return vectors if self.scale == 1 else vectors * vectors.new_full((), self.scale)
 
     def _check(self, tokens: Tensor) -> None:
@@ -72,10 +74,10 @@ class TokenEmbedding(nn.Embedding):
 
 
 class Transformer(HintsAtNames, ReadsText, BlockWeights, metaclass=HintedClass):
-    """A decoder-only transformer: tokens to logits. With a `tokenizer` it also reads strings.
+    """A decoder-only transformer, from tokens to logits. With a `tokenizer` it also reads strings.
 
-    The forward pass has the steps `context`, `input_resid`, `blocks` and `unembed`. Blocks may be on
-    several devices: stream and context follow, once per change of device.
+    The steps of the forward pass are `context`, `input_resid`, `blocks` and `unembed`. Blocks may
+    be on several devices: the stream and the context are copied once for each change of device.
 
     Args:
         config: sizes and choices; see `TransformerConfig`.
@@ -86,7 +88,8 @@ class Transformer(HintsAtNames, ReadsText, BlockWeights, metaclass=HintedClass):
     torch.Size([2, 3, 7])
     """
 
-    # No step of it writes into a value of a point, so caches need no copies. True makes them copy again.
+    # No step writes into the value of a point, so caches need no copies. True would make caches
+    # copy each value.
     overwrites_values = False
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -127,27 +130,29 @@ class Transformer(HintsAtNames, ReadsText, BlockWeights, metaclass=HintedClass):
         starting_at_layer: int | None = None,
         **others: Unpack[NoOthers],
     ) -> Float[Tensor, "batch _pos vocab"]:
-        """Logits of the next token at every position.
+        """Return the logits of the next token at every position.
 
         Args:
-            tokens: the tokens, on the CPU or the model's device; with a cache, those after the cached
-                ones. Those on an accelerator are read back once, for a check (see `models.trusted`). Texts in
-                any other form are read by `to_tokens`, and padded on the right.
-            attention_mask: which tokens, including cached ones, are not padding: boolean, or 0 and 1.
-                Each row gets the same values as without its padding, left or right. Ignore the values
-                at padding.
-            kv_cache: earlier keys and values; the new ones are added to it.
-            last: return logits of only this many last positions; 0 means all.
-            query_key_mask: which keys each query sees: [query, key], [batch, query, key] or
-                [batch, head, query, key]; boolean, or 0 and 1. It replaces the causal rule and
-                windows, not padding. The last two forms broadcast over axes of size 1.
-            starting_at_layer: start with this block. `tokens` is then the residual stream that enters it,
-                [batch, pos, d_model]; with the number of layers only the unembedding runs.
+            tokens: the tokens [batch, pos], on the CPU or on the device of the model. With a
+                `kv_cache`, only the new tokens. Tokens on an accelerator are copied to the CPU
+                once, for a check (see `models.trusted`). Texts in any other form are converted by
+                `to_tokens` and padded on the right.
+            attention_mask: a mask [batch, key] of the tokens that are not padding, including cached
+                tokens: boolean, or 0 and 1. Each row gets the same values as without its padding,
+                on either side. Values at padding have no meaning.
+            kv_cache: earlier keys and values. The new keys and values are added to it.
+            last: the number of last positions whose logits are returned; 0 means all.
+            query_key_mask: the keys that each query sees: [query, key], [batch, query, key] or
+                [batch, head, query, key]; boolean, or 0 and 1. It replaces the causal mask and
+                windows, but not padding. The last two forms broadcast over axes of size 1.
+            starting_at_layer: the block to start with. Then `tokens` is the residual stream that
+                enters this block, [batch, pos, d_model]. With the number of layers, only the
+                unembedding runs.
 
         Raises:
-            ValueError: if tokens are outside the vocabulary, or do not fit the context, the masks or
-                the cache.
-            TypeError: if there is no such keyword.
+            ValueError: if tokens are outside the vocabulary, or do not match the context, the masks
+                or the cache.
+            TypeError: if a keyword is unknown.
         """
         refuse(others, self.forward, "the model")
         start = starting_at_layer
@@ -179,7 +184,10 @@ class Transformer(HintsAtNames, ReadsText, BlockWeights, metaclass=HintedClass):
         kv_cache: KVCache | None = None,
         query_key_mask: Shaped[Tensor, "..."] | None = None,
     ) -> Context:
-        """Return what the blocks read besides the stream. For arguments and errors see `forward`."""
+        """Return the context, which blocks read in addition to the stream.
+
+        For arguments and errors see `forward`.
+        """
         check_tokens(tokens)
         config, (batch, new) = self.config, tokens.shape
         if kv_cache is not None:
@@ -199,7 +207,7 @@ class Transformer(HintsAtNames, ReadsText, BlockWeights, metaclass=HintedClass):
     def input_resid(
         self, tokens: Int[Tensor, "batch pos"], context: Context | None = None
     ) -> Float[Tensor, "batch pos d_model"]:
-        """The residual stream entering the first block: token plus position embeddings.
+        """Return the residual stream that enters the first block: token plus position embeddings.
 
         Args:
             tokens: the tokens.
@@ -214,15 +222,18 @@ class Transformer(HintsAtNames, ReadsText, BlockWeights, metaclass=HintedClass):
     def run_block(
         self, layer: int, resid: Float[Tensor, "batch pos d_model"], context: Context
     ) -> Float[Tensor, "batch pos d_model"]:
-        """The residual stream leaving a block, from the one entering it. Both are on the block's device."""
+        """Return the residual stream that leaves a block.
+
+        Input and output are on the device of the block.
+        """
         return self.blocks[layer](resid, context)
 
     def unembed(
         self, resid: Float[Tensor, "batch pos d_model"]
     ) -> Float[Tensor, "batch pos vocab"]:
-        """Logits from a residual stream: the final norm, then the unembedding and its cap.
+        """Return the logits of a residual stream: the final norm, then the unembedding and its cap.
 
-        They are on the unembedding's device, where the final norm must be too.
+        The logits are on the device of the unembedding. The final norm must be on the same device.
         """
         resid = resid.to(self.unembedding.weight.device)
         return self.logit_cap(self.unembedding(self.ln_final(resid)))
@@ -234,7 +245,10 @@ class Transformer(HintsAtNames, ReadsText, BlockWeights, metaclass=HintedClass):
     def logits(
         self, resid: Float[Tensor, "batch pos d_model"], last: int
     ) -> Float[Tensor, "batch _last vocab"]:
-        """Logits of the `last` positions; 0 means all. With hooks there, all are computed."""
+        """Return the logits of the `last` positions;
+
+        0 means all. If hooks are registered there, all are computed.
+        """
         return self.unembed(resid)[:, -last:]
 
     @property
@@ -250,7 +264,7 @@ class Transformer(HintsAtNames, ReadsText, BlockWeights, metaclass=HintedClass):
     def prepare_inputs(
         self, tokens: Texts | Float[Tensor, "batch _pos d_model"], **arguments: Any
     ) -> tuple[Any, dict[str, Any]]:
-        """The arguments of `forward` with tokens and mask in place of texts, to know what a run reads."""
+        """Return the arguments of `forward`, with tokens and a mask instead of texts."""
         masks = arguments.pop("attention_mask", None), arguments.get("kv_cache")
         tokens, mask = read(self, tokens, *masks)
         return (tokens,), arguments if mask is None else {**arguments, "attention_mask": mask}
@@ -259,30 +273,32 @@ class Transformer(HintsAtNames, ReadsText, BlockWeights, metaclass=HintedClass):
         return self.device
 
     def extend_context(self, n_ctx: int) -> None:
-        """Lets the model read `n_ctx` positions, which may be more than in its training.
+        """Allow the model to read `n_ctx` positions, which may be more than in its training.
 
-        Sinusoidal and rotary positions are computed for any length, but beyond the training length the
-        model may predict badly. The config changes, so a saved model keeps the new length.
+        Sinusoidal and rotary positions are computed for any length, but beyond the training length
+        the model may predict badly. The config changes, so a saved model keeps the new length.
 
         Raises:
-            ValueError: if positions are learned, as there are no vectors for other positions.
+            ValueError: if positions are learned, because other positions have no vectors.
         """
         if self.config.positions == "learned":
             raise ValueError(
-                f"positions must not be learned to change n_ctx from {self.config.n_ctx}; got {n_ctx}"
+                "positions must not be learned, because n_ctx is then fixed to "
+                f"{self.config.n_ctx}; got {n_ctx}"
             )
         self.config = self.config.replace(n_ctx=n_ctx)
 
     def count_parameters(self) -> int:
-        """The number of trainable parameters; tied weights count once."""
+        """Return the number of trainable parameters. Tied weights count once."""
         return sum(p.numel() for p in self.parameters() if p.requires_grad)
 
 
 def full_mask(tokens: Tensor, mask: Tensor | None, kv_cache: KVCache | None) -> Tensor:
-    """The mask of a model that is not causal: every query sees every key, unless the caller says otherwise.
+    """Return the mask of a model that is not causal: every query sees every key, unless the caller
+    gives a mask.
 
     Raises:
-        ValueError: if there is a cache of keys: earlier values depend on later tokens.
+        ValueError: if a cache of keys is given, because earlier values depend on later tokens.
     """
     if kv_cache is not None:
         raise ValueError("kv_cache must be None for a model with causal=False; got a KVCache")
@@ -291,10 +307,10 @@ def full_mask(tokens: Tensor, mask: Tensor | None, kv_cache: KVCache | None) -> 
 
 
 def _tokens_unread(stream: Tensor) -> Tensor:
-    """Return placeholder tokens for a run that starts from a stream: only their number counts.
+    """Return placeholder tokens for a run that starts from a stream. Only their number matters.
 
     Raises:
-        ValueError: if the stream is none.
+        ValueError: if the value is not a stream.
     """
     if stream.ndim != 3 or not stream.is_floating_point():
         got = f"{stream.dtype} {list(stream.shape)}"

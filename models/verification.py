@@ -1,4 +1,4 @@
-"""`verify`: checks that a model's activations satisfy the identities of its architecture."""
+"""Check that the activations of a model satisfy the identities of its architecture."""
 
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
@@ -21,47 +21,55 @@ LENGTH = 12
 POINTS = ("resid_pre", "attn.z", "attn", "attn_out", "resid_mid", "mlp_out", "resid_post")
 
 CheckedIdentity = tuple[str, str, Tensor, Tensor]
-"""An identity, the point where it is checked, the value found there and the expected one."""
+"""An identity, the point where it is checked, the value at the point, and the expected value."""
 
 
 class VerificationError(ValueError):
-    """Error of a model that breaks an identity. The message says which, where, and by how much.
+    """The error for a model that breaks an identity.
+
+    It names the identity, the point and the difference.
 
     >>> from models import TransformerConfig
-    >>> model = Transformer(TransformerConfig(vocab_size=5, n_ctx=7, n_layers=1, n_heads=2, d_model=6))
+    >>> config = TransformerConfig(vocab_size=5, n_ctx=7, n_layers=1, n_heads=2, d_model=6)
+    >>> model = Transformer(config)
     >>> _ = model.blocks[0].attn_out.register_forward_hook(lambda point, args, value: 2 * value)
     >>> verify(model)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    models.verification.VerificationError: 'attn_out = ln1_post(attn)' must hold at blocks.0.attn_out ...
+    models.verification.VerificationError: 'attn_out = ln1_post(attn)' must hold at blocks.0...
     """
 
 
 @without_gradients
 def verify(model: Transformer) -> None:
-    """Checks a model's arithmetic on two short, fixed rows of random tokens, in evaluation mode.
+    """Check the arithmetic of a model on two short, fixed rows of random tokens, in evaluation
+    mode.
 
-    - In each block, `resid_mid` and `resid_post` are the sums of its form of block, or their norms.
-    - Attention's output is `sum over heads of z @ W_O + b_O`.
-    - A row of a batch gets the same values as alone, with padding on the left or right or without.
-    - A text read in pieces through a `KVCache` gets the same values as a whole, with padding on the
-      left or without. Not in a model with `causal=False`.
+    - In each block, `resid_mid` and `resid_post` are the sums that its form of block defines, or
+      the norms of these sums.
+    - The output of attention is `sum over heads of z @ W_O + b_O`.
+    - A row of a batch gets the same values as alone, without padding and with padding on either
+      side.
+    - A text that is read in pieces through a `KVCache` gets the same values as the whole text,
+      without padding and with padding on the left. A model with `causal=False` skips this check.
 
-    Differences may be 1e-4 of the largest value compared in float32, 1e-10 in float64, 1e-2 in float16
-    and 1e-1 in bfloat16. The model is not changed.
+    Differences may be 1e-4 of the largest value compared in float32, 1e-10 in float64, 1e-2 in
+    float16 and 1e-1 in bfloat16. The model does not change.
 
     Raises:
         VerificationError: naming the identity, the first point where it fails, the largest
-            difference and the one allowed.
+            difference and the allowed difference.
 
     >>> from models import TransformerConfig
-    >>> verify(Transformer(TransformerConfig(vocab_size=5, n_ctx=7, n_layers=2, n_heads=2, d_model=6)))
+    >>> config = TransformerConfig(vocab_size=5, n_ctx=7, n_layers=2, n_heads=2, d_model=6)
+    >>> verify(Transformer(config))
     """
     require_kind("model", model, Transformer, "a Transformer")
     exactly = torch.autocast(model.W_E.device.type, enabled=False)
     with mode(model, training=False), exactly:
         for identity, where, actual, expected in _identities(model):
             largest, allowed = model_gap(actual, expected, model.W_E.dtype)
-            if not largest <= allowed:  # NaN is not
+            # The comparison is false for NaN.
+            if not largest <= allowed:
                 raise VerificationError(
                     f"'{identity}' must hold at {where} within {allowed:.3g}, the rounding of "
                     f"{model.W_E.dtype}; got a difference of {largest:.3g}"
@@ -69,7 +77,7 @@ def verify(model: Transformer) -> None:
 
 
 def random_tokens(model: Transformer) -> Int[Tensor, "2 pos"]:
-    """Two rows of random tokens, the same at each call."""
+    """Return two rows of random tokens, the same at each call."""
     shape = (2, min(LENGTH, model.config.n_ctx))
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(model.config.vocab_size, shape, generator=generator, device="cpu")
@@ -107,7 +115,7 @@ def _sums_of_block(
     config: TransformerConfig, block: Block, values: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, str, Tensor]]:
     resid, attn_out = values["resid_pre"], values["attn_out"]
-    # In half precision, do not round the sum over heads.
+    # In half precision, the sum over heads must not be rounded.
     z, W_O = at_least_float32(values["attn.z"]), at_least_float32(block.attn.W_O)
     heads = torch.einsum("b p h d, h d m -> b p m", z, W_O) + block.attn.b_O
     yield "attn = sum over heads of z @ W_O + b_O", "attn", heads
@@ -140,7 +148,7 @@ def _pieces_joined(
     runner: HookedRunner, tokens: Tensor, real: Bool[Tensor, "batch pos"], identity: str
 ) -> Iterator[CheckedIdentity]:
     width, cache = tokens.shape[1], KVCache()
-    # Several positions first, several more, then one.
+    # The pieces are several positions, several more, then one.
     pieces = [
         _stream(runner, tokens[:, start:end], real[:, :end], cache)
         for start, end in pairwise((0, width // 2, width - 1, width))
@@ -154,7 +162,7 @@ def _pieces_joined(
 def _stream(
     runner: HookedRunner, tokens: Tensor, real: Tensor | None = None, cache: KVCache | None = None
 ) -> dict[str, Tensor]:
-    """The output of each block and the logits, by name: [batch, pos, ...]."""
+    """Return the output of each block and the logits, by name: [batch, pos, ...]."""
     mask = None if real is None or real.all() else real
     logits, values = runner.run_with_cache(
         tokens, names="blocks.*.resid_post", attention_mask=mask, kv_cache=cache

@@ -1,4 +1,4 @@
-"""Weights by their names in the literature, for `x @ W`, and the tied unembedding."""
+"""Weights by their names in the literature, in the form `x @ W`, and the tied unembedding."""
 
 from operator import attrgetter
 from typing import Any
@@ -12,16 +12,17 @@ from models.linear import Linear
 
 
 def _stacked(name: str, meaning: str) -> Any:
-    """A property: the weights of a name in each block, stacked."""
+    """Return a property: the weights of one name in each block, stacked."""
     return property(lambda model: stacked(map(attrgetter(name), model.blocks)), doc=meaning)
 
 
 class BlockWeights(Component):
     """A transformer's weights by their usual names, stacked over its blocks.
 
-    They are computed at each access, on the first block's device if blocks are on several. The weights of
-    one block (`blocks[3].attn.W_Q`) are views. A bias that the config switches off is zeros; weights of a
-    part that the model lacks, such as a gate, raise an AttributeError.
+    They are computed at each access. If blocks are on several devices, they are on the device of
+    the first block. The weights of one block (`blocks[3].attn.W_Q`) are views. A bias that the
+    config switches off is zero. Weights of a part that the model does not have, such as a gate,
+    raise an AttributeError.
     """
 
     blocks: nn.ModuleList
@@ -72,10 +73,11 @@ class BlockWeights(Component):
 
 
 def tie(model: BlockWeights) -> None:
-    """Makes the unembedding's weight the same parameter as the token embedding.
+    """Make the weight of the unembedding the same parameter as the token embedding.
 
-    `load_state_dict` then keeps them one parameter, even with `assign=True`, and accepts either name or
-    both. If the two names have different values it raises a ValueError; PyTorch would keep the last.
+    After this, `load_state_dict` keeps one parameter, even with `assign=True`, and accepts either
+    name or both. If the two names have different values, it raises a ValueError; PyTorch would keep
+    the last value.
     """
     model.unembedding.weight = model.token_embedding.weight
     nn.Module.register_load_state_dict_pre_hook(model, _load_one_for_both)
@@ -85,22 +87,24 @@ def _load_one_for_both(
     model: BlockWeights, state_dict: dict[str, Any], prefix: str, *_: object
 ) -> None:
     if model.unembedding.weight is not model.token_embedding.weight:
-        return  # untied since
+        # The model was untied later.
+        return
     names = (f"{prefix}token_embedding.weight", f"{prefix}unembedding.weight")
     values = [state_dict[name] for name in names if name in state_dict]
     if len(values) == 2 and differ(*values):
         raise ValueError(
-            f"{names[1]} must equal {names[0]}, to which it is tied; they differ: use a model with "
+            f"{names[1]} must equal {names[0]}, because they are tied; they differ: use a model "
+            "with "
             "tied_unembed=False"
         )
     if values:
-        # `load_state_dict` sets requires_grad to that of the replaced weight.
+        # `load_state_dict` copies requires_grad from the replaced weight.
         shared = nn.Parameter(values[0], requires_grad=False)
         state_dict.update(dict.fromkeys(names, shared))
 
 
 def differ(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors hold different numbers. NaN equals NaN, and dtypes may differ."""
+    """Whether two tensors contain different numbers. NaN equals NaN, and dtypes may differ."""
     if one.shape != other.shape:
         return True
     if one is other or not (can_be_read(one) and can_be_read(other)):

@@ -1,1 +1,1 @@
-"""The commands of the command line, a file for each; `command` runs them."""
+"""The commands of the command line, one file for each command. `command` runs them."""

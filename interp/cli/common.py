@@ -1,4 +1,4 @@
-"""Parts that the commands share: their options, the model, the text, and where output goes."""
+"""Parts that all commands share: options, the model, the text, and the output."""
 
 import argparse
 import io
@@ -16,9 +16,11 @@ from torch import nn
 
 from hooks.base import library, storage, strict_json
 
-# The commands with what each does, and the options of each and of all.
+# The commands with their descriptions, the options of each command, and the options of all
+# commands.
 OPTIONS = json.loads(Path(__file__).with_name("options.json").read_text(encoding="utf-8"))
-# Paths that are written to directly; other files are replaced.
+# The command writes directly to these paths. Other files are replaced when the new file is
+# complete.
 STREAMS = ("/dev/std", "/dev/fd/")
 
 
@@ -26,7 +28,7 @@ def add_options(
     command: argparse.ArgumentParser | argparse._MutuallyExclusiveGroup,
     table: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """Add options of the table `options.json`."""
+    """Add options from the table `options.json`."""
     kinds = {"int": int, "float": float, "device": _device, "folder": _folder}
     kinds |= {"result": _file_of("", ".txt", ".json"), "page": _file_of("", ".html")}
     for name, settings in table.items():
@@ -35,11 +37,11 @@ def add_options(
 
 
 def text_of(options: argparse.Namespace) -> str:
-    """The text of the options.
+    """Return the text that the options give.
 
     Raises:
         ValueError: if its file is not text in UTF-8.
-        OSError: if it cannot be read.
+        OSError: if its file cannot be read.
     """
     if options.prompt is not None:
         return str(options.prompt)
@@ -50,9 +52,9 @@ def text_of(options: argparse.Namespace) -> str:
 
 
 def print_or_write(options: argparse.Namespace, text: str, data: Any) -> None:
-    """Give the text, or the data as JSON, to the terminal or the file.
+    """Write the text, or the data as JSON, to the terminal or the file.
 
-    It is JSON with `--json`, or where `--out` ends in `.json`. Null stands for NaN and infinity.
+    The output is JSON with `--json`, or if `--out` ends in `.json`. NaN and infinity become null.
     """
     is_json = options.json or Path(options.out or "").suffix.lower() == ".json"
     output = strict_json.dumps(strict_json.finite(data), ensure_ascii=False) if is_json else text
@@ -64,7 +66,7 @@ def print_or_write(options: argparse.Namespace, text: str, data: Any) -> None:
 
 
 def _file_of(*suffixes: str) -> Callable[[str], str]:
-    """A function that refuses files with other suffixes."""
+    """Return a type of `argparse` for files with one of these suffixes."""
 
     def checked(path: str) -> str:
         try:
@@ -85,35 +87,36 @@ def _folder(path: str) -> str:
 
 
 def require_one_format(options: argparse.Namespace) -> None:
-    """Refuse `--json` with a file whose suffix is that of texts.
+    """Check that `--json` is not combined with a suffix of text files.
 
     Raises:
         ValueError: if both are given.
     """
     out = getattr(options, "out", None) or ""
     if options.json and Path(out).suffix.lower() == ".txt":
-        raise ValueError(f"--out must end in .json, or have no suffix, with --json; got {out}")
+        raise ValueError(f"with --json, --out must end in .json or have no suffix; got {out}")
 
 
 def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
-        torch.ones(1, device=device).item()  # fails where there is no such device
+        # This raises an error if the machine has no such device.
+        torch.ones(1, device=device).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).partition("\n")[0]
         raise argparse.ArgumentTypeError(
-            f"{name!r} must be a device that is here: {reason}"
+            f"{name!r} must be a device of this machine: {reason}"
         ) from None
     return device
 
 
 def model_of(options: argparse.Namespace, *, trained: bool) -> Any:
-    """A model that can be loaded or, if it need not be trained, one of a registered config."""
+    """Return the model of the options. If it need not be trained, a registered config is enough."""
     from models import available, build
     from models.registry import ON_HUB
 
     name = options.model
-    # The hub has weights under the names of GPT-2's sizes.
+    # The names of GPT-2's configs are also names of trained models on the hub.
     if name not in available() or os.path.exists(name) or (trained and name in ON_HUB):
         return _loaded(options)
     if trained:
@@ -121,12 +124,15 @@ def model_of(options: argparse.Namespace, *, trained: bool) -> Any:
             f"a run needs a trained model; got the config {name!r}: train it, for instance with "
             f"`python examples/studies/tiny_lm.py --model {name}`, and give the directory"
         )
-    with torch.device("meta"):  # without memory for the weights
+    # On the meta device, weights need no memory.
+    with torch.device("meta"):
         return build(name)
 
 
 def _loaded(options: argparse.Namespace) -> nn.Module:
-    """Return a plain model, or an attached one of `transformers` where the family of a directory or hub model has no table."""
+    """Return a plain model, or an attached model of `transformers` if no table describes its
+    family.
+    """
     from models import load, load_tokenizer
     from models.checkpoints.huggingface.families import FAMILIES
     from models.checkpoints.loading import locate
@@ -143,10 +149,12 @@ def _loaded(options: argparse.Namespace) -> nn.Module:
 
 
 def _attached(options: argparse.Namespace) -> nn.Module:
-    """Return an attached model of `transformers`. Code among its files runs only if the user trusts it.
+    """Return an attached model of `transformers`.
+
+    Code among its files runs only if the user allows it.
 
     Raises:
-        ValueError: if it needs that code, and the user did not say so.
+        ValueError: if the model needs this code and the user did not allow it.
     """
     from models import attach, load_tokenizer
     from models.checkpoints.loading import locate
@@ -171,14 +179,14 @@ def _attached(options: argparse.Namespace) -> nn.Module:
 
 @contextmanager
 def _without_code(name: str) -> Iterator[None]:
-    """Keep code among the files of a model from running while `transformers` loads them.
+    """Prevent code among the files of a model from running while `transformers` loads the model.
 
-    `transformers` asks whether the code may run, and reads the answer from the input of the command, which may be a pipe.
-    It asks even under `trust_remote_code=False`, if a config inside the config names the code. So here the input is at
-    its end, and the question is hidden.
+    `transformers` asks whether the code may run, and reads the answer from the standard input of
+    the command, which may be a pipe. It asks even under `trust_remote_code=False`, if a nested
+    config names the code. Therefore the standard input is empty here, and the question is hidden.
 
     Raises:
-        ValueError: if the code is needed; it names the option that lets it run.
+        ValueError: if the code is needed; the error names the option that allows it.
     """
     answers = sys.stdin
     sys.stdin = io.StringIO()
@@ -189,8 +197,8 @@ def _without_code(name: str) -> Iterator[None]:
         if "trust_remote_code" not in str(error):
             raise
         raise ValueError(
-            f"{name} needs Python code among its files, which may do anything on this machine: "
-            "read the code, and give --trust-remote-code if it may run"
+            f"{name} needs Python code among its files, which could do anything on this machine: "
+            "read the code, and give --trust-remote-code to run it"
         ) from None
     finally:
         sys.stdin = answers
@@ -202,9 +210,9 @@ def _dtype(options: argparse.Namespace) -> torch.dtype | None:
 
 @contextmanager
 def replacing(out: str) -> Iterator[IO[str]]:
-    """A new file that replaces `out`, or the file that it links to, when it is complete.
+    """Open a new file that replaces `out`, or the target of the link `out`, when it is complete.
 
-    What is not a file, such as a pipe, is written to directly.
+    If `out` is not a regular file, such as a pipe, the output is written to it directly.
     """
     path = Path(os.path.realpath(out))
     try:

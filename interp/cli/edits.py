@@ -47,7 +47,8 @@ def parsed(text: str) -> tuple[str, Edit]:
         )
     if NUMBERS.get(kind) in options:
         raise ValueError(
-            f"the number of {kind} stands alone, as in '{kind} 0.5'; got {NUMBERS[kind]}= in {text!r}"
+            f"the number of {kind} stands alone, as in '{kind} 0.5'; got {NUMBERS[kind]}= in "
+            f"{text!r}"
         )
     return point, getattr(edits, kind)(*numbers, **options)
 

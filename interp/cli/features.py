@@ -1,4 +1,6 @@
-"""`features`: which features of a dictionary are active in a text, and what they write."""
+"""The command `features`: active features of a dictionary in a text, and the tokens that they
+promote.
+"""
 
 import argparse
 import warnings
@@ -18,14 +20,15 @@ def run(options: argparse.Namespace) -> None:
     if isinstance(loaded, dict):
         if options.at not in loaded:
             raise ValueError(
-                f"--at must say which dictionary, of {', '.join(loaded)}; got {options.at}"
+                f"--at must name one of the dictionaries at {', '.join(loaded)}; got {options.at}"
             )
         placed = {options.at: loaded[options.at]}
     chosen = options.feature
     if chosen is None:
         require_integer("--top", options.top)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # `feature_cards` gives the same warnings below
+            # `feature_cards` gives the same warnings below.
+            warnings.simplefilter("ignore")
             with splice(model, placed, reads=options.reads) as runner:
                 read = text_for(model, text)
                 arguments = read.arguments(model)

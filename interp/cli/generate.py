@@ -1,4 +1,4 @@
-"""`generate`: a continuation, also under edits."""
+"""The command `generate`: a continuation of a text, also under edits."""
 
 import argparse
 
@@ -35,13 +35,13 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _steering(text: str) -> list[tuple[str, Edit]]:
-    """The edits that add the direction of a file."""
+    """Return the edits that add the direction in a file."""
     path, _, scale = text.rpartition(":") if ":" in text else (text, "", "1")
     try:
         factor = float(scale)
     except ValueError:
         raise ValueError(
-            f"--steer must be a file, or a file and a number, as v.gguf:2; got {text!r}"
+            f"--steer must be a file, or a file and a number such as v.gguf:2; got {text!r}"
         ) from None
     direction = Direction.load(path)
     return [(name, edits.add(direction, factor)) for name in direction.vectors]

@@ -1,4 +1,4 @@
-"""`harvest`: values of a corpus, written to a store by one job of any number."""
+"""The command `harvest`: write activations of a corpus to a store, as one of several jobs."""
 
 import argparse
 
@@ -6,7 +6,7 @@ from interp.cli.common import model_of
 
 
 def run(options: argparse.Namespace) -> None:
-    """Write the store, and print what it has."""
+    """Write the store, and print its contents."""
     import torch
 
     from interp.store import harvest, plan

@@ -1,4 +1,4 @@
-"""`lens`: what each layer would predict."""
+"""The command `lens`: the prediction of each layer."""
 
 import argparse
 
@@ -10,7 +10,7 @@ from interp.reading.lens import logit_lens
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print the last positions as a table, or all in JSON."""
+    """Print the last positions as a table, or all positions as JSON."""
     model = model_of(options, trained=True)
     language, text = of(model, "unembed"), text_of(options)
     read = text_for(model, text)

@@ -1,4 +1,4 @@
-"""`patch`: activation patching between two texts."""
+"""The command `patch`: activation patching between two texts."""
 
 import argparse
 
@@ -8,7 +8,7 @@ from interp.inputs.pairs import Pairs
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print the largest effects, or all in JSON."""
+    """Print the largest effects, or all effects as JSON."""
     if len(options.answers) > 2:
         raise ValueError(f"--answers must be one or two tokens; got {len(options.answers)}")
     model = model_of(options, trained=True)

@@ -1,4 +1,4 @@
-"""`trace`: an attribution graph, as a page and as Neuronpedia's JSON."""
+"""The command `trace`: an attribution graph, as a page and as a JSON file for Neuronpedia."""
 
 import argparse
 from pathlib import Path
@@ -10,7 +10,7 @@ from interp.tracing import AttributionGraph, PrunedGraph, attribution_graph
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print the targets and what acts on them, and write the files."""
+    """Print the targets and the nodes that act on them, and write the files."""
     model, text = model_of(options, trained=True), text_of(options)
     graph = attribution_graph(
         model,

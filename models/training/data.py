@@ -1,4 +1,4 @@
-"""Materials of training: settings, texts, batches, and the loss of each next token."""
+"""Settings, texts and batches of training, and the loss of each next token."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,38 +15,45 @@ from models.mode import mode
 from models.transformer import Transformer
 
 Batches = Callable[[int, torch.Generator], Int[Tensor, "batch pos"]]
-"""Makes the batch of a step, counted from 0. The model reads all tokens of a row but the last, and
-predicts all but the first.
+"""A function that returns the batch of a step, counted from 0.
 
-A batch must depend only on the step and the generator. Otherwise a resumed run would continue with other
+The model reads all tokens of a row except the last, and predicts all except the first.
+
+A batch must depend only on the step and the generator. Otherwise a resumed run continues with other
 batches, without an error.
 """
 
 
 TrainingText = Int[Tensor, "*_walk _pos"] | Sequence[int]
-"""A text [pos], or walks [walk, pos]: texts of equal length. No window spans two of them."""
+"""A text [pos], or walks [walk, pos], which are texts of equal length.
+
+No window contains parts of two walks.
+"""
 
 
 @names_fields
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """Settings of training. The defaults are nanoGPT's for small character models (Karpathy 2022).
+    """Settings of training.
+
+    The defaults are the defaults of nanoGPT for small character models (Karpathy 2022).
 
     Attributes:
         steps: number of updates.
-        batch_size: rows of a batch, and windows that are evaluated at once.
-        learning_rate: the largest rate, reached after `warmup` steps; it then falls along a cosine
-            (Loshchilov & Hutter 2017).
+        batch_size: number of rows of a batch, and of windows that are evaluated at once.
+        learning_rate: the largest learning rate. It is reached after `warmup` steps and then falls
+            along a cosine (Loshchilov & Hutter 2017).
         final_rate: the rate at the end, as a share of `learning_rate`; 1 for a constant rate.
         warmup: steps of linear warm-up.
         betas: AdamW's decay rates for the mean and the mean square of gradients.
-        weight_decay: AdamW's, for matrices; biases and norms are not decayed.
+        weight_decay: AdamW's weight decay of matrices. Biases and norms are not decayed.
         clip: the largest norm of the whole gradient; 0 means no limit.
         seed: the seed of batches and dropout.
-        train_fraction: the share of a text, or of walks, for training; the rest is held out.
-        evaluate_every: steps between validations. A checkpoint follows each. Both are also done after
-            the last step.
-        characters_per_token: for bits per character: 1 if tokens are characters, 0 if unknown.
+        train_fraction: the share of a text, or of walks, for training. The rest is held out.
+        evaluate_every: steps between validations. A checkpoint is saved after each validation. Both
+            are also done after the last step.
+        characters_per_token: mean number of characters per token, for bits per character: 1 if
+            tokens are characters, 0 if unknown.
 
     Raises:
         ValueError: naming the field, its value and its range.
@@ -71,7 +78,7 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
-        # AdamW refuses rates, betas and weight decays out of range itself.
+        # AdamW itself checks the ranges of the rate, the betas and the weight decay.
         least = {"steps": 1, "batch_size": 1, "evaluate_every": 1, "warmup": 0, "clip": 0}
         for name, bound in least.items():
             if getattr(self, name) < bound:
@@ -80,7 +87,7 @@ class TrainingConfig:
             raise ValueError(f"final_rate must be from 0 to 1; got {self.final_rate}")
 
     def rate(self, step: int) -> float:
-        """The learning rate at a step, counted from 0."""
+        """Return the learning rate at a step, counted from 0."""
         if step < self.warmup:
             return self.learning_rate * (step + 1) / self.warmup
         done = (step - self.warmup) / max(1, self.steps - self.warmup)
@@ -94,8 +101,8 @@ class Evaluation:
 
     Attributes:
         nats: cross-entropy in nats per token.
-        characters_per_token: mean length of a token; 1 if tokens are characters, 0 if unknown.
-        standard_error: of `nats`, from the spread of windows; None for a single window.
+        characters_per_token: mean length of a token: 1 if tokens are characters, 0 if unknown.
+        standard_error: the standard error of `nats` over windows; None for a single window.
 
     >>> Evaluation(nats=math.log(8), characters_per_token=2.0).bits_per_character
     1.5
@@ -118,7 +125,8 @@ class Evaluation:
     @property
     def perplexity(self) -> float:
         """exp(nats): the number of equally likely tokens with the same cross-entropy."""
-        return math.exp(self.nats) if self.nats < 709 else math.inf  # float64 ends at exp(709.8)
+        # The largest float64 is about exp(709.8).
+        return math.exp(self.nats) if self.nats < 709 else math.inf
 
 
 def next_token_loss(
@@ -126,9 +134,10 @@ def next_token_loss(
     tokens: Int[Tensor, "batch pos"],
     attention_mask: Shaped[Tensor, "batch pos"] | None = None,
 ) -> Float[Tensor, "batch pos-1"]:
-    """Cross-entropy of each next token, in nats.
+    """Return the cross-entropy of each next token, in nats.
 
-    It is NaN where the token or the one before it is padding, 0 or False in the mask: `nanmean` leaves that out.
+    It is NaN if the token or the token before it is padding (0 or False in the mask). `nanmean`
+    ignores these values.
 
     >>> logits = torch.zeros(1, 3, 8)  # eight tokens, equally likely
     >>> next_token_loss(logits, torch.tensor([[5, 0, 7]])).exp()
@@ -143,15 +152,18 @@ def next_token_loss(
 
 
 Loss = Callable[[Transformer, Int[Tensor, "batch pos"]], Float[Tensor, " batch"]]
-"""A loss: the model and the rows of a batch to a number for each row. `row_losses` is that of each next token."""
+"""A loss: a function from the model and the rows of a batch to a number for each row, such as
+`row_losses`.
+"""
 
 
 def row_losses(model: Transformer, rows: Int[Tensor, "batch pos"]) -> Float[Tensor, " batch"]:
-    """Mean cross-entropy of each row, in nats, of all its tokens but the first."""
+    """Return the mean cross-entropy of each row, in nats, over all tokens except the first."""
     rows = to_device(rows, model.token_embedding.weight.device).long()
-    with trusted():  # they are those that `check_learnable` has read
+    # `check_learnable` has already checked these tokens.
+    with trusted():
         logits = model(rows[:, :-1])
-    # In half precision the sum over tokens would be rounded, or infinite.
+    # In half precision, the sum over tokens would be rounded or infinite.
     losses = F.cross_entropy(
         at_least_float32(logits).flatten(0, 1), rows[:, 1:].flatten(), reduction="none"
     )
@@ -161,10 +173,11 @@ def row_losses(model: Transformer, rows: Int[Tensor, "batch pos"]) -> Float[Tens
 def split(
     tokens: Int[Tensor, "text ..."], fraction: float = 0.9
 ) -> tuple[Int[Tensor, "training ..."], Int[Tensor, "validation ..."]]:
-    """The first `fraction` of a text, or of walks [walk, pos], for training; the rest for validation.
+    """Split a text, or walks [walk, pos]: the first `fraction` is for training, the rest for
+    validation.
 
     Raises:
-        ValueError: if one of the two would be empty.
+        ValueError: if one of the two parts would be empty.
 
     >>> [part.tolist() for part in split(torch.arange(5), 0.6)]
     [[0, 1, 2], [3, 4]]
@@ -181,7 +194,7 @@ def split(
 def sample_batch(
     tokens: Int[Tensor, "*walk pos"], batch: int, length: int, generator: torch.Generator
 ) -> Int[Tensor, "batch length"]:
-    """Random windows of a text [pos], or of walks [walk, pos]; each lies within one walk.
+    """Draw random windows of a text [pos], or of walks [walk, pos]. Each window is inside one walk.
 
     Raises:
         ValueError: if the text, or each walk, is shorter than a window.
@@ -207,21 +220,21 @@ def evaluate(
     characters_per_token: float = 0.0,
     loss: Loss = row_losses,
 ) -> Evaluation:
-    """Mean loss over consecutive windows of the model's whole context, in evaluation mode.
+    """Return the mean loss over consecutive windows of the whole context, in evaluation mode.
 
-    Windows do not overlap. A shorter rest at the end of a text or walk is not read. Afterwards each module
-    has its previous mode again.
+    Windows do not overlap. A shorter rest at the end of a text or walk is ignored. At the end, the
+    mode of each module is restored.
 
     Args:
         model: the model to measure.
         tokens: a text [pos], or walks [walk, pos].
-        batch: how many windows are read at once.
+        batch: the number of windows that are read at once.
         characters_per_token: see `Evaluation`.
-        loss: another loss than that of each next token; see `train`.
+        loss: the loss; see `train`. Default: the loss of each next token.
 
     Raises:
-        ValueError: if the tokens are not integers, or the text or each walk is shorter than a window and
-            its next token, or has tokens outside the vocabulary; or if `batch` is below 1.
+        ValueError: if the tokens are not integers or are outside the vocabulary, if the text or
+            each walk is shorter than a window and its next token, or if `batch` is below 1.
 
     >>> from models import TransformerConfig
     >>> config = TransformerConfig(vocab_size=7, n_ctx=4, n_layers=1, n_heads=1, d_model=2)
@@ -241,13 +254,13 @@ def evaluate(
 
 
 def check_learnable(what: str, tokens: Tensor, least: int, vocab_size: int) -> None:
-    """Refuses tokens that would give a wrong loss in silence, or an error only later.
+    """Check tokens that would silently give a wrong loss, or an error later.
 
     Floats would be rounded, and cross-entropy ignores targets of -100.
 
     Raises:
-        ValueError: if they are not integers [pos] or [row, pos], have fewer than `least` positions or no
-            row, or are outside the vocabulary.
+        ValueError: if the tokens are not integers [pos] or [row, pos], have fewer than `least`
+            positions or no row, or are outside the vocabulary.
     """
     fits = tokens.ndim in (1, 2) and tokens.dtype in INTEGERS
     if not fits or tokens.shape[-1] < least or not len(tokens):

@@ -1,4 +1,4 @@
-"""The training loop, with a clean stop on Ctrl-C."""
+"""The training loop, which stops cleanly on Ctrl-C."""
 
 import math
 import os
@@ -32,10 +32,10 @@ HELD_OUT = "the text to validate on"
 
 @dataclass(frozen=True, repr=False)
 class TrainingResult:
-    """The losses of a run from its first step on, including steps before it was resumed.
+    """The losses of a run from its first step on, including the steps before it was resumed.
 
     Attributes:
-        losses: the loss of each step's batch before the update, in nats per token.
+        losses: the loss of the batch of each step before the update, in nats per token.
         validation: the loss on the held-out text, by the number of steps taken.
 
     >>> result = TrainingResult(losses=(2.5, 2.0), validation={2: Evaluation(nats=2.25)})
@@ -66,39 +66,44 @@ def train(
     after_step: Callable[[Transformer, int, float], None] | None = None,
     loss: Loss = row_losses,
 ) -> TrainingResult:
-    """Trains `model` in place to predict each next token, or for another loss.
+    """Train `model` in place to predict each next token, or to minimise another loss.
 
-    The same arguments give the same weights on the same machine, bit for bit, even if the run was stopped
-    and resumed. On a GPU this needs `torch.use_deterministic_algorithms(True)`. `config.seed` also
-    seeds dropout (on CPU and CUDA). PyTorch's own generators are restored afterwards.
+    The same arguments give bitwise the same weights on the same machine, even if the run was
+    stopped and resumed. On a GPU this needs `torch.use_deterministic_algorithms(True)`.
+    `config.seed` also seeds dropout (on CPU and CUDA). The state of PyTorch's own generators is
+    restored at the end.
 
-    A `directory` gets `log.jsonl`, one line per step with losses in nats per token, and
-    `checkpoint.pt`, always replaced as a whole. Ctrl-C ends the run after the current step and saves it.
-    A second Ctrl-C ends it at once. One run at a time may use a directory.
+    Two files are written to `directory`: `log.jsonl`, with one line per step and losses in nats per
+    token, and `checkpoint.pt`, which is always replaced as a whole. Ctrl-C ends the run after the
+    current step and saves it. A second Ctrl-C ends it at once. Only one run at a time may use a
+    directory.
 
     Args:
-        model: afterwards each of its modules has its previous mode again. No gradients are left.
-        data: a text [pos], or walks [walk, pos], from which random windows are drawn, each within one
-            walk: from the first `config.train_fraction` of them if no `validation` is given, otherwise
-            from all. Or a function that makes each batch.
-        config: how to train.
+        model: the model. At the end, the mode of each module is restored, and no gradients are
+            left.
+        data: a text [pos], or walks [walk, pos]. Random windows are drawn from them, each inside
+            one walk. Without `validation`, they are drawn from the first `config.train_fraction`;
+            with `validation`, from everything. Or a function that returns each batch.
+        config: the settings of training.
         validation: the held-out text, or walks, for the validation loss.
-        directory: where log and checkpoint go; None for neither.
-        resume: continue from the directory's checkpoint.
-        after_step: called with the model, the number of steps taken and the last loss. An accelerator's host then
-            waits for each step; otherwise it is one step ahead.
-        loss: `loss(model, rows)` gives a number for each row of a batch, [batch pos]; their mean is minimised. It
-            also measures the held-out text. Give the same one to go on from a checkpoint.
+        directory: the folder for the log and the checkpoint. Default: nothing is written.
+        resume: whether to continue from the checkpoint in the directory.
+        after_step: a function that is called with the model, the number of steps and the last loss
+            after each step. With it, the host waits for each step of an accelerator; without it,
+            the host is one step ahead.
+        loss: `loss(model, rows)` returns a number for each row of a batch [batch pos]. The mean
+            over rows is minimised. It is also the loss on the held-out text. To continue from a
+            checkpoint, give the same loss.
 
     Raises:
-        ValueError: before any work, if a text is shorter than a context and its next token, a text has
-            tokens outside the vocabulary, or a checkpoint is damaged or of another run. Later, if a
-            batch does not hold the vocabulary's tokens.
+        ValueError: before any work, if a text is shorter than a context and its next token, if a
+            text has tokens outside the vocabulary, or if a checkpoint is damaged or belongs to
+            another run. Later, if a batch contains tokens outside the vocabulary.
         FileExistsError: if the directory has a checkpoint and `resume` is False.
-        FileNotFoundError: if it has none and `resume` is True.
-        FloatingPointError: if a loss or a gradient is not finite; the last checkpoint stays.
-        OSError: if a file cannot be written; the last checkpoint stays.
-        KeyboardInterrupt: after Ctrl-C; the message says what was saved.
+        FileNotFoundError: if the directory has no checkpoint and `resume` is True.
+        FloatingPointError: if a loss or a gradient is not finite. The last checkpoint stays.
+        OSError: if a file cannot be written. The last checkpoint stays.
+        KeyboardInterrupt: after Ctrl-C. The message says which checkpoint was saved.
 
     >>> from models import TransformerConfig
     >>> sizes = TransformerConfig(vocab_size=2, n_ctx=4, n_layers=1, n_heads=1, d_model=8)
@@ -117,12 +122,14 @@ def train(
         run.begin(resume=resume)
         done = len(run.records)
         shown = progress_bar("training", config.steps, unit="step", first=done, stays=True)
-        with shown as count:  # the last loss stays
+        # The bar shows the last loss until the end.
+        with shown as count:
             for step in range(done + 1, config.steps + 1):
                 tokens = torch.atleast_2d(batches(step - 1, run.generators[0]))
                 run.update(tokens)
                 due = step % config.evaluate_every == 0 or step == config.steps
-                # An accelerator computes this step while the host reads the numbers of the one before.
+                # An accelerator computes this step while the host reads the numbers of the previous
+                # step.
                 run.settle(but=0 if due or after_step or run.device.type == "cpu" else 1)
                 if due and HELD_OUT in texts:
                     run.measure(texts[HELD_OUT])
@@ -130,7 +137,7 @@ def train(
                 last = _show(count, tokens, run)
                 if after_step:
                     after_step(run.model, step, last)
-                # Read once, because it can change in between.
+                # Read the flag once, because it can change in between.
                 if (stop := interrupted()) or due:
                     run.settle()
                     run.log()
@@ -141,7 +148,7 @@ def train(
 
 
 def _show(count: Count, tokens: Tensor, run: Run) -> float:
-    """Show the last loss that is known, and return it."""
+    """Show the last known loss, and return it."""
     loss = run.records[-1]["loss"] if run.records else math.nan
     count()
     rate = tokens[:, 1:].numel() * count.rate
@@ -169,7 +176,7 @@ def _batches_and_texts(
     model: Transformer,
     config: TrainingConfig,
 ) -> tuple[Batches, dict[str, Tensor]]:
-    """The function that makes batches, and the texts that are known before training."""
+    """Return the function that makes batches, and the texts that are known before training."""
     length, vocab_size = model.config.n_ctx + 1, model.config.vocab_size
     texts: dict[str, Tensor] = {}
     if not callable(data):
@@ -190,9 +197,11 @@ def _batches_and_texts(
 
 @contextmanager
 def _interruptible(run: Run) -> Iterator[Callable[[], bool]]:
-    """Yields a function that says whether Ctrl-C was pressed, so that a run can stop between steps.
+    """Yield a function that returns whether Ctrl-C was pressed, so that a run can stop between
+    steps.
 
-    A second Ctrl-C stops at once. Both times the error says what was saved, and no gradients are left.
+    A second Ctrl-C stops at once. In both cases the error says which checkpoint was saved, and no
+    gradients are left.
     """
     pressed = threading.Event()
 
@@ -200,14 +209,15 @@ def _interruptible(run: Run) -> Iterator[Callable[[], bool]]:
         pressed.set()
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    # Only the main thread may set a handler, and a handler of the user stays.
+    # Only the main thread may set a signal handler, and a handler of the user must stay.
     main = threading.current_thread() is threading.main_thread()
     ours = main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if ours:
         signal.signal(signal.SIGINT, note)
     try:
         yield pressed.is_set
-        if pressed.is_set():  # it may also have been pressed during the last save
+        # Ctrl-C may also have been pressed during the last save.
+        if pressed.is_set():
             raise KeyboardInterrupt
     except KeyboardInterrupt:
         steps = f"{len(run.records)} of {run.config.steps}"

@@ -1,4 +1,4 @@
-"""One training run: its state and its files."""
+"""The state and the files of one training run."""
 
 import dataclasses
 import math
@@ -18,19 +18,19 @@ from models.training.data import Loss, TrainingConfig, check_learnable, evaluate
 from models.transformer import Transformer
 
 CHECKPOINT, LOG = "checkpoint.pt", "log.jsonl"
-# Increase it with every change that gives a resumed run other numbers.
+# Increase this version with every change that gives a resumed run other numbers.
 CODE_VERSION = 4
 
 
 class Run:
-    """The state of a run: weights, optimizer, generators and records of all steps, with its directory.
+    """The state of a run: weights, optimizer, generators, records of all steps, and the directory.
 
     Args:
-        model: trained in place.
-        config: how to train.
+        model: the model, which is trained in place.
+        config: the settings of training.
         texts: the texts for training and validation that are known before training.
-        directory: created if missing; if None, nothing is written.
-        loss: of each row of a batch.
+        directory: the folder of the run, which is created if missing. If None, nothing is written.
+        loss: the loss of each row of a batch.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Run:
             storage.require_folder(self.directory)
         self.device = model.token_embedding.weight.device
         self.records: list[dict[str, Any]] = []
-        # Records whose numbers are still on their way to the host.
+        # Records whose numbers are still being copied to the host.
         self._pending: deque[tuple[dict[str, Any], Callable[[], list[float]]]] = deque()
         self._logged = 0
         self._parameters = [p for p in model.parameters() if p.requires_grad]
@@ -57,12 +57,12 @@ class Run:
         rate, decay, betas = config.learning_rate, config.weight_decay, config.betas
         self.optimizer = torch.optim.AdamW(groups, rate, betas, weight_decay=decay, fused=True)
         self._failed = torch.zeros((), device=self.device)
-        # The first draws batches. The others are PyTorch's own, for dropout.
+        # The first generator draws batches. The others are PyTorch's own generators, for dropout.
         self.generators = [torch.Generator(), torch.default_generator]
         if self.device.type == "cuda":
             torch.cuda.init()
             self.generators.append(torch.cuda.default_generators[self.device.index])
-        # Everything that affects the numbers of a run.
+        # This contains everything that affects the numbers of a run.
         self._identity = {
             **{f"model.{k}": v for k, v in dataclasses.asdict(model.config).items()},
             **{f"training.{k}": v for k, v in dataclasses.asdict(config).items()},
@@ -75,7 +75,7 @@ class Run:
 
     @property
     def last(self) -> str:
-        """A message that says what can be resumed."""
+        """A message that says from which checkpoint the run can be resumed."""
         if self.directory is None or not self._saved:
             return "no checkpoint has been written"
         return (
@@ -83,13 +83,14 @@ class Run:
         )
 
     def begin(self, *, resume: bool) -> None:
-        """Loads the directory's checkpoint with `resume`, and begins the log.
+        """Load the checkpoint in the directory if `resume` is True, and begin the log.
 
         Raises:
-            FileExistsError: if there is a checkpoint and `resume` is False.
-            FileNotFoundError: if there is none and `resume` is True.
+            FileExistsError: if the directory has a checkpoint and `resume` is False.
+            FileNotFoundError: if the directory has no checkpoint and `resume` is True.
             OSError: if the directory or the log cannot be written.
-            ValueError: if the checkpoint is damaged or of another run; it names what differs.
+            ValueError: if the checkpoint is damaged or belongs to another run; the error names the
+                differences.
         """
         for generator in self.generators:
             generator.manual_seed(self.config.seed)
@@ -101,7 +102,7 @@ class Run:
         if not resume:
             self.directory.mkdir(parents=True, exist_ok=True)
         elif not checkpoint.exists():
-            raise FileNotFoundError(f"{checkpoint} must exist to be resumed; there is none")
+            raise FileNotFoundError(f"{checkpoint} must exist to resume the run; it does not exist")
         if resume:
             self._load(checkpoint)
         elif checkpoint.exists():
@@ -109,16 +110,16 @@ class Run:
                 f"{self.directory} already has a checkpoint of a run: resume it, or choose "
                 "another directory"
             )
-        # Rewritten, because a killed run may have logged steps after its checkpoint.
+        # Write the log again, because a killed run may have logged steps after its checkpoint.
         with self._replacing(self.directory / LOG) as file:
             file.write(b"".join(map(_line, self.records)))
         self._logged = len(self.records)
 
     def update(self, tokens: Int[Tensor, "batch pos"]) -> None:
-        """Takes one step. From a loss or gradient on that is not finite, the weights do not change.
+        """Take one step. After a loss or gradient that is not finite, the weights never change.
 
         Raises:
-            ValueError: if the rows do not hold the vocabulary's tokens.
+            ValueError: if the rows contain tokens outside the vocabulary.
         """
         step, vocab_size = len(self.records) + len(self._pending), self.model.config.vocab_size
         check_learnable(f"the batch of step {step + 1}", tokens, 2, vocab_size)
@@ -130,14 +131,17 @@ class Run:
         record = {"step": step + 1, "loss": math.nan, "learning_rate": self.config.rate(step)}
         for group in self.optimizer.param_groups:
             group["lr"] = record["learning_rate"]
-        # The fused kernel asks this before it writes, as with a GradScaler. The host need not know yet.
+        # The fused kernel reads this flag before it writes, as with a GradScaler, so the host does
+        # not have to wait.
         self._failed = torch.maximum(self._failed, (~numbers.isfinite().all()).float())
         self.optimizer.found_inf = self._failed  # type: ignore[attr-defined]
         self.optimizer.step()
         self._pending.append((record, later(numbers)))
 
     def settle(self, *, but: int = 0) -> None:
-        """Completes the records of all steps but some last ones, for which the host need not wait.
+        """Complete the records of all steps except the last `but` steps.
+
+        The host does not wait for these.
 
         Raises:
             FloatingPointError: if a loss or gradient was not finite.
@@ -151,10 +155,10 @@ class Run:
             self.records.append(record)
 
     def measure(self, held_out: Int[Tensor, "*walk pos"]) -> None:
-        """Adds the loss on a text to the last record.
+        """Add the loss on a text to the last record.
 
         Raises:
-            FloatingPointError: if it is not finite.
+            FloatingPointError: if the loss is not finite.
         """
         config, record = self.config, self.records[-1]
         size, per_token = config.batch_size, config.characters_per_token
@@ -164,14 +168,15 @@ class Run:
         record["standard_error"] = evaluation.standard_error
         record["bits_per_token"] = evaluation.bits
         record["bits_per_character"] = evaluation.bits_per_character
-        # JSON has no infinity.
+        # JSON cannot represent infinity.
         record["perplexity"] = evaluation.perplexity if evaluation.perplexity < math.inf else None
 
     def log(self) -> None:
-        """Adds the records to the log that are not in it yet.
+        """Add new records to the log.
 
         Raises:
-            OSError: if it cannot be written; the message says what can be resumed.
+            OSError: if the log cannot be written; the error says from which checkpoint the run can
+                be resumed.
         """
         if self.directory is not None:
             path = self.directory / LOG
@@ -180,14 +185,15 @@ class Run:
         self._logged = len(self.records)
 
     def save(self) -> None:
-        """Replaces the checkpoint. If that fails, the old one stays complete.
+        """Replace the checkpoint. If this fails, the old checkpoint stays complete.
 
         Raises:
             FloatingPointError: if the weights are not finite.
-            OSError: if it cannot be written; the message says what can be resumed.
+            OSError: if it cannot be written; the error says from which checkpoint the run can be
+                resumed.
         """
         step = len(self.records)
-        # In half precision a sum of good weights may be infinite.
+        # In half precision, the sum of finite weights may be infinite.
         largest = stacked(p.detach().abs().amax() for p in self._parameters)
         self._require_finite("the largest of the weights", largest.max().item(), step)
         if self.directory is None:
@@ -204,7 +210,7 @@ class Run:
         self._saved = step
 
     def _load(self, path: Path) -> None:
-        """Loads a checkpoint, after a check that it is whole and of this run."""
+        """Load a checkpoint, after a check that it is complete and belongs to this run."""
         state = storage.read_saved(path)
         with storage.one_error(path):
             theirs = state["run"]
@@ -214,10 +220,12 @@ class Run:
                 if theirs.get(name) != self._identity.get(name)
             ]
             if different:
-                raise ValueError(f"it must be of the same run; {'; '.join(different)}")
+                raise ValueError(
+                    f"the checkpoint must belong to the same run; {'; '.join(different)}"
+                )
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
-            # On another device their number may differ.
+            # On another device, the number of generators may differ.
             for generator, saved in zip(self.generators, state["generators"], strict=False):
                 generator.set_state(saved)
             self.records, self._saved = state["records"], len(state["records"])
@@ -230,7 +238,7 @@ class Run:
 
     @contextmanager
     def _replacing(self, path: Path) -> Iterator[BinaryIO]:
-        """A new file that replaces the old one when it is complete."""
+        """Open a new file that replaces the old file when it is complete."""
         with (
             self._naming(path),
             storage.replacing(path, alone=True) as partial,
@@ -238,15 +246,15 @@ class Run:
         ):
             yield file
             file.flush()
-            # Without this, a power failure could leave an empty file under the name.
+            # Without this, a power failure could leave an empty file with this name.
             os.fsync(file.fileno())
 
     @contextmanager
     def _naming(self, path: Path) -> Iterator[None]:
-        """Adds the file's name and what can be resumed to errors of writing."""
+        """Add the name of the file, and the checkpoint to resume from, to errors of writing."""
         try:
             yield
-        # torch.save hides the reason in an error of its own.
+        # torch.save hides the reason in its own error.
         except (OSError, RuntimeError) as error:
             reason = error if isinstance(error, OSError) else error.__context__ or error
             raise OSError(f"{path} cannot be written: {reason}; {self.last}") from error
