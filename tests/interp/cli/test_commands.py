@@ -390,7 +390,7 @@ def test_edits_are_parsed(text, expected):
             "-3 on in a text of 3 tokens; got -99",
         ),
         ("lens --text-file no/such", "No such file"),
-        ("lens --prompt a --model no/such", "no file or directory"),
+        ("lens --prompt a --model no/such", "no file, directory or model"),
         ("patch --prompt ab --corrupted abc --answers a", "equally many tokens"),
         ("patch --prompt ab --corrupted ac --answers a b c", "one or two"),
         ("patch --prompt ab --corrupted ac --answers a --site zz", "zz"),

@@ -1,0 +1,142 @@
+"""Run the code of the guides and store its outputs: `python examples/guides/build.py [NAME ...]`.
+
+1. A notebook runs in a new kernel. Its outputs are stored in it. An interactive picture is stored as a
+   screenshot, because GitHub shows no HTML frames.
+2. The `python` blocks of a Markdown page run one after another. A `text` block that follows a `python`
+   block gets the printed output. Blocks of `py` do not run.
+
+It needs the extra `dev`, and a Chromium on the path. `tests/test_guides.py` fails if an output is stale.
+"""
+
+import base64
+import contextlib
+import html
+import io
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+GUIDES = Path(__file__).parent
+WIDTH = 1000
+BLOCK = re.compile(r"```python\n(?P<code>.*?)```\n(?:\n```text\n(?P<text>.*?)```\n)?", re.DOTALL)
+
+
+def pages() -> list[Path]:
+    """Return the notebooks, and the Markdown pages that contain code."""
+    markdown = [path for path in GUIDES.glob("*.md") if BLOCK.search(path.read_text("utf-8"))]
+    return sorted([*GUIDES.glob("*.ipynb"), *markdown])
+
+
+def is_install(code: str) -> bool:
+    """Whether a cell only installs packages."""
+    return code.startswith("%pip")
+
+
+def cells(path: Path) -> Iterator[tuple[str, str | None]]:
+    """Yield the code of each cell or block, and the text that it printed; None if no text is stored."""
+    if path.suffix == ".md":
+        for block in BLOCK.finditer(path.read_text("utf-8")):
+            yield block["code"], block["text"]
+        return
+    for cell in json.loads(path.read_text("utf-8"))["cells"]:
+        code = "".join(cell["source"])
+        if cell["cell_type"] == "code" and not is_install(code):
+            printed = [part for part in cell["outputs"] if part.get("name") == "stdout"]
+            yield code, "".join(line for part in printed for line in part["text"])
+
+
+def printed(code: str, names: dict[str, Any]) -> str:
+    """Run code with these names, and return the text that it prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        exec(compile(code, "guide", "exec"), names)
+    return output.getvalue()
+
+
+def build_markdown(path: Path) -> None:
+    """Run the blocks of a page, and write the page with their outputs."""
+    names: dict[str, Any] = {"__name__": "guide"}
+
+    def with_output(block: re.Match[str]) -> str:
+        text = printed(block["code"], names)
+        if block["text"] is None:
+            return block.group()
+        return f"```python\n{block['code']}```\n\n```text\n{text}```\n"
+
+    path.write_text(BLOCK.sub(with_output, path.read_text("utf-8")), "utf-8")
+
+
+def screenshot(page: str, height: int) -> bytes:
+    """Return a picture of an HTML page in PNG, without the empty rows at its end."""
+    import matplotlib.image
+
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        raise SystemExit("chromium must be on the path to draw interactive pictures")
+    with tempfile.TemporaryDirectory() as folder:
+        source, picture = Path(folder, "page.html"), Path(folder, "page.png")
+        source.write_text(page, encoding="utf-8")
+        size = f"--window-size={WIDTH},{height}"
+        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", size]
+        command = [browser, *flags, f"--screenshot={picture}", source.as_uri()]
+        subprocess.run(command, check=True, capture_output=True)
+        pixels = matplotlib.image.imread(picture)
+        is_empty = (pixels == pixels[-1, -1]).all((1, 2))
+        last = max(row for row, empty in enumerate(is_empty) if not empty)
+        matplotlib.image.imsave(picture, pixels[: last + 12])
+        return picture.read_bytes()
+
+
+def tidy(output: Any) -> Any:
+    """Return an output with a screenshot in place of an HTML frame."""
+    data = output.get("data", {})
+    page = data.pop("text/html", "")
+    if frame := re.search(r'height: (\d+)px.*srcdoc="([^"]*)"', page, re.DOTALL):
+        picture = screenshot(html.unescape(frame[2]), int(frame[1]) + 200)
+        data["image/png"] = base64.b64encode(picture).decode()
+    return output
+
+
+def build_notebook(path: Path) -> None:
+    """Run a notebook in a new kernel, and write it with its outputs."""
+    import nbformat
+    from nbclient import NotebookClient
+
+    notebook = nbformat.read(path, as_version=4)
+    client = NotebookClient(notebook, timeout=1800, resources={"metadata": {"path": str(GUIDES)}})
+    count = 0
+    with client.setup_kernel():
+        for index, cell in enumerate(notebook.cells):
+            if cell.cell_type != "code":
+                continue
+            cell.outputs, cell.execution_count = [], None
+            if is_install(cell.source):
+                continue
+            client.execute_cell(cell, index)
+            count += 1
+            shown = [output for output in cell.outputs if output.get("name") != "stderr"]
+            cell.outputs, cell.execution_count = [tidy(output) for output in shown], count
+            for output in cell.outputs:
+                if "execution_count" in output:
+                    output.execution_count = count
+            cell.metadata = {}  # without the times of the run
+    notebook.metadata = {
+        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+        "language_info": {"name": "python"},
+    }
+    nbformat.write(notebook, path)
+
+
+if __name__ == "__main__":
+    for path in pages():
+        if not sys.argv[1:] or path.stem in sys.argv[1:]:
+            print(path.name)
+            if path.suffix == ".md":
+                build_markdown(path)
+            else:
+                build_notebook(path)

