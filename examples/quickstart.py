@@ -1,14 +1,27 @@
-"""The README's first lines: run a model, look inside, change something, run it again."""
+"""Look inside a published model: cache it, patch it and edit it. The README shows this code."""
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hooks import HookedRunner
-from interp import edits
-from models import load
+from interp import Pairs, activation_patching, edits
+from models import attach
 
-text, model = "part ZQXJ-KV81 is sold out; ask for ZQXJ-KV8", load("pydoc-4l")
+name = "HuggingFaceTB/SmolLM2-135M-Instruct"
+model = AutoModelForCausalLM.from_pretrained(name)
+attached = attach(model, tokenizer=AutoTokenizer.from_pretrained(name))
+text = "When Mary and John went to the store, John gave a drink to"
+
 runner = HookedRunner(model)
-logits, cache = runner.run_with_cache(text)
-print(cache["pattern", 2].shape)  # [batch, head, query, key]
-print(model.to_pieces(logits[0, -1].topk(3).indices))  # the likeliest next tokens
+output, cache = runner.run_with_cache(text)
+print(cache["pattern", 23].shape)  # [batch, head, query, key]
+print(attached.to_pieces(output.logits[0, -1].topk(3).indices))  # the most likely next tokens
 
-without_head_3 = runner.run_with_hooks(text, hooks={"blocks.*.attn.z": edits.zero(head=3)})
-print((logits - without_head_3)[0, -1].abs().max().item())
+# Which heads restore the answer in a text with the other name?
+other = "When Mary and John went to the store, Mary gave a drink to"
+pairs = Pairs(text, other, (" Mary", " John"))
+restored = activation_patching(model, pairs, site="z").normalized()
+print(restored.top(3))
+
+# Remove one head.
+edited = runner.run_with_hooks(text, hooks={"blocks.23.attn.z": edits.zero(head=3)})
+print(attached.to_pieces(edited.logits[0, -1].topk(3).indices))

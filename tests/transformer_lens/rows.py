@@ -1,26 +1,36 @@
 """The rows of the tables in the guide: lines of TransformerLens, and of ours."""
 
 import ast
-import runpy
+import json
 from pathlib import Path
 
 import numpy as np
 
 FILE = Path(__file__).with_name("rows.npz")
-GUIDE = Path(__file__).parents[2] / "examples" / "guides" / "from_transformer_lens.py"
+GUIDE = Path(__file__).parents[2] / "examples" / "guides" / "from_transformer_lens.ipynb"
 KEPT = 80  # numbers of each result
 
 
 def of_the_guide():
-    """Both lines of each row."""
-    lines = [line for line in GUIDE.read_text().splitlines() if line.startswith("# | `")]
-    cells = [line.removeprefix("# |").split(" | ") for line in lines]
-    return [(theirs.strip(" `"), ours.strip(" `")) for theirs, ours, *_ in cells]
+    """Both lines of each row of the tables that come after the imports."""
+    cells = json.loads(GUIDE.read_text())["cells"]
+    code = next(n for n, cell in enumerate(cells) if "import torch" in "".join(cell["source"]))
+    texts = ["".join(c["source"]) for c in cells[code:] if c["cell_type"] == "markdown"]
+    tables = "\n".join(texts).partition("## TransformerLens 4")[0]
+    rows = [
+        line.removeprefix("|").split(" | ") for line in tables.splitlines() if line[:3] == "| `"
+    ]
+    return [(theirs.strip(" `"), ours.strip(" `")) for theirs, ours, *_ in rows]
 
 
 def guide():
     """The names that the guide's code makes."""
-    return runpy.run_path(str(GUIDE))
+    names = {"__name__": "guide"}
+    for cell in json.loads(GUIDE.read_text())["cells"]:
+        code = "".join(cell["source"])
+        if cell["cell_type"] == "code" and not code.startswith("%"):
+            exec(code, names)
+    return names
 
 
 def result(code, names):
