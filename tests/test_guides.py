@@ -50,7 +50,7 @@ def assert_same(printed, stored):
         assert math.isclose(ours, theirs, rel_tol=0.02, abs_tol=0.011), (printed, stored)
 
 
-@pytest.mark.parametrize("path", guides())
+@pytest.mark.parametrize("path", [*guides()])
 def test_a_guide_prints_its_stored_outputs(path):
     names = {"__name__": "guide"}
     with torch.enable_grad(), warnings.catch_warnings():

