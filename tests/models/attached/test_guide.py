@@ -11,12 +11,17 @@ transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT))
 PAGE = ROOT / "examples" / "guides" / "architectures.md"
-HEAD = """# Architectures that were tried
+HEAD = """# Architectures that were tested
 
-Tiny random models of `transformers`, each attached. `points` is how many points a block has, the most of all blocks. What is left out
-in some block is named, as `attached.left_out` does. `sums` says whether the stream is seen as a sum of parts: for `decompose`, direct
-logit attribution, circuits and edges; where it is not, an error says why. Patching, sweeps and attribution at points take
-all of these. The tests make this table.
+`attach` was tested on tiny random models of these architectures of `transformers`. A test writes this table.
+
+| column | meaning |
+| --- | --- |
+| points | the number of points of a block, in the block with the most points |
+| left out | points that some block does not have, as in `attached.left_out` |
+| sums | whether the stream is a sum of components, for `decompose`, direct logit attribution, circuits and edges. Otherwise these analyses raise an error that gives the reason |
+
+Patching, sweeps and attribution at points work for all of these architectures.
 
 | architecture | points | left out | sums |
 | --- | --- | --- | --- |

@@ -19,13 +19,19 @@ transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT))
 PAGE = ROOT / "examples" / "guides" / "settings.md"
-HEAD = """# Settings that were tried
+HEAD = """# Settings that were tested
 
-What works on an attached model of `transformers` in which setting, each tried on a small Llama of random weights against raw hooks of
-PyTorch on a twin without points. `bits`: without hooks the logits are the same, bit for bit. `values` and `edits`: streams, and logits
-after an edit of one, likewise. `generate`: greedy text. `patching`: the effects of `activation_patching` to 1e-4 of the largest; of
-weights in half precision, of a few bits. `gradients`: attribution patching runs, with the slopes of autograd. `sums`: the model is seen
-as a sum of parts, for `decompose`, direct logit attribution, circuits and edges. What does not work says why. The tests make this table.
+Each setting was tested on a small random Llama with `attach`, against raw PyTorch hooks on a copy without points. A test writes this table.
+
+| column | meaning |
+| --- | --- |
+| bits | without hooks, the logits are bitwise the logits of the model without points |
+| values | cached residual streams are bitwise equal |
+| edits | logits after an edit of a residual stream are bitwise equal |
+| generate | greedy texts are equal |
+| patching | effects of `activation_patching` agree to 1e-4 of the largest effect; in half precision, to a few bits |
+| gradients | attribution patching works, and its gradients equal autograd |
+| sums | the stream is a sum of components, for `decompose`, direct logit attribution, circuits and edges |
 
 | setting | bits | values | edits | generate | patching | gradients | sums |
 | --- | --- | --- | --- | --- | --- | --- | --- |
