@@ -1,4 +1,4 @@
-"""Causal language models of `transformers` as tiny random ones, one line each, to be attached to."""
+"""Tiny random causal language models of `transformers` for tests of `attach`, one line for each."""
 
 import inspect
 import json
@@ -24,12 +24,12 @@ KV_HEADS, VOCAB = SIZES["num_key_value_heads"], SIZES["vocab_size"]
 
 
 def _of(parts):
-    """What the parts of a table's line say, groups by name."""
+    """Return the groups of a line of the table, by name."""
     given = [GROUPS[part] if isinstance(part, str) else part for part in parts]
     return {name: value for part in given for name, value in part.items()}
 
 
-# By model type, of those that this version of the library has.
+# The model types that the installed version of the library supports.
 MODELS = {n: _of(p) for n, p in _DATA["models"].items() if n in transformers.CONFIG_MAPPING}
 
 
@@ -44,7 +44,7 @@ def config_of(name):
 
 
 def made(name, attention=None, config=None):
-    """A model with weights large enough to matter; the same ones at each call."""
+    """Return a model with large random weights, the same at each call."""
     config = config_of(name) if config is None else config
     version = tuple(map(int, transformers.__version__.split(".")[:2]))
     # Older versions of the library take sdpa, without the soft cap, or for Doge without its mask.
@@ -71,7 +71,7 @@ def agree(ours, theirs, what="", tolerance=1e-5):
     assert gap <= tolerance, f"{what} differs by {gap:.1g}"
 
 
-# Mixtures of experts, and what raw hooks and calls of one expert at a time say of them.
+# Mixtures of experts, with references from raw hooks and from calls of one expert at a time.
 N = 5
 # Experts of the first two are not called with numbers and weights; those of the others are not in older versions.
 OTHERWISE = ("jetmoe", "llama4_text")
@@ -94,7 +94,7 @@ def experts_of(model):
 
 
 def alone_of(experts, x):
-    """What each expert gives, each by a call of its own, [row expert d_model]."""
+    """Return the output of each expert, each from its own call, [row, expert, d_model]."""
     weight = torch.ones(len(x), 1, dtype=x.dtype)
     with torch.no_grad():
         given = [experts(x, torch.full((len(x), 1), n), weight) for n in range(N)]

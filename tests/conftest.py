@@ -1,4 +1,4 @@
-"""Fixtures. The packages are imported inside them: only then do the shape checks take effect."""
+"""Fixtures. They import the packages themselves, because the shape checks only affect later imports."""
 
 import collections
 import functools
@@ -17,14 +17,14 @@ import pytest
 import torch
 
 _jaxtyped = jaxtyping.jaxtyped
-# Whose calls are counted, and how many of each function are checked; with --full all.
+# The number of checked calls of each function; with --full, all calls are checked.
 _checks = types.SimpleNamespace(test=object(), most=4)
 
 
 def jaxtyped(*, typechecker):
-    """The decorator that the shape checks put on every function: some of its calls in each test are checked.
+    """Return the decorator for shape checks of every function. It checks a few calls in each test.
 
-    All of them would take a third of the time of a run. A function that declares no shape is left to mypy.
+    Checking all calls would take a third of the time. mypy checks functions that declare no shape.
     """
 
     def decorate(thing):
@@ -94,13 +94,13 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node):
-    """Takes the counts of a process. Every process collects all tests, so each has the same."""
+    """Store the counts of one process. Every process collects all tests, so all counts are equal."""
     if counts := getattr(node, "workeroutput", {}).get("left_out"):
         node.config.stash[LEFT_OUT] = counts
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """Says how many cases were left out."""
+    """Print the number of cases that were left out."""
     counts = config.stash.get(LEFT_OUT, {})
     if any(counts.values()):
         terminalreporter.write_line(
@@ -111,14 +111,14 @@ def pytest_terminal_summary(terminalreporter, config):
 
 @pytest.fixture(autouse=True)
 def seeded():
-    """The same draws in every test, alone or after others, and shape checks anew."""
+    """Use the same seed in every test, and reset the shape checks."""
     _checks.test = object()
     torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
 def hears_ctrl_c():
-    """Ctrl-C as on a terminal. It is ignored under `nohup`, in a background job and in some CI systems."""
+    """Enable Ctrl-C as on a terminal. It is ignored under `nohup`, in background jobs and in some CI systems."""
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.SIG_IGN or threading.current_thread() is not threading.main_thread():
         yield

@@ -1,4 +1,4 @@
-"""Errors say what to do: a step that was left out, arguments that changed places, an option with another name."""
+"""Errors give advice: for a missing step, for swapped arguments, for an option with another name."""
 
 import pytest
 import torch

@@ -184,7 +184,7 @@ SCRIPTS = {
     "steps": STEPS,
     "refused": REFUSED,
 }
-# What a backend makes of the graph is its own affair; what is in the graph, the eager one shows.
+# The eager backend shows the graph. Other backends may transform it.
 QUICK = ("baked", "added", "steps")
 RUNS = [
     (QUICK, "eager"),

@@ -1,4 +1,4 @@
-"""Power by frequency modulo n, of the studies, against numpy."""
+"""The power by frequency modulo n in the studies, compared with numpy."""
 
 import doctest
 from pathlib import Path

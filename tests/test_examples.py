@@ -90,7 +90,7 @@ def test_the_attribution_example(printed, tmp_path):
     shares = [int(share) for share in re.findall(r"effects are (\d+)%", out)]
     assert len(ranks) == 4
     assert min(ranks) > 0.9
-    # Integrated gradients come closer to the size.
+    # The size of integrated gradients is closer to the exact effect.
     assert abs(shares[1] - 100) < abs(shares[0] - 100)
     assert abs(shares[3] - 100) < abs(shares[2] - 100)
     # The changed digit is read at position 17.
@@ -128,7 +128,7 @@ def test_the_interchange_example(printed, tmp_path):
         for block, pos, text in places
     }
     assert len(scores) == 4
-    for (_, pos), of in scores.items():  # the digit stays at its place until the last block
+    for (_, pos), of in scores.items():  # the digit stays at its position until the last block
         assert (of["aligned"] > 0.8) == (pos == "13")
         assert of["random"] < 0.1
     assert {path.name for path in tmp_path.iterdir()} == {"added.html", "copied.html"}

@@ -49,11 +49,11 @@ def test_imports_go_one_way():
             assert seen <= faces, path
 
 
-# The files and rooms of `interp`. Each imports only what is before it, and a room its own files.
+# The files and packages of `interp`. Each imports only earlier entries, and a package also its own files.
 INTERP = """shadowed transformer_lens hints numbers kinds pictures protocol inputs inputs.token_positions inputs.texts inputs.copies
     inputs.spans inputs.wording measuring metrics inputs.pairs edits results graph runs spectral reading features effects store directions
     alignment tracing report cli __main__""".split()
-# Where files stand side by side, the ones that others of the room may import.
+# In these packages, only these files may be imported by other files of the package.
 FLAT = {
     "spectral": "singular factored folded",
     "reading": "affine components",
@@ -135,7 +135,7 @@ def test_private_parts_of_torch_are_used_in_one_module():
         assert bool(found) == is_theirs, (path, found)
 
 
-# What is only hashed, and what is a prompt, which must be as `transformers` writes it.
+# Text that is only hashed, and prompts, which must be exactly as `transformers` writes them.
 WRITES_OTHER_JSON = {
     "hooks/base/strict_json.py",
     "hooks/base/hashes.py",
@@ -144,7 +144,7 @@ WRITES_OTHER_JSON = {
 
 
 def test_json_is_written_by_one_module():
-    """Others might write NaN, which is no JSON."""
+    """Other modules could write NaN, which is not JSON."""
     writers = {"json.dumps", "json.dump"}
     for path in MODULES:
         called = {ast.unparse(node.func) for node in nodes_of(path) if isinstance(node, ast.Call)}
@@ -225,7 +225,7 @@ def test_public_names_show_how_they_are_used(package):
 
 @pytest.mark.xdist_group(
     "shapes"
-)  # in one process, where the calls of one test do not count in the other
+)  # in one process, so that the calls of one test do not count in the other test
 @pytest.mark.parametrize("again", [False, True])
 def test_a_wrong_shape_is_an_error_in_tests(again):
     from hooks import HookedRunner

@@ -1,6 +1,6 @@
-"""Ordinary mistakes: each ends in one error of ours that names what was given, and none in Python's own words.
+"""Ordinary mistakes. Each raises one error of this package that names the given value, never an error of Python itself.
 
-The table has a line for each: the call, the class of the error, and what its message must say.
+The table has one line for each mistake: the call, the class of the error, and words of its message.
 """
 
 import re
@@ -271,7 +271,7 @@ hooks.Runner                                                    | AttributeError
 """
 LINES = [[part.strip() for part in line.split(" | ")] for line in MISTAKES.strip().splitlines()]
 TEXT = "def f(x): return x"
-# Python's own errors, which say nothing of what to do.
+# Errors of Python itself, which give no advice.
 OF_PYTHON = re.compile(
     r"^'\w+' object |NoneType' object|not subscriptable|is not iterable|unsupported operand|has no len|"
     r"unexpected keyword|takes \d+ positional|os\.PathLike object, not|indices must be|tensor\(|array\("
@@ -347,7 +347,7 @@ def test_a_detach_takes_nothing_from_a_plain_model(given):
 
 
 def test_the_guide_of_errors_lists_every_kind():
-    """The table of the guide has each class of errors of `hooks` and `models`, and says which of Python's it is."""
+    """The table of the guide contains each class of errors of `hooks` and `models`, with its base classes of Python."""
     guide = (ROOT / "examples" / "guides" / "errors.md").read_text(encoding="utf-8")
     rows = {row[1]: row[0] for row in re.finditer(r"^\| `(\w+Error)`.*$", guide, re.MULTILINE)}
     kinds = [getattr(hooks, name) for name in hooks.__all__ if name.endswith("Error")]

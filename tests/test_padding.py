@@ -1,4 +1,4 @@
-"""Padding changes no number: every function on a batch of unequal texts, against each text alone."""
+"""Padding changes no number: every function on a batch of unequal texts, compared with each text alone."""
 
 import functools
 
@@ -21,7 +21,7 @@ RIGHT, WRONG = ANSWERS.T
 
 @functools.cache
 def model_of(kind):
-    """A model in float64. An attached one stays attached."""
+    """Return a model in float64. An attached model stays attached."""
     if kind != "attached gpt2":
         more = {"learned": {}, "rotary": dict(positions="rotary", norm="rmsnorm", window=4)}[kind]
         return made(**more)
@@ -157,7 +157,7 @@ READ = {
 KINDS = (("learned", "left"), ("rotary", "right"), ("attached gpt2", "left"))
 
 
-# The slow ones take turns.
+# Only one of the slow cases runs at a time.
 SLOW = {*"integrated faithfulness completeness minimality path_patching edge_attribution".split()}
 CASES = [
     (name, *case)
@@ -207,7 +207,7 @@ def test_the_loss_of_padded_texts_leaves_padding_out():
             torch.testing.assert_close(found[~found.isnan()], alone)
 
 
-# Where the values of a text's own columns are cut, and by what.
+# The axes along which the columns of one text are selected.
 CUTS = {
     "at": lambda runner, batch, chosen: runner.run_with_cache(batch)[1].at(pos=chosen),
     "at, lazily": lambda runner, batch, chosen: runner.run_with_cache(batch, lazy=True)[1].at(
@@ -303,7 +303,7 @@ def test_places_from_the_end_of_a_tensor_beside_padding_are_refused():
         _, edited = runner.run_with_cache(batch, names=name)
     wanted = torch.stack([values[n, len(row) - 1] for n, row in enumerate(ROWS)])
     assert torch.equal(edited[name][:, 1], wanted)
-    # The one text of a source goes into every row, and brings its own padding.
+    # A source with one text is used in every row, with its own padding.
     _, one = runner.run_with_cache(model.to_tokens(ROWS, side="left"))
     one = one.at(batch=[2])
     hooks = {name: edits.replace(one, source_pos=-4, pos=1)}
@@ -341,7 +341,7 @@ def test_positions_of_a_later_piece_and_of_a_generation():
 
 
 class Untold(torch.nn.Module):
-    """A model that does not say which columns it was told are padding."""
+    """A model that does not report its mask."""
 
     def __init__(self, model):
         super().__init__()
@@ -361,7 +361,7 @@ def test_a_cache_that_does_not_know_its_padding_is_an_error_where_padding_counts
     _, cache = interp.run_with_cache(model, tokens, attention_mask=mask)
     assert cache.real() is None
     whole = interp.logit_lens(model, cache)
-    assert torch.equal(whole.entropy[0].isnan(), ~mask)  # by the mask that the run was given
+    assert torch.equal(whole.entropy[0].isnan(), ~mask)  # the mask of the run
     with pytest.raises(CacheError, match=r"\[2, 7\].*\[3, 7\]"):
         interp.logit_lens(model, cache.at(batch=[1, 0]))
     _, unpadded = interp.run_with_cache(model, tokens, attention_mask=torch.ones(3, 7))
@@ -407,7 +407,7 @@ def test_an_edit_writes_nothing_at_padded_keys(kind, side, place):
         assert not at_padding.any()
         logits = protocol.logits_of(output)
         for n, row in enumerate(ROWS):
-            # Noise belongs to a row and a column, which are others where the text is alone.
+            # Noise depends on the row and the column, which differ if the text is alone.
             if what != "noise" or (side == "right" and n == 0):
                 alone = protocol.logits_of(
                     runner.run_with_hooks(torch.tensor([row]), hooks={name: edit})
@@ -496,7 +496,7 @@ def test_an_edit_writes_nothing_at_padding_of_an_encoder(side):
             edited = runner.run_with_hooks(hooks=hooks, **alone).logits
             torch.testing.assert_close(together[n], edited[0])
             assert (edited - model(**alone).logits).abs().max() > 1e-4
-    # A cache knows the padding of the encoder, and its last column is each text's own.
+    # A cache knows the padding of the encoder, so the last column differs between texts.
     _, cache = runner.run_with_cache(input_ids=tokens, attention_mask=mask, **given)
     assert torch.equal(cache.real("encoder_pos", name), mask)
     last = cache.at(encoder_pos=-1)["decoder.blocks.1.cross.v"]
@@ -548,7 +548,7 @@ def test_positions_from_the_end_count_in_the_texts_of_a_source(kind, side, sourc
     torch.testing.assert_close(edited(edits.add(source, pos=-2), -2), expected)
     expected = torch.stack([ours[-1] + onto @ (theirs[-1] - ours[-1]) for ours, theirs in pairs])
     torch.testing.assert_close(edited(edits.interchange(source, vector, pos=-1), -1), expected)
-    # A mean over texts is the mean over their last tokens, whatever their lengths.
+    # A mean over texts is the mean over their last tokens, for any lengths.
     for given in (source, last):
         expected = torch.stack([theirs[-1] for theirs in alone]).mean(0).expand(3, -1)
         torch.testing.assert_close(edited(edits.mean(given, pos=-1), -1), expected)
@@ -588,7 +588,7 @@ def test_padding_of_a_source_is_never_copied():
         alike = model.to_tokens(SOURCES, side=side)
         for edit in (edits.replace(source), edits.add(source, pos=slice(1, 6))):
             runner.run_with_hooks(alike, hooks={name: edit})
-        # Keys of another text: its weights would add up to less than 1, or be of padding.
+        # Keys of another text: the weights would add up to less than 1, or belong to padding.
         pattern = "blocks.1.attn.pattern"
         for where in ({"query": -1}, {"query": 3, "key": slice(0, 7)}, {"key": -1, "query": 3}):
             with pytest.raises(EditError, match=r"key [0456] of text [012]"):
@@ -608,7 +608,7 @@ def test_a_pattern_of_unpadded_texts_does_not_fit_padded_ones(side):
         with pytest.raises(EditError, match="key 0 of text 0"):
             runner.run_with_hooks(batch, hooks=hooks)
         return
-    # On the right the missing keys come after all queries, which give them no weight.
+    # With padding on the right, the missing keys come after all queries, so they have no weight.
     hooks = {"blocks.0.attn.pattern": edits.replace(source, query=slice(0, 4))}
     with runner.hooks(hooks):
         cache = runner.run_with_cache(batch, names="*.pattern")[1]

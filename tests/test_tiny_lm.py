@@ -1,4 +1,4 @@
-"""The examples that train: what they write and draw, how they go on, and how they refuse."""
+"""The examples that train: their files, figures, resumed runs and errors."""
 
 import json
 import math
@@ -20,7 +20,10 @@ from models import (
 pytest.importorskip("matplotlib")
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-sys.path += [str(EXAMPLES), str(EXAMPLES / "studies")]  # last, so that they hide nothing
+sys.path += [
+    str(EXAMPLES),
+    str(EXAMPLES / "studies"),
+]  # at the end, so that they hide no other module
 tiny_lm, figures = import_module("tiny_lm"), import_module("tiny_lm_figures")
 train_pydoc, qk_norm = import_module("train_pydoc"), import_module("qk_norm")
 
@@ -41,7 +44,7 @@ def text(tmp_path):
 
 @pytest.fixture
 def call(text, tmp_path, capsys):
-    """Runs an example in a directory; gives status, what it printed, and its complaints."""
+    """Run an example in a directory. Return its status, its output and its errors."""
 
     def call(*more, example=tiny_lm, small=SMALL):
         options = words(small | {"out": tmp_path / "out"})
@@ -53,7 +56,7 @@ def call(text, tmp_path, capsys):
 
 @pytest.fixture
 def training_only(monkeypatch):
-    """Without samples and figures, for tests of something else."""
+    """Skip samples and figures, for tests of other parts."""
     monkeypatch.setattr(tiny_lm, "SAMPLINGS", ())
     monkeypatch.setattr(tiny_lm, "draw", lambda *_: None)
 

@@ -13,7 +13,7 @@ from tests.transformer_lens import rows
 
 EXAMPLE = rows.GUIDE.parents[1] / "from_transformer_lens.py"
 
-# Other numbers: a name; singular vectors, by sign; another share of queries; values without the gain.
+# These numbers differ: a name; singular vectors, in their sign; another share of queries; values without the gain.
 OTHER = ("utils.get_act_name", "SVDInterpreter", "detect_head", "folded_cache.apply_ln_to_stack")
 
 
@@ -52,5 +52,5 @@ def test_the_example_finds_the_induction_heads(capsys):
     scores, patched = (set(re.findall(r"layer (\d, head \d)", part)) for part in parts)
     assert scores == patched
     assert {head[0] for head in scores} == {"3"}
-    # The previous-token head is needed most, then one that copies.
+    # The previous-token head matters most, then a head that copies.
     assert re.findall(r"without head (\S+)", parts[0])[:2] == ["0.3", "3.0"]

@@ -46,7 +46,7 @@ def test_a_graph_is_what_was_asked_for(walks, graph):
         assert jumpers.sum() == 2
         assert (region + 1) % 3 in graph.leads_to[jumpers].tolist()
         assert region not in graph.leads_to[jumpers].tolist()
-    # Numbers say nothing: regions are not stretches of vertices.
+    # The numbers of vertices carry no information: regions are not ranges of numbers.
     assert (graph.region.diff() != 0).sum() > 10
 
 
@@ -86,7 +86,7 @@ def statistics(walks):
 
 
 def test_differences_come_with_an_interval_over_walks(statistics):
-    """One walk has no step inside; NaN counts nowhere; the means are over steps, not over walks.
+    """One walk has no step inside. NaN is ignored. The means are over steps, not over walks.
 
     By hand: the walks contribute (1 - 3) / (2 / 3), (5 - 3) / (2 / 3) and 0 inside. Outside they contribute
     (5 - 2 R) / 2, (9 - R) / 2 and (12 - 3 R) / 2, where R = 13 / 3.
@@ -136,7 +136,7 @@ def study(walks, statistics, monkeypatch):
 
 @pytest.fixture
 def training_only(study, monkeypatch):
-    """Without the analysis, for tests of what comes before; the checkpoints that it was given."""
+    """Skip the analysis, for tests of the earlier steps. Return the checkpoints that it received."""
     seen = []
     monkeypatch.setattr(study, "look", lambda setting, checkpoints, *_: seen.append(checkpoints))
     return seen
@@ -144,7 +144,7 @@ def training_only(study, monkeypatch):
 
 @pytest.fixture
 def call(study, tmp_path, capsys):
-    """Runs the example; gives status, what it printed, and its complaints."""
+    """Run the example. Return its status, its output and its errors."""
 
     def call(*more, out="out", steps=4):
         small = ["--steps", str(steps), "--walks", "12", "--seed", "3"]
@@ -189,7 +189,7 @@ def test_the_example_runs_on_a_few_steps(call, study, tmp_path, monkeypatch):
         gap = float(row["inside"]) - float(row["outside"])
         assert float(row["difference"]) == pytest.approx(gap, abs=1e-4)
 
-    # Again, without a step of training: what is looked at is what lies there.
+    # Run again without training: the analysis reads the stored checkpoints.
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda *_: pytest.fail("trained again"))
     looked = []
     monkeypatch.setattr(study, "look", lambda setting, kept, *_: looked.append(kept))

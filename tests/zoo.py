@@ -48,7 +48,7 @@ WRAPPED = [
 class Block(nn.Module):
     """`x + gain * tied(f(x))`, with f left to the subclass, and the kind of output to chance."""
 
-    writes = False  # in the pass, into its input or its buffers
+    writes = False  # whether the forward pass writes into its input or its buffers
 
     def __init__(self, rng, mark):
         super().__init__()
@@ -69,7 +69,7 @@ class InPlace(Block):
 
 
 class Adds(Block):
-    """Writes into its input, as models may that run without gradients."""
+    """Write into the input, as models without gradients may do."""
 
     writes = True
 
@@ -79,7 +79,7 @@ class Adds(Block):
 
 
 class Static(Block):
-    """Counts its calls, and gives a part of a buffer that the next call writes over."""
+    """Count calls, and return a part of a buffer that the next call overwrites."""
 
     writes = True
 
@@ -144,7 +144,7 @@ class Bias(nn.Linear):
 
 
 class Memo(Block):
-    """Keeps a tensor that it made, calls a module that gives its weight, and never calls another."""
+    """Store a new tensor, call a module that returns its weight, and never call another module."""
 
     def __init__(self, rng, mark):
         super().__init__(rng, mark)
@@ -186,10 +186,10 @@ class World:
     """A model and its twin.
 
     Attributes:
-        points: names that globs and predicates choose from.
-        steady: those of them that run on every input.
-        edited: those of them that edits may have.
-        watched: those that run once, and that gradients reach.
+        points: the names that globs and predicates select from.
+        steady: the names of points that run on every input.
+        edited: the names of points that may be edited.
+        watched: the names of points that run once and that gradients reach.
     """
 
     def __init__(self, seed):
@@ -234,7 +234,7 @@ class World:
         return [hook for slot in self.slots for hook in slot.values()]
 
     def reset(self):
-        """Makes the model and its twin as they were made."""
+        """Reset the model and its twin to their initial state."""
         for model, tensors, buffers in zip(
             (self.model, self.twin), self.tensors, self.buffers, strict=True
         ):
@@ -286,7 +286,7 @@ class Edit:
 
 @contextlib.contextmanager
 def by_hand(w, x, edits=(), keep=(), grads=False, stops=False):
-    """A run of the twin under raw hooks, which stay: its output, firings at `keep`, their gradients."""
+    """Run the twin with raw hooks, which stay. Return its output, the values at `keep`, and their gradients."""
     run = types.SimpleNamespace(fired={name: [] for name in keep}, grads={}, output=None)
     block, running = None, True
 
@@ -297,7 +297,7 @@ def by_hand(w, x, edits=(), keep=(), grads=False, stops=False):
     def kept(name, value):
         if grads:
             value = tapped(value, lambda grad: run.grads.update({name: grad.clone()}) or grad)
-        if running:  # not again, for a checkpoint
+        if running:  # not a second time, when a checkpoint recomputes
             writes = None if value.is_inference() else value._version
             run.fired[name].append((block, value.detach().clone(), value, writes))
             if stops and all(run.fired.values()):
@@ -324,7 +324,7 @@ def by_hand(w, x, edits=(), keep=(), grads=False, stops=False):
 
 
 def overwritten(run):
-    """The points whose value was written into after the point."""
+    """The points whose value was changed after the point."""
     return {
         name
         for name, firings in run.fired.items()

@@ -83,7 +83,7 @@ def test_an_edit_that_passes_by_what_is_read_is_refused(form, reads, grad):
         plain = model(X)
         with pytest.raises(HookError, match=r"blocks.0.gate .*Block reads another"):
             runner.run_with_hooks(X, hooks={"blocks.0.gate": lambda value, point: value * 2})
-        # To look is no edit, and afterwards all is as before.
+        # A hook that only reads is not an edit, and changes nothing.
         looked = runner.run_with_hooks(X, hooks={"blocks.0.gate": lambda v, p: seen.append(v)})
         assert torch.equal(looked, plain)
         assert torch.equal(model(X), plain)
@@ -170,5 +170,5 @@ def test_routers_of_transformers(name, is_attached):
         with runner.hooks({attention: rolled}, receipts=True) as context:
             edited = model(tokens, use_cache=False).logits
     assert not torch.equal(edited, plain)
-    # Without a kernel that gives them, attention returns None for its weights.
+    # If the kernel returns no weights, attention returns None for them.
     assert context.receipts[0].rows == 2

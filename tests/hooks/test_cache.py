@@ -206,7 +206,7 @@ def test_a_lazy_cache_is_saved_with_the_values_of_one_block_in_memory(
     for lazy, file in ((cache, "whole"), (part, "part")):
         loaded, plain = ActivationCache.load(tmp_path / file), load_file(tmp_path / file)
         assert list(loaded) == list(lazy)
-        # Together, as a value alone comes from fused kernels, where it can.
+        # Cache both together: a value alone may come from a fused kernel.
         for name, value in zip(lazy, lazy.read(*lazy), strict=True):
             assert torch.equal(loaded[name], value)
             assert torch.equal(plain[name], value)
@@ -358,7 +358,7 @@ def test_a_cache_refuses_a_model_of_other_weights(tmp_path):
             one.require_weights_of(nn.Sequential(nn.Linear(7, 5)))
     with pytest.raises(CacheError, match="weights"):
         ActivationCache.load(tmp_path / "a", linear(1.0))
-    model[0].weight.zero_()  # the same object: what it has now is not asked
+    model[0].weight.zero_()  # the same object, so its current weights are not checked
     cache.require_weights_of(model)
     del model, same
     cache.require_weights_of(linear(1.0))  # the model is gone: nothing is known

@@ -1,6 +1,6 @@
-"""Fuzz: random uses of the runner on the models of the zoo, whose twins run under PyTorch's own hooks.
+"""Random sessions of the runner on the models of the zoo. A twin of each model uses PyTorch's own hooks.
 
-A seed decides a session. `python -m tests.hooks.test_fuzz 1000000` runs so many; `... 1 SEED` repeats one.
+A seed decides a session. `python -m tests.hooks.test_fuzz 1000000` runs a million; `... 1 SEED` repeats one.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ from tests.zoo import (
 SOURCE = os.path.dirname(hooks.__file__)
 WORLDS: dict[int, World] = {}
 COUNTS: collections.Counter[str] = collections.Counter()
-SPARE = 80  # the number of a world that writes nothing; sessions have those below
+SPARE = 80  # the number of a world that writes nothing; sessions use the smaller numbers
 
 
 def world(number):
@@ -57,7 +57,7 @@ class Session:
         self.w = world(SPARE if spare else self.rng.randrange(SPARE))
         self.w.reset()
         self.x = self.rng.choice(self.w.inputs).clone()
-        self.tidy = True  # False where something may be left, which must do nothing
+        self.tidy = True  # False if a hook may be left, which must do nothing
         ways = [torch.no_grad, torch.inference_mode, torch.enable_grad]
         self.way = self.rng.choice(ways[: 2 if Adds in self.w.kinds else 3])
 
@@ -99,7 +99,7 @@ class Session:
 
 
 def kept(s, how):
-    """A cache, however made, holds what the twin gave at the chosen points, whatever comes after."""
+    """Every kind of cache contains the values of the twin at the chosen points, also after later writes."""
     rng, w, edits = s.rng, s.w, s.edits()
     how = "eager" if w.model.training and how == "lazy" else how
     lazy, captures = how == "lazy", how == "capture"
@@ -113,11 +113,11 @@ def kept(s, how):
         mask = torch.tensor([True, *rng.choices([True, False], k=s.x.shape[1] - 1)])
         options["positions"] = at = rng.choice([[0, -1], slice(1, None), mask, mask.tolist()])
         reduced = operator.itemgetter((slice(None), at))
-    # Some blocks write their buffers only without gradients, which a cached run is if it detaches.
+    # Some blocks write their buffers only without gradients. A cached run has no gradients if it detaches.
     graph = torch.no_grad() if options["detach"] else contextlib.nullcontext()
     with s.way(), graph, by_hand(w, s.x, edits, names, stops=captures) as theirs:
         values = {name: [value for _, value, *_ in theirs.fired[name]] for name in names}
-        if lazy:  # a module in two blocks has a value in each
+        if lazy:  # a module in two blocks has one value in each block
             for name in names:
                 block = int(name.split(".")[1]) if name.startswith("blocks.") else None
                 fired = theirs.fired[name]
@@ -240,7 +240,7 @@ def plan(s):
 def contexts(s):
     """An edit acts in the context that opened it and in its copies, until it ends, wherever it does."""
     places, ended = [(contextvars.copy_context(), [])], []
-    s.tidy = False  # a context that is dropped may leave hooks, which do nothing
+    s.tidy = False  # a context that is dropped without an end may leave hooks that do nothing
     for what in s.rng.choices(
         ["open", "open in thread", "copy", "new", "finish", "drop", "cycle"], k=5
     ):
@@ -274,7 +274,7 @@ def contexts(s):
 
 
 def tasks(s):
-    """A task has what was open when it was made, while that is open, and its own edits alone."""
+    """A task sees the contexts that were open when it was created, while they are open, and its own edits."""
     (outer,), own = s.edits(1, 1), s.edits(3, 2)
 
     async def task(edit, inherited):
@@ -296,7 +296,7 @@ def tasks(s):
 
 
 def raising(s):
-    """The exception of a hook comes through, and nothing stays."""
+    """The exception of a hook reaches the caller, and no hook stays."""
 
     def fail(value, point):
         raise ZeroDivisionError
@@ -360,7 +360,7 @@ def disturbed(s, act, what):
         if left == 0 and event == "line":
             handles = frame.f_code.co_code[frame.f_lasti] == dis.opmap["PUSH_EXC_INFO"]
             if what == "interrupt" and (handles or sys.exc_info()[0]):
-                # If a trace function raises here, CPython goes on handling the old error for ever. Real
+                # If a trace function raises an error here, CPython handles the old error forever. Real
                 # interrupts do not come here.
                 left = 1
             elif what == "interrupt":
@@ -378,7 +378,7 @@ def disturbed(s, act, what):
         loop.append(loop)
         del loop
 
-    # Not with *args: CPython 3.11.7 then crashed now and then, where the call set off the collector.
+    # Do not use *args: CPython 3.11.7 sometimes crashed if the call started the garbage collector.
     def entered(frame, event, arg):
         return line if frame.f_code.co_filename.startswith(SOURCE) else None
 
@@ -415,13 +415,13 @@ DISTURBED = {"": 80, "interrupt": 10, "collect": 5, "thread": 5}
 
 
 def session(seed):
-    """One session, and what holds after each."""
+    """Run one session, and check the facts that hold after every session."""
     s = Session(seed)
     [name] = s.rng.choices([*ACTIONS], [weight for _, weight in ACTIONS.values()])
     [what] = s.rng.choices([*DISTURBED], [*DISTURBED.values()])
     if (
         name == "plan" and what == "interrupt"
-    ):  # may leave PyTorch's mode of fake tensors switched on
+    ):  # an interrupt here may leave PyTorch's fake tensor mode on
         what = "collect"
     COUNTS[f"{name} {what}".strip()] += 1
     try:
@@ -444,7 +444,7 @@ def session(seed):
 def failures(sessions, first=0):
     """What failed in these sessions; the first that hangs ends them."""
     said, sys.unraisablehook = sys.unraisablehook, lambda *_: None  # an interrupted generator
-    gc.freeze()  # to collect all of PyTorch again and again would take most of the time
+    gc.freeze()  # otherwise the garbage collector would spend most of the time on PyTorch
     try:
         for seed in range(first, first + sessions):
             thread = Beside(session, seed)
@@ -462,7 +462,7 @@ def failures(sessions, first=0):
     ("sessions", "first"), [(200, 0), pytest.param(4800, 200, marks=pytest.mark.full)]
 )
 def test_random_sessions(sessions, first):
-    """In a process of its own: as users run, without the tests' shape checks, which take most of the time."""
+    """Run in a separate process without shape checks, as users do. The checks would take most of the time."""
     command = [sys.executable, "-m", "tests.hooks.test_fuzz", str(sessions), str(first)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -104,7 +104,7 @@ def test_gradients_that_cannot_be(runner, tokens):
 
 
 class WithoutGradient(torch.autograd.Function):
-    """Twice a value, as quantised layers compute it: without a gradient to what it reads."""
+    """Twice a value, without a gradient to its input, as in quantised layers."""
 
     @staticmethod
     def forward(ctx, value):

@@ -1,4 +1,4 @@
-"""Hooks that stay: `runner.add` and `handle.remove`."""
+"""Hooks that stay until they are removed: `runner.add` and `handle.remove`."""
 
 import asyncio
 import contextvars

@@ -1,4 +1,4 @@
-"""Interrupts at every step of a call: whatever was switched on is off afterwards, and nothing has changed."""
+"""Interrupts at every place of a call: everything is switched off afterwards, and the model has not changed."""
 
 import gc
 import itertools
@@ -23,7 +23,7 @@ class Interrupt(BaseException):
 
 
 def interrupted(call, stride):
-    """Calls `call` again and again, each time with an interrupt at the next of the places that it has.
+    """Call `call` repeatedly, each time with an interrupt at its next place.
 
     They are the places where Python itself looks for signals: where a function begins, and where a function
     in C has returned. Yields the number and the line of each place.

@@ -1,4 +1,4 @@
-"""Values of several runs as those of one; and what a cache keeps alive of the memory behind its values."""
+"""Values of several runs joined as one run, and the memory that a cache keeps alive."""
 
 import functools
 
@@ -127,7 +127,7 @@ def test_a_joined_run_knows_what_the_model_was_given():
     assert cache["point"].shape == (2, 8)
     assert torch.equal(cache.inputs["ids"], ids)
     assert torch.equal(cache.inputs["attention_mask"], mask)
-    # Of other tensors and of numbers that change no value stands for all runs.
+    # Other tensors, and numbers that differ between runs, are not joined.
     assert cache.inputs.keys() == {"ids", "attention_mask", "scale"}
     assert cache.inputs["scale"] == 0.5
     ids.zero_()
@@ -144,7 +144,7 @@ def test_runs_that_fail(toy):
         runner.run_with_cache(X, run=lambda x: (toy(part) for part in x.split(4, 1)))
     with pytest.raises(HookError, match="unnamed"):
         runner.run_with_cache(X[:, :4], names="unnamed", run=toy)
-    with pytest.raises(HookError, match="0.twice"):  # as before: one call, one value
+    with pytest.raises(HookError, match="0.twice"):  # a point has one value per call
         HookedRunner(nn.Sequential(toy, toy).eval()).run_with_cache(X[:, :3], names="0.twice")
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in toy.modules())
 
@@ -172,7 +172,7 @@ def test_graphs_reach_through_the_joined_values():
 
 
 class Split(nn.Module):
-    """One map gives two parts of unequal size; each passes a point, and both lead on."""
+    """One map returns two parts of unequal size. Each passes a point, and both are used."""
 
     def __init__(self):
         super().__init__()
@@ -197,7 +197,7 @@ class Split(nn.Module):
         (["small", "again"], 3),  # one tensor
         ("spread", 10 / 8),  # an expanded value stays small
         ("part", 2),  # a view of the caller's input
-        (["given", "part"], 5 + 2),  # the caller's too, and so a copy of each
+        (["given", "part"], 5 + 2),  # the caller owns them, so each is copied
     ],
 )
 def test_a_cache_keeps_no_more_than_its_values_need(names, width):
@@ -212,7 +212,7 @@ def test_a_cache_keeps_no_more_than_its_values_need(names, width):
 
 
 class Sharing(nn.Linear):
-    """Passes through points what others write into: its input, output, a weight, a buffer, and NumPy."""
+    """A module whose points carry tensors that other code writes into: input, output, weight, buffer, NumPy array."""
 
     def __init__(self):
         super().__init__(5, 5)
@@ -231,7 +231,7 @@ class Sharing(nn.Linear):
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 @pytest.mark.parametrize(("traced", "detach"), [(True, True), (False, True), (False, False)])
 def test_values_are_the_caches_own(mode, traced, detach):
-    """Also after the caller wrote into all that is left of the run."""
+    """The values stay, also if the caller writes into all tensors of the run."""
     model, x = Sharing().eval().requires_grad_(traced), torch.randn(2, 5, requires_grad=traced)
     more = torch.randn(2, 5, requires_grad=traced)
     inner = x @ model.weight.T * 5 + model.bias
@@ -262,7 +262,7 @@ def test_gradients_are_the_caches_own():
 
 
 def test_undetached_values_are_the_ones_that_lead_to_the_output(runner, tokens):
-    """So a gradient can be asked of them; a copy would lie beside the path."""
+    """Gradients reach these tensors. A copy would not be on the path of the gradient."""
     logits, cache = runner.run_with_cache(tokens, names="blocks.*.attn.v", detach=False)
     ours = torch.autograd.grad(logits.sum(), list(cache.values()))
     logits, watched = runner.run_with_cache(tokens, names="blocks.*.attn.v", grads=True)
@@ -286,7 +286,7 @@ def test_values_alone_do_not_keep_queries_and_keys_alive(runner, tokens):
 
 
 def test_values_are_kept_inside_the_transforms_of_torch():
-    """Their tensors have no memory that could be looked at."""
+    """Tensors of this kind have no readable memory."""
 
     model, x = nn.Sequential(HookPoint("d")).eval(), torch.arange(1.0, 6.0)
     model.forward = lambda x: model[0]((x * 3)[:2])

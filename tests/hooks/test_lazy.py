@@ -25,7 +25,7 @@ from hooks import (
 )
 from models import attach
 
-# The shape checks look at a value of every mapping, and so compute one of a lazy cache: not in tests that
+# The shape checks read a value of every mapping, so they compute a value of a lazy cache. Switch them off in tests that
 # count runs or bytes, or in which a block cannot run again.
 uncomputed = pytest.mark.usefixtures("unchecked")
 
@@ -72,7 +72,9 @@ def test_equals_an_eager_cache(model, runner, tokens, dtype, mode, tolerance):
 def test_values_are_bitwise_what_the_block_gives_on_the_stored_input(model, runner, tokens):
     _, lazy = runner.run_with_cache(tokens, lazy=True)
     stream = runner.capture(tokens, names="blocks.0.resid_post")["resid_post", 0]
-    with torch.no_grad():  # as lazy values are computed: explicit norms run other kernels then
+    with (
+        torch.no_grad()
+    ):  # lazy values are computed without gradients, and explicit norms then use other kernels
         block, context = HookedRunner(model.blocks[1]), model.context(tokens)
         for name in block.points:
             alone = block.capture(stream, context, names=name)[name]
@@ -87,8 +89,8 @@ def test_the_run_keeps_block_inputs_and_a_sample_of_outputs(runner, tokens):
     _, lazy = runner.run_with_cache(tokens, lazy=True)
     stream = 4 * 7 * 10 * 4
     kept = 4 * stream + stream + 7 * 10 * 4  # what blocks and ln_final read, embed, pos_embed
-    kept += 7 * 8  # the positions, which every block is given
-    kept += 4 * 32 * 4  # of each output's 280 numbers every ninth
+    kept += 7 * 8  # the positions, which are an argument of every block
+    kept += 4 * 32 * 4  # every ninth of the 280 numbers of each output
     assert lazy.axes(("pattern", 1)) == ("batch", "head", "query", "key")
     assert lazy.nbytes == kept
     assert "not computed yet" in repr(lazy)
@@ -302,7 +304,7 @@ OFFLOADED = {
 @pytest.mark.parametrize("attached", [False, True])
 @pytest.mark.parametrize("kind", OFFLOADED)
 def test_weights_offloaded_by_accelerate(kind, attached, tmp_path):
-    """They are on the meta device while nothing runs, in new tensors after each call."""
+    """Between runs the weights are on the meta device. After each call they are new tensors."""
     accelerate = pytest.importorskip("accelerate")
     transformers = pytest.importorskip("transformers")
     sizes = dict(hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2)
@@ -402,7 +404,7 @@ def test_whoever_writes_into_an_argument_leaves_the_cache_as_it_was(mode):
 
 @uncomputed
 def test_blocks_share_one_copy_of_what_they_share():
-    """Unless it is written in between. An expanded tensor stays small."""
+    """A tensor is stored once, unless it is written in between. An expanded tensor stays small."""
     model, mask = nn.Module(), torch.ones(1, 5).expand(7, 5)
     model.blocks = nn.ModuleList(nn.Identity() for _ in range(3))
     for block in model.blocks:
@@ -410,7 +412,7 @@ def test_blocks_share_one_copy_of_what_they_share():
     counter = torch.zeros(())
     model.forward = lambda x: [block(x, mask, counter.add_(1)) for block in model.blocks]
     _, lazy = HookedRunner(model.eval()).run_with_cache(X[:, :1], names="blocks.*", lazy=True)
-    samples = 3 * 18  # of each output's 70 numbers every fourth
+    samples = 3 * 18  # every fourth of the 70 numbers of each output
     assert lazy.nbytes == 4 * (2 + 5 + 3 + samples), "x, the mask, three counters"
     assert [lazy[name].mean().item() for name in lazy] == [5.5 + n for n in range(3)]
 
@@ -501,7 +503,7 @@ def test_other_kernels_under_hooks_are_no_change_if_they_give_the_same_twice():
 
 
 class Counting(nn.Module):
-    """Counts its calls in what it is given."""
+    """A block that counts its calls in its argument."""
 
     def __init__(self):
         super().__init__()
@@ -592,7 +594,7 @@ Pair = namedtuple("Pair", ["settings", "more"])
 
 
 def test_arguments_nested_in_any_container():
-    """A block that changes what it is given leaves the stored arguments as they were."""
+    """A block that changes its arguments does not change the stored arguments."""
 
     class Block(nn.Module):
         def __init__(self):

@@ -1,4 +1,4 @@
-"""Fuzzing: whatever is nested, edited or raised, the model is left as it was and memory is freed."""
+"""Random nesting, edits and errors: the model does not change, and memory is freed."""
 
 import gc
 import subprocess

@@ -39,7 +39,7 @@ def test_a_run_larger_than_memory_can_be_planned(device):
 
 
 class Memo(nn.Module):
-    """Keeps tensors wherever it can, and writes into its buffers."""
+    """A model that stores tensors in many places, and writes into its buffers."""
 
     def __init__(self):
         super().__init__()

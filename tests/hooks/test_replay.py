@@ -1,4 +1,4 @@
-"""replay: one block run again on given arguments, against the same arithmetic by hand."""
+"""`replay` runs one block again on given arguments. The reference is the same arithmetic by hand."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What a run keeps, what an edit changes, and what is left on the model afterwards."""
+"""The values that a run caches, the effect of an edit, and the state of the model afterwards."""
 
 import copy
 import warnings
@@ -284,7 +284,7 @@ def test_capture_equals_a_full_run_and_goes_no_further(model, runner, tokens):
 
 
 def test_the_models_own_code_cannot_swallow_the_stop():
-    """Though it swallows exceptions, and itself captures what is inside it."""
+    """`capture` stops a model that catches exceptions and captures values itself."""
     inner, outer = nn.Sequential(nn.Linear(2, 3)), nn.Linear(3, 5)
     model, x = nn.Sequential(inner, outer).eval(), torch.ones(1, 2)
 
@@ -293,7 +293,7 @@ def test_the_models_own_code_cannot_swallow_the_stop():
             with suppress(Exception):
                 return outer(HookedRunner(inner).capture(x, names="0")["0"])
         except BaseException as error:
-            repr(error)  # a model may log what passes
+            repr(error)  # a model may log exceptions
             raise
 
     model.forward = forward
@@ -419,7 +419,7 @@ def test_a_run_that_draws_in_training_mode_warns_once(call, by, part):
     CALLS[call](runner, x)
     model.get_submodule(part).train()
     if part and by == "function":
-        CALLS[call](runner, x)  # the part that is in training mode draws nothing
+        CALLS[call](runner, x)  # the module in training mode draws no random numbers
         return
     with warnings.catch_warnings(record=True) as all_:
         warnings.simplefilter("always")

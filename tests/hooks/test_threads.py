@@ -140,7 +140,7 @@ def suspended(small):
 
 
 def test_a_generator_closed_while_a_hook_is_registered_does_not_block(small):
-    """The collector may do this at any time."""
+    """The garbage collector may do this at any time."""
     generator = suspended(small)
     generator.__enter__()
 
@@ -195,7 +195,7 @@ def test_an_error_is_the_same_while_another_thread_registers_hooks(small):
 
     point = small.model[0]
 
-    def register(*args):  # as the other thread would, in the middle of that
+    def register(*args):  # as another thread could, in the middle of the call
         point.register_forward_hook(lambda *args: None)
 
     def run():

@@ -56,14 +56,14 @@ def test_each_call_is_kept(model):
     assert torch.equal(output, logits)
     assert torch.equal(cache["state"], states)
     assert cache.axes("state") == ("call", "batch", "d_model")
-    assert cache["last"].shape == (1, 2, 1, 11)  # once, and on the axis too
+    assert cache["last"].shape == (1, 2, 1, 11)  # one call, with the axis of calls
     captured = runner.capture(TOKENS, names="state", calls="all")
     assert torch.equal(captured["state"], states)
     assert torch.equal(captured.at(call=2, batch=1)["state"], states[2, 1])
     assert runner.plan(TOKENS, calls="all").values["state"].shape == (4, 2, 5)
     halved = runner.run_with_cache(TOKENS, calls="all", dtype=torch.float16)[1]
     assert torch.equal(halved["state"], states.half())
-    # Of modules without points too, as they are outputs.
+    # This also holds for modules without points, because their values are outputs.
     cells = runner.run_with_cache(TOKENS, names="cell", calls="all")[1]
     assert torch.equal(cells["cell"], states)
 

@@ -1,4 +1,4 @@
-"""Components: children and weights as `nn.Module` has them."""
+"""Components have the same children and weights as an `nn.Module`."""
 
 import copy
 import pickle
@@ -48,7 +48,7 @@ def test_what_another_instance_has_is_not_ours():
     lone.second = abs
     assert lone.second(-3) == 3
     lone.chosen = nn.Linear(2, 3)
-    assert lone.chosen.size == 3  # the class's own, as with `nn.Module`
+    assert lone.chosen.size == 3  # the attribute of the class, as with `nn.Module`
 
 
 def test_weights_are_what_nn_module_keeps():

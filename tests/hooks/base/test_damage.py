@@ -1,4 +1,4 @@
-"""Damaged downloads, as they stand on disks: each is named as what it is."""
+"""Damaged downloads: the error names the kind of damage."""
 
 import io
 import zipfile
@@ -15,7 +15,7 @@ JUNK = b"junk" * 9
 
 @pytest.fixture
 def whole(tmp_path):
-    """One file of each kind, as its library writes it."""
+    """Write one file of each kind with its own library."""
     save_file({"a": torch.ones(3), "b": torch.ones(2, 5)}, tmp_path / "a.safetensors")
     np.savez(tmp_path / "a.npz", a=np.ones(7))
     torch.save({"a": torch.ones(4)}, tmp_path / "a.pt")

@@ -28,7 +28,7 @@ def deep():
 
 @pytest.fixture
 def room(monkeypatch):
-    """Says how many bytes are free, and looks at runs of any size."""
+    """Set the number of free bytes, and check runs of any size."""
 
     def free(n_bytes):
         monkeypatch.setattr(memory, "available", lambda device: n_bytes)
@@ -58,7 +58,7 @@ def test_the_least_of_what_the_system_and_its_groups_leave(tmp_path):
         "sys/fs/cgroup/jobs/memory.stat": "anon 9\ninactive_file 20000\nactive_file 7\n",
     }
     assert _system(tmp_path / "second", second) == 500_000 - 300_000 + 20_000
-    group = "sys/fs/cgroup/memory"  # the path is of another name space: only the outermost is there
+    group = "sys/fs/cgroup/memory"  # the path belongs to another namespace, so only the outermost group exists
     first = system | {
         "proc/self/cgroup": "9:cpu:/a\n4:memory:/a/b\n0::/\n",
         f"{group}/memory.limit_in_bytes": "600000\n",
@@ -94,7 +94,9 @@ def test_the_selection_that_is_named_fits(deep, share):
     bound = int(share * whole.nbytes)
     with pytest.raises(MemoryLimitError) as told:
         run_with_cache(deep, TOKENS, mode="full", max_bytes=bound)
-    selector = eval(str(told.value).partition("names=")[2])  # as people would paste it
+    selector = eval(
+        str(told.value).partition("names=")[2]
+    )  # as a user would copy it from the error
     _, cache = run_with_cache(deep, TOKENS, names=selector, max_bytes=bound)
     assert bound / 3 < cache.nbytes <= bound
     assert not {"blocks.0.attn.scores", "blocks.4.attn.scores"} & {*cache}

@@ -1,4 +1,4 @@
-"""Progress bars: when they appear, what they count, and that nothing of them is left."""
+"""Progress bars appear late, count correctly, and disappear at the end."""
 
 import io
 import sys
@@ -32,7 +32,7 @@ def terminal(monkeypatch):
 
 
 def write_to(stream, monkeypatch, **modules):
-    """Make a stream standard error, for bars alone: pytest puts its own into `sys` before a test begins."""
+    """Make a stream standard error for bars only. pytest replaces `sys.stderr` before a test begins."""
     from hooks.base import progress
 
     system = types.SimpleNamespace(stderr=stream, modules={**sys.modules, **modules})

@@ -1,4 +1,4 @@
-"""Positions in padded batches: each row gets what it gets alone, in every form, wherever positions are given."""
+"""Positions in padded batches: in every form, each row gets the positions that it gets alone."""
 
 import numpy as np
 import pytest
@@ -83,7 +83,7 @@ def test_who_reads_takes_no_padding_of_a_slice(mask):
 
 
 class Foreign(nn.Module):
-    """A user's own model, which takes a mask and says nothing of it."""
+    """A user's own model, which takes a mask but does not report it."""
 
     def __init__(self):
         super().__init__()

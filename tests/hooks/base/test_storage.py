@@ -82,7 +82,7 @@ def test_tensors_that_share_memory_and_parts_of_others_are_kept(path):
         assert torch.equal(value, parts[name])
 
 
-# Whatever their order, hardly one of these begins where its numbers may without a gap.
+# In any order, most of these tensors need a gap before them to be aligned.
 MIXED = {
     "flags": torch.tensor([True, False, True]),
     "wide": torch.tensor([[0.1, -2.0], [1e300, 4.0], [5.0, 6.0]], dtype=torch.float64).T,

@@ -1,4 +1,4 @@
-"""JSON without NaN and infinity: what is written is what any strict reader reads."""
+"""JSON without NaN and infinity: any strict reader can read the output."""
 
 import json
 import math
@@ -18,7 +18,7 @@ PLACES = [
 
 
 def strictly(text):
-    """What a reader gives that knows no more than the standard."""
+    """Return the result of a reader that knows only the standard."""
 
     def refuse(word):
         raise AssertionError(word)

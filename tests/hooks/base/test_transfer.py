@@ -36,7 +36,7 @@ def made(where, **changes):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """The devices that generators were asked for. PyTorch makes none for one that is not there."""
+    """The devices of the requested generators. PyTorch makes no generator for a device that does not exist."""
     devices = []
 
     def on_cpu(seed, row, device):
@@ -76,7 +76,7 @@ def test_a_forward_and_a_backward_pass_do_not_wait(device, tokens, changes, mask
     grads = zip(model.parameters(), there.parameters(), strict=True)
     for one, other in grads:
         torch.testing.assert_close(one.grad, other.grad.cpu())
-    # Tokens that are there already are read once.
+    # Tokens that are already on the device are copied to the host once.
     assert sum(device.counted(lambda: there(moved))[1].values()) == 1
 
 
@@ -189,7 +189,7 @@ def test_a_value_that_two_points_share_is_copied_once(device, tokens):
     runner = HookedRunner(made(DEVICE))
     with torch.no_grad():
         cache = runner.run_with_cache(tokens, names="blocks.*.resid_*", device="cpu")[1]
-    # Two blocks: what enters the first, and between and after the two sublayers of each.
+    # Two blocks: the stream before the first, and after each sublayer of both.
     assert len(device.moves) == 5
     assert cache["resid_post", 0] is cache["resid_pre", 1]
 
@@ -295,7 +295,7 @@ def test_a_training_step_does_not_wait_for_itself(device, tokens, monkeypatch):
         run.settle()
     for one, other in zip(*(run.records for run in runs), strict=True):
         assert one == pytest.approx(other, rel=1e-5)
-    # What is found late has changed nothing since.
+    # A late check must not change the result.
     model = runs[1].model
     with torch.no_grad():
         model.blocks[1].mlp.input.weight[0, 0] = torch.nan
@@ -310,7 +310,7 @@ def test_a_training_step_does_not_wait_for_itself(device, tokens, monkeypatch):
 
 
 def test_large_weights_in_half_precision_are_finite():
-    """Their sum is not."""
+    """The two values are finite, and their sum is infinite."""
     run = Run(made("cpu").half(), TrainingConfig(steps=1), {}, None)
     weight = run.model.blocks[0].mlp.input.weight.data
     run.save()
