@@ -146,7 +146,7 @@ def test_large_scores_are_stable(size, dtype):
     ("mask", "match"),
     [
         *((torch.ones(shape).bool(), re.escape(str(shape))) for shape in ((KEY,), (QUERY, 5), (5, KEY), (2, 3, QUERY, KEY), (3, 3, 1, QUERY, KEY))),
-        (torch.ones(3, QUERY, KEY).bool(), "3, 7, 11"),  # of rows or of heads?
+        (torch.ones(3, QUERY, KEY).bool(), "3, 7, 11"),  # the 3 could mean rows or heads
         *((torch.ones(QUERY, KEY, dtype=dtype), str(dtype)) for dtype in (torch.int64, torch.uint8)),
     ],
 )  # fmt: skip
@@ -230,7 +230,7 @@ WITH_MASKS = [(name, mask) for name in SOME for mask in ("padding", "4-D")]
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "mask"), [(name, "none") for name in VARIANTS] + WITH_MASKS)
 def test_explicit_and_fused_agree_in_values_and_gradients(name, mask):
-    """Every switch, with masks under which some queries see nothing."""
+    """Every option, with masks under which some queries see no key."""
     model, tokens, given = variant(name), some_tokens(), GIVEN_MASKS[mask]
     runner, weights = HookedRunner(model), list(model.parameters())
 
@@ -351,7 +351,7 @@ def test_a_square_mask_is_what_its_argument_says(name):
 
 @pytest.mark.parametrize("name", ["pre", "like llama", "sinusoidal"])
 def test_padding_and_a_mask_by_query_act_together(name):
-    """A padded row gets what it gets alone with its part of the other mask."""
+    """A padded row equals the row alone with its part of the other mask."""
     model, tokens, padded = variant(name), some_tokens(), GIVEN_MASKS["padding"]
     seen = GIVEN_MASKS["4-D"]
     with torch.no_grad():

@@ -21,8 +21,8 @@ def config(**changes):
     return TransformerConfig(**SMALL | changes)
 
 
-# What a field is changed to, beside which other values, and what that changes first of all:
-# the names or shapes of parameters, logits of the same weights, training, or fresh weights.
+# For each field: the changed value, other required values, and the first effect of the change:
+# the names or shapes of parameters, the logits with the same weights, training, or new weights.
 EFFECTS = {
     "vocab_size": (29, {}, "parameters"),
     "n_ctx": (19, {}, "parameters"),
@@ -246,7 +246,7 @@ def test_replacing_a_size_changes_what_followed_from_it():
     assert (wider.d_mlp, wider.d_head, wider.n_kv_heads, wider.n_layers) == (13, 4, 3, 1)
     assert made == config()
     assert config_of("d12", mlp="none").d_mlp == 0
-    # What has no effect any more goes back to its default.
+    # A field without an effect returns to its default.
     assert made.replace(activation="relu").replace(mlp="none").activation == "gelu_tanh"
     rotary = config(**ROTARY, rotary_theta=5.0, rotary_scaling=RotaryScaling(kind="linear"))
     assert rotary.replace(positions="learned") == config(**ROTARY | {"positions": "learned"})

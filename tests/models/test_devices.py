@@ -1,4 +1,4 @@
-"""A model on several devices: what moves between them, and that its numbers are those of one device."""
+"""A model on several devices: the copies between them, and the same numbers as on one device."""
 
 import copy
 
@@ -97,7 +97,7 @@ def test_a_sweep_resumes_as_on_one_device(devices, name, mask, apart):
     resumed = [(*shape, place) for shape, place in devices.moves[len(once) :]]
     width = SIZES["d_model"]
     assert resumed[-2:] == [(15, 3, width, SECOND), (20, 3, width, DEVICE)]
-    # Before that, what a block gave is compared with what the next one got.
+    # Before that, the output of each block is compared with the input of the next block.
     assert apart or resumed[:-2] == [(BATCH, POS, width, place) for place in (DEVICE, SECOND)]
     torch.testing.assert_close(found.cpu(), torch.cat(alone))
 
@@ -120,7 +120,7 @@ def test_an_analysis_gives_the_numbers_of_one_device(devices, analysis):
     torch.testing.assert_close(found, expected, equal_nan=True)
 
 
-# Analyses of attached models, and those that also need weights under our names.
+# Analyses of attached models, and analyses that also need weights by our names.
 OF_POINTS = ["attribution", "logit lens", "heads"]
 OF_WEIGHTS = ["edges", "paths to logits", "logits", "why, from a cache on the CPU"]
 

@@ -1,4 +1,4 @@
-"""Fused attention by blocks against numpy's float64; which kernels run and what they take, by recording."""
+"""Fused attention by blocks, compared with numpy in float64. A recording shows the kernels and their arguments."""
 
 from contextlib import nullcontext
 
@@ -114,7 +114,7 @@ def test_only_padding_between_real_tokens_is_a_gap(row, gaps):
 
 
 class Reads(TorchDispatchMode):
-    """Notes the operations for whose numbers Python would wait, were they on an accelerator."""
+    """Record the operations for which Python would wait on an accelerator."""
 
     def __init__(self):
         super().__init__()
@@ -216,7 +216,7 @@ def test_grouped_heads_take_a_kernel_that_forms_no_scores(mask):
 @pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
 def test_cudnn_gets_no_mask(masked, alone):
-    """Its gradients may be NaN then. Unless somebody has chosen it alone."""
+    """cuDNN is not used with a mask, because its gradients may be NaN, unless the user has chosen only cuDNN."""
     chosen = sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if alone else nullcontext()
     with Devices(), Chosen() as calls, chosen:
         q = torch.zeros(1, 2, 7, 8, device=DEVICE)

@@ -1,4 +1,4 @@
-"""The parts of a model by themselves: from the config and a mask alone, each computes what its equations say."""
+"""The modules of a model alone: with only the config and a mask, each computes its equations."""
 
 import copy
 import pickle
@@ -22,7 +22,7 @@ MASKED = [("pre", MASK), ("pre", MASK[None]), ("window", MASK.expand(5, 6, -1, -
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "mask"), [(name, None) for name in ALONE] + MASKED)
 def test_parts_compute_what_their_config_says(name, mask):
-    """From the config and a mask alone, what the equations give in a model."""
+    """With only the config and a mask, a module returns the same numbers as in a model."""
     model = variant(name)
     reference, config = Reference(model), model.config
     reference(some_tokens(), None if mask is None else mask.expand(5, 6, -1, -1).numpy())

@@ -126,7 +126,7 @@ def test_folded_norms_have_learned_nothing(form):
 
 @pytest.mark.parametrize("form", ["gpt2", "gpt_bigcode", "neox", "llama", "layernorm gated"])
 def test_folded_weights_are_products(form):
-    """As matrices that multiply from the right: `(x * gain + bias) @ W + b`, said by numpy."""
+    """Matrices multiply from the right, `(x * gain + bias) @ W + b`, computed by numpy."""
     model = built(**FORMS[form][0])
     folded = fold_norms(model)
     has_bias = model.config.norm == "layernorm"
@@ -156,7 +156,7 @@ def test_folded_weights_are_products(form):
 
 
 def test_points_of_a_folded_model(tokens):
-    """The stream is the same; what norms give is without their gain and bias."""
+    """The stream is the same, and the outputs of norms have no gain and no bias."""
     model = built()
     _, old = HookedRunner(model).run_with_cache(tokens)
     _, new = HookedRunner(fold_norms(model)).run_with_cache(tokens)
@@ -245,7 +245,7 @@ def test_the_dtype_is_kept(process, dtype, tokens):
     new = process(model)
     assert {parameter.dtype for parameter in new.parameters()} == {dtype}
     expected = log_probabilities(model, tokens)
-    # About six digits, eight bits: the weights of half precision are rounded once more.
+    # About six digits in float32 and eight bits in half precision, whose weights are rounded once more.
     near = 30 * torch.finfo(dtype).eps
     np.testing.assert_allclose(log_probabilities(new, tokens), expected, atol=near, rtol=near)
 

@@ -119,7 +119,7 @@ def test_presets_run_and_every_parameter_has_a_gradient(name):
     assert model.config.d_mlp == 48
     tokens = torch.randint(23, (5, 7), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        for parameter in model.parameters():  # from zero biases, some gradients would vanish
+        for parameter in model.parameters():  # with zero biases, some gradients would be zero
             parameter.add_(torch.randn(parameter.shape) * 0.1)
     logits = model.train()(tokens)
     assert logits.shape == (5, 7, 23)

@@ -256,7 +256,9 @@ def test_what_was_untied_by_hand_stays_so(model, tokens):
 @pytest.mark.usefixtures("unchecked")  # sizes are tensors, while a graph is traced
 def test_a_trace_is_the_model(model, tokens):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of sizes that become constants, and of being outdated
+        warnings.simplefilter(
+            "ignore"
+        )  # warnings about sizes that become constants, and about deprecation
         traced = torch.jit.trace(model, (tokens,), check_trace=False)
     assert torch.equal(traced(tokens.flip(0)), model(tokens.flip(0)))
 
@@ -288,7 +290,7 @@ def test_initialisation_is_normal_and_gpt2s_is_smaller_where_the_stream_is_writt
         expected = 0.02 / math.sqrt(2 * 5) if scaled else 0.02
         assert weight.std().item() == pytest.approx(expected, rel=0.05), name
         assert abs(weight.mean().item()) < 4 * expected / math.sqrt(weight.numel()), name
-        # Normal, not uniform: a few of so many are beyond three standard deviations.
+        # A normal distribution has a few values beyond three standard deviations; a uniform one has none.
         assert (weight.abs() > 3 * expected).any(), name
 
 

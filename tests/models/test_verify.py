@@ -26,7 +26,7 @@ FORMS = {
     "parallel sandwich": dict(parallel=True, norm_place="sandwich"),
     "attention only": dict(mlp="none"),
     "attention only, output norm": dict(mlp="none", norm_place="output"),
-    # Smaller, as without norms values explode, and rounding with them.
+    # Use smaller weights, because without norms the values and their rounding errors explode.
     "no norm": dict(norm="none", qkv_bias=False, out_bias=False, scale=0.2),
     "embeddings normalized": dict(embed_norm=True, norm="rmsnorm", positions="sinusoidal"),
     "no positions": dict(positions="none", final_norm=False),
@@ -36,7 +36,7 @@ FORMS = {
 
 
 def refused(model, *said):
-    """`verify` refuses the model and says what and where."""
+    """`verify` raises an error that names the identity and the point."""
     with pytest.raises(VerificationError) as caught:
         verify(model)
     assert all(part in str(caught.value) for part in said), str(caught.value)
@@ -98,7 +98,7 @@ def test_the_model_is_left_as_it_was(monkeypatch):
 
 
 def rows_mixed(x):
-    """What each row of a batch must not do: look at the others."""
+    """Attention in which a row of a batch reads the other rows, which is wrong."""
     return x + x.roll(1, 0) * 0.1
 
 
@@ -157,7 +157,7 @@ def test_attention_gives_the_sum_of_its_heads(form, monkeypatch):
 
 @pytest.mark.parametrize("form", ["gpt2", "olmo2"])
 def test_attn_out_is_what_attention_or_its_norm_gives(form, monkeypatch):
-    """The point has another value than attention's, on the path all the same."""
+    """The point has another value than the output of attention, but is on the compute path."""
     model = built(**FORMS[form])
     monkeypatch.setattr(model.blocks[0].attn_out, "forward", lambda x: x + 0.01)
     refused(model, "attn_out = ln1_post(attn)", "blocks.0.attn_out")
@@ -208,7 +208,9 @@ def test_positions_that_padding_changes_are_noticed(positions, monkeypatch):
     def counting(tokens, **options):
         context, mask = place(model, tokens, **options), options["attention_mask"]
         at = torch.arange(tokens.shape[1])[None] + context.start
-        if positions == "rotary":  # only differences matter there, so those are changed
+        if (
+            positions == "rotary"
+        ):  # only differences of positions matter there, so the test changes differences
             at = context.positions * (1 if mask is None else 2)
         rotation = model.rotary.rotation(at, torch.float32)
         return context._replace(positions=at, rotation=rotation)

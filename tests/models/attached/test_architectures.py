@@ -78,7 +78,7 @@ def ran_once(theirs):
 
 
 def names(w):
-    """The default keeps every module that ran once, and says why it left out the rest."""
+    """The default caches every module that ran once, and gives reasons for the other modules."""
     with torch.no_grad(), by_hand(w, w.given, keep=w.modules) as theirs:
         output, cache = w.runner.run_with_cache(**w.given)
     once = ran_once(theirs)

@@ -57,7 +57,7 @@ def test_every_edit_changes_the_logits_of_an_encoder():
 
 
 def trace(model):
-    """What attaching could leave behind."""
+    """Everything that `attach` could leave behind."""
     modules = [(name, id(module)) for name, module in model.named_modules()]
     kept = [{k: v for k, v in vars(m).items() if k[0] != "_"} for m in model.modules()]
     hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
@@ -261,7 +261,7 @@ def test_an_edit_of_the_stream_between_reaches_both_ways():
 @torch.no_grad()
 @pytest.mark.parametrize("part", ["self_attn", "mlp"])
 def test_what_is_added_is_told_in_half_precision(part):
-    """The stream is so large that rounding hides most of what is added."""
+    """The stream is so large that rounding hides most of each added vector."""
     model, raw = made("llama"), []
     model.model.embed_tokens.weight.mul_(30)
     for layer in model.model.layers:
@@ -467,7 +467,7 @@ def test_positions_of_a_step_whose_mask_comes_first():
 
 @torch.no_grad()
 def test_attention_that_adds_nothing_gets_no_others_value():
-    """As in models whose last maps start from zero; the block then shows one sum only."""
+    """The last maps start from zero, as in some models, so the block shows one sum only."""
     model = made("llama")
     for layer in model.model.layers:
         layer.self_attn.o_proj.weight.zero_()

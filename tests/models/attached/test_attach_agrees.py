@@ -1,4 +1,4 @@
-"""The analyses on attached models against the plain transformers that `from_hf` makes of them."""
+"""Analyses of attached models, compared with the plain copies of `from_hf`."""
 
 import functools
 import itertools
@@ -69,7 +69,7 @@ def test_patching(name, site):
     check(w, lambda model: attribution_patching(model, *given))
 
 
-# Each reads other weights or norms; gemma2 also scales its embeddings.
+# The models differ in weights and norms; gemma2 also scales its embeddings.
 WEIGHTS = {
     "ov": lambda model, fold: ov_circuit(model, fold=fold).norm(),
     "qk": lambda model, fold: qk_circuit(model, fold=fold, distance=3).norm(),

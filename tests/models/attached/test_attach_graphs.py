@@ -1,4 +1,4 @@
-"""Graphs of attached decoders that `from_hf` does not know, against PyTorch's own hooks on the model as it came."""
+"""Graphs of attached decoders that `from_hf` does not support, compared with PyTorch's own hooks."""
 
 import contextlib
 import functools

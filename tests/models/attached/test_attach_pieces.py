@@ -62,7 +62,7 @@ def test_positions_beside_padding_by_the_callers_way(name):
             model(tokens, attention_mask=mask, position_ids=counted + 2).logits, others
         )
         embeddings = model.get_input_embeddings()(tokens)
-        if name != "roberta":  # it adds its own to embeddings
+        if name != "roberta":  # roberta adds an offset to the positions
             found = model(inputs_embeds=embeddings, attention_mask=mask).logits
             torch.testing.assert_close(found, wanted)
         # With a cache, the positions of the new tokens.
@@ -101,7 +101,7 @@ def test_edits_of_generation_count_from_the_start_of_the_text_without_keys(state
     with runner.hooks({"blocks.0.resid_post": lambda v, point: seen.append(start_of_piece())}):
         model.generate(prompt, **new)
     assert seen == [0, 5, 6, 7]
-    # What an edit at one later column does to that column's logits, against a run of the whole text.
+    # The effect of an edit at one later column on the logits there, compared with a run of the whole text.
     vector = torch.full((24,), 3.0)
     for pos in (2, 6):
         hooks = {"blocks.1.resid_post": edits.add(vector, pos=pos)}
@@ -173,7 +173,7 @@ def test_a_cache_may_have_the_name_of_older_versions(name, old, monkeypatch):
     torch.testing.assert_close(torch.cat(logits, 1), wanted, rtol=1e-4, atol=1e-5)
 
 
-# Both are of peft, whose generation gives the cache by both names.
+# Both warnings come from peft, whose generation passes the cache under both names.
 @pytest.mark.filterwarnings("ignore:.is_gradient", "ignore:Both .past_key_values")
 @torch.no_grad()
 def test_virtual_tokens_of_prefix_tuning_are_no_positions():
@@ -183,7 +183,7 @@ def test_virtual_tokens_of_prefix_tuning_are_no_positions():
     model = peft.get_peft_model(model, chosen).eval()
     tokens, mask = padded(ROWS[:2], 5)
     with warnings.catch_warnings():
-        # The first run is the model's as it is, where peft uses the old name of the cache. Later ones do not.
+        # In the first run, before `attach`, peft uses the old name of the cache. Later runs do not.
         warnings.filterwarnings("ignore", ".*past_key_values", FutureWarning)
         attached = attach(model)
     with attached:
@@ -202,7 +202,7 @@ def test_virtual_tokens_of_prefix_tuning_are_no_positions():
             _, lazy = runner.run_with_cache(tokens, **given, lazy=True)
             for point in ("blocks.1.attn.pattern", "blocks.1.resid_post"):
                 torch.testing.assert_close(lazy[point], cache[point])
-        # Virtual tokens come before the text, also before padding, and are keys as others are.
+        # Virtual tokens come before the text and before its padding. They are keys like other keys.
         more = {"blocks.1.attn.pattern": edits.add(torch.tensor(0.2))}
         with runner.hooks(more):
             together = model(input_ids=tokens, attention_mask=mask).logits
@@ -308,7 +308,7 @@ def test_a_cache_of_a_padded_generation_knows_its_texts():
     turned = logit_lens(model, cache.at(batch=[1]))
     printed = repr(turned).splitlines()[1:]
     assert {len(line.split()) for line in printed} == {1 + int(whole[1].sum())}
-    with pytest.raises(ValueError, match="tokens"):  # those of the run are of other rows
+    with pytest.raises(ValueError, match="tokens"):  # the tokens of the run belong to other rows
         head_scores(model, cache.at(batch=[1, 0, 2]), "induction")
 
 
@@ -320,7 +320,7 @@ KNOCKED = ["gpt2", "llama", "gemma2", "bloom", "gpt_neox", "gpt_oss", "qwen2", "
 @pytest.mark.parametrize("name", KNOCKED)
 @torch.no_grad()
 def test_a_query_without_keys_attends_to_nothing(name, side):
-    """As zeros of z there. The kernels mask with the lowest number, which stays visible beside -inf."""
+    """z is zero there. The kernels mask with the lowest number, which would still be larger than -inf."""
     model = made(name)
     width = 6
     tokens, mask = padded(ROWS, width)
@@ -341,7 +341,7 @@ def test_a_query_without_keys_attends_to_nothing(name, side):
         )
         assert not cache.at(query=-1)["pattern", 1][:, [0, 2]].any()
         assert not output.logits.isnan().any()
-    # Some keys may go while others stay, and gradients are numbers.
+    # Some keys may be removed while others stay, and gradients are finite.
     with torch.enable_grad():
         hooks = {"blocks.0.attn.scores": edits.knockout(query=-1)}
         runner.run_with_hooks(tokens, **given, hooks=hooks).logits[mask > 0].sum().backward()

@@ -192,7 +192,7 @@ def test_real_widths_in_half_precision(kind, dtype):
 
 
 def near(module, query, key, value, attention_mask, scaling=None, **kwargs):
-    """Attention to the last two keys only, whatever the mask says."""
+    """Attention to the last two keys only, for any mask."""
     at = torch.arange(query.shape[2])
     allowed = (at[:, None] >= at) & (at[:, None] - at < 2)
     groups = query.shape[1] // key.shape[1]
@@ -241,7 +241,7 @@ def test_a_mode_of_attention_of_its_own_stays(at_attach):
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_padding_on_the_left_counts_no_positions(kind):
-    """Effects of a padded batch are those of each row alone."""
+    """The effects of a padded batch equal the effects of each row alone."""
     model, right = made(kind), torch.tensor([4, 8, 15])
     corrupted = TOKENS.clone()
     corrupted[:, 3] = torch.tensor([16, 22, 11])
@@ -351,7 +351,7 @@ def test_hidden_states_collected_before_attach_show_edits():
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_hidden_states_may_be_collected_beside_edges(when):
-    """The hooks by which `transformers` collects outputs stay, and only look."""
+    """The hooks with which `transformers` collects outputs stay, because they only read."""
     model, metric = made("llama"), log_prob(3)
     corrupted = (TOKENS + 1) % 23
     if when == "before":
@@ -505,7 +505,7 @@ def test_a_model_that_reads_images_too():
 
 
 class Packed(torch.Tensor):
-    """Stands for the weights of a library that quantizes: a tensor that another package defines."""
+    """A tensor class of another package, like the weights of a library for quantization."""
 
 
 def test_weights_of_another_library_are_named():
@@ -623,7 +623,7 @@ def test_a_list_of_heads_longer_than_the_blocks():
 
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_a_list_that_is_no_blocks_is_not_taken_for_them(n):
-    """The streams of Gemma 3n, of which its blocks read several at once, are projected by a list of one map less."""
+    """The blocks of Gemma 3n read several streams. A list with one map fewer projects them."""
     layers = dict(num_hidden_layers=3, layer_types=["sliding_attention"] * 2 + ["full_attention"])
     sizes = attachable.SIZES | layers | dict(num_kv_shared_layers=0, laurel_rank=5)
     sizes |= dict(vocab_size_per_layer_input=29, hidden_size_per_layer_input=7)
@@ -667,7 +667,7 @@ def test_all_tokens_are_drawn_from_at_top_p_of_one():
 
 
 def test_pairs_carry_other_arguments_of_the_run():
-    """Positions of the user's own, in every run of every analysis, against hooks of PyTorch."""
+    """Positions that the user gives, in every run of every analysis, compared with PyTorch's hooks."""
     model, right = made("gpt2"), torch.tensor([4, 8, 15])
     corrupted, positions = TOKENS.flip(0), torch.tensor([[4, 3, 2, 1, 0]]).expand(3, -1).clone()
     positions[1] += 6
@@ -765,7 +765,7 @@ def test_positions_of_several_sections_go_with_their_texts(kind, batch):
         some = activation_patching(model, pairs[1:], **options)
         in_lists = Pairs({"input_ids": clean, "position_ids": listed}, corrupted, right)
         by_list = activation_patching(model, in_lists[[1, 0]], **options)
-        # The user's own function makes whole runs of it.
+        # A function of the user forces whole runs.
         metric = log_prob(right)
         alone = sweep(model, pairs[[1]], [heads] * 2, log_prob(right[1:2])).values
         swept = sweep(model, pairs, [heads] * 2, metric).values
@@ -952,7 +952,7 @@ def test_settings_in_drawn_pairs(chosen):
     if chosen["positions"] == "given":
         inputs["position_ids"] = torch.arange(5)[None].repeat(3, 1) + 2
     real = inputs.get("attention_mask", torch.ones_like(TOKENS)).bool()
-    # Without padding, as attached models count them.
+    # Without padding, as in attached models.
     counted = dict(position_ids=(real.cumsum(1) - 1).clamp(min=0)) if not real[:, 0].all() else {}
 
     def cache():

@@ -18,16 +18,16 @@ ATTENTION = "attn.q attn.k attn.v attn.scores attn.pattern attn.z"
 HIDDEN, LN1, LN2 = "mlp.pre mlp.post", "ln1.scale ln1.normalized", "ln2.scale ln2.normalized"
 SHAPE = f"resid_pre {LN1} {ATTENTION} attn_out resid_mid {LN2} {HIDDEN} mlp_out resid_post"
 
-# What some block lacks of SHAPE, besides the hidden values of experts.
+# Points of SHAPE that some block does not have, besides the hidden values of experts.
 LACKS = {
     "diffllama": ATTENTION,  # twice a layer
     "falcon gpt_neox": "resid_mid",
-    "openai-gpt": HIDDEN,  # a function, not a module, between them
+    "openai-gpt": HIDDEN,  # the activation is a function, not a module
     "gpt_neox_japanese": f"attn_out resid_mid mlp_out {LN2} {HIDDEN}",  # the last block
     "lara_mini qwen3_5_text qwen3_next": f"{ATTENTION} attn_out",  # the second block has linear attention
     "jamba lfm2": f"{ATTENTION} attn_out {HIDDEN}",  # a block has a state space, or a convolution
     "bamba lfm2_moe": f"{ATTENTION} attn_out",
-    "codegen cohere cohere2 cohere2_moe gptj phi": f"resid_mid {LN2}",  # parallel, with one norm
+    "codegen cohere cohere2 cohere2_moe gptj phi": f"resid_mid {LN2}",  # parallel blocks with one norm
     "exaone4 flex_olmo olmo2 olmo3": f"{LN1} {LN2}",  # norms of outputs only
     "modernbert-decoder": LN1,  # the first block has none
     "jetmoe": HIDDEN,
@@ -41,7 +41,7 @@ LACKS = {name: set(lacks.split()) for names, lacks in LACKS.items() for name in 
 
 @functools.lru_cache(maxsize=1)
 def world(name):
-    """The model, its twins that stay as they are, and tokens."""
+    """Return the model, its twins without points, and tokens."""
     w = types.SimpleNamespace(name=name, model=made(name), eager=made(name, "eager"))
     w.sdpa = copy.deepcopy(w.model)
     generator = torch.Generator().manual_seed(1)
@@ -61,17 +61,17 @@ def same(ours, theirs, what):
 USUAL = SHAPE.split()
 
 
-# Their pattern is without the share of a sink, which scales z after it.
+# Their pattern does not contain the weight of a sink, which scales z afterwards.
 SINKS = ("granite_swa", "granitemoe_swa")
 
 
 def twin_of(w, runner):
-    """The model that computes what all points together do: the eager one where there are patterns."""
+    """Return the reference for hooks at all points: the eager model if there are patterns."""
     return w.eager if any(name.endswith("pattern") for name in runner.points) else w.sdpa
 
 
 def logits(w):
-    """Bitwise the eager model's while everything is listened at, and sdpa's while nothing is.
+    """With hooks everywhere the logits are bitwise the eager model's, and without hooks bitwise sdpa's.
 
     Falcon's eager code divides where the library's kernels multiply.
     """
@@ -79,7 +79,10 @@ def logits(w):
     with attach(w.model) as attached:
         runner = HookedRunner(w.model)
         names = (f"blocks.{n}.{name}" for n in range(len(w.model.blocks)) for name in USUAL)
-        for name in (*names, "ln_final.normalized"):  # each is there, or it is said why not
+        for name in (
+            *names,
+            "ln_final.normalized",
+        ):  # each point exists, or `left_out` gives the reason
             reasons = [part for part in attached.left_out if f".{part}." in f".{name}."]
             assert (name in runner.points) or reasons, name
         for part in attached.left_out:
@@ -163,11 +166,11 @@ def check_identities(w, cache, edited=()):
 
 
 def everywhere(w):
-    """Each point is edited in a row of its own: all rows change, no other one does, identities hold."""
+    """Each point is edited in one row: this row changes, the other rows do not, and the identities hold."""
     with attach(w.model):
         runner = HookedRunner(w.model)
         _, plain = runner.run_with_cache(input_ids=w.tokens[:1], use_cache=False)
-        # Numbers of experts are to be read: what to change is their weights.
+        # Indices of experts are read only. Edit the weights of experts instead.
         points = [n for n in plain if len(plain[n]) == 1 and plain[n].is_floating_point()]
         tokens = w.tokens[:1].expand(len(points) + 1, POS)
 
@@ -231,7 +234,7 @@ def carried(w):
             close(cache[target][row], source[target][0], sources)
 
 
-# What their next norm undoes: of the experts' or MLP's hidden values; of queries, keys and values.
+# Points whose scale the next norm removes: hidden values of experts or MLPs; queries, keys and values.
 INERT = {"bitnet": {"ln2.scale"}, "gemma4_text": {"ln1.scale"}}
 # Positions are columns, padding included, and there is no argument for others.
 COLUMNS = ("bart", "blenderbot", "marian", "mbart", "plbart")
@@ -246,7 +249,7 @@ def with_positions(w, mask):
 
 
 def padding(w):
-    """A padded text has the values that it has alone."""
+    """A padded text has the same values as the text alone."""
     lengths = (POS, 4, 6)
     for side in ("right",) if w.name in COLUMNS else ("left", "right"):
         mask = torch.zeros(BATCH, POS, dtype=torch.long)
@@ -274,7 +277,7 @@ def padding(w):
 
 
 def keeps_heads(w):
-    """Whether caches hold the keys and values of heads, not what those are made from."""
+    """Whether caches contain the keys and values of heads, not the vectors from which they are computed."""
     _, cache = HookedRunner(w.model).run_with_cache(input_ids=w.tokens, use_cache=False)
     if "blocks.0.attn.k" not in cache:
         return True
@@ -335,7 +338,7 @@ def one_config(w):
 
 
 def seen(model):
-    """All that attaching could leave behind."""
+    """Everything that `attach` could leave behind."""
     state = {name: (id(module), dict(vars(module))) for name, module in model.named_modules()}
     inner = {
         name: {k: dict(v) for k, v in fields.items() if isinstance(v, dict)}

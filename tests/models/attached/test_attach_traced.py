@@ -1,4 +1,4 @@
-"""Attached models whose attention has code of its own, against raw hooks on a copy without points."""
+"""Attached models with attention code of their own, compared with raw hooks on a copy without points."""
 
 import contextlib
 import copy
@@ -65,7 +65,7 @@ FAMILIES = {
     "openai-gpt": ("attn", "c_proj", "c_attn"),
     "xglm": ("self_attn", "out_proj", SEPARATE),
 }
-if IS_5_24:  # whose GPT-J and CodeGen use the library's interface
+if IS_5_24:  # in this version, GPT-J and CodeGen use the interface of the library
     del FAMILIES["codegen"], FAMILIES["gptj"]
 KINDS = [*FAMILIES, *VARIANTS]
 
@@ -166,12 +166,12 @@ def test_a_head_without_an_output(kind):
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_one_score(kind, monkeypatch):
-    """A number added to a score is added to what the softmax reads, in code that nobody hooks."""
+    """An edit that adds to a score also adds to the input of the softmax."""
     model = model_of(kind)
     twin = copy.deepcopy(model)
     if kind in ("falcon", "falcon one-key"):
         twin.config._attn_implementation = "eager"
-    # Falcon's own eager code counts slopes twice, so there the mask of the fused function gets the number.
+    # Falcon's eager code adds the slopes twice, so the number is added to the mask of the fused function.
     name, at = ("scaled_dot_product_attention", 3) if kind == "falcon alibi" else ("softmax", 0)
     function, calls = getattr(F, name), []
 
@@ -198,7 +198,7 @@ def test_one_score(kind, monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_values_are_those_of_the_model(kind):
-    """Values as they are made; scores and patterns as queries and keys give them."""
+    """Values equal the computed values; scores and patterns follow from queries and keys."""
     model, kept = model_of(kind), []
     module, start = made_by(model, kind, "v")
     module.register_forward_hook(lambda m, args, output: kept.append(output.clone()))
@@ -263,7 +263,7 @@ CACHED = [kind for kind in KINDS if kind != "openai-gpt"]  # which has no cache
 @pytest.mark.parametrize("kind", CACHED)
 @torch.no_grad()
 def test_pieces_in_a_cache_are_the_whole_text(kind, static, dtype):
-    """Edited keys stay edited for later queries, also where products are taken of copies in float32."""
+    """Edited keys stay edited for later queries, also if the model multiplies copies in float32."""
     if static and kind in ("gpt_neo", "falcon alibi", "falcon alibi eager"):
         pytest.skip("the model itself gives other numbers in a static cache, or fails")
     if kind == "xglm" and dtype == torch.float64:
@@ -367,7 +367,7 @@ def test_hooks_are_confined_to_their_thread_and_run():
         with runner.hooks({"blocks.1.attn.q": lambda q, point: seen.append(q.softmax(-1) @ q.mT)}):
             assert torch.equal(
                 logits(model), plain
-            )  # a hook's own products are none of the model's
+            )  # products inside a hook do not belong to the model
         assert len(seen) == 1
     assert torch.equal(found[0], plain)
     assert torch.equal(logits(model), plain)
@@ -405,7 +405,7 @@ def test_copies_have_points_of_their_own_and_are_detached(form):
 @pytest.mark.parametrize("relative", [False, True])
 @torch.no_grad()
 def test_an_encoder_whose_last_map_is_elsewhere(relative):
-    """DeBERTa's attention is three products without relative positions; with them it has more, and no points."""
+    """Without relative positions, DeBERTa's attention is three products. With them it has more, and no points."""
     sizes = {n: v for n, v in SIZES.items() if n.startswith(("vocab", "hidden", "num", "inter"))}
     config = transformers.DebertaV2Config(
         **sizes, relative_attention=relative, pos_att_type=["p2c"]

@@ -93,7 +93,7 @@ def test_edits_are_those_of_raw_hooks(kind):
     assert torch.equal(gone, call_of(twin, cut)[-1])
     assert not torch.equal(gone, plain)
     agree(edited(model, {f"{MLP}.routing": set_weight}), call_of(twin, more)[-1])
-    # An expert's output, doubled: as if its weight were.
+    # Doubling the output of an expert equals doubling its weight.
     doubled = edited(model, {f"{MLP}.experts": edits.scale(2.0, pos=3, choice=0)})
 
     def twice(x, index, weights):
@@ -125,7 +125,7 @@ def test_experts_that_read_vectors_times_their_weights():
     with experts_of(twin).register_forward_hook(without):
         expected = logits(twin)
     assert torch.equal(edited(model, {names[0]: edits.zero(expert=3)}), expected)
-    # The model adds to what the shared expert gives, and an edit's own tensor stays as it was.
+    # The model adds to the output of the shared expert, and the tensor of an edit does not change.
     before = cache[names[1]].clone()
     edited(model, {names[1]: edits.replace(cache)})
     assert torch.equal(cache[names[1]], before)
@@ -294,7 +294,7 @@ def test_points_that_would_not_hold_are_left_out(part, code, point, why):
         assert f"{MLP}.{point.removeprefix('mlp.')}" not in HookedRunner(model).points
 
 
-# Hybrids, whose blocks are one mixer each or have mixers of several kinds.
+# Hybrids: each block is one mixer, or contains mixers of several kinds.
 MAMBA = dict(mamba_n_heads=4, mamba_d_head=12, mamba_n_groups=1, mamba_d_state=6, mamba_d_conv=3)
 NEMOTRON = dict(
     layers_block_type=["linear_attention", "moe", "full_attention", "mlp", "moe"],
@@ -353,7 +353,7 @@ def test_names_do_not_depend_on_the_weights(monkeypatch):
             moved += not torch.equal(changed[:, 1:], mixture(x)[:, 1:])
         with attach(model) as attached:
             names.add((*HookedRunner(model).points, *attached.left_out))
-    assert moved > 0  # or no draw shows what rounding does
+    assert moved > 0  # otherwise no draw would show the effect of rounding
     ((*points,),) = names
     expected = ["0.mixer_out", "1.mlp_out", "2.attn_out", "3.mlp_out"]
     assert [n for n in points if n.startswith("blocks.") and n.endswith("_out")] == [
@@ -386,7 +386,7 @@ def test_what_a_mixture_adds_is_the_sum_of_its_points(name, monkeypatch):
     assert torch.equal(rows[".chosen"], index)
     assert torch.equal(rows[".routing"].gather(1, index), weights)
     half = 0.5 if name == "mean" else 1.0
-    if name == "granite":  # what its block adds is a sum of two modules
+    if name == "granite":  # its block adds the sum of two modules
         assert {"mlp.shared", "mlp_out"} <= {*attached.left_out}
         assert ".shared" not in rows
     else:
@@ -411,7 +411,7 @@ def test_what_a_mixture_adds_is_the_sum_of_its_points(name, monkeypatch):
 
 
 def test_a_router_whose_logits_are_all_alike_has_a_point(monkeypatch):
-    """As one is that training has not moved yet. Any order of its logits is the same."""
+    """A router before training: all logits are equal, so their order is arbitrary."""
     model = made("mixtral")
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -450,7 +450,7 @@ class Mixer(torch.nn.Module):
 
 
 class OneMixerEach(torch.nn.Module):
-    """A model whose blocks have a mixer or an MLP each, in modules of the same classes."""
+    """A model whose blocks contain either a mixer or an MLP, in modules of the same classes."""
 
     def __init__(self, kinds, share=1.0):
         super().__init__()
@@ -471,7 +471,7 @@ class OneMixerEach(torch.nn.Module):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("share", [1.0, 0.003])
 def test_mixers_are_told_from_mlps_in_any_precision(share, dtype):
-    """A mixer may move others by less than rounding of half precision."""
+    """A mixer may change other positions by less than the rounding of half precision."""
     torch.manual_seed(0)
     kinds = ["mlp", "mean", "mlp", "mean"]
     model = OneMixerEach(kinds, share).eval().to(dtype)

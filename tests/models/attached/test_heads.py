@@ -1,4 +1,4 @@
-"""Models whose head is no language model's, on padded batches: each row gets what it gets alone."""
+"""Models with other heads than a language model, on padded batches: each row equals the row alone."""
 
 import pytest
 import torch
@@ -116,7 +116,7 @@ def test_texts_that_stream_are_padded_with_the_token_of_the_model():
     attached = attach(model)
     text = padded([[5, 6, 7], [8, 9]], model, range(2))
     assert text.tokens.tolist() == [[5, 6, 7], [8, 9, PAD]]
-    # The config comes before the tokenizer, because heads read it. An impossible token is not taken.
+    # The config comes before the tokenizer, because heads read it. An impossible token is ignored.
     attached.tokenizer = tokenizer()
     for config, expected in ((3, 3), (-1, PAD), (len(WORDS), PAD), (None, PAD)):
         model.config.pad_token_id = config
@@ -258,7 +258,7 @@ SEQUENCES = {
 @pytest.mark.parametrize("name", SEQUENCES)
 @torch.no_grad()
 def test_a_decoder_that_copies_the_text_of_its_encoder_never_reads_padding(name):
-    """Without `decoder_input_ids`, these decoders read `input_ids` shifted by one, with the padding and without a mask."""
+    """Without `decoder_input_ids`, these decoders read `input_ids`, shifted by one, with unmasked padding."""
     model = made(name, **SEQUENCES[name], decoder_start_token_id=2)
     row = torch.tensor([[5, 7, 9, 4, 11]])
     alone = first_logits(model(row))

@@ -22,7 +22,7 @@ TOKENS = torch.tensor([[3, 1, 4, 15, 9], [2, 6, 5, 3, 22]])
 
 
 class Mixing(nn.Module):
-    """Attention, in a class whose name does not say so; by einsum no part of it is recognised."""
+    """Attention in a class with another name. Its einsum is not recognised."""
 
     def __init__(self, einsum):
         super().__init__()

@@ -1,6 +1,6 @@
-"""Encoders that others trained: chemical reactions (rxnfp) and antibodies (AntiBERTy), from old packages.
+"""Trained encoders of other people: chemical reactions (rxnfp) and antibodies (AntiBERTy), from old packages.
 
-`pip install --no-deps rxnfp==0.1.0 antiberty==0.1.3` brings their weights, which are read with `weights_only`.
+`pip install --no-deps rxnfp==0.1.0 antiberty==0.1.3` installs their weights, which are read with `weights_only`.
 """
 
 import copy
@@ -51,7 +51,7 @@ def antibodies():
     path = folder("antiberty", "trained_models/AntiBERTy_md_smooth")
     # Its vocabulary: [PAD], [UNK], [CLS], [SEP], [MASK] and the residues by letter.
     tokens = torch.tensor([[2, *(5 + RESIDUES.index(residue) for residue in HEAVY), 3]])
-    return loaded(path), tokens, 4, 1 + HEAVY.index("CAAS")  # the cysteine that all have
+    return loaded(path), tokens, 4, 1 + HEAVY.index("CAAS")  # the cysteine that all antibodies have
 
 
 MODELS = {"reactions": reactions, "antibodies": antibodies}
@@ -65,7 +65,7 @@ def test_encoders_that_were_trained(name):
     twin, right = copy.deepcopy(model), tokens[0, pos].item()
     masked = tokens.index_fill(1, torch.tensor([pos]), mask)
     plain = twin(masked).logits
-    assert plain[0, pos].argmax() == right  # what was learned is there
+    assert plain[0, pos].argmax() == right  # the model predicts the right residue
     hidden = twin(masked, output_hidden_states=True).hidden_states
     with attach(model):
         assert torch.equal(model(masked).logits, plain)
@@ -88,7 +88,7 @@ def test_encoders_that_were_trained(name):
         assert torch.equal(runner.run_with_hooks(masked, hooks=hooks).logits, wanted)
         last = logit_lens(model, run_with_cache(model, masked, lazy=True)[1]).tokens[-1, 0]
         assert last[pos, 0] == right
-        # The neighbours tell what stands there: in a text with others the answer is lost, and they bring it back.
+        # The neighbours determine the residue: with other neighbours the answer is lost, and patching them restores it.
         other = masked.clone()
         other[0, pos - 2 : pos] = masked[0, 1:3].flip(0)
         pairs = Pairs(masked, other, torch.tensor([right]), metric=log_prob(right, pos=pos))

@@ -1,6 +1,6 @@
-"""The table of settings in the guides, made here: `python -m tests.models.attached.test_settings_table` writes it.
+"""The table of settings in the guides. `python -m tests.models.attached.test_settings_table` writes it.
 
-Each setting is that of a small Llama, made twice: one is attached, the other has raw hooks of PyTorch.
+Each setting is tested on two copies of a small Llama: one is attached, the other has raw PyTorch hooks.
 """
 
 import functools
@@ -141,7 +141,7 @@ def inner(model):
 
 
 def raw(model, change=None):
-    """The logits and what the first block gives, in a run whose raw hook changes that."""
+    """Return the logits and the output of the first block, in a run whose raw hook changes this output."""
     seen = {}
 
     def hook(module, args, output):
@@ -314,7 +314,7 @@ def test_the_table_is_that_of_the_guide():
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_row_is_that_of_the_guide(name):
-    """Of the settings whose libraries are there."""
+    """The table is checked for settings whose libraries are installed."""
     if not transformers.__version__.startswith("5.24."):
         pytest.skip("the table is that of transformers 5.24")
     package = next((one for one in NEEDED if f"({one.rpartition('.')[2]})" in name), "torch")

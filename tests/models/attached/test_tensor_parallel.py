@@ -55,7 +55,7 @@ def path_of(folder, name):
 
 
 def result(call):
-    """What a call gives, or its error in words."""
+    """Return the result of a call, or its error as text."""
     try:
         return call()
     except Exception as error:
@@ -111,7 +111,7 @@ def attached(model):
 
 
 def longer(model):
-    """What takes longer, of an attached model."""
+    """Return the slow observations of an attached model."""
     import interp
     from hooks import HookedRunner
 
@@ -127,7 +127,7 @@ def longer(model):
 
 
 def observed(folder, name, **options):
-    """All that is compared, of one model."""
+    """Return all observations of one model."""
     import models
     from hooks import HookedRunner
     from hooks.base import weights_hash
@@ -188,7 +188,7 @@ def work(folder, rank, *names):
 
 @pytest.fixture(scope="module")
 def observations(tmp_path_factory, request):
-    """For each model what one process observes, and what each of two do. Without --full there are two models."""
+    """For each model, the observations of one process, and of each of two processes. Without --full, two models."""
     folder = tmp_path_factory.mktemp("split")
     names = [*MODELS] if request.config.getoption("full") else ["llama", "mixtral"]
     for name in names:
@@ -219,7 +219,7 @@ def agree(alone, split, what):
     )
 
 
-# One test, because each of pytest's processes that has a part of it would start two of its own.
+# This is one test, because each process of pytest with a part of it would start two more processes.
 def test_two_processes_give_the_numbers_of_one_or_refuse_by_name(observations):
     for name, (alone, *both) in observations.items():
         for found in both:

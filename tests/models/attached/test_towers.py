@@ -26,7 +26,7 @@ every_model = pytest.mark.parametrize("name", NAMES)
 
 
 def numbers(output):
-    """The logits, or for a model without them its first tensor."""
+    """Return the logits, or the first tensor of a model without logits."""
     logits = getattr(output, "logits", None)
     return next(tensors_in(output)) if logits is None else logits
 
@@ -76,7 +76,7 @@ def test_unhooked_numbers_are_the_models_and_removal_leaves_nothing(name):
     assert torch.equal(numbers(model(**given)), plain)
     assert [*model.state_dict()] == keys
     assert not {*attached.left_out} - {"vision.ln_final", "audio.ln_final", "encoder.ln_final", "decoder.ln_final"} or (
-        name == "qwen3_5"  # whose linear attention has no patterns
+        name == "qwen3_5"  # linear attention has no patterns
     )  # fmt: skip
     attached.remove()
     assert torch.equal(numbers(model(**given)), plain)
@@ -156,7 +156,7 @@ def test_points_hold_what_their_names_say(name):
         products = torch.einsum("bqhd,bkhd->bhqk", q, k)
         scale = (products * scores).sum() / products.square().sum()
         torch.testing.assert_close(products * scale, scores, atol=1e-5, rtol=1e-4)
-    if name == "bart":  # whose norms take the sums
+    if name == "bart":  # its norms read the sums
         return
     for mid in [name for name in cache if name.endswith(".resid_mid")]:
         parts = {part: cache.get(mid[:-3] + part) for part in ("pre", "mid_cross", "post")}
@@ -339,7 +339,7 @@ def test_an_adapter_on_an_encoder_with_a_decoder(make):
         )
         with pytest.raises(
             NeverFiredError, match="encoder"
-        ):  # nothing of these is left out in silence
+        ):  # none of these is missing without a reason
             HookedRunner(model).run_with_cache(
                 **given, encoder_outputs=model.get_encoder()(**source)
             )

@@ -28,7 +28,7 @@ def test_a_model_that_names_a_parameter_as_its_embeddings():
 
 
 def test_embeddings_outside_of_the_encoder_fire_once():
-    """T5Gemma2 embeds its texts before the module that runs the blocks, and gives that the vectors."""
+    """T5Gemma2 embeds its texts first, and passes the vectors to the module that runs the blocks."""
     if not hasattr(transformers, "T5Gemma2ForConditionalGeneration"):
         pytest.skip("needs a later transformers")
     text = dict(

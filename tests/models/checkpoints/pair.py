@@ -62,7 +62,7 @@ class Pair:
         self.ours = load(directory, verify=True)
 
     def reference(self, tokens):
-        """What `transformers` makes of tokens without padding, by our names; and the logits."""
+        """Return the values of `transformers` by our names, for tokens without padding, and the logits."""
         base = getattr(self.theirs.base_model, "decoder", self.theirs.base_model)
         layers = getattr(base, "h", None) or base.layers
         last = []  # its last hidden state is the final norm's
@@ -85,8 +85,8 @@ class Pair:
         return values
 
 
-# Parts of parameters' names and how large their numbers are, times the root of the larger size: scores
-# are far apart then, and no norm makes much of little.
+# Parts of parameter names, and the scale of their values times the root of the larger size. Scores are
+# then far apart, and no norm enlarges small values.
 SCALES = {"q_proj": 1.2, "k_proj": 1.2, "c_attn": 1.4, "query_key_value": 1.4}
 SCALES |= {"embed_tokens": 1.5, "embed_in": 1.5, "wte": 1.5}
 SCALES |= dict.fromkeys(("o_proj", "c_proj", "down_proj", "attention.dense", "dense_4h_to_h"), 0.5)
@@ -95,7 +95,7 @@ SCALES |= {"out_proj": 0.5, "fc2": 0.5, "embed_positions": 6.0}
 
 
 def randomise(model):
-    """Every weight takes part: gains are not one, and biases not zero."""
+    """Every weight matters: gains are not one, and biases are not zero."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -132,7 +132,7 @@ def test_an_unknown_model_lists_what_is_there(monkeypatch, tmp_path):
         with pytest.raises(FileNotFoundError, match=f"build.'{name}'") as caught:
             load(name)
         assert ("has been disabled" in str(caught.value)) == (name == "gpt2")
-        assert "mean" not in str(caught.value)  # a name that is known needs no other
+        assert "mean" not in str(caught.value)  # a known name needs no suggestion
 
 
 def test_a_path_is_never_a_bundled_model(model, tmp_path, monkeypatch):
@@ -193,7 +193,7 @@ def test_damaged_configs_are_errors(saved, unchecked):
         assert "\n" not in str(caught.value)
 
 
-# Shards and .bin files, of our own format as of any other.
+# Shards and .bin files, also of our own format.
 
 
 def in_shards(directory, suffix="safetensors"):
@@ -217,7 +217,7 @@ def test_shards(model, saved, tokens, suffix):
     assert torch.equal(load(saved)(tokens), model(tokens))
     described = json.loads(index.read_text())
     key = next(iter(described["weight_map"]))
-    described["weight_map"][key] = files[1].name  # it is in the other
+    described["weight_map"][key] = files[1].name  # the tensor is in the other file
     index.write_text(json.dumps(described))
     with pytest.raises(ValueError, match=f"index.json .*1 missing: {key}"):
         load(saved)
@@ -249,7 +249,7 @@ def test_bin_files(model, saved, tokens):
 
 
 def test_tensors_of_one_memory_become_parameters_of_their_own(model, saved):
-    """A .bin file keeps what shared memory when it was written; weights that are not tied must not."""
+    """In a .bin file, tensors may share memory. Weights that are not tied must not share memory."""
     (saved / "model.safetensors").unlink()
     weights = {name: value.detach() for name, value in model.named_parameters()}
     whole, part = torch.randn(10), torch.randn(2, 10)[1]
@@ -287,7 +287,7 @@ def test_a_bin_file_runs_nothing(saved, tmp_path):
     assert not Path(trap.marker).exists()
 
 
-@pytest.mark.filterwarnings("ignore")  # of torch.load, about damage
+@pytest.mark.filterwarnings("ignore")  # torch.load warns about damage
 @pytest.mark.parametrize("form", ["safetensors", "bin"])
 def test_damage_is_refused_or_changes_no_weight(form, tmp_path):
     sizes = dict(vocab_size=2, n_ctx=2, n_layers=1, n_heads=1, d_model=2, d_mlp=1)
@@ -384,7 +384,7 @@ def test_loading_takes_little_more_memory_than_the_model(tmp_path, form):
 
 
 def offline(monkeypatch):
-    """What an unset or unreachable hub does, at once."""
+    """Raise the error of an unreachable hub immediately."""
     import huggingface_hub
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -419,7 +419,7 @@ def test_hub_models_are_fetched(model, saved, tokens, monkeypatch):
     assert "pytorch_model*.bin" in asked[-1][1]
     asked.clear()
     load_tokenizer("some/model")
-    assert len(asked) == 1  # nothing else is fetched for it
+    assert len(asked) == 1  # no other file is downloaded
     (saved / "config.json").unlink()
     with pytest.raises(FileNotFoundError, match="config.json"):
         load("some/model")

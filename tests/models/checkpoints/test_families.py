@@ -278,7 +278,7 @@ def made(tmp_path):
     return make
 
 
-# Attributes that files have beside those that `transformers` writes, and a length to run.
+# Attributes in files in addition to the attributes that `transformers` writes, and a length of text.
 def rope(kind="yarn", beside=None, **numbers):
     given = {"original_max_position_embeddings": beside} if beside else {}
     return given | {"rope_scaling": {"type": kind, **numbers}}
@@ -309,7 +309,7 @@ def test_other_attributes_are_read_as_in_transformers(made, family, attributes, 
     model.save_pretrained(directory)
     path = directory / "config.json"
     described = json.loads(path.read_text()) | attributes
-    if "rope_scaling" in attributes:  # of which rope_parameters is the newer form
+    if "rope_scaling" in attributes:  # rope_parameters is the newer form
         described["rope_theta"] = described.pop("rope_parameters")["rope_theta"]
     path.write_text(json.dumps(described))
     theirs = type(model).from_pretrained(directory, attn_implementation="eager").eval()
@@ -384,7 +384,7 @@ def test_keys_of_old_versions(made, family, module, buffers):
     expected = load(directory)
     old = {f"{module}.{name}": torch.ones(3) for name in buffers}
     assert parameters_equal(rewritten(directory, lambda state: state | old), expected)
-    prefix = FAMILIES[family].prefix  # without it, as GPT-2 and OPT were first published
+    prefix = FAMILIES[family].prefix  # GPT-2 and OPT were first published without the prefix
     bare = lambda state: {k.removeprefix(prefix): v for k, v in (state | old).items()}  # noqa: E731
     assert parameters_equal(rewritten(directory, bare), expected)
     other = {f"{module}.{buffers[0]}es": torch.ones(3)}
@@ -451,7 +451,9 @@ def test_an_index_may_err_about_what_is_ignored(made, suffix):
     write = save_file if suffix == "safetensors" else torch.save
     buffers = [f"model.layers.{n}.self_attn.rotary_emb.inv_freq" for n in (0, 1)]
     places = {key: f"{stem}-{n % 2}.{suffix}" for n, key in enumerate(sorted(state))}
-    for name in set(places.values()):  # one buffer that the index names elsewhere, one not at all
+    for name in set(
+        places.values()
+    ):  # one buffer is in another file than in the index, and one is not in the index
         part = {key: state[key] for key in state if places[key] == name}
         write(part | {buffers[0]: torch.ones(2)}, directory / name)
     index = directory / f"{stem}.{suffix}.index.json"

@@ -1,4 +1,4 @@
-"""`from_transformer_lens` and `load` against models that TransformerLens 2.16 made (see transformer_lens/make.py)."""
+"""`from_transformer_lens` and `load`, compared with models of TransformerLens 2.16 (transformer_lens/make.py)."""
 
 import json
 import warnings
@@ -71,7 +71,7 @@ def test_without_a_config_what_is_assumed_is_said(name):
     with pytest.warns(UserWarning, match=r"attention_dir='causal', eps=1e-05"):
         model = from_transformer_lens({k: v for k, v in theirs.state.items() if "mask" not in k})
     assert (model.config.activation == "solu") == (name == "solu_ln")
-    if name != "local":  # whose masks alone say it
+    if name != "local":  # only the masks of this model show it
         close(model(theirs.tokens), theirs.logits)
     else:
         with (
@@ -115,7 +115,7 @@ def test_a_part_of_a_config_is_enough():
     ],
 )  # fmt: skip
 def test_a_config_that_is_not_of_the_weights_is_refused(name, change, error):
-    if error is None:  # gains of 1 are what LNPre is
+    if error is None:  # LNPre is LN with gains of 1
         theirs, model = converted(name, **change)
         close(model(theirs.tokens), theirs.logits)
         return

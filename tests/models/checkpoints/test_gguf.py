@@ -1,4 +1,4 @@
-"""GGUF files, written here as llama.cpp's converter writes them, against independent readers."""
+"""GGUF files in the form of llama.cpp's converter, compared with independent readers."""
 
 import re
 import struct
@@ -116,9 +116,9 @@ def permuted(rows, n_heads):
 
 
 def tensors_of(model, encode=lambda weight: weight):
-    """A model's tensors under the converter's names, matrices as `encode` makes them.
+    """Return the tensors of a model by the names of the converter, with matrices encoded by `encode`.
 
-    What that writes into its argument becomes the model's weight.
+    If `encode` writes into its argument, the weight of the model changes too.
     """
     config = model.config
     kind = ARCHITECTURES.get(config.model_type, config.model_type)
@@ -247,7 +247,7 @@ def encoder(name):
         return raw.reshape(len(raw), -1)
 
     def encode(weight):
-        """Bytes; what they stand for goes into the weight itself, so into the reference model."""
+        """Return the encoded bytes, and write the decoded values into the weight of the reference model."""
         if name in WRITTEN:
             raw = gguf.quants.quantize(weight, kind).view(np.uint8)
         else:

@@ -1,4 +1,4 @@
-"""GGUF files that llama.cpp's converter wrote (tests/gguf/make.py), against the models that they came from."""
+"""GGUF files of llama.cpp's converter (tests/gguf/make.py), compared with the original models."""
 
 import re
 

@@ -47,7 +47,7 @@ def close_throughout(ours, theirs):
 
 
 def alone(values, row, real):
-    """A row's values at its real positions, which are its real keys too: a batch of one."""
+    """Return the values of a row at its real positions and real keys, as a batch of one."""
     part = {name: value[row : row + 1] for name, value in values.items()}
     return {
         name: value[:, :, real][..., real] if name.endswith("pattern") else value[:, real]
@@ -79,9 +79,9 @@ def test_a_model_in_memory_is_copied(pair, tokens):
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("pair", FAMILIES, indirect=True)
 def test_half_precision(pair, tokens):
-    """bfloat16 rounds either model's values at every step, by up to 2^-9 of each.
+    """bfloat16 rounds the values of both models at every step, by up to 2^-9.
 
-    Ours may be off by 1.5 times as much as theirs, and by 0.3 logits.
+    The error of our model may be 1.5 times the error of the reference, plus 0.3 logits.
     """
     with torch.no_grad():
         exact = pair.theirs(tokens).logits
@@ -95,7 +95,7 @@ def test_half_precision(pair, tokens):
 
 
 def from_config_like(model, dtype=torch.bfloat16):
-    """A copy in another type, as `from_pretrained(dtype=...)` makes it."""
+    """Return a copy in another dtype, like `from_pretrained(dtype=...)`."""
     other = type(model)._from_config(model.config, attn_implementation="eager", dtype=dtype).eval()
     other.load_state_dict(model.state_dict())
     return other
@@ -109,7 +109,7 @@ def from_config_like(model, dtype=torch.bfloat16):
     ids=str,
 )
 def test_a_file_in_half_precision_is_read_as_float32(pair, dtype, tokens, tmp_path):
-    """The file's numbers, and nothing made of them, are rounded: not 1 + the gain of Gemma 2."""
+    """The numbers in the file are rounded, but not numbers computed from them, such as 1 + gain in Gemma 2."""
     from_config_like(pair.theirs, dtype).save_pretrained(tmp_path)
     theirs = type(pair.theirs).from_pretrained(
         tmp_path, dtype=torch.float32, attn_implementation="eager"
@@ -154,7 +154,7 @@ def test_a_sequence_is_read_in_pieces(pair, tokens):
 @pytest.mark.sampled(4)
 def test_a_padded_batch_is_read_in_pieces(pair):
     rows, padded, mask = padded_batch("left")
-    pieces = padded.split((15, *PIECES[:2]), 1)  # the first piece reaches into every row
+    pieces = padded.split((15, *PIECES[:2]), 1)  # the first piece contains real tokens of every row
     logits = read(pair.ours, pieces, mask)
     ours = seen(pair.ours, pair.ours, pieces, mask, run=read)
     for row, tokens in enumerate(rows):

@@ -51,7 +51,7 @@ CASES += [(name, mask) for name in ("pre", "like llama", "window") for mask in l
 
 @pytest.fixture(params=[512, 3])
 def block(request, monkeypatch):
-    """Masks are made once for all layers, or by blocks in each."""
+    """Masks are computed once for all layers, or by blocks in each layer."""
     for module in (kernels, masks):
         monkeypatch.setattr(module, "BLOCK", request.param)
 
@@ -149,7 +149,7 @@ def test_embeddings_of_a_part_are_those_of_the_whole(mask):
 
 
 def test_one_text_in_many_copies_shares_its_masks():
-    """Nothing is copied where one row stands for all."""
+    """If one row is valid for all, nothing is copied."""
     model = variant("like llama")
     context = model.context(some_tokens(shape=(1, POS)), attention_mask=torch.ones(1, POS).long())
     repeated = context.repeated(COPIES)

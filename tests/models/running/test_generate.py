@@ -1,4 +1,4 @@
-"""Generation against full reruns of the model for every token, and against transformers."""
+"""Generation, compared with a full run of the model for every token, and with transformers."""
 
 import functools
 from collections import Counter
@@ -26,7 +26,7 @@ PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6, 5], [3, 5, 8, 9], [28]]
 
 @functools.cache
 def build(form="learned"):
-    """A random model whose every weight takes part, and that does not repeat one token for ever."""
+    """Return a random model in which every weight matters, and that does not repeat one token forever."""
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(8)
         model = Transformer(TransformerConfig(**SIZES | FORMS[form])).eval()
@@ -73,7 +73,7 @@ def test_greedy_takes_the_most_probable_token_of_full_reruns(form):
 @pytest.mark.parametrize("chunk", [1, 3, 4, 100])
 @pytest.mark.parametrize("form", ["learned", "windows"])
 def test_chunks_of_the_prompts_change_nothing(form, chunk):
-    """With the shorter prompts some chunks hold nothing but padding."""
+    """With short prompts, some chunks contain only padding."""
     model = build(form)
     expected = [continued(model, prompt) for prompt in PROMPTS]
     lengths, handle = calls(model)
@@ -198,7 +198,7 @@ def test_a_row_ends_with_its_stop_token_and_the_others_go_on(monkeypatch):
     assert min(lengths) <= 3
     assert len(set(lengths)) > 1
     assert generate(model, PROMPTS, max_new_tokens=9, stop=stops) == expected
-    # A config's own tokens act unless others are given.
+    # The tokens of the config are used unless other tokens are given.
     ended = model.config.replace(eos_token_ids=tuple(stops))
     monkeypatch.setattr(model, "config", ended)
     assert generate(model, PROMPTS, max_new_tokens=9) == expected
@@ -354,7 +354,7 @@ def test_a_cache_over_a_generation_is_that_of_a_full_rerun(edits, prompts, chunk
         assert cache.axes(name) == whole.axes(name)
         matters = relevant(cache, name, real, model.config.windows)
         close(cache[name] * matters, value * matters, atol=1e-4)
-    # What no query of the generation could see was not computed.
+    # Keys that no query of the generation can see were not computed.
     last = cache["scores", 0][:, :, :, -1]
     assert not last[:, :, :-1].any()
     assert last[:, :, -1].all()
@@ -362,7 +362,7 @@ def test_a_cache_over_a_generation_is_that_of_a_full_rerun(edits, prompts, chunk
 
 @pytest.mark.parametrize("at", ["ln_final", "ln_final.scale", "unembedding", "logit_cap"])
 def test_listening_after_the_last_block_sees_all_positions(at):
-    """Alone, the logits of the last position are made, and nothing else."""
+    """Only the logits of the last position are computed."""
     model, shapes = build("capped"), []
     runner = HookedRunner(model)
 

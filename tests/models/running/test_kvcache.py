@@ -1,4 +1,4 @@
-"""KVCache: a text read in pieces gives what the whole gives, in bounded memory, also after a failure."""
+"""KVCache: a text in pieces gives the same numbers as the whole text, in bounded memory, also after a failure."""
 
 import contextlib
 import copy
@@ -52,7 +52,7 @@ def _numbers(monkeypatch):
 
 @functools.cache
 def build(form="learned", **changes):
-    """A random model whose every weight takes part."""
+    """Return a random model in which every weight matters."""
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(0)
         model = Transformer(TransformerConfig(**SIZES | FORMS[form] | changes)).eval()
@@ -67,7 +67,7 @@ def text(*shape, seed=1):
 
 
 def by_prefix(model, tokens):
-    """Logits after each prefix, each of them read by itself: no mask stands between the tokens."""
+    """Return the logits after each prefix. Each prefix is a run of its own without a mask."""
     with torch.no_grad():
         ends = range(1, tokens.shape[1] + 1)
         return torch.stack([model(tokens[:, :end])[:, -1] for end in ends], 1)
@@ -93,7 +93,7 @@ def read(model, pieces, cache, mask=None):
     return torch.cat(parts, 1)
 
 
-# --- what the cache promises first of all
+# --- the main promise of the cache
 
 
 @pytest.mark.sampled(8)
@@ -141,7 +141,7 @@ def expected_alone(form):
     ("sizes", "hooked"), [([3, 1, 1, 8], True), ([1] * LENGTH, False), ([8, 5], False)]
 )
 def test_a_left_padded_batch_in_pieces_gives_each_row_what_it_gets_alone(form, sizes, hooked):
-    """Some pieces hold nothing but padding of a row; both forms of attention come to numbers."""
+    """Some pieces of a row contain only padding. Both forms of attention return finite numbers."""
     model = build(form)
     _, padded, mask = left_padded()
     hooks = {"*.scores": lambda value, point: None} if hooked else {}
@@ -154,7 +154,7 @@ def test_a_left_padded_batch_in_pieces_gives_each_row_what_it_gets_alone(form, s
 
 @pytest.mark.parametrize("form", UNWINDOWED)
 def test_right_padded_prompts_go_on(form):
-    """Positions follow the mask: what comes next stands right after the last real token."""
+    """Positions follow the mask: the next token comes directly after the last real token."""
     model, cache, real = build(form), KVCache(), torch.tensor([3, 8, 5])
     prompts, more = text(3, 8, seed=5), text(3, 3, seed=6)
     mask = torch.cat([torch.arange(8) < real[:, None], torch.ones(3, 3).bool()], 1)
@@ -177,7 +177,7 @@ def test_right_padding_is_refused_where_windows_count_on_the_last_keys():
 
 @pytest.mark.parametrize("form", ["learned", "window"])
 def test_a_cache_that_holds_padding_does_not_forget_it(form):
-    """Without the mask, what is new is real, and what was padding stays so; a copy knows that too."""
+    """Without a mask, new tokens are real and padding stays padding, also in a copy of the cache."""
     model, cache = build(form), KVCache()
     _, padded, mask = left_padded()
     logits = [model(padded[:, :8], attention_mask=mask[:, :8], kv_cache=cache)]
@@ -186,14 +186,14 @@ def test_a_cache_that_holds_padding_does_not_forget_it(form):
     for row, alone in enumerate(expected_alone(form)):
         close(torch.cat(logits, 1)[row, mask[row]], alone)
         close(model(padded[:, 8:], kv_cache=copy.deepcopy(branch))[row], alone[-5:])
-        if form == "learned":  # nor does a mask of queries and keys bring padding back
+        if form == "learned":  # a mask of queries and keys does not make padding real either
             by_query = dict(query_key_mask=torch.ones(LENGTH, LENGTH).tril()[8:])
             close(model(padded[:, 8:], kv_cache=copy.deepcopy(branch), **by_query)[row], alone[-5:])
 
 
 @pytest.mark.parametrize("first", ["none", "all real", "padded", "by query"])
 def test_what_was_read_cannot_be_declared_padding_later(first):
-    """Nor the other way round: positions, and what the later tokens saw, would not fit together."""
+    """The reverse is an error too: positions and the keys that later tokens saw would not match."""
     model, cache = build("rotary"), KVCache()
     tokens, mask = text(2, LENGTH), torch.ones(2, LENGTH, dtype=torch.bool)
     padded = mask.clone()
@@ -288,7 +288,9 @@ def test_buffers_are_moved_once_a_step_at_most(window, monkeypatch):
 
     def noting(*args):
         keys, values = extended(*args)
-        buffers.append(keys.untyped_storage())  # held, so that no address comes twice
+        buffers.append(
+            keys.untyped_storage()
+        )  # keep the storage alive, so that no address occurs twice
         return keys, values
 
     monkeypatch.setattr(module.LayerCache, "append", noting)
@@ -347,7 +349,7 @@ FAILURES = ["embed", "blocks.0.attn.v", "blocks.1.attn.z", "blocks.2.attn.k", "l
 @pytest.mark.parametrize("at", FAILURES)
 @pytest.mark.parametrize("recording", [False, True])
 def test_a_pass_that_ends_early_leaves_the_cache_as_it_was(form, at, recording):
-    """By a hook's own error, reading other tokens, and more than there was room for; or by a capture."""
+    """A run fails by an error of a hook, wrong tokens, too many tokens, or the stop of a capture."""
     model, tokens, cache, parts = build(form), text(2, LENGTH), KVCache(), []
     runner = HookedRunner(model)
     whole = runner.run_with_cache(tokens, names=at)[1][at]
@@ -413,7 +415,7 @@ def test_another_model_is_refused(other):
 
 
 def test_a_model_with_the_same_keys_goes_on():
-    """Folded norms change no key and no value; another precision rounds them."""
+    """Folded norms do not change keys and values; another precision rounds them."""
     model, tokens = build("window"), text(2, LENGTH)
     twin = fold_norms(model)
     assert twin.config != model.config
@@ -441,7 +443,7 @@ def test_a_plan_and_a_call_without_tokens_leave_the_cache_as_it_was(start):
     close(logits, expected("window")[:, start:])
 
 
-# --- gradients, and where numbers are made otherwise
+# --- gradients, and other code paths for the same numbers
 
 
 def gradients(model, run):
@@ -454,7 +456,7 @@ def gradients(model, run):
 @pytest.mark.parametrize("form", ["learned", "window", "grouped", "capped window"])
 @pytest.mark.parametrize("sizes", [[LENGTH], [6, 1, 1, 5]])
 def test_gradients_flow_through_pieces(form, sizes):
-    """Also after a pass that ended early, whose keys were written over."""
+    """This also holds after a run that ended early and whose keys were overwritten."""
     model, tokens, cache = copy.deepcopy(build(form)), text(2, LENGTH), KVCache()
     with torch.enable_grad():
         whole = gradients(model, lambda: model(tokens))

@@ -49,7 +49,7 @@ def test_logits_are_left_alone_and_may_forbid_tokens():
 
 
 def test_of_tied_tokens_the_first_ones_are_left():
-    """Half precision ties often. The most probable token is the same with and without a cut."""
+    """In half precision, logits are often equal. The most likely token is the same with and without top-k."""
     logits = torch.tensor([[1.0, 5.0, 5.0, 5.0, 2.0]])
     for k in (1, 2, 3):
         kept = [p > 0 for p in left(logits, temperature=1.0, top_k=k)]
@@ -114,7 +114,7 @@ def test_each_row_draws_from_its_own_generator():
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-7, 9.9e-7])
 def test_below_a_millionth_the_most_probable_token_is_taken(temperature):
-    """So near to each other that any temperature would draw the other one too."""
+    """The two logits are so close that sampling at any temperature would draw both tokens."""
     logits = torch.tensor([[1.0, 2.0, 2.0 + 1e-9, 0.0]], dtype=torch.float64).repeat(64, 1)
     generator = torch.Generator().manual_seed(0)
     before = generator.get_state()

@@ -1,4 +1,4 @@
-"""Charsmaps, against pairs that are worked out by hand; SentencePiece 0.2.3 gives the same."""
+"""Charsmaps, compared with pairs computed by hand. SentencePiece 0.2.3 returns the same."""
 
 import pickle
 import random
@@ -27,7 +27,7 @@ TABLE = {
     "bc": "q",
     "c": "",
 }
-# The longest sequence at each place, read on behind it; what was made is not read again.
+# At each place the longest sequence is replaced. The replacement is not read again.
 NORMALISED = {
     "plain": "plain",
     "a\u3000\u0301b": "a \u0301b",
@@ -59,7 +59,7 @@ def written(table):
     units, taken, bases = [0] * 4096, {0}, iter(range(256, 4096))
 
     def place(node, label, children):
-        # Each node has a base of its own, so that a label tells its children from others.
+        # Each node has its own base, so that a label identifies its children.
         base = next(base for base in bases if not {base ^ byte for byte in children} & taken)
         taken.update(base ^ byte for byte in children)
         units[node] = (node ^ base) << 10 | (0 in children) << 8 | label
@@ -88,14 +88,14 @@ def test_the_longest_sequence_is_replaced(text, charsmap):
 def test_the_library_reads_a_table_otherwise():
     """If this fails, `Precompiled` may have learned it."""
     theirs = tokenizers.normalizers.Precompiled(written(TABLE))
-    assert theirs.normalize_str("e\u0301 \u33a2") == "\u00e9 km2"  # so the table is one
+    assert theirs.normalize_str("e\u0301 \u33a2") == "\u00e9 km2"  # so the table is valid
     assert theirs.normalize_str("a\u3000\u0301b") == "a b"
     assert theirs.normalize_str("\u1112\u1161") == "\u1112\u1161"
 
 
 @pytest.fixture(scope="module")
 def pieces(tmp_path_factory):
-    """Pieces of one character, in a file with the table, and one without."""
+    """Pieces of one character, in a file with the table and in a file without it."""
     characters = sorted({*"".join(TABLE), *"".join(NORMALISED.values()), "[", "]", "▁", "\n"})
     original = unigrams()
     vocabulary = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("[ab]", 0.0)]
@@ -125,7 +125,7 @@ def test_a_file_with_a_table(pieces):
         *[(3, 4)] * 3,
         (4, 5),
     ]
-    # Special tokens are found in the text as it is, and none in what the table makes of it.
+    # Special tokens are found in the original text, not in the normalised text.
     assert shown(ours, "ab[ab]ab") == ["x", "[ab]", "x"]
     assert shown(ours, "[a\u200bb]") == ["[", "a", "b", "]"]
     again = pickle.loads(pickle.dumps(ours))
@@ -143,7 +143,7 @@ def test_a_file_with_a_table(pieces):
     ],
 )
 def test_spaces_are_those_of_sentencepiece(prefix, merges, expected, pieces):
-    """Only spaces are taken off and joined, and one is put first also before another."""
+    """Only spaces are removed and joined. A space is added at the beginning, also before another space."""
     said = dict(add_space_prefix=prefix, remove_extra_whitespaces=merges)
     ours = pieces(precompiled_charsmap=[*written(TABLE)], **said)
     assert "".join(shown(ours, "  a\u3000 b \n ")) == expected
@@ -152,7 +152,7 @@ def test_spaces_are_those_of_sentencepiece(prefix, merges, expected, pieces):
 
 
 def test_other_kinds_of_tokenizers_have_no_table(tmp_path):
-    """As llama.cpp reads it for Unigram alone."""
+    """llama.cpp reads the table only for Unigram tokenizers."""
     make, said = ORIGINALS["llama"]
     path = write_gguf(tmp_path / "a.gguf", make(), **said, precompiled_charsmap=[*written(TABLE)])
     plain = load_tokenizer(write_gguf(tmp_path / "b.gguf", make(), **said))
@@ -171,7 +171,7 @@ def test_tables_that_are_damaged(pieces):
 
 
 def test_a_table_that_is_damaged_anywhere_is_refused_or_read():
-    """The library keeps silent about errors of a normalizer, so none may come later."""
+    """The library hides errors of a normalizer, so the normalizer must never raise an error."""
     whole, draw, refused = written(TABLE), random.Random(0), 0
     for _ in range(300):
         at, bit = draw.randrange(len(whole)), draw.randrange(8)

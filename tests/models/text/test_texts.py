@@ -21,7 +21,7 @@ IDS = [[3, 4, 6], [3, 5, 6, 7, 3, 8]]
 
 
 class Spaced:
-    """A tokenizer of words; a space before a word makes it another token."""
+    """A tokenizer of words, in which a word after a space is another token."""
 
     bos_token_ids = ()
     eos_token_ids = (1,)
@@ -49,7 +49,7 @@ class Spaced:
 
 
 def reading(**choices):
-    """A model that reads words, with three tokens more than its tokenizer has."""
+    """A model of words with three more tokens than its tokenizer."""
     from models import Transformer, TransformerConfig
 
     sizes = {**SIZES, "vocab_size": 30, **choices}
@@ -296,7 +296,7 @@ def test_special_tokens_are_those_of_the_tokenizer(template):
         plain = tokenizer(text, add_special_tokens=False).input_ids
         assert model.to_tokens(text, bos=False).tokens[0].tolist() == plain
         assert model.to_tokens(text, bos=True).tokens[0].tolist()[:2] == [0, 3]
-    # Written out, it is not added once more.
+    # If the text contains the token, it is not added again.
     assert model.to_tokens("<s> the", bos=True).tokens[0, :2].tolist() == [0, 3]
     model.tokenizer = Spaced()
     with pytest.raises(ValueError, match="bos=True"):
@@ -463,7 +463,7 @@ def test_an_answer_that_may_be_two_tokens_is_refused():
 
 
 def test_an_answer_is_one_token_where_only_one_fits():
-    """A tokenizer that drops a first space has one token for both; another has a word only after a space."""
+    """A tokenizer that drops the first space has one token for both. Another has the word only after a space."""
     model = reading()
     model.tokenizer = library_of(WORDS)
     assert Pairs("the cat", answers="dog").read_by(model).answers.tolist() == [5]

@@ -1,4 +1,4 @@
-"""Tokenizers, against tokens worked out by hand and against other implementations of the same files."""
+"""Tokenizers, compared with tokens computed by hand and with other implementations of the same files."""
 
 import base64
 import json
@@ -102,7 +102,7 @@ def saved(tmp_path):
     return save
 
 
-# What all have in common.
+# Tests of all tokenizers.
 
 
 def test_what_is_a_tokenizer(pair):
@@ -181,13 +181,13 @@ def test_numbers_need_not_follow_the_merges(tmp_path):
     assert tokenizer.tokens_as_text([263, 261, 260, 180]) == ["ll", "madeupword0000", "he", "o"]
 
 
-# Files beside the two, against transformers reading the same directory.
+# Other files in the directory, compared with transformers.
 
 PLAIN = dict(lstrip=False, rstrip=False, single_word=False, normalized=False, special=True)
 PAD = {"262": dict(PLAIN, content="<pad>"), "263": dict(PLAIN, content="né w", special=False)}
 
 
-# From transformers itself, with tokenizers older than 0.23.
+# transformers gives this warning with tokenizers older than 0.23.
 @pytest.mark.filterwarnings("ignore:Deprecated in 0.9.0:DeprecationWarning")
 @pytest.mark.parametrize(
     "files",
@@ -251,7 +251,7 @@ def test_what_would_change_tokens_in_silence(files, said, tmp_path):
     assert str(tmp_path) in str(caught.value)
 
 
-# tokenizer.json and GGUF, against the tokenizers of the library that they were written from.
+# tokenizer.json and GGUF, compared with the tokenizers of the library that wrote them.
 
 
 @pytest.mark.parametrize("name", ORIGINALS)
@@ -316,7 +316,7 @@ SIX = {piece: token for token, piece in enumerate("abÃ©Ġx")}
     ],
 )  # fmt: skip
 def test_what_the_library_leaves_out_is_refused(parts, text, tokens, refused, saved):
-    """It drops what has no token where there is no unknown token either, and says nothing."""
+    """Without an unknown token, the library silently drops characters that have no token."""
     ours = saved(kinds.BPE(SIX, []), **parts)
     assert ours.encode(text) == tokens
     for wrong in refused:
@@ -364,10 +364,10 @@ def test_damaged_files_are_named(name, content, tmp_path):
 
 
 def tekken(path, **changes):
-    """Writes a small tekken.json; gives what mistral-common makes of one: special tokens first, then those of tiktoken."""
+    """Write a small tekken.json. Return the tokenizer of mistral-common: special tokens first, then tiktoken's tokens."""
     signs, trained_ = dict(zip(SIGNS, BYTES, strict=True)), json.loads(byte_level().to_str())
     pieces = [*SIGNS, *("".join(pair) for pair in trained_["model"]["merges"])]
-    # Tokens of one letter, in whose runs merges overlap, and one that no merges make.
+    # Tokens of one letter with overlapping merges, and one token that no merge produces.
     pieces = [*dict.fromkeys([*pieces, "aa", "aaa", "aaaaa", "ĠĠ", "ĠĠĠ", "qzjq"])]
     tokens = [bytes(signs[sign] for sign in piece) for piece in pieces]
     tokens = [*map(bytes, ([byte] for byte in range(256))), *(t for t in tokens if len(t) > 1)]
@@ -505,7 +505,9 @@ def test_the_tokens_of_phi_3_take_the_spaces_after_them(name, after, tmp_path):
     path = write_gguf(tmp_path / "model.gguf", make(), name=name, **more)
     ours = load_tokenizer(path)
     assert len(ours.encode("</s>  ")) == 1 + after
-    assert len(ours.encode("<s>  ")) == 1 + 3  # one of three that do not
+    assert (
+        len(ours.encode("<s>  ")) == 1 + 3
+    )  # one of three special tokens that do not match spaces after them
 
 
 @pytest.mark.parametrize(

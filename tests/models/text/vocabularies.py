@@ -36,7 +36,7 @@ def trained(model, splitter, pieces, n_merges=None, added=(), normalizer=None):
     return tokenizer
 
 
-# What llama.cpp splits by, one after the other, where a file does not say how.
+# The patterns that llama.cpp applies in turn if a file names none.
 FOUR = (
     r"[\p{P}\$\+<=>\^~\|]+",
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
@@ -46,7 +46,7 @@ FOUR = (
 
 
 def byte_level(llama_3=False, patterns=()):
-    # Trained on words of GPT-2's kind, of which other patterns cut some.
+    # Trained on words as GPT-2 splits them; other patterns split some of these words.
     words = pre_tokenizers.ByteLevel(add_prefix_space=False)
     # Llama 3's vocabulary has words that no merges lead to.
     model, n_merges = kinds.BPE(ignore_merges=llama_3), 40 if llama_3 else None
@@ -116,7 +116,7 @@ def unigrams(prefix="always"):
 
 
 def write_gguf(path, tokenizer, model, architecture="llama", name=None, **more):
-    """As llama.cpp's converter writes a tokenizer; what is None is left out."""
+    """Return a tokenizer as llama.cpp's converter writes it. Keys with None are left out."""
     added = tokenizer.get_added_tokens_decoder()
     pieces = [tokenizer.id_to_token(token) for token in range(tokenizer.get_vocab_size())]
     written = json.loads(tokenizer.to_str())["model"]

@@ -1,4 +1,4 @@
-"""Training: what it learns and draws, what it writes, and how it stops and goes on."""
+"""Training: the result, the random draws, the files, and how a run stops and continues."""
 
 import copy
 import errno
@@ -78,7 +78,7 @@ def test_walks_are_split_and_measured_as_wholes():
 
 
 def test_another_loss_is_minimised_and_measured():
-    """Whether the first token of a row comes again: read at its last token, from two logits."""
+    """Whether the first token of a row occurs again, from two logits at the last token."""
 
     def loss(model, rows):
         return torch.nn.functional.cross_entropy(
@@ -129,7 +129,7 @@ def test_half_precision_is_measured_in_float32():
 
 
 def test_a_simple_pattern_is_learned_and_sampled_perfectly():
-    """Plus 3 modulo 11; another check of appendix B."""
+    """Addition of 3 modulo 11, another check of appendix B."""
     pattern = [0, 3, 6, 9, 1, 4, 7, 10, 2, 5, 8]
     model = tiny(vocab_size=11, n_ctx=16, d_model=16, tied_unembed=False)
     text = torch.tensor((pattern * 40)[:400])
@@ -588,7 +588,7 @@ def test_a_file_that_is_no_checkpoint_is_refused(saved):
 
 
 def test_a_damaged_checkpoint_is_refused_or_gives_the_same(saved):
-    """Bits flipped, blocks zeroed, ends cut off; some hit bytes that mean nothing."""
+    """Flip bits, zero blocks, cut off ends. Some changes hit bytes without a meaning."""
     path, straight = saved / "checkpoint.pt", tiny()
     train(straight, TEXT, config())
     whole, draw, refused = path.read_bytes(), random.Random(0), 0
