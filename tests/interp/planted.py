@@ -42,7 +42,7 @@ def induction(sharp=100.0):
     return model
 
 
-# Copies: after A came B, after D came W. Tokens 5 and up are others.
+# Copying: B followed A, and W followed D. Tokens from 5 on are fillers.
 A, B, C, D, W, E = 0, 1, 2, 3, 4, 5
 TEXTS = torch.tensor(
     [[x, x, 8, A, B, y, z, D, W, y, A] for x, y, z in ((6, 7, 9), (10, 6, 6), (12, 11, 10))]
@@ -55,9 +55,9 @@ DIGITS, YES, NO, SUM = 7, 12, 13, 14
 
 @torch.no_grad()
 def comparison(sharp):
-    """Heads 0 and 2 fetch the digits at positions 1 and 3, and the MLP compares their sum with 6.
+    """Heads 0 and 2 copy the digits at positions 1 and 3, and the MLP compares their sum with 6.
 
-    Head 1 fetches the digit at position 2, which nobody reads.
+    Head 1 copies the digit at position 2, which no later component reads.
     """
     config = TransformerConfig(
         vocab_size=DIGITS, n_ctx=5, n_layers=1, n_heads=3, d_head=5, d_model=DIGITS + 5 + 4, d_mlp=2,

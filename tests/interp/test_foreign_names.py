@@ -1,4 +1,4 @@
-"""Names of TransformerLens: what they are here, against its own caches of small random models (see `make.py`)."""
+"""Names of TransformerLens and their names here, compared with its caches of small random models (`make.py`)."""
 
 import re
 
@@ -21,14 +21,14 @@ REFUSED = {"alibi", "experts", "final_rms", "post_embedding_ln", "shortformer"}
 
 
 def loaded(name):
-    """What TransformerLens has of a model, the model here, and our cache."""
+    """Return the cache of TransformerLens, the same model here, and its cache."""
     theirs = lens.read(name)
     model = from_transformer_lens(theirs.state, theirs.config, dtype=torch.float64).eval()
     return theirs, model, HookedRunner(model).run_with_cache(theirs.tokens)[1]
 
 
 def translated(point, **options):
-    """Our name and None, or None and the reason why there is none."""
+    """Return our name and None, or None and the reason for a missing name."""
     try:
         return hooks_name(point, **options), None
     except UnknownNameError as error:
@@ -36,7 +36,7 @@ def translated(point, **options):
 
 
 def by_formula(name, model, cache, state):
-    """The value of a name that none of ours has, as the error of `hooks_name` says it."""
+    """Return the value of a name without an equivalent, by the formula in the error of `hooks_name`."""
     last = name.rpartition("hook_")[2]
     block = model.blocks[1]
     if last in ("q", "k"):
@@ -86,7 +86,7 @@ def test_every_point_of_theirs_has_a_row(name):
     unused = "mlp_out" if theirs.config["attn_only"] else "nothing"
     for point in theirs.points:
         if point.endswith(unused):
-            continue  # it is there, and never fires
+            continue  # the point exists and never fires
         ours, reason = translated(point, model=model)
         assert ours in cache if ours else point in reason and "no point of" not in reason
 
@@ -139,7 +139,7 @@ def test_values_of_the_bridge_are_theirs_by_name(kind):
     for point, name in wanted.items():
         torch.testing.assert_close(cache[name], theirs[point], atol=1e-5, rtol=1e-4, msg=point)
     assert len(wanted) > 30
-    # Each formula that a reason gives, where the value is another.
+    # Each formula in a reason, for values that differ.
     cache = HookedRunner(model).run_with_cache(bridge.TOKENS)[1]
     for norm in ("blocks.1.ln1", "blocks.1.ln2", "ln_final"):
         module = model.get_submodule(norm)

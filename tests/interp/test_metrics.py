@@ -1,4 +1,4 @@
-"""Metrics, against NumPy in float64, and what they read of padded texts."""
+"""Metrics, compared with NumPy in float64, also on padded texts."""
 
 import numpy as np
 import pytest
@@ -46,7 +46,7 @@ def test_metrics_of_one_token_equal_numpy(logits, name, token, other, pos):
     def each(given):
         return torch.as_tensor(given).expand(BATCH).tolist()
 
-    if name == "accuracy":  # also where it is 1
+    if name == "accuracy":  # also for an accuracy of 1
         logits[0, :, each(token)[0]] = 20
     metric = MAKE[name](token, other, pos=pos)
     rows = zip(logits.numpy(), each(pos), each(token), each(other), strict=True)
@@ -75,7 +75,7 @@ def test_ties(logits):
 def test_cross_entropy_is_the_mean_over_real_predictions(logits, mask):
     tokens = torch.randint(VOCAB, (BATCH, POS))
     if mask is not None:
-        tokens[mask == 0] = -100  # padding, whatever it holds
+        tokens[mask == 0] = -100  # padding may contain any number
     real = np.ones((BATCH, POS)) if mask is None else mask.numpy()
     expected = []
     for x, text, own in zip(logits.numpy(), tokens.tolist(), real, strict=True):

@@ -158,7 +158,7 @@ def terminal(monkeypatch):
 
 
 def numbers(result):
-    """What an analysis gives, in a form that can be compared."""
+    """Return the result of an analysis in a form that can be compared."""
     values = getattr(result, "values", result)
     return values if isinstance(values, torch.Tensor) else repr(result)
 

@@ -1,4 +1,4 @@
-"""The report: its numbers against values computed here, its page against what a browser would do."""
+"""The report: its numbers are compared with values computed here, and its page is opened in a browser."""
 
 import copy
 import html
@@ -207,7 +207,7 @@ def test_the_derived_corruption_has_the_lowest_metric_of_those_tried(model, monk
     with HookedRunner(model).hooks({"unembedding": lambda logits, _: made.append(logits.shape)}):
         reports.derive_corruption(model, encoded(text), interp.log_prob(int(answer)))
     assert made == [(len(text) - 1, 1, 29)]
-    # In chunks of one row each it is the same.
+    # Chunks of one row give the same result.
     for size in (1, 99):
         monkeypatch.setattr(reports, "_TOKENS_PER_FORWARD", size)
         made = report(model, text, None)

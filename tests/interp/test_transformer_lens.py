@@ -1,7 +1,7 @@
-"""Against TransformerLens on the same random weights: logits, every cached value, every patch.
+"""Comparison with TransformerLens on the same random weights: logits, every cached value, every patch.
 
-With 2.18 they differ by at most 2e-15 of the largest value, and by 2e-7 under rotary positions, whose angles are
-in float32.
+With version 2.18 the difference is at most 2e-15 of the largest value, and 2e-7 with rotary positions, whose angles
+are in float32.
 """
 
 import copy
@@ -37,7 +37,7 @@ EVERY = slice(None)
 
 @pytest.fixture(scope="module", params=FORMS)
 def models(request):
-    """One of our models and theirs with its weights, in float64."""
+    """Return a model and the TransformerLens model with the same weights, in float64."""
     return twins(request.param)
 
 
@@ -69,7 +69,7 @@ def test_logits_and_every_value_agree(models):
             value, expected = value.tril(), expected.tril()
         if (
             name.endswith(".normalized") and ours.config.norm == "rmsnorm"
-        ):  # theirs is before the gain
+        ):  # TransformerLens caches the value before the gain
             expected = expected * ours.get_submodule(name.rpartition(".")[0]).weight
         close(value, expected)
         compared.add(known)
@@ -126,7 +126,7 @@ def test_attribution_agrees_at_every_site(models):
         for layer in range(LAYERS):
             ending = site if site in present else f"attn.{site}"
             name = theirs_of(f"blocks.{layer}.{ending}", theirs)
-            # Theirs are -inf where a query sees no key.
+            # In TransformerLens, masked scores are -inf.
             change = (target[name] - base[name]).nan_to_num(0)
             product = (change * gradients[name]).detach()
             if site in ("scores", "pattern"):
@@ -140,7 +140,7 @@ def test_attribution_agrees_at_every_site(models):
 
 @torch.no_grad()
 def test_readings_of_weights_agree_with_its_processed_weights(models):
-    """Ours fold on the fly what theirs folds into the weights. Theirs does not rotate the circuits."""
+    """We fold norms while reading; TransformerLens folds them into weights. It does not rotate the circuits."""
     ours, theirs = models[0], copy.deepcopy(models[1])
     theirs.process_weights_()
     distance = 0 if ours.config.positions == "rotary" else None
@@ -169,7 +169,9 @@ def test_readings_of_weights_agree_with_its_processed_weights(models):
         close(found.nan_to_num(0), theirs.all_composition_scores(kind))
     tokens = some_tokens()
     close(token_directions(ours, tokens), theirs.tokens_to_residual_directions(tokens))
-    if ours.config.n_kv_heads == HEADS:  # theirs knows no shared heads, and needs float32
+    if (
+        ours.config.n_kv_heads == HEADS
+    ):  # TransformerLens does not support shared heads here, and needs float32
         found = singular_tokens(ours, 1, 4, k=3, top=VOCAB)
         logits = lens.SVDInterpreter(theirs.float()).get_singular_vectors("OV", 1, 3, 4)
         wanted = logits[:, 0].mT.double().gather(1, found.written[:, 0])

@@ -1,7 +1,7 @@
-"""Against TransformerLens on the same weights: decompositions, direct attribution and scores of heads.
+"""Comparison with TransformerLens on the same weights: decompositions, direct attribution and scores of heads.
 
-Its weights are processed where it says that they must be; ours fold norms while they read. With 2.18 the two differ
-by at most 1e-6 of the largest value.
+TransformerLens gets processed weights if it needs them; our readings fold norms themselves. With version 2.18 the
+difference is at most 1e-6 of the largest value.
 """
 
 import copy
@@ -27,7 +27,7 @@ def renamed(label):
 
 @pytest.fixture(scope="module", params=FORMS)
 def models(request):
-    """One of our models and theirs with its weights, in float64."""
+    """Return a model and the TransformerLens model with the same weights, in float64."""
     return twins(request.param)
 
 
@@ -36,7 +36,9 @@ def runs(models):
     """Our model and cache; and its cache of the same weights, raw and processed."""
     ours, raw = models
     processed = copy.deepcopy(raw)
-    processed.fold_value_biases = lambda state: state  # or heads would write without these
+    processed.fold_value_biases = lambda state: (
+        state
+    )  # otherwise heads would write without these biases
     processed.process_weights_()
     processed.setup()  # names the points of its new norms
     with torch.no_grad():
@@ -49,7 +51,7 @@ def runs(models):
 @pytest.mark.parametrize("before", [None, 1])
 def test_parts_of_the_stream_agree(runs, neurons, before):
     ours, cache, theirs, _ = runs
-    neurons = neurons and ours.config.mlp != "none"  # it has no biases to add up there
+    neurons = neurons and ours.config.mlp != "none"  # such a model has no biases of neurons
     found = decompose(ours, cache, before=before, neurons=neurons)
     layer = LAYERS if before is None else before
     options = dict(expand_neurons=neurons, apply_ln=False, return_labels=True)

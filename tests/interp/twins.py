@@ -23,7 +23,7 @@ FORMS = {
 
 
 def twins(form):
-    """One of our models and theirs with its weights, in float64."""
+    """Return a model and the TransformerLens model with the same weights, in float64."""
     ours = variant(form)
     sizes = dict(n_layers=LAYERS, n_heads=HEADS, d_model=D_MODEL, d_head=D_HEAD, d_mlp=13)
     sizes |= dict(d_vocab=VOCAB, n_ctx=N_CTX, act_fn="gelu_new", normalization_type="LN")

@@ -50,7 +50,9 @@ def namespace():
 
     ours = rows.guide()
     model, folded = theirs(ours["model"]), theirs(ours["model"])
-    folded.fold_value_biases = lambda state: state  # or heads would write without these
+    folded.fold_value_biases = lambda state: (
+        state
+    )  # otherwise heads would write without these biases
     folded.process_weights_()
     folded.setup()
     model.set_use_attn_result(False)

@@ -376,10 +376,10 @@ def test_a_neuron_that_is_used_is_no_illusion_though_most_of_it_is_not_read():
     checked = null_spaces(model, pairs, "h", neuron, reader=model.READER)
     whole = torch.tensor([2.0, -2.0]) * (0.4 - 1.1)
     torch.testing.assert_close(checked.effects.select(through="whole").values, whole)
-    # The read part is P e, and what changes along it, (P e · e) P e / |P e|², is P e again, which is read as e is.
+    # The part that is read is P e. The change along it, (P e · e) P e / |P e|², is P e again, with the same effect as e.
     torch.testing.assert_close(checked.effects.select(through="read").values, whole)
     assert checked.unread == pytest.approx(0, abs=1e-5)
-    # A direction beside it whose part that is read goes elsewhere.
+    # The part of another direction that is read points elsewhere.
     unread = torch.linalg.svd(model.READER.mT).Vh[3]
     joined = neuron * 0.02 + unread
     projection = model.READER @ torch.linalg.pinv(model.READER)

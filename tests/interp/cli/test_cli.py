@@ -34,7 +34,7 @@ def small(vocab_size, n_ctx=89):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A small random model, saved; its tokenizer knows what the default prompt needs."""
+    """Save a small random model whose tokenizer can encode the default prompt."""
     tokenizer = CharTokenizer.of(cli.DEFAULT_PROMPT + cli.DEFAULT_CORRUPTED + "acdefhinorstuv")
     path = tmp_path_factory.mktemp("model")
     save(path, small(len(tokenizer.characters)), tokenizer)
@@ -172,7 +172,7 @@ def test_vocabularies_of_model_and_tokenizer_that_differ(here, capsys):
 
 
 def test_default_prompts_of_different_lengths_are_no_pair(saved, here, monkeypatch):
-    """As with a tokenizer to which one of them is more tokens than the other."""
+    """With some tokenizers, one of the two texts has more tokens than the other."""
     monkeypatch.setattr(cli, "DEFAULT_PROMPT", "the returns")
     monkeypatch.setattr(cli, "DEFAULT_CORRUPTED", "the return")
     assert main(["report", "--model", saved]) == 0
@@ -181,9 +181,9 @@ def test_default_prompts_of_different_lengths_are_no_pair(saved, here, monkeypat
 
 @pytest.mark.parametrize(("known", "n_ctx"), [("\nabc", 89), ("the returns", 7)])
 def test_the_model_writes_the_prompt_if_it_cannot_read_the_default(here, monkeypatch, known, n_ctx):
-    """One model lacks characters, and one positions. Either would end its text at once.
+    """One model lacks characters, and one lacks positions. Both would end their text at once.
 
-    Its tokens are not those of the text that they make, as with most tokenizers.
+    As with most tokenizers, encoding the decoded text gives other tokens.
     """
     encode = CharTokenizer.encode
     monkeypatch.setattr(CharTokenizer, "encode", lambda self, text: 2 * encode(self, text))
@@ -273,7 +273,7 @@ def test_points_of_a_registered_config(here, capsys, monkeypatch):
     assert main(["points", "--model", "gpt2-xl"]) == 0
     assert "blocks.0-47.attn.z" in capsys.readouterr().out
     assert all(weights.is_meta for weights in built[0].parameters()), "they need no memory"
-    # As in `load`, a directory comes first.
+    # A directory comes first, as in `load`.
     save(here / "gpt2-xl", small(3))
     assert main(["points", "--model", "gpt2-xl"]) == 0
     assert "blocks.0-1.attn.z" in capsys.readouterr().out
@@ -293,7 +293,7 @@ def test_output_that_cannot_be_written_is_no_traceback(saved, monkeypatch, outpu
     ("package", "text", "status", "error"),
     [
         ("hooks", "", 1, "error: .*{}.*\n"),
-        ("models", "1 / 0", 1, "error: .*{}.*\n"),  # it does not even run
+        ("models", "1 / 0", 1, "error: .*{}.*\n"),  # this code never runs
     ],
 )
 def test_a_module_that_shadows_ours_is_no_traceback(here, package, text, status, error):

@@ -204,14 +204,14 @@ def test_a_family_without_a_table_is_attached(tmp_path, capsys, monkeypatch):
     assert data["probabilities"][-1][-1][0] == pytest.approx(expected, rel=1e-5)
     more = json.loads(printed(capsys, "generate", *given, "--tokens", "2"))
     assert more["text"].startswith("w3 w5 w7")
-    # Of the hub likewise, which gives a folder.
+    # The same for the hub, whose download is a folder.
     hub = pytest.importorskip("huggingface_hub")
     monkeypatch.setattr(hub, "snapshot_download", lambda name, **options: str(tmp_path))
     given[1] = "some/olmoe"
     assert json.loads(printed(capsys, "lens", *given)) == data
 
 
-# A file of a model that says on disk that it ran, and holds a model whose type only it knows.
+# A Python file of a model that leaves a file when it runs, and that defines a model type of its own.
 CODE = """
 from pathlib import Path
 from transformers import OlmoConfig, OlmoForCausalLM, PreTrainedTokenizerFast
@@ -254,9 +254,7 @@ def test_code_among_the_files_of_a_model_does_not_run(kind, tmp_path, capsys, mo
     config, words = {"model_type": "only_its_own", "auto_map": CLASSES}, None
     if kind == "known type":  # known, but with no causal language model
         config = {"model_type": "siglip_text_model", "auto_map": CLASSES}
-    elif (
-        kind == "inside"
-    ):  # a config inside the config, whose code `transformers` looks for at its own path
+    elif kind == "inside":  # a nested config, whose code `transformers` looks for at its own path
         inner = {"model_type": "trocr", "auto_map": {"AutoModel": "code.Model"}}
         inner["_name_or_path"] = str(folder)
         config = {"model_type": "gemma3", "vision_config": inner}

@@ -1,4 +1,4 @@
-"""Directions: found, steered along, erased and exchanged, against numpy, closed forms and models with known weights."""
+"""Find, steer, erase and exchange directions, compared with numpy, closed forms and models with known weights."""
 
 import math
 import struct
@@ -124,7 +124,7 @@ def test_padding_is_no_example_in_any_form_of_positions(model, pos):
 
 @pytest.mark.parametrize("pos", [None, slice(1, None), slice(3, 40), slice(-2, None), all_but(-1)])
 def test_columns_of_padding_on_the_left_are_no_examples(model, pos):
-    """A position from 0 on is a column there; a reader takes those that hold tokens."""
+    """A position from 0 on is a column. Readings use columns with tokens only."""
     name, runner = "blocks.1.resid_post", HookedRunner(model)
     caches, means, count = [], [], 0
     for texts in (YES, NO):
@@ -243,7 +243,7 @@ def test_a_direction_is_an_edit_of_its_own_points(model):
 
 
 def values_and_labels(rank=6, rows=40):
-    """Values in a plane of few dimensions, as a norm's are, with labels that depend on them."""
+    """Values in a space of few dimensions, like the outputs of a norm, with labels that depend on them."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(rows, rank)) @ rng.normal(size=(rank, 9)) + rng.normal(size=9)
     z = (x @ rng.normal(size=9) + rng.normal(size=rows) > 0).astype(float)
@@ -460,7 +460,7 @@ def test_what_is_no_control_vector_is_refused_in_one_line(tmp_path):
 
 
 def test_several_points_may_be_named(model):
-    """Each by its site, or in full, in one pass; once, if it is named twice."""
+    """Points by their site or by their full name, in one run. A repeated name counts once."""
     names = ["attn_out", "blocks.1.mlp_out", "blocks.0.attn_out"]
     found = difference_of_means(model, YES, NO, names)
     sizes = range(model.config.n_layers)
@@ -592,7 +592,7 @@ def random_letters(n, seed=0):
 
 
 def test_copies_of_a_text_are_never_in_two_folds(model):
-    """Of random letters nothing can be known, however often each text is there."""
+    """Random letters carry no information, for any number of copies of each text."""
     pytest.importorskip("sklearn", reason="needs the extra probes")
     texts = random_letters(24)
     yes, no, site = texts[:12], texts[12:], ["blocks.1.resid_post", "blocks.3.mlp_out"]
@@ -627,7 +627,7 @@ def test_folds_of_texts_that_come_several_times_are_those_of_scikit_learn(kind):
         embedded(values), torch.tensor(yes)[:, None], torch.tensor(no)[:, None], "1", folds=3,
         kind=kind, seed=6, draws=2,
     )  # fmt: skip
-    # Texts are numbered as they come. Those of `no` are put into folds first.
+    # Texts are numbered in their order. The texts of `no` are assigned to folds first.
     draw, fold = torch.Generator().manual_seed(6), np.zeros(17, int)
     for each in (no, yes):
         texts = np.array([*dict.fromkeys(each)])
@@ -678,13 +678,13 @@ def test_a_text_of_both_kinds_is_in_one_fold(model, given, pos):
     if given == "caches":
         yes = left_padded(model, yes, 20)
     found = probe(model, yes, no, name, **options)
-    if pos != "of each":  # else examples of a text are at other places
-        # Rounding decides about the pairs of a text with itself, one in 3 or 4.
+    if pos != "of each":  # otherwise the examples of a text are at other positions
+        # Rounding decides the comparison of a text with itself, which is one pair in 3 or 4.
         assert float((found.auroc.values - 0.5).abs().max()) < 0.5 / 3 + 1e-6
     assert found.auroc.counts == (13 / 4, 13 / 4)
     assert found.control.counts == (13 / 8, 13 / 8)
     assert 0.1 < float(found.control.mean()) < 0.9
-    # Some of both kinds, and others of one.
+    # Some groups contain both kinds, and others only one.
     mixed = probe(model, texts[:9], texts[5:], name, folds=3)
     assert mixed.auroc.counts == (3, 8 / 3)
     assert mixed.control.counts == pytest.approx((13 / 6, 13 / 6))
@@ -706,7 +706,7 @@ class Seeing(nn.Module):
 
 
 def test_the_same_words_beside_other_pictures_are_other_texts():
-    """A cache keeps no pictures, so the values say whether they were the same."""
+    """A cache does not contain the images, so the values decide whether they were equal."""
     pytest.importorskip("sklearn", reason="needs the extra probes")
     torch.manual_seed(0)
     model = Seeing().eval()
@@ -754,7 +754,7 @@ def test_the_auroc_of_a_fold_is_that_of_scikit_learn():
 @pytest.mark.parametrize("kind", ["logistic", "linear"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_constant_columns_have_no_coefficient(kind, dtype):
-    """The classifier is that of scikit-learn's own pipeline, which leaves constant columns as they are."""
+    """The classifier equals scikit-learn's pipeline, which does not change constant columns."""
     linear = pytest.importorskip("sklearn.linear_model", reason="needs the extra probes")
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
@@ -783,7 +783,7 @@ def test_constant_columns_have_no_coefficient(kind, dtype):
 
 
 def test_what_varies_by_rounding_alone_is_not_erased():
-    """Of float32 numbers and of the same in float64, and where later values vary in that direction."""
+    """For float32 and float64, and for later values that vary along this direction."""
     torch.manual_seed(3)
     labels = (torch.arange(60) < 30).double()[:, None]
     x = torch.randn(60, 3).double() + torch.tensor([2.0, 0.0, 0.0]).double() * labels

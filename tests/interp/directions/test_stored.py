@@ -117,10 +117,10 @@ def test_a_probe_of_a_store_is_fitted_as_by_scikit_learn(model, tmp_path):
     ids=str,
 )
 def test_copies_in_a_store_share_a_fold(model, tmp_path, options):
-    """Of random letters nothing can be known, however often each text is there."""
+    """Random letters carry no information, for any number of copies of each text."""
     pytest.importorskip("sklearn", reason="needs the extra probes")
     yes, no = letters(12, 3), letters(12, 4)
-    # All texts end alike, so that one token says nothing about the text.
+    # All texts end with the same token, so the last token carries no information.
     yes, no = ([f"{text}." for text in texts] for texts in (yes, no))
     copies = [*yes, *reversed(yes), *yes, *no, *reversed(no), *no]
     labels = [n < 36 for n in range(72)]

@@ -125,7 +125,7 @@ def test_equals_numpy(wide, texts, source, seed):
     name = rng.choice([n for n in wide.points if wide.points[n].axes[-1] != "1"])
     before = wide.capture(texts[0], names=name)[name].numpy()
     axes = wide.points[name].axes
-    # The last axis stays whole: some changes are along it.
+    # The last axis is not selected, because some edits act along it.
     chosen = rng.sample(range(len(axes) - 1), rng.randrange(len(axes)))
     indices = {at: drawn_index(rng, before.shape[at]) for at in chosen}
     make, change = drawn_change(rng, name, source)
@@ -310,7 +310,7 @@ def test_a_donor_is_another_row_the_same_at_every_point(n):
 def test_a_copy_of_a_text_is_no_donor(wide, side):
     """Texts 0, 2, 3 and 5 are copies; the padding of a text says nothing of it."""
     texts = [[3, 1, 4], [1, 5, 9], [3, 1, 4], [3, 1, 4], [2, 6, 5], [3, 1, 4]]
-    fill = torch.arange(6)[:, None]  # padding of each text's own
+    fill = torch.arange(6)[:, None]  # each text has padding of another value
     tokens, columns = torch.tensor(texts), torch.ones(6, 4).bool()
     columns[:, 0 if side == "left" else 3] = False
     tokens = torch.cat([fill, tokens] if side == "left" else [tokens, fill], 1)
@@ -385,7 +385,7 @@ FORMS = [{}, dict(attn_cap=2.0), dict(window=3), dict(positions="rotary", parall
 
 @pytest.mark.parametrize("form", FORMS)
 def test_knockout_equals_the_models_own_mask(form, texts):
-    """Whatever query_key_mask takes away, knockout does too, also all keys of a query."""
+    """`knockout` has the effect of `query_key_mask`, also for all keys of a query."""
     runner = made(**form)
     seen = torch.ones(POS, POS, dtype=torch.bool).tril()
     seen &= ~torch.ones(POS, POS, dtype=torch.bool).tril(-form.get("window", POS))
@@ -450,7 +450,7 @@ def test_a_text_read_in_pieces_is_edited_as_in_one(form, texts, source):
 
 
 def test_generation_reaches_an_edit_when_its_column_comes(wide, texts):
-    """The last column read is each new one in turn; columns that were never read change nothing."""
+    """The last column is each new column in turn. Columns that were never read have no effect."""
     start, new = texts[0][:1, :4], 6
     name, vector = "blocks.0.resid_mid", torch.linspace(-3, 3, 10).double()
     hooks = [(name, edits.add(vector, pos=-1)), (name, edits.zero(pos=[6, 40]))]
@@ -689,7 +689,7 @@ ONES = torch.ones(BATCH, POS, 10).double()
 )  # fmt: skip
 def test_what_does_not_fit_a_point_is_an_error(wide, texts, source, edit, name, match):
     hooks = {name: edit(source)}
-    if match is None:  # a query is a position too
+    if match is None:  # `query` also counts positions
         wide.run_with_hooks(texts[0], hooks=hooks)
         return
     with pytest.raises((EditError, UnknownNameError), match=match):
@@ -712,7 +712,7 @@ def test_what_no_point_takes_is_an_error_at_once(source):
     for axis, close in (("heads", "head"), ("querry", "query"), ("d_heads", "d_head")):
         with pytest.raises(UnknownNameError, match=f"no axis.*'{axis}'.* {close}"):
             edits.zero(**{axis: 3})
-    assert repr(edits.zero(expert=3)) == "edits.zero(expert=3)"  # of a point of one's own
+    assert repr(edits.zero(expert=3)) == "edits.zero(expert=3)"  # an axis of a user's own point
     with pytest.raises(ValueError, match="over"):
         edits.mean(source, over=())
     with pytest.raises(TypeError, match="direction; got 2.0"):

@@ -35,7 +35,7 @@ def measured(model, tokens, mask=None):
 
 @contextlib.contextmanager
 def changed(model, changes):
-    """PyTorch's own hooks, each with a change of what a module gives."""
+    """Register PyTorch's own hooks, each with a change of the output of a module."""
     with contextlib.ExitStack() as stack:
         for name, change in changes.items():
             hook = model.get_submodule(name).register_forward_hook(

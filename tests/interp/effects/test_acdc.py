@@ -21,7 +21,7 @@ def pairs_of(model, seed=0):
 
 @torch.no_grad()
 def written_out(model, pairs, threshold, pos=-1):
-    """Each edge alone, by `run_circuit` of the edges that are left; the edges kept and what each test added."""
+    """Test each edge alone, by `run_circuit` without it. Return the kept edges and the change of each test."""
     graph, whole = Graph(model), model(pairs.clean).double().log_softmax(-1)
     left, current, added = [*graph.edges], 0.0, {}
     for reader in reversed(graph.readers):

@@ -25,7 +25,7 @@ from tests.reference import BATCH, POS, some_tokens, variant
 
 
 def other_patterns(base, other, site, pos, pattern, cap):
-    """The pattern with one query's scores or one key's scores taken from another run."""
+    """Return the pattern with the scores of one query, or of one key, from another run."""
     if cap:
         base, other = (cap * torch.tanh(scores / cap) for scores in (base, other))
     scores = base.clone()

@@ -246,7 +246,7 @@ def test_a_metric_without_a_gradient_at_the_base_run_is_told(analysis, model):
     with pytest.warns(UserWarning, match="no gradient at the base run"):
         found = analysis(model, pairs, direction=direction)
     assert found.values.abs().max() < 1e-5 * found.target.mean()
-    # At the other run, and along the way, there is one.
+    # At the other run and between the two runs, the gradient is not zero.
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         analysis(model, Pairs(pairs.corrupted, pairs.clean, metric=divergence), direction=direction)

@@ -1,4 +1,4 @@
-"""Edge attribution against masked runs written slowly, with autograd, and against exact patches."""
+"""Edge attribution, compared with slow masked runs and autograd, and with exact patching."""
 
 import pytest
 import torch
@@ -73,7 +73,7 @@ def test_spans_take_values_from_where_they_are_in_the_other_text():
     model, other = made(**FORMS["sandwich"]), torch.cat([TARGET[:, :2], TARGET], 1)
     spans = {"a": [[1, 2], [0, 0], [4, 3]], "b": [[3], [2], [1]]}
     there = {"a": [[3, 4], [5, 2], [6, 5]], "b": [[5], [4], [3]]}
-    # Values come from two columns later. Of a column that is named twice the last counts.
+    # Values come from two columns later. If a column is given twice, the last one counts.
     pairs = Pairs(BASE, other, ANSWERS, spans=spans, corrupted_spans=there)
     found = edge_attribution(model, pairs, over="span")
     _, source = slow_run(model, other)

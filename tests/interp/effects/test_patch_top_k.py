@@ -1,4 +1,4 @@
-"""Verified estimates against exact sweeps of every place, and bounds against all samples there are."""
+"""Verified estimates, compared with exact sweeps of every place. Bounds are compared with all possible samples."""
 
 import itertools
 from dataclasses import replace
@@ -12,7 +12,7 @@ from tests.reference import variant
 
 
 def bound(n, sampled, missed):
-    """The most of a kind among n, if 5% or fewer of all samples would show so few of more."""
+    """Return the largest count among n for which more than 5% of all samples show as few."""
     samples = list(itertools.combinations(range(n), sampled))
     chances = [
         sum(sum(one < kind for one in sample) <= missed for sample in samples) / len(samples)

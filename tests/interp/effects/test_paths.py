@@ -1,4 +1,4 @@
-"""Edge and path patching, against two runs of a two-layer model with hooks and against slow masked runs."""
+"""Edge and path patching, compared with two runs of a two-layer model with hooks, and with slow masked runs."""
 
 import pytest
 import torch

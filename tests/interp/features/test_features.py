@@ -1,4 +1,4 @@
-"""Scores, cards and controls of dictionaries, against sums written out here."""
+"""Scores, cards and controls of dictionaries, compared with sums computed here."""
 
 import dataclasses
 import itertools
@@ -46,7 +46,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def texts(model):
-    """What the model itself goes on with, so that it loses much without its values."""
+    """Text of the model itself, so the loss is large without its values."""
     return [
         generate(model, torch.tensor([[n, 10 - n]]), max_new_tokens=2 + n % 5, temperature=0.0)[0]
         for n in range(11)
@@ -428,7 +428,7 @@ def test_stability_is_the_best_cosine():
     ("name", "prose", "copied"), [("resid_post", 0.96, 0.93), ("transcoders", 0.9, 0.9)]
 )
 def test_the_bundled_dictionaries_keep_what_the_model_knows(name, prose, copied):
-    """On text of the last tenth, which nothing was trained on, and on repeated random characters."""
+    """On the last tenth of the text, which was held out, and on repeated random characters."""
     from pydoc_data.topics import topics
 
     bundled, dictionaries = pydoc(), load_sae(f"pydoc-4l/{name}")

@@ -1,4 +1,4 @@
-"""Dictionaries of other libraries, against what those libraries computed (tests/dictionaries/make.py)."""
+"""Dictionaries of other libraries, compared with numbers of these libraries (tests/dictionaries/make.py)."""
 
 import json
 import re
@@ -136,7 +136,7 @@ def test_a_config_of_circuit_tracer_is_honoured_or_refused(refused, tmp_path):
 
 @pytest.mark.parametrize("siblings", ["beside", "alone"])
 def test_a_file_of_one_layer_is_this_layer(tmp_path, siblings):
-    """In a folder of several, of which layer 10 stands for any with two digits."""
+    """In a folder of several layers. Layer 10 has two digits."""
     pytest.importorskip("yaml", reason="config.yaml needs PyYAML")
     folder = shutil.copytree(FIXTURES / "circuit_tracer", tmp_path / "own")
     shutil.copy(folder / "layer_0.safetensors", folder / "layer_10.safetensors")
@@ -193,7 +193,7 @@ def test_a_list_of_its_own_files_changes_nothing(tmp_path):
     folder = yaml_changed("circuit_tracer", tmp_path, f"{{model_name: any, transcoders: {listed}}}")
     assert len(load_sae(folder)) == 2
     (folder / "config.yaml").write_text("activation: jump_relu")
-    with pytest.raises(ValueError, match="no threshold"):  # of layer 0, which is one of ReLU
+    with pytest.raises(ValueError, match="no threshold"):  # layer 0 has the ReLU activation
         load_sae(folder)
 
 
@@ -237,7 +237,7 @@ def test_the_bundled_ones():
 
 
 SHA, CACHE = "c1f6c4e0", "models--google--gemma-scope-2b-pt"
-SPELLINGS = {  # what path a folder or file has, and whether it is for embeddings and a transcoder
+SPELLINGS = {  # the path of a folder or file, and whether it is for embeddings or a transcoder
     "a repository": ("gemma-scope-2b-pt-res/embedding/width_4k/average_l0_6", True, False),
     "embeddings in a cache": (f"{CACHE}-res/snapshots/{SHA}/embedding/width_4k/average_l0_6", True, False),
     "a layer": ("gemma-scope-9b-it-res/layer_3/width_16k/average_l0_59", False, False),
@@ -337,7 +337,7 @@ def test_a_transcoder_of_sparsify_is_known_by_its_skip_connection(tmp_path):
     output = features @ W["W_dec"] + W["b_dec"] + x @ W["W_skip"].T
     assert_close(made.encode(expected(folder)["x"]).double(), torch.from_numpy(features), **CLOSE)
     assert_close(made(expected(folder)["x"]).double(), torch.from_numpy(output), **CLOSE)
-    # Without one only the caller knows, and no file says otherwise.
+    # Without an informative path, only the caller knows the place.
     plain = changed("sparsify_topk/layers.1.mlp", tmp_path, drop=["transcode"])
     assert not load_sae(plain).is_transcoder
     told = load_sae(plain, transcodes=True)
@@ -392,7 +392,7 @@ def test_sae_lens_with_flat_fields_beside_metadata(name, tmp_path):
     assert made.reads == made.writes == "blocks.2.mlp_out"
     inner = {"metadata": {"hook_name": "blocks.1.hook_resid_post"}}
     other = load_sae(changed(folder, tmp_path / "other", flat | inner, drop=["decoder_init_norm"]))
-    assert other.reads == "blocks.1.resid_post"  # which `metadata` says, where both do
+    assert other.reads == "blocks.1.resid_post"  # `metadata` wins if both give a place
 
 
 def test_a_transcoder_is_one_by_its_architecture(tmp_path):
@@ -406,7 +406,7 @@ def test_a_transcoder_is_one_by_its_architecture(tmp_path):
 
 
 def test_weights_of_another_size_are_refused():
-    """In a process of its own, where nothing else checks shapes."""
+    """Run in a separate process, in which nothing else checks shapes."""
     code = """
 import torch
 from interp.features import Dictionary, JumpReLU

@@ -1,4 +1,4 @@
-"""Names of places in the files of other libraries, against what modules of `transformers` read and give."""
+"""Names of places in files of other libraries, compared with inputs and outputs of modules of `transformers`."""
 
 import copy
 import json
@@ -34,7 +34,7 @@ def made(name):
 
 @pytest.fixture(scope="module")
 def models():
-    """Each family once: as it is, attached, and as a plain model where we have the family."""
+    """Return a model of each family: the original, an attached copy, and a plain copy if the family is supported."""
     kept = {}
 
     def of(name):
@@ -53,7 +53,7 @@ def models():
 
 
 def seen(model, name):
-    """What a module of `transformers` reads or gives, by its name in our tests: `layers.1.mlp.input`."""
+    """Return the input or output of a module of `transformers`, by its name in these tests: `layers.1.mlp.input`."""
     path, end = name.rsplit(".", 1)
     (module,) = [m for n, m in model.named_modules() if n == path or n.endswith(f".{path}")]
     values = []
@@ -79,7 +79,7 @@ def dictionary(size, **about):
     return Dictionary(*weights, *biases, JumpReLU(torch.zeros(5).double()), **about)
 
 
-# By family: the name that a file has, the module and the end of it that it means, and our point; None where none has the value.
+# For each family: the name in a file, the module with its input or output, and our point, or None without a point.
 PLACES = json.loads(Path(__file__).with_name("places.json").read_text())
 
 
@@ -97,7 +97,7 @@ def test_a_name_is_the_point_with_its_value(family, models):
                 continue
             with splice(model, sae) as runner:
                 cache = runner.capture(TOKENS, names=[f"{point}.features", point])
-            # Norms of the attached ones are in float32, as theirs are.
+            # Norms of attached models are in float32, like the norms of transformers.
             close = {"atol": 1e-5, "rtol": 1e-5}
             assert_close(cache[point].flatten(2), value, **close)
             assert_close(cache[f"{point}.features"], sae.encode(value), **close)
@@ -284,7 +284,7 @@ def test_what_a_norm_gives_before_its_gain(learned):
 
 
 def test_a_dictionary_of_gemma_scope_2_in_its_model(models):
-    """A transcoder as published goes to its block by itself; only its size is not this model's."""
+    """A published transcoder finds its block by itself. Only its size differs from this model."""
     _, attached, _ = models("gemma3_text")
     made = load_sae(FIXTURES / "gemma_scope_2")
     assert (made.reads, made.writes) == ("blocks.1.ln2.normalized", "blocks.1.mlp_out")

@@ -1,4 +1,4 @@
-"""Dictionaries as their publishers lay them out, against the published formulas in numpy."""
+"""Dictionaries in the form of their publishers, compared with the published formulas in numpy."""
 
 import json
 import pickle
@@ -103,7 +103,7 @@ def test_llama_scope(norms, by_length, tmp_path):
     made = load_sae(tmp_path / "a")
 
     def is_active(normed, s_in, s_out, length):
-        # Their threshold was found on folded weights, whose rows then had length 1.
+        # The threshold was computed on folded weights, whose rows have length 1.
         return normed / s_in * (length * s_in / s_out if by_length else 1) > 0.75390625
 
     agrees(made, *by_their_steps(weights, *norms, is_active))
@@ -295,7 +295,7 @@ def test_goodfire(tmp_path):
 
 
 class Config:
-    """What old SAELens files have beside their weights."""
+    """Return the metadata of old SAELens files."""
 
 
 def test_other_files_of_torch_are_refused(tmp_path):
@@ -509,7 +509,7 @@ def test_a_loaded_one_is_spliced_where_it_says(tmp_path):
     assert (cache["blocks.2.resid_post.features"] != 0).sum(-1).eq(3).all()
 
 
-# The hub, without a network: files as its cache lays them, links to blobs beside snapshots.
+# The hub without a network: files in the form of its cache, with links from snapshots to blobs.
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
     library = pytest.importorskip("huggingface_hub")

@@ -176,14 +176,14 @@ def test_gradients(model, error):
         logits[:, -1, 3].sum().backward()
     read, features, output = (cache.grads[name] for name in names)
     assert_close(features, output @ d.W_dec.T)
-    if error == "live":  # the true MLP's gradient reaches what it reads
+    if error == "live":  # the gradient of the real MLP reaches its input
         mlp, x = model.blocks[1].mlp, cache[names[0]].detach().requires_grad_()
         (expected,) = torch.autograd.grad(mlp(x), x, output)
     else:
         active = cache[names[1]] != 0
         expected = (features * active) @ d.W_enc.T + output @ d.W_skip.T
     assert_close(read, expected)
-    with splice(model, d, error=error) as runner:  # while nobody listens to the features
+    with splice(model, d, error=error) as runner:  # with no hook at the features
         logits, cache = runner.run_with_cache(TOKENS, names=names[:1], grads=True)
         logits[:, -1, 3].sum().backward()
     assert_close(cache.grads[names[0]], expected)
@@ -283,7 +283,7 @@ def test_generation_padding_and_threads(model):
 def test_listening_and_editing_leave_real_tokens_as_they_are_beside_values_of_zero(
     model, norm, place
 ):
-    """Attention gives 0 at padding, whose length no norm can make another."""
+    """Attention returns 0 at padding. No norm changes the length of a zero vector."""
     name = f"blocks.1.{place}"
     made = dictionary(norm=norm)
     batch = model.to_tokens(TEXT, side="left")

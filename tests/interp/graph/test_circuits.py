@@ -1,4 +1,4 @@
-"""Circuits as sets, from scores and in files, against paths found one by one and tables by hand."""
+"""Circuits as sets, from scores and in files, compared with paths found one by one and tables by hand."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,4 @@
-"""Queries and keys as linear readings, and what moves patterns: against the model's own points, and finite differences."""
+"""Queries and keys as linear readings, and changes of patterns, compared with points of the model and finite differences."""
 
 import pytest
 import torch
@@ -120,6 +120,6 @@ def test_of_attached_models_across_what_their_norms_divide_by(kind, monkeypatch)
         mapped = torch.einsum("bphei,bphi->bphe", side.map, drawn)
         tolerance = share * float(mapped.abs().max())
         torch.testing.assert_close(mapped, change, rtol=10 * share, atol=tolerance)
-        # What a norm of all heads divides by takes part of the rest, and so does its bias.
+        # The scale of a norm over all heads belongs to the rest, and so does its bias.
         whole = torch.einsum("bphei,bphi->bphe", side.map, x) + side.rest
         torch.testing.assert_close(whole, side.value)

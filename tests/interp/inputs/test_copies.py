@@ -65,18 +65,18 @@ def test_other_arguments_make_other_texts():
     assert groups(digests(Text(tokens, more=images))) == (0, 1, 0, 1)
     listed = {"images": [one, one, other, one[:1]]}
     assert groups(digests(Text(tokens, more=listed))) == (0, 0, 1, 2)
-    # Nobody knows which of these patches belong to which text.
+    # The patches cannot be assigned to texts.
     assert groups(digests(Text(tokens, more={"patches": torch.zeros(9, 2)}))) is None
     shared = {"window": torch.zeros(3, 3), "scale": 2.0, "labels": None}
     assert groups(digests(Text(tokens, more={"scale": 2.0, "labels": None}))) == (0, 0, 0, 0)
     assert groups(digests(Text(tokens, more=shared))) is None
-    # Of a decoder too its real tokens count.
+    # For a decoder, only its real tokens count.
     answers, mask = batch_of([[5], [5, 6], [5], [5]], ["left", "right", "right", "right"])
     more = {"decoder_input_ids": answers, "decoder_attention_mask": mask}
     assert groups(digests(Text(tokens, more=more))) == (0, 1, 0, 0)
     seen = torch.stack([one, other, other, one]).bfloat16()
     assert groups(digests(Text(seen))) == (0, 1, 1, 0)
-    # What each token has beside it counts where the token is real.
+    # Values next to a token count only if the token is real.
     tokens, mask = batch_of([[3, 1]] * 3, ["left", "right", "right"], width=4)
     types = torch.tensor([[7, 7, 0, 1], [0, 1, 7, 7], [0, 0, 7, 7]])
     assert groups(digests(Text(tokens, mask, more={"token_type_ids": types}))) == (0, 0, 1)
@@ -99,7 +99,7 @@ def test_a_split_keeps_copies_together(seed):
     assert len(texts[0]) == 3  # of 7, rounded
     assert sorted(row for part in parts for row in part.answers.tolist()) == [*range(13)]
     assert not {*parts[0].digests()} & {*parts[1].digests()}
-    # The same texts are drawn as without copies, of which nothing changed.
+    # The same texts are drawn as before, because there are no copies.
     order = torch.randperm(7, generator=torch.Generator().manual_seed(seed))[:3]
     assert texts[0] == {*order.tolist()}
 
@@ -206,7 +206,7 @@ def test_copies_count_once_in_tables_of_a_cache(model):
 
 
 def test_texts_of_a_cache_that_differ_in_more_than_tokens_are_no_copies():
-    """An image beside the same tokens, which a cache does not keep."""
+    """Two texts with the same tokens and different images, which a cache does not contain."""
     transformers = pytest.importorskip("transformers")
     from models import attach
 

@@ -17,7 +17,7 @@ def corrupted(tokens):
 
 
 def padded(tokens, n, side):
-    """The texts with `n` columns of padding more, and their mask."""
+    """Return the texts with `n` more columns of padding, and their mask."""
     filler, ones = torch.full((len(tokens), n), 22), torch.ones_like(tokens)
     parts, masks = [tokens, filler], [ones, 0 * filler]
     order = slice(None, None, -1 if side == "left" else 1)

@@ -1,4 +1,4 @@
-"""Pictures: what a browser reads from their pages, against the tensors that they were made of."""
+"""Pictures: the numbers that a browser reads from their pages, compared with the original tensors."""
 
 import base64
 import json

@@ -45,7 +45,7 @@ CELLS = {
     "graph": "attribution_graph(model, 'part KV8 and part K', load_sae('pydoc-4l/transcoders'))",
     "cards": "feature_cards(model, load_sae('pydoc-4l/resid_post'), [text], [3, 17])",
 }
-# What stands where on the screen: of a map its cells, of a text its tokens, and the size of everything that is drawn.
+# The places on the screen: cells of a map, tokens of a text, and the size of the whole drawing.
 LOOK = """() => [...document.querySelectorAll("[data-part]")].map(part => {
   const map = part.querySelector(".map canvas"), box = map && map.getBoundingClientRect();
   const middle = node => { const r = node.getBoundingClientRect(); return [r.left + r.width / 2, r.top + r.height / 2]; };
@@ -100,7 +100,7 @@ def frames_of(page):
 
 
 def check(page, words, fitted=True):
-    """Every kind of picture is drawn whole, and its words stand where their numbers are."""
+    """Every kind of picture is drawn completely, and its words are next to their numbers."""
     frames = frames_of(page)
     for name, (handle, frame) in frames.items():
         handle.scroll_into_view_if_needed()
@@ -151,7 +151,7 @@ def test_a_hidden_tab(notebook, browser, words):
     opened.write_text(body.replace("<body", '<body style="display: none"', 1), encoding="utf-8")
     page = browser.new_page(viewport={"width": 1200, "height": 800})
     page.goto(opened.as_uri())
-    page.wait_for_timeout(1000)  # all is drawn while nothing has a layout
+    page.wait_for_timeout(1000)  # the page draws before it has a layout
     page.evaluate("document.body.style.display = ''")
     check(page, words)
     page.close()

@@ -169,7 +169,7 @@ def test_of_attached_models_with_padding(kind, dtype, monkeypatch):
 
 
 def test_a_planted_pair_is_the_whole_reason():
-    """A head of block 0 writes what it sees of one token; a head of block 1 looks for it, where its own token asks."""
+    """A head of block 0 writes its attention to one token. A head of block 1 attends to it, if its own token asks."""
     torch.manual_seed(3)
     sizes = {
         "vocab_size": 7,

@@ -213,7 +213,7 @@ WIDTHS = {
 @pytest.mark.parametrize("n_layers", [12, 24])
 @pytest.mark.parametrize("family", WIDTHS)
 def test_deep_runs_in_bfloat16_are_right(family, n_layers):
-    """In their default initialisation, where the parts are small beside the rounded stream."""
+    """With the default initialisation, the components are small compared with the rounded stream."""
     transformers = pytest.importorskip("transformers")
     sizes = WIDTHS[family] | dict(vocab_size=VOCAB, num_hidden_layers=n_layers)
     config = transformers.AutoConfig.for_model(family, **sizes, bos_token_id=0, eos_token_id=0)
@@ -367,7 +367,7 @@ def test_no_output_of_a_head_and_no_logits_are_made(form):
     _, cache = run_with_cache(model, text)
     with Largest() as largest:
         direct_logit_attribution(model, cache, right=text, wrong=3)
-    # The two embeddings are held beside each other.
+    # The two embeddings are stored together.
     assert largest.elements <= 2 * text.numel() * d_model < heads * text.numel() * d_model
 
 

@@ -1,4 +1,4 @@
-"""Readings and patches of experts, beside raw hooks on a copy that is not attached."""
+"""Readings and patches of experts, compared with raw hooks on a copy that is not attached."""
 
 import copy
 

@@ -35,7 +35,7 @@ def planted():
     model.position_embedding.weight[:, PLACE] = torch.eye(N)
 
     def plant(kind, asking, query, asked, key, itself):
-        """Scores of query times key, and a smaller one of itself where nothing else is to be found."""
+        """Return scores of query times key, and a smaller score of the position itself as a fallback."""
         layer, head = PLANTED[kind]
         attn = model.blocks[layer].attn
         attn.W_Q[head, asking, : query.shape[1]] = SHARP * query

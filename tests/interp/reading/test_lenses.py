@@ -1,4 +1,4 @@
-"""Fitted lenses, against closed forms, autograd's own Jacobians and gradients taken another way."""
+"""Fitted lenses, compared with closed forms, and with Jacobians and gradients of autograd."""
 
 import copy
 import operator
@@ -163,7 +163,7 @@ def test_fits_refuse_what_they_cannot_read():
 
 
 def mean_kl(model, weights, biases):
-    """Of each layer over all positions of all texts, in nats; each text on its own."""
+    """Return the KL of each layer over all positions of all texts, in nats. Each text runs alone."""
     sums, count = 0, 0
     for text in TEXTS:
         tokens = torch.tensor([text])

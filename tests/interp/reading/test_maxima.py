@@ -1,4 +1,4 @@
-"""The largest activations of many texts, against a search through whole runs of each text alone."""
+"""The largest activations of many texts, compared with a search in runs of each text alone."""
 
 import pytest
 import torch

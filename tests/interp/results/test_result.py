@@ -61,7 +61,7 @@ def test_three_examples_by_hand():
 @pytest.mark.parametrize(("right", "n"), [(0, 3), (7, 7), (13, 17), (19, 20), (1, 41)])
 @pytest.mark.parametrize("confidence", [0.95, 0.6])
 def test_shares_of_examples_have_the_interval_of_wilson(right, n, confidence):
-    """As SciPy has it, between bounds of any size."""
+    """Return SciPy's solution, between bounds of any size."""
     stats = pytest.importorskip("scipy.stats", reason="an independent interval of Wilson")
     expected = stats.binomtest(right, n).proportion_ci(confidence, method="wilson")
     values = (torch.arange(n) < right).double()[None]
@@ -139,7 +139,7 @@ def test_copies_do_not_change_an_interval(kind, times):
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 4), (7, 2, 1, 3, 3, 1), (20, *[1] * 11)])
 def test_unequal_copies_have_the_error_of_the_jackknife(sizes):
-    """The jackknife leaves out one text after another; the skewness is that of the formula."""
+    """The jackknife leaves out one text at a time, and the skewness follows the formula."""
     stats = pytest.importorskip("scipy.stats")
     values, groups = of_copies(sizes)
     result = Result(values[:, groups], ("head", "example"), groups=tuple(groups))
@@ -156,7 +156,7 @@ def test_unequal_copies_have_the_error_of_the_jackknife(sizes):
             assert float(end) == pytest.approx(mean + sign * t * error, rel=1e-6)
     right = torch.tensor([[1.0] + [0.0] * (texts - 1)])[:, groups]
     share = Result(right, ("head", "example"), bounds=(0.0, 1.0), groups=tuple(groups))
-    # Wilson's, of as many texts as are as sure (Kish).
+    # Wilson's interval, with the effective number of texts (Kish).
     sure, p, z = n**2 / sum(size**2 for size in sizes), sizes[0] / n, stats.norm.ppf(0.975)
     middle, half = (p + z**2 / sure / 2), z * math.sqrt(p * (1 - p) / sure + z**2 / 4 / sure**2)
     ends = [(middle + sign * half) / (1 + z**2 / sure) for sign in (-1, 1)]
@@ -468,9 +468,12 @@ def test_labels_by_pattern():
     )
     assert result.select(node="a*.h1").labels["node"] == ("a0.h1", "a1.h1")
     assert torch.equal(result.select(node="a*.h1").values, values[[1, 4]])
-    assert result.select(node="m?").axes == ("node", "example")  # one match keeps the axis too
+    assert result.select(node="m?").axes == (
+        "node",
+        "example",
+    )  # a single match also keeps the axis
     assert result.select(node=["m0", "a0*"]).labels["node"] == ("m0", "a0.h1", "a0.h12")
-    # A label or a word that has such a sign is itself.
+    # A label or a word may contain such a character.
     assert result.select(node="what?").axes == ("example",)
     assert result.select(node="*").about["node"] == "a1.h1"
     with pytest.raises(ValueError, match=r"match.*'x\*'"):

@@ -1,4 +1,4 @@
-"""Masked runs, against a slow implementation in which every reader has a stream of its own."""
+"""Masked runs, compared with a slow implementation in which every reader has its own stream."""
 
 import pytest
 import torch
@@ -133,7 +133,7 @@ def test_memory_stays_within_its_bound():
     for bound in (200_000, 700_000):
         with PeakBytes() as memory:
             logits = run_circuit(model, pairs, [], max_bytes=bound)
-        # The result, once in parts and once together.
+        # The result, computed in parts and at once.
         assert memory.peak - 2 * logits.nbytes < bound
 
 

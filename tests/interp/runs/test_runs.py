@@ -1,4 +1,4 @@
-"""Runs of pairs, against the model itself."""
+"""Runs of pairs, compared with the model itself."""
 
 import copy
 import itertools

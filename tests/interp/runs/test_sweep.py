@@ -200,7 +200,7 @@ def test_random_sweeps_equal_whole_runs(seed):
     form, metric = draw.choice(FORMS), draw.choice(list(METRICS))
     model, tokens = variant(form), some_tokens(seed)
     runner = HookedRunner(model)
-    # A metric of given columns may read padding, which a resumed run computes too.
+    # A metric of fixed columns may read padding, which a resumed run also computes.
     mask = MASKS[draw.choice(list(MASKS))] if metric == "last" else None
     caches = [runner.run_with_cache(some_tokens(n), **masked(mask))[1] for n in (8, 9)]
     entries = [
@@ -333,7 +333,7 @@ def test_spans_connect_texts_of_different_lengths(direction):
 
 
 def same(model, tokens, entries, metric=METRIC, **options):
-    """Whether a sweep gives what a run for each edit gives."""
+    """Whether a sweep equals one run for each edit."""
     found = sweep(model, tokens, entries, metric, **options)
     read = measured if metric is METRIC else lambda logits, mask: metric(logits)
     base = alone(model, tokens, {}, read)
@@ -517,7 +517,7 @@ def test_maps_that_find_outliers_in_all_rows_run_each_edit_alone():
 
 
 class TimeMajor(nn.Module):
-    """A model whose values have time first. Its points say so, or declare nothing."""
+    """A model whose values have time as the first axis. Its points declare this, or declare nothing."""
 
     def __init__(self, kind):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A product that is kept factored, against numpy on the formed product."""
+"""A factored product, compared with numpy on the full product."""
 
 import numpy as np
 import pytest
@@ -98,7 +98,7 @@ def one(at):
     ],
 )
 def test_slices_are_those_of_the_formed_product(index, same):
-    """One row or column stays an axis."""
+    """A selection of one row or column keeps the axis."""
     matrix, formed = factored(11, 5, 7)
     close(matrix[index].form(), torch.from_numpy(formed)[same])
 

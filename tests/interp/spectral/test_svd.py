@@ -207,7 +207,7 @@ def test_rank_is_numpys_and_a_batch_is_sliced():
     several = torch.stack([matrix, torch.zeros(11, 7, dtype=torch.float64), randn(11, 7)])[None]
     whole = svd(several)
     assert whole.rank.tolist() == np.linalg.matrix_rank(several.numpy()).tolist()
-    # In float32 the same matrix carries rounding of about 1e-7, which float64 does not hide.
+    # In float32, the matrix contains rounding of about 1e-7, which float64 shows.
     assert svd(matrix.float()).rank == 3
     part = whole[0, 1:]
     assert (part.u.shape, part.s.shape, part.vh.shape) == ((2, 11, 7), (2, 7), (2, 7, 7))
@@ -223,7 +223,7 @@ def test_targets_are_decomposed_by_name(model, tokens):
     assert list(found) == list(top) == ["qkt", "wvwo", "avwo"]
     for name, one in found.items():
         expected = np.linalg.svd(formed(targets, name).double().numpy(), compute_uv=False)
-        at_most = 5 if name == "wvwo" else None  # one head's map goes through d_head dimensions
+        at_most = 5 if name == "wvwo" else None  # the map of one head has at most d_head dimensions
         rounding = 1e-6 if name == "wvwo" else 1e-12  # of the product in float32
         np.testing.assert_allclose(one.s, expected[..., :at_most], atol=rounding)
         np.testing.assert_allclose(top[name].s, expected[..., :2], rtol=1e-6, atol=1e-9)
@@ -441,7 +441,7 @@ def test_a_truncated_decomposition_knows_what_follows():
 
 
 def test_a_randomised_decomposition_finds_no_space_where_there_is_none():
-    """Of 30 equal values any 3 vectors are the top ones, and two random starts find different ones."""
+    """If 30 singular values are equal, any 3 vectors are valid, and two random starts find different vectors."""
     matrix, _, _ = with_spectrum([2.0] * 30 + [1.9] * 90, 120, 120)
     one, other = (randomized_svd(matrix, 3, seed=seed) for seed in (0, 1))
     assert subspace_angles(one, other, 3).isnan().all()

@@ -1,4 +1,4 @@
-"""Circuits of heads from weights: against what the model computes, numpy, and heads made by hand."""
+"""Circuits of heads from weights, compared with values of the model, numpy, and heads made by hand."""
 
 import copy
 import itertools
@@ -64,7 +64,7 @@ def unbiased(kind, **changes):
 
 
 def scales(cache, name, like):
-    """What a norm divided by; ones where there is no norm."""
+    """Return the scale of a norm; ones without a norm."""
     return cache[name] if name in cache else torch.ones_like(like[..., :1])
 
 

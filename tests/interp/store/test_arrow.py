@@ -1,4 +1,4 @@
-"""Data sets in Arrow: those that SAELens wrote are read, and what is written is what it reads (`tests/stores/make_cached.py`)."""
+"""Data sets in Arrow: files of SAELens can be read, and SAELens can read our files (`tests/stores/make_cached.py`)."""
 
 import itertools
 
@@ -29,11 +29,11 @@ def test_a_data_set_of_saelens_is_read(tmp_path):
         assert [*store.texts()] == expected["token_ids"].tolist()
         assert store.rows(7, 3)["pos"].tolist() == [3]
         assert store.damaged() == []
-        store.require_weights_of(variant("pre"))  # it does not say of which model it is
+        store.require_weights_of(variant("pre"))  # the store does not name its model
 
 
 def test_what_is_written_is_what_saelens_reads(tmp_path):
-    """As its ActivationsStore does, by `datasets`: columns by name, of a shape [context, d_in]."""
+    """Read with `datasets`, as SAELens' ActivationsStore does: columns by name, of shape [context, d_in]."""
     model = variant("pre", n_layers=2, n_heads=3)
     draw = np.random.default_rng(0)
     texts = [draw.integers(0, 23, draw.integers(1, 9)).tolist() for _ in range(23)]
@@ -109,7 +109,7 @@ def test_no_store_is_replaced(tmp_path):
 
 
 def test_a_data_set_is_read_again_and_no_other(tmp_path, monkeypatch):
-    """Also after a kill: files that are there are left alone, and those that are missing or damaged are made."""
+    """After a kill, complete files stay, and missing or damaged files are written again."""
     out, whole = tmp_path / "out", from_arrow(HERE / "cached", tmp_path / "whole", per_file=5)
     save = storage.save
 
@@ -151,7 +151,7 @@ def test_a_data_set_is_read_again_and_no_other(tmp_path, monkeypatch):
     assert Activations(out).damaged() == [2]
     assert len(torn.read_bytes()) == len(before[torn.name]) - 3
     assert from_arrow(HERE / "cached", out, per_file=5).damaged() == []
-    # A longer one goes on where a shorter one ended.
+    # A longer data set continues where the shorter one ended.
     assert len(from_arrow(tmp_path / "fewer", tmp_path / "grows", per_file=5)) == 80
     assert from_arrow(HERE / "cached", tmp_path / "grows", per_file=5).checksums == whole.checksums
 

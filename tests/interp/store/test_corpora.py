@@ -183,7 +183,7 @@ def test_pooled_rows_are_of_whole_pieces(pool, tmp_path):
     whole = harvest(model, texts, name, tmp_path / "whole", **options).file(0)
     store = harvest(model, texts, name, tmp_path / "pooled", pool=pool, without=[0], **options)
     held, function = store.file(0), {"mean": torch.mean, "max": torch.amax}[pool]
-    pieces = [[1, 2], [5], [7, 8, 9, 10], [11, 12]]  # rows of the whole; text 1 is of BOS alone
+    pieces = [[1, 2], [5], [7, 8, 9, 10], [11, 12]]  # rows of the whole; text 1 contains only BOS
     expected = torch.stack([function(whole[name][rows], 0) for rows in pieces])
     torch.testing.assert_close(held[name], expected)
     assert held["text"].tolist() == [0, 2, 3, 3]

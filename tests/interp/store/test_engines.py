@@ -1,4 +1,4 @@
-"""Ray: the files are those of one process, also where a worker is killed in the middle; errors come out as they are."""
+"""Ray: the files equal the files of one process, also if a worker is killed. Errors reach the caller unchanged."""
 
 import os
 import signal
@@ -33,7 +33,7 @@ def working():
 
 
 def kill_one(out, killed):
-    """Kills a worker when a few files are there."""
+    """Kill a worker after a few files."""
     for _ in range(6000):
         if len([*out.glob("values-*.safetensors")]) >= 8 and (processes := working()):
             os.kill(processes[0], signal.SIGKILL)
@@ -65,7 +65,7 @@ def test_a_cluster_writes_what_one_process_writes(tmp_path, monkeypatch):
         assert sorted(path.name for path in out.glob("done-*")) == sorted(
             f"done-{n}-of-12.json" for n in range(12)
         )
-        # A module is copied to each worker; the same error as here comes out.
+        # A module is copied to each worker, and its error is the same as here.
         with pytest.raises(ValueError, match="same texts; those of file 0 are others") as told:
             harvest(pydoc(), TEXTS[1:], NAME, out, per_file=4, engine=Ray())
         assert type(told.value) is ValueError

@@ -1,4 +1,4 @@
-"""Statistics: those of numpy over all rows, whatever the parts and their order; and what takes them."""
+"""Statistics equal numpy over all rows, for any parts in any order. Other functions accept them."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def model_and_texts(count=23):
 
 
 def rows_of(model, texts, name=NAME):
-    """All rows, by the runner alone, with their places."""
+    """Return all rows from the runner alone, with their places."""
     caches = [HookedRunner(model).run_with_cache(torch.tensor([text]))[1] for text in texts]
     places = [(n, pos) for n, text in enumerate(texts) for pos in range(len(text))]
     return np.concatenate([cache[name][0].numpy() for cache in caches]), np.array(places)
@@ -81,7 +81,7 @@ def test_parts_are_put_together_in_any_order(tmp_path):
 
 
 def test_the_sample_is_uniform():
-    """Over seeds each row is drawn as often as another, and quantiles are as sure as they say."""
+    """Over seeds, all rows are drawn equally often, and the error of quantiles is as stated."""
     n, room = 400, 50
     values, text = torch.arange(n)[:, None].double(), torch.arange(n) // 7
     pos = torch.arange(n) % 7

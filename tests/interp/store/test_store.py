@@ -1,4 +1,4 @@
-"""Stores: values are those of each text alone, and files are the same whoever writes them and however often they are killed."""
+"""Stores: values equal each text alone. Files do not depend on the number of jobs or on kills."""
 
 import errno
 import json
@@ -61,7 +61,7 @@ def test_values_are_those_of_each_text_alone(causal, tmp_path):
     ]
     assert repr(store) == f"Activations of 3 points, {sum(map(len, texts))} rows of 23 texts"
     alone = [HookedRunner(model).run_with_cache(torch.tensor([text]))[1] for text in texts]
-    # By a library that knows nothing of this package.
+    # Read by a library that does not know this package.
     files = [safetensors.numpy.load_file(path) for path in sorted(tmp_path.glob("values-*"))]
     for name in NAMES:
         expected = np.concatenate([cache[name][0].numpy() for cache in alone])
@@ -120,7 +120,7 @@ def test_what_is_missing_or_damaged_is_made_again_and_nothing_else(tmp_path):
 
 
 def test_two_processes_may_do_the_same_job(tmp_path, monkeypatch):
-    """As those do that a model is split over: one is done and tidies up while the other writes its last file."""
+    """Two processes of a split model: one ends and cleans up while the other writes its last file."""
     model, texts = model_and_texts()
     whole = made(model, texts, tmp_path / "whole")
     save = storage.save
@@ -405,7 +405,7 @@ def test_a_harvest_that_would_not_fit_does_not_begin(tmp_path, monkeypatch):
     # One long text is one file, however it is given.
     for n, one in enumerate(([1, 2, 3] * 5, torch.tensor([1, 2, 3] * 5))):
         harvest(model, one, NAMES, tmp_path / f"one {n}", per_file=1)
-    # Half of them fit, and so do texts whose number nobody knows.
+    # Half of the texts fit, and so do texts of unknown number.
     made(model, texts, tmp_path / "half", shard=(1, 2))
     made(model, iter(texts), tmp_path / "stream")
 
@@ -479,7 +479,7 @@ def test_a_lost_manifest_lets_no_other_adopt_the_files(place, change, tmp_path):
     whole = harvest(**call).checksums
     system, root = fsspec.core.url_to_fs(out)
     system.rm_file(f"{root}/manifest.json")
-    system.rm_file(f"{root}/values-000000.safetensors")  # the first that it would make
+    system.rm_file(f"{root}/values-000000.safetensors")  # the first file that it would write
     changed = {name: value() if name == "model" else value for name, value in change.items()}
     before = {name: system.cat_file(name) for name in system.ls(root, detail=False)}
     with pytest.raises(ValueError, match="must have its own files; .*values-000001"):
@@ -498,7 +498,7 @@ def test_a_lost_manifest_lets_no_other_adopt_the_files(place, change, tmp_path):
 
 
 def at_once(*jobs):
-    """What each of some calls gives, or its error. They run in threads."""
+    """Return the result or the error of each call. The calls run in threads."""
 
     def result(job):
         try:
@@ -511,7 +511,7 @@ def at_once(*jobs):
 
 
 def meet(monkeypatch, name):
-    """Two threads wait for each other before a file first takes its place."""
+    """Two threads wait for each other before the first file is moved into place."""
     replacing, barrier, met = storage.replacing, threading.Barrier(2, timeout=30), threading.local()
 
     @contextmanager
@@ -581,7 +581,7 @@ def test_a_file_that_came_in_between_is_not_replaced(place, tmp_path, monkeypatc
 
 
 def test_what_two_file_systems_lack(tmp_path, monkeypatch):
-    """Hard links, and an error of its own for what is there."""
+    """A file system with hard links and its own error for existing files."""
     model, texts = model_and_texts(7)
 
     def refused(*arguments):
@@ -621,10 +621,10 @@ def test_what_two_file_systems_lack(tmp_path, monkeypatch):
 
 
 def test_a_job_whose_store_was_taken_over_writes_no_more(tmp_path):
-    """Where a file system creates nothing on condition, the later manifest stays."""
+    """If a file system has no conditional write, the later manifest stays."""
     model, texts = model_and_texts(25)
     other = made(other_model(), texts, tmp_path / "other")
-    for number, n_files in ((5, 1), (25, 5)):  # before a file, and before the end
+    for number, n_files in ((5, 1), (25, 5)):  # a kill before a file, and a kill before the end
         out = tmp_path / str(number)
 
         def given(number=number, out=out):
@@ -693,7 +693,7 @@ def test_files_of_another_store_are_refused_by_name(place, tmp_path):
         assert system.cat_file(path) == data
     system.pipe_file(path, own)
     assert made(model, texts, out).damaged() == []
-    # While jobs are not done, its manifest lists nothing.
+    # The manifest lists no files until all jobs are done.
     some = made(model, texts, tmp_path / "some", shard=(1, 2))
     torch.testing.assert_close(some.file(1), store.file(1))
     (tmp_path / "some" / "values-000001.safetensors").write_bytes(foreign)
@@ -771,7 +771,7 @@ def large(texts, number):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, None])
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_after_an_overflow_another_dtype_begins_again(jobs, dtype, place, tmp_path):
-    """As the error says: only with that change, in the same folder."""
+    """The advice of the error works: the same call with this change, in the same folder."""
     model, texts = large(model_and_texts()[1], 12)  # in file 2
     out = str(tmp_path / "one") if place == "disk" else f"{place}/{tmp_path.name}"
     call = {"texts": texts, "names": ["embed", NAMES[1]], "batch": 3, "per_file": 5}
@@ -783,7 +783,7 @@ def test_after_an_overflow_another_dtype_begins_again(jobs, dtype, place, tmp_pa
     for n in reversed(range(1, jobs)):
         job(n, torch.float16)
     stamps = []
-    for _ in range(2):  # it may be tried again, and keeps what it has
+    for _ in range(2):  # the call can be repeated, and keeps the files
         with pytest.raises(ValueError, match=r"torch.float16 at embed .*dtype="):
             job(0, torch.float16)
         with pytest.raises(CacheError, match="must be complete"):

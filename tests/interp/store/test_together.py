@@ -15,7 +15,7 @@ from interp.store import Activations, harvest
 from tests.reference import variant
 
 NAMES = ["blocks.0.mlp_out", "blocks.1.attn.z"]
-# Three files: two for the first process, one for the other, which also has a batch less in it.
+# Three files: two for the first process, one for the other process, which also has one batch fewer.
 TEXTS = [[3, 1, 4], [1, 5, 9, 2], [6, 5], [3, 5, 8, 9, 7], [9, 3]]
 
 

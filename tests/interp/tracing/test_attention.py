@@ -1,4 +1,4 @@
-"""Attention in attribution graphs: against autograd of a run that holds norms and MLPs, and what is known of interventions."""
+"""Attention in attribution graphs, compared with autograd of a run with frozen norms and MLPs, and with interventions."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def made(form, more):
 
 
 def hold_norms_of_queries(model):
-    """Let the norms of queries and keys divide by what they divide by now."""
+    """Freeze the scales of the norms of queries and keys."""
     for block in model.blocks:
         for norm in (block.attn.q_norm, block.attn.k_norm):
             if hasattr(norm, "eps"):

@@ -70,7 +70,7 @@ def test_what_neuronpedias_server_writes_is_read():
 
 def test_what_anthropic_published_is_read():
     graph, data = graph_of("anthropic"), json.loads((HERE / "anthropic.json").read_text())
-    # Their page names nodes by where they are from the end among equals.
+    # Their page names equal nodes by their place from the end.
     assert data["qParams"]["supernodes"][0] == ["capital", "1_1729136_-0", "3_10502022_-1"]
     assert graph.supernodes["capital"] == ["1_1729136_5", "3_10502022_6"]
     assert {*graph.pins} <= {node.id for node in graph.nodes}
@@ -243,7 +243,7 @@ def test_scores_are_circuit_tracers_and_neuronpedias(whole):
 
 
 def test_a_feature_without_an_error_counts_as_one():
-    # Token 1 to a feature and to the logit; features to the logit. One has lost its error, the other has not.
+    # Edges: token 1 to a feature and to the logit, features to the logit. Only one of the graphs has an error node.
     nodes = [
         Node("0_1_0", "feature", 0, 0, 1), Node("1_2_0", "feature", 1, 0, 2), Node("1_-1_0", "error", 1, 0, -1),
         Node("E_3_0", "token", -1, 0, 3), Node("3_4_0", "logit", 2, 0, 4, "", None, 0.5),

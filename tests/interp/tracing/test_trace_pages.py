@@ -209,9 +209,9 @@ def test_the_page_lists_links_pins_groups_and_thins(graph, tmp_path):
     assert 0 < seen["from"] < 350  # the node chosen first is in view
     assert seen["title"] == logit.label
     assert len(seen["inputs"]) == 1
-    assert seen["inputs"][0].startswith("+100 raises ")  # what it means, before its number
+    assert seen["inputs"][0].startswith("+100 raises ")  # the meaning comes before the number
     assert seen["inputs"][0].endswith(f" {feature.id}")
-    # The strongest path from a token multiplies what each link is of all that its end gets.
+    # The strength of a path is the product of the share of each link in the inputs of its end.
     *_, path = strongest_path(pruned, logit.id)
     raised = [" ".join(map(visible, pruned[name].raises)) for name in path]
     words = [f"raises {r}" if r else visible(pruned[n].label) for n, r in zip(path, raised, strict=True)]  # fmt: skip
@@ -283,7 +283,7 @@ def test_a_heads_node_shows_where_it_looks_and_the_pairs_of_its_score(tmp_path):
             assert one in about
             assert two in about
         assert [text for text, _ in spots] == [visible(token) for token in TEXT]
-        # The strongest colour is where the head looks most.
+        # The darkest cell is the position with the most attention.
         colours = [sum(map(int, colour[4:-1].split(","))) for _, colour in spots]
         assert colours.index(min(colours)) == max(range(len(TEXT)), key=cell.pattern.__getitem__)
         assert len(links) == 1

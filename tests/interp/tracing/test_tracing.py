@@ -130,7 +130,7 @@ def test_rows_add_up_and_are_what_a_frozen_run_changes(form, kind):
         first = min(vectors)
         for other, (layer, pos, feature) in enumerate(features):
             read = changes[f"blocks.{layer}.{reads}"][pos] @ encoder(layer, feature)
-            # A run has its own value there, not what it would be made of.
+            # The run uses its cached value there, not a sum of components.
             later = f"blocks.{layer}.mlp_out" > first or first == "embed"
             assert rows[0][other, source] == pytest.approx(float(read) if later else 0, abs=1e-9)
         change = changes["ln_final.normalized"][-1] @ W_U
@@ -139,7 +139,7 @@ def test_rows_add_up_and_are_what_a_frozen_run_changes(form, kind):
 
 @pytest.fixture(scope="module")
 def peer():
-    """What circuit-tracer made, with the same model and transcoders; see tests/tracing/make_graph.py."""
+    """Return the graph of circuit-tracer for the same model and transcoders (tests/tracing/make_graph.py)."""
     with safe_open(ROOT / "tests" / "tracing/circuit_tracer.safetensors", "pt") as file:
         about = {name: json.loads(text) for name, text in file.metadata().items()}
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
@@ -196,7 +196,7 @@ def test_influence_pruning_and_scores_are_those_of_circuit_tracer(peer):
     )
     assert torch.equal(edges, expected)
     torch.testing.assert_close(influence.cumulative(of_each), theirs["cumulative"][:n_sources])
-    # The scores, of a graph that has their rows alone.
+    # The scores of a graph that contains only these rows.
     graph = replace(graph, rows=functional.pad(rows, (0, 7)), column=column, weights=weights)
     scores = torch.tensor([graph.replacement, graph.completeness]).double()
     torch.testing.assert_close(scores, theirs["scores"], rtol=1e-6, atol=1e-6)
@@ -218,7 +218,7 @@ def test_an_effect_is_the_sum_over_targets_that_are_asked_for():
     assert graph.weights[:4].tolist() == [graph.logits[0].probability, 1, 1, 0]
     assert graph.column[2] == len(run.layer) - 1
     assert len(graph.rows) == 2 + 9
-    # The features with a row are those of most influence, and each has the row it has alone.
+    # The features with the most influence have rows, and each row equals the row of the feature alone.
     rows = run.rows(run.of_features(graph.column[2:]))
     torch.testing.assert_close(graph.rows[2:], rows)
     whole = attribution_graph(model, TEXT, dictionaries, targets=[2, (2, 5), tuple(named)], pos=-2)
@@ -243,7 +243,7 @@ def test_likely_tokens_are_targets_until_the_probability_is_reached(pick):
     )
     wanted = min(wanted, pick.get("targets", 10))
     assert [node.number for node in graph.logits] == chances.indices[:wanted].tolist()
-    # Without transcoders a layer has errors alone.
+    # A layer without a transcoder has only errors.
     assert len(graph.run.layer) == 0
     assert {node.kind for node in graph.nodes} == {"error", "token", "position", "bias", "logit"}
     assert graph.gap < 1e-12
@@ -265,7 +265,7 @@ def test_a_cut_head_takes_its_paths_along():
             kept = model.blocks[layer].attn.W_O[head].clone()
             whole = moved(model, dictionaries, {"embed": vector})["ln_final.normalized"][-1] @ W_U
             model.blocks[layer].attn.W_O[head] = 0
-            # Another cache would have other scales, so what is frozen stays that of the whole model.
+            # Another cache would have other scales, so the scales of the whole model stay frozen.
             cut = (
                 moved(model, dictionaries, {"embed": vector}, cache)["ln_final.normalized"][-1]
                 @ W_U
@@ -303,7 +303,7 @@ def test_a_model_whose_mlps_are_their_own_transcoders_is_explained_completely():
 
 
 def test_predictions_hold_where_all_else_is_held():
-    """A change of a feature moves what reads it by `change * effect / activation`, in a run with all else frozen."""
+    """With everything else frozen, a change of a feature moves its readers by `change * effect / activation`."""
     model = model_of("sandwich")
     dictionaries = transcoders("layer", "ln2.normalized")
     graph = attribution_graph(model, TEXT, dictionaries, targets=[2, 5])
@@ -347,7 +347,7 @@ def test_predictions_hold_where_all_else_is_held():
 @pytest.mark.sampled(16)
 @pytest.mark.parametrize("kind", [*KINDS, *KNOWN])
 def test_attached_models_have_the_graph_of_their_parts(kind, monkeypatch):
-    if kind in FOREIGN:  # their tiny configs have fields that from_hf does not know
+    if kind in FOREIGN:  # from_hf does not support some fields of these tiny configs
         monkeypatch.setattr("models.attached.attached.FAMILIES", {})
     model, text = made(kind), torch.tensor([[3, 1, 4, 1, 5, 9]])
     attach(model)
@@ -528,7 +528,7 @@ def test_the_correlation_is_of_nodes_that_were_predicted_to_change():
     # Fisher's z has a standard error of 1 / √(n - 3), here of n = 5.
     ends = [math.tanh(math.atanh(r) + sign * 1.96 / math.sqrt(2)) for sign in (-1, 1)]
     assert result.interval == pytest.approx(ends)
-    # All change as much, so there is no correlation, and none to be sure of.
+    # All changes are equal, so there is no correlation and no interval.
     none = Intervention({}, [*"abcdef"], predicted, predicted, 0 * true, *[torch.ones(6)] * 3)
     assert all(map(math.isnan, (none.correlation, *none.interval)))
     assert "correlation nan\n" in repr(none)
@@ -609,7 +609,7 @@ def test_values_and_changes_that_are_not_finite_are_refused(monkeypatch):
             influence.influence(rows, rows.new_tensor([1.0, 0.0]), column)
         with within_seconds(60), pytest.raises(ValueError, match="must be finite"):
             predicted_changes(rows, column, one, one, torch.zeros(1).bool())
-        with pytest.raises(ValueError, match="must be finite"):  # also where nothing is passed on
+        with pytest.raises(ValueError, match="must be finite"):  # also for a node without outputs
             predicted_changes(rows, column, one, one, torch.ones(1).bool())
     rows = FrozenRun.rows
     monkeypatch.setattr(FrozenRun, "rows", lambda *arguments: math.inf * rows(*arguments))
