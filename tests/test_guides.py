@@ -1,8 +1,6 @@
 """The guides: their code runs, prints the stored outputs, and their links lead somewhere."""
 
-import importlib.util
 import json
-import math
 import re
 import warnings
 from importlib.util import find_spec
@@ -11,13 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).parent.parent
-GUIDES = ROOT / "examples" / "guides"
-_spec = importlib.util.spec_from_file_location("build", GUIDES / "build.py")
-build = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(build)
+from tests.stored_outputs import GUIDES, assert_same, build
 
-NUMBER = re.compile(r"[-+]?\d[\d,_]*\.?\d*(?:e[-+]?\d+)?")
+ROOT = Path(__file__).parent.parent
 NEEDS = {
     "directions": "sklearn",
     "experts": "transformers",
@@ -37,17 +31,6 @@ def guides():
             is_missing = find_spec(NEEDS[path.stem]) is None
             marks.append(pytest.mark.skipif(is_missing, reason=f"needs {NEEDS[path.stem]}"))
         yield pytest.param(path, id=path.stem, marks=marks)
-
-
-def numbers(text):
-    return [float(number.replace(",", "").replace("_", "")) for number in NUMBER.findall(text)]
-
-
-def assert_same(printed, stored):
-    """Compare two texts: words exactly, numbers to two digits, because machines round differently."""
-    assert NUMBER.sub("#", printed).split() == NUMBER.sub("#", stored).split()
-    for ours, theirs in zip(numbers(printed), numbers(stored), strict=True):
-        assert math.isclose(ours, theirs, rel_tol=0.02, abs_tol=0.011), (printed, stored)
 
 
 @pytest.mark.parametrize("path", [*guides()])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_guides import assert_same, build
+from tests.stored_outputs import assert_same, build
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
