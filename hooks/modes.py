@@ -18,6 +18,7 @@ from hooks.base import (
     real_columns,
     require_choice,
     require_device,
+    require_kind,
     shown,
     taken,
     to_device,
@@ -107,6 +108,8 @@ class Options:
             if positions.is_one:
                 raise TypeError(f"positions must be a slice, list or mask; got {positions}")
             object.__setattr__(self, "positions", positions)
+        kinds = (torch.dtype, type(None))
+        require_kind("dtype", self.dtype, kinds, "a dtype of PyTorch, such as torch.float16")
         if self.dtype is not None and not self.dtype.is_floating_point:
             raise ValueError(f"the dtype of kept values must be a floating one; got {self.dtype}")
         require_choice("calls", self.calls, ("one", "all"))

@@ -26,16 +26,19 @@ from hooks.base import (
     HintsAtNames,
     Words,
     config_hash,
+    explains_calls,
     forwards_in,
     is_fully_sharded,
     mesh_of,
     require_module,
+    shown,
     uncompiled,
     without_gradients,
 )
 from hooks.base._torch import state_of
 from hooks.base.draws import Draws
 from hooks.base.errors import ModeError, NeverFiredError
+from hooks.base.hints import how_to_mark
 from hooks.cache import ActivationCache
 from hooks.capture import Complete, Recorder, Request, memory_in
 from hooks.edit import EditedPoint, HookContext, HookHandle, Hooks, edited_points
@@ -161,6 +164,7 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
             return self._run_lazily(request, args, kwargs)
         return self._run_eagerly(request, args, kwargs)
 
+    @explains_calls
     def capture(self, *args: Any, names: Selector, **kwargs: Any) -> ActivationCache:
         """Run the model only until the last of the chosen points has fired, and return the cache.
 
@@ -214,6 +218,7 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
         self._has_warned |= draws.warn(f"the {type(self.model).__name__}")
         return output
 
+    @explains_calls
     def hooks(
         self, hooks: Hooks | None = None, *, backward: Hooks | None = None, receipts: bool = False
     ) -> HookContext:
@@ -235,6 +240,7 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
         edits, backward_edits = self.edits(hooks or {}), self.edits(backward or {})
         return HookContext(self.model, edits, backward_edits, receipts)
 
+    @explains_calls
     def add(
         self, hooks: Hooks | None = None, *, backward: Hooks | None = None, receipts: bool = False
     ) -> HookHandle:
@@ -349,6 +355,8 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
         Raises:
             TypeError: naming the first, with close matches.
         """
+        if run is not None and not callable(run):
+            raise TypeError(f"run must be a function that runs the model; got {shown(run)}")
         words = self._words if run is None else Words(run)
         if unknown := [name for name in kwargs if name not in words.known]:
             what = type(self.model).__name__ if run is None else "run="
@@ -359,7 +367,7 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
         """The arguments of a run as the model prepares them, after a check that `forward` takes so many."""
         try:
             return prepared(self._inner, args, kwargs)
-        except TypeError:
+        except (TypeError, AttributeError):
             self._require_fit(call, args, kwargs)
             raise
 
@@ -379,6 +387,11 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
                 f"{call} gives its arguments to {type(self.model).__name__}.forward, which must be able to "
                 f"take them: {reason} ({form} must be given by name)"
             ) from None
+        if texts := [value for value in args if isinstance(value, str)]:
+            raise TypeError(
+                f"{call} gives its arguments to {type(self.model).__name__}.forward, which takes no text; "
+                f"got {shown(texts[0])}: give tokens{how_to_mark()}"
+            )
 
     def _overwrites_nothing(self) -> bool:
         """Return whether a run writes into no value of a point: the model says so, and nobody's hook acts now."""
@@ -507,7 +520,7 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
             except Complete as stopped:
                 if stopped.args[0] is not recorder:
                     raise
-            except TypeError:
+            except (TypeError, AttributeError):
                 if run is self.model:
                     self._require_fit("a cached run", args, kwargs)
                 raise

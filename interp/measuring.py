@@ -19,6 +19,9 @@ Writer = Callable[[Any], Any]
 """Gives the text of each token, such as `model.to_pieces`."""
 
 
+_LOGITS = "model(texts) gives them"
+
+
 @dataclass(frozen=True, eq=False)
 class TokenMetric:
     """A metric of `interp.metrics`. It prints as the call that made it."""
@@ -35,7 +38,16 @@ class TokenMetric:
     def __call__(
         self, logits: Float[Tensor, "batch pos vocab"], attention_mask: Mask | None = None
     ) -> Float[Tensor, " batch"]:
-        """The metric of each example. Whole logits of padded texts need their mask."""
+        """The metric of each example. Whole logits of padded texts need their mask.
+
+        Raises:
+            TypeError: if the logits are no tensor.
+            ValueError: if they are not [batch, pos, vocab].
+        """
+        require_kind("logits", logits, Tensor, "a tensor [batch, pos, vocab]", _LOGITS)
+        if logits.ndim != 3:
+            rule = "logits must be [batch, pos, vocab], of whole texts"
+            raise ValueError(f"{rule}; got {shown(logits)}; {_LOGITS}")
         return self.function(
             logits if attention_mask is None else last_real(logits, self.last, attention_mask)
         )

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import FusedUnlessHooked, HookPoint, Identity
-from hooks.base import Component
+from hooks.base import Component, require_kind
 from models.config import TransformerConfig
 from models.dot_product import SoftCap, require_room_for_scores, softmax
 from models.kernels import by_blocks, fused
@@ -42,6 +42,7 @@ class Attention(Component):
 
     def __init__(self, config: TransformerConfig, layer: int = 0) -> None:
         super().__init__()
+        require_kind("config", config, TransformerConfig, "a TransformerConfig")
         self.layer = layer
         self.window = config.windows[layer]
         self.is_causal = config.causal

@@ -83,11 +83,8 @@ def check_tokens(tokens: object) -> None:
     """
     if isinstance(tokens, Tensor) and tokens.ndim == 2 and tokens.dtype in INTEGERS:
         return
-    got = f"a {type(tokens).__name__}"
-    if isinstance(tokens, Tensor):
-        got = f"{tokens.dtype} of shape {tuple(tokens.shape)}"
     raise ValueError(
-        f"tokens must be integers of shape [batch, pos]; got {got} (model.to_tokens converts texts)"
+        f"tokens must be integers of shape [batch, pos]; got {shown(tokens)} (model.to_tokens converts texts)"
     )
 
 

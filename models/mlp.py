@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hooks import HookPoint
-from hooks.base import Component
+from hooks.base import Component, require_kind
 from models.checks import require
 from models.config import TransformerConfig
 from models.linear import Linear, dropout
@@ -46,6 +46,7 @@ class MLP(Component):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
+        require_kind("config", config, TransformerConfig, "a TransformerConfig")
         require(config, "mlp", config.mlp != "none", "'plain' or 'gated' for an MLP")
         self.activation = ACTIVATIONS[config.activation]
         self.input = Linear(config.d_model, config.d_mlp, config.mlp_bias)

@@ -16,6 +16,7 @@ from hooks.base import (
     refuse,
     require_integer,
     require_kind,
+    shown,
     to_device,
 )
 from models.block import block_of
@@ -191,6 +192,7 @@ class Transformer(HintsAtNames, ReadsText, BlockWeights, metaclass=HintedClass):
         check_tokens(tokens)
         config, (batch, new) = self.config, tokens.shape
         if kv_cache is not None:
+            require_kind("kv_cache", kv_cache, KVCache, "a KVCache", "models.KVCache() makes one")
             kv_cache.reserve(config, batch, new)
         elif new > config.n_ctx:
             raise ValueError(f"tokens must fit the context of {config.n_ctx}; got {new}")
@@ -235,6 +237,11 @@ class Transformer(HintsAtNames, ReadsText, BlockWeights, metaclass=HintedClass):
 
         The logits are on the device of the unembedding. The final norm must be on the same device.
         """
+        is_stream = isinstance(resid, Tensor) and resid.is_floating_point()
+        if not is_stream or resid.shape[-1:] != (self.config.d_model,):
+            raise TypeError(
+                f"resid must be a residual stream [batch, pos, {self.config.d_model}]; got {shown(resid)}"
+            )
         resid = resid.to(self.unembedding.weight.device)
         return self.logit_cap(self.unembedding(self.ln_final(resid)))
 

@@ -14,7 +14,7 @@ import hooks
 import interp
 import models
 from hooks import HookedRunner, HookError, HookPoint, Mode
-from interp import store
+from interp import directions, store
 from interp.directions import Direction
 from tests.count import ROOT
 from tests.shipped import pydoc
@@ -38,6 +38,14 @@ accumulated(model, TEXT, right='a')                             | TypeError | ru
 apply_norm(model, TEXT, logits, 0)                              | TypeError | run_with_cache
 head_scores(model, TEXT, 'induction')                           | TypeError | run_with_cache
 head_scores(model, cache, 'inducton')                           | UnknownNameError | inducton.*induction
+logit_lens(model, cache, top_k='3')                             | ValueError | '3'
+logit_lens(model, cache, top_k=0)                               | ValueError | 0
+apply_norm(model, cache, cache['resid_post', 1], '0')           | ValueError | 0 to 3
+head_scores(model, cache, np.ones((18, 18)))                    | TypeError | float64 array
+copying_scores(model, cache)                                    | TypeError | fold.*ActivationCache
+interp.residual_stream(cache, 'x')                              | TypeError | windows.*'x'
+singular_tokens(model, 1, 99)                                   | ValueError | head.*99
+token_directions(model, None)                                   | ValueError | None
 svd_targets(model, TEXT)                                        | TypeError | run_with_cache
 svd_targets(model, cache, which='wvwo')                         | TypeError | which=
 direct_logit_attribution(model, TEXT, right='a')                | TypeError | run_with_cache
@@ -80,6 +88,14 @@ activation_patching(model, pairs, 'z', metric=TEXT)             | TypeError | me
 activation_patching(model, pairs, 'z', direction='denoise')     | ValueError | denoising
 activation_patching(model, pairs, 'z', over='haed')             | ValueError | haed
 activation_patching(model, pairs, 'z', site_='z')               | TypeError | site_=
+activation_patching(model, pairs, 'z', over=3)                  | TypeError | over.*3
+activation_patching(model, pairs, 'z', max_bytes='1GB')         | TypeError | '1GB'
+Pairs(cache, cache, ('a', 'b'))                                 | TypeError | ActivationCache
+node_effects(model, pairs, 3)                                   | TypeError | source.*3
+run_circuit(model, pairs, 3)                                    | TypeError | Circuit.*3
+edge_patching(model, pairs, [3])                                | TypeError | m0->logits.*3
+acdc(model, pairs, '0.1')                                       | ValueError | numbers above 0
+curve(model, pairs, effects, 3)                                 | TypeError | Graph.*Result
 activation_patching(pairs, model, 'z')                          | TypeError | Pairs
 activation_patching(runner, pairs, 'z')                         | TypeError | HookedRunner
 activation_patching('gpt2', pairs, 'z')                         | TypeError | models.load.'gpt2'
@@ -95,6 +111,10 @@ measure(logit_diff(1, 2), TEXT)                                 | TypeError | 'd
 measure(logit_diff(1, 2), logits, TEXT)                         | TypeError | attention_mask
 measure('logit_diff', logits)                                   | TypeError | 'logit_diff'
 measure(lambda logits: logits, logits)                          | ValueError | 1, 18, 103
+logit_diff(1, 2)(logits.numpy())                                | TypeError | array.*model.texts
+logit_diff(1, 2)(logits[0])                                     | ValueError | 18, 103.*model.texts
+accuracy(1)(TEXT)                                               | TypeError | 'def f
+log_prob(5)(model)                                              | TypeError | Transformer
 logit_diff('a', 'b')(logits)                                    | ValueError | model.to_id
 log_prob(None)                                                  | ValueError | None
 log_prob(1.5)                                                   | ValueError | float
@@ -129,6 +149,12 @@ features.feature_cards(model, sae, [TEXT], ['a'])               | ValueError | '
 features.feature_cards(model, 'x', [TEXT], [1])                 | TypeError | 'x'
 sae(TEXT)                                                       | ValueError | 'def f
 sae.encode(cache['resid_post', 2][..., :5])                     | ValueError | 5
+sae.decode(None)                                                | ValueError | 1024.*None
+sae.decode(eye)                                                 | ValueError | 1024.*3, 3
+load_sae('pydoc-4l/resid_post', devic='cpu')                    | TypeError | devic=
+features.feature_cards(model, sae, [TEXT], [1], k='3')          | ValueError | '3'
+interp.splice(model, sae, error_term=True)                      | TypeError | error_term=
+attribution_graph(model, TEXT, transcoders, targets=3.5)        | TypeError | 3.5
 features.Dictionary(1, 2, 3, 4, nn.ReLU())                      | TypeError | W_enc
 features.Dictionary(eye, eye, eye[0], eye[0], 'relu')           | TypeError | 'relu'
 models.load(transformers_model)                                 | TypeError | GPT2LMHeadModel.*attach
@@ -162,7 +188,25 @@ models.TransformerConfig(n_layer=1)                             | TypeError | n_
 models.TransformerConfig(d_vocab=5)                             | TypeError | vocab_size
 models.TransformerConfig()                                      | TypeError | vocab_size
 models.TrainingConfig(step=3)                                   | TypeError | step=.*steps
-models.next_token_loss(logits, TEXT)                            | ValueError | str
+models.next_token_loss(logits, TEXT)                            | ValueError | 'def f
+models.next_token_loss(TEXT, tokens)                            | TypeError | model.tokens
+models.next_token_loss(logits, tokens[:, :3])                   | ValueError | 1, 3.*1, 18, 103
+models.evaluate(model, TEXT)                                    | TypeError | 'def f.*encode
+models.evaluate(None, tokens)                                   | TypeError | None
+models.split(None)                                              | TypeError | None
+models.train(model, TEXT, models.TrainingConfig(steps=1))       | TypeError | 'def f.*encode
+models.generate_text(model, TEXT, max_new_tokens=2, stop='zzz') | ValueError | 'zzz'.*
+models.Attention(None)                                          | TypeError | TransformerConfig
+models.MLP(3)                                                   | TypeError | TransformerConfig
+models.load('pydoc-4l', devic='cpu')                            | TypeError | devic=.*device
+models.attach(transformers_model, TEXT)                         | TypeError | attach.model, tokenizer
+model(tokens, attention_mask='x')                               | TypeError | 'x'
+model(tokens, attention_mask=np.ones((1, 18)))                  | TypeError | float64 array
+model(tokens, kv_cache=3)                                       | TypeError | KVCache.. makes
+model(np.ones((1, 18)))                                         | ValueError | float64 array .18.
+model.unembed(tokens)                                           | TypeError | stream .batch, pos, 128
+model.unembed(None)                                             | TypeError | None
+model.to_id(3)                                                  | TypeError | 3
 models.generate_text(model, TEXT, max_new_tokens=2, do_sample=True) | TypeError | do_sample=.*temperature
 models.generate_text(model, TEXT, max_new_tokens=2, temprature=1) | TypeError | temprature=.*temperature
 models.generate(model, TEXT, max_new_tokens=2, do_sample=True)  | TypeError | do_sample=
@@ -220,6 +264,15 @@ runner.run_with_cache(TEXT, names='embedd')                     | UnknownNameErr
 runner.run_with_cache(TEXT, names=3)                            | TypeError | 3
 runner.run_with_cache(TEXT, mode='fulll')                       | ValueError | fulll
 runner.run_with_cache(TEXT, positions='last')                   | TypeError | 'last'
+runner.run_with_cache(TEXT, dtype='float16')                    | TypeError | torch.float16
+runner.run_with_cache(TEXT, max_bytes='1GB')                    | TypeError | '1GB'
+runner.run_with_cache(TEXT, run='generate')                     | TypeError | 'generate'
+runner.run_with_cache(cache)                                    | ValueError | ActivationCache
+runner.add('embed', edits.zero())                               | TypeError | add.self, hooks
+runner.hooks('embed', edits.zero())                             | TypeError | hooks.self, hooks
+runner.capture(tokens)                                          | TypeError | 'names'
+HookedRunner(transformers_model).run_with_cache(TEXT)           | TypeError | no text.*'def f.*give tokens
+hooks.position_offset('a')                                      | ValueError | 'a'
 runner.run_with_cache(None)                                     | ValueError | None
 runner.run_with_cache([[1, 'a']])                               | ValueError | 'a'
 runner.run_with_cache(torch.rand(2, 3))                         | ValueError | float32
@@ -245,15 +298,35 @@ edits.replace(TEXT)                                             | TypeError | 'd
 edits.mean(cache, over=3)                                       | TypeError | 3
 edits.noise('a')                                                | TypeError | 'a'
 edits.noise(1.0, seed='a')                                      | ValueError | 'a'
+edits.interchange(cache, 'pca')                                 | TypeError | columns.*'pca'
+edits.interchange(cache, np.eye(3))                             | TypeError | float64 array
+edits.mean(cache, attention_mask=np.ones(3))                    | TypeError | float64 array
+edits.resample(cache, 'a')                                      | ValueError | 'a'
+edits.all_but([1, 2])                                           | TypeError | all_but.7, 9.
+edits.ablate                                                    | AttributeError | no attribute 'ablate'
 edits.project_out(TEXT)                                         | TypeError | 'def f
 store.harvest(model, [TEXT], '*.pattern', 'folder')             | ValueError | pattern.*statistics
 store.harvest(model, 'a', 'embed', 'folder')                    | ValueError | 'a'
 store.harvest(TEXT, model, 'embed', 'folder')                   | TypeError | str
 store.harvest(model, [TEXT], 'embed', None)                     | TypeError | None
 store.harvest(model, None, 'embed', 'folder')                   | ValueError | None
+store.harvest(model, [TEXT], 'embed', 'folder', shard=3)        | ValueError | jobs.*got 3
+store.harvest(model, [TEXT], 'embed', 'folder', without=['a'])  | TypeError | 'a'
+store.harvest(model, [TEXT], 'embed')                           | TypeError | 'out'
+store.statistics(model, TEXT, 'embed', reading='induction')     | TypeError | 'induction'.*lambda
+store.statistics(model, TEXT, 'embed', reading=lambda m, c: 3)  | TypeError | Result.*got 3
+store.statistics(model, TEXT, 'embed', top='x')                 | ValueError | 'x'
+store.statistic                                                 | AttributeError | statistics
 store.Activations(None)                                         | TypeError | None
 store.Activations('no_such_folder')                             | FileNotFoundError | no_such_folder
 store.statistics(model, TEXT, 'embed', pos=-1)                  | TypeError | pos=.*harvest
+directions.probe(TEXT, TEXT, TEXT)                              | TypeError | models.load
+directions.difference_of_means(model, [TEXT], [TEXT], 3)        | TypeError | site.*3
+directions.prob                                                 | AttributeError | probe
+Direction(None)                                                 | TypeError | vectors.*None
+Direction({'embed': np.ones(3)})                                | TypeError | at embed.*array
+effects.interval('a')                                           | ValueError | 'a'
+effects.save('')                                                | ValueError | empty
 effects.top('x')                                                | ValueError | 'x'
 effects.plot('x')                                               | UnknownNameError | x
 effects.save(3)                                                 | TypeError | 3
@@ -263,6 +336,10 @@ Direction.load(3)                                               | TypeError | 3
 HookPoint(3)                                                    | TypeError | 3
 HookPoint('batch batch')                                        | ValueError | batch batch
 Mode('x')                                                       | ValueError | full
+FactoredMatrix(3, 4)                                            | TypeError | rows, columns.*3
+spectral.effective_rnk                                          | AttributeError | effective_rank
+pictures.attention                                              | AttributeError | attribution
+tracing.graph                                                   | AttributeError | attribution_graph
 interp.logits_lens                                              | AttributeError | logit_lens
 interp.ActivationPatching                                       | AttributeError | activation_patching
 models.HookedTransformer                                        | AttributeError | models.load
@@ -274,7 +351,7 @@ TEXT = "def f(x): return x"
 # Errors of Python itself, which give no advice.
 OF_PYTHON = re.compile(
     r"^'\w+' object |NoneType' object|not subscriptable|is not iterable|unsupported operand|has no len|"
-    r"unexpected keyword|takes \d+ positional|os\.PathLike object, not|indices must be|tensor\(|array\("
+    r"unexpected keyword|has no attribute 'shape|takes \d+ positional|os\.PathLike object, not|indices must be|tensor\(|array\("
 )
 
 
@@ -308,7 +385,7 @@ def given():
         "spliced": spliced,
     }
     names = {name: getattr(interp, name) for name in interp.__all__}
-    others = [hooks, interp, models, nn, np, store, torch]
+    others = [directions, hooks, interp, models, nn, np, store, torch]
     named = {module.__name__.rpartition(".")[2]: module for module in others}
     kinds = {kind.__name__: kind for kind in (Direction, HookedRunner, HookPoint, Mode)}
     return {**names, **named, **kinds, **made, "np": np, "TEXT": TEXT}

@@ -86,4 +86,4 @@ from hooks.base.text_forms import (
 )
 from hooks.base.transfer import all_to_device, is_trusted, later, stacked, to_device, trusted
 from hooks.base.widening import HALF, at_least_float32, wide_dtype
-from hooks.base.words import NoOthers, Words, forwards_in, refuse
+from hooks.base.words import NoOthers, Words, explains_calls, forwards_in, refuse

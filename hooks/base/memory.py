@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hooks.base._torch import FakeTensor, has_storage, memory_of
 from hooks.base.errors import MemoryLimitError
+from hooks.base.kinds import require_kind
 from hooks.base.paths import LAYER
 
 _FIRST_LOOK = 2**28
@@ -41,6 +42,7 @@ class Bound:
         otherwise: str | None = None,
         times: int = 1,
     ) -> None:
+        require_kind("max_bytes", max_bytes, (int, float, type(None)), "a number of bytes")
         self._names, self._max_bytes = names, max_bytes
         self._otherwise, self._times = otherwise, times
         self._sizes: dict[str, int] = {}

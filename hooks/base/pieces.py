@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from hooks.base.errors import require_integer
 from hooks.base.scoped import Scoped
 from hooks.base.selection import KeyMask, real_columns
 
@@ -132,8 +133,7 @@ def position_offset(
     ...     start_of_piece()
     5
     """
-    if column is not None and column < 0:
-        raise ValueError(f"column must be at least 0; got {column}")
+    require_integer("column", 0 if column is None else column, least=0)
     return reading(Piece(column, real))
 
 

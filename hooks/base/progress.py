@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import IO, Any, ParamSpec, TypeVar
 
+from hooks.base._torch import refuse_unbound
 from hooks.base.scoped import Scoped
 
 P = ParamSpec("P")
@@ -158,7 +159,11 @@ def shows_progress(analysis: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(analysis)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         with _display(Count(analysis.__name__, unit=""), bool(kwargs.get("progress", True))):
-            return analysis(*args, **kwargs)
+            try:
+                return analysis(*args, **kwargs)
+            except TypeError as error:
+                refuse_unbound(analysis, args, kwargs, error)
+                raise
 
     return run
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hooks.base._torch import FakeTensor
 from hooks.base.errors import SelectionError, unknown_name
+from hooks.base.kinds import require_kind
 from hooks.base.saying import shown
 from hooks.base.transfer import to_device
 
@@ -79,6 +80,8 @@ def all_but(*places: SupportsIndex) -> AllBut:
     >>> Selection(all_but(1, -1)).rows(5, "head")
     [[0, 2, 3]]
     """
+    for place in places:
+        require_kind("a place", place, SupportsIndex, "an integer, as in all_but(7, 9)")
     return AllBut([operator.index(place) for place in places])
 
 

@@ -78,6 +78,8 @@ def suffix_of(path: str | os.PathLike[str], supported: Iterable[str]) -> str:
     ValueError: path must end in .html or .safetensors, or have no suffix; got run.1/means.png
     """
     known, suffix = [*supported], path_of(path).suffix.lower()
+    if path == "":
+        raise ValueError("path must name a file; got an empty text")
     if suffix not in known:
         named = [each for each in known if each]
         listed = " or ".join(filter(None, [", ".join(named[:-1]), *named[-1:]]))
@@ -269,6 +271,8 @@ def one_error(
     except (FileNotFoundError, ImportError, UnknownNameError):
         raise
     except Exception as error:
+        if os.path.isdir(path):
+            raise kind(f"{what}; it is a folder") from None
         damage = damage_of(path)
         again = "; download it again" if kind is ValueError else ""
         if damage and rule:

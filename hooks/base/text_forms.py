@@ -93,7 +93,7 @@ def columns_of(texts: Any) -> tuple[list[list[int]], list[list[bool]]]:
     if not isinstance(texts, Mapping) or "input_ids" not in texts:
         raise ValueError(
             f"texts in a mapping or a table must have input_ids, as a tokenizer gives them; got a {type(texts).__name__} "
-            f"of {', '.join(map(str, texts))} (of a column of texts, give a list)"
+            f"of {', '.join(map(str, texts)):.80} (of a column of texts, give a list)"
         )
     rows = _listed(texts["input_ids"])
     mask = (

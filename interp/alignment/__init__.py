@@ -11,6 +11,7 @@ Read `featurizers` (parts of a value) and `runs` (runs with a part interchanged)
 11
 """
 
+from hooks.base import missing_name as _missing_name
 from interp.alignment.aligning import Alignment, align, counterfactual
 from interp.alignment.featurizers import Featurizer, neurons, of_dictionary, pca, subspace
 from interp.alignment.fitting import Fit
@@ -20,3 +21,5 @@ __all__ = [
     "Alignment", "Featurizer", "Fit", "NullSpaces", "align", "counterfactual", "neurons",
     "null_spaces", "of_dictionary", "pca", "subspace",
 ]  # fmt: skip
+
+__getattr__ = _missing_name(__name__, __all__)

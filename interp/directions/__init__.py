@@ -13,6 +13,7 @@ direction does.
 >>> steered = HookedRunner(model).run_with_hooks("The ", hooks={"blocks.2.resid_post": edits.add(v, scale=0.5)})
 """
 
+from hooks.base import missing_name as _missing_name
 from interp.directions.direction import Direction
 from interp.directions.erasing import Eraser, leace
 from interp.directions.finding import Erasure, difference_of_means, erasure
@@ -24,3 +25,5 @@ __all__ = [
     "Direction", "Eraser", "Erasure", "Moments", "Probe", "SteeringCurve", "difference_of_means",
     "erasure", "leace", "probe", "steering_curve",
 ]  # fmt: skip
+
+__getattr__ = _missing_name(__name__, __all__)

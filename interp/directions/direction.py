@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hooks import CacheError, Point
-from hooks.base import layer_of, storage, unknown_name
+from hooks.base import layer_of, require_kind, storage, unknown_name
 from interp import pictures
 from interp.pictures.view import told
 from interp.results.result import Result
@@ -39,6 +39,11 @@ class Direction(pictures.Shown):
     vectors: Mapping[str, Float[Tensor, " d"]]
     offsets: Mapping[str, float] = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        require_kind("vectors", self.vectors, Mapping, "a vector for each of some names of points")
+        for name, vector in self.vectors.items():
+            require_kind(f"the vector at {name}", vector, Tensor, "a tensor [d]")
 
     def __getitem__(self, place: int | str) -> Float[Tensor, " d"]:
         """The vector of a layer, or of a point by its name.
@@ -75,11 +80,13 @@ class Direction(pictures.Shown):
         return Direction(vectors, offsets, self.about)
 
     def vector_at(self, point: Point) -> Float[Tensor, " d"]:
-        """The vector of a point, for edits.
+        """The vector of a point, for edits. `direction[name]` gives it for a name.
 
         Raises:
+            TypeError: if it is no point, such as a name.
             UnknownNameError: if it has none there; it has close matches.
         """
+        require_kind("point", point, Point, "a Point", "direction[name] takes a name")
         return self[point.name]
 
     def scores(self, values: Mapping[str, Float[Tensor, "..."]]) -> dict[str, Float[Tensor, "..."]]:

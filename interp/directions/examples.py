@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks import ActivationCache, SelectionError
-from hooks.base import Index, Selection, Text, Texts, is_rounding, named_spans
+from hooks.base import Index, Selection, Text, Texts, is_rounding, named_spans, require_kind
 from hooks.shared import names_by_layer
 from interp.directions.stored import Labels, StoredTexts, all_of, by_label, rows_of, told_apart
 from interp.inputs.copies import digests, numbered
@@ -118,6 +118,7 @@ def _points_of(
         for name in (stores[0].names if stores else runner_of(model).points)
         if all(name in store.names for store in stores)
     ]
+    require_kind("site", site, (str, Sequence), "a name, or several")
     points = dict[str, None]()
     for each in [site] if isinstance(site, str) else site:
         points |= dict.fromkeys([each] if each in known else names_by_layer(each, known).values())

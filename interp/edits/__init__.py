@@ -22,6 +22,7 @@ tensor([[[1., 1.],
 """
 
 from hooks.base import all_but
+from hooks.base import missing_name as _missing_name
 from interp.edits.edit import Edit
 from interp.edits.kinds import add, knockout, mean, noise, replace, resample, scale, zero
 from interp.edits.subspaces import interchange, project_out
@@ -30,3 +31,5 @@ __all__ = [
     "Edit", "add", "all_but", "interchange", "knockout", "mean", "noise", "project_out", "replace",
     "resample", "scale", "zero",
 ]  # fmt: skip
+
+__getattr__ = _missing_name(__name__, __all__)

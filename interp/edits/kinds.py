@@ -192,6 +192,7 @@ def resample(
     >>> resample(rows, seed=0)(rows.clone(), Point("any", ("batch", "pos"))).flatten()
     tensor([3., 1., 2.])
     """
+    require_integer("seed", seed, least=-(2**63))
     values = ValueSource(
         source,
         whole=("batch",),
@@ -283,6 +284,8 @@ def _comes_after(key: Any, query: Any) -> bool:
 
 def _as_mask(attention_mask: Tensor | None) -> Tensor | None:
     """The mask on the CPU, where checks of it wait for nothing."""
+    kinds = (Tensor, type(None))
+    require_kind("attention_mask", attention_mask, kinds, "a tensor [batch, pos]")
     return None if attention_mask is None else attention_mask.bool().cpu()
 
 

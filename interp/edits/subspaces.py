@@ -7,7 +7,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from hooks import EditError
-from hooks.base import Index, require_kind, to_device, wide_dtype
+from hooks.base import Index, require_kind, shown, to_device, wide_dtype
 from interp.edits.edit import Change, Edit
 from interp.edits.sources import Values, source_of
 
@@ -53,6 +53,11 @@ def interchange(
         basis = orthonormal(subspace)
         change: Change = lambda x, value, place: x + _inside(value - x, basis)  # noqa: E731
     else:
+        if not hasattr(subspace, "interchanged"):
+            raise TypeError(
+                "subspace must be a tensor of columns [d_model, k], or features of interp.alignment; "
+                f"got {shown(subspace)}"
+            )
         parts = subspace
         change = lambda x, value, place: parts.interchanged(x, value)  # noqa: E731
     return Edit("interchange", change, arguments, values).at(**where)

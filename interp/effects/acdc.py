@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor, nn
 
-from hooks.base import progress_bar, shows_progress, without_gradients
+from hooks.base import progress_bar, shown, shows_progress, without_gradients
 from interp.graph.circuit import Circuit, feeding
 from interp.graph.graph import Graph
 from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs
@@ -65,8 +65,9 @@ def acdc(
     ['m0->m1', 'm1->logits']
     """
     several = [thresholds] if isinstance(thresholds, int | float) else [*thresholds]
-    if not several or min(several) <= 0:
-        raise ValueError(f"thresholds must be above 0, at least one; got {several}")
+    are_numbers = all(isinstance(threshold, int | float) for threshold in several)
+    if not several or not are_numbers or min(several) <= 0:
+        raise ValueError(f"thresholds must be numbers above 0, at least one; got {shown(several)}")
     whole = Runs(model, pairs, direction)
     divergent = kl_divergence(whole.logits({}), pos, attention_mask=whole.text.attention_mask)
     graph, pairs = Graph(model, split_embeddings), whole.pairs.measured_by(divergent)

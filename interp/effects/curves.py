@@ -13,6 +13,7 @@ from interp.graph import Graph
 from interp.graph.circuit import Circuit
 from interp.graph.circuits import random, top
 from interp.inputs.pairs import Pairs, of_pairs
+from interp.kinds import require_made
 from interp.results.result import Result
 from interp.runs.masked import CircuitRuns, CircuitSource
 
@@ -120,6 +121,7 @@ def curve(
     >>> curve(model, others, Graph(model), scores, shares=(0.5, 1.0)).signed.select(edges=1.0).mean()
     tensor(1.)
     """
+    require_made("graph", graph, Graph)
     points = torch.tensor([0, *shares], dtype=torch.float64)
     if len(points) < 3 or not (points.diff() > 0).all() or points[-1] > 1:
         raise ValueError(f"shares must be at least 2, and rise from above 0 to 1; got {[*shares]}")

@@ -13,6 +13,7 @@ dictionaries behind points, and `evaluation`, `cards` and `controls` measure the
 tensor(32)
 """
 
+from hooks.base import missing_name as _missing_name
 from interp.features.activations import Gated, GroupMax, JumpReLU, TopK
 from interp.features.cards import FeatureCard, FeatureCards, feature_cards
 from interp.features.controls import purity, stability
@@ -28,3 +29,5 @@ __all__ = [
     "Gated", "GroupMax", "JumpReLU", "MatchingPursuit", "TopK", "evaluate_sae", "feature_cards",
     "load_sae", "purity", "splice", "stability",
 ]  # fmt: skip
+
+__getattr__ = _missing_name(__name__, __all__)

@@ -23,6 +23,7 @@ from hooks.base import (
     Index,
     Texts,
     progress_of,
+    require_integer,
     require_kind,
     shows_progress,
     storage,
@@ -262,6 +263,7 @@ def feature_cards(
         raise ValueError(f"cards are of one dictionary at a time; got {len(parts)}")
     ((point, part),) = parts.items()
     chosen = part.dictionary
+    require_integer("k", k)
     require_kind("features", features, Sequence, "a list of numbers of features", "[3, 17]")
     wrong = [n for n in features if not isinstance(n, int) or not 0 <= n < chosen.n_features]
     if wrong or not features:

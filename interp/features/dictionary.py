@@ -195,6 +195,12 @@ class Dictionary(pictures.Shown, nn.Module):
         Raises:
             ValueError: if it matters and is not given.
         """
+        n_features = len(self.W_dec)
+        if not isinstance(features, Tensor) or features.shape[-1:] != (n_features,):
+            raise ValueError(
+                f"a dictionary must decode a tensor [..., {n_features}], such as encode gives; "
+                f"got {shown(features)}"
+            )
         if x is None:
             if self._undoes_norm or self.W_skip is not None:
                 raise ValueError(

@@ -14,13 +14,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from hooks.base import damage_of, require_kind, storage, unknown_name
+from hooks.base import damage_of, explains_calls, require_kind, storage, unknown_name
 from interp.features.bundled import NAMES, bundled
 from interp.features.forms import FORMS, Form, Loaded
 from interp.features.forms.common import BY_HAND
 from interp.features.hub import downloaded, may_be_on_hub
 
 
+@explains_calls
 def load_sae(
     path: str | os.PathLike[str],
     format: str = "auto",

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from hooks import FusedUnlessHooked, HookedRunner, HookError, Point, UnknownNameError
-from hooks.base import require_choice, to_device, unknown_point
+from hooks.base import explains_calls, require_choice, to_device, unknown_point
 from hooks.shared import Part, PartPoint, blocks_of, names_by_layer, with_parts
 from interp.features.cross_layer import CrossLayerTranscoder
 from interp.features.dictionary import Dictionary
@@ -104,6 +104,7 @@ class SplicedDictionary(Part):
         return torch.stack(heads, -2)
 
 
+@explains_calls
 @contextmanager
 def splice(
     model: nn.Module,

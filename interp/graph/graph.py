@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from hooks import ActivationCache, CacheError, HookedRunner, HookError
-from hooks.base import config_hash, is_rounding, real_of, unknown_name
+from hooks.base import config_hash, is_rounding, real_of, require_kind, unknown_name
 from hooks.shared import is_listened_to
 from interp.graph.nodes import Added, At, Writers, add, nodes_of_block, require_branches
 from interp.graph.norms import is_identity, linear_part
@@ -161,6 +161,7 @@ class Graph:
             UnknownNameError: if there is no such node; it has close matches.
             ValueError: if the reader does not read what the writer writes.
         """
+        require_kind("an edge", edge, str, "a name, such as 'm0->logits'")
         names = edge.split("->")
         if len(names) != 2:
             raise ValueError(f"an edge must be 'writer->reader'; got {edge!r}")
@@ -177,6 +178,9 @@ class Graph:
         Raises:
             UnknownNameError, ValueError: as for `index`.
         """
+        require_kind(
+            "circuit", circuit, Iterable, "a Circuit, or names of edges, as ['m0->logits']"
+        )
         mask = self.allowed.float()
         for edge in circuit:
             mask[self.index(edge)] = 0

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor, nn
 
+from hooks import ActivationCache
 from hooks.base import (
     NoOthers,
     Text,
@@ -117,7 +118,7 @@ class Pairs(pictures.Shown):
     ) -> None:
         refuse(others, Pairs.__init__, "Pairs")
         for name, texts in (("clean", clean), ("corrupted", corrupted)):
-            if isinstance(texts, int | float | nn.Module):
+            if isinstance(texts, int | float | nn.Module | ActivationCache):
                 raise TypeError(f"{name} must be texts; got {shown(texts)}")
         if metric is not None:
             last_of(metric)  # refuses what is no function

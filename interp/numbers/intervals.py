@@ -22,6 +22,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from hooks.base import shown
+
 _ANGLES = 2**16
 
 
@@ -213,8 +215,8 @@ def _normal(confidence: float) -> float:
 
 
 def _checked(confidence: float) -> float:
-    if not 0 < confidence < 1:
-        raise ValueError(f"confidence must be between 0 and 1; got {confidence}")
+    if not isinstance(confidence, int | float) or not 0 < confidence < 1:
+        raise ValueError(f"confidence must be between 0 and 1; got {shown(confidence)}")
     return confidence
 
 

@@ -5,6 +5,7 @@ Read `view` (a page) and `parts` (what its script draws) first; `texts`, `tables
 Figures of matplotlib, in `figure` and `plots`, need the extra `plots`, so they are imported only when one is drawn.
 """
 
+from hooks.base import missing_name as _missing_name
 from interp.pictures.graphs import attribution, circuit, features
 from interp.pictures.tables import curves, effects, image, together
 from interp.pictures.texts import lens, patterns, text
@@ -14,3 +15,5 @@ __all__ = [
     "Shown", "View", "attribution", "circuit", "curves", "effects", "features", "image", "lens",
     "patterns", "text", "together",
 ]  # fmt: skip
+
+__getattr__ = _missing_name(__name__, __all__)

@@ -7,7 +7,14 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import ActivationCache
-from hooks.base import at_least_float32, require_integer, to_device, unknown_name, without_gradients
+from hooks.base import (
+    at_least_float32,
+    require_integer,
+    require_kind,
+    to_device,
+    unknown_name,
+    without_gradients,
+)
 from interp import pictures
 from interp.numbers.precision import like
 from interp.reading.components import ResidualComponents
@@ -157,9 +164,10 @@ def apply_norm(
     """
     components = ResidualComponents(model, cache)
     blocks, stream = components.model.blocks, components.at(components.last)
+    require_kind("values", values, Tensor, "a tensor [..., batch, pos, d_model]")
     if layer is None:
         norm = getattr(components.model, "ln_final", None)
-    elif 0 <= layer < len(blocks) and mlp < len(blocks[layer].branches):
+    elif type(layer) is int and 0 <= layer < len(blocks) and mlp < len(blocks[layer].branches):
         norm = blocks[layer].branches[mlp].norm
     else:
         raise ValueError(

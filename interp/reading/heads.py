@@ -17,6 +17,7 @@ from hooks.base import (
     progress_of,
     real_of,
     require_integer,
+    require_kind,
     shows_progress,
     stacked,
     unknown_name,
@@ -172,6 +173,7 @@ def _wanted(
     span: Index | None,
 ) -> tuple[Shaped[Tensor, "batch query key"], Bool[Tensor, "batch query"]]:
     """The factors of each key's weight, and the queries that count. On the CPU."""
+    require_kind("kind", kind, (str, Tensor), "a name, or a pattern, a tensor [query, key]")
     rank, columns = real.cumsum(1) - 1, torch.arange(real.shape[1])
     later = real & (rank > 0)
     if (span is None) == (isinstance(kind, str) and kind == "span"):

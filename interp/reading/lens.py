@@ -135,6 +135,7 @@ def logit_lens(
     4     … 'u' 'r' 'n' ' ' 't' 'h' 'e' ' '
     """
     language = of(model, "unembed", "config")
+    require_integer("top_k", top_k)
     vocab = n_logits(model)
     require_cache(cache, model)
     if lens is not None:

@@ -24,6 +24,7 @@ from hooks.base import (
     all_to_device,
     is_cancelled,
     progress_of,
+    require_kind,
     shown,
     to_device,
     warn,
@@ -159,6 +160,8 @@ class MaskedRuns:
                     "source='pair' needs corrupted texts whose positions correspond: give those, or another source"
                 )
             return source
+        sources = (ActivationCache, Tensor)
+        require_kind("source", source, sources, "'pair', 'zero', a cache or a tensor")
         added = self.graph.contributions(source) if isinstance(source, ActivationCache) else source
         width = self._model.config.d_model
         fits = [(len(writers), rows, n_pos, width) for rows in (size, 1)]

@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks import ActivationCache, Hooks
-from hooks.base import Text, warn, without_gradients
+from hooks.base import Text, require_kind, warn, without_gradients
 from interp.inputs.copies import digests, groups
 from interp.inputs.pairs import Pairs, PatchingDirection, pairs_for
 from interp.inputs.wording import words_of
@@ -55,6 +55,7 @@ class Runs:
         direction: PatchingDirection | None = None,
         max_bytes: int = 2**30,
     ) -> None:
+        require_kind("max_bytes", max_bytes, (int, float), "a number of bytes")
         self.model, self.runner, self.max_bytes = model, runner_of(model), max_bytes
         self.pairs, self.direction = pairs_for(model, pairs), direction
         self.reads_other = direction is not None

@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hooks import ActivationCache, HookedRunner, UnknownNameError
-from hooks.base import Text, layer_of, require_integer, shown, unknown_point
+from hooks.base import Text, layer_of, require_integer, require_kind, shown, unknown_point
 from hooks.shared import names_by_layer
 from interp.edits import Edit
 from interp.protocol import is_of_text, require_points
@@ -182,6 +182,7 @@ def places_of(
     axes = values.axes(name) or tuple(map(str, range(value.ndim)))
     sizes = dict(zip(axes, value.shape, strict=True))
     over = _usual_axes(sizes, layered) if choice.over is None else choice.over
+    require_kind("over", over, (str, tuple, list), "a name of an axis, or several")
     over = (over,) if isinstance(over, str) else tuple(over)
     if "layer" in over and not layered:
         raise ValueError(f"over must not have 'layer' at {name}, which is in none; got {over}")

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Complex, Float, Int
 from torch import Tensor
 
-from hooks.base import require_integer
+from hooks.base import require_integer, require_kind
 from interp import pictures
 from interp.numbers.precision import finite
 from interp.numbers.ranks import largest_rows
@@ -242,6 +242,7 @@ class FactoredMatrix(pictures.Shown):
 
 
 def _matrix(factor: Tensor) -> Tensor:
+    require_kind("a factor", factor, Tensor, "a tensor [..., rows, columns]")
     if factor.ndim < 2:  # with batch axes its product could pass for a matrix
         raise ValueError(
             f"a vector must be a matrix here: v[:, None] or v[None]; got {[*factor.shape]}"

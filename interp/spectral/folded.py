@@ -7,7 +7,7 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from hooks.base import at_least_float32, require_integer, stacked, to_device
+from hooks.base import at_least_float32, require_integer, require_kind, stacked, to_device
 from interp.graph.norms import LinearPart, linear_part
 from interp.protocol import plain
 
@@ -48,6 +48,7 @@ class FoldedWeights:
     """
 
     def __init__(self, model: nn.Module, fold: bool, *weights: str) -> None:
+        require_kind("fold", fold, bool, "True or False")
         self.model: Any = plain(model, "config", "blocks", *weights)
         self.fold = fold
         if fold and getattr(self.model.config, "norm_place", "pre") == "post":

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from hooks import ActivationCache, CacheError, UnknownNameError
-from hooks.base import require_room, to_device, wide_dtype, without_gradients
+from hooks.base import require_kind, require_room, to_device, wide_dtype, without_gradients
 from interp.inputs.texts import mask_of, nan_at_padding
 from interp.kinds import require_cache, require_made
 from interp.protocol import LanguageModel, of
@@ -219,6 +219,7 @@ def residual_stream(
     require_cache(cache)
     _names(cache, (point,), 'mode="residual"')
     stream = cache.stack(point)
+    require_kind("windows", windows, Tensor, "a boolean tensor [batch, pos]")
     if windows.dtype != torch.bool or windows.shape != stream.shape[1:3]:
         rule = f"boolean [batch, pos], {tuple(stream.shape[1:3])} here"
         raise ValueError(f"windows must be {rule}; got {windows.dtype} {tuple(windows.shape)}")

@@ -137,10 +137,10 @@ def token_directions(
     torch.Size([2, 128])
     """
     folded = FoldedWeights(model, fold, "W_U")
-    tokens = torch.as_tensor(token_ids(model, tokens))
-    flat = tokens_of(tokens, tokens.ndim).flatten()
+    ids = tokens_of(token_ids(model, tokens), most=torch.iinfo(torch.int8).max)  # of any shape
+    flat = ids.flatten()
     require_integer("the largest token", int(flat.max()), 0, n_logits(model) - 1)
-    return folded.unembedding(flat).mT.reshape(*tokens.shape, -1)
+    return folded.unembedding(flat).mT.reshape(*ids.shape, -1)
 
 
 class SingularTokens(NamedTuple):
@@ -215,6 +215,10 @@ def singular_tokens(
     if (head is None) == (circuit in ("ov", "qk")):
         raise ValueError(f"head must be given for 'ov' and 'qk' alone; got {head} for {circuit!r}")
     folded = FoldedWeights(model, fold, "W_E", "W_U")
+    config = folded.model.config
+    require_integer("layer", layer, -config.n_layers, config.n_layers - 1)
+    if head is not None:
+        require_integer("head", head, -config.n_heads, config.n_heads - 1)
     if circuit == "ov":
         decomposition = ov_circuit(model, fold=fold)[layer, head].svd()
     elif circuit == "qk":

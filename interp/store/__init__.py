@@ -14,6 +14,7 @@ Activations of 2 points, 17 rows of 2 texts
 [(10, 10), (7, 7)]
 """
 
+from hooks.base import missing_name as _missing_name
 from interp.store.activations import Activations
 from interp.store.arrow import from_arrow, to_arrow
 from interp.store.engines import Ray
@@ -26,3 +27,5 @@ __all__ = [
     "Activations", "PlannedHarvest", "Ray", "Settings", "Statistics", "StatisticsByPoint",
     "from_arrow", "harvest", "plan", "statistics", "to_arrow",
 ]  # fmt: skip
+
+__getattr__ = _missing_name(__name__, __all__)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from hooks import CacheError
-from hooks.base import generator, require_integer, unknown_name
+from hooks.base import generator, require_integer, require_module, shown, unknown_name
 from interp import pictures
 from interp.inputs.wording import writer_of
 from interp.numbers.moments import Moments
@@ -79,12 +79,23 @@ class Activations(pictures.Shown):
         facts = [self._folder.facts(file_of(number)) for number in range(len(self.files))]
         return [number for number, file in enumerate(self.files) if facts[number] != file]
 
+    def __getitem__(self, index: object) -> None:
+        """Refuse an index, and say how rows are read.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            f"a store has no items: .rows(text) and .batches(size) read its rows; got {shown(index)}"
+        )
+
     def require_weights_of(self, model: nn.Module) -> None:
         """Refuse a model that the values are not of.
 
         Raises:
             CacheError: if its config, a weight or a part differs. What a data set of others did not say is not known.
         """
+        require_module(model)
         for what, hashed in identity(model).items():
             if self.manifest[what] not in ("", hashed):
                 raise CacheError(
@@ -130,7 +141,7 @@ class Activations(pictures.Shown):
         """
         firsts = [file["first"] for file in self.files]
         n_texts = firsts[-1] + self.files[-1]["texts"]
-        if not 0 <= text < n_texts:
+        if type(text) is not int or not 0 <= text < n_texts:
             raise IndexError(f"text must be from 0 to {n_texts - 1}; got {text}")
         wanted = [*(names or (*self.names, *ROWS))]
         held = self.file(bisect.bisect_right(firsts, text) - 1, [*{*wanted, "text", "offset"}])

@@ -83,7 +83,8 @@ def harvest(
     """
     Words(Settings).require(settings, ("shard", "engine", "progress"), "harvest")
     read = Settings(**settings)
-    job, jobs = shard
+    is_pair = isinstance(shard, tuple | list) and [*map(type, shard)] == [int, int]
+    job, jobs = shard if is_pair else (0, 0)
     if not 0 <= job < jobs:
         raise ValueError(f"shard must be (job, jobs) with 0 <= job < jobs; got {shard}")
     if engine is None:

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from jaxtyping import Bool, Int, Shaped
@@ -80,6 +80,10 @@ class Settings:
         sizes = {"batch": self.batch, "per_file": self.per_file, "context": self.context}
         for name, size in sizes.items():
             require_integer(name, 1 if size is None else size)
+        if not isinstance(self.without, Sequence) or not all(
+            isinstance(token, SupportsIndex) for token in self.without
+        ):
+            raise TypeError(f"without must be a list of tokens; got {shown(self.without)}")
         require_choice("pool", self.pool, (None, *_POOLS))
         if self.pos is not None and Selection(self.pos).is_by_example:
             raise ValueError(f"pos must be the same in each piece; got {Selection(self.pos)}")

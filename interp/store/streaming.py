@@ -10,7 +10,15 @@ import torch
 from torch import nn
 
 from hooks import ActivationCache, Selector
-from hooks.base import Texts, Words, shows_progress, to_device, without_gradients
+from hooks.base import (
+    Texts,
+    Words,
+    require_kind,
+    shown,
+    shows_progress,
+    to_device,
+    without_gradients,
+)
 from interp.inputs.texts import batches
 from interp.protocol import runner_of
 from interp.results.result import Result
@@ -19,6 +27,8 @@ from interp.store.engines import Model, loaded
 from interp.store.files import Folder
 from interp.store.rows import RowReader, Settings, by_token
 from interp.store.summary import StatisticsByPoint, require_options
+
+_READING = "lambda model, cache: head_scores(model, cache, 'induction') gives one"
 
 
 @shows_progress
@@ -56,6 +66,8 @@ def statistics(
     Statistics of 51 rows [128]
     """
     require_options(options, {field.name for field in fields(Settings)})
+    if reading is not None and not callable(reading):
+        raise TypeError(f"reading must be a function; got {shown(reading)}; {_READING}")
     runner = runner_of(model)
     points = by_token(runner, names) if reading is None else names
 
@@ -66,7 +78,9 @@ def statistics(
                 rows = {name: v[to_device(text.real, v.device)] for name, v in cache.items()}
                 number, pos = text.real.cpu().nonzero(as_tuple=True)
             else:
-                rows = {"reading": reading(model, cache).values.movedim(-1, 0)}
+                table = reading(model, cache)
+                require_kind("what reading returns", table, Result, "a Result", _READING)
+                rows = {"reading": table.values.movedim(-1, 0)}
                 number = torch.arange(len(text.tokens))
                 pos = torch.zeros_like(number)
             yield StatisticsByPoint.of(rows, number + first, pos, **options)

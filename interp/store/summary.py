@@ -18,7 +18,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from hooks import Point
-from hooks.base import Words, storage
+from hooks.base import Words, require_integer, storage
 from interp.edits.draws import keys_of
 from interp.numbers.moments import Moments
 from interp.numbers.ranks import largest_rows
@@ -79,6 +79,8 @@ class Statistics:
         Raises:
             ValueError: if there is no row.
         """
+        require_integer("top", top, least=0)
+        require_integer("sample", sample, least=0)
         if not len(values):
             raise ValueError("statistics need at least one row; got none")
         exact = (

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from hooks.base import require_integer, shown
+from hooks.base import require_integer, require_kind, shown
 from interp.inputs.token_positions import is_worded
 from interp.inputs.wording import token_ids
 from interp.tracing.frozen import FrozenRun
@@ -44,6 +44,7 @@ def chosen_targets(
     """
     if isinstance(targets, str):  # else its characters would be targets
         targets = [targets]
+    require_kind("targets", targets, (int, Sequence, Tensor), "a number, or a list of tokens")
     chances = run.logits[pos].softmax(-1)
     if isinstance(targets, int):
         require_integer("targets", targets)

@@ -13,7 +13,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from hooks import HookedRunner, HookPoint, HookPoints, Point
-from hooks.base import Shards, carried, is_whole, mesh_of, require_module
+from hooks.base import Shards, carried, explains_calls, is_whole, mesh_of, require_module
 from hooks.shared import Session
 from models.attached.attached import Attached, Settings, require_no_hooks, require_one_attachment
 from models.attached.attention import AttentionPoints, register
@@ -42,6 +42,7 @@ SPLIT_AXES = {"head", "kv_head", "d_mlp"}
 """The axes that tensor-parallel plans split."""
 
 
+@explains_calls
 def attach(
     model: nn.Module,
     *,

@@ -20,6 +20,7 @@ from hooks.base import (
     NoOthers,
     Texts,
     is_columns,
+    is_integer,
     is_one_text,
     refuse,
     require_integer,
@@ -213,7 +214,7 @@ def stream(
     _require(model)
     texts = as_lists(model, prompts, attention_mask)
     stop = model.config.eos_token_ids if stop is None else stop
-    stops = [index(token) for token in (stop if isinstance(stop, Iterable) else [stop])]
+    stops = _as_stops(stop)
     require_integer("max_new_tokens", max_new_tokens)
     require_integer("prefill_chunk", prefill_chunk)
     check_prompts(model, texts, stops, max_new_tokens, max_context)
@@ -233,6 +234,19 @@ def stream(
     read = partial(_last_logits, model, KVCache(end), mask, prefill_chunk)
     tokens = to_device(tokens, device)
     return _steps(model, read, tokens, sampling, generators, stops, max_new_tokens)
+
+
+def _as_stops(stop: Any) -> list[int]:
+    """Return the numbers of the tokens that end a text.
+
+    Raises:
+        ValueError: if they are no numbers, such as the text of a token.
+    """
+    listed = [*stop] if isinstance(stop, Iterable) and not isinstance(stop, str) else [stop]
+    if not all(map(is_integer, listed)):
+        rule = "stop must be the number of a token, or several, as model.to_id('.') gives it"
+        raise ValueError(f"{rule}; got {shown(stop)}")
+    return [index(token) for token in listed]
 
 
 # Not on the generator below: there it would also act between the steps.

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Bool, Shaped
 from torch import Tensor
 
+from hooks.base import require_kind
 from models.checks import should_read
 from models.running.kvcache import oldest_reached
 
@@ -106,6 +107,7 @@ def as_real(
         ValueError: if the mask has another shape or other numbers than 0 and 1, a row of padding only
             (without a cache), contradicts what is known, or needs keys that are dropped.
     """
+    require_kind("attention_mask", mask, Tensor, "a tensor [batch, key]")
     if mask.shape != (batch, end):
         hint = ": for a mask of queries and keys there is query_key_mask" if mask.ndim > 2 else ""
         raise ValueError(

@@ -20,6 +20,8 @@ from hooks.base import (
     is_one_text,
     refuse,
     require_choice,
+    require_kind,
+    shown,
 )
 from models.text.tokenizer import Tokenizer, as_tokenizer, pieces_of
 
@@ -218,6 +220,7 @@ class ReadsText:
         >>> load("pydoc-4l").to_id("a")
         64
         """
+        require_kind("text", text, str, "the text of a token")
         tokens = self.require_tokenizer().encode(text)
         if len(tokens) != 1:
             raise ValueError(
@@ -248,6 +251,5 @@ def read(
 def _integers(tokens: Any) -> list[int]:
     listed = tokens.tolist() if hasattr(tokens, "tolist") else tokens  # NumPy's arrays too
     if not isinstance(listed, Sequence) or not all(map(is_integer, listed)):
-        got = f"{tokens.dtype} {list(tokens.shape)}" if isinstance(tokens, Tensor) else repr(tokens)
-        raise ValueError(f"a text must be a string or a list of integers; got {got:.80}")
+        raise ValueError(f"a text must be a string or a list of integers; got {shown(tokens)}")
     return [*map(index, listed)]

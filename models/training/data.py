@@ -4,12 +4,22 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from hooks.base import at_least_float32, require_integer, to_device, trusted, without_gradients
+from hooks.base import (
+    at_least_float32,
+    require_integer,
+    require_kind,
+    require_module,
+    shown,
+    to_device,
+    trusted,
+    without_gradients,
+)
 from models.checks import INTEGERS, check_tokens, check_types, names_fields
 from models.mode import mode
 from models.transformer import Transformer
@@ -129,6 +139,20 @@ class Evaluation:
         return math.exp(self.nats) if self.nats < 709 else math.inf
 
 
+def tensor_of(tokens: TrainingText, name: str) -> Int[Tensor, "..."]:
+    """Return the tokens of a text as a tensor.
+
+    Raises:
+        TypeError: if they are neither a tensor, an array nor a list, such as a text.
+    """
+    if isinstance(tokens, str | bytes) or not isinstance(tokens, Sequence | Tensor | np.ndarray):
+        raise TypeError(
+            f"{name} must be a tensor or a list of integers; got {shown(tokens)} "
+            "(tokenizer.encode(text) gives the tokens of a text)"
+        )
+    return torch.as_tensor(tokens)
+
+
 def next_token_loss(
     logits: Float[Tensor, "batch pos vocab"],
     tokens: Int[Tensor, "batch pos"],
@@ -139,11 +163,20 @@ def next_token_loss(
     It is NaN if the token or the token before it is padding (0 or False in the mask). `nanmean`
     ignores these values.
 
+    Raises:
+        ValueError: if the tokens are not integers [batch, pos], or the logits are of another shape.
+        TypeError: if the logits are no tensor.
+
     >>> logits = torch.zeros(1, 3, 8)  # eight tokens, equally likely
     >>> next_token_loss(logits, torch.tensor([[5, 0, 7]])).exp()
     tensor([[8., 8.]])
     """
     check_tokens(tokens)
+    require_kind("logits", logits, Tensor, "a tensor [batch, pos, vocab]", "model(tokens) gives it")
+    if logits.shape[:2] != tokens.shape:
+        raise ValueError(
+            f"logits must have the positions of the tokens, {[*tokens.shape]}; got {[*logits.shape]}"
+        )
     losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), tokens[:, 1:], reduction="none")
     if attention_mask is None:
         return losses
@@ -182,6 +215,7 @@ def split(
     >>> [part.tolist() for part in split(torch.arange(5), 0.6)]
     [[0, 1, 2], [3, 4]]
     """
+    tokens = tensor_of(tokens, "tokens")
     count = int(len(tokens) * fraction)
     if not 0 < count < len(tokens):
         raise ValueError(
@@ -241,9 +275,10 @@ def evaluate(
     >>> round(evaluate(Transformer(config), torch.arange(5)).perplexity)  # it knows nothing yet
     7
     """
+    require_module(model)
     length = model.config.n_ctx
     require_integer("batch", batch)
-    tokens = torch.as_tensor(tokens)
+    tokens = tensor_of(tokens, "tokens")
     check_learnable("the text", tokens, length + 1, model.config.vocab_size)
     windows = tokens.unfold(-1, length + 1, length).flatten(0, -2)  # [window, pos]
     with mode(model, training=False):

@@ -23,6 +23,7 @@ from models.training.data import (
     row_losses,
     sample_batch,
     split,
+    tensor_of,
 )
 from models.training.run import Run
 from models.transformer import Transformer
@@ -180,7 +181,7 @@ def _batches_and_texts(
     length, vocab_size = model.config.n_ctx + 1, model.config.vocab_size
     texts: dict[str, Tensor] = {}
     if not callable(data):
-        text = torch.as_tensor(data)
+        text = tensor_of(data, "data")
         if validation is None:
             text, validation = split(text, config.train_fraction)
         texts["the text to train on"] = text
