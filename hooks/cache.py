@@ -436,7 +436,7 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
         return f"<p>{html.escape(title)}</p><table><tbody>{rows}</tbody></table>"
 
     def __repr__(self) -> str:
-        table = names.aligned({name: self._describe(name) for name in self}, limit=39)
+        table = names.lines_by_layer({name: self._describe(name) for name in self}, limit=39)
         skipped = f", {len(self.skipped)} skipped" if self.skipped else ""
         title = f"ActivationCache of {len(self)} values, {self.nbytes:,} bytes{skipped}"
         return f"{title}\n{textwrap.indent(table, '  ')}".rstrip()

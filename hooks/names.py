@@ -129,10 +129,10 @@ def names_by_layer(short: str, names: Collection[str]) -> dict[int, str]:
     return dict(sorted(by_layer.items()))
 
 
-def aligned(described: Mapping[str, str], limit: int | None = None) -> str:
+def lines_by_layer(described: Mapping[str, str], limit: int | None = None) -> str:
     """One line for each name and description, `limit` at most. Layers with the same description share a line.
 
-    >>> print(aligned({"embed": "tokens", "blocks.0.q": "queries", "blocks.1.q": "queries"}))
+    >>> print(lines_by_layer({"embed": "tokens", "blocks.0.q": "queries", "blocks.1.q": "queries"}))
     embed         tokens
     blocks.0-1.q  queries
     """

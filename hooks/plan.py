@@ -15,7 +15,7 @@ from hooks.base import mapped
 from hooks.base._torch import FakeCopyMode, FakeTensorMode
 from hooks.base.errors import HookError
 from hooks.cache import ActivationCache
-from hooks.names import aligned
+from hooks.names import lines_by_layer
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Plan:
     nbytes: int
 
     def __repr__(self) -> str:
-        table = aligned({name: str(value) for name, value in self.values.items()}, limit=39)
+        table = lines_by_layer({name: str(value) for name, value in self.values.items()}, limit=39)
         title = f"Plan of {len(self.values)} values, {self.nbytes:,} bytes"
         return f"{title}\n{textwrap.indent(table, '  ')}".rstrip()
 

@@ -121,7 +121,7 @@ def inside(module: nn.Module) -> set[nn.Module]:
     return {*module.modules(), *(points.modules() if points is not None else ())}
 
 
-def point_at(name: str, module: nn.Module, mesh: Any = None) -> Point:
+def point_of(name: str, module: nn.Module, mesh: Any = None) -> Point:
     """The point of a module with this name. Only a `HookPoint` declares axes."""
     if isinstance(module, HookPoint):
         return Point(name, module.axes, module.meaning, module, mesh)

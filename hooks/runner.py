@@ -48,7 +48,7 @@ from hooks.names import Blocks, Selector, blocks_of, flatten, resolve
 from hooks.origin import JoinedInputs, Origin, inputs_of, prepared, signature_of
 from hooks.parts import PartPoint
 from hooks.plan import Plan, planned
-from hooks.point import HookPoint, OptionalPoints, Point, has_forward, point_at
+from hooks.point import HookPoint, OptionalPoints, Point, has_forward, point_of
 from hooks.session import Session, edits_in_force, is_listened_to, owners
 
 
@@ -56,13 +56,13 @@ class Points(dict[str, Point]):
     """Points by name, in the model's order. They print as a table."""
 
     def __repr__(self) -> str:
-        return table_of(self, limit=40)
+        return _table_of(self, limit=40)
 
 
-def table_of(points: Mapping[str, Point], limit: int | None = None) -> str:
-    """Points with their axes and meanings; see `layered.aligned`."""
+def _table_of(points: Mapping[str, Point], limit: int | None = None) -> str:
+    """Points with their axes and meanings; see `layered.lines_by_layer`."""
     width = max((len(" ".join(point.axes)) for point in points.values()), default=0)
-    return layered.aligned(
+    return layered.lines_by_layer(
         {n: f"{' '.join(p.axes):<{width}}  {p.meaning}" for n, p in points.items()}, limit
     )
 
@@ -100,7 +100,7 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
         # The names of a compiled model are the names of the model inside.
         self._inner = uncompiled(model)
         modules, mesh = self._inner.named_modules(remove_duplicate=False), mesh_of(self._inner)
-        self._known = {name: point_at(name, module, mesh) for name, module in modules if name}
+        self._known = {name: point_of(name, module, mesh) for name, module in modules if name}
         marked = {n: p for n, p in self._known.items() if isinstance(p.module, HookPoint)}
         called = {n: p for n, p in self._known.items() if has_forward(p.module)}
         self._is_marked = any(not isinstance(p.module, PartPoint) for p in marked.values())
@@ -313,7 +313,7 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
 
     def table(self) -> str:
         """All points with their axes and meanings. Layers with the same points share a line."""
-        return table_of(self.points)
+        return _table_of(self.points)
 
     @functools.cached_property
     def _blocks(self) -> Blocks:

@@ -1,4 +1,4 @@
-"""General parts that all packages build with: texts, selections along an axis, errors, storage, progress and memory.
+"""General parts that all packages build with: texts, selections along an axis, comparisons, errors, storage and memory.
 
 Read `text_forms`, `pieces`, `text` and `selection` first, then `errors`, `hints` and `kinds`, and the other files in any order.
 This face has the names that `models` and `interp` use; `hooks` imports the rest from the file that has it.

@@ -73,7 +73,7 @@ class Bound:
         limit: float = math.inf
         if self._max_bytes is not None:
             limit = self._max_bytes
-        elif (free := available(device)) is not None:
+        elif (free := free_memory(device)) is not None:
             limit = self._held + _SHARE * free
         kinds = {name: self._kind(name) for name in self._names}
         # Of a later layer, whose input may be the memory of the earlier one's output.
@@ -98,7 +98,7 @@ class Bound:
         whose = "0.9 of the memory that is free" if self._max_bytes is None else "max_bytes"
         left, without = sizes.total(), []
         more = "" if is_known else "at least "
-        said = f"the values would take {more}{in_words(left)}, and {whose} is {in_words(limit)}"
+        said = f"the values would take {more}{bytes_in_words(left)}, and {whose} is {bytes_in_words(limit)}"
         if self._otherwise is not None:
             return f"{said}: {self._otherwise}"
         said = f"{said}: use lazy=True or positions="
@@ -110,7 +110,7 @@ class Bound:
         if left > limit or not is_known:
             return said
         chosen = f"lambda point: not point.name.endswith({(*without,)})"
-        return f"{said}, or keep {in_words(left)} by names={chosen}"
+        return f"{said}, or keep {bytes_in_words(left)} by names={chosen}"
 
 
 def require_room(n_bytes: int, like: Tensor, what: str) -> None:
@@ -121,14 +121,14 @@ def require_room(n_bytes: int, like: Tensor, what: str) -> None:
     """
     if torch.compiler.is_compiling() or n_bytes < _FIRST_LOOK or isinstance(like, FakeTensor):
         return
-    free = available(like.device)
+    free = free_memory(like.device)
     if free is not None and n_bytes > _SHARE * free:
         raise MemoryLimitError(
-            f"{in_words(free)} are free, and {in_words(n_bytes)} are needed for {what}"
+            f"{bytes_in_words(free)} are free, and {bytes_in_words(n_bytes)} are needed for {what}"
         )
 
 
-def available(device: torch.device, root: Path = Path("/")) -> float | None:
+def free_memory(device: torch.device, root: Path = Path("/")) -> float | None:
     """The bytes that a device can still give to this process, within the control groups and limits of Linux.
 
     None if the system does not report it.
@@ -187,10 +187,10 @@ def _left_of_limits(root: Path) -> Iterator[float]:
 _LIMITS = {"Max address space": "VmSize", "Max data size": "VmData"}
 
 
-def in_words(n_bytes: float) -> str:
+def bytes_in_words(n_bytes: float) -> str:
     """A number of bytes for people.
 
-    >>> in_words(17_300_000_000), in_words(2**20)
+    >>> bytes_in_words(17_300_000_000), bytes_in_words(2**20)
     ('17.3 GB', '1.0 MB')
     """
     unit, size = ("GB", 1e9) if n_bytes >= 1e9 else ("MB", 1e6)

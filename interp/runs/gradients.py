@@ -27,7 +27,7 @@ from hooks.base import (
     wide_dtype,
     with_first_tensor,
 )
-from hooks.shared import Session, first_tensor, point_at
+from hooks.shared import Session, first_tensor, point_of
 from interp.inputs.token_positions import last_real
 from interp.measuring import Metric, evaluate, last_of
 from interp.protocol import logits_of
@@ -141,7 +141,7 @@ class Gradients:
 
 def _point(runner: HookedRunner, name: str) -> Point:
     known = runner.points
-    return known[name] if name in known else point_at(name, runner.model.get_submodule(name))
+    return known[name] if name in known else point_of(name, runner.model.get_submodule(name))
 
 
 class _GradientRouter:

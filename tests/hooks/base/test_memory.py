@@ -11,7 +11,7 @@ import torch
 
 from hooks import CacheError, HookedRunner, MemoryLimitError
 from hooks.base import memory
-from hooks.base.memory import Bound, available
+from hooks.base.memory import Bound, free_memory
 from interp import run_with_cache
 from models import Transformer, TransformerConfig, attach
 from tests.count import ROOT
@@ -31,7 +31,7 @@ def room(monkeypatch):
     """Set the number of free bytes, and check runs of any size."""
 
     def free(n_bytes):
-        monkeypatch.setattr(memory, "available", lambda device: n_bytes)
+        monkeypatch.setattr(memory, "free_memory", lambda device: n_bytes)
         monkeypatch.setattr(memory, "_FIRST_LOOK", 100)
 
     return free
@@ -41,11 +41,11 @@ def _system(root, files):
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
-    return available(CPU, root)
+    return free_memory(CPU, root)
 
 
 def test_the_least_of_what_the_system_and_its_groups_leave(tmp_path):
-    assert available(CPU, tmp_path) is None
+    assert free_memory(CPU, tmp_path) is None
     system = {"proc/meminfo": "MemTotal: 900 kB\nMemAvailable:     700 kB\nCached: 5 kB\n"}
     assert _system(tmp_path / "system", system) == 700 * 1024
     group = "sys/fs/cgroup/jobs/mine"
@@ -69,7 +69,7 @@ def test_the_least_of_what_the_system_and_its_groups_leave(tmp_path):
     assert _system(tmp_path / "first", first) == 600_000 - 250_000 + 30_000
     first[f"{group}/memory.usage_in_bytes"] = "700000\n"
     assert _system(tmp_path / "over", first) == 0
-    assert 0 < available(CPU) < 2**50
+    assert 0 < free_memory(CPU) < 2**50
 
 
 @pytest.mark.parametrize("options", [{"mode": "full"}, {"names": ["*.scores", "*.pre"]}])
@@ -147,7 +147,7 @@ def test_a_run_under_ulimit_is_refused_before_the_allocator_ends_it():
         "import resource, torch; from hooks import MemoryLimitError; from hooks.base.memory import *\n"
         "size = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
         "resource.setrlimit(resource.RLIMIT_AS, (size + 2**28, size + 2**28))\n"
-        "assert 0 < available(torch.device('cpu')) <= 2**28\n"
+        "assert 0 < free_memory(torch.device('cpu')) <= 2**28\n"
         "try: require_room(2**29, torch.empty(1), 'a test')\n"
         "except MemoryLimitError: print('refused')\n"
     )
