@@ -124,12 +124,12 @@ def scatter(
     axes.scatter(exact.numpy(force=True), estimate.numpy(force=True), s=12, color="#4393c3")
     (left, right), (bottom, top) = ([end.item() for end in x.aminmax()] for x in (exact, estimate))
     apart = 0.05 * (right - left), 0.05 * (top - bottom)
-    written: list[tuple[float, float]] = []
+    named_at: list[tuple[float, float]] = []
     for *at, name in named[:_NAMED]:
         # Names of dots that almost coincide could not be read.
-        if any(abs(at[0] - x) < apart[0] and abs(at[1] - y) < apart[1] for x, y in written):
+        if any(abs(at[0] - x) < apart[0] and abs(at[1] - y) < apart[1] for x, y in named_at):
             continue
-        written.append((at[0], at[1]))
+        named_at.append((at[0], at[1]))
         # Towards the middle, so that no name is cut off.
         side, shift = ("left", 4) if at[0] < (left + right) / 2 else ("right", -4)
         axes.annotate(
