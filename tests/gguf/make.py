@@ -1,7 +1,7 @@
 """Makes the fixtures of tests/models/checkpoints/test_gguf_families.py with llama.cpp's own converter.
 
 By hand, with transformers 5.24 and the llama.cpp that is unpacked in the source distribution of llama-cpp-python 0.3.36
-(`vendor/llama.cpp`): `python tests/gguf/make.py path/to/llama.cpp`. Each file is of a small random model of
+(`vendor/llama.cpp`): `python -m tests.gguf.make path/to/llama.cpp`. Each file is of a small random model of
 `transformers`; `expected.safetensors` has, under each file's name, the logits that this model computed in float64.
 The converter knows published tokenizers only, so each file gets a small vocabulary of this script's.
 """
@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 import transformers
 from safetensors.torch import save_file
+
+from tests.gguf.shaken import shaken
 
 HERE = Path(__file__).parent
 VOCAB, N_CTX = 53, 64
@@ -33,16 +35,11 @@ def randomized(kind, options):
     model = transformers.AutoModelForCausalLM.from_config(
         config, attn_implementation="eager", experts_implementation="eager"
     )
-    draw = torch.Generator().manual_seed(0)
+    shaken(model)
     with torch.no_grad():
         for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=draw)
-            if parameter.ndim == 1:
-                parameter.add_(noise * 0.3)
-            else:
-                parameter.copy_(noise / parameter.shape[-1] ** 0.5)
             parameter.copy_(parameter.half())
-    return model.eval()
+    return model
 
 
 def quantized(model):

@@ -4,15 +4,13 @@ import contextlib
 import importlib
 import inspect
 import pkgutil
-import sys
 import tempfile
-import types
 
 import pytest
 import torch
 
 from tests.shipped import pydoc
-from tests.terminal import Terminal
+from tests.terminal import Terminal, appear_soon, write_to
 
 PROMPTS = ["def __ini", "class A", "import os, sys", "return x", "for y in z:"]
 """Five texts of different lengths."""
@@ -121,7 +119,6 @@ def cache(interp, model):
 
 @pytest.fixture(scope="module")
 def model():
-
     return pydoc()
 
 
@@ -130,10 +127,7 @@ def counts(monkeypatch):
     """All counts that are made, with bars that appear at once."""
     from hooks.base import progress
 
-    monkeypatch.delenv("TQDM_DISABLE", raising=False)
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(progress, "DELAY", 0)
-    monkeypatch.setattr(progress, "EVERY", 0.001)
+    appear_soon(monkeypatch, delay=0, every=0.001)
     made = []
     begin = progress.Count.__init__
 
@@ -148,12 +142,8 @@ def counts(monkeypatch):
 @pytest.fixture
 def terminal(monkeypatch):
     """Standard error as a terminal, for bars alone."""
-    from hooks.base import progress
-
     terminal = Terminal()
-    monkeypatch.setattr(
-        progress, "sys", types.SimpleNamespace(stderr=terminal, modules=sys.modules)
-    )
+    write_to(terminal, monkeypatch)
     return terminal
 
 

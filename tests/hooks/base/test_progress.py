@@ -1,14 +1,13 @@
 """Progress bars appear late, count correctly, and disappear at the end."""
 
 import io
-import sys
 import threading
 import types
 import warnings
 
 import pytest
 
-from tests.terminal import Terminal
+from tests.terminal import Terminal, appear_soon, write_to
 
 
 @pytest.fixture
@@ -16,10 +15,7 @@ def progress(monkeypatch):
     """The module, whose bars appear at once."""
     from hooks.base import progress
 
-    monkeypatch.delenv("TQDM_DISABLE", raising=False)
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(progress, "DELAY", 0.01)
-    monkeypatch.setattr(progress, "EVERY", 0.005)
+    appear_soon(monkeypatch, delay=0.01, every=0.005)
     return progress
 
 
@@ -29,14 +25,6 @@ def terminal(monkeypatch):
     terminal = Terminal()
     write_to(terminal, monkeypatch)
     return terminal
-
-
-def write_to(stream, monkeypatch, **modules):
-    """Make a stream standard error for bars only. pytest replaces `sys.stderr` before a test begins."""
-    from hooks.base import progress
-
-    system = types.SimpleNamespace(stderr=stream, modules={**sys.modules, **modules})
-    monkeypatch.setattr(progress, "sys", system)
 
 
 def test_a_bar_appears_during_a_long_first_step_and_counts_to_the_end(progress, terminal):

@@ -230,15 +230,15 @@ def test_the_page_lists_links_pins_groups_and_thins(graph, tmp_path):
     assert 5 <= seen["fewer"] <= 5 + len(graph.logits) + 3
 
 
-def test_the_command_writes_the_page_and_the_file(graph, tmp_path, capsys):
+def test_the_command_writes_the_page_and_the_file(graph, pruned, tmp_path, capsys):
     assert main(["trace", "--prompt", TEXT, "--out", str(tmp_path / "out"), "--slug", "kv8"]) == 0
     said = capsys.readouterr().out
     best = graph.logits[0]
     assert f"what acts on {best.id} {best.label!r}" in said
-    name, weight = graph.pruned().inputs(best.id)[0]
+    name, weight = pruned.inputs(best.id)[0]
     assert f"{weight:+.4f}  {name}" in said
     written = PrunedGraph.from_neuronpedia(tmp_path / "out" / "kv8.json")
-    assert {*written.links} == {*graph.pruned().links}
+    assert {*written.links} == {*pruned.links}
     assert "attribution graph" in (tmp_path / "out" / "kv8.html").read_text()
     assert main(["trace", "--prompt", TEXT, "--target", "8", "--json", "--nodes", "0.5"]) == 0
     data = json.loads(capsys.readouterr().out)

@@ -1,5 +1,6 @@
 """Attached models in settings that no table of architectures lists: each against the model without points."""
 
+import contextlib
 import copy
 import itertools
 import random
@@ -666,6 +667,22 @@ def test_all_tokens_are_drawn_from_at_top_p_of_one():
     assert Sampling(temperature=1.0, top_p=1.0).cut(logits).isfinite().all()
 
 
+@contextlib.contextmanager
+def replaced(module, at=None, put=None):
+    """Keep what a module gives in a run, and put the values of another run at position `at` of it."""
+    kept = []
+
+    def hook(module, args, output):
+        kept.append(output.clone())
+        if at is not None:
+            output[:, at] = put[:, at]
+        return output
+
+    handle = module.register_forward_hook(hook)
+    yield kept
+    handle.remove()
+
+
 def test_pairs_carry_other_arguments_of_the_run():
     """Positions that the user gives, in every run of every analysis, compared with PyTorch's hooks."""
     model, right = made("gpt2"), torch.tensor([4, 8, 15])
@@ -674,18 +691,8 @@ def test_pairs_carry_other_arguments_of_the_run():
     pairs = Pairs({"input_ids": TOKENS, "position_ids": positions}, corrupted, right)
 
     def value(tokens, at=None, put=None):
-        kept = []
-
-        def hook(module, args, output):
-            kept.append(output.clone())
-            if at is not None:
-                output[:, at] = put[:, at]
-            return output
-
-        handle = model.transformer.h[1].register_forward_hook(hook)
-        with torch.no_grad():
+        with torch.no_grad(), replaced(model.transformer.h[1], at, put) as kept:
             logits = model(tokens, position_ids=positions).logits[:, -1].log_softmax(-1)
-        handle.remove()
         return logits.gather(1, right[:, None])[:, 0], kept[0]
 
     base, _ = value(corrupted)
@@ -735,18 +742,9 @@ def test_positions_of_several_sections_go_with_their_texts(kind, batch):
     twin = copy.deepcopy(model)
 
     def value(texts, row, at=None, put=None):
-        kept = []
-
-        def hook(module, args, output):
-            kept.append(output.clone())
-            if at is not None:
-                output[:, at] = put[:, at]
-            return output
-
-        handle = twin.model.language_model.layers[1].register_forward_hook(hook)
-        with torch.no_grad():
+        layer = twin.model.language_model.layers[1]
+        with torch.no_grad(), replaced(layer, at, put) as kept:
             logits = twin(texts[row][None], position_ids=positions[:, row][:, None]).logits
-        handle.remove()
         return logits[0, -1].log_softmax(-1)[right[row]], kept[0]
 
     wanted = torch.empty(5, batch)

@@ -7,6 +7,8 @@ import sys
 import pytest
 import torch
 
+from tests.gguf.shaken import shaken
+
 gguf = pytest.importorskip("gguf", reason="reads and writes GGUF")
 transformers = pytest.importorskip("transformers", reason="the reference models")
 np = pytest.importorskip("numpy", reason="gguf's arrays")
@@ -16,19 +18,6 @@ HEADS, KV_HEADS, D_HEAD, D_MODEL, D_MLP = 6, 2, 10, 24, 44
 # Rows of whole blocks, of every type.
 WIDE = {"hidden_size": 256, "num_attention_heads": 4, "head_dim": 128, "intermediate_size": 512}
 TOKENS = torch.randint(VOCAB, (2, 37), generator=torch.Generator().manual_seed(1))
-
-
-def shaken(model):
-    """The model in eval mode, with weights large enough that each matters, gains and biases too."""
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.ndim == 1:
-                parameter.add_(noise * 0.3)
-            else:
-                parameter.copy_(noise / parameter.shape[-1] ** 0.5)
-    return model.eval()
 
 
 def made(kind, sizes, **options):
