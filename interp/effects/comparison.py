@@ -126,7 +126,8 @@ def compare(exact: Result, estimate: Result) -> Comparison:
     if wrong := int((~(true - guess).isfinite()).sum()):
         raise ValueError(f"effects must be finite; got others at {wrong} of {len(true)} places")
     there = true.abs() > sum_rounding(exact.values.dtype) * true.abs().max()
-    agree = (true.sign() == guess.sign())[there].double().mean().item() if signed else math.nan
+    have_same_sign = (true.sign() == guess.sign())[there].double()
+    sign_agreement = have_same_sign.mean().item() if signed else math.nan
     places = list(itertools.product(*(exact.labels[axis] for axis in exact.axes[:-1])))
     worst = (guess - true).abs().argsort(descending=True, stable=True)[:_MISSES].tolist()
     misses = [
@@ -135,7 +136,7 @@ def compare(exact: Result, estimate: Result) -> Comparison:
     ]
     both = torch.stack([ranks(true), ranks(guess)])
     correlation = torch.corrcoef(both)[0, 1].item() if len(true) > 1 else math.nan
-    return Comparison(true, guess, correlation, agree, tuple(misses), exact.unit)
+    return Comparison(true, guess, correlation, sign_agreement, tuple(misses), exact.unit)
 
 
 def _fact(result: Result, what: str) -> str:

@@ -15,7 +15,8 @@ from interp.graph.circuits import random, top
 from interp.inputs.pairs import Pairs, of_pairs
 from interp.kinds import require_made
 from interp.results.result import Result
-from interp.runs.masked import CircuitRuns, CircuitSource
+from interp.runs.circuit_runs import CircuitRuns
+from interp.runs.masked import CircuitSource
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

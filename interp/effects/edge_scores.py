@@ -161,7 +161,9 @@ class EdgeScores:
         stream = base[graph.points[-1]]
         size = len(graph.writers), *stream.shape
         changes, start = stream.new_empty(size) if space is None else space, 0
-        now, then = (graph.written(run.__getitem__, added=self._factors) for run in (source, base))
+        now, then = (
+            graph.all_writers(run.__getitem__, added=self._factors) for run in (source, base)
+        )
         for those, others in zip(now, then, strict=True):
             stop = start + len(those.names)
             those._replace(values=those.values - others.values).put(changes[start:stop])
@@ -279,4 +281,4 @@ def _writers_by_point(graph: Graph) -> dict[str, range]:
         by_point[layer.attention.added] = range(layer.attn.start, layer.attn.stop)
         if layer.mlp is not None:
             by_point[layer.mlp.branch.added] = range(layer.mlp.writer, layer.mlp.writer + 1)
-    return {graph.names[point]: wrote for point, wrote in by_point.items()}
+    return {graph.names[point]: writers for point, writers in by_point.items()}

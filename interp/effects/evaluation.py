@@ -10,7 +10,8 @@ from interp.inputs.pairs import Pairs, of_pairs
 from interp.kinds import require_made
 from interp.numbers.ranks import area_under_curve
 from interp.results.result import Result
-from interp.runs.masked import CircuitRuns, CircuitSource
+from interp.runs.circuit_runs import CircuitRuns
+from interp.runs.masked import CircuitSource
 
 
 @shows_progress

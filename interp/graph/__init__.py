@@ -1,7 +1,8 @@
-"""The graph of a model's residual stream, and sets of its edges.
+"""The graph of a model's residual stream, which joins writers to readers, and circuits, which are sets of its edges.
 
-`graph` stands on `nodes`, and everything else on `graph`: `circuit` is a set of edges, `circuits` finds one
-from scores, `mib` reads and writes files of that benchmark, and `scores` says what scores of attention are sums of.
+Read `graph` first, then `nodes`, which says what the nodes of one block are and add, and `norms`, the linear part of a norm.
+Then read `circuit`, a set of edges, `circuits`, which finds one from scores of edges, and `mib`, its files in the formats of
+that benchmark; `scores` stands alone beside them, and says what scores of attention are sums of.
 """
 
 from interp.graph.graph import Graph, writers

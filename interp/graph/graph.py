@@ -1,7 +1,7 @@
 """The graph of a model: what writes to the residual stream, what reads it, and the edges between them.
 
 Circuits, edge attribution and decompositions stand on it: on `Graph.layers`, which says where the nodes of a
-block are among writers and readers, and on `Graph.written`, which says what each writer adds.
+block are among writers and readers, and on `Graph.all_writers`, which says what each writer adds.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -62,17 +62,10 @@ class Graph:
     def __init__(self, model: nn.Module, split_embeddings: bool = False) -> None:
         self._whole = model
         self.model: Any = plain(model, *_STEPS)
-        require_branches(self.model.blocks)
-        self.names = {p.module: name for name, p in HookedRunner(self.model).points.items()}
         blocks = self.model.blocks
-        parts = [
-            getattr(self.model, part, None)
-            for part in (("embed", "pos_embed") if split_embeddings else ())
-        ]
-        # What the first block's stream is a sum of, and the norm of that sum.
-        self._inputs = [part for part in parts if part in self.names] or [blocks[0].resid_pre]
-        norm: Any = getattr(self.model, "ln_embed", None)
-        self._norm = norm if split_embeddings and not is_identity(norm) else None
+        require_branches(blocks)
+        self.names = {p.module: name for name, p in HookedRunner(self.model).points.items()}
+        self._inputs, self._norm = self._sum_of_inputs(split_embeddings)
         # Each node with the time when it writes or reads.
         writers: dict[NodeName, int] = {}
         readers: dict[NodeName, int] = {}
@@ -85,22 +78,46 @@ class Graph:
         )
         add(readers, 2 * len(blocks), [NodeName("logits")])
         self.writers, self.readers = tuple(writers), tuple(readers)
-        nodes = {"writer": self.writers, "reader": self.readers}
         self._places: dict[str, dict[str, int]] = {
-            kind: {name: n for n, name in enumerate(nodes[kind])} for kind in nodes
+            "writer": {name: n for n, name in enumerate(self.writers)},
+            "reader": {name: n for n, name in enumerate(self.readers)},
         }
-        varying = [
+        self.allowed = self._edges(writers, readers)
+        self.points = tuple(self._points())
+        self.needed = [self.names[point] for point in self.points]
+
+    def _sum_of_inputs(self, split_embeddings: bool) -> tuple[list[nn.Module], Any]:
+        """The points that the first block's stream is a sum of, and the norm of that sum."""
+        stream = self.model.blocks[0].resid_pre
+        if not split_embeddings:
+            return [stream], None
+        parts = [getattr(self.model, part, None) for part in ("embed", "pos_embed")]
+        norm: Any = getattr(self.model, "ln_embed", None)
+        points = [part for part in parts if part in self.names] or [stream]
+        return points, None if is_identity(norm) else norm
+
+    def _edges(
+        self, writers: Mapping[NodeName, int], readers: Mapping[NodeName, int]
+    ) -> Bool[Tensor, "writer reader"]:
+        """The edges: a writer joins each reader that reads later, if what it adds differs between runs.
+
+        Args:
+            writers, readers: each node with the time when it writes or reads.
+        """
+        varying_biases = [
             layer.bias
             for layer in self.layers
             if layer.scale is not None and layer.added.bias.any()
         ]
-        varies = [n in varying or not w.kind.endswith("bias") for n, w in enumerate(writers)]
-        wrote, reads = (torch.tensor([*nodes.values()]) for nodes in (writers, readers))
-        self.allowed: Bool[Tensor, "writer reader"] = (wrote[:, None] <= reads) & torch.tensor(
-            varies
-        )[:, None]
-        self.points = tuple(self._points())
-        self.needed = [self.names[point] for point in self.points]
+        varies = torch.tensor(
+            [
+                n in varying_biases or not name.kind.endswith("bias")
+                for n, name in enumerate(writers)
+            ]
+        )
+        times_written = torch.tensor([*writers.values()])
+        times_read = torch.tensor([*readers.values()])
+        return (times_written[:, None] <= times_read) & varies[:, None]
 
     def __repr__(self) -> str:
         counts = len(self.writers), len(self.readers), int(self.allowed.sum())
@@ -121,7 +138,7 @@ class Graph:
         yield self.model.blocks[-1].resid_post
 
     def runner(self) -> HookedRunner:
-        """A runner of the model whose parts are used.
+        """Return a runner of the model whose parts are used.
 
         Raises:
             HookError: if hooks act on the model that was given, as its values are then computed from parts.
@@ -139,7 +156,7 @@ class Graph:
         return tuple(f"{self.writers[w]}->{self.readers[r]}" for w, r in pairs)
 
     def place(self, kind: Literal["writer", "reader"], name: str) -> int:
-        """The place of a node among the writers or the readers.
+        """Return the place of a node among the writers or the readers.
 
         Raises:
             UnknownNameError: if there is no such node; it has close matches.
@@ -155,7 +172,7 @@ class Graph:
         return known[name]
 
     def index(self, edge: str) -> tuple[int, int]:
-        """The places of an edge among writers and readers.
+        """Return the places of an edge among writers and readers.
 
         Raises:
             UnknownNameError: if there is no such node; it has close matches.
@@ -173,7 +190,7 @@ class Graph:
         return writer, reader
 
     def mask(self, circuit: Iterable[str]) -> Float[Tensor, "writer reader"]:
-        """1 at every edge but those of a circuit, 0 elsewhere: what a run of that circuit replaces.
+        """Return the mask of what a run of a circuit replaces: 1 at every edge outside the circuit, 0 elsewhere.
 
         Raises:
             UnknownNameError, ValueError: as for `index`.
@@ -192,7 +209,7 @@ class Graph:
         return [[*self.writers], [*self.readers], config_hash(self.model)]
 
     def require(self, identity: list[Any]) -> None:
-        """Refuses the identity of another graph.
+        """Refuse the identity of another graph.
 
         Raises:
             ValueError: if its nodes are others, or the configuration of its model.
@@ -217,10 +234,10 @@ class Graph:
         """
         if isinstance(cache, ActivationCache):
             cache.require_weights_of(self._whole)
-        return self.wrote(cache)
+        return self.added(cache)
 
-    def wrote(self, values: Mapping[str, Tensor]) -> Float[Tensor, "writer batch pos d_model"]:
-        """Return the same as `contributions`, from values of a run of the `model` whose parts are used."""
+    def added(self, values: Mapping[str, Tensor]) -> Float[Tensor, "writer batch pos d_model"]:
+        """Return what `contributions` returns, from values of a run of the `model` whose parts are used."""
         lacking = [name for name in self.needed if name not in values]
         if lacking:
             raise CacheError(
@@ -233,14 +250,14 @@ class Graph:
         stream = at(self.points[-1])
         contributions = stream.new_empty(len(self.writers), *stream.shape)
         start = 0
-        for writers in self.written(at):
+        for writers in self.all_writers(at):
             contributions[start : start + len(writers.names)] = writers.vectors()
             start += len(writers.names)
         _check_sum(contributions.detach().sum(0), stream)
         return contributions
 
     def mean(self, cache: ActivationCache) -> Float[Tensor, "writer 1 pos d_model"]:
-        """The mean of contributions at each position, over the texts of a run that have a real token there.
+        """Return the mean of contributions at each position, over the texts that have a real token there.
 
         Args:
             cache: as for `contributions`. It knows which tokens are padding.
@@ -264,21 +281,18 @@ class Graph:
         weights = real.to(contributions.dtype) / real.sum(0)
         return torch.einsum("wbpd,bp->wpd", contributions, weights)[:, None]
 
-    def written(
-        self, at: At, before: int | None = None, added: Sequence[Added | None] | None = None
-    ) -> Iterator[Writers]:
-        """Yield what the writers add, in their order.
+    def all_writers(self, at: At, added: Sequence[Added | None] | None = None) -> Iterator[Writers]:
+        """Yield the writers with what they add in a run, in their order.
 
         Args:
             at: gives values of a run.
-            before: only those before this block; None for all.
             added: factors of what the attention of each block adds, where they are at hand.
         """
         inputs = self.inputs(at)
         vectors = rearrange(inputs, "writer batch pos d_model -> batch pos writer d_model")
         yield Writers(self.writers[: len(inputs)], vectors)
         factors = added or [None] * len(self.layers)
-        for layer, factor in [*zip(self.layers, factors, strict=True)][:before]:
+        for layer, factor in zip(self.layers, factors, strict=True):
             yield from layer.attention_writers(at, factor)
             yield from layer.mlp_writers(at)
 

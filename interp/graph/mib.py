@@ -135,8 +135,9 @@ def _of_json(table: Any) -> tuple[Edges, Scores, Scores]:
         known = [node[key] for node in nodes if key in node]
         if not known:
             return None
-        missing = torch.full_like(torch.tensor(known[0], dtype=torch.float32), torch.nan).tolist()
-        return torch.tensor([node.get(key, missing) for node in nodes])
+        # NaN, or a list of NaN, for a node that is not scored.
+        unscored = torch.full_like(torch.tensor(known[0], dtype=torch.float32), torch.nan).tolist()
+        return torch.tensor([node.get(key, unscored) for node in nodes])
 
     return edges, scores("score"), scores("neurons_scores")
 

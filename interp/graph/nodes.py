@@ -200,7 +200,7 @@ def _scale_of(branch: Any) -> nn.Module | None:
 def nodes_of_block(
     n: int, block: Any, writers: dict[NodeName, int], readers: dict[NodeName, int]
 ) -> Layer:
-    """Adds the nodes of a block."""
+    """Add the nodes of a block, and return their places."""
     attention, *others = block.branches
     queries, keys = range(len(attention.sublayer.W_Q)), range(len(attention.sublayer.W_K))
     q, k, v = (
@@ -234,7 +234,7 @@ def require_branches(blocks: nn.ModuleList) -> None:
 
 
 def listed(names: str | Iterable[str], what: str) -> tuple[str, ...]:
-    """Names of nodes or edges; one stands for itself.
+    """Return names of nodes or edges as a tuple; one name stands for itself.
 
     Raises:
         TypeError: if they are something else.
@@ -246,7 +246,7 @@ def listed(names: str | Iterable[str], what: str) -> tuple[str, ...]:
 
 
 def add(nodes: dict[NodeName, int], time: int, names: Iterable[NodeName]) -> slice:
-    """Adds nodes that write or read at a time, and returns their places."""
+    """Add nodes that write or read at a time, and return their places."""
     start = len(nodes)
     nodes.update(dict.fromkeys(names, time))
     return slice(start, len(nodes))

@@ -29,21 +29,21 @@ class LinearPart:
     bias: Float[Tensor, "*shape"]
     centres: bool
 
-    def after(self, written: Float[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
-        """Vectors that the norm reads, as it writes them times its scale.
+    def after(self, vectors: Float[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
+        """Return vectors that the norm reads, as it writes them times its scale.
 
-        In at least float32; an identity gives what it gets.
+        In at least float32; an identity returns its argument.
         """
         if self.gain is None:
-            return written
-        vectors = at_least_float32(written)
+            return vectors
+        vectors = at_least_float32(vectors)
         return self._centred(vectors) * like(self.gain, vectors)
 
-    def before(self, read: Float[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
-        """The transpose: directions of what the norm writes, as directions of what it reads."""
+    def before(self, directions: Float[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
+        """Return directions of what the norm writes as directions of what it reads: the transpose of `after`."""
         if self.gain is None:
-            return read
-        directions = at_least_float32(read)
+            return directions
+        directions = at_least_float32(directions)
         return self._centred(directions * like(self.gain, directions))
 
     def _centred(self, x: Tensor) -> Tensor:
@@ -51,12 +51,12 @@ class LinearPart:
 
 
 def is_identity(norm: nn.Module | None) -> bool:
-    """Whether there is no norm."""
+    """Return whether there is no norm."""
     return norm is None or isinstance(norm, (Identity, nn.Identity))
 
 
 def linear_part(norm: nn.Module | None, *shape: int) -> LinearPart:
-    """The linear part of a LayerNorm, an RMSNorm or an identity.
+    """Return the linear part of a LayerNorm, an RMSNorm or an identity.
 
     PyTorch's norms are known. Any other says by `centres`, `weight` and `bias` what it is; see `LanguageModel`.
 

@@ -171,8 +171,8 @@ def _readings(x: Heads, f: Heads, rest: Heads, weight: Tensor, bias: Tensor) -> 
     along = x
     if jacobian.sum(-1).abs().max() <= sum_rounding(jacobian.dtype) * jacobian.abs().sum(-1).max():
         along = x - x.mean(-1, keepdim=True)
-    missing = f - rest - torch.einsum("bphei,bphi->bphe", jacobian, x)
+    not_linear = f - rest - torch.einsum("bphei,bphi->bphe", jacobian, x)
     along = along / (along * x).sum(-1, keepdim=True).clamp(min=1e-30)
-    map = jacobian + missing[..., None] * along[..., None, :]
+    map = jacobian + not_linear[..., None] * along[..., None, :]
     weight, bias = like(weight, x), like(bias, x)
     return HeadReadings(f, weight, map, torch.einsum("bphei,hi->bphe", map, bias), rest)

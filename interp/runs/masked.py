@@ -3,41 +3,38 @@
 The algorithm, after the edge masks of Bhaskar et al. 2024, "Finding Transformer Circuits with Edge Pruning":
 
 1. Take from the source what each writer adds there [writer, batch, pos, d_model].
-2. Go through the blocks of the model with the plain residual stream, and after each writer keep its difference,
-   source - current.
+2. Go through the blocks of the model with the plain residual stream (`_stream_after`), and after each writer keep its
+   difference, source - current (`_Streams.append`).
 3. Before each block, give every head its own stream: the plain one plus the sum over writers of
-   mask [writer, reader] times difference. One matrix product makes the streams of all heads.
+   mask [writer, reader] times difference. One matrix product makes the streams of all heads (`_Streams.seen`).
 4. Norm and project each head's stream, run attention once, and give the MLP its own stream likewise.
 5. Read the logits from the stream that the unembedding sees.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from einops import rearrange
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from hooks import ActivationCache
 from hooks.base import (
     all_to_device,
-    is_cancelled,
     progress_of,
     require_kind,
     shown,
     to_device,
-    warn,
     without_gradients,
 )
 from hooks.shared import Session
 from interp.graph.circuit import Circuit
 from interp.graph.graph import Graph
+from interp.graph.nodes import Layer
 from interp.inputs.pairs import Pairs, PatchingDirection
-from interp.kinds import require_made
 from interp.measuring import evaluate
-from interp.results.result import Result
-from interp.runs.readers import Readers, stream_after
 from interp.runs.rows import Batch
 from interp.runs.runs import Runs
 
@@ -243,7 +240,7 @@ class MaskedRuns:
             zero = self._model.blocks[0].attn.W_O.new_zeros(1, 1, 1, 1)
             return zero.expand(len(self.graph.writers), -1, -1, -1)
         text = self.runs.other.rows(rows)
-        return self.graph.wrote(self.runs.capture(text, self.graph.needed))
+        return self.graph.added(self.runs.capture(text, self.graph.needed))
 
     def _stream(self, rows: slice, source: Tensor, mask: Tensor) -> Tensor:
         """The stream that the logits read."""
@@ -254,54 +251,90 @@ class MaskedRuns:
                 session.after(point, partial(values.__setitem__, point))
             stream = self._model.input_resid(text.tokens, context)
             values[self._model.blocks[0].resid_pre] = stream
-            readers = Readers(source, mask, stream)
-            readers.wrote(self.graph.inputs(values.__getitem__))
+            streams = _Streams(source, mask, stream)
+            streams.append(self.graph.inputs(values.__getitem__))
             for layer in self.graph.layers:
                 if stream.device != layer.device:
                     stream, context = all_to_device((stream, context), layer.device)
-                    readers.move(layer.device)
-                stream = stream_after(layer, stream, context, readers, values)
-        return readers.seen(stream, slice(len(self.graph.readers) - 1, None))[0]
+                    streams.move(layer.device)
+                stream = _stream_after(layer, stream, context, streams, values)
+        return streams.seen(stream, slice(len(self.graph.readers) - 1, None))[0]
 
 
 def _examples(source: Tensor, rows: slice) -> Tensor:
     return source if source.shape[1] == 1 else source[:, rows]
 
 
-class CircuitRuns(MaskedRuns):
-    """Runs of circuits on the same texts, of which the empty and the whole one are the ends of a scale."""
+def _stream_after(
+    layer: Layer, before: Tensor, context: Any, streams: "_Streams", values: dict[nn.Module, Tensor]
+) -> Tensor:
+    """Run a block, in which each reader sees a stream of its own, and return the plain stream after it.
 
-    def __init__(
-        self,
-        model: nn.Module,
-        pairs: Pairs,
-        circuit: Circuit,
-        source: CircuitSource,
-        max_bytes: int,
-    ) -> None:
-        require_made("circuit", circuit, Circuit)
-        graph = Graph(model, split_embeddings="input" not in circuit.graph.writers)
-        super().__init__(graph, pairs, source, max_bytes=max_bytes)
-        digests = self.runs.pairs.digests()
-        seen = sum(digest in circuit.found_on for digest in digests)
-        if seen:
-            warn(
-                f"the circuit was found on {seen} of these {len(digests)} pairs: others show how good it is",
-            )
-        whole = circuit | ~circuit
-        self.none, self.whole = self(whole - whole), self(whole)
-        gap, size = self.whole - self.none, torch.maximum(self.whole.abs(), self.none.abs())
-        if is_cancelled(gap.mean(), size.mean()):
-            raise ValueError("the metric must differ between the whole model and none of it")
+    Args:
+        layer: the block.
+        before: the plain stream before it.
+        context: what blocks read besides.
+        streams: the streams as readers see them; the writers of this block join them.
+        values: values of the points of the block, after it has run.
+    """
+    attention, mlp = layer.attention, layer.mlp
+    q, k, v = streams.projected(layer, before)
+    after = before + attention.finished(attention.sublayer.mix(q, k, v, context))
+    for writers in layer.attention_writers(values.__getitem__):
+        streams.append(writers.vectors())
+    if mlp is None:
+        return after
+    stream = before if layer.is_parallel else after
+    mlp_out = mlp.branch(streams.seen(stream, slice(mlp.reader, mlp.reader + 1))[0])
+    streams.append(mlp_out[None])
+    return after + mlp_out
 
-    @without_gradients
-    def __call__(self, circuit: Circuit) -> Float[Tensor, " example"]:
-        """The metric of a run in which only the circuit's edges have their own values."""
-        return self.metric(circuit)
 
-    def shares(self, values: Tensor, axis: str, labels: Iterable[object]) -> Result:
-        """Differences of the metric as shares of the whole scale."""
-        about, named = {"metric": repr(self.runs.metric)}, {axis: tuple(labels)}
-        axes, same = (axis, "example"), self.runs.groups
-        effects = Result(values, axes, self.none, self.whole, named, about=about, groups=same)
-        return effects.normalized()
+class _Streams:
+    """Streams as each reader sees them, while the writers write one after another.
+
+    Args:
+        source: what the writers add in the other run, [writer, batch or 1, pos, d_model].
+        mask: how much of each edge is replaced, [writer, reader] or [writer, reader, pos].
+        stream: the plain stream, which gives the shape.
+    """
+
+    def __init__(self, source: Tensor, mask: Tensor, stream: Tensor) -> None:
+        self.source, self.mask = all_to_device((source, mask), stream.device)
+        self.n = 0
+        # Other - current. A graph keeps what was multiplied, so there it may not be written into.
+        self.space = stream.new_empty(0 if mask.requires_grad else len(mask), *stream.shape)
+
+    def move(self, device: torch.device) -> None:
+        """Go on on another device."""
+        held = self.source, self.mask, self.space
+        self.source, self.mask, self.space = all_to_device(held, device)
+
+    def append(self, current: Float[Tensor, "writer batch pos d_model"]) -> None:
+        """Take what the next writers add in this run into account."""
+        rows = slice(self.n, self.n + len(current))
+        self.n = rows.stop
+        if self.mask.requires_grad:
+            self.space = torch.cat([self.space, self.source[rows] - current])
+        else:
+            torch.sub(self.source[rows], current, out=self.space[rows])
+
+    def seen(self, stream: Tensor, readers: slice) -> Float[Tensor, "reader batch pos d_model"]:
+        """Return the stream as some readers see it."""
+        mask, differences = self.mask[: self.n, readers], self.space[: self.n]
+        if mask.ndim == 3:
+            return stream + torch.einsum("wrp,wbpd->rbpd", mask, differences)
+        flat = torch.addmm(stream.flatten()[None], mask.T, differences.flatten(1))
+        return flat.view(-1, *stream.shape)
+
+    def projected(self, layer: Layer, stream: Tensor) -> Iterator[Tensor]:
+        """Yield the queries, keys and values, each head from the stream as it sees it."""
+        attn = layer.attention.sublayer
+        # All at once: the matrix product is bound by reading the differences.
+        seen = self.seen(stream, slice(layer.q.start, layer.v.stop))
+        read = layer.attention.norm(seen.flatten(0, 1)).view(len(seen), -1, stream.shape[-1])
+        weights = (attn.W_Q, attn.b_Q), (attn.W_K, attn.b_K), (attn.W_V, attn.b_V)
+        sizes = [len(bias) for _, bias in weights]
+        for rows, (weight, bias) in zip(read.split(sizes), weights, strict=True):
+            heads = torch.baddbmm(bias[:, None], rows, weight)
+            yield rearrange(heads, "head (batch pos) d -> batch pos head d", batch=len(stream))

@@ -55,7 +55,7 @@ class PathEdits:
         read = {branch.reads for block in self.model.blocks for branch in block.branches}
         source = runs.source(graph.needed)
         self.cache = runs.cache([*graph.needed, *(graph.names[point] for point in read)])
-        self.moved = graph.wrote(source) - graph.wrote(self.cache)
+        self.moved = graph.added(source) - graph.added(self.cache)
         context = self.model.context(text.tokens, **text.kwargs)
         self.contexts = {n.device: all_to_device(context, n.device) for n in graph.layers}
         self.batch = Batch(text, runs.metric)
