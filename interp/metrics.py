@@ -137,13 +137,18 @@ def cross_entropy(tokens: Texts, *, attention_mask: Mask | None = None) -> Metri
                 f"logits must have the shape of the tokens {tuple(tokens.shape)} and a vocabulary; "
                 f"got {tuple(logits.shape)}"
             )
-        before, here = at_least_float32(logits[:, :-1]), to_device(counted, logits.device)
+        here = to_device(counted, logits.device)
         index = to_device(following.long(), logits.device)[..., None]
-        log_probs = before.log_softmax(-1).gather(-1, index)[..., 0]
+        log_probs = at_least_float32(logits[:, :-1]).log_softmax(-1).gather(-1, index)[..., 0]
         return -log_probs.where(here, 0).sum(1) / here.sum(1)
 
-    call = f"cross_entropy(tokens {list(tokens.shape)})"
-    return TokenMetric(call, 0, "nats", metric, attention_mask is None)
+    return TokenMetric(
+        call=f"cross_entropy(tokens {list(tokens.shape)})",
+        last=0,
+        unit="nats",
+        function=metric,
+        unmasked=attention_mask is None,
+    )
 
 
 def kl_divergence(
@@ -182,16 +187,21 @@ def kl_divergence(
                 f"got {tuple(logits.shape)}"
             )
         wanted = to_device(expected, chosen.device)
-        each = divergence(wanted, chosen.log_softmax(-1))
+        divergences = divergence(wanted, chosen.log_softmax(-1))
         if at is not None:
-            return each
+            return divergences
         here = to_device(real, chosen.device)
-        return each.where(here, 0).sum(1) / here.sum(1)
+        return divergences.where(here, 0).sum(1) / here.sum(1)
 
-    call = f"kl_divergence(reference, pos={short(pos)})"
     last = 0 if at is None else at.last
-    unmasked = attention_mask is None and (at is None or last > 0)
-    return TokenMetric(call, last, "nats", metric, unmasked, at)
+    return TokenMetric(
+        call=f"kl_divergence(reference, pos={short(pos)})",
+        last=last,
+        unit="nats",
+        function=metric,
+        unmasked=attention_mask is None and (at is None or last > 0),
+        at=at,
+    )
 
 
 def _of_tokens(
@@ -215,8 +225,10 @@ def _of_tokens(
 
     def said(write: Writer) -> str:
         same = [one[0] if one.ndim and bool((one == one[0]).all()) else one for one in ids]
-        words = [short(write(one.tolist())) for one in same]
-        return f"{name}({', '.join([*words, *([] if pos == -1 else [f'pos={short(pos)}'])])})"
+        arguments = [short(write(one.tolist())) for one in same]
+        if pos != -1:
+            arguments.append(f"pos={short(pos)}")
+        return f"{name}({', '.join(arguments)})"
 
     def metric(logits: Tensor) -> Tensor:
         chosen = at(logits)

@@ -7,10 +7,10 @@
 4. A reader that nothing kept leads from is not tested: its edges change nothing and are left out.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from hooks.base import progress_bar, shown, shows_progress, without_gradients
@@ -84,25 +84,43 @@ def acdc(
     n_edges = int(graph.allowed.sum())
     with progress_bar("edges", total=n_edges * len(several)) as count:
         for number, threshold in enumerate(several, 1):
-            kept = graph.allowed.clone()
-            scores = torch.full(kept.shape, torch.nan, dtype=torch.float64)
-            current = 0.0
-            for writer, reader in _edges(graph, kept):
-                kept[writer, reader] = False
-                new = divergence(kept)
-                scores[writer, reader] = current - new
-                if new - current < threshold:
-                    current = new
-                else:
-                    kept[writer, reader] = True
-                count()
+            kept, scores = _tested(graph, threshold, divergence, count)
             circuits[threshold] = Circuit(graph, kept, scores, pairs.digests())
             count(number * n_edges - count.done)  # edges that need no test
     return circuits
 
 
+def _tested(
+    graph: Graph,
+    threshold: float,
+    divergence: Callable[[Tensor], float],
+    count: Callable[[], object],
+) -> tuple[Bool[Tensor, "writer reader"], Float[Tensor, "writer reader"]]:
+    """The edges that are kept at one threshold, and minus what leaving each out added.
+
+    Args:
+        graph: the graph of the model.
+        threshold: by how much an edge may raise the divergence.
+        divergence: gives the divergence of a circuit from its table of edges.
+        count: called after each test.
+    """
+    kept = graph.allowed.clone()
+    scores = torch.full(kept.shape, torch.nan, dtype=torch.float64)
+    current = 0.0
+    for writer, reader in _edges(graph, kept):
+        kept[writer, reader] = False
+        new = divergence(kept)
+        scores[writer, reader] = current - new
+        if new - current < threshold:
+            current = new
+        else:
+            kept[writer, reader] = True
+        count()
+    return kept, scores
+
+
 def _edges(graph: Graph, kept: Bool[Tensor, "writer reader"]) -> Iterator[tuple[int, int]]:
-    """The edges to test, as `kept` changes; those of readers that nothing leads from are taken out of it."""
+    """The edges to test, as `kept` changes. Edges to a reader that nothing leads from are taken out of `kept`."""
     feeds, live = feeding(graph), torch.zeros(len(graph.readers), dtype=torch.bool)
     live[-1] = True
     for reader in reversed(range(len(graph.readers))):

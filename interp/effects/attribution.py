@@ -92,8 +92,9 @@ def attribution_patching(
     >>> attribution_patching(model, pairs, "z").top(1)
     layer 0, head 3  -8.599
     """
+    choice = Choice(site=site, over=over, layers=layers, heads=heads, neurons=neurons)
     runs = Runs(model, pairs, direction)
-    sites = compared(runs, Choice(site, over, layers, heads, neurons))
+    sites = compared(runs, choice)
     attentions = _attentions(sites, site) if qk_correction else {}
     # The point of the site by the point whose gradient counts.
     sites_by_point = {attention.pattern: name for name, attention in attentions.items()}

@@ -54,7 +54,7 @@ class ChangedPositions(NamedTuple):
     labels: list[int | str] | None
 
     def change(self, whole: Tensor, by: Float[Tensor, "batch n d_model"]) -> Tensor:
-        """A copy of `whole` with something added at the columns."""
+        """Return a copy of `whole` with something added at the columns."""
         row, column = (self.group < self.groups).nonzero(as_tuple=True)
         index = row, self.here[row, column]
         index, by = all_to_device((index, by[row, column]), whole.device)
@@ -154,21 +154,23 @@ class EdgeScores:
 
         Args:
             rows: the examples.
-            space: the result of an earlier call for as many, which is written over.
+            space: the result of an earlier call for as many examples, which is written over.
         """
-        graph, (here, there, _, _) = self.graph, self.where
-        base, source = self._values(self._base, here, rows), self._values(self._source, there, rows)
-        stream = base[graph.points[-1]]
-        size = len(graph.writers), *stream.shape
-        changes, start = stream.new_empty(size) if space is None else space, 0
-        now, then = (
+        graph, where = self.graph, self.where
+        base = self._values(self._base, where.here, rows)
+        source = self._values(self._source, where.there, rows)
+        if space is None:
+            stream = base[graph.points[-1]]
+            space = stream.new_empty(len(graph.writers), *stream.shape)
+        in_source, in_base = (
             graph.all_writers(run.__getitem__, added=self._factors) for run in (source, base)
         )
-        for those, others in zip(now, then, strict=True):
-            stop = start + len(those.names)
-            those._replace(values=those.values - others.values).put(changes[start:stop])
+        start = 0
+        for other, this in zip(in_source, in_base, strict=True):
+            stop = start + len(this.names)
+            other._replace(values=other.values - this.values).put(space[start:stop])
             start = stop
-        return changes
+        return space
 
     def _values(
         self, values: Mapping[str, Tensor], columns: Tensor, rows: slice
@@ -184,7 +186,7 @@ class EdgeScores:
         return {point: read(values[name]) for point, name in named}
 
     def of_all(self, run: Gradients) -> Float[Tensor, "writer column group batch"]:
-        """The scores of all writers, by the gradients of one run of the text."""
+        """Return the scores of all writers, by the gradients of one run of the text."""
 
         examples = range(len(self.where.here))
 
@@ -200,7 +202,7 @@ class EdgeScores:
     def of(
         self, run: Gradients, parts: Iterable[tuple[int, int, Tensor]]
     ) -> Float[Tensor, "writer column group batch"]:
-        """The scores of some writers on some rows of a run. Others are 0.
+        """Return the scores of some writers on some rows of a run. Scores of other writers are 0.
 
         Args:
             run: its rows are those of the text, or of copies of it.

@@ -163,9 +163,9 @@ class Paths:
 
     Args:
         runs: the texts and the metric.
-        scores: the scores of its edges.
+        scores: gives the scores of edges.
         base: the metric of the run.
-        size: what gaps are a share of.
+        size: the whole that gaps are a share of.
         steps: see `edge_attribution`.
     """
 
@@ -181,7 +181,7 @@ class Paths:
         self._averaged = partial(averaged, base=base, steps=steps, size=size)
 
     def of_input(self, first: Float[Tensor, "writer column group batch"]) -> PathScores:
-        """The scores of all edges, from their values at the start of the path."""
+        """Return the scores of all edges, from their values at the start of the path."""
         # The input is the first writers, and only their edges have a known sum. The last column is no edge.
         n = self._scores.graph.layers[0].heads.start
         change = self._scores.changes(slice(None))[:n].sum(0, keepdim=True)
@@ -194,7 +194,7 @@ class Paths:
         return PathScores(mean.values[0], mean.steps[0], mean.gaps[0])
 
     def of_writers(self, first: Float[Tensor, "writer column group batch"]) -> PathScores:
-        """The scores of each writer's edges on a path of its own."""
+        """Return the scores of each writer's edges on a path of its own."""
         changes, batch = self._scores.changes(slice(None)), self._batch
         at_once = max(1, _TOKENS // self._runs.text.tokens.numel())
 

@@ -76,8 +76,9 @@ def integrated_gradients(
     >>> integrated_gradients(model, pairs, "mlp_out", layers=3).top(1)
     layer 3, pos 8 'm|i'  +4.531
     """
+    choice = Choice(site=site, over=over, layers=layers, heads=heads, neurons=neurons)
     runs = Runs(model, pairs, direction)
-    sites = compared(runs, Choice(site, over, layers, heads, neurons))
+    sites = compared(runs, choice)
     start = runs.gradients(sites.points)
     means = _means(sites, start, steps)
     by_point = {

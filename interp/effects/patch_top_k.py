@@ -104,10 +104,10 @@ def patch_top_k(
     require_integer("k", k, most=len(guess) - 1)
     require_integer("budget", budget, k + 3)
     estimated_labels = {axis: [*estimate.labels[axis]] for axis in estimate.axes[:-1]}
-    same = estimated_labels == sites.labels
     value = next(iter(sites.values.values()))
     precision = metric_rounding(runs.target.dtype, value.dtype)
-    _require_same(same and _metrics_agree(estimate.target, runs.target, precision))
+    have_same_places = estimated_labels == sites.labels
+    _require_same(have_same_places and _are_close(estimate.target, runs.target, precision))
     order = guess.argsort(descending=True, stable=True).tolist()
     n = min(budget - 2 - k, len(order) - k)
     draw = torch.Generator().manual_seed(seed)
@@ -115,7 +115,7 @@ def patch_top_k(
     chosen = order[:k] + [order[k + other] for other in others]
     jobs = sites.edits(partial(edits.replace, sites.values))
     base, effects = runs.edited([jobs[at] for at in chosen])
-    _require_same(_metrics_agree(estimate.base, base, precision))
+    _require_same(_are_close(estimate.base, base, precision))
     exact = runs.result(effects, {"place": chosen}, base, site=choice.site)
     return _verified(estimate, exact, chosen, k, len(order) - k)
 
@@ -155,11 +155,11 @@ def _choice(estimate: Result) -> Choice:
         )
     labels, about = estimate.labels, estimate.about
     return Choice(
-        about["site"],
-        estimate.axes[:-1],
-        labels.get("layer", about.get("layer")),
-        labels.get("head"),
-        about.get("neurons"),
+        site=about["site"],
+        over=estimate.axes[:-1],
+        layers=labels.get("layer", about.get("layer")),
+        heads=labels.get("head"),
+        neurons=about.get("neurons"),
     )
 
 
@@ -168,7 +168,7 @@ def _require_same(is_same: bool) -> None:
         raise ValueError("estimate must be all of this model, metric and texts; got another's")
 
 
-def _metrics_agree(ours: Tensor | None, theirs: Tensor | None, precision: float) -> bool:
+def _are_close(ours: Tensor | None, theirs: Tensor | None, precision: float) -> bool:
     if ours is None or theirs is None:
         return False
     return torch.allclose(ours, theirs, rtol=precision, atol=precision)

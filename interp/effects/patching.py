@@ -78,8 +78,9 @@ def activation_patching(
         )
     if edit is not None and direction != "denoising":
         raise ValueError(f"an edit changes the clean run; got direction={direction!r} beside it")
+    choice = Choice(site=site, over=over, layers=layers, heads=heads, neurons=neurons)
     runs = Runs(model, pairs, direction if edit is None else None, max_bytes)
-    sites = Sites(runs, Choice(site, over, layers, heads, neurons))
+    sites = Sites(runs, choice)
     put = partial(edits.replace, sites.values) if edit is None else edit.at
     about: dict[str, Any] = {} if edit is None else {"edit": repr(edit)}
     return sites.result(*runs.edited(sites.edits(put)), **about)

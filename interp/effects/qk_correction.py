@@ -155,28 +155,43 @@ class OtherKeys:
         self._kv_heads = keys.shape[2]
         # Equal scores show which keys a query sees: these get the same weight, the others none.
         equal = attention.values(scores=torch.zeros_like(base["scores"]))["pattern"]
-        scores, other = base["scores"], attention.values(k=keys)["scores"]
-        self._seen = (equal > 0) & (scores > -torch.inf)
-        scores, other = (at_least_float32(attention.cap(part)) for part in (scores, other))
+        self._seen = (equal > 0) & (base["scores"] > -torch.inf)
+        moved_scores = attention.values(k=keys)["scores"]
+        scores, moved_scores = (
+            at_least_float32(attention.cap(part)) for part in (base["scores"], moved_scores)
+        )
         masked = scores.where(self._seen, -torch.inf)
         self._weights = masked.softmax(-1).where(self._seen, 0)
-        if (self._weights - base["pattern"]).abs().max() > block_rounding(base["pattern"].dtype):
+        self._require_softmax(attention, base["pattern"])
+        self._top = masked.argmax(-1, keepdim=True)
+        rest = masked.scatter(-1, self._top, -torch.inf)
+        moved = self._moved(masked, rest, moved_scores - scores)
+        self._change = (moved - self._weights).masked_fill(~self._seen, 0)
+        # A key that is the only one has no others.
+        is_alone = self._seen.sum(-1, keepdim=True) < 2
+        self._rest = rest.softmax(-1).masked_fill(is_alone, 0)
+
+    def _require_softmax(self, attention: RecordedAttention, pattern: Patterns) -> None:
+        """Refuse a pattern that is not the softmax of the scores, up to rounding."""
+        if (self._weights - pattern).abs().max() > block_rounding(pattern.dtype):
             raise ValueError(
                 "qk_correction of keys needs patterns that are the softmax of scores, or of what `cap` makes of "
                 f"them; got others at {attention.pattern}"
             )
+
+    def _moved(self, masked: Patterns, rest: Patterns, change: Patterns) -> Patterns:
+        """The weight of each key after a change of its own score alone.
+
+        Args:
+            masked: the scores; -inf at keys that a query does not see.
+            rest: the same without the largest score of each query.
+            change: the change of each score.
+        """
         total = masked.logsumexp(-1, keepdim=True)
         # 1 - p loses its digits where p is almost 1. There it is the sum of the other weights.
-        self._top = masked.argmax(-1, keepdim=True)
-        rest = masked.scatter(-1, self._top, -torch.inf)
-        self._rest = rest.softmax(-1)
         log_others = (-self._weights.clamp(max=0.5)).log1p()
         log_others = log_others.scatter(-1, self._top, rest.logsumexp(-1, keepdim=True) - total)
-        change = other - scores
-        moved = (masked - total + change - log_others).sigmoid()
-        self._change = (moved - self._weights).masked_fill(~self._seen, 0)
-        # A key that is the only one has no others.
-        self._rest = self._rest.masked_fill(self._seen.sum(-1, keepdim=True) < 2, 0)
+        return (masked - total + change - log_others).sigmoid()
 
     def effects(self, gradient: Patterns) -> Float[Tensor, "batch pos kv_head"]:
         """Multiply the pattern's change with the gradient there, for each key, summed over queries."""

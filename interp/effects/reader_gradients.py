@@ -33,7 +33,7 @@ class StreamReaders(NamedTuple):
 
 
 def readings(graph: Graph) -> Iterator[StreamReaders]:
-    """All readers of a graph, in the order of computation."""
+    """Yield all readers of a graph, in the order of computation."""
     for n, layer in enumerate(graph.layers):
         attention, heads = layer.attention, slice(layer.q.start, layer.v.stop)
         weight = attention.sublayer.qkv.weight.unflatten(0, (-1, attention.sublayer.W_O.shape[1]))
@@ -59,7 +59,7 @@ class Pullback:
     Args:
         reading: the readers.
         stream: the stream before the norm.
-        gradient: that of the metric at the output of the projection, or of the norm.
+        gradient: the gradient of the metric at the output of the projection, or of the norm.
         device: where the results are wanted.
     """
 
@@ -89,7 +89,7 @@ class Pullback:
     def __call__(
         self, example: int, pos: Int[Tensor, " n"], out: Float[Tensor, "reader n d_model"]
     ) -> None:
-        """Writes the gradients at some positions of an example into `out`."""
+        """Write the gradients at some positions of an example into `out`."""
         gradient = self.gradient[example, pos]
         if self.weight is None:
             out.copy_(gradient)
@@ -115,7 +115,7 @@ class Pullbacks:
     def __call__(
         self, example: int, pos: Int[Tensor, " n"], space: Float[Tensor, "most n d_model"]
     ) -> Float[Tensor, "reader n d_model"]:
-        """The gradients at some positions of an example, in memory that the next call may use again."""
+        """Return the gradients at some positions of an example, in memory that the next call may use again."""
         first = self.readers.start
         for at, pull in self._parts:
             pull(example, pos, space[at.start - first : at.stop - first])

@@ -60,13 +60,16 @@ def top_attributions(
     """
     require_integer("k", k)
     runs = Runs(model, pairs, direction)
-    names = [*(titles := _titles(runs.runner, directions))]
+    titles = _titles(runs.runner, directions)
+    names = [*titles]
     if not runs.text.is_aligned_with(runs.other):
         raise ValueError("both texts must have the same columns and padding; got others")
     cache = runs.source(names)
     units = {name: _units(vectors, cache, name) for name, vectors in (directions or {}).items()}
     run = runs.gradients(names)
-    last, kept, read = "neuron" if directions is None else "direction", _Largest(k, run.base), set()
+    last = "neuron" if directions is None else "direction"
+    kept = _Largest(k, run.base)
+    read = set()
 
     def receive(name: str, gradient: Tensor) -> None:
         change = at_least_float32(cache[name]) - run.values[name]
@@ -76,7 +79,8 @@ def top_attributions(
         axes = runs.runner.points[name].axes
         effects = (change * gradient).movedim(axes.index("batch"), -1)
         require_numbers(name, effects)
-        kept.offer(effects, titles[name], [*(axis for axis in axes[:-1] if axis != "batch"), last])
+        others = [axis for axis in axes[:-1] if axis != "batch"]
+        kept.offer(effects, titles[name], [*others, last])
         read.add(name)
 
     run.backward(receive)
@@ -103,16 +107,14 @@ class _Largest:
         self.labels: list[str] = []
 
     def offer(self, effects: Float[Tensor, "..."], title: str, axes: Sequence[str]) -> None:
-        """Takes effects [*axes, batch] into account."""
+        """Take effects [*axes, batch] into account."""
         flat = effects.flatten(0, -2)
         best = largest_rows(flat.mean(-1).abs(), self._k)
-        places = zip(
-            *(at.tolist() for at in torch.unravel_index(best, effects.shape[:-1])), strict=True
-        )
-        labels = [
-            ", ".join([title, *(f"{axis} {at}" for axis, at in zip(axes, place, strict=True))])
-            for place in places
-        ]
+        indices = torch.stack(torch.unravel_index(best, effects.shape[:-1]), 1).tolist()
+        labels = []
+        for place in indices:
+            parts = [f"{axis} {at}" for axis, at in zip(axes, place, strict=True)]
+            labels.append(", ".join([title, *parts]))
         values = torch.cat([self.values, to_device(flat[best], self.values.device)])
         order = largest_rows(values.mean(-1).abs(), self._k).tolist()
         self.values = values[order]

@@ -126,11 +126,11 @@ class MaskedRuns:
         self._held: Tensor | None = None  # the source of all examples, if these run together
 
     def logits(self, circuit: EdgeMask | Iterable[str]) -> Float[Tensor, "batch pos vocab"]:
-        """The logits of one circuit."""
+        """Return the logits of one circuit."""
         return self._run(circuit, self._model.unembed)
 
     def metric(self, circuit: EdgeMask | Iterable[str]) -> Float[Tensor, " batch"]:
-        """The metric of one circuit, from logits only where the metric reads them.
+        """Return the metric of one circuit, from logits only where the metric reads them.
 
         Args:
             circuit: see `run_circuit`.

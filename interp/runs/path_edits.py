@@ -65,11 +65,11 @@ class PathEdits:
         self.later = slice(int(differ[0]) if len(differ) and is_causal else 0, None)
 
     def value(self, point: nn.Module) -> Tensor:
-        """The value of a point in the edited run."""
+        """Return the value of a point in the edited run."""
         return self.cache[self.graph.names[point]]
 
     def replaced(self, point: nn.Module, value: Tensor, **where: Any) -> dict[str, edits.Edit]:
-        """An edit that puts a value in a point's place."""
+        """Return an edit that puts a value in a point's place, by its name."""
         return {self.graph.names[point]: edits.replace(value, pos=self.later, **where)}
 
     def over_edge(self, writer: int, reader: int) -> Carried:
@@ -89,11 +89,11 @@ class PathEdits:
         return self._sum(self.graph.points[-1], moved)
 
     def seen(self, branch: Any, moved: Tensor | None = None) -> Tensor:
-        """The stream that a branch reads, after it has moved."""
+        """Return the stream that a branch reads, after it has moved."""
         return self._sum(branch.reads, moved)
 
     def projected(self, attention: Any, moved: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Queries, keys and values of a stream that has moved."""
+        """Return queries, keys and values of a stream that has moved."""
         return attention.sublayer.project(attention.norm(self.seen(attention, moved)))
 
     def _sum(self, point: nn.Module, moved: Tensor | None) -> Tensor:
@@ -149,7 +149,7 @@ class PathEdits:
     def result(
         self, jobs: Iterator[tuple[int, Carried]], axis: str, labels: Sequence[str], **about: Any
     ) -> Result:
-        """The effect of each of the jobs, which have the numbers of the labels."""
+        """Return the effect of each of the jobs, which have the numbers of the labels."""
         base = self.runs.base
         values = base.new_empty(len(labels), len(base))
         waiting: dict[int, dict[str, edits.Edit]] = {}

@@ -59,15 +59,16 @@ class Resumed:
         self.forwards = sum(map(self._work, jobs))
 
     def run(self, done: Done) -> Iterator[tuple[Job, Float[Tensor, " batch"]]]:
-        """Each job with its metric."""
+        """Yield each job with its metric."""
         for jobs, read_at_once in self._chunks:
             yield from self._measured(jobs, self._stream_of(jobs, done), read_at_once)
 
     def _place(self, job: Job) -> None:
-        """Finds where a run begins."""
+        """Find where a run begins."""
         stages = set().union(*(self.base.stages[edited.point.module] for edited in job.edits))
         blocks = len(self._inside)
-        job.before_blocks, job.after_blocks = -1 in stages, blocks - 0.5 in stages
+        job.before_blocks = -1 in stages
+        job.after_blocks = blocks - 0.5 in stages
         edited_layers = [layer for layer in range(blocks) if layer in stages]
         job.layer = 0 if job.before_blocks else min(edited_layers, default=blocks)
         if job.after_blocks:  # edits of the unembedding are given whole texts

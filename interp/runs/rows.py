@@ -64,7 +64,7 @@ class Job:
     fired: set[str] = field(default_factory=set)
 
     def require_fired(self) -> None:
-        """Raises a NeverFiredError if the run missed an edited point."""
+        """Raise a NeverFiredError if the run missed an edited point."""
         require_fired([edited.point.name for edited in self.edits], self.fired, NEVER_FIRED)
 
 
@@ -92,11 +92,11 @@ class Batch:
         self.axes: dict[nn.Module, int | None] = {}
 
     def reading(self, start: int | None = None) -> AbstractContextManager[None]:
-        """A `with` in which edits know which columns of the texts are padding, and where runs start."""
+        """Return a `with` in which edits know which columns of the texts are padding, and where runs start."""
         return reading(self._pieces.setdefault(start, Piece(start, self.text.attention_mask)))
 
     def note(self, point: Point, value: Tensor) -> None:
-        """Notes which axis of a value of the unedited run has a row for each text."""
+        """Note which axis of a value of the unedited run has a row for each text."""
         at = point.axes.index("batch") if "batch" in point.axes else None if point.axes else 0
         if at is not None and value.shape[at : at + 1] != (len(self.tokens),):
             at = None
@@ -106,7 +106,7 @@ class Batch:
     def read(
         self, values: Float[Tensor, "rows pos d"], start: int = 0
     ) -> Float[Tensor, "rows _read d"]:
-        """The positions that the metric reads, from copies of the batch from column `start` on."""
+        """Return the positions that the metric reads, from copies of the batch from column `start` on."""
         if self.columns is None or values.shape[1] == 1:  # a classifier's
             return values
         columns = to_device(self.columns - start, values.device)
@@ -114,7 +114,7 @@ class Batch:
         return values.gather(1, columns.expand(-1, -1, values.shape[-1]))
 
     def measure(self, logits: Float[Tensor, "batch _read vocab"]) -> Float[Tensor, " batch"]:
-        """The metric of one run. It may be NaN.
+        """Return the metric of one run. It may be NaN.
 
         Raises:
             ValueError: if the metric does not return one number per example.
@@ -123,7 +123,7 @@ class Batch:
 
 
 def stacked(jobs: Sequence[Job], batch: Batch, inside: Container[nn.Module] | None = None) -> Edits:
-    """Forward hooks that edit copies of a batch, one copy for each job.
+    """Return forward hooks that edit copies of a batch, one copy for each job.
 
     Args:
         jobs: the runs, in the order of the copies.
@@ -205,7 +205,7 @@ class WholeRuns:
         return logits_of(self.model(text.tokens, **text.arguments(self.model)))
 
     def run(self, done: Done) -> Iterator[tuple[Job, Float[Tensor, " batch"]]]:
-        """Each job with its metric."""
+        """Yield each job with its metric."""
         for start in range(0, len(self.jobs), self._at_once):
             jobs = self.jobs[start : start + self._at_once]
             try:
@@ -223,7 +223,7 @@ class WholeRuns:
 
 
 def acting(edits: Edits) -> Session:
-    """A `with` in which the edits act, in cached runs too."""
+    """Return a `with` in which the edits act, in cached runs too."""
     session = Session()
     for module, edit in edits:
         session.after(module, edit, edit)
@@ -231,7 +231,7 @@ def acting(edits: Edits) -> Session:
 
 
 def copied(output: Any) -> Any:
-    """A copy of a tensor; anything else itself. For a moment there are two copies, as in an edit."""
+    """Return a copy of a tensor, and anything else as it is. For a moment there are two copies, as in an edit."""
     if not isinstance(output, Tensor):
         return output
     copies = output.clone(), output.clone()
@@ -239,7 +239,7 @@ def copied(output: Any) -> Any:
 
 
 def too_small(max_bytes: int, needed: int) -> ValueError:
-    """The error of a bound that no run fits."""
+    """Return the error of a bound that no run fits."""
     return ValueError(
         f"max_bytes must be at least {needed:,} for one edited run of this batch; got {max_bytes:,}"
     )

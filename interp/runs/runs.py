@@ -87,19 +87,19 @@ class Runs:
         return self.pairs.metric
 
     def capture(self, text: Text, names: str | Iterable[str]) -> ActivationCache:
-        """Values of one of the texts at some points, from a run that stops after the last of them."""
+        """Return values of one of the texts at some points, from a run that stops after the last of them."""
         names = names if isinstance(names, str) else [*names]
         return self.runner.capture(text.tokens, names=names, **text.arguments(self.model))
 
     @without_gradients
     def source(self, names: Iterable[str]) -> ActivationCache:
-        """Values at some points of the run that values come from, whose metric is `target` then."""
+        """Return values at some points of the run that values come from, whose metric is `target` then."""
         self.target, cache = self._measured(self.other, names)
         return cache
 
     @without_gradients
     def cache(self, names: Iterable[str]) -> ActivationCache:
-        """Values at some points of the run that is edited, whose metric is `base` then."""
+        """Return values at some points of the run that is edited, whose metric is `base` then."""
         self.base, cache = self._measured(self.text, names)
         return cache
 
@@ -134,13 +134,13 @@ class Runs:
     def logits(
         self, hooks: Hooks, rows: slice | Int[Tensor, " row"] = slice(None)
     ) -> Float[Tensor, "row pos vocab"]:
-        """The logits of an edited run of some examples, through which gradients flow."""
+        """Return the logits of an edited run of some examples, through which gradients flow."""
         text = self.text.rows(rows)
         arguments = text.arguments(self.model)
         return logits_of(self.runner.run_with_hooks(text.tokens, hooks=hooks, **arguments))
 
     def gradients(self, names: Iterable[str]) -> Gradients:
-        """A run that holds the gradients of the metric at some points."""
+        """Return a run that holds the gradients of the metric at some points."""
         return Gradients(self.runner, self.text, self.metric, names)
 
     def result(
@@ -151,7 +151,7 @@ class Runs:
         has_words: bool = True,
         **about: Any,
     ) -> Result:
-        """Effects with labels for each axis, the metric of the unedited run, and more facts.
+        """Return effects with labels for each axis, the metric of the unedited run, and more facts.
 
         Args:
             values: the effects, of the axes of `labels`.

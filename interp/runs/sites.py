@@ -3,7 +3,7 @@
 Activation patching of `resid_pre` over `layer` and `pos`, in a model of 2 layers and texts of 3 tokens:
 
 1. `named` finds the points: `{0: "blocks.0.resid_pre", 1: "blocks.1.resid_pre"}`.
-2. `places_of` lists the places along each axis, a label and what is selected there:
+2. `Sites.places` lists the places along each axis, a label and what is selected there:
    `{"layer": [(0, {"layer": "blocks.0.resid_pre"}), (1, ...)], "pos": [(0, {"pos": slice(0, 1)}), (1, ...), (2, ...)]}`.
 3. `Sites.edits` makes the six edits of their product, in order: layer 0 at positions 0, 1, 2, then layer 1.
 4. `Sites.result` gives the six effects the shape [layer, pos, example], and positions the words of both texts.
@@ -11,14 +11,15 @@ Activation patching of `resid_pre` over `layer` and `pos`, in a model of 2 layer
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from hooks import ActivationCache, HookedRunner, UnknownNameError
-from hooks.base import Text, layer_of, require_integer, require_kind, shown, unknown_point
+from hooks import HookedRunner, UnknownNameError
+from hooks.base import layer_of, require_integer, require_kind, shown, unknown_point
 from hooks.shared import names_by_layer
 from interp.edits import Edit
 from interp.protocol import is_of_text, require_points
@@ -40,12 +41,20 @@ SELECTS = {
 PatchPlace = tuple[int | str, dict[str, Any]]
 """A label, and what is selected there: along `layer` a point's name."""
 Some = int | Sequence[int] | None
-"""One of several, some of them, or all."""
+"""One layer or head, several of them, or None for all."""
 T = TypeVar("T")
 
 
-class Choice(NamedTuple):
-    """Choice of the places that are compared; see `activation_patching`."""
+@dataclass(frozen=True)
+class Choice:
+    """A choice of the places that are compared: arguments that analyses of sites share.
+
+    Attributes:
+        site: the point, such as `resid_pre` of each layer.
+        over: the axes of the result; None for the usual axes of the site.
+        layers, heads: only these; None for all.
+        neurons: how many neighbouring neurons are one place; None for 1.
+    """
 
     site: str = "resid_pre"
     over: Sequence[str] | None = None
@@ -55,7 +64,7 @@ class Choice(NamedTuple):
 
 
 def named(runner: HookedRunner, choice: Choice) -> dict[int, str]:
-    """The names of a choice's points, by layer. One that is in no layer, such as `embed`, stands under 0.
+    """Return the names of a choice's points, by layer. A point that is in no layer, such as `embed`, stands under 0.
 
     Raises:
         TypeError: if the site is no name, or the model has no points yet.
@@ -105,16 +114,22 @@ class Sites:
 
     Raises:
         TypeError, UnknownNameError: as for `named`.
-        ValueError: as for `named` and `places_of`, or if two runs are compared and there are no other texts.
+        ValueError: as for `named`, if the axes are not those of the site, if places do not correspond, or if two
+            runs are compared and there are no other texts.
     """
 
     def __init__(self, runs: Runs, choice: Choice) -> None:
         self.runs, self._choice = runs, choice
         self.names = named(runs.runner, choice)
-        known, names, text = runs.runner.points, [*self.names.values()], runs.text
-        self.points = {name: known[name] for name in names}
-        self.values = runs.capture(text, names[0]) if runs.direction is None else runs.source(names)
-        self.places = places_of(runs, choice, self.names, self.values)
+        names = [*self.names.values()]
+        self.points = {name: runs.runner.points[name] for name in names}
+        is_edit = runs.direction is None
+        self._source = None if is_edit else runs.other
+        self.values = runs.capture(runs.text, names[0]) if is_edit else runs.source(names)
+        value = self.values[names[0]]
+        axes = self.values.axes(names[0]) or tuple(map(str, range(value.ndim)))
+        sizes = dict(zip(axes, value.shape, strict=True))
+        self.places = {axis: self._along(axis, sizes) for axis in self._over(sizes)}
 
     @property
     def labels(self) -> dict[str, list[int | str]]:
@@ -122,7 +137,7 @@ class Sites:
         return {axis: [label for label, _ in along] for axis, along in self.places.items()}
 
     def edits(self, put: Callable[..., Edit]) -> list[list[tuple[list[str], Edit]]]:
-        """For each place, in order, the edit that `put` makes there, as `sweep` takes it.
+        """Return for each place, in order, the edit that `put` makes there, as `sweep` takes it.
 
         Args:
             put: makes an edit of a place that is selected by axis names.
@@ -143,7 +158,7 @@ class Sites:
     def result(
         self, base: Float[Tensor, " example"], effects: Float[Tensor, "... example"], **about: Any
     ) -> Result:
-        """Effects with the labels of the places, whose other axes may be flat.
+        """Return effects with the labels of the places, whose other axes may be flat.
 
         Args:
             base: the metric of the unedited run.
@@ -161,64 +176,85 @@ class Sites:
         has_words = all(map(is_of_text, self.names.values()))
         return self.runs.result(values, self.labels, base, has_words, **facts, **about)
 
+    def _over(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
+        """The axes of the result.
 
-def places_of(
-    runs: Runs, choice: Choice, names: Mapping[int, str], values: ActivationCache
-) -> dict[str, list[PatchPlace]]:
-    """The places along each axis of the result. Along `feature` they are those that are active in either text.
+        Args:
+            sizes: the axes of the first point, with their sizes.
+        """
+        name, choice = next(iter(self.names.values())), self._choice
+        layered = layer_of(name) is not None
+        over = _usual_axes(sizes, layered) if choice.over is None else choice.over
+        require_kind("over", over, (str, tuple, list), "a name of an axis, or several")
+        over = (over,) if isinstance(over, str) else tuple(over)
+        if "layer" in over and not layered:
+            raise ValueError(f"over must not have 'layer' at {name}, which is in none; got {over}")
+        if not over or len(set(over)) < len(over):
+            raise ValueError(f"over must be different axes, at least one; got {over}")
+        if {"pos", "span"} <= {*over}:
+            raise ValueError(f"over must have 'pos' or 'span', not both; got {over}")
+        for axis, wanted in (("head", choice.heads), ("neuron", choice.neurons)):
+            if wanted is not None and axis not in over:
+                raise ValueError(f"over must have {axis!r} where {axis}s= is given; got {over}")
+        is_aligned = self._source is None or self.runs.text.is_aligned_with(self._source)
+        if "span" not in over and not is_aligned:
+            raise ValueError(f"over must have 'span' where positions do not correspond; got {over}")
+        return over
 
-    Args:
-        runs: the runs.
-        choice: which places.
-        names: the names of its points, by layer.
-        values: a cache of one of them, for its sizes.
+    def _along(self, axis: str, sizes: Mapping[str, int]) -> list[PatchPlace]:
+        """The places along one axis of the result; along `feature` those that are active in either text."""
+        if axis == "layer":
+            return [(layer, {"layer": name}) for layer, name in self.names.items()]
+        point_axis = next((name for name in SELECTS.get(axis, ()) if name in sizes), None)
+        if point_axis is None:
+            has = [name for name, axes in SELECTS.items() if not sizes.keys().isdisjoint(axes)]
+            raise ValueError(
+                f"over must be of layer, {', '.join(has)} at {self._choice.site}; got {shown(axis)}"
+            )
+        if axis == "span":
+            return self._spans(point_axis)
+        if axis == "neuron":
+            return self._groups_of_neurons(point_axis, sizes[point_axis])
+        if axis == "feature":
+            return [(n, {point_axis: n}) for n in self._active_features()]
+        indices = {n: n for n in range(sizes[point_axis])}
+        if axis == "head":
+            return [(n, {point_axis: n}) for n in _some("heads", indices, self._choice.heads)]
+        # A slice may hold padding, where a column may not.
+        return [(n, {point_axis: slice(n, n + 1)}) for n in indices]
 
-    Raises:
-        ValueError: if the axes are not those of the site, or places do not correspond.
-    """
-    name = next(iter(names.values()))
-    edited, source = runs.text, None if runs.direction is None else runs.other
-    value, layered = values[name], layer_of(name) is not None
-    axes = values.axes(name) or tuple(map(str, range(value.ndim)))
-    sizes = dict(zip(axes, value.shape, strict=True))
-    over = _usual_axes(sizes, layered) if choice.over is None else choice.over
-    require_kind("over", over, (str, tuple, list), "a name of an axis, or several")
-    over = (over,) if isinstance(over, str) else tuple(over)
-    if "layer" in over and not layered:
-        raise ValueError(f"over must not have 'layer' at {name}, which is in none; got {over}")
-    if not over or len(set(over)) < len(over):
-        raise ValueError(f"over must be different axes, at least one; got {over}")
-    if {"pos", "span"} <= {*over}:
-        raise ValueError(f"over must have 'pos' or 'span', not both; got {over}")
-    for axis, wanted in (("head", choice.heads), ("neuron", choice.neurons)):
-        if wanted is not None and axis not in over:
-            raise ValueError(f"over must have {axis!r} where {axis}s= is given; got {over}")
-    if source is not None and "span" not in over and not edited.is_aligned_with(source):
-        raise ValueError(f"over must have 'span' where positions do not correspond; got {over}")
-    features = _active_features(runs, names, values) if "feature" in over else []
-    return {
-        axis: [(layer, {"layer": name}) for layer, name in names.items()]
-        if axis == "layer"
-        else _along(axis, choice, sizes, edited, source, features)
-        for axis in over
-    }
+    def _spans(self, point_axis: str) -> list[PatchPlace]:
+        """The named spans of the texts, each with the positions of the source that come there."""
+        spans = self.runs.text.spans
+        if not spans:
+            raise ValueError("over=['span'] needs Pairs with spans; got none")
+        if self._source is None:
+            return [(name, {point_axis: at}) for name, at in spans.items()]
+        there = self._source.spans
+        return [(name, {point_axis: at, "source_pos": there[name]}) for name, at in spans.items()]
 
+    def _groups_of_neurons(self, point_axis: str, n_neurons: int) -> list[PatchPlace]:
+        """Neighbouring neurons, as many as the choice says in each group."""
+        size = 1 if self._choice.neurons is None else self._choice.neurons
+        require_integer("neurons", size)
+        groups = [range(n_neurons)[n : n + size] for n in range(0, n_neurons, size)]
+        return [(_label(group), {point_axis: slice(group.start, group.stop)}) for group in groups]
 
-def _active_features(runs: Runs, names: Mapping[int, str], source: ActivationCache) -> list[int]:
-    """The features that are not 0 somewhere, in the text that is run or in a cache."""
-    chosen = [*names.values()]
-    run = runs.capture(runs.text, chosen)
-    values = [cache[name] for cache in (run, source) for name in chosen if name in cache]
-    sizes = {value.shape[-1] for value in values}
-    if len(sizes) > 1:
-        raise ValueError(
-            f"features of several dictionaries must be as many in each; got {sizes}: choose layers="
-        )
-    active = torch.stack([(value != 0).flatten(0, -2).any(0).cpu() for value in values])
-    if not active.any():
-        raise ValueError(f"no feature of {chosen[0]} is active in these texts")
-    numbers: list[int] = active.any(0).nonzero()[:, 0].tolist()
-    return numbers
+    def _active_features(self) -> list[int]:
+        """The features that are not 0 somewhere, in the text that is run or in the cache of values."""
+        names = [*self.names.values()]
+        run = self.runs.capture(self.runs.text, names)
+        values = [cache[name] for cache in (run, self.values) for name in names if name in cache]
+        sizes = {value.shape[-1] for value in values}
+        if len(sizes) > 1:
+            raise ValueError(
+                f"features of several dictionaries must be as many in each; got {sizes}: choose layers="
+            )
+        active = torch.stack([(value != 0).flatten(0, -2).any(0).cpu() for value in values])
+        if not active.any():
+            raise ValueError(f"no feature of {names[0]} is active in these texts")
+        numbers: list[int] = active.any(0).nonzero()[:, 0].tolist()
+        return numbers
 
 
 def _usual_axes(sizes: Mapping[str, int], layered: bool) -> tuple[str, ...]:
@@ -226,42 +262,6 @@ def _usual_axes(sizes: Mapping[str, int], layered: bool) -> tuple[str, ...]:
     axes = ("feature", "expert", "head", "pos")
     usual = [axis for axis in axes if not sizes.keys().isdisjoint(SELECTS[axis])]
     return (*["layer"][:layered], *usual[:1])
-
-
-def _along(
-    axis: str,
-    choice: Choice,
-    sizes: Mapping[str, int],
-    edited: Text,
-    source: Text | None,
-    features: Sequence[int],
-) -> list[PatchPlace]:
-    """The places along one axis of a point with these sizes."""
-    point_axis = next((name for name in SELECTS.get(axis, ()) if name in sizes), None)
-    if point_axis is None:
-        has = [name for name, axes in SELECTS.items() if not sizes.keys().isdisjoint(axes)]
-        raise ValueError(
-            f"over must be of layer, {', '.join(has)} at {choice.site}; got {shown(axis)}"
-        )
-    if axis == "span":
-        if not edited.spans:
-            raise ValueError("over=['span'] needs Pairs with spans; got none")
-        spans: list[PatchPlace] = [(name, {point_axis: at}) for name, at in edited.spans.items()]
-        if source is None:
-            return spans
-        return [(name, at | {"source_pos": source.spans[str(name)]}) for name, at in spans]
-    if axis == "neuron":
-        size = 1 if choice.neurons is None else choice.neurons
-        require_integer("neurons", size)
-        groups = [range(sizes[point_axis])[n : n + size] for n in range(0, sizes[point_axis], size)]
-        return [(_label(group), {point_axis: slice(group.start, group.stop)}) for group in groups]
-    if axis == "feature":
-        return [(n, {point_axis: n}) for n in features]
-    indices = {n: n for n in range(sizes[point_axis])}
-    if axis == "head":
-        indices = _some("heads", indices, choice.heads)
-    # A slice may hold padding, where a column may not.
-    return [(n, {point_axis: n if axis == "head" else slice(n, n + 1)}) for n in indices]
 
 
 def _label(group: range) -> int | str:

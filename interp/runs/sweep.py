@@ -29,10 +29,10 @@ from interp.runs.unedited import Unedited
 def measured(
     runner: HookedRunner, batch: Batch, edits: Sequence[Hooks], max_bytes: int
 ) -> tuple[Float[Tensor, " batch"], Float[Tensor, "edit batch"]]:
-    """The metric of the unedited run, and of each edited one.
+    """Return the metric of the unedited run, and of each edited run.
 
     Args:
-        runner: the model's.
+        runner: the runner of the model.
         batch: the texts and the metric.
         edits, max_bytes: see `sweep`.
     """

@@ -15,12 +15,12 @@ from interp.runs.rows import Batch, Job
 
 
 class Unedited:
-    """Runs the model once without edits.
+    """The unedited run of a batch: it runs the model once, and keeps what edited runs share with it.
 
     It tries each `Edit` on the values of this run, so that errors come before long work.
 
     Args:
-        runner: the model's.
+        runner: the runner of the model.
         batch: the texts and the metric.
         jobs: the edited runs to come.
 
@@ -53,21 +53,28 @@ class Unedited:
         self._outputs: list[Any] = []
         self.language: Any = of(runner.model)
         self._arguments = batch.text.arguments(runner.model)
-        blocks = list(getattr(self.language, "blocks", ()))
         # An attached model knows the arguments of its blocks, cached keys included.
         self._finds_context = hasattr(self.language, "context_of")
         with Session() as session:
-            # Before the blocks' own hooks, so that the output of a block counts as inside.
-            for module, edited in _by_module(jobs).items():
-                session.after(module, partial(self._try, module, edited))
-            for layer, block in enumerate(blocks):
-                session.before(block, partial(self._enter, layer))
-                session.after(block, partial(self._leave, layer))
-                if self._kept and not self._finds_context:
-                    for point in _keys_and_values(block, runner):
-                        session.after(point, self._keep)
+            self._listen(session, runner, jobs)
             output = self.model(batch.tokens, **self._arguments)
         self.logits = batch.read(logits_of(output))
+        self._require_fired(jobs)
+
+    def _listen(self, session: Session, runner: HookedRunner, jobs: Sequence[Job]) -> None:
+        """Try the edits and record the blocks in the run that follows."""
+        # Before the blocks' own hooks, so that the output of a block counts as inside.
+        for module, edited in _by_module(jobs).items():
+            session.after(module, partial(self._try, module, edited))
+        for layer, block in enumerate(getattr(self.language, "blocks", ())):
+            session.before(block, partial(self._enter, layer))
+            session.after(block, partial(self._leave, layer))
+            if self._kept and not self._finds_context:
+                for point in _keys_and_values(block, runner):
+                    session.after(point, self._keep)
+
+    def _require_fired(self, jobs: Sequence[Job]) -> None:
+        """Refuse a run that did not reach an edited point."""
         for job in jobs:
             job.fired = {e.point.name for e in job.edits if e.point.module in self.stages}
             job.require_fired()
@@ -103,7 +110,7 @@ class Unedited:
         self.past[-1].append(value.detach().transpose(1, 2).contiguous())
 
     def is_resumable(self) -> bool:
-        """Whether the forward pass has the steps from which an edited run can begin in the middle.
+        """Return whether the forward pass has the steps from which an edited run can begin in the middle.
 
         If it has, `streams`, `past` and `contexts` are theirs.
         """
@@ -129,7 +136,7 @@ class Unedited:
         )
 
     def contexts_from(self, pos: int) -> list[Any]:
-        """`contexts` from a position on. Blocks that share one still do."""
+        """Return `contexts` from a position on. Blocks that share one still do."""
         if not pos:
             return self.contexts
         past = [tuple(part[:, :, :pos] for part in parts) for parts in self.past]
