@@ -22,8 +22,9 @@ from interp.runs.sweep import measured
 class Runs:
     """Runs of one batch: which texts are run and which give values, what is measured, and how much memory there is.
 
-    Texts are read once, here. There is no base run for all: that of `edited` is without gradients, that of `gradients`
-    holds the graph, and masked runs (`masked`) compute the blocks themselves, so they refuse hooks that the others let act.
+    Texts are read once, here. There is no base run for all: the base run of `edited` is without gradients, the base run of
+    `gradients` holds the graph, and masked runs (`masked`) compute the blocks themselves, so they refuse hooks that other
+    runs let act.
 
     Args:
         model: the model, in evaluation mode.
@@ -33,10 +34,11 @@ class Runs:
         max_bytes: bounds the memory of edited and masked runs; see `sweep` and `run_circuit`.
 
     Attributes:
-        runner: the model's.
+        runner: the runner of the model.
         pairs: the pairs as tokens.
         text: the texts that are run.
-        base, target: the metric of these, and of the others, after `cache` and `source`.
+        base: the metric of these texts, after `cache`.
+        target: the metric of the texts that values come from, after `source`.
         reads_other: whether values come from the other texts.
 
     Raises:
