@@ -12,8 +12,10 @@ from interp.inputs.token_positions import Mask, Position, last_real
 
 Metric = Callable[[Float[Tensor, "batch pos vocab"]], Shaped[Tensor, " batch"]]
 """A user's own function is a metric as it is. An attribute `last` says how many of the last real
-positions it reads. Then analyses compute no other logits, and call it with logits [batch, last, vocab].
-Without it, or if it is 0, they call it with all positions. An attribute `unit` names the unit."""
+positions it reads. Then analyses compute no other logits, and call it with logits [batch, last,
+vocab]. Without it, or if it is 0, they call it with all positions. An attribute `unit` names the
+unit.
+"""
 
 Writer = Callable[[Any], Any]
 """Gives the text of each token, such as `model.to_pieces`."""
@@ -98,7 +100,8 @@ def last_of(metric: Metric, attention_mask: Mask | None = None) -> int:
     """The number of last real positions that a metric reads; 0 for all.
 
     Raises:
-        ValueError: if there is padding, and the metric reads it or was made without the mask that it needs.
+        ValueError: if there is padding, and the metric reads it or was made without the mask that
+            it needs.
         TypeError: if it is no function.
 
     >>> from interp import log_prob
@@ -159,7 +162,8 @@ def measure(
     logits: Float[Tensor, "batch pos vocab"],
     attention_mask: Shaped[Tensor, "batch _column"] | None = None,
 ) -> Float[Tensor, " batch"]:
-    """The metric of a run, from its whole logits. Padding does not change what `last` positions are.
+    """The metric of a run, from its whole logits. Padding does not change what `last` positions
+    are.
 
     Raises:
         ValueError: as for `last_of`, `last_real` and `evaluate`.

@@ -30,11 +30,12 @@ def logit_diff(right: SeveralTokens, wrong: SeveralTokens, pos: Tokens = -1) -> 
     All metrics here are in float32 when the logits are in half precision.
 
     Args:
-        right, wrong: one token, or one for each example. Of several tokens for each example, [batch, n],
-            the mean of their logits counts. A token may be a text, such as `" Mary"`, which analyses read by the
-            model's tokenizer.
-        pos: one position, or one for each example (for `edits`, a list means all of its columns). -1 is an
-            example's last real token. Positions from 0 count columns; one that is padding is an error.
+        right, wrong: one token, or one for each example. Of several tokens for each example,
+            [batch, n], the mean of their logits counts. A token may be a text, such as `" Mary"`,
+            which analyses read by the model's tokenizer.
+        pos: one position, or one for each example (for `edits`, a list means all of its columns).
+            -1 is an example's last real token. Positions from 0 count columns; one that is padding
+            is an error.
 
     Raises:
         ValueError: if a token is negative, or positions count from both ends; when called, if the
@@ -69,7 +70,8 @@ def log_prob(token: Tokens, pos: Tokens = -1) -> Metric:
 
 
 def accuracy(token: Tokens, pos: Tokens = -1) -> Metric:
-    """A metric: 1 where the token is the likeliest, else 0. Of equals the lowest token is likeliest.
+    """A metric: 1 where the token is the likeliest, else 0. Of equals the lowest token is
+    likeliest.
 
     Args:
         token: one token, or one for each example.
@@ -86,7 +88,8 @@ def accuracy(token: Tokens, pos: Tokens = -1) -> Metric:
 
 
 def rank(token: Tokens, pos: Tokens = -1) -> Metric:
-    """A metric: how many tokens have a larger logit, so 0 is the likeliest. Equal logits do not count.
+    """A metric: how many tokens have a larger logit, so 0 is the likeliest. Equal logits do not
+    count.
 
     Args:
         token: one token, or one for each example.
@@ -107,12 +110,12 @@ def cross_entropy(tokens: Texts, *, attention_mask: Mask | None = None) -> Metri
 
     Args:
         tokens: the texts that the model reads, [batch, pos] or, for analyses, in any form.
-        attention_mask: True or 1 at real tokens. Only predictions of a real token from a real one count.
-            Padded texts need it here too, beside the analysis.
+        attention_mask: True or 1 at real tokens. Only predictions of a real token from a real one
+            count. Padded texts need it here too, beside the analysis.
 
     Raises:
-        ValueError: if an example has no prediction, the mask has another shape, or, when called, the
-            logits do.
+        ValueError: if an example has no prediction, the mask has another shape, or, when called,
+            the logits do.
 
     >>> cross_entropy(torch.tensor([[3, 0, 4]]))(torch.zeros(1, 3, 5)).exp()
     tensor([5.])
@@ -165,7 +168,8 @@ def kl_divergence(
     Args:
         reference: logits of the run to compare with.
         pos: see `logit_diff`; None for the mean over all real positions.
-        attention_mask: True or 1 at real tokens. Padded texts need it here too, beside the analysis.
+        attention_mask: True or 1 at real tokens. Padded texts need it here too, beside the
+            analysis.
 
     Raises:
         ValueError: as for `logit_diff`.

@@ -24,7 +24,8 @@ def donors(
     Args:
         padding: the mask of the columns of each row.
         seed: another seed draws other rows.
-        texts: the number of the text of each row; copies have the same number. None if all texts differ.
+        texts: the number of the text of each row; copies have the same number. None if all texts
+            differ.
 
     Raises:
         EditError: if a row has no other row with the same padding, or only copies of its text.
@@ -50,7 +51,8 @@ def donors(
                 f"of one text, row {rows[0]} and others"
             )
         order = [rows[n] for n in torch.randperm(len(rows), generator=draw).tolist()]
-        # Each takes from the one before it in a random circle; copies of its own text are passed over.
+        # Each takes from the one before it in a random circle; copies of its own text are passed
+        # over.
         for place, row in enumerate(order):
             before = (order[place - back] for back in range(1, len(order)))
             donor_of[row] = next(other for other in before if texts[other] != texts[row])
@@ -60,8 +62,9 @@ def donors(
 def normal(seed: int, region: Region) -> Float[Tensor, "..."]:
     """Draw a number from the normal distribution for each place of a region's box.
 
-    It follows from the seed, the point's name and the number's own place. So it does not depend on the box, nor on how
-    long the text is so far: each row and column has a generator, which draws the first keys first.
+    It follows from the seed, the point's name and the number's own place. So it does not depend on
+    the box, nor on how long the text is so far: each row and column has a generator, which draws
+    the first keys first.
     """
     axes = region.axes
     apart = [at for at, axis in enumerate(axes) if axis in ("batch", "pos", "query")]
@@ -82,7 +85,7 @@ def normal(seed: int, region: Region) -> Float[Tensor, "..."]:
 def keys_of(
     seed: int, text: Int[Tensor, " row"], pos: Int[Tensor, " row"]
 ) -> Float[Tensor, " row"]:
-    """Draw a number from [0, 1) for each place of a text, which follows from the seed and the place alone."""
+    """Draw a number from [0, 1) for each place of a text, from the seed and the place alone."""
     keys, groups = torch.empty(len(text), dtype=torch.float64), text // _TOGETHER
     order = groups.argsort()
     numbers, counts = groups[order].unique_consecutive(return_counts=True)

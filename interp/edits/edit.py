@@ -20,13 +20,16 @@ from interp.protocol import is_of_text
 Change = Callable[[Tensor, Tensor, Region], Tensor]
 """Computes the new value of a region, or one that broadcasts to it.
 
-Its arguments are the value there, the source's value there (meaningless without a source), and the place."""
+Its arguments are the value there, the source's value there (meaningless without a source), and the
+place.
+"""
 
 AXES = ("batch", "pos", "query", "key", "head", "kv_head", "d_head", "d_model", "d_mlp", "vocab")
 """The axes that points usually have."""
 
 CALL = "call"
-"""What `where` calls the number of a call, for a module that runs many times; no axis of a value."""
+"""What `where` calls the number of a call, for a module that runs many times; no axis of a value.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +63,8 @@ class Edit:
 
         Raises:
             ValueError: if the edit already selects along one of these axes.
-            UnknownNameError: if an axis looks like a misspelt standard axis. Other names may be axes of your own points.
+            UnknownNameError: if an axis looks like a misspelt standard axis. Other names may be
+                axes of your own points.
             TypeError: if an index has no form that a `Selection` takes.
         """
         for axis in where:
@@ -72,7 +76,7 @@ class Edit:
         return replace(self, where={**self.where, **more})
 
     def first(self, point: Point, n_pos: int) -> int:
-        """Return the first column of a text that this edit may change at a point; 0 if it cannot tell.
+        """Return the first column of a text that this edit may change at a point; 0 if unknown.
 
         Args:
             point: where it acts.
@@ -95,7 +99,8 @@ class Edit:
         """Whether the value is of a selected call.
 
         Raises:
-            EditError: if nobody counts the calls, or they are counted from the last one, which is not known before the end.
+            EditError: if nobody counts the calls, or they are counted from the last one, which is
+                not known before the end.
         """
         selected, number = self.where[CALL], number_of_call.get()
         if number is None or selected.counts_back:

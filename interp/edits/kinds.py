@@ -78,19 +78,20 @@ def add(vector: Values, scale: float = 1.0, **where: Index) -> Edit:
 def replace(source: Values, *, source_pos: Index | None = None, **where: Index) -> Edit:
     """Take values from another run, layer, position or model.
 
-    Where `pos` counts from the end, as `pos=-1` does, a cache gives the positions counted from the end of
-    its own texts, whatever their lengths and padding. Otherwise values go to the same columns.
+    Where `pos` counts from the end, as `pos=-1` does, a cache gives the positions counted from the
+    end of its own texts, whatever their lengths and padding. Otherwise values go to the same
+    columns.
 
     Args:
-        source: the values of whole texts; for another layer the tensor itself, `cache["z", 2]`. A tensor
-            does not know its padding, so its columns are always those of the edited texts.
-        source_pos: the columns of the source that go to the selected positions, in order, or one column
-            for all. Negative ones count from the end of each text of the source.
+        source: the values of whole texts; for another layer the tensor itself, `cache["z", 2]`. A
+            tensor does not know its padding, so its columns are always those of the edited texts.
+        source_pos: the columns of the source that go to the selected positions, in order, or one
+            column for all. Negative ones count from the end of each text of the source.
         where: what is replaced.
 
     Raises:
-        EditError: where the edit acts, if a value of padding would go to a real token, or a pattern has
-            other keys than the edited text.
+        EditError: where the edit acts, if a value of padding would go to a real token, or a pattern
+            has other keys than the edited text.
 
     >>> from hooks import Point
     >>> source = torch.tensor([[5.0, 6.0, 7.0]])
@@ -107,23 +108,25 @@ def mean(
     attention_mask: Shaped[Tensor, "batch pos"] | None = None,
     **where: Index,
 ) -> Edit:
-    """Take the mean of reference runs (mean ablation). Each position has its own, unless averaged over.
+    """Take the mean of reference runs (mean ablation), at each position unless it is averaged over.
 
-    Where `pos` counts from the end, the mean is over positions counted from the end of each reference
-    text: `mean(cache, pos=-1)` is the mean over the last tokens, as for function vectors (Todd et al. 2024).
+    Where `pos` counts from the end, the mean is over positions counted from the end of each
+    reference text: `mean(cache, pos=-1)` is the mean over the last tokens, as for function vectors
+    (Todd et al. 2024).
 
     Args:
-        reference: the values of reference runs, any number of texts; or statistics, which hold means already.
-        over: the axes to average over: `"batch"`, or `("batch", "pos")`. Where a point declares no axes,
-            its first is the batch.
-        attention_mask: which columns of the reference are real, 1 or True. Padding is left out. A cache
-            knows its own.
+        reference: the values of reference runs, any number of texts; or statistics, which hold
+            means already.
+        over: the axes to average over: `"batch"`, or `("batch", "pos")`. Where a point declares no
+            axes, its first is the batch.
+        attention_mask: which columns of the reference are real, 1 or True. Padding is left out. A
+            cache knows its own.
         where: what is replaced.
 
     Raises:
         ValueError: if `over` names no axis.
-        EditError: where the edit acts, if it is a mean of one row, or if `pos` counts from the end and is
-            not the same for all texts.
+        EditError: where the edit acts, if it is a mean of one row, or if `pos` counts from the end
+            and is not the same for all texts.
 
     >>> from hooks import Point
     >>> mean(torch.tensor([[1.0, 2.0], [3.0, 8.0]]))(torch.zeros(1, 2), Point("any", ("batch", "pos")))
@@ -169,23 +172,24 @@ def resample(
     attention_mask: Shaped[Tensor, "batch pos"] | None = None,
     **where: Index,
 ) -> Edit:
-    """Take each row's values from another row of a source (resample ablation), which has another text.
+    """Take each row's values from another text of a source (resample ablation).
 
-    Row i takes from the same donor wherever the edit acts. A copy of its text, with the same real tokens, is
-    no donor: its values would change nothing. A cache of whole texts knows copies; a tensor does not.
+    Row i takes from the same donor wherever the edit acts. A copy of its text, with the same real
+    tokens, is no donor: its values would change nothing. A cache of whole texts knows copies; a
+    tensor does not.
 
     Args:
-        source: values of as many texts as the batch has, padded alike, such as a cache of the same batch.
-            Where a point declares no axes, its first is the batch.
+        source: values of as many texts as the batch has, padded alike, such as a cache of the same
+            batch. Where a point declares no axes, its first is the batch.
         seed: chooses the donors.
-        attention_mask: which columns of the texts are real, 1 or True; a cache knows its own. A row takes
-            from one with the same padding.
+        attention_mask: which columns of the texts are real, 1 or True; a cache knows its own. A row
+            takes from one with the same padding.
         where: what is replaced.
 
     Raises:
-        EditError: where the edit acts, if a value of padding would go to a real token, if positions count
-            from the end and the source has other padding than the edited texts, or if all other rows with the
-            same padding are copies of one text.
+        EditError: where the edit acts, if a value of padding would go to a real token, if positions
+            count from the end and the source has other padding than the edited texts, or if all
+            other rows with the same padding are copies of one text.
 
     >>> from hooks import Point
     >>> rows = torch.tensor([[1.0], [2.0], [3.0]])
@@ -221,8 +225,9 @@ def resample(
 def noise(scale: float, seed: int = 0, **where: Index) -> Edit:
     """Add Gaussian noise, as in causal tracing (Meng et al. 2022).
 
-    Each number follows from the seed, the point's name and the number's own place: row, column of the text, and
-    so on. So it does not depend on the length of a piece, on the device or on other edits.
+    Each number follows from the seed, the point's name and the number's own place: row, column of
+    the text, and so on. So it does not depend on the length of a piece, on the device or on other
+    edits.
 
     Args:
         scale: the standard deviation.
@@ -303,7 +308,7 @@ def _mean_of_real(value: Tensor, real: Tensor, dims: list[int], place: Region) -
 
 
 def _real_columns(real: Tensor, dropped: Axes, value: Tensor, place: Region) -> Tensor:
-    """A mask of the columns of a reference that are not padding, with the axes of `value`, some of size 1."""
+    """The mask of the real columns of a reference, with the axes of `value`, some of size 1."""
     axes = tuple(axis for axis in place.axes if axis in ("batch", "pos", "query"))
     if len(axes) < 2:
         raise EditError(f"attention_mask needs the axes batch and pos; got {place.point}")

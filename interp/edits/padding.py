@@ -13,8 +13,8 @@ from interp.edits.sources import ValueSource
 def require_real_source(source: ValueSource, place: Region, where: Where) -> None:
     """Raise an error if values of padding would go to real tokens.
 
-    Columns that the edit counts from the end of the source's own texts are real tokens already. So the
-    check is about values that go to the same column, and about keys, which always do.
+    Columns that the edit counts from the end of the source's own texts are real tokens already. So
+    the check is about values that go to the same column, and about keys, which always do.
 
     Args:
         source: the source of the edit.

@@ -1,14 +1,18 @@
 """Places: which part of an activation an edit changes, and which part of its source goes there.
 
-`edits.replace(source, head=1, pos=-1)` at `attn.z`, [2, 5, head, d_head], of two texts, the first with 2 columns of padding on
-the right, so that its last token is in column 2 and that of the second in column 4:
+`edits.replace(source, head=1, pos=-1)` at `attn.z`, [2, 5, head, d_head], of two texts, the first
+with 2 columns of padding on the right, so that its last token is in column 2 and that of the second
+in column 4:
 
-1. `where` is `{"head": 1, "pos": -1}`. Along `pos` the selection is read on the real columns: `[[2], [4]]`.
-2. `box` bounds what is selected by a slice of each axis: all texts, columns 2 to 4, head 1, all of `d_head`.
-3. The texts differ inside it, so a `mask` says which columns of the box change: `[[True, False, False], [False, False, True]]`.
+1. `where` is `{"head": 1, "pos": -1}`. Along `pos` the selection is read on the real columns:
+   `[[2], [4]]`.
+2. `box` bounds what is selected by a slice of each axis: all texts, columns 2 to 4, head 1, all of
+   `d_head`.
+3. The texts differ inside it, so a `mask` says which columns of the box change:
+   `[[True, False, False], [False, False, True]]`.
 4. With `source_pos`, `source_columns` has the source's column for each column of the box.
-5. With `pos=1`, in a generation whose activation is [2, 1, head, d_head] and starts at column 5, there is nothing to change:
-   `locate` gives None.
+5. With `pos=1`, in a generation whose activation is [2, 1, head, d_head] and starts at column 5,
+   there is nothing to change: `locate` gives None.
 """
 
 import itertools
@@ -28,12 +32,12 @@ Where = Mapping[str, Selection]
 
 
 def axes_of(point: Point, ndim: int) -> tuple[str, ...]:
-    """Return the axes of a value. Where a point declares none, the first is `batch` and the others have numbers."""
+    """Return the axes of a value. A point that declares none has `batch` first, then numbers."""
     return point.axes or ("batch", *map(str, range(1, ndim)))[:ndim]
 
 
 def first_column(where: Where, point: Point, n_pos: int) -> int:
-    """Return the first of a text's `n_pos` columns that is selected at a point; 0 if that is not known.
+    """Return the first column of a text that is selected at a point; 0 if that is not known.
 
     Raises:
         UnknownNameError: if the point lacks an axis.
@@ -74,7 +78,8 @@ class SourceValue:
 
     Attributes:
         value: the value, of whole texts.
-        axes: its axes, some of the point's in that order. The other axes broadcast, as sizes of 1 do.
+        axes: its axes, some of the point's in that order. The other axes broadcast, as sizes of 1
+            do.
         columns: which of its columns go to the selected positions; None for the same columns.
         whole: the axes along which all of it is taken, whatever its size.
         fixed: the axes along which a size of 1 does not broadcast.
@@ -102,8 +107,8 @@ class Region:
         positions: which axis is the one of this call's positions, if any.
         mask: what changes inside the box: boolean, broadcast over it. None: all of it. Padded keys
             never change.
-        source_columns: the source's column for each position of the box, with as many axes as the box.
-            None: the same columns.
+        source_columns: the source's column for each position of the box, with as many axes as the
+            box. None: the same columns.
     """
 
     point: Point
@@ -121,7 +126,7 @@ class Region:
         return tuple(part.stop - part.start for part in self.box)
 
     def source_values(self, source: SourceValue, device: torch.device) -> Shaped[Tensor, "..."]:
-        """Return the part of a source that goes into the box: all axes of the box, where some have size 1.
+        """Return the part of a source that goes into the box, with all axes of the box.
 
         Args:
             source: the value of the source.
@@ -147,7 +152,7 @@ class Region:
         return to_device(value, device)
 
     def _require_size(self, source: SourceValue, at: int, size: int) -> None:
-        """Refuse a source whose size along an axis is not the size of the whole text, or of all of it so far."""
+        """Refuse a source whose size along an axis is not the size of the whole text."""
         axis, full, end = self.axes[at], self.sizes[at], self.firsts[at] + self.lengths[at]
         grows = axis in TEXT_AXES and start_of_piece() is not None
         if size == full or (grows and size >= end):
@@ -176,7 +181,7 @@ def locate(
     where: Where,
     source: SourceColumns | None = None,
 ) -> Region | None:
-    """Return the part of an activation that `where` selects; None if this piece of the text has nothing of it.
+    """Return the part of an activation that `where` selects; None if this piece has nothing of it.
 
     Args:
         activation: the value at `point`.
@@ -186,8 +191,8 @@ def locate(
 
     Raises:
         UnknownNameError: if the point lacks an axis.
-        SelectionError: if an index is outside its axis, outside the text of a run that is no piece, or
-            before the start of every text.
+        SelectionError: if an index is outside its axis, outside the text of a run that is no piece,
+            or before the start of every text.
         EditError: if the axes do not fit.
     """
     require_axes(where, point.axes, point.name)
@@ -251,7 +256,7 @@ class _Frame:
 
     @property
     def firsts(self) -> list[int]:
-        """Where the activation begins along each axis. Keys that a window has dropped come before the first."""
+        """The start of the activation along each axis. Keys that a window drops come before."""
         return [full - n for full, n in zip(self.sizes, self.held, strict=True)]
 
     @property
@@ -264,7 +269,8 @@ def _frame(activation: Tensor, point: Point, needs_positions: bool) -> _Frame:
     """The axes of an activation.
 
     Raises:
-        EditError: if it has other axes than its point, or no axis of positions where a source needs one.
+        EditError: if it has other axes than its point, or no axis of positions where a source needs
+            one.
     """
     axes, held = axes_of(point, activation.ndim), tuple(activation.shape)
     if len(axes) != len(held):
@@ -344,7 +350,7 @@ def _real_keys(
 def _real_columns(
     axis: str, n_rows: int, size: int, columns: range
 ) -> Bool[Tensor, "batch column"] | None:
-    """A mask of the columns of an axis of keys that are not padding; None for other axes, or if none is padding.
+    """A mask of the real columns of an axis of keys; None for other axes, or if all are real.
 
     Virtual tokens, which come before the text, have negative columns, and are not padding.
     """

@@ -1,11 +1,12 @@
-"""Sources of an edit's values: caches, tensors and directions, and which of their columns an edit takes.
+"""Sources of an edit's values: caches, tensors and directions, and the columns that are taken.
 
-`edits.replace(cache, pos=-1)` changes the last real token of each text. The value comes from the last
-real token of each text of the source, whose texts may have other lengths:
+`edits.replace(cache, pos=-1)` changes the last real token of each text. The value comes from the
+last real token of each text of the source, whose texts may have other lengths:
 
 1. `ValueSource.at` gives the value of the point in the source, with its axes (`_value`).
-2. It says which of the source's columns are taken (`_columns`): the columns of `source_pos`, or the selected positions
-   counted from the end of the source's own texts, or the same columns as in the edited texts.
+2. It says which of the source's columns are taken (`_columns`): the columns of `source_pos`, or the
+   selected positions counted from the end of the source's own texts, or the same columns as in the
+   edited texts.
 3. `places.locate` puts these columns in the order of the selected positions.
 """
 
@@ -49,9 +50,10 @@ class Vectors(Protocol):
 
 
 Values = Shaped[Tensor, "..."] | ActivationCache | Vectors
-"""The source of an edit's values: a cache or a direction, looked up by the point's name, or a tensor with the point's axes.
-Axes of size 1 broadcast, except `pos`, `query` and `key` of a cache. A tensor may lack the axes that an
-integer selects, and then leading ones."""
+"""The source of an edit's values: a cache or a direction, looked up by the point's name, or a
+tensor with the point's axes. Axes of size 1 broadcast, except `pos`, `query` and `key` of a cache.
+A tensor may lack the axes that an integer selects, and then leading ones.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,8 +105,8 @@ class ValueSource:
     def copies(self, value: Shaped[Tensor, "..."], axes: Axes, name: str) -> list[int] | None:
         """Return the number of each row's text, where some are copies of one text.
 
-        A cache does not keep all inputs of its run, such as images. So rows are copies only if their
-        values are equal too, up to rounding.
+        A cache does not keep all inputs of its run, such as images. So rows are copies only if
+        their values are equal too, up to rounding.
 
         Args:
             value: the value of the source.
@@ -141,7 +143,7 @@ class ValueSource:
         return isinstance(self.values, ActivationCache) or self.attention_mask is not None
 
     def at(self, activation: Shaped[Tensor, "..."], point: Point, where: Where) -> SourceValue:
-        """Return the value of the source at a point, and which of its columns go to the selected positions.
+        """Return the value of the source at a point, with the columns for the selected positions.
 
         Args:
             activation: the value that an edit changes.
@@ -150,8 +152,8 @@ class ValueSource:
 
         Raises:
             UnknownNameError: if a cache lacks the point, or the value an axis of `whole`.
-            EditError: if a tensor has too many axes, or its first may be the batch or the positions; or see
-                `_real_rows` and `_selected_columns`.
+            EditError: if a tensor has too many axes, or its first may be the batch or the
+                positions; or see `_real_rows` and `_selected_columns`.
             SelectionError: if texts of a mean have other numbers of the selected positions.
         """
         point_axes = axes_of(point, activation.ndim)
@@ -178,7 +180,7 @@ class ValueSource:
     def _averaged_columns(
         self, source: SourceValue, selected: Selection, along: str, point: Point
     ) -> SourceValue:
-        """The selected columns alone of each text of a mean, which has texts of its own, in the order of the selection."""
+        """The selected columns of each text of a mean, in the order of the selection."""
         at, batch = source.axes.index(along), source.axes.index("batch")
         n_rows, n_columns = source.value.shape[batch], source.value.shape[at]
         mask = self.mask(point.name)
@@ -199,7 +201,7 @@ class ValueSource:
     def _selected_columns(
         self, selected: Selection | None, axis: str, point: Point
     ) -> Selection | None:
-        """Return the columns of the source that go to the positions that an edit selects; None for the same columns.
+        """Return the columns of the source for the selected positions; None for the same columns.
 
         Args:
             selected: the positions that the edit selects; None for all.
@@ -225,7 +227,7 @@ class ValueSource:
         return selected
 
     def _real_rows(self, batch: int, n_pos: int, point: Point) -> Rows | None:
-        """The real columns among `n_pos` of a source with its own columns, for a batch; None if all are.
+        """The real columns among `n_pos` columns of a source, for a batch; None if all are real.
 
         Raises:
             EditError: if places count from the end of a tensor beside padding, as it has no mask.

@@ -36,8 +36,8 @@ def interchange(
 
     Args:
         source, source_pos: see `replace`.
-        subspace: a direction, or columns that span the subspace. They need not be orthonormal. Or features of the values,
-            such as those of `interp.alignment`.
+        subspace: a direction, or columns that span the subspace. They need not be orthonormal. Or
+            features of the values, such as those of `interp.alignment`.
         where: what is replaced.
 
     Raises:

@@ -1,9 +1,13 @@
-"""Circuits by ACDC (Conmy et al. 2023, "Towards Automated Circuit Discovery for Mechanistic Interpretability").
+"""ACDC: a circuit from leaving out edges one by one while predictions stay near the model's.
+
+The algorithm (Conmy et al. 2023, "Towards Automated Circuit Discovery for Mechanistic
+Interpretability"):
 
 1. Start from the whole graph, whose divergence from the model is 0.
-2. Go through the readers from the last, the logits, to the first, and for each through its writers from the last to the first.
-3. Replace the edge by the other run's. If the divergence rises by less than the threshold, leave the edge out and go on
-   from the divergence without it. Otherwise keep it.
+2. Go through the readers from the last, the logits, to the first, and for each through its writers
+   from the last to the first.
+3. Replace the edge by the other run's. If the divergence rises by less than the threshold, leave
+   the edge out and go on from the divergence without it. Otherwise keep it.
 4. A reader that nothing kept leads from is not tested: its edges change nothing and are left out.
 """
 
@@ -40,20 +44,22 @@ def acdc(
 ) -> dict[float, Circuit]:
     """Leave out edges one by one while the predictions stay near those of the whole model.
 
-    It measures KL(whole model || circuit), the mean over the pairs. Each test is one run, and thresholds share the
-    tests that they agree on so far.
+    It measures KL(whole model || circuit), the mean over the pairs. Each test is one run, and
+    thresholds share the tests that they agree on so far.
 
     Args:
         model: a model that has a `Graph`, in evaluation mode.
         pairs: the texts. They need no answers.
-        thresholds: by how much one edge may raise the divergence, in nats; or several. Each is above 0.
+        thresholds: by how much one edge may raise the divergence, in nats; or several. Each is
+            above 0.
         source, direction, split_embeddings, max_bytes: see `run_circuit`.
-        pos: where predictions are compared, see `logit_diff`; None for the mean over all real positions.
+        pos: where predictions are compared, see `logit_diff`; None for the mean over all real
+            positions.
         progress: whether to show a bar after two seconds.
 
     Returns:
-        A circuit for each threshold. Its scores are minus what leaving an edge out added when it was tested, also of the
-        edges left out; NaN where none was needed.
+        A circuit for each threshold. Its scores are minus what leaving an edge out added when it
+        was tested, also of the edges left out; NaN where none was needed.
 
     Raises:
         ValueError: if there is no threshold, or one is not above 0; or as for `run_circuit`.
@@ -120,7 +126,7 @@ def _tested(
 
 
 def _edges(graph: Graph, kept: Bool[Tensor, "writer reader"]) -> Iterator[tuple[int, int]]:
-    """The edges to test, as `kept` changes. Edges to a reader that nothing leads from are taken out of `kept`."""
+    """The edges to test, as `kept` changes. It loses edges to readers that nothing leads from."""
     feeds, live = feeding(graph), torch.zeros(len(graph.readers), dtype=torch.bool)
     live[-1] = True
     for reader in reversed(range(len(graph.readers))):

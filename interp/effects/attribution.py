@@ -1,14 +1,16 @@
-"""Attribution patching: first-order estimates of the effects of activation patching, from one backward pass.
+"""Attribution patching: effects of activation patching estimated from one backward pass.
 
-The algorithm (Nanda 2023, "Attribution Patching"; the options are those of Kramár et al. 2024, "AtP*: An efficient and
-scalable method for localizing LLM behaviour to components"):
+The algorithm (Nanda 2023, "Attribution Patching"; the options are those of Kramár et al. 2024,
+"AtP*: An efficient and scalable method for localizing LLM behaviour to components"):
 
 1. Run the other text, and keep its values at the points of the site.
-2. Run the edited text, with gradients at these points; with `qk_correction`, at the pattern of their attention.
-3. A backward pass gives the gradient at each point. With `grad_drop` there is one for each layer, through which the
-   gradient does not pass where the layer adds to the stream.
-4. The effect of a place is (target - base) · gradient, summed over what is no axis of the result (`runs.estimates`).
-   With `qk_correction` the change of the pattern takes the place of the change of queries or keys (`qk_correction`).
+2. Run the edited text, with gradients at these points; with `qk_correction`, at the pattern of
+   their attention.
+3. A backward pass gives the gradient at each point. With `grad_drop` there is one for each layer,
+   through which the gradient does not pass where the layer adds to the stream.
+4. The effect of a place is (target - base) · gradient, summed over what is no axis of the result
+   (`runs.estimates`). With `qk_correction` the change of the pattern takes the place of the change
+   of queries or keys (`qk_correction`).
 """
 
 import itertools
@@ -49,43 +51,48 @@ def attribution_patching(
     grad_drop: bool = False,
     progress: bool = True,
 ) -> Result:
-    """Estimate the effects of `activation_patching` as (target - base) times the gradient at the base run.
+    """Estimate the effects of `activation_patching` as (target - base) times the gradient at base.
 
     All places together take two forward passes and one backward pass (Nanda 2023, "Attribution
     Patching"). The estimate is exact where the metric is linear in the value. It can be far off
     elsewhere: where attention is saturated, or where a whole stream is replaced. See `compare`.
 
-    Two options are those of AtP* (Kramár et al. 2024, "AtP*: An efficient and scalable method for localizing
-    LLM behaviour to components").
+    Two options are those of AtP* (Kramár et al. 2024, "AtP*: An efficient and scalable method for
+    localizing LLM behaviour to components").
 
     Args:
         model: any model with the usual points. Its weights need no gradients, and get none.
         pairs: see `activation_patching`. Their metric is differentiable.
         site: see `activation_patching`.
-        over: see `activation_patching`; with several layers `layer` is one of them. A value changes those of
-            later layers, so estimates of several layers do not add up to the effect of patching them
-            together.
-        direction: denoising edits the corrupted run, and takes gradients there; noising the clean one.
+        over: see `activation_patching`; with several layers `layer` is one of them. A value changes
+            those of later layers, so estimates of several layers do not add up to the effect of
+            patching them together.
+        direction: denoising edits the corrupted run, and takes gradients there; noising the clean
+            one.
         layers, heads, neurons: see `activation_patching`.
-        qk_correction: at the sites `q` and `k`, compute the softmax of attention again for each query, and
-            for one key position at a time, and take gradients at the pattern. It costs a few runs of
-            the attention alone. Saturated attention has almost no gradient, and needs it.
-        grad_drop: take the gradient again for each layer, without what passes through what that layer adds
-            to the stream. The effects are then mean absolute ones, for paths that cancel.
+        qk_correction: at the sites `q` and `k`, compute the softmax of attention again for each
+            query, and for one key position at a time, and take gradients at the pattern. It costs a
+            few runs of the attention alone. Saturated attention has almost no gradient, and needs
+            it.
+        grad_drop: take the gradient again for each layer, without what passes through what that
+            layer adds to the stream. The effects are then mean absolute ones, for paths that
+            cancel.
         progress: whether to show a bar after two seconds.
 
     Returns:
-        Estimated effects [*over, example], in float32 at least. `base` and `target` are measured. With
-        `grad_drop` they have no signs, and `about` says `signed: False`.
+        Estimated effects [*over, example], in float32 at least. `base` and `target` are measured.
+        With `grad_drop` they have no signs, and `about` says `signed: False`.
 
     Raises:
-        ValueError: if texts, choices or the metric do not fit, the metric has no gradient, or one is NaN.
+        ValueError: if texts, choices or the metric do not fit, the metric has no gradient, or one
+            is NaN.
         UnknownNameError: if there is no such site, or the model lacks it; with close matches.
         ModeError: if the model is in training mode.
 
     Warns:
-        UserWarning: where the metric does not depend on a point at all: effects there are 0. Or if the metric is
-            smallest at the base run, as `kl_divergence` from that run is: it has no gradient there.
+        UserWarning: where the metric does not depend on a point at all: effects there are 0. Or if
+            the metric is smallest at the base run, as `kl_divergence` from that run is: it has no
+            gradient there.
 
     >>> from models import load
     >>> model, pairs = load("pydoc-4l"), Pairs("def __ini", "def __nam", ("t", "e"))
@@ -143,8 +150,8 @@ def _by_point(
     Args:
         run: the run.
         estimates: by the point whose gradient counts.
-        dropped: for each backward pass the points that pass no gradient on; the effects are then mean absolute ones.
-            None for one pass through everything.
+        dropped: for each backward pass the points that pass no gradient on; the effects are then
+            mean absolute ones. None for one pass through everything.
     """
     by_point: dict[str, Tensor] = {}
 

@@ -45,10 +45,10 @@ class Comparison(pictures.Shown):
 
     Attributes:
         exact, estimate: the mean effect at each place, in `unit`.
-        rank_correlation: Spearman's, of all places. 1 if both order the places alike; NaN if the effects of
-            one are all equal, as those of a single place are.
-        sign_agreement: the share of places with the same sign, of those where the exact effect is more than rounding.
-            NaN if there are none, or the estimate has no signs.
+        rank_correlation: Spearman's, of all places. 1 if both order the places alike; NaN if the
+            effects of one are all equal, as those of a single place are.
+        sign_agreement: the share of places with the same sign, of those where the exact effect is
+            more than rounding. NaN if there are none, or the estimate has no signs.
         misses: the places where both differ most, at most 10, the largest difference first.
         unit: the unit of the effects.
     """
@@ -101,8 +101,8 @@ def compare(exact: Result, estimate: Result) -> Comparison:
         estimate: effects at the same places, such as a result of `attribution_patching`.
 
     Raises:
-        ValueError: if the two have other axes, labels, sites, directions, units, metrics or texts, or an effect is not
-            finite.
+        ValueError: if the two have other axes, labels, sites, directions, units, metrics or texts,
+            or an effect is not finite.
 
     >>> exact = Result(torch.tensor([[2.0, 4.0], [0.0, -1.0], [0.0, 0.2]]), ("head", "example"))
     >>> estimate = Result(torch.tensor([[1.0, 1.0], [0.0, 0.5], [0.0, 0.2]]), ("head", "example"))

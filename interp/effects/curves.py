@@ -52,7 +52,9 @@ class Curve:
 
     @property
     def cpr(self) -> Area:
-        """MIB's circuit performance ratio: the area under `signed`. More is better; it can exceed 1."""
+        """MIB's circuit performance ratio: the area under `signed`. More is better; it can exceed
+        1.
+        """
         return _area(self.signed)
 
     @property
@@ -94,9 +96,12 @@ def curve(
     max_bytes: int = 2**30,
     progress: bool = True,
 ) -> Curve:
-    """Measure the faithfulness of circuits of several sizes, as the MIB benchmark does (Mueller et al. 2025).
+    """Measure the faithfulness of circuits of several sizes, as the MIB benchmark does.
 
-    For each share p, the int(p · edges) edges that matter most are kept, and then pruned to what is connected.
+    See Mueller et al. 2025, "MIB: A Mechanistic Interpretability Benchmark".
+
+    For each share p, the int(p · edges) edges that matter most are kept, and then pruned to what is
+    connected.
 
     Args:
         model, pairs, source, max_bytes: see `faithfulness`.
@@ -148,8 +153,8 @@ def curve(
 def _area(result: Result, *, from_one: bool = False) -> Area:
     """The area under faithfulness, by trapezoids over the nominal shares, or between it and 1.
 
-    It is a mean over examples, as each height is. The distance of a mean to 1 has no sign, so the distances of
-    all examples are multiplied by the sign of their mean.
+    It is a mean over examples, as each height is. The distance of a mean to 1 has no sign, so the
+    distances of all examples are multiplied by the sign of their mean.
     """
     shares = torch.tensor(result.labels["edges"], dtype=torch.float64)
     heights = result.values.cpu().double()

@@ -1,15 +1,15 @@
-"""Scores of all edges, at some positions: writers' changes times readers' gradients of one backward pass.
+"""Scores of all edges: the change of each writer times the gradient of each reader.
 
 In a model of 1 layer with 2 heads and an MLP, on one text of 3 tokens:
 
-1. The writers are `input, a0.h0, a0.h1, m0`. `changes` is what each adds in the other run less what it adds in this
-   one, [4, 1, 3, d_model].
-2. The readers are `a0.h0<q>` to `a0.h1<v>`, `m0` and `logits`. For each, `reader_gradients` gives the gradient of the metric
-   by the stream that it reads, through it alone, [8, 3, d_model].
-3. The score of an edge is change · gradient, summed over the positions that `over` keeps together: one matrix product for all
-   writers that come before a reader.
-4. The last column is each writer's own attribution, by the gradient where it is added. The edges of the writer should
-   sum to it.
+1. The writers are `input, a0.h0, a0.h1, m0`. `changes` is what each adds in the other run less what
+   it adds in this one, [4, 1, 3, d_model].
+2. The readers are `a0.h0<q>` to `a0.h1<v>`, `m0` and `logits`. For each, `reader_gradients` gives
+   the gradient of the metric by the stream that it reads, through it alone, [8, 3, d_model].
+3. The score of an edge is change · gradient, summed over the positions that `over` keeps together:
+   one matrix product for all writers that come before a reader.
+4. The last column is each writer's own attribution, by the gradient where it is added. The edges of
+   the writer should sum to it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -43,8 +43,9 @@ class ChangedPositions(NamedTuple):
     Attributes:
         here: columns of the text that is edited.
         there: the columns of the other text whose values come there.
-        group: the index of each column's group in the result. A column that was listed before in the same span has
-            the index after the last group, whose sum is dropped, so that it counts once.
+        group: the index of each column's group in the result. A column that was listed before in
+            the same span has the index after the last group, whose sum is dropped, so that it
+            counts once.
         labels: the places of the result; None for the sum of all columns.
     """
 
@@ -96,16 +97,17 @@ def changed_positions(over: str | None, edited: Text, source: Text) -> ChangedPo
 
 
 def points_read(graph: Graph) -> list[str]:
-    """Return the points whose values and gradients in the base run give the scores of a graph's edges."""
+    """Return the points whose values and gradients give the scores of a graph's edges."""
     read = [name for reading in readings(graph) for name in (reading.stream, reading.at)]
     return [*graph.needed, *_writers_by_point(graph), *read]
 
 
 class _Target(NamedTuple):
-    """Gradients to multiply with the changes of some writers, and the columns of the scores for the products.
+    """Gradients to multiply with the changes of some writers, and the columns for the products.
 
     Attributes:
-        gradients: gives the gradients [reader, n, d_model] at some columns of a row, in memory to be used again.
+        gradients: gives the gradients [reader, n, d_model] at some columns of a row, in memory to
+            be used again.
         writers: the writers that come before these readers.
         columns: the columns of the scores.
     """
@@ -118,8 +120,8 @@ class _Target(NamedTuple):
 class EdgeScores:
     """Scores of the edges of a graph, from gradients of runs of one text.
 
-    Besides the readers there is a last column: the writer's own score, by the gradient where it is added to
-    the stream. The other columns should sum to it.
+    Besides the readers there is a last column: the writer's own score, by the gradient where it is
+    added to the stream. The other columns should sum to it.
 
     Args:
         graph: the graph.
@@ -190,7 +192,8 @@ class EdgeScores:
 
         examples = range(len(self.where.here))
 
-        # One example at a time, in memory that is used again: fresh memory takes longer than the work.
+        # One example at a time, in memory that is used again: fresh memory takes longer than the
+        # work.
         def parts() -> Iterator[tuple[int, int, Tensor]]:
             space = None
             for row in progress_of(examples, "texts", len(examples)):

@@ -1,14 +1,18 @@
 """Edge attribution: estimates of the effect of every edge of a model at once, from gradients.
 
-The algorithm (Syed et al. 2023, "Attribution Patching Outperforms Automated Circuit Discovery"; the two methods along
-paths are from Hanna et al. 2024, "Have Faith in Faithfulness"):
+The algorithm (Syed et al. 2023, "Attribution Patching Outperforms Automated Circuit Discovery"; the
+two methods along paths are from Hanna et al. 2024, "Have Faith in Faithfulness"):
 
 1. Run the other text, and keep what each writer adds to the residual stream.
-2. Run the edited text, with gradients at the input of every reader and at the output of every writer.
+2. Run the edited text, with gradients at the input of every reader and at the output of every
+   writer.
 3. Pull the gradient of each reader back through its norm to the stream (`reader_gradients`).
-4. The score of an edge is the change of its writer, target - base, times the gradient of its reader (`edge_scores`).
-5. For the two `eap_ig` methods, repeat 2 to 4 at steps on the way from base to target, and take the mean (`Paths`).
-6. Check the sums: the edges of a writer add up to the writer's change times the gradient where it is added.
+4. The score of an edge is the change of its writer, target - base, times the gradient of its reader
+   (`edge_scores`).
+5. For the two `eap_ig` methods, repeat 2 to 4 at steps on the way from base to target, and take the
+   mean (`Paths`).
+6. Check the sums: the edges of a writer add up to the writer's change times the gradient where it
+   is added.
 """
 
 from collections.abc import Sequence
@@ -49,46 +53,49 @@ def edge_attribution(
     split_embeddings: bool = False,
     progress: bool = True,
 ) -> Result:
-    """Estimate the effects of all edges of a `Graph`: of replacing what one reader sees of one writer.
+    """Estimate the effect of every edge of a `Graph`: of replacing what a reader sees of a writer.
 
-    The score of an edge is the writer's change, target - base, times the gradient of the metric with respect
-    to the stream before the reader's norm, through this reader alone. Norms count with their whole derivative.
+    The score of an edge is the writer's change, target - base, times the gradient of the metric
+    with respect to the stream before the reader's norm, through this reader alone. Norms count with
+    their whole derivative.
 
-    - `eap` takes gradients at the base run: two forward passes and one backward pass for all edges (Syed et
-      al. 2023, "Attribution Patching Outperforms Automated Circuit Discovery"). It is the derivative of
-      `run_circuit` by its mask.
-    - `eap_ig_inputs` takes the mean gradient while the stream that enters the first block moves from base to
-      target (Hanna et al. 2024, "Have Faith in Faithfulness"). The edges of `input` then add up to what
-      replacing the input does.
-    - `eap_ig_activations` takes, for each writer, the mean gradient while this writer alone moves. The
-      edges of each writer add up to what replacing it does. Every step is a run for each writer.
+    - `eap` takes gradients at the base run: two forward passes and one backward pass for all edges
+      (Syed et al. 2023, "Attribution Patching Outperforms Automated Circuit Discovery"). It is the
+      derivative of `run_circuit` by its mask.
+    - `eap_ig_inputs` takes the mean gradient while the stream that enters the first block moves
+      from base to target (Hanna et al. 2024, "Have Faith in Faithfulness"). The edges of `input`
+      then add up to what replacing the input does.
+    - `eap_ig_activations` takes, for each writer, the mean gradient while this writer alone moves.
+      The edges of each writer add up to what replacing it does. Every step is a run for each
+      writer.
 
-    Memory beyond that of the gradients is one residual stream of an example for each writer, or, for
-    `eap_ig_activations`, of all examples.
+    Memory beyond that of the gradients is one residual stream of an example for each writer, or,
+    for `eap_ig_activations`, of all examples.
 
     Args:
         model: a model that has a `Graph`. Its weights need no gradients, and get none.
         pairs: see `activation_patching`. Their metric is differentiable.
         method: one of these three.
-        over: `pos` keeps the positions at which the reader reads apart, `span` those of each named span. By
-            default they are summed.
-        steps: how many steps each path has; `auto` doubles them until the gap of every example is within 0.01 of the
-            mean absolute difference of target and base, at most 1024. `eap` has none.
+        over: `pos` keeps the positions at which the reader reads apart, `span` those of each named
+            span. By default they are summed.
+        steps: how many steps each path has; `auto` doubles them until the gap of every example is
+            within 0.01 of the mean absolute difference of target and base, at most 1024. `eap` has
+            none.
         direction: noising edits the clean run, as circuits do; denoising the corrupted one.
-        split_embeddings: whether token and position embeddings are writers of their own; see `Graph`. Together they are
-            the input of `eap_ig_inputs`.
+        split_embeddings: whether token and position embeddings are writers of their own; see
+            `Graph`. Together they are the input of `eap_ig_inputs`.
         progress: whether to show a bar after two seconds.
 
     Returns:
-        Scores [edge, example], or [edge, pos, example], [edge, span, example], in float32 at least, in the
-        order of `Graph.edges`. `about` has `node_gap`: how far the edges of a writer are from adding up to the
-        writer's own attribution, as a share of the largest; that should be rounding. It has the `steps` of
-        the paths, and their `gaps` for each example, the largest of all writers; and `texts`, by which circuits
-        know what they were found on (`Pairs.digests`).
+        Scores [edge, example], or [edge, pos, example], [edge, span, example], in float32 at least,
+        in the order of `Graph.edges`. `about` has `node_gap`: how far the edges of a writer are
+        from adding up to the writer's own attribution, as a share of the largest; that should be
+        rounding. It has the `steps` of the paths, and their `gaps` for each example, the largest of
+        all writers; and `texts`, by which circuits know what they were found on (`Pairs.digests`).
 
     Raises:
-        ValueError: if there is no such method, texts, positions or steps do not fit, the metric has no gradient, or
-            gradients or scores are not finite; or as for `Graph`.
+        ValueError: if there is no such method, texts, positions or steps do not fit, the metric has
+            no gradient, or gradients or scores are not finite; or as for `Graph`.
         TypeError: if the model lacks a part for a `Graph`.
         HookError: if hooks act on the model.
         ModeError: if the model is in training mode.
@@ -130,7 +137,7 @@ def edge_attribution(
 
 
 def _checked_sums(scored: "PathScores", difference: Tensor) -> tuple[dict[str, Any], float]:
-    """The gaps between the sums of edges and what they should add up to: for `about`, and the largest.
+    """The gaps between sums of edges and what they should add up to, and the largest gap.
 
     Raises:
         ValueError: if a score or the difference of the metrics is not finite.
@@ -182,7 +189,8 @@ class Paths:
 
     def of_input(self, first: Float[Tensor, "writer column group batch"]) -> PathScores:
         """Return the scores of all edges, from their values at the start of the path."""
-        # The input is the first writers, and only their edges have a known sum. The last column is no edge.
+        # The input is the first writers, and only their edges have a known sum. The last column is
+        # no edge.
         n = self._scores.graph.layers[0].heads.start
         change = self._scores.changes(slice(None))[:n].sum(0, keepdim=True)
 

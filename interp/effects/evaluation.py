@@ -1,4 +1,4 @@
-"""Measures of a circuit: faithfulness, completeness, minimality, and how well scores find a known one."""
+"""Measures of a circuit: faithfulness, completeness, minimality, and AUROC of a known one."""
 
 import torch
 from torch import nn
@@ -26,10 +26,10 @@ def faithfulness(
     max_bytes: int = 2**30,
     progress: bool = True,
 ) -> Result:
-    """Measure the share of the model's behaviour that a circuit keeps: (m(C) - m(∅)) / (m(M) - m(∅)).
+    """Measure the share of a behaviour that a circuit keeps: (m(C) - m(∅)) / (m(M) - m(∅)).
 
-    m is the metric on the clean texts. M is the whole model, and in ∅ every edge carries values of the source.
-    A share is a ratio of means over examples; see `Result.normalized`.
+    m is the metric on the clean texts. M is the whole model, and in ∅ every edge carries values of
+    the source. A share is a ratio of means over examples; see `Result.normalized`.
 
     Args:
         model: the model of the circuit's graph.
@@ -76,9 +76,9 @@ def completeness(
 ) -> Result:
     """Compare model and circuit after the same nodes are removed from both (Wang et al. 2022).
 
-    For each set K of nodes this is F(M without K) - F(C without K), with F the faithfulness. All are near 0 if the
-    circuit is complete. K is each node of the circuit alone. The last label, `circuit`, removes the whole circuit,
-    and says how much the rest of the model does alone.
+    For each set K of nodes this is F(M without K) - F(C without K), with F the faithfulness. All
+    are near 0 if the circuit is complete. K is each node of the circuit alone. The last label,
+    `circuit`, removes the whole circuit, and says how much the rest of the model does alone.
 
     Returns:
         Shares [without, example]. For arguments, errors and the warning see `faithfulness`.
@@ -112,9 +112,10 @@ def minimality(
     max_bytes: int = 2**30,
     progress: bool = True,
 ) -> Result:
-    """Measure the loss of a circuit without each of its nodes: F(C) - F(C without the node) (Wang et al. 2022).
+    """Measure the loss without each node of a circuit: F(C) - F(C without the node).
 
-    A node whose interval has 0 inside may not be needed.
+    See Wang et al. 2022, "Interpretability in the Wild". A node whose interval has 0 inside may not
+    be needed.
 
     Returns:
         Shares [node, example]. For arguments, errors and the warning see `faithfulness`.
@@ -136,9 +137,10 @@ def minimality(
 
 
 def auroc(scores: Result, known: Circuit, signed: bool = False) -> float:
-    """Return the area under the ROC curve of scores that should tell the edges of a known circuit from all others.
+    """Return the area under the ROC curve of scores as a test for the edges of a known circuit.
 
-    It is the chance that an edge of the circuit matters more than another edge; equal ones count half.
+    It is the chance that an edge of the circuit matters more than another edge; equal ones count
+    half.
 
     Args:
         scores: effects [edge, example] of the circuit's graph.

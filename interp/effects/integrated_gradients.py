@@ -1,12 +1,14 @@
-"""Integrated gradients: effects along the straight path between two runs, which add up to the effect of the whole change.
+"""Integrated gradients: effects along the path between two runs, which add up to the whole.
 
-The algorithm (Sundararajan et al. 2017, "Axiomatic Attribution for Deep Networks"), for each layer of a site:
+The algorithm (Sundararajan et al. 2017, "Axiomatic Attribution for Deep Networks"), for each layer
+of a site:
 
 1. Run the other text, and keep its values at the points of the site.
 2. Run the edited text, with the gradient at each point: the start of each path.
-3. Move all values of one point from base to target in steps, and take the gradient in a run at each step. Their mean is
-   that of the trapezoid rule (`runs.trapezoid`).
-4. The effect of a place is (target - base) · mean gradient, summed over what is no axis of the result (`runs.estimates`).
+3. Move all values of one point from base to target in steps, and take the gradient in a run at each
+   step. Their mean is that of the trapezoid rule (`runs.trapezoid`).
+4. The effect of a place is (target - base) · mean gradient, summed over what is no axis of the
+   result (`runs.estimates`).
 5. Check the sum: the effects of a point add up to what moving all of its values does to the metric.
 """
 
@@ -42,29 +44,32 @@ def integrated_gradients(
     neurons: int | None = None,
     progress: bool = True,
 ) -> Result:
-    """Estimate effects as (target - base) times the mean gradient on the straight path between the two.
+    """Estimate effects as (target - base) times the mean gradient on the straight path between.
 
-    A path moves all values of one point together, and their effects add up to what replacing them all
-    does to the metric (Sundararajan et al. 2017, "Axiomatic Attribution for Deep Networks"). Each layer of
-    a site has a path of its own. The mean is that of the trapezoid rule. The completeness gap is the difference
-    between the sum of the effects and the measured change of the metric: it says how good the mean is.
+    A path moves all values of one point together, and their effects add up to what replacing them
+    all does to the metric (Sundararajan et al. 2017, "Axiomatic Attribution for Deep Networks").
+    Each layer of a site has a path of its own. The mean is that of the trapezoid rule. The
+    completeness gap is the difference between the sum of the effects and the measured change of the
+    metric: it says how good the mean is.
 
     Args:
         model: any model with the usual points. Its weights need no gradients, and get none.
         pairs: see `attribution_patching`.
         site: see `activation_patching`; by default the token embeddings.
         over: see `activation_patching`; with several layers `layer` is one of them.
-        steps: how many steps each path has; one more gradient is taken. `auto` doubles them until the gap of every
-            example is within 0.01 of the mean absolute change of the metric, at most 1024, and keeps each gradient it has.
+        steps: how many steps each path has; one more gradient is taken. `auto` doubles them until
+            the gap of every example is within 0.01 of the mean absolute change of the metric, at
+            most 1024, and keeps each gradient it has.
         direction, layers, heads, neurons: see `attribution_patching`.
         progress: whether to show a bar after two seconds.
 
     Returns:
-        Effects [*over, example], in float32 at least. `about` has the `steps` of each path, and its `gaps`
-        for each example, as shares of that change.
+        Effects [*over, example], in float32 at least. `about` has the `steps` of each path, and its
+        `gaps` for each example, as shares of that change.
 
     Raises:
-        ValueError: as for `attribution_patching`, or if `steps` is less than 1, or a metric is infinite.
+        ValueError: as for `attribution_patching`, or if `steps` is less than 1, or a metric is
+            infinite.
         UnknownNameError: if there is no such site, or the model lacks it; with close matches.
         ModeError: if the model is in training mode.
 
@@ -114,7 +119,7 @@ def _means(sites: Sites, start: Gradients, steps: Steps) -> dict[str, Mean]:
 
 
 def _mean_gradient(sites: Sites, name: str, start: Gradients, first: Tensor, steps: Steps) -> Mean:
-    """The mean gradient while one point's values move from base to target, from the gradient at the start."""
+    """The mean gradient while one point's values move from base to target."""
     base = start.values[name]
     change = _whole_change(sites, sites.points[name], base)
 

@@ -25,9 +25,10 @@ def node_effects(
 ) -> Result:
     """Replace what each node writes: for everything that reads it, and for the logits alone.
 
-    The total effect is that of patching the node. The direct one keeps all later nodes as they are, and shows what the node
-    itself writes towards the answer. `total - direct` is what later nodes do about it: where it has the other sign, they
-    repair (McGrath et al. 2023, "The Hydra Effect"). The scale of the last norm follows in both.
+    The total effect is that of patching the node. The direct one keeps all later nodes as they are,
+    and shows what the node itself writes towards the answer. `total - direct` is what later nodes
+    do about it: where it has the other sign, they repair (McGrath et al. 2023, "The Hydra Effect").
+    The scale of the last norm follows in both.
 
     Args:
         model: a model that has a `Graph`, in evaluation mode.
@@ -36,7 +37,8 @@ def node_effects(
         progress: whether to show a bar after two seconds.
 
     Returns:
-        Effects [effect, node, example] in the metric's unit; `effect` is `total`, `direct` or `later`, their difference.
+        Effects [effect, node, example] in the metric's unit; `effect` is `total`, `direct` or
+        `later`, their difference.
 
     Raises:
         ValueError, HookError, ModeError: as for `run_circuit`.

@@ -1,4 +1,4 @@
-"""The places that an estimate ranks first, checked exactly, and what it may have missed elsewhere."""
+"""The places that an estimate ranks first, checked exactly, and what it may have missed."""
 
 import math
 from collections.abc import Sequence
@@ -20,18 +20,20 @@ _CONFIDENCE = 0.95
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Verified:
-    """Exact effects at the top of an estimate, and at a sample from outside it; made by `patch_top_k`.
+    """Exact effects at the top of an estimate, and at a sample outside; made by `patch_top_k`.
 
     Bounds hold with 95% confidence over samples. "Larger" is of absolute mean effects.
 
     Attributes:
-        top: exact effects [place, example] of the places with the largest estimates, the largest effect first.
+        top: exact effects [place, example] of the places with the largest estimates, the largest
+            effect first.
         outside: the same for the sample.
         estimate: the estimates at the places of `top`, then at those of `outside`.
         n_outside: how many places there are outside the top.
         missed: how many of the sample have a larger effect than the smallest of the top.
         missed_at_most: a bound on how many there are of these outside the top.
-        larger_at_most: a bound on how many outside the top have a larger effect than the sample's largest.
+        larger_at_most: a bound on how many outside the top have a larger effect than the sample's
+            largest.
     """
 
     top: Result
@@ -73,22 +75,25 @@ def patch_top_k(
 ) -> Verified:
     """Patch the places with the largest estimates, and a random sample of all others.
 
-    The top alone does not say what an estimate missed. The sample does: it bounds how many other places have
-    effects that belong to the top (from the hypergeometric distribution), and shows how large they are.
+    The top alone does not say what an estimate missed. The sample does: it bounds how many other
+    places have effects that belong to the top (from the hypergeometric distribution), and shows how
+    large they are.
 
     Args:
         model, pairs: those of the estimate.
-        estimate: a result of `attribution_patching` or `integrated_gradients` at a site of `activation_patching`.
+        estimate: a result of `attribution_patching` or `integrated_gradients` at a site of
+            `activation_patching`.
         k: how many places are proposed.
-        budget: how many forward passes may be used, at most: two for the unedited runs, and one for each
-            place, which mostly costs less (see `sweep`). What the top leaves goes to the sample.
+        budget: how many forward passes may be used, at most: two for the unedited runs, and one for
+            each place, which mostly costs less (see `sweep`). What the top leaves goes to the
+            sample.
         seed: draws the sample.
         max_bytes: see `sweep`.
         progress: whether to show a bar after two seconds.
 
     Raises:
-        ValueError: if there are not more than `k` places, the budget leaves no sample, or the estimate is of
-            another model, metric or texts.
+        ValueError: if there are not more than `k` places, the budget leaves no sample, or the
+            estimate is of another model, metric or texts.
 
     >>> from models import load
     >>> from interp import attribution_patching
@@ -123,7 +128,7 @@ def patch_top_k(
 def _verified(
     estimate: Result, exact: Result, chosen: Sequence[int], k: int, n_outside: int
 ) -> Verified:
-    """The exact effects of the `k` chosen places and of the sample after them, and what that says of all others."""
+    """The exact effects of the first `k` places and of the sample, and bounds for all others."""
     size = exact.values.mean(-1).abs().tolist()
     ranked = sorted(range(len(chosen)), key=lambda at: (at >= k, -size[at]))
     guessed = _listed(estimate, [chosen[at] for at in ranked])
@@ -188,8 +193,8 @@ def _listed(result: Result, chosen: Sequence[int]) -> Result:
 def _bound(sampled: int, missed: int, n: int) -> int:
     """Return an upper bound, with 95% confidence, on how many of `n` places belong to the top.
 
-    A random sample of `sampled` of these places has `missed` that do. If there were more than the bound, fewer than
-    5% of all samples would have so few (hypergeometric distribution).
+    A random sample of `sampled` of these places has `missed` that do. If there were more than the
+    bound, fewer than 5% of all samples would have so few (hypergeometric distribution).
     """
 
     def chance(kind: int) -> float:

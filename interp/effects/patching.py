@@ -1,4 +1,4 @@
-"""Activation patching and sweeps: how the metric changes when values are replaced or edited, each as if in a run of its own."""
+"""Activation patching and sweeps: effects of replaced or edited values, each as in its own run."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -36,30 +36,34 @@ def activation_patching(
     max_bytes: int = 2**30,
     progress: bool = True,
 ) -> Result:
-    """Patch values of one run into another, one place at a time, and measure the effect on the metric.
+    """Patch values of one run into another, one place at a time, and measure the effect.
 
-    Denoising puts values of the clean run into the corrupted one, and shows what suffices for the answer.
-    Noising puts values of the corrupted run into the clean one, and shows what the answer needs (Heimersheim
-    & Nanda 2024, "How to use and interpret activation patching").
+    Denoising puts values of the clean run into the corrupted one, and shows what suffices for the
+    answer. Noising puts values of the corrupted run into the clean one, and shows what the answer
+    needs (Heimersheim & Nanda 2024, "How to use and interpret activation patching").
 
     Args:
         model: any model with the usual points.
-        pairs: clean texts with the right answer, corrupted ones with another, and the metric. With `edit`
-            corrupted texts are not needed.
-        site: what to patch: any point of the model, such as `embed`, or `resid_pre`, `z` and `mlp.pre` of each layer.
-        over: the axes of the result: `layer`, and those of `pos`, `span`, `head`, `neuron`, `query` and
-            `key` that the site has. By default `layer`, and `head` or else `pos`. Without `layer`, each patch
-            changes all layers at once: `over="head"` patches head 3 of every layer together, and the
-            result prints "head 3 of all 4 layers". Most people mean `over=["layer", "head"]`.
+        pairs: clean texts with the right answer, corrupted ones with another, and the metric. With
+            `edit` corrupted texts are not needed.
+        site: what to patch: any point of the model, such as `embed`, or `resid_pre`, `z` and
+            `mlp.pre` of each layer.
+        over: the axes of the result: `layer`, and those of `pos`, `span`, `head`, `neuron`, `query`
+            and `key` that the site has. By default `layer`, and `head` or else `pos`. Without
+            `layer`, each patch changes all layers at once: `over="head"` patches head 3 of every
+            layer together, and the result prints "head 3 of all 4 layers". Most people mean
+            `over=["layer", "head"]`.
         direction: denoising edits the corrupted run, noising the clean one; not with `edit`.
         edit: an edit of the clean run to make at each place instead, such as `edits.mean(cache)`.
         layers, heads: only this one or these; all by default. `heads` needs `head` in `over`.
-        neurons: how many neighbouring neurons are one place; 1 by default. It needs `neuron` in `over`.
+        neurons: how many neighbouring neurons are one place; 1 by default. It needs `neuron` in
+            `over`.
         max_bytes: see `sweep`.
         progress: whether to show a bar after two seconds.
 
     Returns:
-        Effects [*over, example]. `base` is the metric of the edited run, `target` that of the other.
+        Effects [*over, example]. `base` is the metric of the edited run, `target` that of the
+        other.
 
     Raises:
         ValueError: if texts, choices or the metric do not fit.
@@ -100,37 +104,40 @@ def sweep(
 ) -> Result:
     """Measure the effect of each edit on the metric, each as if it had a run of its own.
 
-    A run is resumed where it begins to differ from the unedited one: at the first block and the first
-    position that its edits touch. Earlier keys and values are those of the unedited run, and logits are
-    computed only at the positions that the metric reads. Runs that are resumed share forward passes as
-    further rows of the batch. Effects equal those of separate runs up to rounding, 1e-5 of the largest
-    value in float32.
+    A run is resumed where it begins to differ from the unedited one: at the first block and the
+    first position that its edits touch. Earlier keys and values are those of the unedited run, and
+    logits are computed only at the positions that the metric reads. Runs that are resumed share
+    forward passes as further rows of the batch. Effects equal those of separate runs up to
+    rounding, 1e-5 of the largest value in float32.
 
-    Functions of your own are called with the rows of one batch, in any order of the runs. They may depend
-    on any position, so their runs begin at the first one. In a model without the steps `input_resid`,
-    `blocks` and `unembed`, edited runs share whole forward passes. Where hooks act on the model already, each
-    edited run has a forward pass of its own.
+    Functions of your own are called with the rows of one batch, in any order of the runs. They may
+    depend on any position, so their runs begin at the first one. In a model without the steps
+    `input_resid`, `blocks` and `unembed`, edited runs share whole forward passes. Where hooks act
+    on the model already, each edited run has a forward pass of its own.
 
     Args:
         model: the model, in evaluation mode.
-        texts: the texts, or a mapping of all arguments of a run, as a processor gives; or pairs, of which the clean texts are run.
+        texts: the texts, or a mapping of all arguments of a run, as a processor gives; or pairs, of
+            which the clean texts are run.
         edits: for each run what `run_with_hooks` takes as `hooks`.
-        metric: a function from logits to a number per example; see `interp.metrics`. By default that of
-            the pairs.
+        metric: a function from logits to a number per example; see `interp.metrics`. By default
+            that of the pairs.
         attention_mask: which tokens of a tensor [batch, pos] are not padding.
-        max_bytes: bounds the memory that the sweep takes beyond the model and one unedited run. What
-            functions of your own take is not counted.
+        max_bytes: bounds the memory that the sweep takes beyond the model and one unedited run.
+            What functions of your own take is not counted.
         progress: whether to show a bar after two seconds.
 
     Returns:
-        Effects [edit, example], metric(edited) - metric(unedited), in the metric's unit. They print what was edited.
+        Effects [edit, example], metric(edited) - metric(unedited), in the metric's unit. They print
+        what was edited.
 
     Warns:
-        UserWarning: if effects are NaN, because the metric of an edited run is, or two infinities cancel.
+        UserWarning: if effects are NaN, because the metric of an edited run is, or two infinities
+            cancel.
 
     Raises:
-        ValueError: if there are no edits, `max_bytes` is too small for one edited run, or the metric of the
-            unedited run is not one number per example.
+        ValueError: if there are no edits, `max_bytes` is too small for one edited run, or the
+            metric of the unedited run is not one number per example.
         EditError: if an edit does not fit.
         ModeError: if the model is in training mode.
         NeverFiredError: if a run did not reach an edited point.

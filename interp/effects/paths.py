@@ -1,4 +1,4 @@
-"""Edge and path patching: effects on the metric of a value from another run that moves along some paths only."""
+"""Edge and path patching: effects of a value from another run that takes some paths only."""
 
 import itertools
 from collections.abc import Iterable
@@ -29,24 +29,27 @@ def edge_patching(
 ) -> Result:
     """Patch each edge alone: its reader sees what its writer adds in the other run.
 
-    All other edges carry the values of the edited run, and what the reader passes on reaches everything after
-    it. So the effect is that of `run_circuit` with a mask of this edge, and is exact. An edge is direct: what
-    the writer changes in heads and MLPs between does not reach the reader. `path_patching` with frozen MLPs
-    carries the same difference to several receivers, and then fixes them: the two agree unless a receiver
-    is upstream of another. With recomputed MLPs it also counts the paths through MLPs.
+    All other edges carry the values of the edited run, and what the reader passes on reaches
+    everything after it. So the effect is that of `run_circuit` with a mask of this edge, and is
+    exact. An edge is direct: what the writer changes in heads and MLPs between does not reach the
+    reader. `path_patching` with frozen MLPs carries the same difference to several receivers, and
+    then fixes them: the two agree unless a receiver is upstream of another. With recomputed MLPs it
+    also counts the paths through MLPs.
 
     Args:
         model: a model that has a `Graph`, in evaluation mode.
         pairs: see `activation_patching`.
-        edges: the name of one edge, or of several; all by default, which is many runs: see `edge_attribution`.
+        edges: the name of one edge, or of several; all by default, which is many runs: see
+            `edge_attribution`.
         direction: noising edits the clean run, as circuits do; denoising the corrupted one.
-        split_embeddings: whether token and position embeddings are writers of their own; see `Graph`.
+        split_embeddings: whether token and position embeddings are writers of their own; see
+            `Graph`.
         max_bytes: bounds the memory beyond the model, two runs and what their writers add.
         progress: whether to show a bar after two seconds.
 
     Returns:
-        Effects [edge, example]. `base` is the metric of the edited run, `target` that of the other. `about`
-        has `texts`, by which circuits know what they were found on (`Pairs.digests`).
+        Effects [edge, example]. `base` is the metric of the edited run, `target` that of the other.
+        `about` has `texts`, by which circuits know what they were found on (`Pairs.digests`).
 
     Raises:
         ValueError: if texts or metric do not fit, there is no edge, or one runs backwards.
@@ -92,26 +95,30 @@ def path_patching(
 ) -> Result:
     """Patch each sender's output along the paths to the receivers that pass no other head.
 
-    As in Wang et al. 2022, "Interpretability in the Wild": a first run takes the sender's output from the
-    other run, keeps what all other heads add, and records what the receivers compute from it. A second run
-    takes the receivers' recorded values, and everything after them is computed again. So each receiver
-    is fixed, also if it is downstream of another one; see `edge_patching`, which fixes none.
+    As in Wang et al. 2022, "Interpretability in the Wild": a first run takes the sender's output
+    from the other run, keeps what all other heads add, and records what the receivers compute from
+    it. A second run takes the receivers' recorded values, and everything after them is computed
+    again. So each receiver is fixed, also if it is downstream of another one; see `edge_patching`,
+    which fixes none.
 
     Args:
         model, pairs, direction, split_embeddings, max_bytes: see `edge_patching`.
-        receivers: readers, such as `a9.h6<q>` or `m3`, whose values take part together; or `logits` alone.
-            Of a head its queries, keys or values at the point `q`, `k` or `v` are taken, of an MLP what it adds.
+        receivers: readers, such as `a9.h6<q>` or `m3`, whose values take part together; or `logits`
+            alone. Of a head its queries, keys or values at the point `q`, `k` or `v` are taken, of
+            an MLP what it adds.
         senders: writers; by default all that a receiver comes after.
-        mlps: `recomputed`: in the first run MLPs follow, as in the paper, so paths through MLPs count.
-            `frozen`: they add what they add in the edited run, so only the direct path to each receiver counts.
+        mlps: `recomputed`: in the first run MLPs follow, as in the paper, so paths through MLPs
+            count. `frozen`: they add what they add in the edited run, so only the direct path to
+            each receiver counts.
         progress: whether to show a bar after two seconds.
 
     Returns:
-        Effects [sender, example]. `base` is the metric of the edited run, `target` that of the other.
+        Effects [sender, example]. `base` is the metric of the edited run, `target` that of the
+        other.
 
     Raises:
-        ValueError: if no receiver comes after a sender, `logits` has other receivers beside it, or as for
-            `edge_patching`.
+        ValueError: if no receiver comes after a sender, `logits` has other receivers beside it, or
+            as for `edge_patching`.
         UnknownNameError, HookError, ModeError: as for `edge_patching`.
 
     >>> from models import load

@@ -1,15 +1,18 @@
-"""The correction of attribution patching at queries and keys: effects through the pattern, whose softmax is computed again.
+"""The correction of attribution patching at queries and keys, whose softmax is computed again.
 
-The algorithm (Kramár et al. 2024, "AtP*: An efficient and scalable method for localizing LLM behaviour to
-components"), for one layer:
+The algorithm (Kramár et al. 2024, "AtP*: An efficient and scalable method for localizing LLM
+behaviour to components"), for one layer:
 
-1. In the base run, store the arguments of attention (`RecordedAttention`), and take the gradient g of the metric at the pattern.
+1. In the base run, store the arguments of attention (`RecordedAttention`), and take the gradient g
+   of the metric at the pattern.
 2. Run this attention alone with other queries or keys, and read its new pattern or scores.
-3. For queries (`OtherQueries`): each query has its own row of the pattern. The effect of a query is the change of
-   its row times g.
-4. For keys (`OtherKeys`): each key changes alone, so its new score changes its own weight from p to r, and the
-   weights of the other keys by one factor. The softmax is solved for each key at once, without a run for each.
-5. Sum the effects over the queries, over the query heads that share a key head, and at each place (`corrected`).
+3. For queries (`OtherQueries`): each query has its own row of the pattern. The effect of a query is
+   the change of its row times g.
+4. For keys (`OtherKeys`): each key changes alone, so its new score changes its own weight from p to
+   r, and the weights of the other keys by one factor. The softmax is solved for each key at once,
+   without a run for each.
+5. Sum the effects over the queries, over the query heads that share a key head, and at each place
+   (`corrected`).
 """
 
 from collections.abc import Callable, Mapping
@@ -33,7 +36,9 @@ _PARTS = ("q", "k", "scores", "pattern")
 def corrected(
     sites: Sites, name: str, attention: "RecordedAttention"
 ) -> Callable[[Patterns], Float[Tensor, "..."]]:
-    """Return a function from the gradient at the pattern to the effects of other queries or keys, [*places, example].
+    """Return the estimate of other queries or keys, as a function of the gradient at the pattern.
+
+    It gives effects [*places, example].
 
     Args:
         sites: the places of queries or keys.
@@ -133,9 +138,9 @@ class OtherQueries:
 class OtherKeys:
     """Effects of other keys on the metric through the pattern, one position at a time.
 
-    If the score of one key changes, its weight goes from p to r, and those of the other keys shrink or grow
-    by one factor. The pattern's change times the gradient g is then (r - p) (g - h), with h the mean of g
-    over the other keys by their weights.
+    If the score of one key changes, its weight goes from p to r, and those of the other keys shrink
+    or grow by one factor. The pattern's change times the gradient g is then (r - p) (g - h), with h
+    the mean of g over the other keys by their weights.
 
     Args:
         attention: the attention, after the run.
@@ -143,7 +148,8 @@ class OtherKeys:
         keys: what takes the place of its keys.
 
     Raises:
-        ValueError: if the pattern is not the softmax of the scores that a query sees, after the attention's `cap`.
+        ValueError: if the pattern is not the softmax of the scores that a query sees, after the
+            attention's `cap`.
     """
 
     def __init__(

@@ -53,8 +53,8 @@ class Pullback:
     """The gradient of each reader with respect to the stream, through that reader alone.
 
     A norm is `A x / scale(x) + constant`, so what it passes back of a gradient g is
-    `A^T g / scale`, less the gradient of the scale times `x · A^T g / scale²`. `A` is applied to the
-    weights, once.
+    `A^T g / scale`, less the gradient of the scale times `x · A^T g / scale²`. `A` is applied to
+    the weights, once.
 
     Args:
         reading: the readers.
@@ -102,7 +102,7 @@ class Pullback:
 
 
 class Pullbacks:
-    """Pullbacks of consecutive readings: one matrix product with all their gradients is faster than several.
+    """Pullbacks of consecutive readings, whose gradients go into one matrix product.
 
     Attributes:
         readers: which readers of the graph they are.
@@ -115,7 +115,7 @@ class Pullbacks:
     def __call__(
         self, example: int, pos: Int[Tensor, " n"], space: Float[Tensor, "most n d_model"]
     ) -> Float[Tensor, "reader n d_model"]:
-        """Return the gradients at some positions of an example, in memory that the next call may use again."""
+        """Return the gradients at some positions of an example, in memory that is used again."""
         first = self.readers.start
         for at, pull in self._parts:
             pull(example, pos, space[at.start - first : at.stop - first])

@@ -30,14 +30,14 @@ def top_attributions(
 ) -> Result:
     """Find the `k` largest estimated effects of MLP neurons, or of directions, at single positions.
 
-    The estimate is that of `attribution_patching`. For a unit vector u it is ((target - base) · u) times
-    (u · gradient), which estimates `edits.interchange` along u. Of each layer only the largest mean effects are
-    kept, so there is never a table of all places.
+    The estimate is that of `attribution_patching`. For a unit vector u it is ((target - base) · u)
+    times (u · gradient), which estimates `edits.interchange` along u. Of each layer only the
+    largest mean effects are kept, so there is never a table of all places.
 
     Args:
         model, pairs, direction: see `attribution_patching`. Both texts must have the same columns.
-        directions: by the exact name of any point, vectors of its last axis, as columns. Their lengths do
-            not count. None for the neurons of `mlp.post`.
+        directions: by the exact name of any point, vectors of its last axis, as columns. Their
+            lengths do not count. None for the neurons of `mlp.post`.
         k: how many places are kept.
         progress: whether to show a bar after two seconds.
 

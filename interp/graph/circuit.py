@@ -1,4 +1,4 @@
-"""A circuit: some of the edges of a model's graph, with their scores, as a set that can be saved."""
+"""A circuit: some of the edges of a model's graph with their scores, a set that can be saved."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -24,14 +24,15 @@ _FORMAT = "hookscope-circuit-2"
 class Circuit(pictures.Shown):
     """Some of the edges of a graph. All other edges are replaced when it runs; see `run_circuit`.
 
-    Circuits of one graph are sets: `|`, `&`, `-`, `in`, `len`, and `~` for the other edges. What they give
-    has the scores of the first, and was found on the texts of both.
+    Circuits of one graph are sets: `|`, `&`, `-`, `in`, `len`, and `~` for the other edges. What
+    they give has the scores of the first, and was found on the texts of both.
 
     Args:
         graph: the graph of the model.
-        edges: the names of the edges, such as `a0.h1->a2.h3<k>`, or a boolean table [writer, reader].
-        scores: for each edge the effect of replacing it, in the metric's unit and negative where the edge
-            helps. NaN where it is not known. They are kept in float64.
+        edges: the names of the edges, such as `a0.h1->a2.h3<k>`, or a boolean table [writer,
+            reader].
+        scores: for each edge the effect of replacing it, in the metric's unit and negative where
+            the edge helps. NaN where it is not known. They are kept in float64.
         found_on: digests of the texts that the scores are from; see `Pairs.digests`.
 
     Attributes:
@@ -110,7 +111,7 @@ class Circuit(pictures.Shown):
 
     @property
     def nodes(self) -> tuple[NodeName, ...]:
-        """The nodes that its edges come from, in the order of computation, and the logits if any lead there."""
+        """The nodes that its edges come from, in order, and the logits if an edge leads there."""
         writes = self.kept.any(1).tolist()
         names = (name for name, is_in in zip(self.graph.writers, writes, strict=True) if is_in)
         return (*names, *(self.graph.readers[-1:] if self.kept[:, -1].any() else []))
@@ -135,11 +136,12 @@ class Circuit(pictures.Shown):
         return self._with(kept)
 
     def pruned(self) -> "Circuit":
-        """The circuit without what is not connected: a node needs an edge to it and an edge from it.
+        """The circuit without what is not connected: a node needs an edge to it and an edge from
+        it.
 
-        What reads nothing, such as the embeddings, needs none to it. The logits need none from them. With the
-        other text's values as the source, runs of both circuits are the same, but not with other sources, or
-        where heads share the scale of a norm of what attention adds.
+        What reads nothing, such as the embeddings, needs none to it. The logits need none from
+        them. With the other text's values as the source, runs of both circuits are the same, but
+        not with other sources, or where heads share the scale of a norm of what attention adds.
         """
         kept, feeds = self.kept, feeding(self.graph)
         while True:

@@ -17,20 +17,21 @@ def above(graph: Graph, scores: Result, threshold: float, signed: bool = False) 
 
     Args:
         graph: the graph of the model.
-        scores: effects [edge, example] of all edges, as `edge_patching` and `edge_attribution` give them.
+        scores: effects [edge, example] of all edges, as `edge_patching` and `edge_attribution` give
+            them.
         threshold: in the unit of the scores.
-        signed: whether only edges matter that help: those along which replaced values move the metric
-            towards the other text's, on average. Otherwise those that move it away do too.
+        signed: whether only edges matter that help: those along which replaced values move the
+            metric towards the other text's, on average. Otherwise those that move it away do too.
 
     Raises:
-        ValueError: if scores are not finite, or not of all edges of this graph; or, with `signed`, if they do
-            not tell the metric of both texts.
+        ValueError: if scores are not finite, or not of all edges of this graph; or, with `signed`,
+            if they do not tell the metric of both texts.
     """
     return _circuit(graph, scores, strengths(graph, scores, signed) > threshold)
 
 
 def top(graph: Graph, scores: Result, n: int, signed: bool = False) -> Circuit:
-    """Keep the `n` edges that matter most, then prune to what is connected; for arguments see `above`.
+    """Keep the `n` edges that matter most, then prune; for arguments see `above`.
 
     Raises:
         ValueError: if there are not so many edges.
@@ -41,9 +42,9 @@ def top(graph: Graph, scores: Result, n: int, signed: bool = False) -> Circuit:
 def greedy(graph: Graph, scores: Result, n: int, signed: bool = False) -> Circuit:
     """Take `n` edges one by one from the logits backward, then prune to what is connected.
 
-    Each is the one that matters most of those that lead to a node taken so far (Hanna et al. 2024). The circuit may
-    have fewer than `n`: edges from a node that nothing taken leads to, such as the last ones taken, are pruned. For
-    arguments see `above`.
+    Each is the one that matters most of those that lead to a node taken so far (Hanna et al. 2024).
+    The circuit may have fewer than `n`: edges from a node that nothing taken leads to, such as the
+    last ones taken, are pruned. For arguments see `above`.
 
     Raises:
         ValueError: if there are not so many edges.
@@ -106,8 +107,8 @@ def strengths(graph: Graph, scores: Result, signed: bool) -> Float[Tensor, "writ
 def _helps(scores: Result) -> Float[Tensor, " edge"]:
     """The mean effect of each edge, positive where the edge helps.
 
-    An edge helps if replacing it moves the metric towards the target's, whichever text was edited. Without base and
-    target, an edge is taken to help if replacing it lowers the metric.
+    An edge helps if replacing it moves the metric towards the target's, whichever text was edited.
+    Without base and target, an edge is taken to help if replacing it lowers the metric.
     """
     mean = scores.values.mean(-1)
     rises = (

@@ -1,7 +1,8 @@
-"""The graph of a model: what writes to the residual stream, what reads it, and the edges between them.
+"""The graph of a model: writers to the residual stream, its readers, and the edges between them.
 
-Circuits, edge attribution and decompositions stand on it: on `Graph.layers`, which says where the nodes of a
-block are among writers and readers, and on `Graph.all_writers`, which says what each writer adds.
+Circuits, edge attribution and decompositions stand on it: on `Graph.layers`, which says where the
+nodes of a block are among writers and readers, and on `Graph.all_writers`, which says what each
+writer adds.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,21 +30,24 @@ _STEPS = ("config", "blocks", "context", "input_resid", "logits", "unembed")
 class Graph:
     """The nodes and edges of a model, named as in Hanna et al. 2024, "Have Faith in Faithfulness".
 
-    Writers are `input` (the stream entering the first block), `a0.h1` (a head) and `m0` (an MLP). Readers
-    are `a2.h3<q>`, `a2.h3<k>`, `a2.h3<v>`, `m2` and `logits`; grouped heads have one `<k>` and one `<v>` for
-    each key head. An edge such as `a0.h1->a2.h3<k>` joins a writer to a reader that comes later: the MLP of
-    a parallel block does not read the heads of that block. A reader reads the stream before its norm.
+    Writers are `input` (the stream entering the first block), `a0.h1` (a head) and `m0` (an MLP).
+    Readers are `a2.h3<q>`, `a2.h3<k>`, `a2.h3<v>`, `m2` and `logits`; grouped heads have one `<k>`
+    and one `<v>` for each key head. An edge such as `a0.h1->a2.h3<k>` joins a writer to a reader
+    that comes later: the MLP of a parallel block does not read the heads of that block. A reader
+    reads the stream before its norm.
 
-    A head writes `z @ W_O`. Where the model has a norm of what attention adds, it writes its share: the same
-    through that norm, divided by the norm's scale of its own run. `a0.bias` is what attention adds beside its
-    heads: `b_O` and the bias of that norm. It is a writer if it is not zero. It has edges only if a scale
-    divides `b_O`, because otherwise it is the same in every run.
+    A head writes `z @ W_O`. Where the model has a norm of what attention adds, it writes its share:
+    the same through that norm, divided by the norm's scale of its own run. `a0.bias` is what
+    attention adds beside its heads: `b_O` and the bias of that norm. It is a writer if it is not
+    zero. It has edges only if a scale divides `b_O`, because otherwise it is the same in every run.
 
     Args:
-        model: a model with the parts that `interp.protocol` lists for graphs, such as a `models.Transformer`; or
-            an attached decoder, of which `models.from_hf`'s plain model is used, or a view of its blocks.
-        split_embeddings: whether token and position embeddings are the writers `embed` and `pos_embed`, in place of
-            `input`. A norm of their sum divides them likewise, and its bias is the writer `input.bias`.
+        model: a model with the parts that `interp.protocol` lists for graphs, such as a
+            `models.Transformer`; or an attached decoder, of which `models.from_hf`'s plain model is
+            used, or a view of its blocks.
+        split_embeddings: whether token and position embeddings are the writers `embed` and
+            `pos_embed`, in place of `input`. A norm of their sum divides them likewise, and its
+            bias is the writer `input.bias`.
 
     Attributes:
         model: the model whose parts are used.
@@ -55,8 +59,8 @@ class Graph:
 
     Raises:
         TypeError: if the model lacks a part.
-        ValueError: if its norms are of the sum of stream and sublayer (`norm_place="post"`), as its stream is not
-            a sum of what was written; or as for `models.from_hf`.
+        ValueError: if its norms are of the sum of stream and sublayer (`norm_place="post"`), as its
+            stream is not a sum of what was written; or as for `models.from_hf`.
     """
 
     def __init__(self, model: nn.Module, split_embeddings: bool = False) -> None:
@@ -99,7 +103,7 @@ class Graph:
     def _edges(
         self, writers: Mapping[NodeName, int], readers: Mapping[NodeName, int]
     ) -> Bool[Tensor, "writer reader"]:
-        """The edges: a writer joins each reader that reads later, if what it adds differs between runs.
+        """The edges from each writer, if what it adds differs between runs, to all later readers.
 
         Args:
             writers, readers: each node with the time when it writes or reads.
@@ -141,7 +145,8 @@ class Graph:
         """Return a runner of the model whose parts are used.
 
         Raises:
-            HookError: if hooks act on the model that was given, as its values are then computed from parts.
+            HookError: if hooks act on the model that was given, as its values are then computed
+                from parts.
             ModeError: if that is in training mode.
         """
         runner_of(self._whole)
@@ -190,7 +195,7 @@ class Graph:
         return writer, reader
 
     def mask(self, circuit: Iterable[str]) -> Float[Tensor, "writer reader"]:
-        """Return the mask of what a run of a circuit replaces: 1 at every edge outside the circuit, 0 elsewhere.
+        """Return the mask of what a run of a circuit replaces: 1 at edges outside the circuit.
 
         Raises:
             UnknownNameError, ValueError: as for `index`.
@@ -223,21 +228,21 @@ class Graph:
     def contributions(
         self, cache: Mapping[str, Tensor]
     ) -> Float[Tensor, "writer batch pos d_model"]:
-        """Return the contribution of each writer to the stream. Their sum is the stream after the last block.
+        """Return the contribution of each writer to the stream; they add up to the last stream.
 
         Args:
             cache: values of a run at the points `needed`, eager or lazy.
 
         Raises:
-            CacheError: if the cache lacks a point, is of another model, or the contributions do not add up to
-                its stream.
+            CacheError: if the cache lacks a point, is of another model, or the contributions do not
+                add up to its stream.
         """
         if isinstance(cache, ActivationCache):
             cache.require_weights_of(self._whole)
         return self.added(cache)
 
     def added(self, values: Mapping[str, Tensor]) -> Float[Tensor, "writer batch pos d_model"]:
-        """Return what `contributions` returns, from values of a run of the `model` whose parts are used."""
+        """Return `contributions`, from values of a run of the `model` whose parts are used."""
         lacking = [name for name in self.needed if name not in values]
         if lacking:
             raise CacheError(
@@ -257,15 +262,15 @@ class Graph:
         return contributions
 
     def mean(self, cache: ActivationCache) -> Float[Tensor, "writer 1 pos d_model"]:
-        """Return the mean of contributions at each position, over the texts that have a real token there.
+        """Return the mean contributions at each position, over texts with a real token there.
 
         Args:
             cache: as for `contributions`. It knows which tokens are padding.
 
         Raises:
             CacheError: as for `contributions`.
-            ValueError: if texts have padding before a real token, because their positions are then in
-                different columns; or if no text has a real token in a column.
+            ValueError: if texts have padding before a real token, because their positions are then
+                in different columns; or if no text has a real token in a column.
         """
         contributions = self.contributions(cache)
         shape = contributions.shape[1:3]
@@ -311,7 +316,7 @@ class Graph:
 def writers(
     model: nn.Module, cache: Mapping[str, Tensor]
 ) -> Float[Tensor, "writer batch pos d_model"]:
-    """Return the contribution of each writer of `Graph(model)` to the stream; see `Graph.contributions`."""
+    """Return the contribution of each writer to the stream; see `Graph.contributions`."""
     return Graph(model).contributions(cache)
 
 

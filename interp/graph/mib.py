@@ -1,8 +1,8 @@
-"""Files in the formats of the MIB benchmark (Mueller et al. 2025), JSON and PyTorch's: circuits, and scores of nodes and neurons.
+"""Files in both formats of the MIB benchmark: circuits, and scores of nodes and neurons.
 
-MIB has keys and values for each query head. Where heads share them, their scores are summed when read, and shared out
-equally when written. Its scores are of a loss, so those of edges change their sign here. Scores of nodes and neurons are
-kept as they are.
+The formats are JSON and PyTorch's (Mueller et al. 2025). MIB has keys and values for each query head. Where heads share them, their scores are summed when
+read, and shared out equally when written. Its scores are of a loss, so those of edges change their
+sign here. Scores of nodes and neurons are kept as they are.
 """
 
 import json
@@ -30,7 +30,8 @@ class MIB(NamedTuple):
     Attributes:
         circuit: the edges and their scores.
         node_scores: of each node but the logits; None if the file has none.
-        neuron_scores: of each number that a node writes; None if the file has none. NaN: not scored.
+        neuron_scores: of each number that a node writes; None if the file has none. NaN: not
+            scored.
     """
 
     circuit: Circuit
@@ -39,7 +40,9 @@ class MIB(NamedTuple):
 
 
 def read_mib(path: str | os.PathLike[str], graph: Graph) -> MIB:
-    """Read a file of the MIB benchmark: `.pt`, or else JSON. An edge is kept if one of those that share a key head is.
+    """Read a file of the MIB benchmark: `.pt`, or else JSON.
+
+    Where query heads share a key head, an edge is kept if one of them keeps it.
 
     Raises:
         FileNotFoundError: if there is no such file.
@@ -72,23 +75,24 @@ def write_mib(
 ) -> None:
     """Write a file of the MIB benchmark, completely or not at all. Its suffix decides the format.
 
-    Scores of edges that are not known become 0. Neurons are in the graph where their node is. Scores
-    of nodes that are NaN are left out of JSON, and MIB reads them as not scored.
+    Scores of edges that are not known become 0. Neurons are in the graph where their node is.
+    Scores of nodes that are NaN are left out of JSON, and MIB reads them as not scored.
 
     Args:
         circuit: the edges and their scores.
         path: the file; its name ends in `.pt` or `.json`.
-        node_scores, neuron_scores: of the nodes in MIB's order: the input, then of each block the heads and the MLP.
+        node_scores, neuron_scores: of the nodes in MIB's order: the input, then of each block the
+            heads and the MLP.
 
     Raises:
         FileNotFoundError: if there is no such directory.
         ValueError: if the path has another suffix; if the graph has nodes that the format has not:
-            biases, or embeddings apart; if scores are not of its nodes; or if JSON cannot hold a score,
-            such as NaN of one neuron of several.
+            biases, or embeddings apart; if scores are not of its nodes; or if JSON cannot hold a
+            score, such as NaN of one neuron of several.
 
     Warns:
-        UserWarning: if heads share keys and values. Each gets an equal share of the score, and the file has
-            more edges than the circuit.
+        UserWarning: if heads share keys and values. Each gets an equal share of the score, and the
+            file has more edges than the circuit.
     """
     suffix = storage.suffix_of(path, (".pt", ".json"))
     graph, edges = circuit.graph, dict[str, tuple[float, bool]]()

@@ -19,7 +19,7 @@ At = Callable[[nn.Module], Float[Tensor, "batch pos *size"]]
 
 
 class Writers(NamedTuple):
-    """Neighbouring writers, and what they add to the stream in a run: vectors, or values that weights map to vectors.
+    """Neighbouring writers with what they add: vectors, or values that weights map to vectors.
 
     Attributes:
         names: the names of the writers.
@@ -69,8 +69,8 @@ class Writers(NamedTuple):
 class Added(NamedTuple):
     """Factors of what a branch adds: `sum_w (value_w / scale) weight_w + bias / scale + constant`.
 
-    The scale is that of the norm of what is added, in the same run; 1 without such a norm. With one, all are in at
-    least float32.
+    The scale is that of the norm of what is added, in the same run; 1 without such a norm. With
+    one, all are in at least float32.
 
     Attributes:
         weight: of each writer, passed through the norm without its division.
@@ -100,7 +100,7 @@ class Added(NamedTuple):
 
     @property
     def has_rest(self) -> bool:
-        """Whether something is added beside the writers. A bias that is absent is exactly 0 after any map."""
+        """Whether something is added beside the writers. An absent bias is exactly 0."""
         return bool(self.bias.any() or self.constant.any())
 
 
@@ -127,7 +127,8 @@ class Layer:
         n: the number of the block.
         attention: the block's branch of attention; see `interp.protocol.LanguageModel`.
         heads: its heads among the writers.
-        bias: the writer of what attention adds beside its heads, which is the next one; None if that is zero.
+        bias: the writer of what attention adds beside its heads, which is the next one; None if
+            that is zero.
         q, k, v: its heads among the readers; `k` and `v` by key head.
         mlp: the MLP; None without one.
     """
@@ -168,7 +169,9 @@ class Layer:
         return added_by(self.attention, attn.W_O, attn.b_O)
 
     def attention_writers(self, at: At, added: Added | None = None) -> Iterator[Writers]:
-        """Yield the heads and, if it is a writer, the bias. `added` are the factors, where they are at hand."""
+        """Yield the heads and, if it is a writer, the bias. `added` are the factors, where they are
+        at hand.
+        """
         n_heads = range(self.heads.stop - self.heads.start)
         heads = [node_name(self.n, "head", head) for head in n_heads]
         scale = None if self.scale is None else at(self.scale)

@@ -40,7 +40,7 @@ class LinearPart:
         return self._centred(vectors) * like(self.gain, vectors)
 
     def before(self, directions: Float[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
-        """Return directions of what the norm writes as directions of what it reads: the transpose of `after`."""
+        """Return directions of the output as directions of the input: the transpose of `after`."""
         if self.gain is None:
             return directions
         directions = at_least_float32(directions)
@@ -58,7 +58,8 @@ def is_identity(norm: nn.Module | None) -> bool:
 def linear_part(norm: nn.Module | None, *shape: int) -> LinearPart:
     """Return the linear part of a LayerNorm, an RMSNorm or an identity.
 
-    PyTorch's norms are known. Any other says by `centres`, `weight` and `bias` what it is; see `LanguageModel`.
+    PyTorch's norms are known. Any other says by `centres`, `weight` and `bias` what it is; see
+    `LanguageModel`.
 
     Args:
         norm: a module of tensors [batch, pos, *shape]; None is an identity.

@@ -1,15 +1,19 @@
-"""Scores of a block's attention as products of two linear readings of the stream, and what moves its pattern.
+"""Scores of attention as products of two linear readings of the stream, and what moves the pattern.
 
-With the scales of norms fixed, queries and keys are linear in what attention reads: `q = (x W_Q + b_Q) map + rest` at each
-position. The map holds the norm of queries and their rotation. The block's own code runs, and autograd gives the
-derivatives, so no kind of rotation, norm, mask, cap or sink is known here:
+With the scales of norms fixed, queries and keys are linear in what attention reads:
+`q = (x W_Q + b_Q) map + rest` at each position. The map holds the norm of queries and their
+rotation. The block's own code runs, and autograd gives the derivatives, so no kind of rotation,
+norm, mask, cap or sink is known here:
 
-1. Run attention on its projections x, and keep the queries f(x), the keys, the scores and the pattern.
-2. f(x) = L x / s(x) with the scale s of a norm has the derivative J = L / s - f ∇sᵀ / s. Take the second term away: ∇s is
-   along x, less its mean where the norm subtracts that, and f - J x is f (∇s · x) / s. So the map, L / s, is
-   `J + (f - J x) xᵀ / (x · x)`. Without a norm f = J x, and the map is J.
+1. Run attention on its projections x, and keep the queries f(x), the keys, the scores and the
+   pattern.
+2. f(x) = L x / s(x) with the scale s of a norm has the derivative J = L / s - f ∇sᵀ / s. Take the
+   second term away: ∇s is along x, less its mean where the norm subtracts that, and f - J x is f
+   (∇s · x) / s. So the map, L / s, is `J + (f - J x) xᵀ / (x · x)`. Without a norm f = J x, and the
+   map is J.
 3. What f gives where x is 0, a norm's bias, is the rest.
-4. A change of the pattern goes back to scores, and from there to queries and keys, by autograd (`moved_by`).
+4. A change of the pattern goes back to scores, and from there to queries and keys, by autograd
+   (`moved_by`).
 """
 
 from functools import partial
@@ -29,7 +33,7 @@ Heads = Float[Tensor, "batch pos head d_head"]
 
 
 class HeadReadings(NamedTuple):
-    """The queries of a block, or its keys, as linear readings of what attention reads, in at least float32.
+    """The queries of a block, or its keys, as linear readings of what attention reads.
 
     Attributes:
         value: as they enter the dot product.
@@ -57,7 +61,9 @@ class HeadReadings(NamedTuple):
     def pulled_back(
         self, gradient: Float[Tensor, "target batch pos head d_head"]
     ) -> tuple[Float[Tensor, "target batch pos d_model"], Float[Tensor, " target"]]:
-        """Directions of values as directions of what attention reads; and what the constants are along them."""
+        """Directions of values as directions of what attention reads; and what the constants are
+        along them.
+        """
         constants = torch.einsum("tbphe,bphe->t", gradient, self.constant)
         gradient = torch.einsum("tbphe,bphei->tbphi", gradient, self.map)
         return torch.einsum("tbphi,hdi->tbpd", gradient, self.weight), constants
@@ -98,7 +104,9 @@ class BlockScores:
         )
 
     def _run(self, x_q: Heads, x_k: Float[Tensor, "batch pos kv_head d_head"]) -> dict[str, Tensor]:
-        """Values of a run, with their graphs: of queries and keys to scores, and of scores to the pattern."""
+        """Values of a run, with their graphs: of queries and keys to scores, and of scores to the
+        pattern.
+        """
         held: dict[str, Tensor] = {}
 
         def passed(name: str, value: Tensor) -> Tensor:
@@ -161,7 +169,8 @@ def _readings(x: Heads, f: Heads, rest: Heads, weight: Tensor, bias: Tensor) -> 
         rest: f where x is 0.
         weight, bias: of the projections.
     """
-    # The derivative of the sum over heads. A norm of all heads adds terms along x to it, which go below.
+    # The derivative of the sum over heads. A norm of all heads adds terms along x to it, which go
+    # below.
     ones = torch.eye(f.shape[-1]).to(f)[:, None, None, None].expand(-1, *f.shape)
     (jacobian,) = torch.autograd.grad(f, x, ones, retain_graph=True, is_grads_batched=True)
     jacobian = rearrange(jacobian, "out batch pos head d_head -> batch pos head out d_head")

@@ -1,4 +1,4 @@
-"""Runs of circuits on the same texts, of which the empty and the whole circuit are the ends of a scale."""
+"""Runs of circuits on the same texts, on a scale from the empty circuit to the whole model."""
 
 from collections.abc import Iterable
 

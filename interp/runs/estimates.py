@@ -1,10 +1,12 @@
-"""Estimates at the places of a site: (target - base) times a gradient, summed over what is no axis of the result.
+"""Estimates at the places of a site: (target - base) times a gradient, summed at each place.
 
 For `z` [batch, pos, head, d_head] over `layer` and `head`, in a model of 2 layers:
 
 1. `compared` lists the places of two runs (`sites`), `layer` among them.
-2. `replacements` are the values that would take the place of `blocks.0.attn.z`: the other run's value.
-3. `effects` multiplies their change with the gradient there, and sums over `pos` and `d_head`: [head, example].
+2. `replacements` are the values that would take the place of `blocks.0.attn.z`: the other run's
+   value.
+3. `effects` multiplies their change with the gradient there, and sums over `pos` and `d_head`:
+   [head, example].
 4. `of_layers` stacks the layers to [layer, head, example], and makes a `Result` of them.
 """
 
@@ -47,7 +49,8 @@ def effects(
         gradient: the gradient of the metric there.
 
     Returns:
-        Estimated effects [*axes, example] in float32 at least: the axes of the places without `layer`.
+        Estimated effects [*axes, example] in float32 at least: the axes of the places without
+        `layer`.
     """
     gradient = at_least_float32(gradient)
     axes = sites.points[name].axes
@@ -56,9 +59,10 @@ def effects(
 
 
 def replacements(sites: Sites, name: str, base: Float[Tensor, "..."]) -> list[Float[Tensor, "..."]]:
-    """Return the values that would take the place of a point's value `base`: one for each span, or one for all places.
+    """Return the values that replace a point's value `base`: one for each span, or one for all.
 
-    Without spans that is the other run's value; with spans it is for each span the base value with this span replaced.
+    Without spans that is the other run's value; with spans it is for each span the base value with
+    this span replaced.
     """
     if "span" not in sites.places:
         return [sites.values[name]]
@@ -76,7 +80,7 @@ def by_place(sites: Sites, effects: list[Float[Tensor, "..."]]) -> Float[Tensor,
 def summed(
     sites: Sites, axes: Sequence[str], *factors: Float[Tensor, "..."]
 ) -> Float[Tensor, "..."]:
-    """Return the product of the factors, summed over all axes but `batch` and those that places select along.
+    """Return the product of the factors, summed over all axes that no place selects along.
 
     Args:
         sites: the places; those along `layer` and `span` do not count.
@@ -119,7 +123,8 @@ def of_layers(
 
     Args:
         sites: the places.
-        by_point: the effects [*places, example] of each point that a backward pass reached, in its order.
+        by_point: the effects [*places, example] of each point that a backward pass reached, in its
+            order.
         base: the metric of the run to be edited.
         about: more facts.
 

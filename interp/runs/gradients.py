@@ -1,10 +1,11 @@
 """Gradients of a metric at the points of one run, and the checks of these gradients.
 
-1. Run the model once, with a function of autograd at each point that passes the value on (`Gradients`).
-2. A backward pass (`Gradients.backward`) hands the gradient at each point to the caller, from the last point to the first.
-   It can be repeated, for example with points that pass no gradient on.
-3. Check the gradients: NaN is an error (`require_numbers`); a point that no gradient reached is a warning
-   (`warn_of_unread`), and so is a metric that is flat at this run (`warn_of_flat`).
+1. Run the model once, with a function of autograd at each point that passes the value on
+   (`Gradients`).
+2. A backward pass (`Gradients.backward`) hands the gradient at each point to the caller, from the
+   last point to the first. It can be repeated, for example with points that pass no gradient on.
+3. Check the gradients: NaN is an error (`require_numbers`); a point that no gradient reached is a
+   warning (`warn_of_unread`), and so is a metric that is flat at this run (`warn_of_flat`).
 """
 
 import warnings
@@ -39,8 +40,8 @@ Receive = Callable[[str, Tensor], object]
 class Gradients:
     """A run of a model, and the gradients of the summed metric at some points of it.
 
-    A text does not affect the metric of another text, so the gradient of the sum holds the gradient of each example.
-    Weights need no gradients and get none.
+    A text does not affect the metric of another text, so the gradient of the sum holds the gradient
+    of each example. Weights need no gradients and get none.
 
     Args:
         runner: the runner of the model.
@@ -54,7 +55,8 @@ class Gradients:
 
     Raises:
         ValueError: if PyTorch's inference mode is on, or the metric has no gradient.
-        HookError: if a point fires twice, its value has no floating dtype, or gradients are off there.
+        HookError: if a point fires twice, its value has no floating dtype, or gradients are off
+            there.
         NeverFiredError: if the run does not reach a point.
     """
 
@@ -88,7 +90,7 @@ class Gradients:
         self.base = metrics.detach()
 
     def backward(self, receive: Receive, dropped: Collection[str] = (), last: bool = True) -> None:
-        """Run one backward pass, and hand the gradient at each point on, from the last point to the first.
+        """Run one backward pass, and hand on the gradient at each point, the last point first.
 
         A point that the metric does not depend on is left out.
 
@@ -180,7 +182,7 @@ _node: Callable[..., Tensor] = _Node.apply
 
 
 def require_numbers(name: str, effects: Float[Tensor, "..."]) -> None:
-    """Refuse NaN. Called in the order of a backward pass, the error names the point where NaN began.
+    """Refuse NaN. In the order of a backward pass, the error names the point where NaN began.
 
     Raises:
         ValueError: if a number is NaN.

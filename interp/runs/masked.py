@@ -1,13 +1,16 @@
 """Masked runs: forward passes in which each reader sees some writers as in another run.
 
-The algorithm, after the edge masks of Bhaskar et al. 2024, "Finding Transformer Circuits with Edge Pruning":
+The algorithm, after the edge masks of Bhaskar et al. 2024, "Finding Transformer Circuits with Edge
+Pruning":
 
 1. Take from the source what each writer adds there [writer, batch, pos, d_model].
-2. Go through the blocks of the model with the plain residual stream (`_stream_after`), and after each writer keep its
-   difference, source - current (`_Streams.append`).
+2. Go through the blocks of the model with the plain residual stream (`_stream_after`), and after
+   each writer keep its difference, source - current (`_Streams.append`).
 3. Before each block, give every head its own stream: the plain one plus the sum over writers of
-   mask [writer, reader] times difference. One matrix product makes the streams of all heads (`_Streams.seen`).
-4. Norm and project each head's stream, run attention once, and give the MLP its own stream likewise.
+   mask [writer, reader] times difference. One matrix product makes the streams of all heads
+   (`_Streams.seen`).
+4. Norm and project each head's stream, run attention once, and give the MLP its own stream
+   likewise.
 5. Read the logits from the stream that the unembedding sees.
 """
 
@@ -39,14 +42,17 @@ from interp.runs.rows import Batch
 from interp.runs.runs import Runs
 
 EdgeMask = Shaped[Tensor, "writer reader"] | Shaped[Tensor, "writer reader pos"]
-"""For each edge how much of it is replaced: numbers from 0, none, to 1, all. Entries that are no edge do not
-count."""
+"""For each edge how much of it is replaced: numbers from 0, none, to 1, all. Entries that are no
+edge do not count.
+"""
 
 CircuitSource = (
     Literal["pair", "zero"] | ActivationCache | Float[Tensor, "writer _batch pos d_model"]
 )
-"""The source of replaced values: the other text of each pair, another run of texts with the same positions,
-what each writer adds (`Graph.contributions`, or `Graph.mean` of several texts), or zeros."""
+"""The source of replaced values: the other text of each pair, another run of texts with the same
+positions, what each writer adds (`Graph.contributions`, or `Graph.mean` of several texts), or
+zeros.
+"""
 
 # More examples at a time are slower: what the readers of a block see leaves the processor's cache.
 _QUICK = 2**28
@@ -64,24 +70,25 @@ def run_circuit(
 ) -> Float[Tensor, "batch pos vocab"]:
     """Run a circuit, and return the logits: every edge outside of it carries values of another run.
 
-    Each reader sees the stream plus, over the edges to it, `mask * (source - current)` of the writer. So a run
-    without masked edges is that of the text, one with every edge masked is that of the source, and any number
-    of edges take one forward pass. What a reader passes on is computed from what it saw.
+    Each reader sees the stream plus, over the edges to it, `mask * (source - current)` of the
+    writer. So a run without masked edges is that of the text, one with every edge masked is that of
+    the source, and any number of edges take one forward pass. What a reader passes on is computed
+    from what it saw.
 
     Args:
         model: a model that has a `Graph`, in evaluation mode.
         pairs: the texts. Corrupted ones are needed if the source is `pair`.
-        circuit: the edges to keep, as a `Circuit` or by name, or a mask of the edges to replace. Gradients flow
-            to a mask; freeze the model's weights if theirs are not wanted.
+        circuit: the edges to keep, as a `Circuit` or by name, or a mask of the edges to replace.
+            Gradients flow to a mask; freeze the model's weights if theirs are not wanted.
         source: where replaced values come from; see `CircuitSource`.
         direction: noising runs the clean texts, denoising the corrupted ones.
         split_embeddings: see `Graph`.
-        max_bytes: bounds the memory beyond the model, the source and the result, where no gradient is
-            recorded. Examples that do not fit together run one after another.
+        max_bytes: bounds the memory beyond the model, the source and the result, where no gradient
+            is recorded. Examples that do not fit together run one after another.
 
     Raises:
-        ValueError: if circuit, mask or source do not fit, a source for all examples meets padding on the left, or
-            `max_bytes` is too small for one example.
+        ValueError: if circuit, mask or source do not fit, a source for all examples meets padding
+            on the left, or `max_bytes` is too small for one example.
         UnknownNameError: if the circuit has a node that the model lacks.
         HookError: if hooks act on the model, because a value is not computed once here.
         ModeError: if the model is in training mode.
@@ -221,7 +228,8 @@ class MaskedRuns:
         """
         weight, layers = self._model.blocks[0].attn.W_O, self.graph.layers
         readers, width = layers[0].v.stop, weight.shape[-1]
-        # Source and differences; a cache of the source; what the heads of a block read, before and after the norm.
+        # Source and differences; a cache of the source; what the heads of a block read, before and
+        # after the norm.
         vectors = 2 * len(self.graph.writers) + 2 * len(layers) + 4 * readers + 12
         hidden = 4 * getattr(self._model.config, "d_mlp", 0)
         bytes_each = (vectors * width + hidden) * self._text.tokens.shape[1] * weight.element_size()
@@ -268,7 +276,7 @@ def _examples(source: Tensor, rows: slice) -> Tensor:
 def _stream_after(
     layer: Layer, before: Tensor, context: Any, streams: "_Streams", values: dict[nn.Module, Tensor]
 ) -> Tensor:
-    """Run a block, in which each reader sees a stream of its own, and return the plain stream after it.
+    """Run a block whose readers see streams of their own, and return the plain stream after it.
 
     Args:
         layer: the block.

@@ -1,13 +1,15 @@
-"""Path edits: the values that change in a run where a writer's output from another run takes some paths only.
+"""Path edits: values that change where a writer's output of another run takes some paths only.
 
-The algorithm (Goldowsky-Dill et al. 2023, "Localizing Model Behavior with Path Patching"; for `through` Wang et al.
-2022, "Interpretability in the Wild"):
+The algorithm (Goldowsky-Dill et al. 2023, "Localizing Model Behavior with Path Patching"; for
+`through` Wang et al. 2022, "Interpretability in the Wild"):
 
-1. Run both texts once. `moved` is for each writer what it adds in the other run less what it adds in this one.
-2. For one edge (`over_edge`): add the writer's `moved` to the stream that the reader reads, and compute this
-   reader's sublayer alone. What it adds then is the edit.
-3. For paths from a sender to receivers (`through`): carry the sender's `moved` from block to block. No head adds to
-   it; MLPs do if they are recomputed. Compute the receivers from the stream with `moved`; their values are the edits.
+1. Run both texts once. `moved` is for each writer what it adds in the other run less what it adds
+   in this one.
+2. For one edge (`over_edge`): add the writer's `moved` to the stream that the reader reads, and
+   compute this reader's sublayer alone. What it adds then is the edit.
+3. For paths from a sender to receivers (`through`): carry the sender's `moved` from block to block.
+   No head adds to it; MLPs do if they are recomputed. Compute the receivers from the stream with
+   `moved`; their values are the edits.
 4. If the logits are the reader, their stream itself has changed, and needs only the unembedding.
 5. Otherwise run the edits as a sweep, which computes everything after them.
 """
@@ -59,7 +61,8 @@ class PathEdits:
         context = self.model.context(text.tokens, **text.kwargs)
         self.contexts = {n.device: all_to_device(context, n.device) for n in graph.layers}
         self.batch = Batch(text, runs.metric)
-        # Nothing changes before the first difference of the two texts, unless earlier positions read later ones.
+        # Nothing changes before the first difference of the two texts, unless earlier positions
+        # read later ones.
         differ = (text.tokens != runs.other.tokens).any(0).nonzero()
         is_causal = getattr(context, "is_causal", True)
         self.later = slice(int(differ[0]) if len(differ) and is_causal else 0, None)
@@ -73,7 +76,7 @@ class PathEdits:
         return {self.graph.names[point]: edits.replace(value, pos=self.later, **where)}
 
     def over_edge(self, writer: int, reader: int) -> Carried:
-        """Return the change of an edge: what its reader's sublayer adds, or the stream that the logits read."""
+        """Return the change of an edge: the output of its reader's sublayer, or the last stream."""
         moved = self.moved[writer]
         for layer in self.graph.layers:
             attention, mlp = layer.attention, layer.mlp

@@ -3,10 +3,12 @@
 The algorithm, for the edited runs of a sweep:
 
 1. Find the first block and the first position of each run (`_place`).
-2. Group the runs by their first position; a group with too few tokens joins the one that begins earlier.
+2. Group the runs by their first position; a group with too few tokens joins the one that begins
+   earlier.
 3. Measure the memory of one run, and divide each group into chunks that fit (`_divided`).
-4. For each chunk go from block to block with one batch [run * batch, pos, d_model]. A run joins it at its first
-   block, with the unedited stream; earlier keys and values come from the unedited run (`_stream_of`).
+4. For each chunk go from block to block with one batch [run * batch, pos, d_model]. A run joins it
+   at its first block, with the unedited stream; earlier keys and values come from the unedited run
+   (`_stream_of`).
 5. Unembed some runs at a time, only where the metric reads (`_measured`).
 """
 
@@ -30,8 +32,8 @@ _ENOUGH = 256
 class Resumed:
     """Edited runs that share what their edits do not change.
 
-    A run begins at its first edited block, with the positions from its first edited one on. Runs that
-    begin at the same position are rows of one batch, which grows from block to block.
+    A run begins at its first edited block, with the positions from its first edited one on. Runs
+    that begin at the same position are rows of one batch, which grows from block to block.
 
     Args:
         unedited: the model's unedited run.
@@ -87,10 +89,13 @@ class Resumed:
         block, unembed, metric = self._peaks(jobs)
 
         def running(pos: int) -> int:
-            """The streams before and after one more run begins, what a block makes, and joined keys."""
+            """The streams before and after one more run begins, what a block makes, and joined
+            keys.
+            """
             return (2 * stream + block) * (self.n_pos - pos) // self.n_pos + (past if pos else 0)
 
-        # A run that edits before the blocks computes its own first stream, and one run at a time is measured.
+        # A run that edits before the blocks computes its own first stream, and one run at a time is
+        # measured.
         once = metric + stream * any(job.before_blocks for job in jobs)
         least = max(max(running(job.pos), stream + unembed) for job in jobs) + once
         if free < least:
@@ -119,7 +124,9 @@ class Resumed:
         return block, unembed + base.logits.nbytes, metric
 
     def _together(self, jobs: Sequence[Job]) -> list[list[Job]]:
-        """The runs that begin at the same position, by layer. Small groups begin earlier, with another."""
+        """The runs that begin at the same position, by layer. Small groups begin earlier, with
+        another.
+        """
         ordered = sorted(jobs, key=lambda job: job.pos, reverse=True)
         groups: list[list[Job]] = []
         tokens = _ENOUGH
@@ -133,7 +140,9 @@ class Resumed:
         return [sorted(group, key=lambda job: job.layer) for group in groups]
 
     def _stream_of(self, jobs: list[Job], done: Done) -> Tensor:
-        """The stream that leaves the last block in each of these runs, from their first position on."""
+        """The stream that leaves the last block in each of these runs, from their first position
+        on.
+        """
         blocks, pos = self.model.blocks, jobs[0].pos
         contexts, context = self.base.contexts_from(pos), None
         running: list[Job] = []

@@ -1,13 +1,16 @@
 """Edited runs of one batch as rows of larger batches.
 
-Two runs of a batch of 3 texts with 5 positions, one that zeros head 2 of `blocks.1.attn.z` and one that scales
-`blocks.1.mlp_out`, are one forward pass of 6 rows: rows 0 to 2 are the first run, 3 to 5 the second (`Text.repeated`).
+Two runs of a batch of 3 texts with 5 positions, one that zeros head 2 of `blocks.1.attn.z` and one
+that scales `blocks.1.mlp_out`, are one forward pass of 6 rows: rows 0 to 2 are the first run, 3 to
+5 the second (`Text.repeated`).
 
-1. At `blocks.1.attn.z` the hook gets [6, 5, head, d_head] and gives rows 0 to 2 to the first run's edit, as if they were a
-   batch of their own; at `blocks.1.mlp_out` rows 3 to 5 go to the second's (`stacked`, `_edit_rows`).
-2. The logits where the metric reads them are divided again, and the metric is called for each run with 3 rows
-   (`Batch.read`, `Batch.measure`).
-3. A value without 6 rows, such as the weights of a mask for all texts, cannot be divided: its runs go one by one.
+1. At `blocks.1.attn.z` the hook gets [6, 5, head, d_head] and gives rows 0 to 2 to the first run's
+   edit, as if they were a batch of their own; at `blocks.1.mlp_out` rows 3 to 5 go to the second's
+   (`stacked`, `_edit_rows`).
+2. The logits where the metric reads them are divided again, and the metric is called for each run
+   with 3 rows (`Batch.read`, `Batch.measure`).
+3. A value without 6 rows, such as the weights of a mask for all texts, cannot be divided: its runs
+   go one by one.
 """
 
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -78,7 +81,8 @@ class Batch:
     Attributes:
         text, tokens: the texts.
         columns: the positions that the metric reads, Int[batch last]; None for all.
-        axes: for each edited module, the axis of its value with a row for each text; None if there is none.
+        axes: for each edited module, the axis of its value with a row for each text; None if there
+            is none.
     """
 
     def __init__(self, text: Text, metric: Metric) -> None:
@@ -92,7 +96,7 @@ class Batch:
         self.axes: dict[nn.Module, int | None] = {}
 
     def reading(self, start: int | None = None) -> AbstractContextManager[None]:
-        """Return a `with` in which edits know which columns of the texts are padding, and where runs start."""
+        """Return a `with` in which edits know where runs start, and which columns are padding."""
         return reading(self._pieces.setdefault(start, Piece(start, self.text.attention_mask)))
 
     def note(self, point: Point, value: Tensor) -> None:
@@ -106,7 +110,7 @@ class Batch:
     def read(
         self, values: Float[Tensor, "rows pos d"], start: int = 0
     ) -> Float[Tensor, "rows _read d"]:
-        """Return the positions that the metric reads, from copies of the batch from column `start` on."""
+        """Return the positions that the metric reads, from copies of the batch cut at `start`."""
         if self.columns is None or values.shape[1] == 1:  # a classifier's
             return values
         columns = to_device(self.columns - start, values.device)
@@ -149,7 +153,8 @@ def _edit_rows(
         job.fired.add(edited.point.name)
         return with_first_tensor(output, edited.apply(value, call))
     at, size = batch.axes[point.module], len(batch.tokens)
-    # Only what grew with the number of copies has their rows: another axis may be of that size by chance.
+    # Only what grew with the number of copies has their rows: another axis may be of that size by
+    # chance.
     if at is None or value.shape[at : at + 1] != (copies * size,):
         raise NoRowsError(f"{point} must have a row for each text")
     value = value.clone()
@@ -231,7 +236,7 @@ def acting(edits: Edits) -> Session:
 
 
 def copied(output: Any) -> Any:
-    """Return a copy of a tensor, and anything else as it is. For a moment there are two copies, as in an edit."""
+    """Return a copy of a tensor; for a moment there are two copies, as in an edit."""
     if not isinstance(output, Tensor):
         return output
     copies = output.clone(), output.clone()

@@ -20,17 +20,17 @@ from interp.runs.sweep import measured
 
 
 class Runs:
-    """Runs of one batch: which texts are run and which give values, what is measured, and how much memory there is.
+    """Runs of one batch: the texts that are run, the texts that give values, metric and memory.
 
-    Texts are read once, here. There is no base run for all: the base run of `edited` is without gradients, the base run of
-    `gradients` holds the graph, and masked runs (`masked`) compute the blocks themselves, so they refuse hooks that other
-    runs let act.
+    Texts are read once, here. There is no base run for all: the base run of `edited` is without
+    gradients, the base run of `gradients` holds the graph, and masked runs (`masked`) compute the
+    blocks themselves, so they refuse hooks that other runs let act.
 
     Args:
         model: the model, in evaluation mode.
         pairs: the texts and the metric.
-        direction: denoising runs the corrupted texts and noising the clean ones, each with values of the others. None
-            for clean texts alone.
+        direction: denoising runs the corrupted texts and noising the clean ones, each with values
+            of the others. None for clean texts alone.
         max_bytes: bounds the memory of edited and masked runs; see `sweep` and `run_circuit`.
 
     Attributes:
@@ -89,19 +89,19 @@ class Runs:
         return self.pairs.metric
 
     def capture(self, text: Text, names: str | Iterable[str]) -> ActivationCache:
-        """Return values of one of the texts at some points, from a run that stops after the last of them."""
+        """Return values of a text at some points, from a run that stops after the last of them."""
         names = names if isinstance(names, str) else [*names]
         return self.runner.capture(text.tokens, names=names, **text.arguments(self.model))
 
     @without_gradients
     def source(self, names: Iterable[str]) -> ActivationCache:
-        """Return values at some points of the run that values come from, whose metric is `target` then."""
+        """Return values at some points of the run that values come from, and set `target`."""
         self.target, cache = self._measured(self.other, names)
         return cache
 
     @without_gradients
     def cache(self, names: Iterable[str]) -> ActivationCache:
-        """Return values at some points of the run that is edited, whose metric is `base` then."""
+        """Return values at some points of the run that is edited, and set `base`."""
         self.base, cache = self._measured(self.text, names)
         return cache
 

@@ -1,12 +1,16 @@
 """Sites: where runs are compared, and over which axes.
 
-Activation patching of `resid_pre` over `layer` and `pos`, in a model of 2 layers and texts of 3 tokens:
+Activation patching of `resid_pre` over `layer` and `pos`, in a model of 2 layers and texts of 3
+tokens:
 
 1. `named` finds the points: `{0: "blocks.0.resid_pre", 1: "blocks.1.resid_pre"}`.
 2. `Sites.places` lists the places along each axis, a label and what is selected there:
-   `{"layer": [(0, {"layer": "blocks.0.resid_pre"}), (1, ...)], "pos": [(0, {"pos": slice(0, 1)}), (1, ...), (2, ...)]}`.
-3. `Sites.edits` makes the six edits of their product, in order: layer 0 at positions 0, 1, 2, then layer 1.
-4. `Sites.result` gives the six effects the shape [layer, pos, example], and positions the words of both texts.
+   `{"layer": [(0, {"layer": "blocks.0.resid_pre"}), (1, ...)],
+   "pos": [(0, {"pos": slice(0, 1)}), (1, ...), (2, ...)]}`.
+3. `Sites.edits` makes the six edits of their product, in order: layer 0 at positions 0, 1, 2, then
+   layer 1.
+4. `Sites.result` gives the six effects the shape [layer, pos, example], and positions the words of
+   both texts.
 """
 
 import itertools
@@ -64,7 +68,7 @@ class Choice:
 
 
 def named(runner: HookedRunner, choice: Choice) -> dict[int, str]:
-    """Return the names of a choice's points, by layer. A point that is in no layer, such as `embed`, stands under 0.
+    """Return the names of a choice's points by layer. Points in no layer, as `embed`, are under 0.
 
     Raises:
         TypeError: if the site is no name, or the model has no points yet.
@@ -97,8 +101,8 @@ class Sites:
     """Places of one site where two runs are compared, or where an edit is made.
 
     1. Find the points of the site by layer.
-    2. Take their values from the run that values come from. Of an edit, which brings its own, one value of the run that is
-       edited gives the sizes.
+    2. Take their values from the run that values come from. Of an edit, which brings its own, one
+       value of the run that is edited gives the sizes.
     3. Along each axis of the result list the places: labels, each with what is selected there.
 
     Args:
@@ -114,8 +118,8 @@ class Sites:
 
     Raises:
         TypeError, UnknownNameError: as for `named`.
-        ValueError: as for `named`, if the axes are not those of the site, if places do not correspond, or if two
-            runs are compared and there are no other texts.
+        ValueError: as for `named`, if the axes are not those of the site, if places do not
+            correspond, or if two runs are compared and there are no other texts.
     """
 
     def __init__(self, runs: Runs, choice: Choice) -> None:
@@ -202,7 +206,7 @@ class Sites:
         return over
 
     def _along(self, axis: str, sizes: Mapping[str, int]) -> list[PatchPlace]:
-        """The places along one axis of the result; along `feature` those that are active in either text."""
+        """The places along one axis of the result; along `feature` the active features alone."""
         if axis == "layer":
             return [(layer, {"layer": name}) for layer, name in self.names.items()]
         point_axis = next((name for name in SELECTS.get(axis, ()) if name in sizes), None)
@@ -258,7 +262,7 @@ class Sites:
 
 
 def _usual_axes(sizes: Mapping[str, int], layered: bool) -> tuple[str, ...]:
-    """The axes of a result unless others are given: the layer, and the feature, the expert, the head or else the position."""
+    """The usual axes of a result: the layer, and the feature, expert, head or position."""
     axes = ("feature", "expert", "head", "pos")
     usual = [axis for axis in axes if not sizes.keys().isdisjoint(SELECTS[axis])]
     return (*["layer"][:layered], *usual[:1])

@@ -2,12 +2,14 @@
 
 The algorithm (no paper; the result is that of separate runs):
 
-1. Run the model once without edits. Keep the stream before each block, and each block's keys and values; try each
-   edit on the values of this run, so that errors come before long work (`unedited`).
+1. Run the model once without edits. Keep the stream before each block, and each block's keys and
+   values; try each edit on the values of this run, so that errors come before long work
+   (`unedited`).
 2. Find for each edit the first block and the first position that it may change.
-3. Begin each edited run there, and run those that begin at the same position as rows of one batch, as many as the
-   memory allows (`resume`). Each edit acts on its own rows (`rows`).
-4. Where the model has no such steps, give each edited run rows of a whole forward pass (`rows.WholeRuns`).
+3. Begin each edited run there, and run those that begin at the same position as rows of one batch,
+   as many as the memory allows (`resume`). Each edit acts on its own rows (`rows`).
+4. Where the model has no such steps, give each edited run rows of a whole forward pass
+   (`rows.WholeRuns`).
 5. Unembed only the positions that the metric reads, and subtract the metric of the unedited run.
 """
 
@@ -65,7 +67,7 @@ def measured(
 
 
 def _mixes_rows(module: nn.Module) -> bool:
-    """Whether a module quantises rows together: by one scale, or with columns of outliers that are found in all rows."""
+    """Whether a module quantises rows together, by one scale or with outliers found in all rows."""
     is_dynamic = type(module).__module__.startswith("torch.ao.nn.quantized.dynamic")
     # Maps of bitsandbytes in 8 bits find outliers by a threshold, which their state holds.
     finds_outliers = hasattr(getattr(module, "state", None), "threshold")

@@ -1,12 +1,12 @@
 """Means of functions along paths by the trapezoid rule, with as many steps as a known sum needs.
 
-A path leads from one run to another, at share 0 to 1. The function is a gradient on the way, and `added` says what
-its mean should add up to: the change of the metric between both ends.
+A path leads from one run to another, at share 0 to 1. The function is a gradient on the way, and
+`added` says what its mean should add up to: the change of the metric between both ends.
 
 1. Compute the function at both ends, and half their sum.
 2. Add the function at the shares between that no earlier round has computed.
-3. The gap of a path is how far its mean is from adding up to the change. With `steps="auto"` double the steps of
-   the paths whose gap is too large, and go on with 2.
+3. The gap of a path is how far its mean is from adding up to the change. With `steps="auto"` double
+   the steps of the paths whose gap is too large, and go on with 2.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ TOLERANCE = 0.01
 _FIRST, _MOST = 4, 1024
 
 Steps = int | Literal["auto"]
-"""The number of steps of each path; `auto` doubles them until its gap is within `TOLERANCE`, at most 1024."""
+"""The steps of each path; `auto` doubles them until its gap is within `TOLERANCE`, at most 1024."""
 
 AtShare = Callable[
     [Sequence[int], float], tuple[Float[Tensor, "_some *axes"], Float[Tensor, "_some batch"]]

@@ -1,4 +1,4 @@
-"""The unedited run of a sweep: values that edited runs share with it, and whether they can begin inside it."""
+"""The unedited run of a sweep, and whether edited runs can begin inside it."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -15,7 +15,7 @@ from interp.runs.rows import Batch, Job
 
 
 class Unedited:
-    """The unedited run of a batch: it runs the model once, and keeps what edited runs share with it.
+    """The unedited run of a batch, which keeps what edited runs share with it.
 
     It tries each `Edit` on the values of this run, so that errors come before long work.
 
@@ -28,8 +28,8 @@ class Unedited:
         logits: what the metric reads, [batch, read, vocab].
         stages: when each edited module ran: -1 before the blocks, n in block n, n + 0.5 after it.
         streams: what entered each block, and what left the last one, [batch, pos, d_model].
-        past: the keys and values of each block, [batch, kv_head, pos, d_head]; empty if no edited run
-            begins after the first position.
+        past: the keys and values of each block, [batch, kv_head, pos, d_head]; empty if no edited
+            run begins after the first position.
         contexts: what each block reads besides the stream. Blocks on one device share it.
         language: the model's parts; see `interp.protocol.of`.
 
@@ -110,7 +110,7 @@ class Unedited:
         self.past[-1].append(value.detach().transpose(1, 2).contiguous())
 
     def is_resumable(self) -> bool:
-        """Return whether the forward pass has the steps from which an edited run can begin in the middle.
+        """Return whether the forward pass has steps from which an edited run can begin inside.
 
         If it has, `streams`, `past` and `contexts` are theirs.
         """
@@ -145,7 +145,7 @@ class Unedited:
         return [later[id(context)] for context in self.contexts]
 
     def _contexts(self) -> list[Any]:
-        """Return the context that each block reads besides the stream; None for one that cannot run again."""
+        """Return what each block reads besides the stream; None if it cannot run again."""
         if self._finds_context:
             calls = [(args, kwargs) for args, kwargs, _, _ in self._calls]
             context = self.language.context_of(calls, self._arguments)
