@@ -17,11 +17,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks import HookedRunner, HookError
-from hooks.base import Text, progress_bar, without_gradients
+from hooks.base import Text, progress_bar, without_gradients, writer_of
 from interp import pictures
 from interp.effects.patching import activation_patching
 from interp.inputs.pairs import Pairs
-from interp.inputs.wording import writer_of
 from interp.measuring import Metric
 from interp.metrics import log_prob
 from interp.pictures.view import View, visible

@@ -22,7 +22,7 @@ from hooks.base._torch import (
     version,
     without_gradients,
 )
-from hooks.base.accessor import carried, language_of
+from hooks.base.accessor import carried, language_of, writer_of
 from hooks.base.arguments import axis_of_rows, is_listed, require_rows, without_rows
 from hooks.base.calls import Calls, number_of_call
 from hooks.base.closeness import (

@@ -1,5 +1,6 @@
 """The one accessor of the objects that another package left on a module."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -22,3 +23,16 @@ def language_of(model: nn.Module) -> Any:
     True
     """
     return carried(model, "language_parts") or model
+
+
+def writer_of(model: nn.Module) -> Callable[[Any], Any] | None:
+    """Return the function that gives the text of tokens of any shape, `model.to_pieces`; None without a tokenizer.
+
+    >>> writer_of(nn.Linear(2, 3)) is None
+    True
+    """
+    language = language_of(model)
+    try:
+        return None if getattr(language, "tokenizer", None) is None else language.to_pieces
+    except (ImportError, ValueError):  # its files cannot be read, and numbers do as well
+        return None

@@ -307,11 +307,19 @@ def read_saved(path: Path) -> Any:
             return torch.load(file, map_location="cpu", weights_only=True)
         # Many kinds, from pickle and from its text. PyTorch's message says how to run the code anyway.
         except Exception as error:
-            called = re.search(r"GLOBAL \S+", str(error))
-            rule = "it must hold only tensors and plain values, because a pickle may run any code"
+            called = _called_by(error)
             remedy = "save model.state_dict() instead of a whole model"
-            found = f"{called[0]}: {remedy}" if called else "what PyTorch cannot read"
-            raise ValueError(f"{rule}; got {found}") from None
+            got = f"{called}: {remedy}" if called else "what PyTorch cannot read"
+            raise ValueError(f"it {_ONLY_TENSORS}; got {got}") from None
+
+
+_ONLY_TENSORS = "must hold only tensors and plain values, because a pickle may run any code"
+
+
+def _called_by(refusal: Exception) -> str:
+    """Return what a pickle would call that PyTorch refused to read, by its message; empty if that does not say it."""
+    called = re.search(r"GLOBAL \S+", str(refusal))
+    return called[0] if called else ""
 
 
 def _require_undamaged(records: zipfile.ZipFile) -> None:
@@ -334,9 +342,8 @@ def only_tensors(where: str = "it") -> Iterator[None]:
     try:
         yield
     except pickle.UnpicklingError as error:
-        called = re.search(r"GLOBAL \S+", str(error)) or ["another pickle"]
-        rule = "must hold only tensors and plain values, because a pickle may run any code"
-        raise ValueError(f"{where} {rule}; got {called[0]}") from None
+        got = _called_by(error) or "another pickle"
+        raise ValueError(f"{where} {_ONLY_TENSORS}; got {got}") from None
 
 
 def create(partial: Path, path: Path) -> None:

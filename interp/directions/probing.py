@@ -31,6 +31,7 @@ from interp.directions.direction import Direction
 from interp.directions.examples import Contrast, Examples, Kind, text_numbers
 from interp.directions.stored import Labels
 from interp.numbers.intervals import interval_text
+from interp.numbers.ranks import area_under_curve
 from interp.results.result import Result
 
 _ROUNDING = 10 * np.finfo(np.float32).eps
@@ -306,13 +307,7 @@ class _Classifier:
             held = fold_of[rows.text] == fold
             vector, offset = self.fitted(values[~held], rows.label[~held])
             scored = held & once
-            projected = values[scored] @ vector + offset
-            scores.append(_auroc(projected, rows.label[scored]))
+            strength = torch.from_numpy(values[scored] @ vector + offset)
+            is_yes = torch.from_numpy(rows.label[scored] == 1)
+            scores.append(area_under_curve(strength, is_yes))
         return scores
-
-
-def _auroc(scores: Any, labels: Any) -> float:
-    """The share of pairs of examples of both kinds that are in order; ties count half."""
-    yes, no = scores[labels == 1], scores[labels == 0]
-    above = yes[:, None] - no[None]
-    return float(((above > 0) + 0.5 * (above == 0)).mean())

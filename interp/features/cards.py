@@ -30,6 +30,7 @@ from hooks.base import (
     strict_json,
     to_device,
     without_gradients,
+    writer_of,
 )
 from hooks.shared import with_parts
 from interp import pictures
@@ -37,7 +38,6 @@ from interp.features.dictionary import Dictionary
 from interp.features.splicing import Dictionaries, placed
 from interp.inputs.copies import unseen
 from interp.inputs.texts import batches
-from interp.inputs.wording import writer_of
 from interp.protocol import n_logits, runner_of
 from interp.spectral.weights import token_directions
 

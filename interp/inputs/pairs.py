@@ -24,12 +24,13 @@ from hooks.base import (
     require_rows,
     shown,
     without_gradients,
+    writer_of,
 )
 from interp import pictures
 from interp.inputs.copies import digests, numbered
 from interp.inputs.spans import Spans, aligned
 from interp.inputs.token_positions import Tokens, as_positions, is_worded, last_real, short
-from interp.inputs.wording import answer_positions, tokens_of_pairs, writer_of
+from interp.inputs.wording import answer_positions, tokens_of_pairs
 from interp.kinds import require_made
 from interp.measuring import Metric, Writer, evaluate, in_words, last_of, metric_for
 from interp.metrics import accuracy, log_prob, logit_diff

@@ -1,14 +1,14 @@
 """Tokens that are given as text; and pairs of strings: their tokens, answers and spans, by a model's tokenizer."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from hooks.base import Text, Texts, named_spans
+from hooks.base import Text, Texts, named_spans, writer_of
 from interp.inputs.texts import text_for
 from interp.inputs.token_positions import is_worded
 from interp.protocol import of
@@ -56,15 +56,6 @@ def tokens_of_pairs(
     else:
         columns = [named_spans(text, spans) for text in read]
     return read[0], read[1] if read[1:] else None, answers, columns[0], columns[-1]
-
-
-def writer_of(model: nn.Module) -> Callable[[Any], Any] | None:
-    """The function that gives the text of tokens of any shape, `model.to_pieces`; None without a tokenizer."""
-    language = of(model)
-    try:
-        return None if getattr(language, "tokenizer", None) is None else language.to_pieces
-    except (ImportError, ValueError):  # its files cannot be read, and numbers do as well
-        return None
 
 
 def words_of(model: nn.Module, *texts: Text) -> list[str] | None:

@@ -1,6 +1,7 @@
 """Pictures of texts: attention patterns, values of tokens, and what each layer would predict."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -8,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import ActivationCache
-from hooks.base import language_of, require_integer
+from hooks.base import require_integer, writer_of
 from interp.pictures.parts import MOST_COLUMNS, MOST_WEIGHTS, axis_part, grid_part, thinned
 from interp.pictures.view import View, limit_of, visible
 
@@ -276,10 +277,9 @@ def _window(
 
 def _words(model: nn.Module | None, row: Sequence[int]) -> tuple[list[str], bool]:
     """The text of each token and True, or the numbers of tokens and False where there is no tokenizer."""
-    language: Any = None if model is None else language_of(model)
-    try:
-        if getattr(language, "tokenizer", None) is not None:
-            return language.to_pieces(row), True
-    except (ImportError, ValueError):  # its files cannot be read, and numbers do as well
-        pass
+    write = None if model is None else writer_of(model)
+    if write is not None:
+        # Numbers do as well for a token that the tokenizer does not know.
+        with suppress(ImportError, ValueError):
+            return write(row), True
     return [*map(str, row)], False

@@ -17,10 +17,11 @@ from hooks.base import (
     stacked,
     to_device,
     without_gradients,
+    writer_of,
 )
 from interp import pictures
 from interp.inputs.texts import mask_of, nan_at_padding, text_of_values
-from interp.inputs.wording import token_ids, writer_of
+from interp.inputs.wording import token_ids
 from interp.kinds import require_cache
 from interp.numbers.precision import divergence
 from interp.protocol import n_logits, of

@@ -16,10 +16,10 @@ from hooks.base import (
     shows_progress,
     to_device,
     without_gradients,
+    writer_of,
 )
 from interp import pictures
 from interp.inputs.texts import batches
-from interp.inputs.wording import writer_of
 from interp.numbers.precision import like
 from interp.numbers.ranks import largest_rows
 from interp.protocol import runner_of

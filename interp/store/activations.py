@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from hooks import CacheError
-from hooks.base import generator, require_integer, require_module, shown, unknown_name
+from hooks.base import generator, require_integer, require_module, shown, unknown_name, writer_of
 from interp import pictures
-from interp.inputs.wording import writer_of
 from interp.numbers.moments import Moments
 from interp.pictures.view import told
 from interp.reading.maxima import Activation, TopActivations

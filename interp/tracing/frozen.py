@@ -25,13 +25,13 @@ from hooks.base import (
     require_integer,
     to_device,
     without_gradients,
+    writer_of,
 )
 from interp.features.places import warn_of_place
 from interp.graph import Graph
 from interp.graph.norms import LinearPart, is_identity, linear_part
 from interp.graph.scores import BlockScores
 from interp.inputs.texts import text_for
-from interp.inputs.wording import writer_of
 from interp.numbers.precision import finite, like
 from interp.protocol import logits_of, of
 from interp.tracing.descent import Descent, Targets

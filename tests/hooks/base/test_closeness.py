@@ -3,55 +3,43 @@
 import pytest
 import torch
 
-from hooks.base import (
-    agree,
-    block_rounding,
-    is_cancelled,
-    is_close,
-    is_rounding,
-    is_same,
-    logits_rounding,
-    metric_rounding,
-    model_gap,
-    stream_rounding,
-    sum_rounding,
-    wide_dtype,
-)
-from hooks.base.closeness import is_reproduced
+from hooks.base import closeness, wide_dtype
 
 EPS = {torch.float64: 2**-52, torch.float32: 2**-23, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 
 
 def test_same_tensors_have_the_same_shape_dtype_and_bits():
     value = torch.tensor([[1.0, -2.0, 3.0]])
-    assert is_same(value, value.clone())
+    assert closeness.is_same(value, value.clone())
     others = (value.T, value.double(), torch.nextafter(value, 2 * value), None)
-    assert not any(is_same(value, other) for other in others)
-    assert not is_same(None, None)
+    assert not any(closeness.is_same(value, other) for other in others)
+    assert not closeness.is_same(None, None)
 
 
 def test_each_place_is_compared_with_its_own_terms():
     expected = torch.tensor([1.0, 1024.0])
     just = torch.tensor([1 + 7 * 2**-23, 1024.0])
-    assert is_close(just, expected)
-    assert not is_close(torch.tensor([1 + 9 * 2**-23, 1024.0]), expected)
+    assert closeness.is_close(just, expected)
+    assert not closeness.is_close(torch.tensor([1 + 9 * 2**-23, 1024.0]), expected)
     # Rounding of a term that a sum has lost: 8 eps of 1 + 1000.
     lost = torch.tensor([1 + 1000 * 7 * 2**-23, 1024.0])
-    assert not is_close(lost, expected)
-    assert is_close(lost, expected, torch.tensor([1000.0, 0.0]))
-    assert not is_close(expected[:1], expected)
+    assert not closeness.is_close(lost, expected)
+    assert closeness.is_close(lost, expected, torch.tensor([1000.0, 0.0]))
+    assert not closeness.is_close(expected[:1], expected)
 
 
 def test_all_places_are_compared_with_the_largest_number():
     other = torch.tensor([0.0, -1000.0])
-    assert agree(torch.tensor([0.009, -1000.0]), other)
-    assert not agree(torch.tensor([0.011, -1000.0]), other)
-    assert agree(torch.tensor([90.0, -1000.0]), other, 0.1)
+    assert closeness.agree(torch.tensor([0.009, -1000.0]), other)
+    assert not closeness.agree(torch.tensor([0.011, -1000.0]), other)
+    assert closeness.agree(torch.tensor([90.0, -1000.0]), other, 0.1)
     half = other.bfloat16()
-    assert agree(half + torch.tensor([120.0, 0.0]).bfloat16(), half)  # 16 * 2**-7 of 1000 is 125
-    assert not agree(half + torch.tensor([130.0, 0.0]).bfloat16(), half)
-    assert not agree(other, None)
-    assert not agree(torch.tensor([torch.nan, -1000.0]), other)
+    assert closeness.agree(
+        half + torch.tensor([120.0, 0.0]).bfloat16(), half
+    )  # 16 * 2**-7 of 1000 is 125
+    assert not closeness.agree(half + torch.tensor([130.0, 0.0]).bfloat16(), half)
+    assert not closeness.agree(other, None)
+    assert not closeness.agree(torch.tensor([torch.nan, -1000.0]), other)
 
 
 def test_samples_are_compared_with_each_number_and_the_median():
@@ -64,11 +52,13 @@ def test_samples_are_compared_with_each_number_and_the_median():
         for share, agrees in ((0.99, True), (1.01, False)):
             ours = theirs.clone()
             ours[place] += share * allowed
-            assert is_reproduced([theirs], [ours], 0.01) == agrees
-    assert is_reproduced([torch.tensor([torch.nan, 1.0])], [torch.tensor([torch.nan, 1.0])], 0.0)
-    assert not is_reproduced([theirs], [theirs.double()], 0.01)
-    assert not is_reproduced([theirs], [theirs, theirs], 0.01)
-    assert is_reproduced([theirs.to("meta")], [theirs.to("meta")], 0.0)
+            assert closeness.is_reproduced([theirs], [ours], 0.01) == agrees
+    assert closeness.is_reproduced(
+        [torch.tensor([torch.nan, 1.0])], [torch.tensor([torch.nan, 1.0])], 0.0
+    )
+    assert not closeness.is_reproduced([theirs], [theirs.double()], 0.01)
+    assert not closeness.is_reproduced([theirs], [theirs, theirs], 0.01)
+    assert closeness.is_reproduced([theirs.to("meta")], [theirs.to("meta")], 0.0)
 
 
 def test_sums_in_another_order_differ_by_a_share_of_the_largest_number():
@@ -76,27 +66,32 @@ def test_sums_in_another_order_differ_by_a_share_of_the_largest_number():
     shift = torch.tensor([999 * 2.0**-10, 0.0, 0.0, 0.0, 1.0])  # 1000 * 2**-23 of 8192
     one = (other.double() + shift.double()).where(other.isfinite(), other.double())
     one[3] = 0
-    assert is_rounding(one, other).tolist() == [True, True, True, False, True]
+    assert closeness.is_rounding(one, other).tolist() == [True, True, True, False, True]
     one[0] += 2 * 2.0**-10
-    assert is_rounding(one, other).tolist() == [False, True, True, False, True]
-    assert is_rounding(one, other, torch.float16)[0]
+    assert closeness.is_rounding(one, other).tolist() == [False, True, True, False, True]
+    assert closeness.is_rounding(one, other, torch.float16)[0]
 
 
 def test_a_difference_of_two_means_may_be_their_rounding():
     size = torch.tensor([64.0, 64.0])
-    assert is_cancelled(torch.tensor([-99 * 2**-17, 101 * 2**-17]), size).tolist() == [True, False]
+    assert closeness.is_cancelled(torch.tensor([-99 * 2**-17, 101 * 2**-17]), size).tolist() == [
+        True,
+        False,
+    ]
 
 
 @pytest.mark.parametrize("dtype", EPS, ids=str)
 def test_shares_by_dtype(dtype):
     eps = EPS[dtype]
-    assert block_rounding(dtype) == max(1e-5, 4 * eps)
-    assert block_rounding(torch.float32, dtype) == max(1e-5, 4 * eps)
-    assert sum_rounding(dtype) == min(0.03, 1000 * eps)
-    assert stream_rounding(dtype, 9) == pytest.approx(12 * eps + 1e-4)
-    assert metric_rounding(torch.float32, dtype) == pytest.approx(max(10 * 2**-11.5, 16 * eps))
-    assert logits_rounding(dtype) == (0.05 if eps > 1e-4 else 1e-3)
+    assert closeness.block_rounding(dtype) == max(1e-5, 4 * eps)
+    assert closeness.block_rounding(torch.float32, dtype) == max(1e-5, 4 * eps)
+    assert closeness.sum_rounding(dtype) == min(0.03, 1000 * eps)
+    assert closeness.stream_rounding(dtype, 9) == pytest.approx(12 * eps + 1e-4)
+    assert closeness.metric_rounding(torch.float32, dtype) == pytest.approx(
+        max(10 * 2**-11.5, 16 * eps)
+    )
+    assert closeness.logits_rounding(dtype) == (0.05 if eps > 1e-4 else 1e-3)
     assert wide_dtype(dtype) == (dtype if eps < 1e-6 else torch.float32)
-    gap, allowed = model_gap(torch.tensor([1.0, 2.0]), torch.tensor([1.5, -4.0]), dtype)
+    gap, allowed = closeness.model_gap(torch.tensor([1.0, 2.0]), torch.tensor([1.5, -4.0]), dtype)
     share = dict(zip(EPS, (1e-10, 1e-4, 1e-2, 1e-1), strict=True))[dtype]
     assert (gap, allowed) == (6.0, 4 * share)
