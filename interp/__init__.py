@@ -3,10 +3,10 @@
 The analyses are in `effects` (values are changed), `reading` (caches are read), `spectral`
 (singular values and weights), `features` (dictionaries), `directions`, `alignment` and `tracing`
 (attribution graphs); `store` keeps values of many texts. Read `protocol` first, which says what a
-model must have; then `inputs` (texts, pairs of texts, positions), `metrics`, `edits` and `results`,
-the tables that `pictures` draws; and then the `graph` of a model and `runs` (sweeps, masked runs,
-gradients). Every analysis stands on these and on `numbers`, and can be read alone after them; `cli`
-has a file for each command.
+model must have; then `inputs` (texts and positions in them), `metrics`, `pairs` of texts, `edits`
+and `results`, the tables that `pictures` draws; and then the `graph` of a model and `runs` (sweeps,
+masked runs, gradients). Every analysis stands on these and on `numbers`, and can be read alone
+after them; `cli` has a file for each command.
 
 A name is imported when it is first used. `__init__.pyi` says where each is.
 """

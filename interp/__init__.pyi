@@ -29,7 +29,6 @@ from interp.features import load_sae as load_sae
 from interp.features import splice as splice
 from interp.graph import circuits as circuits
 from interp.graph.circuit import Circuit as Circuit
-from interp.inputs.pairs import Pairs as Pairs
 from interp.measuring import Metric as Metric
 from interp.measuring import measure as measure
 from interp.metrics import accuracy as accuracy
@@ -38,6 +37,7 @@ from interp.metrics import kl_divergence as kl_divergence
 from interp.metrics import log_prob as log_prob
 from interp.metrics import logit_diff as logit_diff
 from interp.metrics import rank as rank
+from interp.pairs.pairs import Pairs as Pairs
 from interp.protocol import LanguageModel as LanguageModel
 from interp.protocol import run_with_cache as run_with_cache
 from interp.reading.attending import why_attends as why_attends

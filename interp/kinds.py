@@ -1,7 +1,7 @@
 """One check of the arguments of analyses: a cache, a circuit, a graph, scores, dictionaries.
 
 Each says what was given, what is needed and, from `hints`, the call that makes it. A model is checked by `protocol.of` and
-`protocol.runner_of`, and pairs by `inputs.pairs.pairs_for`, in the same words.
+`protocol.runner_of`, and pairs by `pairs.pairs.pairs_for`, in the same words.
 """
 
 from typing import Any

@@ -17,9 +17,9 @@ from interp.inputs.token_positions import (
     is_worded,
     last_real,
     short,
+    token_ids,
     tokens_of,
 )
-from interp.inputs.wording import token_ids
 from interp.measuring import Metric, TokenMetric, WordedMetric, Writer
 from interp.numbers.precision import divergence
 

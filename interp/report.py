@@ -20,9 +20,9 @@ from hooks import HookedRunner, HookError
 from hooks.base import Text, progress_bar, without_gradients, writer_of
 from interp import pictures
 from interp.effects.patching import activation_patching
-from interp.inputs.pairs import Pairs
 from interp.measuring import Metric
 from interp.metrics import log_prob
+from interp.pairs.pairs import Pairs
 from interp.pictures.view import View, visible
 from interp.protocol import logits_of, of, runner_of
 from interp.reading.heads import head_scores, repeated_tokens

@@ -9,7 +9,7 @@ import interp
 import models
 from hooks import ActivationCache, CacheError, EditError, HookedRunner, SelectionError, token_mask
 from interp import Pairs, edits, protocol
-from interp.inputs.texts import text_of
+from interp.inputs.cached import text_of
 from interp.measuring import measure
 from tests.streams import made
 

@@ -69,12 +69,13 @@ from hooks.base.selection import (
     Selection,
     all_but,
     broadcast,
+    columns_of_last,
     real_columns,
     real_of,
     require_axes,
     taken,
 )
-from hooks.base.text import Text, as_text, is_batch, named_spans, places_inside
+from hooks.base.text import Text, as_text, is_batch, named_spans, places_inside, text_of_inputs
 from hooks.base.text_forms import (
     Texts,
     columns_of,

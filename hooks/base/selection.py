@@ -324,6 +324,28 @@ def _between(part: slice, size: int, real: Sequence[int]) -> list[int]:
     return [n for n in range(size)[slice(start, stop, part.step)] if n in real]
 
 
+def columns_of_last(
+    last: int, n_pos: int, batch: int, attention_mask: Shaped[Tensor, "batch pos"] | None = None
+) -> Int[Tensor, "batch last"]:
+    """The columns of the last real positions of each example, in order.
+
+    Args:
+        last: how many, at least 1.
+        n_pos, batch: the shape of the texts.
+        attention_mask: True or 1 at real tokens; None if all are.
+
+    Raises:
+        ValueError: if the mask has another shape, or an example has fewer real tokens.
+
+    >>> columns_of_last(2, 4, 2, torch.tensor([[0, 1, 1, 1], [1, 1, 0, 0]]))
+    tensor([[2, 3],
+            [0, 1]])
+    """
+    real = real_of(attention_mask, (batch, n_pos))
+    columns = Selection([*range(-last, 0)]).columns(n_pos, "a metric's pos", batch, real)
+    return columns.expand(batch, -1)
+
+
 def taken(
     value: Shaped[Tensor, "..."], columns: Int[Tensor, "_batch n"], at: int, batch: int | None
 ) -> Shaped[Tensor, "..."]:

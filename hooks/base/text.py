@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Shaped
 from torch import Tensor, nn
 
-from hooks.base.accessor import language_of
+from hooks.base.accessor import language_of, writer_of
 from hooks.base.arguments import each_row, is_listed, joined, require_rows, without_rows
 from hooks.base.errors import unknown_name
 from hooks.base.hints import HintsAtNames
@@ -151,6 +151,27 @@ class Text(HintsAtNames):
         """Return whether other texts have the same columns and padding."""
         return torch.equal(self.real, other.real)
 
+    def words(self, model: nn.Module, *others: "Text") -> list[str] | None:
+        """The text of each column; None without a tokenizer.
+
+        Where texts differ there are two words, as in "Mary|John", or none.
+
+        Args:
+            model: the model, whose tokenizer knows the tokens.
+            others: more texts of the same columns, such as corrupted ones.
+        """
+        texts = (self, *others)
+        write = writer_of(model)
+        if write is None or any(text.tokens.ndim > 2 for text in texts):
+            return None
+        columns: list[dict[int, None]] = [{} for _ in range(self.tokens.shape[1])]
+        for text in texts:
+            for row, real in zip(text.tokens.tolist(), text.real.tolist(), strict=True):
+                for seen, token, is_real in zip(columns, row, real, strict=False):
+                    if is_real:
+                        seen[token] = None
+        return ["|".join(write([*seen])) if len(seen) < 3 else "" for seen in columns]
+
     @property
     def goes_by_rows(self) -> bool:
         """Return whether the texts can be divided and repeated: all arguments have rows for them, or are of none."""
@@ -208,6 +229,19 @@ def as_text(texts: Any) -> Any:
             return texts
         return Text(tokens, rest.pop("attention_mask", None), more=rest)
     return Text(texts) if is_batch(texts) else texts
+
+
+def text_of_inputs(inputs: Mapping[str, Any]) -> Text | None:
+    """Return the texts of a run from its arguments by name; None where it was given no `tokens` or `input_ids`.
+
+    >>> text_of_inputs({"tokens": torch.tensor([[3, 1]]), "last": 1})
+    Text [1, 2]
+    """
+    tokens = inputs.get("tokens", inputs.get("input_ids"))
+    if not isinstance(tokens, Tensor):
+        return None
+    mask = inputs.get("attention_mask")
+    return Text(tokens, mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None)
 
 
 def is_batch(inputs: Any) -> TypeGuard[Tensor]:

@@ -29,8 +29,8 @@ from interp.alignment.fitting import Fit
 from interp.alignment.runs import InterchangeRuns, Scores
 from interp.features.places import warn_of_place
 from interp.inputs.copies import numbered
-from interp.inputs.pairs import Pairs, PatchingDirection
 from interp.numbers.intervals import interval_text
+from interp.pairs.pairs import Pairs, PatchingDirection
 from interp.results.result import Result
 from interp.runs.runs import Runs
 from interp.runs.sites import Choice, named

@@ -21,7 +21,7 @@ from hooks.base import is_rounding, without_gradients
 from interp.alignment.featurizers import Featurizer
 from interp.alignment.runs import InterchangeRuns
 from interp.edits.subspaces import orthonormal
-from interp.inputs.pairs import Pairs, PatchingDirection
+from interp.pairs.pairs import Pairs, PatchingDirection
 from interp.results.result import Result
 from interp.runs.runs import Runs
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from hooks import Point
-from hooks.base import Selection, Text, real_columns, to_device, unknown_name
+from hooks.base import Selection, Text, to_device, unknown_name
 from interp.alignment.featurizers import Featurizer
 from interp.inputs.token_positions import Position, last_real
 from interp.measuring import evaluate, last_of
@@ -156,5 +156,5 @@ def _columns(text: Text, pos: int | str) -> Int[Tensor, "batch n"]:
             raise unknown_name(pos, text.spans, "span of the pairs")
         return text.spans[pos].cpu()
     n_texts, n_pos = text.tokens.shape
-    rows = Selection.one_each(pos).rows(n_pos, "pos", n_texts, real_columns(text.real))
-    return torch.tensor(rows).expand(n_texts, -1)
+    columns = Selection.one_each(pos).columns(n_pos, "pos", n_texts, text.real)
+    return columns.expand(n_texts, -1)

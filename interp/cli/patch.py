@@ -4,7 +4,7 @@ import argparse
 
 from interp.cli.common import model_of, print_or_write, text_of
 from interp.effects.patching import activation_patching
-from interp.inputs.pairs import Pairs
+from interp.pairs.pairs import Pairs
 
 
 def run(options: argparse.Namespace) -> None:

@@ -12,8 +12,9 @@ from hooks import ActivationCache, SelectionError
 from hooks.base import Index, Selection, Text, Texts, is_rounding, named_spans, require_kind
 from hooks.shared import names_by_layer
 from interp.directions.stored import Labels, StoredTexts, all_of, by_label, rows_of, told_apart
+from interp.inputs.cached import text_of, text_of_values
 from interp.inputs.copies import digests, numbered
-from interp.inputs.texts import batches, text_of, text_of_values
+from interp.inputs.texts import batches
 from interp.numbers.precision import finite
 from interp.protocol import runner_of
 from interp.store import Activations

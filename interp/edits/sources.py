@@ -35,8 +35,8 @@ from hooks.base import (
     unknown_name,
 )
 from interp.edits.places import SourceColumns, SourceValue, Where, axes_of
+from interp.inputs.cached import text_of
 from interp.inputs.copies import digests, numbered
-from interp.inputs.texts import text_of
 
 Axes = tuple[str, ...]
 

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from hooks.base import progress_bar, shown, shows_progress, without_gradients
 from interp.graph.circuit import Circuit, feeding
 from interp.graph.graph import Graph
-from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.inputs.token_positions import Tokens
 from interp.metrics import kl_divergence
+from interp.pairs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.runs.masked import CircuitSource, MaskedRuns
 from interp.runs.runs import Runs
 

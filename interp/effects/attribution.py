@@ -24,7 +24,7 @@ from hooks import Point
 from hooks.base import progress_of, require_choice, shows_progress
 from hooks.shared import Session, names_by_layer
 from interp.effects.qk_correction import RecordedAttention, corrected
-from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs
+from interp.pairs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.results.result import Result
 from interp.runs.estimates import compared, effects, of_layers
 from interp.runs.gradients import Gradients, warn_of_flat

@@ -12,8 +12,8 @@ from hooks.base import progress_bar, shows_progress
 from interp.graph import Graph
 from interp.graph.circuit import Circuit
 from interp.graph.circuits import random, top
-from interp.inputs.pairs import Pairs, of_pairs
 from interp.kinds import require_made
+from interp.pairs.pairs import Pairs, of_pairs
 from interp.results.result import Result
 from interp.runs.circuit_runs import CircuitRuns
 from interp.runs.masked import CircuitSource

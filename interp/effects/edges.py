@@ -27,8 +27,8 @@ from hooks import Point
 from hooks.base import require_choice, shows_progress, warn, without_gradients
 from interp.effects.edge_scores import EdgeScores, changed_positions, points_read
 from interp.graph import Graph
-from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.measuring import Metric, per_example
+from interp.pairs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.results.result import Result
 from interp.runs.gradients import Gradients, warn_of_flat
 from interp.runs.runs import Runs

@@ -6,9 +6,9 @@ from torch import nn
 from hooks.base import progress_of, shows_progress
 from interp.graph.circuit import Circuit
 from interp.graph.circuits import random, strengths
-from interp.inputs.pairs import Pairs, of_pairs
 from interp.kinds import require_made
 from interp.numbers.ranks import area_under_curve
+from interp.pairs.pairs import Pairs, of_pairs
 from interp.results.result import Result
 from interp.runs.circuit_runs import CircuitRuns
 from interp.runs.masked import CircuitSource

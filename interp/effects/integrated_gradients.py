@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from hooks import Point
 from hooks.base import at_least_float32, progress_of, shows_progress, warn
 from interp import edits
-from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs
+from interp.pairs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.results.result import Result
 from interp.runs.estimates import compared, effects, of_layers
 from interp.runs.gradients import Gradients

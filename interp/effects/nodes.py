@@ -5,7 +5,7 @@ from torch import nn
 
 from hooks.base import progress_of, shows_progress, without_gradients
 from interp.graph.graph import Graph
-from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs
+from interp.pairs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.results.result import Result
 from interp.runs.masked import CircuitSource, MaskedRuns
 

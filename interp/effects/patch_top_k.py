@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hooks.base import metric_rounding, require_integer, shows_progress
 from interp import edits
-from interp.inputs.pairs import Pairs, of_pairs
+from interp.pairs.pairs import Pairs, of_pairs
 from interp.results.result import Result
 from interp.runs.runs import Runs
 from interp.runs.sites import SELECTS, Choice, Sites

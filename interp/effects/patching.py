@@ -12,8 +12,8 @@ from hooks import Hooks
 from hooks.base import Texts, shown, shows_progress, without_gradients
 from interp import edits
 from interp.edits import Edit
-from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.measuring import Metric
+from interp.pairs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.results.result import Result
 from interp.runs.runs import Runs
 from interp.runs.sites import Choice, Sites, Some

@@ -9,7 +9,7 @@ from torch import nn
 from hooks.base import require_choice, shows_progress, without_gradients
 from interp.graph.graph import Graph
 from interp.graph.nodes import listed
-from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs
+from interp.pairs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.results.result import Result
 from interp.runs.path_edits import PathEdits
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from hooks import ActivationCache, HookedRunner
 from hooks.base import at_least_float32, require_integer, shows_progress, to_device
 from hooks.shared import names_by_layer
-from interp.inputs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.numbers.ranks import largest_rows
+from interp.pairs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.protocol import require_points
 from interp.results.result import Result
 from interp.runs.gradients import require_numbers, warn_of_flat, warn_of_unread

@@ -19,7 +19,7 @@ from hooks.base import config_hash, is_rounding, real_of, require_kind, unknown_
 from hooks.shared import is_listened_to
 from interp.graph.nodes import Added, At, Writers, add, nodes_of_block, require_branches
 from interp.graph.norms import is_identity, linear_part
-from interp.inputs.texts import mask_of
+from interp.inputs.cached import mask_of
 from interp.numbers.precision import like
 from interp.protocol import plain, runner_of
 from interp.results.node import NodeName

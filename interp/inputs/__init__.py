@@ -1,1 +1,4 @@
-"""Inputs of analyses: texts, pairs of them, and positions in them."""
+"""Inputs of analyses: texts that a model reads, texts of a cache, and positions in them.
+
+A text is one value, `hooks.base.Text`. Read `texts` first, then `cached`, `token_positions` and `copies`.
+"""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hooks import ActivationCache
 from hooks.base import Text, axis_of_rows, is_listed, is_rounding, without_rows
-from interp.inputs.texts import text_of
+from interp.inputs.cached import text_of
 
 _OF_DECODER = {"decoder_input_ids", "decoder_attention_mask"}
 

@@ -1,14 +1,12 @@
-"""Texts: those of one run, and many that stream through a model, a padded batch at a time."""
+"""Texts that a model reads: those of one run, and many that stream through it, a padded batch at a time."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks import ActivationCache, CacheError
 from hooks.base import (
     Text,
     Texts,
@@ -17,42 +15,8 @@ from hooks.base import (
     number_of_texts,
     progress_bar,
     require_integer,
-    to_device,
 )
 from interp.protocol import of
-
-
-def text_of(cache: ActivationCache) -> Text | None:
-    """The texts of a cache's run; None where it was given no `tokens` or `input_ids`.
-
-    >>> from interp.protocol import run_with_cache
-    >>> from models import Transformer, TransformerConfig
-    >>> model = Transformer(TransformerConfig(vocab_size=7, n_ctx=5, n_layers=1, n_heads=1, d_model=4))
-    >>> _, cache = run_with_cache(model.eval(), torch.tensor([[3, 1]]))
-    >>> text_of(cache).tokens
-    tensor([[3, 1]])
-    """
-    tokens = cache.inputs.get("tokens", cache.inputs.get("input_ids"))
-    if not isinstance(tokens, Tensor):
-        return None
-    mask = cache.inputs.get("attention_mask")
-    mask = mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
-    fits = mask is not None and mask.shape == tokens.shape[:2]
-    # A later piece of a text, or a generation, has the mask that its points read.
-    real = None if fits or "decoder_input_ids" in cache.inputs else cache.real()
-    if real is not None and real.shape == tokens.shape[:2]:
-        mask = real
-    return Text(tokens, mask)
-
-
-def text_of_values(cache: ActivationCache, shape: Sequence[int]) -> Text | None:
-    """Return the texts of a cache's values, [batch, pos]; None if the cache does not know their tokens.
-
-    A cache that `at` has cut knows only the texts before the cut.
-    """
-    text = text_of(cache)
-    is_known = text is not None and not cache.is_part and text.tokens.shape == tuple(shape)
-    return text if is_known else None
 
 
 def text_for(model: nn.Module, texts: Texts, attention_mask: Tensor | None = None) -> Text:
@@ -80,36 +44,6 @@ def text_for(model: nn.Module, texts: Texts, attention_mask: Tensor | None = Non
         )
     text: Text = to_tokens(texts)
     return text
-
-
-def mask_of(cache: ActivationCache, shape: Sequence[int]) -> Tensor | None:
-    """Return the mask of a cache's values, True at real tokens; None if there is no padding.
-
-    Args:
-        cache: the cache.
-        shape: the shape of the values, [batch, pos].
-
-    Raises:
-        CacheError: if texts of the run had padding, and it is not known which of these values are padding.
-    """
-    mask = cache.real()
-    if mask is None and (text := text_of(cache)) is not None:
-        mask = text.attention_mask  # of a model that does not say which columns are padding
-    if mask is None or mask.shape == tuple(shape):
-        return mask
-    if bool(mask.all()):
-        return None
-    raise CacheError(
-        f"the cache must know which of its values, [batch, pos] {[*shape]}, are padding; its mask is "
-        f"{[*mask.shape]}: read the whole cache, or attach the model before the run"
-    )
-
-
-def nan_at_padding(
-    values: Float[Tensor, "*axes batch pos"], mask: Tensor | None
-) -> Float[Tensor, "*axes batch pos"]:
-    """Values with NaN where the mask says padding."""
-    return values if mask is None else values.where(to_device(mask, values.device), torch.nan)
 
 
 def padded(texts: Sequence[Any], model: nn.Module, numbers: Sequence[int]) -> Text:

@@ -5,9 +5,10 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int, Shaped
-from torch import Tensor
+from torch import Tensor, nn
 
-from hooks.base import Selection, at_least_float32, real_columns, real_of, shown, to_device
+from hooks.base import Selection, at_least_float32, columns_of_last, shown, to_device
+from interp.protocol import of
 
 Tokens = int | str | Sequence[int] | Sequence[str] | Int[Tensor, "..."]
 """One token or position for all examples, or one for each. A token may be a text, where a model reads it."""
@@ -24,28 +25,6 @@ def is_worded(tokens: Any) -> bool:
     if isinstance(tokens, str):
         return True
     return isinstance(tokens, Sequence) and any(map(is_worded, tokens))
-
-
-def columns_of_last(
-    last: int, n_pos: int, batch: int, attention_mask: Mask | None = None
-) -> Int[Tensor, "batch last"]:
-    """The columns of the last real positions of each example, in order.
-
-    Args:
-        last: how many, at least 1.
-        n_pos, batch: the shape of the texts.
-        attention_mask: True or 1 at real tokens; None if all are.
-
-    Raises:
-        ValueError: if the mask has another shape, or an example has fewer real tokens.
-
-    >>> columns_of_last(2, 4, 2, torch.tensor([[0, 1, 1, 1], [1, 1, 0, 0]]))
-    tensor([[2, 3],
-            [0, 1]])
-    """
-    real = real_columns(real_of(attention_mask, (batch, n_pos)))
-    rows = Selection([*range(-last, 0)]).rows(n_pos, "a metric's pos", batch, real)
-    return torch.tensor(rows).expand(batch, -1)
 
 
 def last_real(
@@ -93,8 +72,7 @@ class Position:
         Raises:
             ValueError: if a text has no such column, or it is padding.
         """
-        real = None if attention_mask is None else real_columns(attention_mask)
-        return torch.tensor(self.where.rows(n_pos, "pos", batch, real))[:, 0]
+        return self.where.columns(n_pos, "pos", batch, attention_mask)[:, 0]
 
     def __call__(self, logits: Tensor) -> Float[Tensor, "batch vocab"]:
         """The logits there, in float32 if they are in half precision."""
@@ -115,6 +93,18 @@ def as_positions(pos: Tokens) -> int | Int[Tensor, " batch"]:
     if position.where.is_one:
         return int(position.where.index)
     return torch.tensor([part[0] for part in position.where.parts])
+
+
+def token_ids(model: nn.Module, tokens: Any) -> Any:
+    """Tokens with a number in place of each text, which must be one token of the model's tokenizer.
+
+    Raises:
+        ValueError: if a text is several tokens; it lists them.
+        TypeError: if the model cannot read text.
+    """
+    if isinstance(tokens, str):
+        return of(model, "to_id").to_id(tokens)
+    return [token_ids(model, part) for part in tokens] if is_worded(tokens) else tokens
 
 
 def tokens_of(tokens: SeveralTokens, most: int = 1) -> Int[Tensor, "..."]:

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks import ActivationCache
-from hooks.base import require_integer, writer_of
+from hooks.base import require_integer, text_of_inputs, writer_of
 from interp.pictures.parts import MOST_COLUMNS, MOST_WEIGHTS, axis_part, grid_part, thinned
 from interp.pictures.view import View, limit_of, visible
 
@@ -160,10 +160,10 @@ def _weights(
 
 def _tokens(cache: ActivationCache, example: int, shape: tuple[int, int]) -> list[int] | None:
     """The tokens of one text; None if the cache does not know those of its keys."""
-    tokens = cache.inputs.get("tokens", cache.inputs.get("input_ids"))
-    if not isinstance(tokens, Tensor) or tokens.shape != shape or cache.is_part:
+    text = text_of_inputs(cache.inputs)
+    if text is None or text.tokens.shape != shape or cache.is_part:
         return None
-    row: list[int] = tokens[example].tolist()
+    row: list[int] = text.tokens[example].tolist()
     return row
 
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -23,7 +23,6 @@ from hooks.base import (
     Index,
     Selection,
     is_rounding,
-    real_columns,
     require_integer,
     shown,
     sum_rounding,
@@ -32,9 +31,8 @@ from hooks.base import (
 )
 from interp.graph.graph import Graph
 from interp.graph.scores import BlockScores
+from interp.inputs.cached import text_of_values
 from interp.inputs.copies import groups_of_cache
-from interp.inputs.texts import text_of_values
-from interp.inputs.wording import words_of
 from interp.numbers.precision import like
 from interp.numbers.ranks import largest_rows
 from interp.reading.components import ResidualComponents
@@ -102,9 +100,8 @@ def why_attends(
     stream = parts.at(parts.graph.names[attention.reads]).to(parts.dtype)
     context = parts.model.context(text.tokens, **text.kwargs)
     scores = BlockScores(parts.graph.layers[layer], stream, context)
-    real = None if parts.mask is None else real_columns(parts.mask)
     place = AskedPlace(head, query, key, against)
-    asked = asked_score(scores, place, words_of(model, text), real)
+    asked = asked_score(scores, place, text.words(model), parts.mask)
     in_run = parts.at(parts.graph.names[attention.sublayer.z])[:, :, head[1]]
     v, at_query = scores.v[:, :, scores.part("k", head[1])[1]], asked.weights["q"]
     z = torch.einsum("bij,bi,bje->be", scores.pattern[:, head[1]], at_query, v)
@@ -158,7 +155,7 @@ def asked_score(
     scores: BlockScores,
     place: AskedPlace,
     words: Sequence[str] | None,
-    real: Sequence[Sequence[int]] | None = None,
+    mask: Bool[Tensor, "batch pos"] | None = None,
 ) -> AskedScore:
     """Return a score of a block, with the weights of its positions.
 
@@ -166,7 +163,7 @@ def asked_score(
         scores: the scores of the block.
         place: the place of the score.
         words: the text at each position.
-        real: the columns of each text's real tokens; None if all are.
+        mask: True at real tokens, [batch, pos]; None if all are.
 
     Raises:
         SelectionError, ValueError: if there is no such position, or it is padding.
@@ -177,7 +174,7 @@ def asked_score(
     about = {"head": f"a{layer}.h{number}"}
 
     def at(name: str, pos: Index) -> Tensor:
-        chosen = torch.tensor(Selection.one_each(pos).rows(n_pos, name, batch, real))
+        chosen = Selection.one_each(pos).columns(n_pos, name, batch, mask)
         several = sorted({*chosen.flatten().tolist()})
         said = [f"{n} {words[n]!r}" if words and words[n] else f"{n}" for n in several[:3]]
         about[name] = ", ".join([*said, *["..."][: len(several) > 3]])

@@ -16,14 +16,13 @@ from hooks.base import (
     Selection,
     at_least_float32,
     is_rounding,
-    real_columns,
     stream_rounding,
     to_device,
 )
 from interp.graph.graph import Graph
 from interp.graph.nodes import At, Layer, Writers
 from interp.graph.norms import LinearPart, is_identity, linear_part
-from interp.inputs.texts import mask_of
+from interp.inputs.cached import mask_of
 from interp.kinds import require_cache
 from interp.protocol import plain
 from interp.results.node import NodeName, node_name
@@ -62,9 +61,8 @@ class ResidualComponents:
             raise CacheError(f"streams must be [batch, pos, d_model]; got {[batch, n_pos, *axes]}")
         self.mask = mask_of(cache, (batch, n_pos))
         if pos is not None:
-            real = None if self.mask is None else real_columns(self.mask)
-            rows = Selection.one_each(pos).rows(n_pos, "pos", batch, real)
-            self._columns = torch.tensor(rows).expand(batch, 1)[:, 0]
+            columns = Selection.one_each(pos).columns(n_pos, "pos", batch, self.mask)
+            self._columns = columns.expand(batch, 1)[:, 0]
 
     @cached_property
     def _points(self) -> Mapping[str, Point]:

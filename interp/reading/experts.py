@@ -8,9 +8,8 @@ from torch import nn
 
 from hooks import ActivationCache, CacheError, HookError
 from hooks.base import at_least_float32, require_choice, stacked, to_device, without_gradients
+from interp.inputs.cached import mask_of, text_of_values
 from interp.inputs.copies import groups_of_cache
-from interp.inputs.texts import mask_of, text_of_values
-from interp.inputs.wording import words_of
 from interp.kinds import require_cache
 from interp.protocol import of
 from interp.results.result import Result
@@ -79,7 +78,7 @@ def expert_load(
         values = values.nanmean(2)
     else:
         labels["pos"], text = [*range(n_pos)], text_of_values(cache, (batch, n_pos))
-        words = None if text is None else words_of(model, text)
+        words = None if text is None else text.words(model)
     about: dict[str, Any] = dict(unit=unit, bounds=bounds, words={"pos": words} if words else {})
     about["groups"] = groups_of_cache(cache, values)
     return Result(values, (*labels, "example"), labels=labels, **about)

@@ -23,8 +23,8 @@ from hooks.base import (
     unknown_name,
     without_gradients,
 )
+from interp.inputs.cached import mask_of, text_of_values
 from interp.inputs.copies import groups_of_cache
-from interp.inputs.texts import mask_of, text_of_values
 from interp.kinds import require_cache
 from interp.numbers.precision import like
 from interp.protocol import of

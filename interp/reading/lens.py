@@ -20,8 +20,8 @@ from hooks.base import (
     writer_of,
 )
 from interp import pictures
-from interp.inputs.texts import mask_of, nan_at_padding, text_of_values
-from interp.inputs.wording import token_ids
+from interp.inputs.cached import mask_of, nan_at_padding, text_of_values
+from interp.inputs.token_positions import token_ids
 from interp.kinds import require_cache
 from interp.numbers.precision import divergence
 from interp.protocol import n_logits, of

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from hooks import ActivationCache
 from hooks.base import Index, at_least_float32, stacked, to_device, without_gradients
+from interp.inputs.cached import nan_at_padding, text_of_values
 from interp.inputs.copies import groups_of_cache
-from interp.inputs.texts import nan_at_padding, text_of_values
-from interp.inputs.token_positions import short, tokens_of
-from interp.inputs.wording import token_ids, words_of
+from interp.inputs.token_positions import short, token_ids, tokens_of
 from interp.numbers.precision import like
 from interp.protocol import n_logits, of
 from interp.reading.components import ResidualComponents
@@ -232,7 +231,7 @@ class _Reading:
         if not self._one:
             values = nan_at_padding(logits, self.parts.mask).transpose(1, 2)
             text = text_of_values(self._cache, logits.shape[1:3])
-            words = None if text is None else words_of(self._named, text)
+            words = None if text is None else text.words(self._named)
         return Result(
             values,
             tuple(axes),

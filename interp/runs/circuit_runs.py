@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from hooks.base import is_cancelled, warn, without_gradients
 from interp.graph.circuit import Circuit
 from interp.graph.graph import Graph
-from interp.inputs.pairs import Pairs
 from interp.kinds import require_made
+from interp.pairs.pairs import Pairs
 from interp.results.result import Result
 from interp.runs.masked import CircuitSource, MaskedRuns
 

@@ -36,8 +36,8 @@ from hooks.shared import Session
 from interp.graph.circuit import Circuit
 from interp.graph.graph import Graph
 from interp.graph.nodes import Layer
-from interp.inputs.pairs import Pairs, PatchingDirection
 from interp.measuring import evaluate
+from interp.pairs.pairs import Pairs, PatchingDirection
 from interp.runs.rows import Batch
 from interp.runs.runs import Runs
 

@@ -25,7 +25,7 @@ from hooks.shared import Session
 from interp import edits
 from interp.graph.graph import Graph
 from interp.graph.nodes import Layer
-from interp.inputs.pairs import Pairs, PatchingDirection
+from interp.pairs.pairs import Pairs, PatchingDirection
 from interp.results.result import Result
 from interp.runs.rows import Batch
 from interp.runs.runs import Runs

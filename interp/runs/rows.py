@@ -28,6 +28,7 @@ from hooks.base import (
     Calls,
     Piece,
     Text,
+    columns_of_last,
     peak_bytes,
     piece_read,
     reading,
@@ -37,7 +38,6 @@ from hooks.base import (
     with_first_tensor,
 )
 from hooks.shared import Edits, Session, first_tensor
-from interp.inputs.token_positions import columns_of_last
 from interp.measuring import Metric, last_of, per_example
 from interp.protocol import logits_of
 

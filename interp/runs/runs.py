@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from hooks import ActivationCache, Hooks
 from hooks.base import Text, require_kind, warn, without_gradients
 from interp.inputs.copies import digests, groups
-from interp.inputs.pairs import Pairs, PatchingDirection, pairs_for
-from interp.inputs.wording import words_of
 from interp.measuring import Metric, measure
+from interp.pairs.pairs import Pairs, PatchingDirection, pairs_for
 from interp.protocol import logits_of, runner_of
 from interp.results.result import Result
 from interp.runs.gradients import Gradients
@@ -168,7 +167,7 @@ class Runs:
             facts |= {"direction": self.direction, "texts": self.pairs.digests()}
             texts += [self.other] if self.pairs.corrupted is not None else []
         axes = [axis for axis in ("pos", "query", "key") if axis in labels and has_words]
-        words = words_of(self.model, *texts) if axes else None
+        words = texts[0].words(self.model, *texts[1:]) if axes else None
         return Result(
             values,
             (*labels, "example"),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hooks import ActivationCache, CacheError, UnknownNameError
 from hooks.base import require_kind, require_room, to_device, wide_dtype, without_gradients
-from interp.inputs.texts import mask_of, nan_at_padding
+from interp.inputs.cached import mask_of, nan_at_padding
 from interp.kinds import require_cache, require_made
 from interp.protocol import LanguageModel, of
 from interp.runs.sites import Some

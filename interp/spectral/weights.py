@@ -8,8 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks.base import require_choice, require_integer, without_gradients, writer_of
-from interp.inputs.token_positions import tokens_of
-from interp.inputs.wording import token_ids
+from interp.inputs.token_positions import token_ids, tokens_of
 from interp.protocol import n_logits
 from interp.spectral.factored import FactoredMatrix
 from interp.spectral.folded import FoldedWeights

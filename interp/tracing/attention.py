@@ -14,7 +14,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hooks.base import Text, require_choice
-from interp.inputs.wording import words_of
 from interp.numbers.ranks import largest_rows
 from interp.reading.attending import (
     AskedPlace,
@@ -44,7 +43,7 @@ def why(
         return why_attends(run.graph.model, run.cache, *place, k=k)
     layer, _ = checked_head(run.graph, place.head)
     scores = run.scores_of(layer)
-    words = words_of(run.graph.model, Text(run.tokens[None]))
+    words = Text(run.tokens[None]).words(run.graph.model)
     asked = asked_score(scores, place, words)
     of_query, *of_keys = (
         _rows_of_head(run, side, place.head, run.like(weights[0])).mT[:, None]

@@ -9,8 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks.base import require_integer, require_kind, shown
-from interp.inputs.token_positions import is_worded
-from interp.inputs.wording import token_ids
+from interp.inputs.token_positions import is_worded, token_ids
 from interp.tracing.frozen import FrozenRun
 from interp.tracing.nodes import Node
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from hooks.base import (
     NoOthers,
+    Text,
     Texts,
     is_columns,
     is_integer,
@@ -31,7 +32,7 @@ from hooks.base import (
     without_gradients,
 )
 from models.running.kvcache import KVCache
-from models.running.prompts import IN_TRAINING, as_lists, check_prompts
+from models.running.prompts import IN_TRAINING, check_prompts, prompts_as_text
 from models.running.sampling import Sampling, row_generator
 from models.text.tokenizer import Tokenizer
 from models.transformer import Transformer
@@ -103,7 +104,7 @@ def generate(
     """
     _require(model)
     refuse(options, stream, "generate")
-    texts = as_lists(model, prompts, options.pop("attention_mask", None))
+    texts = prompts_as_text(model, prompts, options.pop("attention_mask", None)).listed()
     steps = stream(model, texts, max_new_tokens=max_new_tokens, **options)
     new = [(step.tokens, step.running) for step in steps]
     lengths = torch.stack([running for _, running in new], 1).sum(1)
@@ -151,7 +152,7 @@ def generate_text(
     if all(isinstance(text, str) for text in several) and not is_columns(prompts):
         read = [model.encoded(text, closed=False) for text in several]
     else:
-        read = as_lists(model, prompts, options.pop("attention_mask", None))
+        read = prompts_as_text(model, prompts, options.pop("attention_mask", None)).listed()
         several = [tokenizer.decode(row) for row in read]
     rows = generate(model, read, max_new_tokens=max_new_tokens, **options)
     # Some tokenizers drop the first token's space or rewrite characters: decode whole rows, but keep
@@ -212,7 +213,7 @@ def stream(
     refuse(others, stream, "stream")
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     _require(model)
-    texts = as_lists(model, prompts, attention_mask)
+    texts = prompts_as_text(model, prompts, attention_mask).listed()
     stop = model.config.eos_token_ids if stop is None else stop
     stops = _as_stops(stop)
     require_integer("max_new_tokens", max_new_tokens)
@@ -225,12 +226,10 @@ def stream(
         generators = [seed] * len(texts)
     elif not sampling.is_greedy:
         generators = [row_generator(seed, row, drawn_on) for row in range(len(texts))]
-    pads = [max(map(len, texts)) - len(text) for text in texts]
-    tokens = torch.tensor([[0] * pad + text for pad, text in zip(pads, texts, strict=True)])
+    tokens, mask = Text.padded([*map(torch.tensor, texts)], side="left")
     end = tokens.shape[1] + max_new_tokens
-    mask = None
-    if any(pads):
-        mask = to_device(torch.arange(end) >= torch.tensor(pads)[:, None], device)
+    if mask is not None:
+        mask = to_device(torch.cat([mask, mask.new_ones(len(mask), max_new_tokens)], 1), device)
     read = partial(_last_logits, model, KVCache(end), mask, prefill_chunk)
     tokens = to_device(tokens, device)
     return _steps(model, read, tokens, sampling, generators, stops, max_new_tokens)

@@ -1,39 +1,36 @@
-"""Checks of prompts, and tokens as lists."""
+"""Prompts as one text, and their checks."""
 
-from itertools import compress
+from dataclasses import replace
 
 from jaxtyping import Shaped
 from torch import Tensor
 
-from hooks.base import Texts
+from hooks.base import Text, Texts
 from models.checks import check_tokens, require
 from models.transformer import Transformer
 
 IN_TRAINING = "the model must be in evaluation mode; got training mode: call model.eval() first"
 
 
-def as_lists(
+def prompts_as_text(
     model: Transformer, prompts: Texts, attention_mask: Shaped[Tensor, "batch pos"] | None
-) -> list[list[int]]:
-    """The tokens of each prompt without padding.
+) -> Text:
+    """The prompts as one text, with the mask that was given beside them.
 
     Raises:
         ValueError: if a mask does not fit the prompts.
     """
-    tokens, own_mask = model.to_tokens(prompts)
-    check_tokens(tokens)
-    texts = tokens.tolist()
+    text = model.to_tokens(prompts)
+    check_tokens(text.tokens)
     if attention_mask is None:
-        attention_mask = own_mask
-    elif own_mask is not None:
+        return text
+    if text.attention_mask is not None:
         raise ValueError("prompts of unequal lengths have their own attention_mask; got another")
-    if attention_mask is None:
-        return texts
-    shape, real = (len(texts), *{len(text) for text in texts}), attention_mask.tolist()
+    shape, real = tuple(text.tokens.shape), attention_mask.tolist()
     if attention_mask.shape != shape or set().union(*real) - {0, 1}:
         rule = "attention_mask must be 1 at tokens and 0 at padding, with the shape of prompts"
         raise ValueError(f"{rule}, {shape}; got {tuple(attention_mask.shape)}: {real!r:.40}")
-    return [list(compress(*pair)) for pair in zip(texts, real, strict=True)]
+    return replace(text, attention_mask=attention_mask)
 
 
 def check_prompts(

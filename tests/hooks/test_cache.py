@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hooks import ActivationCache, CacheError, HookedRunner, HookError, HookPoint, UnknownNameError
 from hooks.lazy import LazyValues
-from interp.inputs.texts import text_of
+from interp.inputs.cached import text_of
 
 
 @pytest.fixture

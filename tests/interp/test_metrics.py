@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from hooks.base import columns_of_last
 from interp import accuracy, cross_entropy, kl_divergence, log_prob, logit_diff, rank
-from interp.inputs.token_positions import columns_of_last
 from interp.measuring import evaluate, last_of, measure
 
 BATCH, POS, VOCAB = 3, 5, 11

@@ -111,7 +111,7 @@ def test_answers_are_numbers_in_every_form(answers, expected):
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("at_once", [2048, 10])
 def test_the_pairs_that_a_model_gets_right(model, tokens, corrupted, side, at_once, monkeypatch):
-    monkeypatch.setattr("interp.inputs.pairs._TOKENS_AT_ONCE", at_once)
+    monkeypatch.setattr("interp.pairs.pairs._TOKENS_AT_ONCE", at_once)
     best = model(tokens)[:, -1].topk(2).indices
     answers = torch.where(torch.tensor([[1], [0], [1], [1]]) == 1, best, best.flip(1))
     (clean, mask), (other, _) = padded(tokens, 3, side), padded(corrupted, 3, side)

@@ -1,4 +1,4 @@
-"""Tokens that are given as text; and pairs of strings: their tokens, answers and spans, by a model's tokenizer."""
+"""Pairs of strings: their tokens, answers and spans, by a model's tokenizer."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -8,22 +8,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from hooks.base import Text, Texts, named_spans, writer_of
+from hooks.base import Text, Texts, named_spans
 from interp.inputs.texts import text_for
 from interp.inputs.token_positions import is_worded
 from interp.protocol import of
-
-
-def token_ids(model: nn.Module, tokens: Any) -> Any:
-    """Tokens with a number in place of each text, which must be one token of the model's tokenizer.
-
-    Raises:
-        ValueError: if a text is several tokens; it lists them.
-        TypeError: if the model cannot read text.
-    """
-    if isinstance(tokens, str):
-        return of(model, "to_id").to_id(tokens)
-    return [token_ids(model, part) for part in tokens] if is_worded(tokens) else tokens
 
 
 def tokens_of_pairs(
@@ -56,19 +44,6 @@ def tokens_of_pairs(
     else:
         columns = [named_spans(text, spans) for text in read]
     return read[0], read[1] if read[1:] else None, answers, columns[0], columns[-1]
-
-
-def words_of(model: nn.Module, *texts: Text) -> list[str] | None:
-    """The text of each column. Where texts differ there are two, as in "Mary|John", or none; None without a tokenizer."""
-    if (written := writer_of(model)) is None or any(text.tokens.ndim > 2 for text in texts):
-        return None
-    columns: list[dict[int, None]] = [{} for _ in range(texts[0].tokens.shape[1])]
-    for text in texts:
-        for row, kept in zip(text.tokens.tolist(), text.real.tolist(), strict=True):
-            for seen, token, is_real in zip(columns, row, kept, strict=False):
-                if is_real:
-                    seen[token] = None
-    return ["|".join(written([*seen])) if len(seen) < 3 else "" for seen in columns]
 
 
 def answer_positions(

@@ -28,12 +28,12 @@ from hooks.base import (
 )
 from interp import pictures
 from interp.inputs.copies import digests, numbered
-from interp.inputs.spans import Spans, aligned
 from interp.inputs.token_positions import Tokens, as_positions, is_worded, last_real, short
-from interp.inputs.wording import answer_positions, tokens_of_pairs
 from interp.kinds import require_made
 from interp.measuring import Metric, Writer, evaluate, in_words, last_of, metric_for
 from interp.metrics import accuracy, log_prob, logit_diff
+from interp.pairs.spans import Spans, aligned
+from interp.pairs.wording import answer_positions, tokens_of_pairs
 from interp.pictures import objects
 from interp.protocol import logits_of, runner_of
 
