@@ -1,10 +1,12 @@
-"""The one object of an attached model: the parts that analyses use besides its points, its texts, and the way back.
+"""The one object of an attached model: parts that analyses use, its texts, and the way back.
 
-An attachment keeps the settings of its call, and the modules, sizes and kernels of the model. A later call of `attach` with
-equal settings, on a model that still has these, returns the attachment. Any other call renews it.
+An attachment keeps the settings of its call, and the modules, sizes and kernels of the model. A
+later call of `attach` with equal settings, on a model that still has these, returns the attachment.
+Any other call renews it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -13,11 +15,10 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
-from hooks import HookedRunner, HookError, HookPoint, HookPoints
+from hooks import HookedRunner, HookPoint, HookPoints
 from hooks.base import (
     agree,
     carried,
-    hooks_of,
     is_fully_sharded,
     is_same,
     logits_rounding,
@@ -29,15 +30,15 @@ from hooks.base import (
 )
 from hooks.shared import PartPoint, Session, Wire, hooks_disabled, inside, is_listened_to
 from models.attached.context import CACHES, AttachedContext, repeatable_context
-from models.attached.forward import PaddedPositions
+from models.attached.forward import Forward, PaddedPositions
 from models.attached.original import (
+    HOOKED,
     base_of,
-    carry_changes,
     configs_of,
+    is_config,
     is_encoder_decoder,
     kernel_name,
     logits_of,
-    own_configs,
     parameters_of,
     sizes_of,
     table_of,
@@ -45,7 +46,7 @@ from models.attached.original import (
     uncached,
 )
 from models.attached.points import TOP, Blocks
-from models.attached.stacks import Stack, Tower, unembed_of
+from models.attached.stacks import Stack, Tower, absent_parts, unembed_of
 from models.attached.view import PlainView
 from models.attached.wires import restore_methods
 from models.checkpoints.huggingface import from_memory
@@ -62,19 +63,21 @@ _STEPS = ("context", "context_of", "input_resid", "run_block", "logits", "plain"
 class Attached(ReadsText):
     """A model with points, until `remove()` or the end of a `with`; see `attach`.
 
-    It reads texts for the model, and has the parts of `interp.protocol.LanguageModel`. The steps and sizes are there if some
-    blocks read a text alone. `unembed` is there if the modules after them, the final norm first, give the logits in sequence,
-    up to a factor and a soft cap. Weights by our names are there if `models.from_hf` knows the family; they are read anew at
-    each access.
+    It reads texts for the model, and has the parts of `interp.protocol.LanguageModel`. The steps
+    and sizes are there if some blocks read a text alone. `unembed` is there if the modules after
+    them, the final norm first, give the logits in sequence, up to a factor and a soft cap. Weights
+    by our names are there if `models.from_hf` knows the family; they are read anew at each access.
 
     Attributes:
         model: the model.
-        left_out: the usual points that the model, or some block, does not have, by the last parts of their names, and why.
-            Those of an encoder, a decoder or a tower begin with its name.
+        left_out: the usual points that the model, or some block, does not have, by the last parts
+            of their names, and why. Those of an encoder, a decoder or a tower begin with its name.
+        forward: the forward of `base` while it is attached.
         base: the model inside an adapter's wrapper; mostly the model itself.
         uncached: the arguments of a run whose keys nobody needs later.
-        needed: the arguments of every run: none or, for a model that runs only without a cache, `uncached`. Other models
-            get none, because some compute another mask from positions without a cache than with one.
+        needed: the arguments of every run: none or, for a model that runs only without a cache,
+            `uncached`. Other models get none, because some compute another mask from positions
+            without a cache than with one.
         config: the sizes.
         blocks: the model's own blocks that read a text.
         unembed: logits from a residual stream.
@@ -82,6 +85,7 @@ class Attached(ReadsText):
         settings: the settings of `attach`; None during it.
     """
 
+    forward: Forward
     blocks: nn.ModuleList
     unembed: Callable[[Float[Tensor, "batch pos d_model"]], Float[Tensor, "batch pos vocab"]]
 
@@ -97,18 +101,32 @@ class Attached(ReadsText):
         self._positions = PaddedPositions(self, "position_ids" in self._parameters)
         self._family = getattr(getattr(model, "config", None), "model_type", None)
         self._configs: dict[nn.Module, tuple[Any, Any]] = {}
-        self.settings: Settings | None = None
+        self.settings: AttachSettings | None = None
         self._n_withs = 0
 
-    def read_through(self, stack: Stack) -> None:
-        """Takes a stack of blocks for those that read the texts."""
+    def take_over(self) -> None:
+        """Give modules configs that ask for attention with points, and make the new forward."""
+        self._configs = _own_configs(self.model)
+        self.forward = Forward(self.base)
+
+    def read_through(self, stacks: Sequence[Stack]) -> None:
+        """Take the first stack as the blocks of the texts, and let the model read texts."""
+        self.left_out |= absent_parts(self.model, stacks)
+        text = stacks[0]
+        if text.texts is not None:
+            self._read_text_through(text)
+        self.forward.prepare = self.with_positions
+        vars(self.model).update(language_parts=self, prepare_inputs=self.prepare_inputs)
+
+    def _read_text_through(self, stack: Stack) -> None:
         probe, chain = stack.probe, stack.chain
         assert probe.logits is not None
         self.blocks = nn.ModuleList(call.module for call in chain)
         self.layouts = stack.layouts
         cap = 0.0
         if (unembed := unembed_of(self.model, probe, chain[-1])) is not None:
-            self.unembed, cap = unembed, unembed.cap
+            self.unembed = unembed
+            cap = unembed.cap
         d_model = chain[0].inputs[0].shape[-1]
         self.config = sizes_of(self.model, probe.logits.shape[-1], len(chain), d_model, cap)
 
@@ -118,7 +136,10 @@ class Attached(ReadsText):
         return f"Attached({type(self.model).__name__}, {points} points{left_out})"
 
     def remove(self) -> None:
-        """Takes everything out of the model again, also if it was attached anew since. A second call does nothing."""
+        """Take everything out of the model again, also if it was attached anew since.
+
+        A second call does nothing.
+        """
         current: Attached = carried(self.model, "language_parts") or self
         current.restore_configs()
         detach(self.model)
@@ -136,16 +157,12 @@ class Attached(ReadsText):
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_n_withs": 0}  # a copy is in no `with`
 
-    def own_configs(self) -> None:
-        """Gives modules configs of their own, which ask for attention with points."""
-        self._configs = own_configs(self.model)
-
     def restore_configs(self) -> None:
-        """Gives modules the configs that they had, with the changes that these have had since."""
+        """Give modules the configs that they had, with the changes that these have had since."""
         done = set[int]()
         for module, (config, before) in self._configs.items():
             if id(config) not in done:
-                carry_changes(module.config, before, config)
+                _carry_changes(module.config, before, config)
             done.add(id(config))
             module.config = config
         self._configs = {}
@@ -164,7 +181,10 @@ class Attached(ReadsText):
         return self.base(**{self._reads: tokens, **self.uncached, **arguments})
 
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        """The arguments of `forward` with tokens and mask in place of texts, and tensors on the model's device."""
+        """Return the arguments of `forward`, with tokens and mask in place of texts.
+
+        Tensors are put on the model's device.
+        """
         named = self._named(args, kwargs)
         texts = named.get(self._reads)
         if isinstance(texts, Mapping) and "attention_mask" not in named:
@@ -189,7 +209,7 @@ class Attached(ReadsText):
         return ((tokens, *args[1:]), kwargs) if args else (args, {**kwargs, self._reads: tokens})
 
     def with_positions(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        """The arguments of `forward` with tokens, mask and positions; with a cache, those of the new tokens.
+        """Return the arguments of `forward` with tokens, mask and positions of the new tokens.
 
         Positions that the caller gives stay.
 
@@ -208,7 +228,10 @@ class Attached(ReadsText):
         return args, kwargs | {name: value[:, -new.shape[1] :] for name, value in positions.items()}
 
     def _copies_text(self, named: Mapping[str, Any]) -> bool:
-        """Whether a run gives the decoder no text of its own. Labels [batch, pos] are a text; labels of classes are not."""
+        """Return whether a run gives the decoder no text of its own.
+
+        Labels [batch, pos] are a text; labels of classes are not.
+        """
         if "decoder_input_ids" not in self._parameters:
             return False
         texts = [
@@ -224,16 +247,19 @@ class Attached(ReadsText):
         return None if device.type == "meta" else device  # weights may be kept elsewhere
 
     def positions_of(self, mask: Shaped[Tensor, "batch pos"]) -> dict[str, Tensor]:
-        """Positions for texts with padding before a token, for a model that takes them; see `PaddedPositions.of`."""
+        """Positions for texts with padding before a token, for a model that takes them.
+
+        See `PaddedPositions.of`.
+        """
         return self._positions.of(mask)
 
     @cached_property
     @without_gradients
     def is_causal(self) -> bool:
-        """Whether the logits at a position do not depend on later tokens.
+        """Return whether the logits at a position do not depend on later tokens.
 
-        Models that are not asked for logits at each position count as causal, and so do decoders that
-        an encoder feeds.
+        Models that are not asked for logits at each position count as causal, and so do decoders
+        that an encoder feeds.
         """
         if is_encoder_decoder(self.model) or table_of(self.model) is None:
             return True
@@ -263,7 +289,7 @@ class Attached(ReadsText):
 
     @property
     def pad_token(self) -> int:
-        """The token of padding: of the config, whose classifiers look for it, or else of the tokenizer, or 0."""
+        """The token of padding: of the config, which classifiers look for, or of the tokenizer."""
         config = getattr(self.model, "config", None)
         named = [config, getattr(config, "get_text_config", lambda: None)(), self._tokenizer]
         table = table_of(self.model)
@@ -275,13 +301,16 @@ class Attached(ReadsText):
         return 0
 
     def context(self, tokens: Int[Tensor, "batch pos"], **arguments: Any) -> AttachedContext:
-        """The context of a run, which blocks read besides the residual stream: the arguments of the model."""
+        """Return the context of a run, which blocks read besides the stream: its arguments."""
         return AttachedContext(arguments)
 
     def context_of(
         self, calls: Sequence[Any], model_arguments: dict[str, Any]
     ) -> AttachedContext | None:
-        """The context of a run, from how it called the blocks; None if they cannot be called again."""
+        """The context of a run, from how it called the blocks.
+
+        It is None if they cannot be called again.
+        """
         return repeatable_context(list(self.blocks), calls, model_arguments)
 
     def input_resid(
@@ -299,7 +328,10 @@ class Attached(ReadsText):
     def run_block(
         self, layer: int, resid: Float[Tensor, "batch pos d_model"], context: AttachedContext
     ) -> Float[Tensor, "batch pos d_model"]:
-        """The residual stream leaving a block, from the one entering it. The context is from `context_of`."""
+        """The residual stream leaving a block, from the one entering it.
+
+        The context is from `context_of`.
+        """
         return next(tensors_in(self.blocks[layer](resid, **context.arguments(layer))))
 
     def logits(
@@ -312,7 +344,9 @@ class Attached(ReadsText):
         return self.unembed(resid[:, -last:])
 
     def plain(self) -> Transformer | PlainView:
-        """The model as a plain transformer, which shares its memory where layouts are the same; or as a `PlainView`.
+        """Return the model as a plain transformer, or as a `PlainView`.
+
+        A plain transformer shares the model's memory where layouts are the same.
 
         Raises:
             ValueError: as for `models.from_hf` or `PlainView`.
@@ -324,7 +358,7 @@ class Attached(ReadsText):
         return made
 
     def has(self, part: str) -> bool:
-        """Whether there is a part of `LanguageModel`. To read a weight takes long."""
+        """Return whether there is a part of `LanguageModel`. To read a weight takes long."""
         if part.startswith(("W_", "b_")):
             return self._family in FAMILIES and hasattr(BlockWeights, part)
         return hasattr(self, "blocks" if part in _STEPS else part)
@@ -336,7 +370,9 @@ class Attached(ReadsText):
 
 
 def detach(model: nn.Module) -> None:
-    """Takes all points out of a model, also out of a copy of an attached one. A model without points stays as it is.
+    """Take all points out of a model, also out of a copy of an attached one.
+
+    A model without points stays as it is.
 
     >>> import copy
     >>> import torch
@@ -370,15 +406,57 @@ def detach(model: nn.Module) -> None:
 
 
 class _Reached(BaseException):
-    """Ends a run at the first block, and holds the stream. `except Exception` in the model does not catch it."""
+    """Ends a run at the first block, and holds the stream.
+
+    `except Exception` in the model does not catch it.
+    """
 
 
 def _stop(args: Any, kwargs: Any) -> None:
     raise _Reached(next(iter((*args, *kwargs.values()))))
 
 
+def _own_configs(model: nn.Module) -> dict[nn.Module, tuple[Any, Any]]:
+    """Give every module of the model a copy of its config that asks for `hooked_attention`.
+
+    Returns:
+        The config that each module had, and another copy of it.
+    """
+    had = configs_of(model)
+    copies = dict[int, Any]()
+    kept = dict[int, Any]()
+    before = {module: (config, deepcopy(config, kept)) for module, config in had.items()}
+    for module, config in had.items():
+        module.config = copied = deepcopy(config, copies)
+        copied._attn_implementation_internal = HOOKED + kernel_name(config)
+    return before
+
+
+def _carry_changes(changed: Any, before: Any, config: Any) -> None:
+    """Make the changes in `config` that a module's own copy has had since it was equal to `before`."""
+    for name, value in vars(changed).items():
+        if name == "_attn_implementation_internal":
+            is_set = not str(value).startswith(HOOKED)
+            if is_set and kernel_name(changed) != kernel_name(before):
+                setattr(config, name, value)
+            continue
+        old, new = vars(before).get(name), vars(config).get(name)
+        if is_config(value) and is_config(old) and is_config(new):
+            _carry_changes(value, old, new)
+        elif name not in vars(before) or not _same(value, old):
+            setattr(config, name, value)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Return whether two values of configs are equal.
+
+    Configs inside them count by what they hold.
+    """
+    return repr(one) == repr(other)
+
+
 @dataclass(eq=False)
-class Settings:
+class AttachSettings:
     """Settings of a call of `attach`, and the model that it saw.
 
     Attributes:
@@ -402,7 +480,7 @@ class Settings:
         self.shapes = _shapes(model)
         self.kernels = _kernels(model)
 
-    def hold_for(self, other: "Settings", model: nn.Module) -> bool:
+    def hold_for(self, other: "AttachSettings", model: nn.Module) -> bool:
         """Return whether other settings are equal, and the model is as it was at attach."""
         names = ("blocks", "attn", "mlp")
         if any(getattr(self, name) != getattr(other, name) for name in names):
@@ -412,41 +490,6 @@ class Settings:
         if self.modules != _modules(model) or self.shapes != _shapes(model):
             return False
         return self.kernels == _kernels(model)
-
-
-def require_one_attachment(model: nn.Module) -> None:
-    """Refuse a model of which a part, or a model around it, is attached.
-
-    Raises:
-        ValueError: if there is another attachment; it says what to detach.
-    """
-    if carried(model, "language_parts") is not None:
-        return
-    for name, module in model.named_modules():
-        if carried(module, "language_parts") is not None:
-            raise ValueError(
-                f"no part of the model must be attached already; {name} is: detach(model.{name})"
-            )
-        if carried(module, "hook_points") is not None:
-            raise ValueError(
-                "a model must not be part of one that is attached already: detach the whole one, "
-                f"whose points are in {name or 'it'}"
-            )
-
-
-def require_no_hooks(model: nn.Module) -> None:
-    """Refuse hooks on points, which would be lost if the points were made anew.
-
-    Raises:
-        HookError: if a point has a hook.
-    """
-    for name, module in model.named_modules():
-        is_point = isinstance(module, HookPoint | HookPoints | Blocks | Tower)
-        if is_point and hooks_of(module):
-            raise HookError(
-                f"points must have no hooks when attach makes them anew; got a hook at {name}: "
-                "leave its with or remove its handle (HookedRunner(model).handles), then attach"
-            )
 
 
 def _modules(model: nn.Module) -> dict[str, nn.Module]:

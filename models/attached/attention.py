@@ -1,17 +1,22 @@
-"""Attention of an attached model, which passes queries, keys, values, scores, pattern and z through points.
+"""Attention of an attached model, which passes its values through points.
 
-1. Most modules call an attention function of `transformers`, which is replaced by `hooked_attention`. The model's own kernel
-   computes z while nobody listens at `scores` or `pattern` (`AttentionPoints`).
-2. A module may compute attention by code of its own. While somebody listens at a point of it, its forward runs under a mode
-   that sees PyTorch's functions (`TracedPoints`).
-3. There the first product of batches of matrices is of queries and keys, the softmax gives the pattern, the second
-   product is of pattern and values. `F.scaled_dot_product_attention` is all three.
-4. Each value goes to its point with the point's axes; the result of the point goes on in the module's own layout.
-5. The module may scale the product later, and add to it. `slope_of` finds the scale, once, at attach.
+1. Most modules call an attention function of `transformers`, which is replaced by
+   `hooked_attention`. The model's own kernel computes z while nobody listens at `scores` or
+   `pattern` (`AttentionPoints`).
+2. A module may compute attention by code of its own. While somebody listens at a point of it, its
+   forward runs under a mode that sees PyTorch's functions (`TracedPoints`).
+3. There the first product of batches of matrices is of queries and keys, the softmax gives the
+   pattern, the second product is of pattern and values. `F.scaled_dot_product_attention` is all
+   three.
+4. Each value goes to its point with the point's axes; the result of the point goes on in the
+   module's own layout.
+5. The module may scale the product later, and add to it. `slope_of` finds the scale, once, at
+   attach.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,7 +48,7 @@ Heads = Float[Tensor, "batch head query d_head"]
 
 
 def register(kernels: Iterable[str]) -> None:
-    """Tells `transformers` of this function, under a name of its own for each of the models' kernels.
+    """Tell `transformers` of this function, under a name of its own for each of the models' kernels.
 
     Raises:
         ImportError: if `transformers` is missing, or older than 5.6.
@@ -72,11 +77,42 @@ def hooked_attention(
     return points.attend(module, query, key, value, attention_mask, **kwargs)
 
 
+@dataclass(frozen=True)
+class KernelOptions:
+    """The arguments of an attention function of `transformers` that change its numbers.
+
+    Attributes:
+        is_causal: whether queries see no later keys if there is no mask.
+        scaling: the factor of q·k; None is one over the root of d_head.
+        dropout: the share of the pattern that training drops.
+        softcap: the bound of the scores; None without one.
+        s_aux: the score of the sink of each head, [head]; None without sinks (gpt-oss).
+        position_bias: added to the scores; None without one.
+    """
+
+    is_causal: bool
+    scaling: float | None = None
+    dropout: float = 0.0
+    softcap: float | None = None
+    s_aux: Tensor | None = None
+    position_bias: Tensor | None = None
+
+    @classmethod
+    def of(cls, module: nn.Module, kwargs: Mapping[str, Any]) -> "KernelOptions":
+        """Return the options among the arguments that a module gives its attention function."""
+        names = ("scaling", "dropout", "softcap", "s_aux", "position_bias")
+        known = {name: kwargs[name] for name in names if name in kwargs}
+        is_causal = kwargs.get("is_causal")
+        is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        return cls(is_causal, **known)
+
+
 class AttentionPoints(HookPoints):
     """The points of one attention module.
 
-    While nobody listens at `scores` or `pattern`, the model's own kernel computes z. Kernels other than
-    eager and sdpa may have rules of their own beside the mask, so there these two are left out.
+    While nobody listens at `scores` or `pattern`, the model's own kernel computes z. Kernels other
+    than eager and sdpa may have rules of their own beside the mask, so there these two are left
+    out.
 
     Args:
         module: the attention module.
@@ -108,7 +144,10 @@ class AttentionPoints(HookPoints):
         self.z = HookPoint("batch pos head d_head", "pattern·v, before the output projection")
 
     def plain(self, argument: Any) -> Any:
-        """The part that a later run of the module needs of a cache of keys and values; see `past_of`."""
+        """The part that a later run of the module needs of a cache of keys and values.
+
+        See `past_of`.
+        """
         return past_of(argument, number_of(self.module))
 
     def attend(
@@ -133,7 +172,8 @@ class AttentionPoints(HookPoints):
 
     def cached(self, key: Keys, n_pos: int) -> tuple[Any, Any, range]:
         """The cache of this call, its part that holds these keys, and the places of those of the `n_pos` new positions."""
-        cache, layer = take_cache(), number_of(self.module)
+        cache = take_cache()
+        layer = number_of(self.module)
         held = None if isinstance(cache, AttachedPast) else cached_layer(cache, layer)
         start = first_new(key, n_pos, cache, layer)
         return cache, held, range(start, start + n_pos)
@@ -143,56 +183,40 @@ class AttentionPoints(HookPoints):
 
     @FusedUnlessHooked("scores", "pattern", fused=_fused)
     def _mix(
-        self,
-        module: nn.Module,
-        query: Heads,
-        key: Keys,
-        value: Keys,
-        mask: Any,
-        /,
-        *,
-        scaling: float | None = None,
-        dropout: float = 0.0,
-        softcap: float | None = None,
-        s_aux: Tensor | None = None,
-        position_bias: Tensor | None = None,
-        is_causal: bool | None = None,
-        **others: Any,
+        self, module: nn.Module, query: Heads, key: Keys, value: Keys, mask: Any, /, **kwargs: Any
     ) -> tuple[Tensor, Any]:
-        """The operations of the eager kernels, in their order, so that numbers are the same."""
+        """Return z and the pattern.
+
+        These are the operations of the eager kernels, in their order, so that numbers are the same.
+        """
         require_room_for_scores(query, key)
+        options = KernelOptions.of(module, kwargs)
         groups = query.shape[1] // key.shape[1]
         key, value = (_repeated(part, groups) for part in (key, value))
-        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        scaling = query.shape[-1] ** -0.5 if options.scaling is None else options.scaling
         computed = torch.matmul(query, key.transpose(2, 3)) * scaling
         scores = fire(self.scores, computed)
-        masked = scores if softcap is None else torch.tanh(scores / softcap) * softcap
-        if scores is not computed:
-            # The cap would make a key that an edit has set to -inf visible again.
-            masked = masked.masked_fill(torch.isneginf(scores), -torch.inf)
-        if mask is None:
-            causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-            mask = _causal(masked) if causal and query.shape[2] > 1 else None
-        masked = masked if position_bias is None else masked + position_bias
-        masked = _masked(masked, mask)
-        without_keys = None if scores is computed else queries_without_keys(scores, masked)
+        is_edited = scores is not computed
+        masked = _masked_scores(scores, mask, options, is_edited)
+        without_keys = queries_without_keys(scores, masked) if is_edited else None
         if without_keys is not None:
             masked = masked.masked_fill(without_keys, 0)
-        if s_aux is None:
+        if options.s_aux is None:
             pattern = F.softmax(masked, -1, dtype=wide_dtype(masked.dtype)).to(query.dtype)
         else:
-            pattern = _softmax_with_sink(masked, s_aux)
+            pattern = _softmax_with_sink(masked, options.s_aux)
         if without_keys is not None:
             pattern = pattern.masked_fill(without_keys, 0)
         pattern = fire(self.pattern, pattern)
-        weights = F.dropout(pattern, dropout, module.training).to(value.dtype)
+        weights = F.dropout(pattern, options.dropout, module.training).to(value.dtype)
         return torch.matmul(weights, value).transpose(1, 2).contiguous(), pattern
 
 
 class CrossPoints(AttentionPoints):
     """The points of attention to an encoder, whose keys are along an axis `encoder_pos`: the encoder's positions, padding included.
 
-    A cache keeps its keys as the encoder gave them, so an edit acts in each step of a generation anew.
+    A cache keeps its keys as the encoder gave them, so an edit acts in each step of a generation
+    anew.
     """
 
     keys = "encoder_pos", "encoder_pos"
@@ -208,8 +232,8 @@ def queries_without_keys(
 ) -> Bool[Tensor, "batch head query 1"]:
     """Return the queries for which edits of the scores left no key that the mask lets them see.
 
-    Softmax would give NaN there or, because the kernels mask with the lowest finite number, attend to
-    masked keys. These queries attend to nothing instead, as in a plain transformer.
+    Softmax would give NaN there or, because the kernels mask with the lowest finite number, attend
+    to masked keys. These queries attend to nothing instead, as in a plain transformer.
 
     Args:
         scores: edited scores. Edits set keys to -inf, as `edits.knockout` does.
@@ -225,17 +249,32 @@ def _repeated(part: Tensor, groups: int) -> Tensor:
 
 
 def _causal(scores: Tensor) -> Tensor:
-    # Where there is no mask, queries and keys begin at the same position; more keys are free places.
+    # Where there is no mask, queries and keys begin at the same position; more keys are free
+    # places.
     return torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
 
 
-def _masked(scores: Tensor, mask: Tensor | None) -> Tensor:
+def _masked_scores(
+    scores: Float[Tensor, "batch head query key"],
+    mask: Any,
+    options: KernelOptions,
+    is_edited: bool,
+) -> Float[Tensor, "batch head query key"]:
+    """Return the scores with the cap, the bias and the mask."""
+    softcap, bias = options.softcap, options.position_bias
+    masked = scores if softcap is None else torch.tanh(scores / softcap) * softcap
+    if is_edited:
+        # The cap would make a key that an edit has set to -inf visible again.
+        masked = masked.masked_fill(torch.isneginf(scores), -torch.inf)
+    if mask is None and options.is_causal and scores.shape[-2] > 1:
+        mask = _causal(masked)
+    masked = masked if bias is None else masked + bias
     if mask is None:
-        return scores
+        return masked
     if mask.dtype == torch.bool:
         # A row without keys becomes uniform, as in the eager kernels.
-        return scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    return scores + mask
+        return masked.masked_fill(~mask, torch.finfo(masked.dtype).min)
+    return masked + mask
 
 
 def _softmax_with_sink(scores: Tensor, sink: Tensor) -> Tensor:
@@ -257,7 +296,8 @@ class TracedPoints(AttentionPoints):
         module: the attention module.
 
     Attributes:
-        scale: what the module multiplies the product of queries and keys with; NaN where it makes none.
+        scale: what the module multiplies the product of queries and keys with; NaN where it makes
+            none.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -355,9 +395,11 @@ class _Passing(TorchFunctionMode):
         if not points.scale or math.isnan(points.scale):
             raise _changed(points)
         *added, query, key = (*args, *(kwargs.pop(n) for n in OPERANDS if n in kwargs))
-        self._cache, self._number = take_cache(), number_of(points.module)
+        self._cache = take_cache()
+        self._number = number_of(points.module)
         if isinstance(points, CrossPoints):
-            self._cache, self._new = None, range(key.shape[-1])
+            self._cache = None
+            self._new = range(key.shape[-1])
         self._held = cached_layer(self._cache, self._number)
         query = self._by_position(points.q, query)
         key = self._passed(points.k, "keys", key.mT).mT
@@ -421,7 +463,8 @@ class _Passing(TorchFunctionMode):
         return value if new is shown else torch.cat([new, free], -1).reshape(value.shape)
 
     def _passed(self, point: HookPoint, name: str, operand: Tensor) -> Tensor:
-        keys, held = self._by_head(operand), getattr(self._held, name, None)
+        keys = self._by_head(operand)
+        held = getattr(self._held, name, None)
         if isinstance(held, Tensor) and held.shape == keys.shape and held.dtype != keys.dtype:
             keys = held  # the operand is a copy in another precision
         if self._new is None:  # not yet for values, of which the cache's keys are no part
@@ -440,7 +483,10 @@ def _fused(
 
 
 def slope_of(forward: Callable[..., Any], args: Any, kwargs: Any) -> float:
-    """The factor that a module's forward puts on the product of queries and keys; NaN if that is not one number."""
+    """The factor that a module's forward puts on the product of queries and keys.
+
+    NaN if that is not one number.
+    """
     try:
         with torch.enable_grad(), _Slope():
             forward(*args, **kwargs)
@@ -468,7 +514,8 @@ class _Slope(TorchFunctionMode):
         Raises:
             _SoftmaxReached: at the softmax, with the derivative if it is one number.
         """
-        output, kind = func(*args, **(kwargs or {})), kind_of(func, args, kwargs)
+        output = func(*args, **(kwargs or {}))
+        kind = kind_of(func, args, kwargs)
         if kind == "product" and self._product is None:
             self._product = at_least_float32(output.detach()).requires_grad_()
             return self._product.clone()

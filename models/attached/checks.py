@@ -1,18 +1,21 @@
-"""Checks of the points of an attached model, by runs on a few tokens. A point that breaks its promise is taken out again.
+"""Checks of the points of an attached model. A point that breaks its promise is taken out again.
 
-1. Attention by code of its own: pattern, scores and z are what their names say, also after edits (`Checks.traced`).
-2. Streams: an edit of `resid_mid` reaches what comes after (`Checks.streams`).
-3. Mixers other than attention: positions mix, or it is an MLP (`Checks.mixers`).
-4. Experts: their parts add up, and edits of the router act (`Checks.experts`).
-5. Attention through the library: with everything listened at, the logits are the model's (`Checks.attention`).
-6. Each usual point that is not there gets a reason (`reasons_of_missing_points`).
+Each check is a run on a few tokens:
+
+1. Attention by code of its own: pattern, scores and z are what their names say, also after edits
+   (`_check_own_attention`).
+2. Streams: an edit of `resid_mid` reaches what comes after (`_check_streams`).
+3. Mixers other than attention: positions mix, or it is an MLP (`_check_mixers`).
+4. Experts: their parts add up, and edits of the router act (`_check_experts`).
+5. Attention through the library: with everything listened at, the logits are the model's
+   (`_check_attention`).
+6. Each usual point that is not there gets a reason (`_reasons_of_missing_points`).
 """
 
 import contextlib
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,207 +36,126 @@ from hooks.base import (
 from hooks.shared import Session
 from models.attached.attention import AttentionPoints, TracedPoints
 from models.attached.experts import Experts
-from models.attached.layout import BlockLayout
-from models.attached.original import AttachError, logits_of
+from models.attached.original import AttachError, logits_of, reading
 from models.attached.points import MLP_OUT, TOP, Wiring
 from models.attached.probe import arguments_of
-from models.attached.stacks import Stack
 from models.mode import mode
 
 
-def rolled(value: Tensor, point: object) -> Tensor:
-    """An edit by which all numbers along the last axis move on by one."""
+def check_points(wiring: Wiring) -> dict[str, str]:
+    """Check the points of one stack, and take out the ones that break their promise.
+
+    Args:
+        wiring: the points of the stack, with their hooks.
+
+    Returns:
+        The reason for each usual point that the stack, or some block of it, does not have, by its
+            name.
+
+    Raises:
+        AttachError: if hooks change the logits.
+    """
+    stack = wiring.stack
+    with reading(wiring.model, stack.path):
+        _check_own_attention(wiring)
+        _check_streams(wiring)
+        _check_mixers(wiring)
+        _check_experts(wiring)
+        _check_attention(wiring)
+    reasons = stack.left_out | _reasons_of_missing_points(wiring)
+    return {stack.prefix + name: why for name, why in reasons.items()}
+
+
+def _check_own_attention(wiring: Wiring) -> None:
+    """Leave out the points of attention by code of its own that break their promises."""
+    traced = [
+        (block, name, points)
+        for block in wiring.blocks
+        for name, points in block.named_children()
+        if isinstance(points, TracedPoints)
+    ]
+    if not traced:
+        return
+    arguments = _arguments_of(wiring, [points.module for _, _, points in traced])
+    for block, name, points in traced:
+        try:
+            with torch.inference_mode(False):
+                problem = _problem_of(points.module, *arguments[points.module])
+        except Exception as error:  # tensors in another layout may raise any error
+            problem = str(error)
+        if problem:
+            wiring.drop_attention(block, name)
+            wiring.stack.left_out[name] = f"{type(points.module).__name__}: {problem}"
+
+
+def _check_streams(wiring: Wiring) -> None:
+    """Leave out `resid_mid` where the stream goes on from a copy, which an edit does not reach."""
+    layouts = wiring.stack.layouts
+    shared = [n for n, layout in enumerate(layouts) if layout.mid_in is not None]
+    if not shared:
+        return
+    parts = ("resid_mid", "mlp_out", "resid_post")
+    if layouts[shared[0]].cross is not None:
+        parts = ("resid_mid", "cross_out", "resid_mid_cross")
+    hooks = {wiring.name_of(n, "resid_mid"): _rolled for n in shared}
+    names = [wiring.name_of(n, part) for n in shared for part in parts]
+    _, cache = _run(wiring, names, hooks)
+    for n in shared:
+        mid, added, post = (cache[wiring.name_of(n, part)] for part in parts)
+        if not is_close(mid + added, post, mid, added):
+            wiring.drop(wiring.blocks[n], "resid_mid")
+            wiring.stack.left_out["resid_mid"] = "the stream goes on from a copy of it"
+
+
+def _rolled(value: Tensor, point: object) -> Tensor:
+    """Move all numbers along the last axis on by one: an edit that keeps their sizes."""
     return value.roll(1, -1)
 
 
-@dataclass(eq=False)
-class Checks:
-    """Checks of one stack.
+def _check_mixers(wiring: Wiring) -> None:
+    """Rename `mixer_out` where positions do not mix: that is an MLP in a block of its own."""
+    layouts = wiring.stack.layouts
+    unknown = [n for n, layout in enumerate(layouts) if layout.mixer_out is not None]
+    for find_mixing in (_mixing_by_slopes, _mixing_by_values):
+        if unknown:
+            mixing = find_mixing(wiring, unknown)
+            unknown = [n for n in unknown if n not in mixing]
+    for n in unknown:
+        block = wiring.blocks[n]
+        layout = layouts[n]
+        block.mlp_out = block.mixer_out
+        layout.mlp_out = layout.mixer_out
+        block.mlp_out.meaning = MLP_OUT
+        layout.mixer_out = None
+        del block.mixer_out
 
-    Attributes:
-        model: the model, with its points.
-        wiring: takes points out.
-        stack: the stack, which gets what was left out, and why.
+
+def _mixing_by_slopes(wiring: Wiring, blocks: Sequence[int]) -> set[int]:
+    """Return the blocks whose mixers show a derivative of later positions by the first.
+
+    Without mixing, this derivative is a sum of products with 0, and rounding cannot change that. So
+    any other number shows mixing, in any precision.
     """
+    entering = dict[int, Tensor]()
+    leaving = dict[int, Tensor]()
 
-    model: Any
-    wiring: Wiring
-    stack: Stack
+    def begin(n: int, stream: Tensor) -> Tensor:
+        entering[n] = stream.detach().requires_grad_()
+        return entering[n].clone()
 
-    def __call__(self) -> None:
-        """Make all checks of its blocks.
-
-        Raises:
-            ValueError: if hooks change the logits, which are `reference` without points.
-        """
-        layouts = self.stack.layouts
-        self.traced()
-        self.streams(layouts)
-        self.mixers(layouts)
-        self.experts(layouts)
-        self.attention(self.stack.probe.reference)
-
-    def traced(self) -> None:
-        """Leaves out the points of attention by code of its own where they would not hold what they promise."""
-        traced = [
-            (n, name, points)
-            for n, block in enumerate(self._blocks)
-            for name, points in block.named_children()
-            if isinstance(points, TracedPoints)
-        ]
-        if not traced:
-            return
-        calls = self._calls([points.module for _, _, points in traced])
-        for n, name, points in traced:
-            try:
-                with torch.inference_mode(False):
-                    problem = problem_of(points.module, *calls[points.module])
-            except Exception as error:  # whatever another layout of its tensors leads to
-                problem = str(error)
-            if problem:
-                self.wiring.drop_attention(self._blocks[n], name)
-                self.left_out[name] = f"{type(points.module).__name__}: {problem}"
-
-    def _calls(self, modules: Sequence[nn.Module]) -> dict[nn.Module, tuple[Any, Any]]:
-        """The arguments of modules in a run of a few tokens."""
-        run = partial(self.stack.probe.example.logits, self.model)
-        with torch.inference_mode(False):
-            return arguments_of(modules, run)
-
-    @property
-    def _blocks(self) -> Any:
-        return self.wiring.owner.blocks
-
-    @property
-    def left_out(self) -> dict[str, str]:
-        """What was taken out, and why."""
-        return self.stack.left_out
-
-    def _point(self, n: int, name: str) -> str:
-        return f"{self.stack.prefix}blocks.{n}.{name}"
-
-    def streams(self, layouts: Sequence[BlockLayout]) -> None:
-        """Leaves out `resid_mid` where the stream goes on from a copy, which an edit does not reach."""
-        shared = [n for n, layout in enumerate(layouts) if layout.mid_in is not None]
-        if not shared:
-            return
-        parts = ("resid_mid", "mlp_out", "resid_post")
-        if layouts[shared[0]].cross is not None:
-            parts = ("resid_mid", "cross_out", "resid_mid_cross")
-        hooks = {self._point(n, "resid_mid"): rolled for n in shared}
-        names = [self._point(n, part) for n in shared for part in parts]
-        _, cache = self._run(names, hooks)
-        for n in shared:
-            mid, added, post = (cache[self._point(n, part)] for part in parts)
-            if not is_close(mid + added, post, mid, added):
-                self.wiring.drop(self._blocks[n], "resid_mid")
-                self.left_out["resid_mid"] = "the stream goes on from a copy of it"
-
-    def mixers(self, layouts: Sequence[BlockLayout]) -> None:
-        """Renames `mixer_out` where a position gets nothing from another: that is an MLP in a block of its own."""
-        unknown = [n for n, layout in enumerate(layouts) if layout.mixer_out is not None]
-        for find_mixing in (self._mixing_by_slopes, self._mixing_by_values):
-            if unknown:
-                mixing = find_mixing(unknown)
-                unknown = [n for n in unknown if n not in mixing]
-        for n in unknown:
-            block, layout = self._blocks[n], layouts[n]
-            block.mlp_out, layout.mlp_out = block.mixer_out, layout.mixer_out
-            block.mlp_out.meaning, layout.mixer_out = MLP_OUT, None
-            del block.mixer_out
-
-    def _mixing_by_slopes(self, blocks: Sequence[int]) -> set[int]:
-        """The blocks whose mixers show a derivative of later positions by the first.
-
-        Without mixing, this derivative is a sum of products with 0, and rounding cannot change that. So any other number
-        shows mixing, in any precision.
-        """
-        entering, leaving = dict[int, Tensor](), dict[int, Tensor]()
-
-        def begin(n: int, stream: Tensor) -> Tensor:
-            entering[n] = stream.detach().requires_grad_()
-            return entering[n].clone()
-
-        example = self.stack.probe.example
-        with contextlib.suppress(Exception), Session() as session:  # code without derivatives
-            for n in blocks:
-                session.after(self._blocks[n].resid_pre, partial(begin, n))
-                session.after(self._blocks[n].mixer_out, partial(leaving.__setitem__, n))
-            with mode(self.model, training=False), torch.inference_mode(False), torch.enable_grad():
-                example.run(self.model)
-        return {n for n in leaving if _reaches(entering[n], leaving[n])}
-
-    def _mixing_by_values(self, blocks: Sequence[int]) -> set[int]:
-        """The blocks whose mixers change later positions by more than rounding if the first one changes.
-
-        Rounding alone changes some of them: an expert multiplies all its positions at once, and the first one may go to
-        another expert.
-        """
-
-        streams = {n: self._point(n, "resid_pre") for n in blocks}
-        added = {n: self._point(n, "mixer_out") for n in blocks}
-        _, before = self._run([*streams.values(), *added.values()])
-
-        def first_changed(stream: Tensor, value: Tensor, point: object) -> Tensor:
-            return torch.cat([stream[:, :1].roll(1, -1), stream[:, 1:]], 1)
-
-        # Each block reads its stream of the first run, so that blocks do not change one another.
-        hooks = {name: partial(first_changed, before[name]) for name in streams.values()}
-        _, after = self._run([*added.values()], hooks)
-        return {
-            n for n, name in added.items() if not agree(after[name][:, 1:], before[name][:, 1:])
-        }
-
-    def experts(self, layouts: Sequence[BlockLayout]) -> None:
-        """Leaves out points of experts whose values do not add up, or whose edits do not act."""
-        mixtures = {n: layout.experts for n, layout in enumerate(layouts) if layout.experts}
-        wrong = unequal(mixtures, self._run, self._calls), inert(mixtures, self._run)
-        for n, name, why in itertools.chain(*wrong):
-            self.wiring.drop(self._blocks[n].mlp, name)
-            self.left_out[f"mlp.{name}"] = why
-
-    def attention(self, reference: Tensor) -> None:
-        """Leaves out `scores` and `pattern` where attention has terms that `AttentionPoints` lacks.
-
-        Raises:
-            ValueError: if the logits differ without these points too.
-        """
-        attention = [p for p in self._blocks.modules() if isinstance(p, AttentionPoints)]
-        attention = [points for points in attention if hasattr(points, "scores")]
-        calls = self._calls([points.module for points in attention])
-        has_others = {points: _has_other_terms(points, calls) for points in attention}
-        wrong = [points for points in attention if has_others[points]]
-        is_decided = reference.dtype in HALF and None not in has_others.values()
-        if not (is_decided or wrong or agree(self._run()[0], reference, 1e-3)):
-            wrong = attention
-        for points in wrong:
-            self.wiring.drop(points, "scores")
-            self.wiring.drop(points, "pattern")
-            self.left_out["scores"] = self.left_out["pattern"] = "attention has terms of its own"
-        top = {part for name, part in self.wiring.owner.named_children() if name in TOP}
-        of_top = {module for part in top for module in part.modules()}
-        known = HookedRunner(self.model).points
-        others = [name for name, point in known.items() if point.module in of_top]
-        others = [name for name in others if not name.endswith(("scores", "pattern"))]
-        if not agree(self._run(others)[0], reference, 1e-3):
-            raise AttachError(
-                f"hooks must not change the logits; got others from {type(self.model).__name__}"
-            )
-
-    @without_gradients
-    def _run(
-        self, names: Sequence[str] | None = None, hooks: Any = ()
-    ) -> tuple[Tensor, ActivationCache]:
-        """The logits of a cached run of a few tokens, under hooks."""
-        runner = HookedRunner(self.model)
-        with mode(self.model, training=False), runner.hooks(hooks):
-            example = self.stack.probe.example
-            output, cache = runner.run_with_cache(*example.args, **example.kwargs, names=names)
-        return logits_of(output), cache
+    model = wiring.model
+    example = wiring.stack.probe.example
+    with contextlib.suppress(Exception), Session() as session:  # code without derivatives
+        for n in blocks:
+            session.after(wiring.blocks[n].resid_pre, partial(begin, n))
+            session.after(wiring.blocks[n].mixer_out, partial(leaving.__setitem__, n))
+        with mode(model, training=False), torch.inference_mode(False), torch.enable_grad():
+            example.run(model)
+    return {n for n in leaving if _reaches(entering[n], leaving[n])}
 
 
 def _reaches(entering: Tensor, leaving: Tensor) -> bool:
-    """Whether the first position of a stream has a derivative in later positions of what was made of it."""
+    """Return whether later positions that leave have a derivative by the first that enters."""
     later = leaving[:, 1:]
     # Different weights, because a norm makes sums without derivatives.
     weights = torch.linspace(1, 2, later.numel(), dtype=later.dtype, device=later.device)
@@ -244,42 +166,61 @@ def _reaches(entering: Tensor, leaving: Tensor) -> bool:
     return bool(slopes[:, 0].any())
 
 
-def _has_other_terms(points: AttentionPoints, calls: Any) -> bool | None:
-    """See `has_other_terms`; None for a module that cannot be copied, or did not run."""
-    try:
-        return has_other_terms(points.module, *calls[points.module])
-    except Exception:  # weights of a kind that is no number, for instance
-        return None
+def _mixing_by_values(wiring: Wiring, blocks: Sequence[int]) -> set[int]:
+    """Return the blocks whose mixers change later positions if the first one changes.
+
+    Rounding alone changes some of them: an expert multiplies all its positions at once, and the
+    first one may go to another expert.
+    """
+    streams = {n: wiring.name_of(n, "resid_pre") for n in blocks}
+    added = {n: wiring.name_of(n, "mixer_out") for n in blocks}
+    _, before = _run(wiring, [*streams.values(), *added.values()])
+
+    def first_changed(stream: Tensor, value: Tensor, point: object) -> Tensor:
+        return torch.cat([stream[:, :1].roll(1, -1), stream[:, 1:]], 1)
+
+    # Each block reads its stream of the first run, so that blocks do not change one another.
+    hooks = {name: partial(first_changed, before[name]) for name in streams.values()}
+    _, after = _run(wiring, [*added.values()], hooks)
+    return {n for n, name in added.items() if not agree(after[name][:, 1:], before[name][:, 1:])}
 
 
-Run = Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
 Broken = Iterator[tuple[int, str, str]]
-"""Points that do not hold what they promise, each with its block and the reason."""
+"""Points of experts that do not hold what they promise, each with its block and the reason."""
 
 
-def unequal(mixtures: Mapping[int, Experts], run: Run, calls: Callable[..., Any]) -> Broken:
-    """The points `experts` whose values, each times its weight, are not what the experts give together.
+def _check_experts(wiring: Wiring) -> None:
+    """Leave out points of experts whose values do not add up, or whose edits do not act."""
+    layouts = wiring.stack.layouts
+    mixtures = {n: layout.experts for n, layout in enumerate(layouts) if layout.experts}
+    broken = _unequal_experts(wiring, mixtures), _inert_routers(wiring, mixtures)
+    for n, name, why in itertools.chain(*broken):
+        wiring.drop(wiring.blocks[n].mlp, name)
+        wiring.stack.left_out[f"mlp.{name}"] = why
+
+
+def _unequal_experts(wiring: Wiring, mixtures: Mapping[int, Experts]) -> Broken:
+    """Yield the points `experts` whose weighted values do not add up to the experts' output.
 
     Args:
+        wiring: the points.
         mixtures: the experts, by block.
-        run: the logits and a cache of a run on a few tokens, given names and hooks.
-        calls: the arguments of modules in such a run.
     """
     modules: dict[int, nn.Module] = {
-        n: module
-        for n, each in mixtures.items()
-        if (module := each.module) is not None and each.has_outputs and not each.reads_copies
+        n: experts.module
+        for n, experts in mixtures.items()
+        if experts.module is not None and experts.has_outputs and not experts.reads_copies
     }
     if not modules:
         return
     parts = ("routing", "chosen", "experts")
     try:
-        _, cache = run([f"blocks.{n}.mlp.{part}" for n in modules for part in parts])
+        _, cache = _run(wiring, [f"blocks.{n}.mlp.{part}" for n in modules for part in parts])
     except Exception as error:  # code that takes no row with one expert alone (LongCat)
         why = f"they do not run one by one: {error}"
         yield from ((n, "experts", why) for n in modules)
         return
-    arguments = calls([*modules.values()])
+    arguments = _arguments_of(wiring, [*modules.values()])
     for n, module in modules.items():
         routing, chosen, outputs = (cache[f"blocks.{n}.mlp.{part}"] for part in parts)
         total = (routing.gather(-1, chosen)[..., None] * outputs).sum(2)
@@ -289,37 +230,96 @@ def unequal(mixtures: Mapping[int, Experts], run: Run, calls: Callable[..., Any]
             yield n, "experts", "what each gives, times its weight, is not what they give together"
 
 
-def inert(mixtures: Mapping[int, Experts], run: Run) -> Broken:
-    """The points `router` whose edits change nothing, found by runs of one router of each kind; see `unequal`.
+def _inert_routers(wiring: Wiring, mixtures: Mapping[int, Experts]) -> Broken:
+    """Yield the points `router` whose edits change nothing, by runs of one router of each kind.
 
-    If an edit reaches nothing, both runs do the same arithmetic and give the same bits. So rounding cannot make it look as
-    if it acted. The weights of the experts show that it acts even if all experts compute the same.
+    If an edit reaches nothing, both runs do the same arithmetic and give the same bits. So rounding
+    cannot make it look as if it acted. The weights of the experts show that it acts even if all
+    experts compute the same.
     """
     acts: dict[type[nn.Module], bool] = {}
-    for n, each in mixtures.items():
-        if each.router is None:
+    for n, experts in mixtures.items():
+        if experts.router is None:
             continue
-        if (kind := type(each.router)) not in acts:
-            has_weights = each.module is not None and not each.reads_copies
+        if (kind := type(experts.router)) not in acts:
+            has_weights = experts.module is not None and not experts.reads_copies
             name = f"blocks.{n}.mlp.routing" if has_weights else f"blocks.{n}.resid_post"
             hook = {f"blocks.{n}.mlp.router": _reordered}
-            before, after = (run([name], hooks)[1][name] for hooks in ({}, hook))
+            before, after = (_run(wiring, [name], hooks)[1][name] for hooks in ({}, hook))
             acts[kind] = not is_same(before, after)
         if not acts[kind]:
             yield n, "router", "an edit of the logits does not reach what is chosen"
 
 
 def _reordered(logits: Tensor, point: object) -> Tensor:
-    """An edit after which other logits are the largest, also where all were equal."""
+    """Make other logits the largest: an edit that acts also where all were equal."""
     steps = torch.arange(logits.shape[-1], dtype=logits.dtype, device=logits.device)
     return logits.roll(1, -1) + steps
+
+
+def _check_attention(wiring: Wiring) -> None:
+    """Leave out `scores` and `pattern` where attention has terms that `AttentionPoints` lacks.
+
+    Raises:
+        AttachError: if the logits differ without these points too.
+    """
+    stack, reference = wiring.stack, wiring.stack.probe.reference
+    attention = [p for p in wiring.blocks.modules() if isinstance(p, AttentionPoints)]
+    attention = [points for points in attention if hasattr(points, "scores")]
+    arguments = _arguments_of(wiring, [points.module for points in attention])
+    has_others = {points: _adds_terms(points, arguments) for points in attention}
+    wrong = [points for points in attention if has_others[points]]
+    is_decided = reference.dtype in HALF and None not in has_others.values()
+    if not (is_decided or wrong or agree(_run(wiring)[0], reference, 1e-3)):
+        wrong = attention
+    for points in wrong:
+        wiring.drop(points, "scores")
+        wiring.drop(points, "pattern")
+        stack.left_out["scores"] = stack.left_out["pattern"] = "attention has terms of its own"
+    top = {part for name, part in wiring.owner.named_children() if name in TOP}
+    of_top = {module for part in top for module in part.modules()}
+    known = HookedRunner(wiring.model).points
+    others = [name for name, point in known.items() if point.module in of_top]
+    others = [name for name in others if not name.endswith(("scores", "pattern"))]
+    if not agree(_run(wiring, others)[0], reference, 1e-3):
+        kind = type(wiring.model).__name__
+        raise AttachError(f"hooks must not change the logits; got others from {kind}")
+
+
+def _adds_terms(points: AttentionPoints, arguments: Any) -> bool | None:
+    """Return `_has_other_terms`; None for a module that cannot be copied, or did not run."""
+    try:
+        return _has_other_terms(points.module, *arguments[points.module])
+    except Exception:  # weights of a kind that is no number, for instance
+        return None
+
+
+def _arguments_of(wiring: Wiring, modules: Sequence[nn.Module]) -> dict[nn.Module, tuple[Any, Any]]:
+    """Return the arguments of modules in a run of a few tokens."""
+    run = partial(wiring.stack.probe.example.logits, wiring.model)
+    with torch.inference_mode(False):
+        return arguments_of(modules, run)
+
+
+@without_gradients
+def _run(
+    wiring: Wiring, names: Sequence[str] | None = None, hooks: Any = ()
+) -> tuple[Tensor, ActivationCache]:
+    """Return the logits and the cache of a run of a few tokens, under hooks."""
+    runner = HookedRunner(wiring.model)
+    with mode(wiring.model, training=False), runner.hooks(hooks):
+        example = wiring.stack.probe.example
+        output, cache = runner.run_with_cache(*example.args, **example.kwargs, names=names)
+    return logits_of(output), cache
 
 
 POINTS = ("q", "k", "v", "scores", "pattern", "z")
 
 
-def in_float32(module: nn.Module, args: Any, kwargs: Any) -> tuple[nn.Module, Any, Any]:
-    """A copy of a module in half precision, with its arguments, in float32; themselves where they are precise.
+def _in_float32(module: nn.Module, args: Any, kwargs: Any) -> tuple[nn.Module, Any, Any]:
+    """Return a copy of a module in half precision, with its arguments, in float32.
+
+    A precise module and its arguments are returned themselves.
 
     In half precision rounding may hide a term of attention, or look like one.
     """
@@ -335,9 +335,9 @@ def in_float32(module: nn.Module, args: Any, kwargs: Any) -> tuple[nn.Module, An
 
 
 @without_gradients
-def has_other_terms(module: nn.Module, args: Any, kwargs: Any) -> bool:
-    """Whether attention gives something else where its scores and its pattern are listened to."""
-    module, args, kwargs = in_float32(module, args, kwargs)
+def _has_other_terms(module: nn.Module, args: Any, kwargs: Any) -> bool:
+    """Return whether attention gives something else while its pattern is listened to."""
+    module, args, kwargs = _in_float32(module, args, kwargs)
     points: Any = carried(module, "hook_points")
     output = next(tensors_in(module(*args, **kwargs)))
     with Session() as session:
@@ -347,15 +347,15 @@ def has_other_terms(module: nn.Module, args: Any, kwargs: Any) -> bool:
 
 
 @without_gradients
-def problem_of(module: nn.Module, args: Any, kwargs: Any) -> str | None:
-    """The first promise that the points of attention by code of its own break; None if there is none.
+def _problem_of(module: nn.Module, args: Any, kwargs: Any) -> str | None:
+    """Return the promise that points of attention by code of its own break; None if they keep all.
 
     Args:
         module: the attention module, with `TracedPoints`.
         args, kwargs: its arguments in some run.
     """
     traced: Any = carried(module, "hook_points")
-    module, args, kwargs = in_float32(module, args, kwargs)
+    module, args, kwargs = _in_float32(module, args, kwargs)
     values, read = _values_of(module, args, kwargs, edits=False)
     traced.scale = carried(module, "hook_points").scale
     edited, _ = _values_of(module, args, kwargs, edits=True)
@@ -365,7 +365,10 @@ def problem_of(module: nn.Module, args: Any, kwargs: Any) -> str | None:
 def _values_of(
     module: nn.Module, args: Any, kwargs: Any, edits: bool
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """The values at the points of one run, and what modules read, or may read, of it. Edits turn what can be edited."""
+    """The values at the points of one run, and what modules read, or may read, of it.
+
+    Edits turn what can be edited.
+    """
     points: Any = carried(module, "hook_points")
     values: dict[str, Tensor] = {}
     read: list[Tensor] = []
@@ -388,7 +391,8 @@ def _broken(values: Mapping[str, Tensor], read: Sequence[Tensor] | None = None) 
     products = torch.einsum("bqhd,bkhd->bhqk", q, k)
     scale = (products * scores).sum() / products.square().sum()
     equal = partial(agree, tolerance=max(1e-4, 16 * eps))
-    sums, joined = pattern.sum(-1), z.flatten(2)
+    sums = pattern.sum(-1)
+    joined = z.flatten(2)
     flat = [part.reshape(joined.shape) for part in read or () if part.numel() == joined.numel()]
     checks = {
         "scores are no multiple of q·k": equal(products * scale, scores),
@@ -410,33 +414,39 @@ SUMMED = ("attn_out", "resid_mid", "ln2.scale", "ln2.normalized", "mlp.pre", "ml
 """Those that say what is added to the stream, and those that are found by such sums."""
 
 
-def reasons_of_missing_points(
-    model: Any, layouts: Sequence[BlockLayout], known: Mapping[str, str], prefix: str = ""
-) -> dict[str, str]:
-    """The usual points that some block, or the model's end, is without, and why, beside those whose reason is known."""
-    points, reasons = HookedRunner(model).points, dict[str, str]()
+def _reasons_of_missing_points(wiring: Wiring) -> dict[str, str]:
+    """Return the reason for each usual point that is not there, by its name.
+
+    A point with a known reason is left out.
+    """
+    stack, prefix = wiring.stack, wiring.stack.prefix
+    points = HookedRunner(wiring.model).points
+    reasons = dict[str, str]()
     for name in USUAL:
-        without = [n for n in range(len(layouts)) if f"{prefix}blocks.{n}.{name}" not in points]
-        if without and not {name, *name.split(".")} & {*known}:
-            others = all(f"{prefix}blocks.{n}.mixer_out" in points for n in without)
-            scaled = all(layouts[n].reads_first for n in without)
-            some = f"block {', '.join(map(str, without))}"
-            if name.startswith("attn") and others:
-                why = f"{some} has another mixer of positions, mixer_out"
-            elif name in SUMMED and not any(
-                f"{prefix}blocks.{n}.{part}" in points for n in without for part in ADDED
-            ):
-                why = "the stream that leaves the block is no sum of what entered and modules' outputs"
-            elif name in ("mlp_out", "resid_mid") and scaled:
-                why = "what is added after attention is scaled, or a sum of several"
-            else:
-                where = "any block" if len(without) == len(layouts) else some
-                why = f"no module of {where} takes it in or gives it out"
-            reasons[name] = why
-    attentions = [layout.attention for layout in layouts if layout.attention is not None]
+        blocks = range(len(stack.layouts))
+        without = [n for n in blocks if wiring.name_of(n, name) not in points]
+        if without and not {name, *name.split(".")} & {*stack.left_out}:
+            reasons[name] = _reason(wiring, name, without, points)
+    attentions = [layout.attention for layout in stack.layouts if layout.attention is not None]
     inside = (name.split(".") for attention in attentions for name, _ in attention.named_modules())
     if any("router" in parts for parts in inside):
         reasons["attn.router"] = "attention chooses among experts by a router of its own"
     if f"{prefix}ln_final.normalized" not in points:
         reasons["ln_final"] = "no norm of one module comes after the last block"
     return reasons
+
+
+def _reason(wiring: Wiring, name: str, without: Sequence[int], points: Mapping[str, Any]) -> str:
+    """Return the reason why some blocks have no point of this name."""
+    layouts = wiring.stack.layouts
+    has_mixers = all(wiring.name_of(n, "mixer_out") in points for n in without)
+    has_terms = any(wiring.name_of(n, term) in points for n in without for term in ADDED)
+    some = f"block {', '.join(map(str, without))}"
+    if name.startswith("attn") and has_mixers:
+        return f"{some} has another mixer of positions, mixer_out"
+    if name in SUMMED and not has_terms:
+        return "the stream that leaves the block is no sum of what entered and modules' outputs"
+    if name in ("mlp_out", "resid_mid") and all(layouts[n].reads_first for n in without):
+        return "what is added after attention is scaled, or a sum of several"
+    where = "any block" if len(without) == len(layouts) else some
+    return f"no module of {where} takes it in or gives it out"

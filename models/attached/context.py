@@ -1,9 +1,11 @@
 """Values that blocks read besides the residual stream: cached keys and values, masks and positions.
 
 1. `passed` hands the new keys or values of a run to their point, and an edited one on to the cache.
-2. `AttachedContext` keeps the arguments of each block of one run, so that blocks can run again on other streams: on copies of
-   the texts (`repeated`), or from a later position on (`after`), with earlier keys in an `AttachedPast`.
-3. `repeatable_context` makes one from the recorded calls, if every argument of the blocks has a known meaning.
+2. `AttachedContext` keeps the arguments of each block of one run, so that blocks can run again on
+   other streams: on copies of the texts (`repeated`), or from a later position on (`after`), with
+   earlier keys in an `AttachedPast`.
+3. `repeatable_context` makes one from the recorded calls, if every argument of the blocks has a
+   known meaning.
 """
 
 import inspect
@@ -47,7 +49,7 @@ class CacheGiven(Wire):
     point: HookPoint
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Notes it."""
+        """Store the cache for the attention that runs next."""
         if not torch.compiler.is_compiling():
             _cache.set(next(filter(is_cache, (*args, *kwargs.values())), None))
 
@@ -75,7 +77,8 @@ def past_of(cache: Any, layer: int | None) -> AttachedPast | None:
     """A copy of what a cache holds for a layer; None if it is empty.
 
     Raises:
-        HookError: if that is more than keys and values of the last positions, or no cache was given.
+        HookError: if that is more than keys and values of the last positions, or no cache was
+            given.
     """
     if not is_cache(cache):
         raise HookError(f"lazy=True needs plain arguments; got a {type(cache).__name__}")
@@ -89,7 +92,7 @@ def past_of(cache: Any, layer: int | None) -> AttachedPast | None:
 
 
 def keeps_only_keys(held: Any) -> bool:
-    """Whether the part of a cache for one layer is keys and values, and no state of a recurrence."""
+    """Return whether the part of a cache for one layer is keys and values, and no state of a recurrence."""
     return type(held).__name__ in ("DynamicLayer", "DynamicSlidingWindowLayer")
 
 
@@ -105,7 +108,10 @@ def cached_layer(cache: Any, layer: Any) -> Any:
 
 
 def first_new(keys: Keys, new: int, cache: Any, layer: Any) -> int:
-    """The place where the keys of the `new` positions begin. A static cache has free places after them."""
+    """The place where the keys of the `new` positions begin.
+
+    Behind the keys, a static cache has free places.
+    """
     held = cached_layer(cache, layer)
     if type(held).__name__.startswith("Static") and _is_part(held.keys, keys):
         # A window that is full moves on, and the new ones are its last.
@@ -148,8 +154,8 @@ def _is_part(held: Any, keys: Keys) -> bool:
     return isinstance(held, Tensor) and memory_of(held) == memory_of(keys)
 
 
-# The arguments whose meaning is known, with their axes over texts and over queries. Positions of several sections (m-rope)
-# are [section, batch, pos], so axes are counted from the end.
+# The arguments whose meaning is known, with their axes over texts and over queries. Positions of
+# several sections (m-rope) are [section, batch, pos], so axes are counted from the end.
 AXES: dict[str, tuple[int | None, int]] = {
     "attention_mask": (-4, -2),
     "position_ids": (-2, -1),
@@ -200,11 +206,10 @@ class AttachedContext(NamedTuple):
                 tiled[id(leaf)] = torch.cat([leaf] * n, axis)
             return tiled[id(leaf)]
 
-        calls = [
-            {name: mapped(value, partial(tile, name)) for name, value in call.items()}
-            for call in self.calls
-        ]
-        return self._replace(calls=tuple(calls))
+        def tiled_call(call: dict[str, Any]) -> dict[str, Any]:
+            return {name: mapped(value, partial(tile, name)) for name, value in call.items()}
+
+        return self._replace(calls=tuple(map(tiled_call, self.calls)))
 
     def after(self, pos: int, past: Sequence[Sequence[Tensor]]) -> "AttachedContext":
         """The context of the same texts from position `pos` on.
@@ -214,11 +219,10 @@ class AttachedContext(NamedTuple):
             past: for each block the keys and values before it, as its cache holds them.
         """
         new = self.n_pos - pos
-
-        calls = [
-            {name: _later(name, value, pos, new, keys.device) for name, value in kwargs.items()}
-            for kwargs, (keys, *_) in zip(self.calls, past, strict=True)
-        ]
+        calls = list[dict[str, Any]]()
+        for call, (keys, *_) in zip(self.calls, past, strict=True):
+            later = {n: _later(n, value, pos, new, keys.device) for n, value in call.items()}
+            calls.append(later)
         return self._replace(calls=tuple(calls), past=tuple(past))
 
 
@@ -236,7 +240,10 @@ def _later(name: str, value: Any, pos: int, new: int, device: torch.device) -> A
 
 
 def _axis_of_texts(name: str, leaf: Any) -> int | None:
-    """The axis of an argument that has a row for each text, or one for all of them; None without one."""
+    """The axis of an argument that has a row for each text, or one for all of them.
+
+    An argument without such an axis gives None.
+    """
     axis = AXES[name][0] if name in AXES else None
     if not isinstance(leaf, Tensor) or axis is None or leaf.ndim < -axis:
         return None
@@ -244,7 +251,7 @@ def _axis_of_texts(name: str, leaf: Any) -> int | None:
 
 
 def _has_known_axes(name: str, leaf: Tensor, batch: int, n_pos: int) -> bool:
-    """Whether an argument has its texts and its queries along the axes that are known."""
+    """Return whether an argument has its texts and its queries along the axes that are known."""
     if leaf.ndim < -AXES[name][1] or leaf.shape[AXES[name][1]] != n_pos:
         return False
     if (axis := _axis_of_texts(name, leaf)) is None:
@@ -258,8 +265,8 @@ def repeatable_context(
 ) -> AttachedContext | None:
     """The context of a run, from how it called the blocks; None if they cannot be called again.
 
-    They can if each is causal, has no tensors among its arguments but those in `AXES`, with these axes, and has put all
-    its keys and values into a cache.
+    They can if each is causal, has no tensors among its arguments but those in `AXES`, with these
+    axes, and has put all its keys and values into a cache.
     """
     arguments, held = [], []
     for block, (args, kwargs) in zip(blocks, calls, strict=True):
@@ -274,7 +281,8 @@ def repeatable_context(
         others = {name: value for name, value in plain.items() if name not in AXES}
         if any(True for _ in tensors_in(others)) or not _is_causal(block, plain, n_pos):
             return None
-        batch, read = len(kept.keys), {name: plain[name] for name in AXES if name in plain}
+        batch = len(kept.keys)
+        read = {name: plain[name] for name in AXES if name in plain}
         leaves = [(name, leaf) for name, value in read.items() for leaf in tensors_in(value)]
         if not all(_has_known_axes(name, leaf, batch, n_pos) for name, leaf in leaves):
             return None
@@ -284,7 +292,7 @@ def repeatable_context(
 
 
 def _is_causal(block: nn.Module, kwargs: dict[str, Any], n_pos: int) -> bool:
-    """Whether no query sees a later key."""
+    """Return whether no query sees a later key."""
     mask = kwargs.get("attention_mask")
     if mask is None:
         return all(getattr(module, "is_causal", True) for module in block.modules())

@@ -1,15 +1,18 @@
-"""Mixtures of experts: the modules of a block's experts, found in a run, and the points of these modules.
+"""Mixtures of experts: the modules of a block's experts, found in a run, and their points.
 
-1. The experts of a block are the module that is called with vectors, numbers of experts, [row choice], and as many weights;
-   or with all vectors once for each expert, already times their weights (`Copies`: these have no numbers and weights).
+1. The experts of a block are the module that is called with vectors, numbers of experts, [row
+   choice], and as many weights; or with all vectors once for each expert, already times their
+   weights (`Copies`: these have no numbers and weights).
 2. The router's logits are the last linear map before that call with a column for each expert.
-3. A shared expert is the module whose output, times a gate or not, is the rest of what the MLP adds (`_wholes`).
-4. While somebody listens at `router`, the forward of the module that computes the logits runs under a mode that passes them
-   through the point.
-5. `routing` has the weights of all experts, 0 where one was not chosen. An expert that only an edit gives a weight is appended
-   to the chosen.
-6. `experts` comes from one more call, with weights 1. The change that an edit makes there is added to the output, times its
-   weight. Experts that read copies of all vectors show their outputs directly.
+3. A shared expert is the module whose output, times a gate or not, is the rest of what the MLP adds
+   (`_wholes`).
+4. While somebody listens at `router`, the forward of the module that computes the logits runs under
+   a mode that passes them through the point.
+5. `routing` has the weights of all experts, 0 where one was not chosen. An expert that only an edit
+   gives a weight is appended to the chosen.
+6. `experts` comes from one more call, with weights 1. The change that an edit makes there is added
+   to the output, times its weight. Experts that read copies of all vectors show their outputs
+   directly.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -35,12 +38,14 @@ class Experts:
     """The experts of a block.
 
     Attributes:
-        n: how many there are.
-        module: the module that is called with numbers and weights, or with copies of all vectors; None if experts are
-            called in another way.
-        router: the module whose own code computes the logits; None if no map before the call has a column for each.
+        n: the number of experts.
+        module: the module that is called with numbers and weights, or with copies of all vectors;
+            None if experts are called in another way.
+        router: the module whose own code computes the logits; None if no map before the call has a
+            column for each.
         shared: the output of the shared expert; None without one.
-        gate: the module whose output, through a sigmoid, that of the shared expert is multiplied with.
+        gate: the module whose output, through a sigmoid, that of the shared expert is multiplied
+            with.
         factor: what the MLP multiplies the sum of its experts with.
         has_rest: whether the MLP may add more than the experts and the shared one.
         reads_copies: whether each expert reads all vectors, times its weight.
@@ -59,12 +64,12 @@ class Experts:
 
     @property
     def has_outputs(self) -> bool:
-        """Whether there is a point of what each expert adds."""
+        """Return whether there is a point of what each expert adds."""
         return self.module is not None and not self.is_mapped
 
     @property
     def left_out(self) -> dict[str, str]:
-        """The points that are not there, and why."""
+        """The reason for each point of the MLP that is not there, by its name."""
         hidden = "the MLP is a mixture of experts, whose hidden layers have no points"
         why = {"mlp.pre": hidden, "mlp.post": hidden}
         if self.router is None:
@@ -84,7 +89,7 @@ class Experts:
         return why
 
 
-def find(calls: Sequence[Call], added: Call | None) -> Experts | None:
+def experts_of(calls: Sequence[Call], added: Call | None) -> Experts | None:
     """The experts of a block, if it has some.
 
     Args:
@@ -104,14 +109,16 @@ def find(calls: Sequence[Call], added: Call | None) -> Experts | None:
     given = called.output.view(n, *SHAPE, -1) if copies else called.output[None]
     routed, sizes = given.sum(0), given.abs().sum(0)  # the model may add copies in another order
     later = [call for call in calls if called.ended < call.began]
-    wholes, mapped = _wholes(added, later), _mapped(routed, later)
+    wholes = _wholes(added, later)
+    mapped = _mapped(routed, later)
     factors = (1.0, *factors_of(*(call.module for call in calls)), 0.5)  # or a mean of two
     made = Experts(n, called.module, router, has_rest=True, reads_copies=copies)
     for (term, is_mapped), whole, factor in product(mapped, wholes, factors):
         if term.shape != whole.shape:
             continue
         fitting = replace(made, factor=factor, is_mapped=is_mapped)
-        scaled, size = term * factor, (term if is_mapped else sizes) * factor
+        scaled = term * factor
+        size = (term if is_mapped else sizes) * factor
         if is_close(scaled, whole, size):
             return replace(fitting, has_rest=False)
         for shared, gate in _beside(calls, scaled, whole, size, dict.fromkeys((1.0, factor))):
@@ -135,7 +142,10 @@ def _wholes(added: Call | None, later: Sequence[Call]) -> list[Tensor]:
 
 
 def _mapped(routed: Tensor, later: Sequence[Call]) -> list[tuple[Tensor, bool]]:
-    """The sum of the experts, then what each module in a row makes of the one before; and whether it differs from the sum."""
+    """Return the sum of the experts, then the output of each module that reads the one before.
+
+    The second value says whether the output differs from the sum.
+    """
     terms = [(routed, False)]
     for call in later:
         value, is_other = terms[-1]
@@ -156,11 +166,15 @@ def _number_of(call: Call) -> int | None:
 
 
 def _number_of_copies(call: Call) -> int | None:
-    """How many experts a call is of that reads a copy of all vectors for each; None if it is of something else."""
+    """Return the number of experts of a call that reads a copy of all vectors for each.
+
+    A call of another kind gives None.
+    """
     if len(call.inputs) != 1 or call.output is None or call.output.ndim != 2:
         return None
     stacked = (len(p) for p in call.module.parameters(recurse=False) if p.ndim == 3)
-    n, rows = next(stacked, 0), len(call.output)
+    n = next(stacked, 0)
+    rows = len(call.output)
     return (
         n if rows == n * SHAPE[0] * SHAPE[1] and call.inputs[0].shape == call.output.shape else None
     )
@@ -217,7 +231,8 @@ class RouterForward(Replaced):
 
     def __init__(self, point: HookPoint, module: nn.Module, n: int) -> None:
         super().__init__(module)
-        self._point, self._n = point, n
+        self._point = point
+        self._n = n
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The output of the module's own forward."""
@@ -230,7 +245,8 @@ class RouterForward(Replaced):
 class _Logits(TorchFunctionMode):
     def __init__(self, point: HookPoint, n: int) -> None:
         super().__init__()
-        self._point, self._n = point, n
+        self._point = point
+        self._n = n
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -252,7 +268,8 @@ class Routing(Wire):
     def __call__(self, module: nn.Module, args: Any) -> Any:
         """The arguments with what the points give."""
         places = {part.is_floating_point(): at for at, part in enumerate(args[1:], 1)}
-        chosen, weights = args[places[False]], args[places[True]]
+        chosen = args[places[False]]
+        weights = args[places[True]]
         if is_listened_to(self.point):
             routing = weights.new_zeros(*weights.shape[:-1], self.n).scatter(-1, chosen, weights)
             new = fire(self.point, routing)
@@ -267,12 +284,15 @@ class Routing(Wire):
 
 
 def _others(chosen: Tensor, routing: Tensor) -> tuple[Tensor, Tensor]:
-    """The experts that were not chosen and have a weight, and these weights; with gradients all, as any might get one."""
+    """Return the experts that were not chosen and have a weight, and these weights.
+
+    With gradients these are all experts, as any might get a weight.
+    """
     is_other = torch.ones_like(routing, dtype=torch.bool).scatter(-1, chosen, False)
     if not routing.requires_grad:
         is_other &= routing != 0
     others = is_other.to(routing.dtype).topk(int(is_other.sum(-1).max()), -1).indices
-    # A row with fewer than another has experts among these that are no others.
+    # A row with fewer such experts than another row is filled with chosen ones, whose weight is 0.
     return others, routing.gather(-1, others) * is_other.gather(-1, others)
 
 
@@ -285,7 +305,8 @@ class ChosenOutputs(Computed):
     def passed(self, module: Any, args: Any, output: Tensor) -> Tensor | None:
         """The output with what the point changes; None if it changes nothing."""
         x, (chosen, weights) = args[0], sorted(args[1:], key=torch.is_floating_point)
-        n, size = chosen.shape[-1], x.shape[-1]
+        n = chosen.shape[-1]
+        size = x.shape[-1]
         rows = x.reshape(-1, size).repeat_interleave(n, 0)
         each = [chosen.reshape(-1, 1), torch.ones_like(weights).reshape(-1, 1)]
         outputs = module.forward(rows, *(each if args[1] is chosen else each[::-1]))

@@ -1,14 +1,17 @@
-"""The forward of an attached model: texts become tokens, padding gets positions, and points learn which piece of a text runs.
+"""The forward of an attached model: it reads texts, their padding, and pieces of texts.
 
-A run goes on from another if it is given what that one left. Where its piece starts, so that edits count positions from
-the start of the text, is known by the first of these that is there:
+A run continues an earlier one if it is given the cache or the state of that run. Where its piece
+starts, so that edits count positions from the start of the text, is known by the first of these
+that is there:
 
 1. a mask of more columns than there are new tokens;
 2. a cache of keys, which says how many positions it has seen;
-3. any other object, or list of tensors, that an earlier run was given or gave: the state of a model without keys.
+3. any other object, or list of tensors, that an earlier run was given or gave: the state of a model
+   without keys.
 
-Virtual tokens, which an adapter puts before every text (prefix tuning), do not count. `PaddedPositions` tries, in runs of a
-few tokens, how the model counts positions beside padding, and refuses padding that changes the output of a text.
+Virtual tokens, which an adapter puts before every text (prefix tuning), do not count.
+`PaddedPositions` tries, in runs of a few tokens, how the model counts positions beside padding, and
+refuses padding that changes the output of a text.
 """
 
 import inspect
@@ -50,7 +53,9 @@ _generation = Scoped[dict[str, int] | None]("generation", None)
 
 
 class Generate(Replaced):
-    """A model's `generate`. Runs in it know how long the prompt was, also where each reads the whole text again.
+    """A model's `generate`.
+
+    Runs in it know how long the prompt was, also where each reads the whole text again.
 
     Args:
         model: the model.
@@ -61,13 +66,15 @@ class Generate(Replaced):
         self.__wrapped__ = self.inner
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model's own `generate` returns."""
+        """Return the output of the model's own `generate`."""
         with _generation.set({}):
             return self.inner(*args, **kwargs)
 
 
 class StackForward(Replaced):
-    """The forward of a module that runs a stack of blocks. It tells points which piece of which texts they see.
+    """The forward of a module that runs a stack of blocks.
+
+    It tells points which piece of which texts they see.
 
     Args:
         model: the module.
@@ -83,7 +90,8 @@ class StackForward(Replaced):
         self.__wrapped__ = self.inner  # its signature is this one's
         names = [*inspect.signature(self).parameters, "attention_mask"]
         self._mask = names.index("attention_mask")
-        self._grows, self._reads_tokens = grows, "input_ids" in names
+        self._grows = grows
+        self._reads_tokens = "input_ids" in names
         self.embedded: Output | None = None
         self.virtual: int | None = None
         self._left: tuple[int, ...] | None = None
@@ -136,11 +144,13 @@ class StackForward(Replaced):
         if self.virtual is None:
             self.virtual = start or 0
         if self.virtual and start is not None:
-            start, real = start - self.virtual, None if real is None else real[:, self.virtual :]
+            start = start - self.virtual
+            real = None if real is None else real[:, self.virtual :]
         # A model that is told to cache may make the cache itself, for the first piece of a text.
         began = None
         if start is None and (generation := _generation.get()) is not None:
-            start, began = 0, generation.setdefault("began", texts[1])
+            start = 0
+            began = generation.setdefault("began", texts[1])
         if start is None:
             start = 0 if kwargs.get("use_cache") else start_of_piece()
         with reading(Piece(start, real, moved, began, others)):
@@ -150,7 +160,10 @@ class StackForward(Replaced):
         return output
 
     def _start(self, n_pos: int, real: Tensor | None, given: list[Any]) -> int | None:
-        """The first column of the piece, virtual tokens included; None if the run goes on from no other."""
+        """The first column of the piece, virtual tokens included.
+
+        It is None if the run goes on from no other.
+        """
         if real is not None and real.shape[1] > n_pos:
             return real.shape[1] - n_pos
         for state in _states(given):
@@ -189,11 +202,13 @@ class Forward(StackForward):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self._config = vars(model).get("config")
-        self._words, self._model = Words(self, *forwards_in(model)), type(model).__name__
-        # Generation gives it to all, and it says what is padding.
+        self._words = Words(self, *forwards_in(model))
+        self._model = type(model).__name__
+        # `generate` gives a mask to every model, and the mask says where padding is.
         self._words.known.add("attention_mask")
         parameters = inspect.signature(self).parameters
-        # Adapters, and code for older versions, give the cache by a name that the model has no more.
+        # Adapters, and code for older versions, give the cache by a name that the model has no
+        # more.
         self._old_names = set(OLD_CACHES) - parameters.keys() if NEW_CACHE in parameters else set()
         self._words.known |= self._old_names
         self.places: list[tuple[nn.Module, str, nn.Module]] = []
@@ -204,8 +219,8 @@ class Forward(StackForward):
         """The output of the model's own forward.
 
         Raises:
-            HookError: if a module that a point listens to was replaced, as adapters do, or attention is computed in
-                another way than at `attach`.
+            HookError: if a module that a point listens to was replaced, as adapters do, or
+                attention is computed in another way than at `attach`.
             TypeError: if the model's forward does not know an argument.
         """
         for parent, name, module in self.places:
@@ -235,17 +250,20 @@ _END = "_columns_read"
 
 
 def is_cache(value: Any) -> bool:
-    """Whether an argument is a cache of keys and values of `transformers`."""
+    """Return whether an argument is a cache of keys and values of `transformers`."""
     return not isinstance(value, Tensor) and hasattr(value, "get_seq_length")
 
 
 def own_cache(cache: Any) -> Any:
-    """The part of a cache that attention among the model's own positions uses; of a decoder with an encoder, one of two."""
+    """The part of a cache that attention among the model's own positions uses.
+
+    The cache of a decoder with an encoder has two.
+    """
     return getattr(cache, "self_attention_cache", cache)
 
 
 def _states(values: list[Any]) -> Iterator[Any]:
-    """What a run may leave to another: objects, and lists of tensors that are in no other field of an output."""
+    """Yield the values that a run may leave to another: objects, and lists of tensors."""
     for value in values:
         is_object = hasattr(value, "__dict__") and not isinstance(value, Tensor | Mapping)
         is_list = isinstance(value, list) and all(isinstance(part, Tensor) for part in value)
@@ -264,19 +282,25 @@ def _fields(output: Any) -> list[Any]:
 
 
 def _mark(cache: Any) -> tuple[int, ...]:
-    """The memory of a cache's keys. It is another after its rows were chosen anew, as in a beam search."""
+    """The memory of a cache's keys.
+
+    It is another after its rows were chosen anew, as in a beam search.
+    """
     keys = (getattr(layer, "keys", None) for layer in getattr(own_cache(cache), "layers", ()))
     return id(cache), *(memory_of(key) for key in keys if isinstance(key, Tensor))
 
 
 def _held(cache: Any) -> int:
-    """The number of positions that a cache has seen. Layers that keep no keys, as linear attention, do not count."""
+    """The number of positions that a cache has seen.
+
+    Layers that keep no keys, as linear attention, do not count.
+    """
     layers = [x for x in getattr(own_cache(cache), "layers", ()) if hasattr(x, "get_seq_length")]
     return max((int(layer.get_seq_length()) for layer in layers), default=0)
 
 
 def _is_fresh(state: Any) -> bool:
-    """Whether a state was reset: all its layers say that they have none before."""
+    """Return whether a state was reset, by the word of its layers."""
     before = [getattr(layer, "has_previous_state", None) for layer in getattr(state, "layers", ())]
     known = [any(each.values()) if isinstance(each, dict) else each for each in before]
     return bool(known) and not any(known)
@@ -303,7 +327,8 @@ class PaddedPositions:
 
         Args:
             mask: True at real tokens.
-            copies_text: whether the run gives no text to the decoder, so that some models copy the text of their encoder.
+            copies_text: whether the run gives no text to the decoder, so that some models copy the
+                text of their encoder.
 
         Raises:
             ValueError: if the model takes none, and counts padding; or if its output reads padding.
@@ -333,8 +358,8 @@ class PaddedPositions:
     def _require_unread(self, side: str, copies_text: bool) -> None:
         """Raise an error if padding on a side changes the output of a text.
 
-        A classifier may read the first column, a convolution reads across the end of a text, and a decoder that copies the
-        text of its encoder also reads the padding in it.
+        A classifier may read the first column, a convolution reads across the end of a text, and a
+        decoder that copies the text of its encoder also reads the padding in it.
 
         Raises:
             ValueError: saying which texts the model can read.
@@ -368,7 +393,7 @@ class PaddedPositions:
 
     @without_gradients
     def _changes_output(self, side: str, copies_text: bool) -> bool:
-        """Whether one column of padding on a side changes the output of a text."""
+        """Return whether one column of padding on a side changes the output of a text."""
         attached = self._attached
         model = attached.model
         if any(map(is_fully_sharded, model.modules())):
@@ -394,7 +419,8 @@ class PaddedPositions:
                 more["position_ids"] = self._counted(mask, self._first_position)
             beside = self._logits_alone(padded, attention_mask=mask, **more)
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
-            # The model needs more than these tokens. A copied text keeps its padding on the left all the same.
+            # The model needs more than these tokens. A copied text keeps its padding on the left
+            # all the same.
             return copies_text and side == "left"
         if beside.shape[1:2] == (n_pos + 1,) and alone.shape[1:2] == (n_pos,):
             beside = beside[:, 1:] if side == "left" else beside[:, :-1]
@@ -407,17 +433,22 @@ class PaddedPositions:
 
     @cached_property
     def _first_position(self) -> int | None:
-        """The position that the model gives the first token by itself; None if it takes no positions, or counts otherwise."""
+        """The position that the model gives the first token by itself.
+
+        It is None if it takes no positions, or counts otherwise.
+        """
         if not self._takes_positions:
             return None
         model = self._attached.model
-        tokens, pad = tokens_for(model), getattr(model.config, "pad_token_id", None)
+        tokens = tokens_for(model)
+        pad = getattr(model.config, "pad_token_id", None)
         columns = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         alone = self._logits_alone(tokens)
         for first in (0, pad + 1 if isinstance(pad, int) else 2):
             shifted = self._logits_alone(tokens, position_ids=columns + first)
-            # In half precision, other positions may give almost the same logits. The right positions give the same bits,
-            # because the model does the same arithmetic on the same shapes.
+            # In half precision, other positions may give almost the same logits. The right
+            # positions give the same bits, because the model does the same arithmetic on the same
+            # shapes.
             if is_same(shifted, alone) or (alone.dtype not in HALF and agree(shifted, alone, 1e-3)):
                 return first
         return None
@@ -425,7 +456,7 @@ class PaddedPositions:
     @cached_property
     @without_gradients
     def _counts_padding(self) -> bool:
-        """Whether a column of padding before a text changes its logits."""
+        """Return whether a column of padding before a text changes its logits."""
         attached = self._attached
         tokens = tokens_for(attached.model)
         mask = torch.ones_like(tokens).index_fill(1, tokens.new_zeros(1), 0)
@@ -435,8 +466,9 @@ class PaddedPositions:
                 hooks_disabled(attached.input_resid, part, context)
                 for part, context in ((tokens, with_mask), (tokens[:, 1:], None))
             )
-        # Compare the streams, because half precision may hide the vectors of positions in the logits. A linear map of the
-        # embeddings rounds differently with fewer rows, so the comparison has a tolerance.
+        # Compare the streams, because half precision may hide the vectors of positions in the
+        # logits. A linear map of the embeddings rounds differently with fewer rows, so the
+        # comparison has a tolerance.
         is_equal = is_close if stream.dtype in HALF else agree
         if not is_equal(late[:, 1:], stream):
             return True

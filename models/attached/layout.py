@@ -1,14 +1,22 @@
-"""The layout of a block: which of its modules compute the values that our points name, found from one run.
+"""The layout of a block of any architecture: its attention, MLPs and norms, found from a run.
 
-No architecture is named here; all is found from the tensors that modules read and gave:
+No architecture is named here. `layout_of` finds any block in three steps, from the tensors that its
+modules read and gave:
 
-1. Attention is the module in a block that calls an attention function.
-2. A sublayer adds the output of a module, times a factor of the config, that makes the stream a later module reads of the one
-   that entered the block (`_sublayers`). The first such sublayer after attention began is attention's, the other the MLP's;
-   between them is that of attention to an encoder, if the block has some.
-3. A norm is a module whose output is its input over a scale (`norm_of`); its name follows from the stream it reads.
-4. The MLP's hidden layer is the output of a module without weights, which a later map reads (`hidden_of`).
-5. Blocks and sublayers that a user names (`Roles`) must pass the same sums.
+1. Candidates (`candidates_of`): the calls inside the block that see every position, and among them
+   the calls of attention, which call an attention function. Other attention is known by the user's
+   word for it, or by the name of its class.
+2. Terms (`terms_of`): the outputs, times a factor of the config, that are added to the stream, one
+   after the other. Their sum must be the stream that a later module reads. The same sums show where
+   the stream between two terms is read, and which norms read it. Attention to an encoder makes
+   three terms (`crossing_of`).
+3. Roles (`roles_of`): the first term whose call ended after attention began is attention's, the
+   next or last one the MLP's. A term without attention that is no MLP comes from another mixer of
+   positions.
+
+`layout_of` assembles these into a `BlockLayout`, with the hidden layer and the experts of the MLP.
+To find a block of another form, such as one with two MLPs, add its sums to `terms_of` and its order
+to `roles_of`.
 """
 
 import itertools
@@ -19,7 +27,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from hooks.base import is_same
-from models.attached.experts import Experts, find
+from models.attached.experts import Experts, experts_of
 from models.attached.original import AttachError
 from models.attached.parts import (
     Hidden,
@@ -34,48 +42,19 @@ from models.attached.parts import (
 )
 from models.attached.probe import Call, ProbeRun
 
+Term = tuple[Call, Summand]
+"""A call, and the value that is added to the stream from its output."""
+
 
 class Roles(NamedTuple):
-    """The names that a user gives: of the blocks in a model, and of the sublayers in a block. None where they are looked for."""
+    """The names that a user gives: of the blocks in a model, and of the sublayers in a block.
+
+    A name is None if the user gives none. Then the role is found without it.
+    """
 
     blocks: str | None = None
     attn: str | None = None
     mlp: str | None = None
-
-
-def sublayer_of(block: Call, calls: Sequence[Call], name: str) -> Call:
-    """The call of the sublayer with this name.
-
-    Raises:
-        ValueError: if the block has none, or it did not run once.
-    """
-    for call in calls:
-        if call.name == f"{block.name}.{name}":
-            return call
-    names = ", ".join(name for name, _ in block.module.named_children())
-    raise AttachError(
-        f"{name!r} must be a module of each block that runs once; {block.name} has {names}"
-    )
-
-
-def gives(added: Call, sublayer: Call) -> bool:
-    """Whether what is added is a sublayer's output, or what a norm or dropout makes of it."""
-    reads = any(is_same(x, sublayer.output) for x in added.inputs)  # the same tensor
-    is_plain = norm_of(added) is not None or not [*added.module.parameters()]
-    return (reads and is_plain) or is_in(sublayer, added) or is_in(added, sublayer)
-
-
-def require_added(sublayer: Call, added: Call | None, block: Call) -> None:
-    """Refuses a sublayer that does not give what is added to the stream.
-
-    Raises:
-        ValueError: naming the sublayer.
-    """
-    if added is None or not gives(added, sublayer):
-        raise AttachError(
-            f"{sublayer.name.removeprefix(block.name)[1:]!r} must give what is added to the stream, up to a norm, dropout or a "
-            f"number of the block; in {block.name} the stream is no such sum"
-        )
 
 
 @dataclass
@@ -85,14 +64,15 @@ class BlockLayout:
     Attributes:
         block: the module.
         attention: the module that calls the attention function.
-        attn_out, mlp_out: what the sublayers add.
-        mixer_out: what a mixer of positions without attention adds, such as a state space or a convolution, in place of attention
-            or beside it.
+        attn_out, mlp_out: the terms that the sublayers add.
+        mixer_out: the term of a mixer of positions without attention, such as a state space or a
+            convolution, in place of attention or beside it.
         cross: the module that attends to an encoder.
-        traced: those of the two that compute attention by code of their own.
-        cross_out: what it adds.
-        mid_in, mid_out: the module whose input, or output, is the stream between them.
-        cross_in, crossed: the module whose input, or output, is the stream after attention to an encoder.
+        traced: `attention` and `cross`, if they compute attention by code of their own.
+        cross_out: the term that attention to an encoder adds.
+        mid_in, mid_out: the module whose input, or output, is the stream between the sublayers.
+        cross_in, crossed: the module whose input, or output, is the stream after attention to an
+            encoder.
         norms: by our names.
         hidden: the MLP's hidden layer.
         experts: the experts.
@@ -118,219 +98,454 @@ class BlockLayout:
 
 
 def layout_of(block: Call, probe: ProbeRun, roles: Roles, *configs: Any) -> BlockLayout:
-    """The parts of a block; the configs may hold factors of what it adds.
+    """Return the parts of a block.
+
+    Args:
+        block: the call of the block.
+        probe: the run in which it was called.
+        roles: the sublayers that a user names.
+        configs: may hold factors of the terms.
 
     Raises:
-        ValueError: if a sublayer with a name is not what is added to the stream.
+        AttachError: if a sublayer with a name is not what is added to the stream.
+    """
+    candidates = candidates_of(block, probe, roles)
+    factors = [1.0, *factors_of(*block.module.modules(), *configs)]
+    if len(candidates.attending) == 2 and (crossing := crossing_of(candidates, factors)):
+        return crossing
+    terms = terms_of(candidates, [1.0])
+    if not terms.added:
+        terms = terms_of(candidates, factors)
+    if len(candidates.attending) > 1 and terms.reads_first:
+        return BlockLayout(block.module)  # several blocks in one, as the stages of Swin
+    return _assembled(candidates, terms, roles_of(candidates, terms))
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The calls inside a block among which its parts are found.
+
+    Attributes:
+        block: the call of the block.
+        inside: the calls of modules that ran once.
+        whole: the calls among `inside` that see every position, unlike an expert of a list.
+        attending: the calls among `whole` that compute attention; empty if the user names attention.
+        attention: the module that computes attention, if it is one.
+        traced: the modules that compute attention by code of their own.
+        mixers: the calls by which the term of attention is known. Attention that is in no function
+            that we know shows in the name of a class alone.
+        named: the calls of the sublayers that a user names, by role.
+    """
+
+    block: Call
+    inside: Sequence[Call]
+    whole: Sequence[Call]
+    attending: Sequence[Call]
+    attention: nn.Module | None
+    traced: set[nn.Module]
+    mixers: Sequence[Call]
+    named: Mapping[str, Call]
+
+
+def candidates_of(block: Call, probe: ProbeRun, roles: Roles) -> Candidates:
+    """Return the calls inside a block among which its parts are found.
+
+    Raises:
+        AttachError: if a named sublayer did not run once.
     """
     inside = [c for c in probe.single if block.began < c.began and c.ended < block.ended]
-    # Modules of a list, such as experts, may see some positions only; not those that run one on another.
-    lists = [m for m in block.module.modules() if isinstance(m, nn.ModuleList)]
-    listed = {m for each in lists if not _is_chain(each, inside) for m in each.modules()}
-    once = [call for call in inside if call.module not in listed]
-    attending = [call for call in once if probe.attention[call.module] == 1]
-    layout = BlockLayout(block.module)
+    lists = [part for part in block.module.modules() if isinstance(part, nn.ModuleList)]
+    parallel_lists = [part for part in lists if not _is_chain(part, inside)]
+    listed = {module for part in parallel_lists for module in part.modules()}
+    whole = [call for call in inside if call.module not in listed]
+    attending = [call for call in whole if probe.attention[call.module] == 1]
+    traced = set[nn.Module]()
     if probe.parts is not None:
-        layout.traced = {call.module for call in attending} - {module for module, _ in probe.keys}
-    if len(attending) == 1:
-        layout.attention = attending[0].module
-    # Attention in other functions shows in nothing else.
-    named = [c for c in once if "attention" in type(c.module).__name__.lower()]
-    roled = {name: sublayer_of(block, once, name) for name in roles[1:] if name}
-    if roles.attn:
-        attending, named = [], [roled[roles.attn]]
-    factors = [1.0, *factors_of(*block.module.modules(), *configs)]
-    if len(attending) == 2 and (mlp := _find_crossing(layout, block, once, factors)):
-        layout.attention, layout.cross = (call.module for call in attending)
-        layout.experts = find(inside, mlp)
-        return layout
-    sublayers = _sublayers(layout, block, once, [1.0]) or _sublayers(layout, block, once, factors)
-    if len(attending) > 1 and layout.reads_first:
-        return BlockLayout(block.module)  # several blocks in one, as the stages of Swin
-    mixers = attending or named
-    first = next((c for c, _ in sublayers if any(a.began < c.ended for a in mixers)), None)
-    if roles.attn:
-        first = next((c for c, _ in sublayers if gives(c, roled[roles.attn])), None)
-    is_alone = len(sublayers) == 1 and not layout.reads_first
-    if first is not None and is_alone and not any(is_in(a, first) for a in mixers):
-        if not roled:
-            return layout  # the MLP's, where attention adds zeros
-        first, sublayers = None, []
-    adding, mlp = None, roled.get(roles.mlp or "")
-    for at, (call, added) in enumerate(sublayers):
-        is_second = len(sublayers) == 2 and (first is not None or at == 1)
-        if call is first:
-            layout.attn_out = added
-            _name(layout, "ln1_post", call)
-        elif at == 2 or is_second or (mlp and gives(call, mlp)):
-            layout.mlp_out, adding = added, call
-            _name(layout, "ln2_post", call)
-            others = [other for other, _ in sublayers if other is not call]
-            layout.hidden = hidden_of(call, once, others, layout.attention)
-        else:
-            layout.mixer_out, adding = added, call
-    if layout.reads_first and (read := layout.norms.get("ln2")):
-        # What comes second is no module's output. The MLP in it is the module that reads its norm.
-        output = next(call.output for call in once if call.module is read.module)
-        readers = (
-            c for c in once if c.inputs and c.output is not None and is_same(c.inputs[0], output)
-        )
-        if (mlp := next(readers, None)) is not None:
-            others = [call for call, _ in sublayers]
-            layout.hidden = hidden_of(mlp, once, others, layout.attention)
-    layout.experts = find(inside, adding)
-    mlp_added = adding if layout.mlp_out else None
-    for name, shown in ((roles.attn, first), (roles.mlp, mlp_added)):
-        if name:
-            require_added(roled[name], shown, block)
-    return layout
-
-
-def _is_chain(modules: nn.ModuleList, calls: Sequence[Call]) -> bool:
-    """Whether the modules of a list run one on what the last one gave."""
-    ran = [call for call in calls if call.module in {*modules}]
-    pairs = itertools.pairwise(ran)
-    return len(ran) == len(modules) > 1 and all(
-        one.output is not None
-        and _stream_of(two, one.output) is not None
-        and one.ended < two.began
-        and any(is_same(x, one.output) for x in two.inputs)
-        for one, two in pairs
+        traced = {call.module for call in attending} - {module for module, _ in probe.keys}
+    named = {
+        role: _sublayer_named(name, block, whole)
+        for role, name in (("attn", roles.attn), ("mlp", roles.mlp))
+        if name
+    }
+    attention = attending[0].module if len(attending) == 1 else None
+    if "attn" in named:
+        attending = []
+        mixers = [named["attn"]]
+    else:
+        classes = [call for call in whole if "attention" in type(call.module).__name__.lower()]
+        mixers = attending or classes
+    return Candidates(
+        block=block,
+        inside=inside,
+        whole=whole,
+        attending=attending,
+        attention=attention,
+        traced=traced,
+        mixers=mixers,
+        named=named,
     )
 
 
-def _name(layout: BlockLayout, name: str, call: Call) -> None:
-    if norm := norm_of(call):
-        layout.norms[name] = norm
+def _is_chain(modules: nn.ModuleList, calls: Sequence[Call]) -> bool:
+    """Return whether each module of a list runs on the output of the last."""
+    ran = [call for call in calls if call.module in {*modules}]
+    is_whole = len(ran) == len(modules) > 1
+    return is_whole and all(_runs_on(two, one) for one, two in itertools.pairwise(ran))
 
 
-def _stream_of(call: Call, like: Tensor) -> Tensor | None:
-    """The first input with the shape of the stream; of another precision, only if it is the stream itself.
+def _runs_on(call: Call, earlier: Call) -> bool:
+    """Return whether a call reads the output of an earlier one, as a stream."""
+    output = earlier.output
+    if output is None or _stream_of(call, output) is None or earlier.ended >= call.began:
+        return False
+    return any(is_same(read, output) for read in call.inputs)
 
-    Here and below `is_same` asks whether a module reads that tensor or another; what was added to it is for `summand`.
+
+def _sublayer_named(name: str, block: Call, calls: Sequence[Call]) -> Call:
+    """Return the call of the sublayer that a user names.
+
+    Raises:
+        AttachError: if the block has none, or it did not run once.
     """
-    streams = [t for t in call.inputs if t.shape == like.shape and t.is_floating_point()]
-    return next((t for t in streams if t.dtype == like.dtype or is_same(t, like.to(t.dtype))), None)
+    for call in calls:
+        if call.name == f"{block.name}.{name}":
+            return call
+    names = ", ".join(name for name, _ in block.module.named_children())
+    raise AttachError(
+        f"{name!r} must be a module of each block that runs once; {block.name} has {names}"
+    )
 
 
-def _find_crossing(
-    layout: BlockLayout, block: Call, calls: Sequence[Call], factors: Sequence[float]
-) -> Call | None:
-    """Finds what three sublayers add, the second of them attention to an encoder. Returns the MLP, if they are there."""
-    pre, post = block.inputs[0], block.output
-    assert post is not None
-    for is_normed in (False, True):  # norms may take the sums (BART)
-        norms = [call for call in calls if is_normed and is_same(call.output, post)]
-        ends: list[Any] = [(norm, _stream_of(norm, post)) for norm in norms] or [(None, post)]
-        for one, first, mid in _steps(pre, calls, factors):
-            stream, rest = _after(one, mid, calls, is_normed)
-            for two, second, crossed in _steps(stream, rest, factors):
-                below, left = _after(two, crossed, rest, is_normed)
-                for norm, total in ends:
-                    third = None if total is None else summand(below, total, left, factors)
-                    if third is None:
-                        continue
-                    layout.attn_out, layout.cross_out = first[1], second[1]
-                    layout.mlp_out = third[1]
-                    if norm is not None:
-                        layout.mid_out, layout.crossed = one.module, two.module
-                        for name, call in (("ln1", one), ("ln_cross", two), ("ln2", norm)):
-                            _name(layout, name, call)
-                    else:
-                        layout.mid_in, layout.cross_in = one.module, two.module
-                        _name_readers(layout, {"ln1": pre, "ln_cross": mid, "ln2": crossed}, calls)
-                    layout.hidden = hidden_of(third[0], left, [first[0], second[0]], None)
-                    return third[0]
-    return None
+@dataclass(frozen=True)
+class Terms:
+    """The terms that a block adds to its stream, and what the sums show of the stream between them.
+
+    Attributes:
+        added: the terms, in order.
+        norms: the norms that read the stream, by our names.
+        mid_in, mid_out: the module whose input, or output, is the stream between the terms.
+        reads_first: whether the second term is no module's output, so that only a norm that reads
+            the sum with the first shows.
+    """
+
+    added: Sequence[Term]
+    norms: Mapping[str, TracedNorm]
+    mid_in: nn.Module | None = None
+    mid_out: nn.Module | None = None
+    reads_first: bool = False
 
 
-def _steps(
-    stream: Tensor, calls: Sequence[Call], factors: Sequence[float]
-) -> Iterator[tuple[Call, tuple[Call, Summand], Tensor]]:
-    """Each call that reads the stream with something added, the call that gives that, and the sum."""
+def terms_of(candidates: Candidates, factors: Sequence[float]) -> Terms:
+    """Return the terms of a block, each times a factor, in the first of these forms that fits.
+
+    1. A later module reads the stream with a first term, or with two mixers side by side. A second
+       term is added to that.
+    2. The same, with norms that take the sums (BERT).
+    3. One term, or two side by side, are added to the stream that entered (parallel blocks).
+    4. Only a first term shows, with a norm that reads the sum.
+    """
+    calls = candidates.whole
+    entering, leaving = candidates.block.inputs[0], candidates.block.output
+    assert leaving is not None
+    first_alone: tuple[Term, Tensor] | None = None
     for reader in calls:
-        total = _stream_of(reader, stream)
-        if total is not None and not is_same(total, stream.to(total.dtype)):
-            before = [call for call in calls if call.ended < reader.began]
-            if added := summand(stream, total, before, factors):
-                yield reader, added, total
-
-
-def _after(
-    reader: Call, total: Tensor, calls: Sequence[Call], is_normed: bool
-) -> tuple[Tensor, list[Call]]:
-    """The stream that goes on after a step, and the calls to come."""
-    if is_normed and reader.output is not None:
-        return reader.output, [call for call in calls if call.began > reader.ended]
-    return total, [call for call in calls if call.began >= reader.began]
-
-
-def _sublayers(
-    layout: BlockLayout, block: Call, calls: Sequence[Call], factors: Sequence[float]
-) -> list[tuple[Call, Summand]]:
-    """The terms that are added to the stream, in order. Notes the norms, and where the stream in between is read."""
-    pre, post, alone = block.inputs[0], block.output, None
-    assert post is not None
-    for reader in calls:
-        mid = _stream_of(reader, pre)
-        if mid is None or is_same(mid, pre.to(mid.dtype)):
+        between = _stream_of(reader, entering)
+        if between is None or is_same(between, entering.to(between.dtype)):
             continue
-        before = [c for c in calls if c.ended < reader.began]
-        after = [c for c in calls if c.began >= reader.began]
-        first = summand(pre, mid, before, factors)
-        # Attention and another mixer of positions may stand side by side, each with a factor.
-        both = parallel(pre, mid, before, factors) if len(factors) > 1 and first is None else []
-        firsts = [first] if first else both
-        if firsts and (second := summand(mid, post, after, factors)):
-            layout.mid_in = reader.module
-            _name_readers(layout, {"ln1": pre, "ln2": mid}, calls)
-            return [*firsts, second]
+        before = [call for call in calls if call.ended < reader.began]
+        after = [call for call in calls if call.began >= reader.began]
+        first = summand(entering, between, before, factors)
+        before_second = [first] if first else []
+        if first is None and len(factors) > 1:
+            # Attention and another mixer of positions may stand side by side, each with a factor.
+            before_second = parallel(entering, between, before, factors)
+        if before_second and (second := summand(between, leaving, after, factors)):
+            norms = _norms_of_readers({"ln1": entering, "ln2": between}, calls)
+            return Terms([*before_second, second], norms, mid_in=reader.module)
         if first is None:
             continue
-        if second := _after_post_norm(layout, reader, post, after):
-            return [first, second]
-        if alone is None and norm_of(reader):
-            alone = first, mid
-    _name_readers(layout, {"ln1": pre, "ln2": pre}, calls)
-    if only := summand(pre, post, calls, factors):
-        return [only]
-    if (both := parallel(pre, post, calls)) or alone is None:
-        return both
-    # What comes second is no module's output.
-    layout.reads_first = True
-    _name_readers(layout, {"ln1": pre, "ln2": alone[1]}, calls)
-    return [alone[0]]
+        if normed := _terms_before_norms(first, reader, leaving, after):
+            return normed
+        if first_alone is None and norm_of(reader):
+            first_alone = first, between
+    norms = _norms_of_readers({"ln1": entering, "ln2": entering}, calls)
+    if only := summand(entering, leaving, calls, factors):
+        return Terms([only], norms)
+    both = parallel(entering, leaving, calls)
+    if both or first_alone is None:
+        return Terms(both, norms)
+    first, between = first_alone
+    norms = _norms_of_readers({"ln1": entering, "ln2": between}, calls)
+    return Terms([first], norms, reads_first=True)
 
 
-def _after_post_norm(
-    layout: BlockLayout, first: Call, post: Tensor, calls: Sequence[Call]
-) -> tuple[Call, Summand] | None:
-    """The second summand where norms take the sum of stream and sublayer (BERT)."""
-    if first.output is None or first.output.shape != post.shape:
+def _terms_before_norms(
+    first: Term, norm: Call, leaving: Tensor, calls: Sequence[Call]
+) -> Terms | None:
+    """Return two terms if norms take the sum of the stream and each of them.
+
+    It is None if there is no second.
+
+    Args:
+        first: the first term.
+        norm: the call that reads the sum with it.
+        leaving: the stream that leaves the block.
+        calls: the calls from `norm` on.
+    """
+    if norm.output is None or norm.output.shape != leaving.shape:
         return None
     for last in calls:
-        stream = _stream_of(last, post)
-        if stream is None or last.output is None or not is_same(last.output, post):
+        stream = _stream_of(last, leaving)
+        if stream is None or last.output is None or not is_same(last.output, leaving):
             continue
-        between = [c for c in calls if c.began > first.ended and c.ended < last.began]
-        if second := summand(first.output, stream, between):
-            layout.mid_out = first.module
-            _name(layout, "ln1", first)
-            _name(layout, "ln2", last)
-            return second
+        between = [call for call in calls if call.began > norm.ended and call.ended < last.began]
+        if second := summand(norm.output, stream, between):
+            return Terms([first, second], _norms({"ln1": norm, "ln2": last}), mid_out=norm.module)
     return None
 
 
-def _name_readers(
-    layout: BlockLayout, streams: Mapping[str, Tensor], calls: Sequence[Call]
-) -> None:
-    """Names the norms that read these streams."""
+def _norms(calls: Mapping[str, Call]) -> dict[str, TracedNorm]:
+    """Return the norms that these calls compute, by their names.
+
+    A call that computes none is left out.
+    """
+    norms = {name: norm_of(call) for name, call in calls.items()}
+    return {name: norm for name, norm in norms.items() if norm}
+
+
+def _norms_of_readers(
+    streams: Mapping[str, Tensor], calls: Sequence[Call]
+) -> dict[str, TracedNorm]:
+    """Return the first norm that reads each stream, by the name of the norm.
+
+    No norm has two names.
+    """
+    norms = dict[str, TracedNorm]()
     for name, stream in streams.items():
-        taken = {norm.module for norm in layout.norms.values()}
+        taken = {norm.module for norm in norms.values()}
         for call in calls:
             reads = _stream_of(call, stream)
             if reads is None or call.module in taken or not is_same(reads, stream.to(reads.dtype)):
                 continue
             if norm := norm_of(call):
-                layout.norms[name] = norm
+                norms[name] = norm
                 break
+    return norms
+
+
+def _stream_of(call: Call, like: Tensor) -> Tensor | None:
+    """Return the first input with the shape of the stream; None without one.
+
+    An input of another precision counts only if it is the stream itself.
+
+    Here and below `is_same` asks whether a module reads that tensor or another; what was added to
+    it is for `summand`.
+    """
+    streams = [t for t in call.inputs if t.shape == like.shape and t.is_floating_point()]
+    return next((t for t in streams if t.dtype == like.dtype or is_same(t, like.to(t.dtype))), None)
+
+
+class TermsByRole(NamedTuple):
+    """The terms of a block by the sublayer that adds them; None where no term has this role."""
+
+    attn: Term | None = None
+    mlp: Term | None = None
+    mixer: Term | None = None
+
+
+def roles_of(candidates: Candidates, terms: Terms) -> TermsByRole | None:
+    """Return the sublayer of each term.
+
+    It is None if no sublayer can be told from the one term that there is.
+
+    Raises:
+        AttachError: if a sublayer with a name is not what is added to the stream.
+    """
+    added, named = terms.added, candidates.named
+    if "attn" in named:
+        attn = next((term for term in added if _gives(term[0], named["attn"])), None)
+    else:
+        attn = next((term for term in added if _is_after(candidates.mixers, term[0])), None)
+    is_alone = len(added) == 1 and not terms.reads_first
+    if attn and is_alone and not any(is_in(mixer, attn[0]) for mixer in candidates.mixers):
+        # Attention adds zeros, and the term is the MLP's.
+        _require_added(candidates, TermsByRole())
+        return None
+    found = dict[str, Term]()
+    for at, term in enumerate(added):
+        is_second = len(added) == 2 and (attn is not None or at == 1)
+        is_named = "mlp" in named and _gives(term[0], named["mlp"])
+        if term is attn:
+            found["attn"] = term
+        elif at == 2 or is_second or is_named:
+            found["mlp"] = term
+        else:
+            found["mixer"] = term
+    by_role = TermsByRole(**found)
+    _require_added(candidates, by_role)
+    return by_role
+
+
+def _is_after(mixers: Sequence[Call], call: Call) -> bool:
+    """Return whether a call ended after attention began."""
+    return any(mixer.began < call.ended for mixer in mixers)
+
+
+def _gives(added: Call, sublayer: Call) -> bool:
+    """Return whether a term is a sublayer's output, or a norm or dropout of that."""
+    reads = any(is_same(x, sublayer.output) for x in added.inputs)  # the same tensor
+    is_plain = norm_of(added) is not None or not [*added.module.parameters()]
+    return (reads and is_plain) or is_in(sublayer, added) or is_in(added, sublayer)
+
+
+def _require_added(candidates: Candidates, by_role: TermsByRole) -> None:
+    """Refuse a named sublayer that does not give what is added to the stream.
+
+    Raises:
+        AttachError: naming the sublayer.
+    """
+    block = candidates.block.name
+    for role, sublayer in candidates.named.items():
+        term: Term | None = getattr(by_role, role)
+        if term is None or not _gives(term[0], sublayer):
+            raise AttachError(
+                f"{sublayer.name.removeprefix(block)[1:]!r} must give what is added to the stream, up to a norm, dropout "
+                f"or a number of the block; in {block} the stream is no such sum"
+            )
+
+
+def _assembled(candidates: Candidates, terms: Terms, by_role: TermsByRole | None) -> BlockLayout:
+    """Return the layout of a block, with the hidden layer and the experts of its MLP."""
+    layout = BlockLayout(
+        candidates.block.module,
+        attention=candidates.attention,
+        traced=candidates.traced,
+        mid_in=terms.mid_in,
+        mid_out=terms.mid_out,
+        norms=dict(terms.norms),
+        reads_first=terms.reads_first,
+    )
+    if by_role is None:
+        return layout
+    attn, mlp, mixer = by_role
+    if attn:
+        layout.attn_out = attn[1]
+        layout.norms |= _norms({"ln1_post": attn[0]})
+    if mixer:
+        layout.mixer_out = mixer[1]
+    if mlp:
+        layout.mlp_out = mlp[1]
+        layout.norms |= _norms({"ln2_post": mlp[0]})
+    hidden_in = mlp[0] if mlp else None
+    if terms.reads_first and "ln2" in layout.norms:
+        hidden_in = _reader_of(layout.norms["ln2"].module, candidates.whole) or hidden_in
+    if hidden_in is not None:
+        others = [call for call, _ in terms.added if call is not hidden_in]
+        layout.hidden = hidden_of(hidden_in, candidates.whole, others, layout.attention)
+    other = mlp or mixer
+    layout.experts = experts_of(candidates.inside, other[0] if other else None)
+    return layout
+
+
+def _reader_of(norm: nn.Module, calls: Sequence[Call]) -> Call | None:
+    """Return the first call that reads the output of a norm: the MLP, where its term is no module's output."""
+    output = next(call.output for call in calls if call.module is norm)
+    for call in calls:
+        if call.inputs and call.output is not None and is_same(call.inputs[0], output):
+            return call
+    return None
+
+
+class Addition(NamedTuple):
+    """A term that is added to the stream.
+
+    Attributes:
+        reader: the call that reads the sum; None if it leaves the block.
+        term: the term.
+        total: the sum.
+    """
+
+    reader: Call | None
+    term: Term
+    total: Tensor
+
+
+def crossing_of(candidates: Candidates, factors: Sequence[float]) -> BlockLayout | None:
+    """Return the layout of a block with attention to an encoder; None if it is no such block.
+
+    Attention to the encoder is the second of three terms.
+    """
+    calls, entering = candidates.whole, candidates.block.inputs[0]
+    attention, cross = (call.module for call in candidates.attending)
+    layout = BlockLayout(
+        candidates.block.module, attention=attention, cross=cross, traced=candidates.traced
+    )
+    for is_normed in (False, True):  # norms may take the sums (BART)
+        three = next(_three_additions(candidates, factors, is_normed), None)
+        if three is None:
+            continue
+        (one, two, last), calls_after = three
+        assert one.reader is not None
+        assert two.reader is not None
+        layout.attn_out, layout.cross_out, layout.mlp_out = (
+            addition.term[1] for addition in (one, two, last)
+        )
+        if last.reader is None:
+            layout.mid_in, layout.cross_in = one.reader.module, two.reader.module
+            streams = {"ln1": entering, "ln_cross": one.total, "ln2": two.total}
+            layout.norms = _norms_of_readers(streams, calls)
+        else:
+            layout.mid_out, layout.crossed = one.reader.module, two.reader.module
+            layout.norms = _norms({"ln1": one.reader, "ln_cross": two.reader, "ln2": last.reader})
+        mlp = last.term[0]
+        layout.hidden = hidden_of(mlp, calls_after, [one.term[0], two.term[0]], None)
+        layout.experts = experts_of(candidates.inside, mlp)
+        return layout
+    return None
+
+
+def _three_additions(
+    candidates: Candidates, factors: Sequence[float], is_normed: bool
+) -> Iterator[tuple[tuple[Addition, Addition, Addition], list[Call]]]:
+    """Yield three terms that make the stream leaving a block, with the calls after the second.
+
+    Args:
+        candidates: the calls.
+        factors: of the terms.
+        is_normed: whether norms take the sums.
+    """
+    calls, leaving = candidates.whole, candidates.block.output
+    assert leaving is not None
+    norms = [call for call in calls if is_normed and is_same(call.output, leaving)]
+    ends: list[tuple[Call | None, Tensor | None]] = [(None, leaving)]
+    if norms:
+        ends = [(norm, _stream_of(norm, leaving)) for norm in norms]
+    for one in _additions(candidates.block.inputs[0], calls, factors):
+        stream, calls_after_one = _after(one, calls, is_normed)
+        for two in _additions(stream, calls_after_one, factors):
+            below, calls_after_two = _after(two, calls_after_one, is_normed)
+            for norm, total in ends:
+                term = None if total is None else summand(below, total, calls_after_two, factors)
+                if term and total is not None:
+                    yield (one, two, Addition(norm, term, total)), calls_after_two
+
+
+def _additions(
+    stream: Tensor, calls: Sequence[Call], factors: Sequence[float]
+) -> Iterator[Addition]:
+    """Yield each call that reads the stream with a term added."""
+    for reader in calls:
+        total = _stream_of(reader, stream)
+        if total is not None and not is_same(total, stream.to(total.dtype)):
+            before = [call for call in calls if call.ended < reader.began]
+            if term := summand(stream, total, before, factors):
+                yield Addition(reader, term, total)
+
+
+def _after(addition: Addition, calls: Sequence[Call], is_normed: bool) -> tuple[Tensor, list[Call]]:
+    """Return the stream that goes on after an addition, and the calls to come."""
+    reader = addition.reader
+    assert reader is not None
+    if is_normed and reader.output is not None:
+        return reader.output, [call for call in calls if call.began > reader.ended]
+    return addition.total, [call for call in calls if call.began >= reader.began]

@@ -1,8 +1,8 @@
-"""A model of `transformers` before points are put in: its configs, the arguments it runs on, and the error if it cannot be read.
+"""A model before points are put in: its configs, and the arguments that it runs on.
 
-1. Each module with a config gets its own copy, so that models that share a config are not affected (`own_configs`). The copy
-   asks for attention with points, and `kernel_of` is the attention function that the config asked for before.
-2. The model runs on fourteen tokens, or on the example of the user (`example_of`).
+1. A module's config names an attention function of `transformers`, its kernel (`kernel_of`). While
+   the model is attached, a config of its own asks for attention with points instead.
+2. The model runs on fourteen tokens, or on the example of the user (`examples_of`).
 3. `AttachError` names the module that cannot be read, and says what the user can do.
 """
 
@@ -12,7 +12,6 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,41 +32,7 @@ HOOKED = "hooked_"
 def configs_of(model: nn.Module) -> dict[nn.Module, Any]:
     """The config of each module that has one."""
     held = {module: vars(module).get("config") for module in model.modules()}
-    return {module: config for module, config in held.items() if _is_config(config)}
-
-
-def own_configs(model: nn.Module) -> dict[nn.Module, tuple[Any, Any]]:
-    """Gives every module of the model a copy of its config that asks for `hooked_attention`.
-
-    Returns:
-        The config that each module had, and another copy of it.
-    """
-    had, copies, kept = configs_of(model), dict[int, Any](), dict[int, Any]()
-    before = {module: (config, deepcopy(config, kept)) for module, config in had.items()}
-    for module, config in had.items():
-        module.config = copied = deepcopy(config, copies)
-        copied._attn_implementation_internal = HOOKED + kernel_name(config)
-    return before
-
-
-def carry_changes(changed: Any, before: Any, config: Any) -> None:
-    """Makes the changes in `config` that a module's own copy has had since it was equal to `before`."""
-    for name, value in vars(changed).items():
-        if name == "_attn_implementation_internal":
-            is_set = not str(value).startswith(HOOKED)
-            if is_set and kernel_name(changed) != kernel_name(before):
-                setattr(config, name, value)
-            continue
-        old, new = vars(before).get(name), vars(config).get(name)
-        if _is_config(value) and _is_config(old) and _is_config(new):
-            carry_changes(value, old, new)
-        elif name not in vars(before) or not same(value, old):
-            setattr(config, name, value)
-
-
-def same(one: Any, other: Any) -> bool:
-    """Whether two values of configs are equal; configs inside them count by what they hold."""
-    return repr(one) == repr(other)
+    return {module: config for module, config in held.items() if is_config(config)}
 
 
 def kernel_name(config: Any) -> str:
@@ -81,18 +46,23 @@ def base_of(model: Any) -> Any:
 
 
 def text_config(model: Any) -> Any:
-    """The part of a model's config that is about its text blocks; the whole one, or the model, where there is no other."""
+    """Return the part of a model's config about its text blocks; the whole one without parts.
+
+    Without a config it is the model itself.
+    """
     config = getattr(model, "config", model)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-def _is_config(value: Any) -> bool:
+def is_config(value: Any) -> bool:
+    """Return whether a value is a config of `transformers`, which names an attention function."""
     return hasattr(value, "_attn_implementation")
 
 
 def kernel_of(module: nn.Module) -> Kernel:
     """The function that the module would call if the model were not attached."""
-    name, eager = kernel_name(module.config), None
+    name = kernel_name(module.config)
+    eager = None
     for kind in type(module).__mro__:
         eager = eager or getattr(sys.modules[kind.__module__], "eager_attention_forward", None)
     kernels = library("transformers").AttentionInterface()
@@ -132,7 +102,7 @@ SHAPE = (2, 7)
 
 
 @dataclass(frozen=True, eq=False)
-class Example:
+class ExampleArguments:
     """The arguments of a run.
 
     Attributes:
@@ -166,13 +136,13 @@ class Example:
 
     @without_gradients
     def runs_with_cache(self, model: nn.Module) -> bool:
-        """Whether the model also runs without `use_cache=False`, with a cache of its own making."""
+        """Return whether the model also runs without `use_cache=False`, with a cache of its own making."""
         if self.kwargs.get("use_cache") is not False:
             return True
         kwargs = {name: value for name, value in self.kwargs.items() if name != "use_cache"}
         with mode(model, training=False):
             try:
-                Example(self.args, kwargs).run(model)
+                ExampleArguments(self.args, kwargs).run(model)
             except Exception:  # each model has an error of its own
                 return False
         return True
@@ -186,12 +156,39 @@ class Example:
 
     @property
     def is_text(self) -> bool:
-        """Whether it is tokens alone."""
+        """Return whether it is tokens alone."""
         others = {name for name, value in self.kwargs.items() if isinstance(value, Tensor)}
         return self.tokens is not None and others <= {"input_ids", "attention_mask"}
 
 
-def example_of(model: nn.Module, example: Any = None) -> Example | None:
+def examples_of(model: nn.Module, example: Any) -> list[ExampleArguments]:
+    """Return the runs that show the points: on tokens alone, and on the user's example.
+
+    Raises:
+        TypeError: if the example is neither a mapping nor a tensor.
+        ValueError: if the model reads no tokens, and there is no example.
+    """
+    default = _example_of(model)
+    given = None if example is None else _example_of(model, example)
+    if default is None and given is None:
+        reads = ", ".join(parameters_of(model)[:3])
+        lacks = "" if table_of(model) is not None else " without an nn.Embedding of tokens"
+        kind = type(model).__name__
+        raise ValueError(
+            f"attach needs example=, the arguments of a run, for a {kind}{lacks}, which reads {reads}"
+        )
+    if given is None or default is None or is_encoder_decoder(model):
+        return [run for run in (given, default) if run][:1]
+    if given.is_text:
+        return [given]
+    try:
+        default.logits(model)
+    except ValueError:  # it needs images beside tokens
+        return [given]
+    return [default, given]
+
+
+def _example_of(model: nn.Module, example: Any = None) -> ExampleArguments | None:
     """Return the example of the user, or a few tokens without one.
 
     None for a model that reads no tokens, or has no embedding of tokens.
@@ -199,17 +196,18 @@ def example_of(model: nn.Module, example: Any = None) -> Example | None:
     Raises:
         TypeError: if it is neither a mapping nor a tensor.
     """
-    config, names = getattr(model, "config", None), parameters_of(model)
+    config = getattr(model, "config", None)
+    names = parameters_of(model)
     if example is not None and not isinstance(example, Mapping | Tensor):
         raise TypeError(
             f"example must be a mapping of arguments, as a processor gives, or a tensor; got a {type(example).__name__}"
         )
     if isinstance(example, Tensor):
-        return Example((example,))
+        return ExampleArguments((example,))
     if example is None and table_of(model) is None:
         return None
     if example is None and config is None:
-        return Example((tokens_for(model),))
+        return ExampleArguments((tokens_for(model),))
     if example is None and "input_ids" not in {getattr(model, "main_input_name", ""), *names}:
         return None
     if example is None:
@@ -219,7 +217,7 @@ def example_of(model: nn.Module, example: Any = None) -> Example | None:
             example["decoder_input_ids"] = tokens[
                 :, :5
             ]  # fewer, so that the streams differ in size
-    return Example(kwargs={**uncached(model), **example})
+    return ExampleArguments(kwargs={**uncached(model), **example})
 
 
 def uncached(model: nn.Module) -> dict[str, Any]:
@@ -229,7 +227,7 @@ def uncached(model: nn.Module) -> dict[str, Any]:
 
 
 def is_encoder_decoder(model: nn.Module) -> bool:
-    """Whether a model has both an encoder and a decoder."""
+    """Return whether a model has both an encoder and a decoder."""
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
@@ -239,13 +237,16 @@ def parameters_of(model: Any) -> list[str]:
 
 
 def logits_of(output: Any) -> Tensor:
-    """The logits of a model's output or, where it has none, the first tensor. Losses may come before them."""
+    """Return the logits of a model's output, after losses; without logits, the first tensor."""
     logits = getattr(output, "logits", None)
     return logits if isinstance(logits, Tensor) else next(tensors_in(output))
 
 
 def embedding_of(model: Any) -> Any:
-    """The embedding of a model's tokens: the one that it names, or else its first; None without one."""
+    """The embedding of a model's tokens: the one that it names, or else its first.
+
+    A model without an embedding gives None.
+    """
     with contextlib.suppress(AttributeError, NotImplementedError):
         named = model.get_input_embeddings()
         if named is None or isinstance(named, nn.Module):  # some name a parameter
@@ -273,11 +274,13 @@ def tokens_for(model: Any) -> Tensor:
         raise ValueError(
             f"attach needs example=, the input of a run, for a {type(model).__name__} without an nn.Embedding"
         )
-    # A weight that is elsewhere until it is needed has no device; whoever brings it moves tokens too.
+    # A weight that is elsewhere until it is needed has no device; whoever brings it moves tokens
+    # too.
     device = "cpu" if weight.is_meta else weight.device
     n_tokens = math.prod(SHAPE)
     numbers = (torch.arange(2 * n_tokens, device=device) * 5 + 1).remainder(len(weight))
-    # Models that count positions or find the end of a text by the padding token would see padding here.
+    # Models that count positions or find the end of a text by the padding token would see padding
+    # here.
     pad = getattr(getattr(model, "config", None), "pad_token_id", None)
     if isinstance(pad, int):
         numbers = torch.cat([numbers[numbers != pad], numbers[numbers == pad]])
@@ -296,8 +299,8 @@ class AttachError(ValueError):
 def reading(model: Any, name: str) -> Iterator[None]:
     """A `with` in which errors say which part of a model could not be read.
 
-    A model of another kind may break any step, so any error may come. An `AttachError` stays, because it says more, and so do
-    errors of memory and warnings that the user turned into errors.
+    A model of another kind may break any step, so any error may come. An `AttachError` stays,
+    because it says more, and so do errors of memory and warnings that the user turned into errors.
 
     Args:
         model: the model.
@@ -318,7 +321,9 @@ def reading(model: Any, name: str) -> Iterator[None]:
 
 
 def brief(error: Exception) -> str:
-    """An error as one line; one of this package without its advice, which is for callers of other functions.
+    """Return an error as one line.
+
+    An error of this package loses its advice, which is for callers of other functions.
 
     >>> brief(KeyError("blocks"))
     "KeyError: 'blocks'"

@@ -1,8 +1,10 @@
-"""Parts of a block that the tensors of one run reveal: terms of the residual stream, norms and hidden layers.
+"""Parts of a block that the tensors of a run reveal: terms, norms and hidden layers.
 
-1. A term is a module's output, times a factor, that was added to the stream (`summand`, `parallel`).
+1. A term is a module's output, times a factor, that was added to the stream (`summand`,
+   `parallel`).
 2. A norm is a module whose output is its input over a scale (`norm_of`).
-3. A hidden layer is the output of a module without weights, times a gate or not, that a later linear map reads (`hidden_of`).
+3. A hidden layer is the output of a module without weights, times a gate or not, that a later
+   linear map reads (`hidden_of`).
 """
 
 import contextlib
@@ -38,10 +40,11 @@ def summand(
 ) -> tuple[Call, Summand] | None:
     """The call whose output, times one of the factors, was added to `before` to give `after`.
 
-    The sum is repeated in the model's precision, so that the right call gives the same bits. Of several that
-    do, the last is taken.
+    The sum is repeated in the model's precision, so that the right call gives the same bits. Of
+    several that do, the last is taken.
     """
-    best, explained = 4.0, None
+    best = 4.0
+    explained = None
     for factor in factors if before.shape == after.shape else ():
         for call in sorted(calls, key=lambda c: c.ended, reverse=True):
             output = call.output
@@ -50,19 +53,23 @@ def summand(
             term = output if factor == 1 else output * factor
             error = _error(after, before, term)
             if error < best and (error == 0 or _explains(term, after - before)):
-                best, explained = error, (call, Summand(call.module, factor, call.is_overwritten))
+                best = error
+                explained = (call, Summand(call.module, factor, call.is_overwritten))
     return explained
 
 
 def _explains(term: Tensor, change: Tensor) -> bool:
-    """Whether a term is most of a change. Beside a large stream, half precision takes any small term for the right one."""
+    """Return whether a term is most of a change.
+
+    Beside a large stream, half precision takes any small term for the right one.
+    """
     return bool((change - term).float().norm() <= 0.5 * change.float().norm())
 
 
 def _error(after: Tensor, *terms: Tensor) -> float:
     """Return the largest error of a sum of terms, added in order, against `after`, in units of rounding."""
     error = 0.0
-    for part in (slice(1), slice(None)):  # most are wrong at once
+    for part in (slice(1), slice(None)):  # one number rules out most sums
         few = [term[part, part] for term in (*terms, after)]
         size = sum((term.abs() for term in few), torch.zeros_like(few[0]))
         roundings = (size * torch.finfo(after.dtype).eps).clamp(min=torch.finfo(after.dtype).tiny)
@@ -86,7 +93,8 @@ def parallel(
     fitting = [
         c for c in latest if c.output is not None and c.output.shape == pre.shape == post.shape
     ]
-    best, explained = 4.0, list[tuple[Call, Summand]]()
+    best = 4.0
+    explained = list[tuple[Call, Summand]]()
     for second, first in itertools.combinations(fitting, 2):
         if first.ended >= second.began:
             continue
@@ -162,7 +170,8 @@ def norm_of(call: Call) -> TracedNorm | None:
         gains = [at_least_float32(weight.to(x.device)), 1 + at_least_float32(weight.to(x.device))]
     shift = at_least_float32(bias.to(x.device)) if isinstance(bias, Tensor) else 0.0
     # Families compute norms in float32, also of float64 streams.
-    best, norm = max(32 * torch.finfo(torch.float32).eps, 4 * torch.finfo(output.dtype).eps), None
+    best = max(32 * torch.finfo(torch.float32).eps, 4 * torch.finfo(output.dtype).eps)
+    norm = None
     if _hands_on(call, x, output):
         return None
     for centered, eps in itertools.product((True, False), _epsilons(module)):
@@ -174,12 +183,16 @@ def norm_of(call: Call) -> TracedNorm | None:
                 min=1e-30
             )
             if error < best:
-                best, norm = float(error.detach()), candidate
+                best = float(error.detach())
+                norm = candidate
     return norm
 
 
 def _in_float32(call: Call) -> tuple[Tensor, Tensor]:
-    """What a module read and gave. Of half precision it is what a copy in float32 gives, as rounding hides what a norm does."""
+    """Return the input and output of a module; in half precision, the output of a copy in float32.
+
+    Rounding to half precision hides what a norm does.
+    """
     x, output = call.inputs[0], call.output
     assert output is not None
     made = _made_by_copy(call.module, x.float()) if output.dtype in HALF else None
@@ -189,9 +202,10 @@ def _in_float32(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def _hands_on(call: Call, x: Tensor, output: Tensor) -> bool:
-    """Whether a module returns its input, as dropout does.
+    """Return whether a module returns its input, as dropout does.
 
-    A norm of a normed input returns it too, up to rounding. But if that input is doubled, its output stays the same.
+    A norm of a normed input returns it too, up to rounding. But if that input is doubled, its
+    output stays the same.
     """
     if not is_close(output, x):
         return False
@@ -200,7 +214,10 @@ def _hands_on(call: Call, x: Tensor, output: Tensor) -> bool:
 
 
 def _made_by_copy(module: nn.Module, x: Tensor) -> Tensor | None:
-    """What a copy of a module gives on the CPU, in the precision of its input; None if that does not run."""
+    """Return the output of a copy of a module on the CPU; None if the copy does not run.
+
+    It has the precision of the input.
+    """
     with contextlib.suppress(Exception):  # weights of a kind that is no number, for instance
         made = hooks_disabled(copy.deepcopy(module).cpu().to(x.dtype), x)
         if isinstance(made, Tensor):
@@ -235,16 +252,14 @@ def hidden_of(
     Args:
         added: the call that gives what the MLP adds.
         calls: those of the block.
-        others: those that give what other sublayers add.
+        others: the calls whose outputs other sublayers add.
         attention: the module that attends, which has no part in it.
     """
     began = max([call.ended for call in others if call.ended < added.began], default=-1)
-    attending = [c for c in calls if c.module is attention]
-    inside = [
-        c
-        for c in calls
-        if began < c.began <= added.ended and not any(is_in(c, a) for a in attending)
-    ]
+    attending = [call for call in calls if call.module is attention]
+    inside = [call for call in calls if began < call.began <= added.ended]
+    for attends in attending:
+        inside = [call for call in inside if not is_in(call, attends)]
     hidden = None
     for call in inside:
         if _is_nonlinearity(call, added):
@@ -253,12 +268,12 @@ def hidden_of(
 
 
 def is_in(inner: Call, outer: Call) -> bool:
-    """Whether one call is part of another, or the same."""
+    """Return whether one call is part of another, or the same."""
     return outer.began <= inner.began and inner.ended <= outer.ended
 
 
 def _is_nonlinearity(call: Call, added: Call) -> bool:
-    """Whether the module has no weights and computes something new of the same shape, but no norm."""
+    """Return whether the module has no weights and computes something new of the same shape, but no norm."""
     x, y = call.inputs[0] if call.inputs else None, call.output
     if x is None or y is None or x.shape != y.shape:
         return False
@@ -278,7 +293,8 @@ def _around(act: Call, calls: Sequence[Call], added: Call) -> Hidden | None:
         has_weights = any(True for _ in last.module.parameters())
         if hidden is None or last.began < act.ended or not has_weights or hidden.shape != y.shape:
             continue
-        # Where others add to it, as experts may, these are not all neurons. Without them it is the same tensor.
+        # Where others add to it, as experts may, these are not all neurons. Without them it is the
+        # same tensor.
         if not any(is_same(last.output, whole) for whole in (added.output, *added.inputs)):
             continue
         linear = None

@@ -1,13 +1,25 @@
-"""The points of an attached model, and the hooks that pass its values through them."""
+"""The points of an attached model, placed where its layouts say (`place_points`).
+
+1. The model gets its new forward, and each stack a `Wiring`: the module that holds its points, and
+   the hooks on the model's own modules.
+2. `Wiring.block` makes the points of one block, each with a hook (`wires`) on the module that has
+   the value. Attention and experts have points of their own kind (`attention`, `experts`).
+3. `Wiring.embeddings` and `Wiring.final_norm` make the points before and after the blocks.
+4. Points are placed where the features of towers enter the stream of the text (`_place_features`).
+5. If a plan splits heads or neurons over processes, points join the parts (`_join_shards`).
+"""
 
 import math
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hooks import HookPoint, HookPoints
-from hooks.base import hooks_last, is_same
+from hooks import HookedRunner, HookPoint, HookPoints, Point
+from hooks.base import Shards, hooks_last, is_same, is_whole, mesh_of
+from hooks.shared import Session
 from models.attached.attention import (
     AttentionPoints,
     CrossPoints,
@@ -15,12 +27,20 @@ from models.attached.attention import (
     TracedPoints,
 )
 from models.attached.context import CacheGiven, number_of, past_of
-from models.attached.experts import ChosenOutputs, Copies, ExpertPoints, Gated, Routing
+from models.attached.experts import ChosenOutputs, Copies, ExpertPoints, Experts, Gated, Routing
+from models.attached.forward import Forward, Generate, StackForward
 from models.attached.layout import BlockLayout
-from models.attached.original import embedding_of, text_config
+from models.attached.original import (
+    AttachError,
+    ExampleArguments,
+    base_of,
+    embedding_of,
+    reading,
+    text_config,
+)
 from models.attached.parts import Summand, TracedNorm, factors_of, norm_of, summand
-from models.attached.probe import Call, ProbeRun
-from models.attached.stacks import Stack, require_position_of_each_token
+from models.attached.probe import ProbeRun
+from models.attached.stacks import OwnPart, Stack, Tower, features, require_position_of_each_token
 from models.attached.wires import (
     BlockInput,
     Input,
@@ -34,6 +54,9 @@ from models.attached.wires import (
 
 STREAM, HIDDEN = "batch pos d_model", "batch pos d_mlp"
 MLP_OUT = "what the MLP adds to the residual stream"
+SPLIT_AXES = {"head", "kv_head", "d_mlp"}
+"""The axes that tensor-parallel plans split."""
+
 TOP = ("embed", "pos_embed", "blocks", "ln_final", "merged", "projected")
 """The names beside those of blocks."""
 
@@ -56,24 +79,142 @@ class BlockPoints(HookPoints):
         return past_of(argument, self.layer)
 
 
+def place_points(
+    model: Any, forward: Forward, stacks: Sequence[Stack], probes: Sequence[ProbeRun]
+) -> list["Wiring"]:
+    """Put points into a model where its layouts say, and hooks that pass values through them.
+
+    Args:
+        model: the model.
+        forward: the new forward of the model inside an adapter's wrapper.
+        stacks: the stacks.
+        probes: the runs that they were found in.
+
+    Returns:
+        The points of each stack, with their hooks.
+    """
+    base = base_of(model)
+    base.forward = forward
+    if hasattr(base, "generate"):
+        base.generate = Generate(base)
+    wirings = list[Wiring]()
+    for stack in stacks:
+        with reading(model, stack.path):
+            wirings.append(_placed(model, base, forward, stack))
+    if len(probes) > 1 and len(stacks) > 1:
+        _place_features(model, probes[1], wirings)
+    for module in model.modules():
+        if isinstance(module, HookPoint | HookPoints | Blocks | Tower):
+            module.train(model.training)
+    _join_shards(model, probes[0].example)
+    return wirings
+
+
+def _placed(model: Any, base: nn.Module, forward: Forward, stack: Stack) -> "Wiring":
+    """Return the points of one stack."""
+    root: Any = stack.root(base) if stack.name else model
+    is_half = stack.name in ("encoder", "decoder")
+    if is_half:
+        forward.reads_texts = False
+        setattr(model, f"get_{stack.name}", OwnPart(model, f"get_{stack.name}"))
+    wiring = Wiring(model, stack)
+    stack_forward: StackForward = forward
+    if stack.name:
+        stack_forward = root.forward = StackForward(root, grows=stack.name == "decoder")
+    if is_half or stack.texts is not None:
+        stack_forward.embedded = wiring.embeddings(root)
+    wiring.owner.blocks = Blocks(map(wiring.block, stack.layouts))
+    wiring.final_norm(root)
+    forward.places += wiring.places()
+    for points in wiring.owner.blocks.modules():
+        if isinstance(points, AttentionPoints):
+            points.is_lent = points.module in stack.probe.sharing
+    return wiring
+
+
+def _place_features(model: Any, probe: ProbeRun, wirings: Sequence["Wiring"]) -> None:
+    """Put points where the features of towers go into the stream of the text."""
+    text, *towers = wirings
+    merged, projected = features(
+        model, probe, text.stack.chain, [wiring.stack for wiring in towers]
+    )
+    if merged is None:
+        why = "no module reads the embeddings with the features in them"
+        text.stack.left_out["merged"] = why
+    else:
+        text.merged(merged)
+    for tower in towers:
+        if tower.stack.name in projected:
+            tower.projected(projected[tower.stack.name])
+        else:
+            why = "what goes into the stream is no module's output"
+            tower.stack.left_out["projected"] = why
+
+
+def _join_shards(model: nn.Module, example: ExampleArguments) -> None:
+    """Make points join what processes hold, where a tensor-parallel plan splits heads or neurons.
+
+    Raises:
+        AttachError: if a part has equal numbers only, which do not show whether it is split.
+    """
+    if (mesh := mesh_of(model)) is None:
+        return
+    groups: dict[str, list[tuple[Point, int, Tensor]]] = {}
+
+    def note(point: Point, axis: int, part: Tensor) -> None:
+        groups.setdefault(point.name.rpartition(".")[0], []).append((point, axis, part))
+
+    with Session() as session:
+        for point in HookedRunner(model).points.values():
+            for axis in SPLIT_AXES & {*point.axes}:
+                hook = partial(note, point, point.axes.index(axis))
+                session.after(point.module, hook)
+        example.logits(model)
+    for name, group in groups.items():
+        # Together, because parts that are zero are the same everywhere.
+        if not all(is_whole(part, mesh) for _, _, part in group):
+            for point, axis_at, part in group:
+                vars(point.module)["shards"] = Shards.of(part, axis_at, mesh)
+        elif group[0][2].min() == group[0][2].max():
+            raise AttachError(
+                f"{name} must have numbers that differ, to show whether {mesh.size()} processes hold parts of "
+                f"them; got only {float(group[0][2].min())}"
+            )
+
+
 class Wiring:
     """Points at the places of a layout, and the hooks on the model's modules.
 
     Attributes:
         model: the model.
-        owner: the module that holds the points of a stack; the model for those without a prefix.
+        stack: the stack whose points these are.
+        owner: the module that holds the points; the model for a stack without a prefix.
     """
 
-    def __init__(self, model: Any, owner: Any = None) -> None:
-        self.model, self.owner = model, model if owner is None else owner
+    def __init__(self, model: Any, stack: Stack) -> None:
+        self.model = model
+        self.stack = stack
+        self.owner = stack.owner(model)
         self._handles: dict[HookPoint, Any] = {}
         self._modules: list[nn.Module] = []
 
+    @property
+    def blocks(self) -> Any:
+        """The points of each block."""
+        return self.owner.blocks
+
+    def name_of(self, n: int, point: str) -> str:
+        """Return the full name of a point of block `n`."""
+        return f"{self.stack.prefix}blocks.{n}.{point}"
+
     def places(self) -> list[tuple[nn.Module, str, nn.Module]]:
-        """Each module with a hook, with its parent and its name there. Hooks that keep outputs come after ours."""
+        """Each module with a hook, with its parent and its name there.
+
+        Hooks that keep outputs come after ours.
+        """
         listening = {*self._modules}
         for module in listening:
-            keep_outputs_last(module)
+            _keep_outputs_last(module)
         return [
             (parent, name, child)
             for parent in self.model.modules()
@@ -82,14 +223,14 @@ class Wiring:
         ]
 
     def drop(self, parent: nn.Module, name: str) -> None:
-        """Takes one point out."""
+        """Take one point out."""
         handle = self._handles.pop(getattr(parent, name), None)
         if handle is not None:
             handle.remove()
         delattr(parent, name)
 
     def drop_attention(self, block: Any, name: str) -> None:
-        """Takes the points of one attention of a block out."""
+        """Take the points of one attention of a block out."""
         points = getattr(block, name)
         restore_methods(points.module)
         for point in [point for point, _ in points.named_children()]:
@@ -111,24 +252,26 @@ class Wiring:
         self._listen(added.module, Output(point, added.factor, added.is_overwritten))
         return point
 
-    def embeddings(self, stack: Stack, root: nn.Module) -> Output | None:
-        """Adds `embed`, and `pos_embed` where positions have vectors, from what enters the first block.
+    def embeddings(self, root: nn.Module) -> Output | None:
+        """Add `embed`, and `pos_embed` where positions have vectors, from what enters the first block.
 
         Args:
-            stack: the stack of that block.
             root: the module whose embeddings are meant.
 
         Returns:
-            The hook of `embed` for embeddings that `root` is given instead of tokens; None if it is not there, or acts on them.
+            The hook of `embed` for embeddings that `root` is given instead of tokens; None if it is
+                not there, or acts on them.
 
         Raises:
             AttachError: if the stream of a text has not a position for each token.
         """
-        probe, first = stack.probe, stack.chain[0]
-        stream, embedding = first.inputs[0], embedding_of(root)
+        probe = self.stack.probe
+        first = self.stack.chain[0]
+        stream = first.inputs[0]
+        embedding = embedding_of(root)
         before = [c for c in probe.single if c.ended < first.began and c.output is not None]
         tokens = next((call for call in before if call.module is embedding), None)
-        require_position_of_each_token(self.model, stack)
+        require_position_of_each_token(self.model, self.stack)
         if tokens is None or tokens.output is None or tokens.output.shape != stream.shape:
             return None
         added = Summand(embedding, 1.0, tokens.is_overwritten)
@@ -143,21 +286,22 @@ class Wiring:
                 self._listen(call.module, PositionsWire(self.owner.pos_embed))
                 break
         self.owner.embed = self._added(HookPoint(STREAM, "token embeddings"), added)
-        # Where the embedding runs before `root`, that is always given embeddings, which have passed the point.
+        # Where the embedding runs before `root`, that is always given embeddings, which have passed
+        # the point.
         began = next((call.began for call in probe.calls if call.module is root), -1)
         if tokens.began < began:
             return None
         return Output(self.owner.embed, added.factor, added.is_overwritten)
 
     def merged(self, module: nn.Module) -> None:
-        """Adds `merged` where a module reads the embeddings with the features of towers among them."""
+        """Add `merged` where a module reads the embeddings with the features of towers among them."""
         self.owner.merged = HookPoint(
             STREAM, "embeddings with the features of images or sounds in their places"
         )
         self._listen(module, Merged(self.owner.merged))
 
     def projected(self, module: nn.Module) -> None:
-        """Adds `projected` where a module gives a tower's features for the stream of the text."""
+        """Add `projected` where a module gives a tower's features for the stream of the text."""
         self.owner.projected = HookPoint(STREAM, "what is put into the stream of the text")
         self._listen(module, Projected(self.owner.projected))
 
@@ -198,7 +342,7 @@ class Wiring:
         return points
 
     def _cross(self, points: Any, layout: BlockLayout) -> None:
-        """Adds the points of attention to an encoder, and of the stream after it."""
+        """Add the points of attention to an encoder, and of the stream after it."""
         assert layout.cross is not None
         assert layout.cross_out is not None
         self._norm(points, "ln_cross", layout)
@@ -214,32 +358,35 @@ class Wiring:
             self._listen(layout.crossed, Output(points.resid_mid_cross))
 
     def _mlp(self, layout: BlockLayout) -> nn.Module:
-        if (experts := layout.experts) is not None:
-            mlp: Any = ExpertPoints(experts)
-            if experts.module is not None and not experts.reads_copies:
-                self._listen(experts.module, Routing(mlp.routing, mlp.chosen, experts.n))
-            if experts.module is not None and experts.has_outputs:
-                outputs = (
-                    Copies(mlp.experts, experts.n, experts.factor)
-                    if experts.reads_copies
-                    else ChosenOutputs(mlp.experts, experts.factor)
-                )
-                self._listen(experts.module, outputs)
-            if experts.gate is not None and experts.shared is not None:
-                self._listen(experts.shared.module, Gated(mlp.shared, experts.gate))
-            elif experts.shared is not None:
-                self._added(mlp.shared, experts.shared)
-            return mlp
-        mlp = nn.Module()
+        """Return the points of an MLP: of its experts if it has some, or of its hidden layer."""
+        if layout.experts is not None:
+            return self._experts(layout.experts)
+        points: Any = nn.Module()
         if (hidden := layout.hidden) is not None:
-            mlp.pre = HookPoint(HIDDEN, "before the nonlinearity")
-            self._listen(hidden.act, Input(mlp.pre))
+            points.pre = HookPoint(HIDDEN, "before the nonlinearity")
+            self._listen(hidden.act, Input(points.pre))
             if hidden.linear:
-                mlp.linear = HookPoint(HIDDEN, "what the gate is multiplied with")
-                self._listen(hidden.linear, Output(mlp.linear))
-            mlp.post = HookPoint(HIDDEN, "what the last map of the MLP reads")
-            self._listen(hidden.post, Input(mlp.post))
-        return mlp
+                points.linear = HookPoint(HIDDEN, "what the gate is multiplied with")
+                self._listen(hidden.linear, Output(points.linear))
+            points.post = HookPoint(HIDDEN, "what the last map of the MLP reads")
+            self._listen(hidden.post, Input(points.post))
+        return points
+
+    def _experts(self, experts: Experts) -> ExpertPoints:
+        """Return the points of a mixture of experts."""
+        points: Any = ExpertPoints(experts)
+        module, shared = experts.module, experts.shared
+        if module is not None and not experts.reads_copies:
+            self._listen(module, Routing(points.routing, points.chosen, experts.n))
+        if module is not None and experts.has_outputs and experts.reads_copies:
+            self._listen(module, Copies(points.experts, experts.n, experts.factor))
+        elif module is not None and experts.has_outputs:
+            self._listen(module, ChosenOutputs(points.experts, experts.factor))
+        if shared is not None and experts.gate is not None:
+            self._listen(shared.module, Gated(points.shared, experts.gate))
+        elif shared is not None:
+            self._added(points.shared, shared)
+        return points
 
     def _norm(self, parent: nn.Module, name: str, layout: BlockLayout) -> None:
         if name in layout.norms:
@@ -252,8 +399,9 @@ class Wiring:
         self._listen(norm.module, Output(points.normalized))
         return points
 
-    def final_norm(self, probe: ProbeRun, last: Call, root: nn.Module) -> None:
-        """Adds `ln_final` where a norm reads the stream that leaves the last block, while `root` runs."""
+    def final_norm(self, root: nn.Module) -> None:
+        """Add `ln_final` where a norm reads the stream that leaves the last block, while `root` runs."""
+        probe, last = self.stack.probe, self.stack.chain[-1]
         end = next((c.ended for c in probe.calls if c.module is root), math.inf)
         for call in (c for c in probe.single if last.ended < c.began < end):
             # The same tensor: nothing is computed between.
@@ -263,8 +411,8 @@ class Wiring:
                 return
 
 
-def keep_outputs_last(module: nn.Module) -> None:
-    """Moves the hooks by which `transformers` collects hidden states behind all others, or they miss edits."""
+def _keep_outputs_last(module: nn.Module) -> None:
+    """Move the hooks by which `transformers` collects hidden states behind all others, or they miss edits."""
     hooks_last(module, lambda hook: hook.__module__ == "transformers.utils.output_capturing")
 
 

@@ -2,10 +2,11 @@
 
 1. Every module gets two hooks, which copy its tensors, and note when it began and ended.
 2. The attention function is replaced by one that notes who called it, and calls the model's own.
-3. Where attention is code of the module's own, a mode of PyTorch notes products and softmaxes in place of that
-   (`Watching`).
+3. Where attention is code of the module's own, a mode of PyTorch notes products and softmaxes in
+   place of that (`Watching`).
 4. All hooks go, and the record stays.
-5. A stack of blocks may see rows and positions as one axis. `ProbeRun.apart` gives the record with two.
+5. A stack of blocks may see rows and positions as one axis. `ProbeRun.apart` gives the record with
+   two.
 """
 
 import math
@@ -22,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from hooks import HookPoint
 from hooks.base import memory_of, tensors_in, version, without_gradients
 from hooks.shared import Session
-from models.attached.original import Example, kernel_of, logits_of
+from models.attached.original import ExampleArguments, kernel_of, logits_of
 from models.mode import mode
 
 PRODUCTS = ("matmul", "bmm", "baddbmm")
@@ -31,7 +32,10 @@ ATTENTION, FUSED = ("product", "softmax", "product"), "fused"
 
 
 def kind_of(func: Any, *arguments: Any) -> str | None:
-    """The part of attention that a function of PyTorch may compute. A product with a weight is none."""
+    """The part of attention that a function of PyTorch may compute.
+
+    A product with a weight is none.
+    """
     name = getattr(func, "__name__", "")
     if name == "softmax":
         return name
@@ -48,7 +52,8 @@ class Call:
     Attributes:
         name, module: which.
         inputs: copies of the tensors among its arguments.
-        output: likewise of the first tensor that it returned; None until it returns, or without one.
+        output: likewise of the first tensor that it returned; None until it returns, or without
+            one.
         began, ended: when, in calls and returns of all modules.
         recorded: how many parts of attention were computed before.
         maps: the number of columns of each linear map that the module's own code computes.
@@ -67,7 +72,7 @@ class Call:
 
     @property
     def is_overwritten(self) -> bool:
-        """Whether the model wrote into the output later."""
+        """Return whether the model wrote into the output later."""
         return self._returned is not None and version(self._returned) != self._written
 
 
@@ -82,7 +87,8 @@ class ProbeRun:
 
     Attributes:
         calls: every call, in the order in which they began.
-        attention: how often each module called the attention function, or computed attention by itself.
+        attention: how often each module called the attention function, or computed attention by
+            itself.
         logits: the first tensor of the output.
         keys: the modules that called it, in order, each with its keys.
         example: the arguments of the run.
@@ -137,15 +143,16 @@ class ProbeRun:
         return replace(self, calls=calls)
 
     def is_as(self, before: "Alone") -> bool:
-        """Whether logits, and functions that compute attention, are those of a run that was not recorded.
+        """Return whether logits, and functions that compute attention, are those of a run that was not recorded.
 
-        A record only copies, and calls the same functions on the same tensors, so rounding is the same in both runs.
+        A record only copies, and calls the same functions on the same tensors, so rounding is the
+        same in both runs.
         """
         same = self.logits is not None and torch.equal(self.logits, before.logits.cpu())
         return same and self.functions == before.functions
 
     def listen(self, session: Session, model: nn.Module) -> None:
-        """Records the calls of a model's modules while a session is open."""
+        """Record the calls of a model's modules while a session is open."""
         for name, module in model.named_modules():
             if name and not isinstance(module, HookPoint):
                 session.before(module, partial(self._enter, name, module))
@@ -161,7 +168,8 @@ class ProbeRun:
     def _leave(self, module: nn.Module, output: Any) -> None:
         call = self._open.pop()
         for tensor in tensors_in(output):
-            call.output, call._returned = self.copied(tensor), tensor
+            call.output = self.copied(tensor)
+            call._returned = tensor
             call._written = version(tensor)
             break
         call.ended = self._clock
@@ -175,7 +183,7 @@ class ProbeRun:
             self._recorded = call.recorded + len(parts)
 
     def attend(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Computes attention, and notes which module asked for it."""
+        """Compute attention, and note which module asked for it."""
         self.attention[module] += 1
         self.keys.append((module, args[1]))
         output = kernel_of(module)(module, *args, **kwargs)
@@ -216,7 +224,7 @@ class Watching(TorchFunctionMode):
 
 
 class Alone(NamedTuple):
-    """A run of a model in which nothing was put.
+    """A run of a model without points.
 
     Attributes:
         example: its arguments.
@@ -224,12 +232,12 @@ class Alone(NamedTuple):
         functions: the names of the functions that computed attention.
     """
 
-    example: Example
+    example: ExampleArguments
     logits: Tensor
     functions: list[str]
 
 
-def seen_alone(model: nn.Module, example: Example) -> Alone:
+def seen_alone(model: nn.Module, example: ExampleArguments) -> Alone:
     """A run of an example whose functions of attention are noted."""
     with Watching() as watching:
         logits = example.logits(model)
@@ -241,7 +249,8 @@ def probed(model: Any, before: Alone, watch: bool = False) -> ProbeRun:
     """The record of a run of the model, whose attention must be `hooked_attention` or is watched."""
     probe = ProbeRun(example=before.example, reference=before.logits)
     watching = Watching(probe)
-    probe.parts, probe.functions = watching.parts if watch else None, watching.functions
+    probe.parts = watching.parts if watch else None
+    probe.functions = watching.functions
     try:
         for module in model.modules():
             vars(module)["hook_points"] = probe

@@ -1,12 +1,13 @@
-"""The stacks of blocks that a run goes through: the blocks of the text, encoders, and towers for images and sounds.
+"""The stacks of blocks that a run goes through: of texts, of images and of sounds.
 
-1. A stack is a `ModuleList` outside all others whose modules run once each, every one on the output of the last; or the
-   modules that a user names (`stacks_of`).
-2. The blocks that read a position for each token have points without a prefix (`require_position_of_each_token`). An encoder
-   and its decoder have `encoder.` and `decoder.`, towers `vision.` or `audio.`, after the path of their module.
+1. A stack is a `ModuleList` outside all others whose modules run once each, every one on the output
+   of the last; or the modules that a user names (`stacks_of`).
+2. The blocks that read a position for each token have points without a prefix
+   (`require_position_of_each_token`). An encoder and its decoder have `encoder.` and `decoder.`,
+   towers `vision.` or `audio.`, after the path of their module.
 3. The points of a stack with a prefix are in a `Tower`, or in the model's own module of that name.
-4. A tower's features are put into the stream of the text: `merged` is that stream, and `projected` the output of the tower
-   for it (`features`).
+4. A tower's features are put into the stream of the text: `merged` is that stream, and `projected`
+   the output of the tower for it (`features`).
 5. After the last block of a text, a norm and a linear map give the logits (`unembed_of`).
 """
 
@@ -24,16 +25,17 @@ from torch import Tensor, nn
 
 from hooks.base import is_close, is_same, tensors_in, without_gradients
 from hooks.shared import OptionalPoints, Session
-from models.attached.layout import BlockLayout
+from models.attached.layout import BlockLayout, Roles, layout_of
 from models.attached.original import (
     ADVICE,
     SHAPE,
     WITHOUT_ATTACH,
     AttachError,
-    Example,
+    ExampleArguments,
     base_of,
     embedding_of,
     is_encoder_decoder,
+    reading,
     text_config,
 )
 from models.attached.parts import factors_of
@@ -68,12 +70,15 @@ class Stack:
 
     @property
     def prefix(self) -> str:
-        """What the names of its points begin with."""
+        """The beginning of the names of its points."""
         return f"{self.name}." if self.name else ""
 
     @property
     def texts(self) -> Tensor | None:
-        """The tokens [batch, pos] that its positions are of; None for an encoder, a decoder or a tower, or without tokens."""
+        """The tokens [batch, pos] that its positions are of.
+
+        It is None for an encoder, a decoder or a tower, or without tokens.
+        """
         return None if self.name else self.probe.example.tokens
 
     def root(self, model: nn.Module) -> nn.Module:
@@ -85,7 +90,9 @@ class Stack:
         """The module that holds its points."""
         if not self.name:
             return model
-        children = dict(model.named_children())  # a wrapper of adapters gives more as attributes
+        children = dict(
+            model.named_children()
+        )  # a wrapper of adapters has more attributes than children
         if self.name not in children:
             kind = Tower if self.name in ("encoder", "decoder") else OptionalTower
             children[self.name] = kind(self.root(model))
@@ -94,7 +101,10 @@ class Stack:
 
 
 class Tower(nn.Module):
-    """The points of a stack beside that of the text; `root` is the module that runs its blocks, and no child."""
+    """The points of a stack beside that of the text.
+
+    `root` is the module that runs its blocks, and no child.
+    """
 
     def __init__(self, root: nn.Module) -> None:
         super().__init__()
@@ -120,6 +130,64 @@ class OwnPart(Replaced):
     def __call__(self, modality: Any = None) -> Any:
         """The model's own module."""
         return self.part if modality is None else self.inner(modality=modality)
+
+
+def find_stacks(
+    model: nn.Module, probes: Sequence[ProbeRun], roles: Roles, kernels: set[str]
+) -> list[Stack]:
+    """Return the stacks of all runs with the layouts of their blocks, the stack of the text first.
+
+    Args:
+        model: the model.
+        probes: a run of texts, and one with images or sounds; or one of these.
+        roles: the modules that a user names.
+        kernels: the names of the attention functions that the model asks for.
+
+    Raises:
+        AttachError: if there is no stack, or a named sublayer is not what is added to the stream.
+    """
+    stacks = stacks_of(model, probes, roles.blocks)
+    config = text_config(model)
+    for stack in stacks:
+        known = roles if stack.name in ("", "encoder", "decoder") else Roles()
+        for call in stack.chain:
+            with reading(model, call.name):
+                stack.layouts.append(layout_of(call, stack.probe, known, config))
+        stack.left_out |= _left_out(model, stack, kernels)
+        if stack.name:
+            for layout in stack.layouts:
+                layout.experts = None
+    return stacks
+
+
+def _left_out(model: nn.Module, stack: Stack, kernels: set[str]) -> dict[str, str]:
+    """Return the reasons why a stack may have no points of attention, experts or norms."""
+    why = dict[str, str]()
+    inside = {module for call in stack.chain for module in call.module.modules()}
+    times = max(stack.probe.attention[module] for module in inside)
+    if times > 1 and stack.name:
+        why["attn"] = f"attention ran {times} times: an example needs one image or sound"
+    elif not stack.probe.attention:
+        what = "has no attention, or computes it in a way that is not recognised"
+        why["attn"] = f"{type(model).__name__} {what}"
+    for experts in filter(None, (layout.experts for layout in stack.layouts)):
+        if stack.name:
+            why["mlp"] = "experts have points in the blocks of the text only"
+        else:
+            why |= experts.left_out
+    if any(weight.is_meta for weight in model.parameters()):
+        why["scale"] = "some norms' weights are kept elsewhere until they run"
+    if others := [kernel for kernel in kernels if kernel not in ("eager", "sdpa")]:
+        rule = "attn_implementation must be 'eager' or 'sdpa' for these"
+        why["scores"] = why["pattern"] = f"{rule}; got {others[0]!r}"
+    return why
+
+
+def absent_parts(model: nn.Module, stacks: Sequence[Stack]) -> dict[str, str]:
+    """Return the reason for an encoder or a decoder that is no stack, by its name."""
+    expected = {"encoder", "decoder"} if is_encoder_decoder(model) else set[str]()
+    absent = expected - {stack.name for stack in stacks}
+    return dict.fromkeys(absent, "its blocks do not run one on another")
 
 
 def stacks_of(model: nn.Module, probes: Sequence[ProbeRun], blocks: str | None) -> list[Stack]:
@@ -159,7 +227,8 @@ def _named_towers(
     shapes = {n: stacks[n][0][0].inputs[0].shape[:2] for n in order}
     texts = [n for n, shape in shapes.items() if tokens is not None and shape == tokens.shape]
     main = None if has_text else texts[-1] if texts else 0 if len(stacks) == 1 else None
-    counts, named = Counter[str](), dict[str, int]()
+    counts = Counter[str]()
+    named = dict[str, int]()
     for n in order:
         is_heard = _name(stacks[n][0], "audio|speech|sound", "")
         name = "" if n == main else "audio" if is_heard else "vision"
@@ -177,26 +246,33 @@ def _name(chain: Sequence[Call], words: str, default: str) -> str:
 def _chains(
     probe: ProbeRun, model: nn.Module, blocks: str | None
 ) -> list[tuple[list[Call], ProbeRun]]:
-    """The calls of the blocks of each stack, the largest first, and the run as that stack sees it.
+    """Return the calls of the blocks of each stack, and the run as that stack sees it.
 
-    They are those with attention, if any have some; otherwise the largest that ran. Of an encoder and a decoder that of one may
-    not be recognised, so there others follow.
+    The stacks are the lists with attention, the largest first; or the largest list, if no attention
+    is recognised. The attention of an encoder or a decoder may not be recognised, so their other
+    lists follow.
+
+    Raises:
+        AttachError: if no list is a chain of blocks.
     """
     lists = [_named(model, blocks)] if blocks else _outermost(model)
-    ran_once = {call.module for call in probe.calls}
-    ran = [blocks for blocks in lists if any(block in ran_once for block in blocks)]
-    ran.sort(key=lambda blocks: -sum(p.numel() for b in blocks for p in b.parameters()))
-    attend = [each for each in ran if any(probe.attention[m] for b in each for m in b.modules())]
-    stacks, problem = [], "has none that runs"
-    others = [each for each in ran if each not in attend] if is_encoder_decoder(model) else []
-    for each in [*attend, *others] or ran[:1]:
-        raw = [call for call in probe.calls if call.module in {*each}]
-        first = next((call.inputs[0] for call in raw if call.inputs), torch.empty(0))
+    called = {call.module for call in probe.calls}
+    ran = [listed for listed in lists if called & {*listed}]
+    ran.sort(key=_n_weights, reverse=True)
+    candidates = [listed for listed in ran if _attends(listed, probe)]
+    if is_encoder_decoder(model):
+        candidates += [listed for listed in ran if listed not in candidates]
+    stacks = []
+    problem = "has none that runs"
+    for listed in candidates or ran[:1]:
+        calls_of_list = [call for call in probe.calls if call.module in {*listed}]
+        times = Counter(call.module for call in calls_of_list)
+        first = next((call.inputs[0] for call in calls_of_list if call.inputs), torch.empty(0))
         apart = probe.apart(_shape(first))
         calls = {call.module: call for call in apart.calls}
-        chain = [calls[block] for block in each if block in calls]
-        if why := _problem(chain, {sum(call.module is block for call in raw) for block in each}):
-            problem = f"has some in {_list_of(model, each)!r} that {why}"
+        chain = [calls[block] for block in listed if block in calls]
+        if why := _problem(chain, {times[block] for block in listed}):
+            problem = f"has some in {_list_of(model, listed)!r} that {why}"
         else:
             stacks.append((chain, apart))
     if not stacks:
@@ -205,6 +281,16 @@ def _chains(
             f"{type(model).__name__} {problem} ({ADVICE})"
         )
     return stacks
+
+
+def _n_weights(blocks: Sequence[nn.Module]) -> int:
+    """Return the number of weights of some blocks."""
+    return sum(weight.numel() for block in blocks for weight in block.parameters())
+
+
+def _attends(blocks: Sequence[nn.Module], probe: ProbeRun) -> bool:
+    """Return whether a module of some blocks computed attention."""
+    return any(probe.attention[module] for block in blocks for module in block.modules())
 
 
 def _list_of(model: nn.Module, blocks: Sequence[nn.Module]) -> str:
@@ -292,7 +378,10 @@ def _meaning(call: Call) -> str:
 
 
 def _problem(chain: Sequence[Call], times: set[int]) -> str | None:
-    """The reason why calls are no chain of blocks, which ran so many times; None if they are one."""
+    """The reason why calls are no chain of blocks, which ran so many times.
+
+    It is None if they are one.
+    """
     if times != {1}:
         return f"run {' or '.join(map(str, sorted(times)))} times"
     for call in chain:
@@ -307,14 +396,16 @@ def _problem(chain: Sequence[Call], times: set[int]) -> str | None:
 
 
 def require_position_of_each_token(model: nn.Module, stack: Stack) -> None:
-    """Refuses a stack whose stream is not [batch, pos, d_model], with a position for each token.
+    """Refuse a stack whose stream is not [batch, pos, d_model], with a position for each token.
 
-    The stream of an encoder or a decoder may have others, as that of images. It must not have its axes in another order.
+    The stream of an encoder or a decoder may have others, as that of images. It must not have its
+    axes in another order.
 
     Raises:
         AttachError: saying what the positions are instead.
     """
-    tokens, stream = _tokens_of(stack), stack.chain[0].inputs[0]
+    tokens = _tokens_of(stack)
+    stream = stack.chain[0].inputs[0]
     if tokens is None or tokens.shape == stream.shape[:2]:
         return
     (rows, n_pos), (rows_seen, seen) = tokens.shape, stream.shape[:2]
@@ -336,7 +427,7 @@ def require_position_of_each_token(model: nn.Module, stack: Stack) -> None:
 
 def _tokens_of(stack: Stack) -> Tensor | None:
     """The tokens that a stack reads; None for images and sounds."""
-    example: Example = stack.probe.example
+    example: ExampleArguments = stack.probe.example
     if stack.name == "decoder":
         decoded = example.kwargs.get("decoder_input_ids")
         return decoded if isinstance(decoded, Tensor) and decoded.ndim == 2 else None
@@ -364,8 +455,12 @@ def _reason(n_pos: int, seen: int, shorter: int | None) -> str:
 
 @without_gradients
 def _positions(model: Any, stack: Stack, n_pos: int) -> int | None:
-    """How many positions the stream has where texts have `n_pos` tokens; None if the model does not run on these."""
-    example, found = stack.probe.example, list[int]()
+    """Return the number of positions for texts of `n_pos` tokens.
+
+    It is None if the model does not run.
+    """
+    example = stack.probe.example
+    found = list[int]()
 
     def see(args: Any, kwargs: Any) -> None:
         found.append(next(tensors_in((args, kwargs))).shape[1])
@@ -414,7 +509,10 @@ class Unembedding:
 
 
 def unembed_of(model: Any, probe: ProbeRun, last: Call) -> Unembedding | None:
-    """The modules after the blocks, if they give the logits. A model without a head gives no logits."""
+    """The modules after the blocks, if they give the logits.
+
+    A model without a head gives no logits.
+    """
     if hasattr(model, "get_output_embeddings") and model.get_output_embeddings() is None:
         return None
     modules: list[nn.Module] = []

@@ -1,19 +1,26 @@
 """A view of an attached decoder as blocks with branches and weights, for graphs and sums of components.
 
-`models.from_hf` rewrites the families that it knows. For any other the view is made from a run on fourteen tokens:
+`models.from_hf` rewrites the families that it knows. For any other the view is made from a run on
+fourteen tokens:
 
-1. Record what each module reads and gives (`recorded`).
-2. The modules that read what attention reads are its projections, and the one that reads z is its output map. They are
-   linear, so unit vectors give their weights (`weights_of`).
-3. The columns of the projections on which a head's queries, keys or values depend are that head's, by autograd
-   (`columns_of`).
-4. A norm is one of ours with the same gain, bias and epsilon. The MLP is the module that reads its norm and gives what
-   is added.
-5. The view's attention puts its queries, keys and values in the place of the projections' outputs, runs the model's own
-   module, and takes z from what the output map reads. So rotation, norms of queries, masks and kernels are the model's.
+1. Record what each module reads and gives (`_recorded`).
+2. The modules that read the same tensor as attention are its projections, and the module that reads
+   z is its output map. They are linear, so unit vectors give their weights (`_weights_of`).
+3. The columns of the projections on which a head's queries, keys or values depend are that head's,
+   by autograd (`_columns_of`).
+4. A norm is one of ours with the same gain, bias and epsilon. The MLP is the module that reads its
+   norm and gives what is added.
+5. The view's attention puts its queries, keys and values in the place of the projections' outputs,
+   runs the model's own module, and takes z from what the output map reads. So rotation, norms of
+   queries, masks and kernels are the model's.
 6. The view must give the model's logits. Otherwise it is refused.
 
-The points of attention and of the embeddings are those of the attached model. Weights are copies.
+The view computes nothing a second time. `ViewAttention` runs the attached attention module with its
+points, and `ViewMLP` runs the model's own modules. They are classes of their own because graphs
+need two things that no attached module has: a sublayer that is called on the normalized stream
+alone, while a block of `transformers` calls it with masks and positions; and attention in linear
+pieces, `project`, `mix` and `W_O`, while the points show queries and keys after rotation, where
+they are no linear map of the stream any more. Weights are copies.
 """
 
 from collections.abc import Sequence
@@ -76,33 +83,19 @@ class PlainView(nn.Module):
     @without_gradients
     def __init__(self, language: Any) -> None:
         super().__init__()
-        model, layouts = language.model, language.layouts
+        model = language.model
+        layouts = language.layouts
         # Not as submodules, whose points and parameters would be the view's.
         vars(self).update(_model=model, language=language, config=language.config)
         self.tokenizer = language.tokenizer
         for name in ("embed", "pos_embed"):
             if hasattr(model, name):
                 setattr(self, name, getattr(model, name))
-        for n, layout in enumerate(layouts):
-            if layout.mixer_out is not None:
-                raise not_found(n, "attention as its only mixer of positions, without mixer_out,")
-            if layout.mid_out is not None:
-                raise not_found(
-                    n, "norms of what its sublayers read, not of the sum with the stream,"
-                )
-            if layout.attention is None or layout.attn_out is None:
-                raise not_found(
-                    n, "attention at points (attn.q, ...) whose output is added (attn_out)"
-                )
-            if shards := carried(model.blocks[n].attn.z, "shards"):
-                rule = f"heads that are not split over {shards.mesh.size()} processes"
-                raise not_found(n, rule)
-        if not language.has("unembed"):
-            raise not_found(None, "an unembedding that reads the stream alone")
+        _require_parts(language)
         tokens = tokens_for(model)
         with mode(model, training=False):
-            calls, logits = recorded(language, tokens)
-            context = view_context_of(
+            calls, logits = _recorded(language, tokens)
+            context = _view_context_of(
                 language, [layout.attention for layout in layouts], tokens, {}
             )
             self.blocks = nn.ModuleList(
@@ -112,16 +105,17 @@ class PlainView(nn.Module):
             modules = language.unembed.modules
             norm: Any = getattr(model, "ln_final", None)
             has_norm = norm is not None and norm.module is modules[0]
-            self.ln_final = norm_like(calls[norm.module]) if has_norm else Identity()
+            self.ln_final = _norm_like(calls[norm.module]) if has_norm else Identity()
             vars(self)["_head"] = modules[has_norm:]
             self.eval()
             ours = self(tokens)
         if not agree(ours, logits, TOLERANCE):
-            raise not_found(None, "blocks that are sums of their parts")
+            raise _not_found(None, "blocks that are sums of their parts")
 
     def forward(self, tokens: Int[Tensor, "batch pos"], **arguments: Any) -> Tensor:
         """The model's logits, from its parts."""
-        context, mask = self.context(tokens, **arguments), arguments.get("attention_mask")
+        context = self.context(tokens, **arguments)
+        mask = arguments.get("attention_mask")
         real = mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
         with position_offset(start_of_piece(), real):
             resid = self.input_resid(tokens, context)
@@ -135,7 +129,7 @@ class PlainView(nn.Module):
             arguments = {**self.language.positions_of(mask), **arguments}
         layouts = self.language.layouts
         attention = [layout.attention for layout in layouts]
-        return view_context_of(self.language, attention, tokens, arguments)
+        return _view_context_of(self.language, attention, tokens, arguments)
 
     def input_resid(
         self, tokens: Int[Tensor, "batch pos"], context: ViewContext
@@ -165,9 +159,9 @@ class PlainView(nn.Module):
     @without_gradients
     def _unembedding(self) -> tuple[Tensor, Tensor]:
         if len(self._head) != 1:
-            raise not_found(None, "one linear map from the final norm to the logits")
+            raise _not_found(None, "one linear map from the final norm to the logits")
         like = next(self._model.parameters())
-        weight, bias = weights_of(self._head[0], self.config.d_model, like)
+        weight, bias = _weights_of(self._head[0], self.config.d_model, like)
         factor = self.language.unembed.factor
         return weight * factor, bias * factor
 
@@ -176,6 +170,27 @@ class PlainView(nn.Module):
     ) -> Float[Tensor, "batch _last vocab"]:
         """Logits of the `last` positions; 0 means all."""
         return self.unembed(resid)[:, -last:]
+
+
+def _require_parts(language: Any) -> None:
+    """Refuse an attached model of which a block is no sum of attention with heads and an MLP.
+
+    Raises:
+        ValueError: naming the part that was not found.
+    """
+    for n, layout in enumerate(language.layouts):
+        if layout.mixer_out is not None:
+            raise _not_found(n, "attention as its only mixer of positions, without mixer_out,")
+        if layout.mid_out is not None:
+            raise _not_found(n, "norms of what its sublayers read, not of the sum with the stream,")
+        if layout.attention is None or layout.attn_out is None:
+            raise _not_found(
+                n, "attention at points (attn.q, ...) whose output is added (attn_out)"
+            )
+        if shards := carried(language.model.blocks[n].attn.z, "shards"):
+            raise _not_found(n, f"heads that are not split over {shards.mesh.size()} processes")
+    if not language.has("unembed"):
+        raise _not_found(None, "an unembedding that reads the stream alone")
 
 
 class ViewBlock(nn.Module):
@@ -201,7 +216,7 @@ class ViewBlock(nn.Module):
         norms = {name: calls[norm.module] for name, norm in layout.norms.items()}
         self.resid_pre, self.resid_post = HookPoint(STREAM), HookPoint(STREAM)
         self.attn_out = HookPoint(STREAM, "what attention adds to the residual stream")
-        self.ln1, self.ln1_post = (norm_like(norms.get(name)) for name in ("ln1", "ln1_post"))
+        self.ln1, self.ln1_post = (_norm_like(norms.get(name)) for name in ("ln1", "ln1_post"))
         stream = calls[layout.block].inputs[0]
         read = norms["ln1"].output if "ln1" in norms else stream
         assert read is not None
@@ -213,9 +228,9 @@ class ViewBlock(nn.Module):
         self.mlp_out = HookPoint(STREAM, "what the MLP adds to the residual stream")
         if not self.is_parallel:
             self.resid_mid = HookPoint(STREAM, "residual stream between the two sublayers")
-        modules, read_norm = mlp_modules(n, layout, calls, [norms.get("ln2"), norms.get("ln1")])
+        modules, read_norm = _mlp_modules(n, layout, calls, [norms.get("ln2"), norms.get("ln1")])
         self.mlp = ViewMLP(modules, layout.mlp_out.factor)
-        self.ln2, self.ln2_post = norm_like(read_norm), norm_like(norms.get("ln2_post"))
+        self.ln2, self.ln2_post = _norm_like(read_norm), _norm_like(norms.get("ln2_post"))
 
     @property
     def branches(self) -> tuple[Branch, ...]:
@@ -276,9 +291,9 @@ class ViewAttention(nn.Module):
         for name, point in points.named_children():
             setattr(self, name, point)
         inside = [calls[part] for part in module.modules() if part in calls and part is not module]
-        projections = outermost([c for c in inside if is_projection(c, read)])
+        projections = _outermost([c for c in inside if _is_projection(c, read)])
         if not projections:
-            raise not_found(layer, "projections that read what attention reads")
+            raise _not_found(layer, "projections that read what attention reads")
         # Not a submodule: its parameters are not the view's.
         vars(self).update(module=module, projections=[c.module for c in projections])
         leaves = [c.output.to(read).requires_grad_() for c in projections if c.output is not None]
@@ -287,18 +302,18 @@ class ViewAttention(nn.Module):
         self.heads = [part.shape[2] for part in (q, k, v)]
         maps = [c for c in inside if c.inputs and agree(c.inputs[0], z.detach().flatten(2))]
         if len({part.shape[3] for part in (q, k, v, z)}) > 1 or not maps:
-            raise not_found(layer, "heads of one size and a map that reads z")
+            raise _not_found(layer, "heads of one size and a map that reads z")
         vars(self)["map"] = maps[-1].module
-        columns = columns_of((q, k, v), leaves)
+        columns = _columns_of((q, k, v), leaves)
         if columns is None:
-            raise not_found(layer, "projections each of whose columns belongs to one head")
+            raise _not_found(layer, "projections each of whose columns belongs to one head")
         self.places = columns.argsort().split([leaf.shape[-1] for leaf in leaves])
-        parts = [weights_of(c.module, read.shape[-1], q) for c in projections]
+        parts = [_weights_of(c.module, read.shape[-1], q) for c in projections]
         weight, bias = (torch.cat(part, -1) for part in zip(*parts, strict=True))
-        self.qkv = linear_of(weight[:, columns], bias[columns])
+        self.qkv = _linear_of(weight[:, columns], bias[columns])
         factor = layout.attn_out.factor if layout.attn_out else 1.0
-        weight, bias = weights_of(self.map, z.shape[2] * z.shape[3], q)
-        self.output = linear_of(weight * factor, bias * factor)
+        weight, bias = _weights_of(self.map, z.shape[2] * z.shape[3], q)
+        self.output = _linear_of(weight * factor, bias * factor)
 
     def _values(
         self, leaves: Sequence[Tensor], x: Tensor, context: ViewContext
@@ -307,7 +322,7 @@ class ViewAttention(nn.Module):
         values: dict[str, Tensor] = {}
         with torch.enable_grad(), Session() as session:
             for module, leaf in zip(self.projections, leaves, strict=True):
-                session.after(module, partial(instead, leaf))
+                session.after(module, partial(_instead, leaf))
             for name in "qkvz":
                 session.after(getattr(self, name), partial(values.__setitem__, name))
             self._run(x, context)
@@ -315,7 +330,7 @@ class ViewAttention(nn.Module):
 
     def _run(self, x: Tensor, context: ViewContext) -> None:
         args, kwargs = context.calls[self.layer]
-        stream = stream_among((args, kwargs), x.shape[-1])
+        stream = _stream_among((args, kwargs), x.shape[-1])
         args, kwargs = mapped((args, kwargs), lambda leaf: x if leaf is stream else leaf)
         self.module(*args, **kwargs)
 
@@ -335,7 +350,7 @@ class ViewAttention(nn.Module):
         read: list[Tensor] = []
         with Session() as session:
             for module, place in zip(self.projections, self.places, strict=True):
-                session.after(module, partial(instead, joined[..., place]))
+                session.after(module, partial(_instead, joined[..., place]))
             session.before(
                 self.map, lambda args, kwargs: read.append(next(tensors_in((args, kwargs))))
             )
@@ -357,18 +372,44 @@ class ViewAttention(nn.Module):
         """Output bias."""
         return self.output.bias
 
+    @property
+    def W_Q(self) -> Float[Tensor, "head d_model d_head"]:
+        """Query projections."""
+        return self._weights()[0]
 
-def _part(kind: str, index: int) -> Any:
-    def read(self: ViewAttention) -> Tensor:
-        held = getattr(self.qkv, kind).unflatten(0, (sum(self.heads), -1)).split(self.heads)[index]
-        return held.mT if kind == "weight" else held
+    @property
+    def W_K(self) -> Float[Tensor, "kv_head d_model d_head"]:
+        """Key projections."""
+        return self._weights()[1]
 
-    return property(read)
+    @property
+    def W_V(self) -> Float[Tensor, "kv_head d_model d_head"]:
+        """Value projections."""
+        return self._weights()[2]
 
+    @property
+    def b_Q(self) -> Float[Tensor, "head d_head"]:
+        """Query biases."""
+        return self._biases()[0]
 
-for _index, _letter in enumerate("QKV"):
-    setattr(ViewAttention, f"W_{_letter}", _part("weight", _index))
-    setattr(ViewAttention, f"b_{_letter}", _part("bias", _index))
+    @property
+    def b_K(self) -> Float[Tensor, "kv_head d_head"]:
+        """Key biases."""
+        return self._biases()[1]
+
+    @property
+    def b_V(self) -> Float[Tensor, "kv_head d_head"]:
+        """Value biases."""
+        return self._biases()[2]
+
+    def _weights(self) -> list[Tensor]:
+        """Return the weights of queries, keys and values, each [head, d_model, d_head]."""
+        rows = self.qkv.weight.unflatten(0, (sum(self.heads), -1))
+        return [part.mT for part in rows.split(self.heads)]
+
+    def _biases(self) -> list[Tensor]:
+        """Return the biases of queries, keys and values, each [head, d_head]."""
+        return list(self.qkv.bias.unflatten(0, (sum(self.heads), -1)).split(self.heads))
 
 
 class ViewMLP(nn.Module):
@@ -390,7 +431,7 @@ class ViewMLP(nn.Module):
         return x if self.factor == 1 else x * self.factor
 
 
-def not_found(n: int | None, what: str) -> ValueError:
+def _not_found(n: int | None, what: str) -> ValueError:
     """The error for a part that was not found in block `n`, or in the model."""
     where = "a decoder" if n is None else f"block {n}"
     return ValueError(
@@ -399,7 +440,7 @@ def not_found(n: int | None, what: str) -> ValueError:
     )
 
 
-def recorded(language: Any, tokens: Tensor) -> tuple[dict[nn.Module, Call], Tensor]:
+def _recorded(language: Any, tokens: Tensor) -> tuple[dict[nn.Module, Call], Tensor]:
     """Return what each module that runs once read and gave, and the logits."""
     probe = ProbeRun(copied=lambda tensor: tensor.detach().clone())
 
@@ -412,7 +453,7 @@ def recorded(language: Any, tokens: Tensor) -> tuple[dict[nn.Module, Call], Tens
     return {call.module: call for call in probe.single}, logits
 
 
-def view_context_of(
+def _view_context_of(
     language: Any, attention: Sequence[Any], tokens: Tensor, arguments: dict[str, Any]
 ) -> ViewContext:
     """The arguments of attention modules in a run of the model."""
@@ -421,20 +462,21 @@ def view_context_of(
     return ViewContext(arguments, tuple(calls[module] for module in attention))
 
 
-def norm_like(call: Call | None) -> nn.Module:
-    """One of our norms that gives what a module gave; an identity for None."""
+def _norm_like(call: Call | None) -> nn.Module:
+    """Return one of our norms with the output of a recorded one; an identity for None."""
     if call is None:
         return Identity()
     norm = norm_of(call)
     assert norm is not None
     assert call.output is not None
-    size, weight = call.output.shape[-1], getattr(norm.module, "weight", None)
+    size = call.output.shape[-1]
+    weight = getattr(norm.module, "weight", None)
     # Some blocks see rows and positions as one axis.
     x, output = (part.view(1, -1, size) for part in (call.inputs[0], call.output))
     gains = [None] if weight is None else [weight, 1 + weight]
     bias: Any = norm.module.bias if norm.bias else None
     if bias is not None and not norm.centered:
-        raise not_found(None, "norms without a bias where no mean is subtracted")
+        raise _not_found(None, "norms without a bias where no mean is subtracted")
     made = []
     for gain in gains:
         has_gain = gain is not None
@@ -449,11 +491,12 @@ def norm_like(call: Call | None) -> nn.Module:
     return min(made, key=lambda ours: float((ours(x) - output).abs().max()))
 
 
-def mlp_modules(
+def _mlp_modules(
     n: int, layout: BlockLayout, calls: dict[nn.Module, Call], norms: Sequence[Call | None]
 ) -> tuple[list[nn.Module], Call | None]:
     """Return the chain of modules of an MLP, from its norm or the stream to what it adds, and that norm."""
-    added, after = layout.mlp_out, layout.norms.get("ln2_post")
+    added = layout.mlp_out
+    after = layout.norms.get("ln2_post")
     assert added is not None
     wanted = calls[added.module].output if after is None else calls[after.module].inputs[0]
     stream = calls[layout.mid_in or layout.block].inputs[0]
@@ -462,7 +505,7 @@ def mlp_modules(
     for norm, read in [*((norm, norm.output) for norm in norms if norm), (None, stream)]:
         if modules := _chain(read, wanted, inside):
             return modules, norm
-    raise not_found(n, "modules that read the norm and give what the MLP adds")
+    raise _not_found(n, "modules that read the norm and give what the MLP adds")
 
 
 def _chain(read: Tensor | None, wanted: Tensor | None, calls: Sequence[Call]) -> list[nn.Module]:
@@ -477,20 +520,20 @@ def _chain(read: Tensor | None, wanted: Tensor | None, calls: Sequence[Call]) ->
     return []
 
 
-def is_projection(call: Call, read: Tensor) -> bool:
-    """Whether a module with weights read this, and gave a vector for each position."""
+def _is_projection(call: Call, read: Tensor) -> bool:
+    """Return whether a module with weights read this, and gave a vector for each position."""
     fits = bool(call.inputs) and call.output is not None and call.output.ndim == 3
     # The same tensor: nothing is computed between.
     return fits and any(True for _ in call.module.parameters()) and is_same(call.inputs[0], read)
 
 
-def outermost(calls: Sequence[Call]) -> list[Call]:
+def _outermost(calls: Sequence[Call]) -> list[Call]:
     """The calls of modules that are not inside another of these."""
     inner = {part for call in calls for part in call.module.modules() if part is not call.module}
     return [call for call in calls if call.module not in inner]
 
 
-def columns_of(
+def _columns_of(
     parts: Sequence[Float[Tensor, "batch pos _head d_head"]],
     outputs: Sequence[Float[Tensor, "batch pos _width"]],
 ) -> Int[Tensor, " column"] | None:
@@ -514,25 +557,25 @@ def columns_of(
     return joined if torch.equal(joined.sort().values, every) else None  # whole numbers
 
 
-def stream_among(tree: Any, width: int) -> Tensor:
+def _stream_among(tree: Any, width: int) -> Tensor:
     """The first tensor among arguments that is a vector of the stream for each position."""
     floats = (t for t in tensors_in(tree) if t.is_floating_point() and t.ndim == 3)
     return next(tensor for tensor in floats if tensor.shape[-1] == width)
 
 
-def weights_of(module: nn.Module, size: int, like: Tensor) -> tuple[Tensor, Tensor]:
+def _weights_of(module: nn.Module, size: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """The weight [in, out] and the bias of a linear map."""
     bias = module(like.new_zeros(1, 1, size))[0, 0]
     unit = torch.eye(size, dtype=like.dtype, device=like.device)
     return (module(unit[None])[0] - bias).detach(), bias.detach()
 
 
-def instead(value: Tensor, output: Any) -> Tensor:
+def _instead(value: Tensor, output: Any) -> Tensor:
     """The hook that puts a value in the place of an output."""
     return value
 
 
-def linear_of(weight: Float[Tensor, "d_in d_out"], bias: Float[Tensor, " d_out"]) -> nn.Linear:
+def _linear_of(weight: Float[Tensor, "d_in d_out"], bias: Float[Tensor, " d_out"]) -> nn.Linear:
     """The linear map of a weight and a bias."""
     made = nn.utils.skip_init(nn.Linear, *weight.shape, device=weight.device, dtype=weight.dtype)
     made.weight.copy_(weight.T)

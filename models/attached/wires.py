@@ -1,9 +1,10 @@
 """Forward hooks that pass values of an attached model through its points.
 
-1. A wire is a hook on one of the model's modules. It hands the module's input or output to a point, and puts what the
-   point gives in its place (`fire`).
+1. A wire is a hook on one of the model's modules. It hands the module's input or output to a point,
+   and puts what the point gives in its place (`fire`).
 2. While nobody listens at the point nothing is computed, and the module's own tensor goes on.
-3. `Forward` (in `forward.py`) says which texts a run reads, for modules that see rows and positions as one axis.
+3. `Forward` (in `forward.py`) says which texts a run reads, for modules that see rows and positions
+   as one axis.
 """
 
 import math
@@ -26,12 +27,17 @@ texts_read: ContextVar[tuple[int, ...]] = ContextVar("texts", default=())
 
 
 def rows_of(stream: Tensor) -> tuple[int, int]:
-    """The rows and positions of a stream; one row where both share an axis, as those of images of any sizes do."""
+    """The rows and positions of a stream.
+
+    One row where both share an axis, as those of images of any sizes do.
+    """
     return (stream.shape[0], stream.shape[1]) if stream.ndim > 2 else (1, len(stream))
 
 
 def fire(point: HookPoint, value: Tensor) -> Tensor:
-    """Return what the point makes of a value. Where rows and positions share an axis, it sees them apart.
+    """Return what the point makes of a value.
+
+    Where rows and positions share an axis, it sees them apart.
 
     It sees heads and neurons of all processes that the model is split over.
     """
@@ -171,7 +177,7 @@ class Computed(Wire):
         return self.passed(module, args, output) if is_listened_to(self.point) else None
 
     def passed(self, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
-        """The same, while somebody listens."""
+        """Return the output with the changes of the point, for a point with a hook."""
         raise NotImplementedError
 
 
@@ -186,7 +192,7 @@ class PositionsWire(Computed):
 
 
 class Replaced:
-    """What stands in place of a method of a module, such as `forward`, while the model is attached.
+    """A method that stands in for a module's own, such as `forward`, while the model is attached.
 
     Args:
         module: the module.
@@ -194,15 +200,16 @@ class Replaced:
 
     Attributes:
         inner: the method.
-        replaced: what somebody else had put in its place before, if anything.
+        replaced: the method that stood in its place before attach, if any.
     """
 
     def __init__(self, module: nn.Module, name: str = "forward") -> None:
-        self.inner, self.replaced = getattr(module, name), vars(module).get(name)
+        self.inner = getattr(module, name)
+        self.replaced = vars(module).get(name)
 
 
 def restore_methods(model: nn.Module) -> None:
-    """Gives the modules in a model the methods back that they had before attach."""
+    """Give the modules in a model the methods back that they had before attach."""
     for module in model.modules():
         for name in ("forward", "generate", "get_encoder", "get_decoder"):
             method = vars(module).get(name)

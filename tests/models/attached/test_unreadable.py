@@ -9,7 +9,6 @@ from torch import nn
 from hooks import HookedRunner, HookError, NeverFiredError
 from interp import edits
 from models import attach
-from models.attached import attaching
 from models.attached.original import AttachError
 from tests.models.attached.kinds import TOKENS, made
 
@@ -93,8 +92,16 @@ ERRORS = [
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-@pytest.mark.parametrize("step", ["layout_of", "Checks", "stacks_of", "probed"])
-def test_any_error_while_a_model_is_read_names_the_module(step, error, monkeypatch):
+@pytest.mark.parametrize(
+    ("step", "named"),
+    [
+        ("stacks.layout_of", "'model.layers.0'"),
+        ("checks.arguments_of", "'model.layers'"),
+        ("stacks.stacks_of", "LlamaForCausalLM"),
+        ("attaching.probed", "LlamaForCausalLM"),
+    ],
+)
+def test_any_error_while_a_model_is_read_names_the_module(step, named, error, monkeypatch):
     model, count = made("llama"), []
 
     def fails(*args, **kwargs):
@@ -103,10 +110,7 @@ def test_any_error_while_a_model_is_read_names_the_module(step, error, monkeypat
 
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     logits = model(TOKENS).logits
-    monkeypatch.setattr(attaching, step, fails)
-    named = {"layout_of": "'model.layers.0'", "Checks": "'model.layers'"}.get(
-        step, "LlamaForCausalLM"
-    )
+    monkeypatch.setattr(f"models.attached.{step}", fails)
     with pytest.raises(ValueError, match=f"{named}.*blocks=.*HookedRunner") as caught:
         attach(model)
     assert "calls=" not in str(caught.value)
@@ -126,7 +130,7 @@ def test_errors_that_say_nothing_of_the_model_stay(error, monkeypatch):
     def fails(*args, **kwargs):
         raise error
 
-    monkeypatch.setattr(attaching, "layout_of", fails)
+    monkeypatch.setattr("models.attached.stacks.layout_of", fails)
     with pytest.raises(type(error)):
         attach(made("llama"))
 
