@@ -5,6 +5,7 @@
 """
 
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -102,7 +103,8 @@ def missing_name(
     """
 
     def __getattr__(name: str) -> Any:
-        if name.startswith("_"):
+        # `from package import module` asks for the name first, and imports the module after this error.
+        if name.startswith("_") or find_spec(f"{module}.{name}") is not None:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         hint = f"; here it is {moved[name]}" if moved and name in moved else attribute_hint(name)
         close = [] if hint else closest(name, known)
