@@ -61,11 +61,6 @@ FLAT = {
 }
 
 
-def room_of(names):
-    """The entry of `INTERP` that a module is in."""
-    return names[0]
-
-
 def test_imports_inside_interp_go_one_way():
     for path in (ROOT / "interp").rglob("*.py"):
         here = path.relative_to(ROOT / "interp").with_suffix("").parts
@@ -73,8 +68,8 @@ def test_imports_inside_interp_go_one_way():
             continue
         names = [name.split(".") for name in imported(path)]
         ours = [name[1:] for name in names if name[0] == "interp"]
-        before = {*INTERP[: INTERP.index(room_of(here)) + 1]}
-        assert {room_of(name) for name in ours} <= before, path
+        before = {*INTERP[: INTERP.index(here[0]) + 1]}
+        assert {name[0] for name in ours} <= before, path
         own = {name[1] for name in ours if name[0] == here[0]}
         is_free = here[0] not in FLAT or path.name == "__init__.py"
         assert is_free or own <= {*FLAT[here[0]].split()}, path

@@ -1,7 +1,10 @@
 """Text: the tokens of a batch of texts, with all that is known of them, as one value.
 
-`model.to_tokens` makes it of strings, `pairs.text` holds it, and every function that takes texts takes it. It answers
-each question about padding, rows and positions of texts; `hooks.base.selection` has the rules for positions.
+1. `model.to_tokens` makes it of strings, and `as_text` of tensors. `pairs.text` holds it, and every
+   function that takes texts takes it.
+2. It answers each question about padding, rows, positions and words of texts. The rules for
+   positions are in `hooks.base.selection`.
+3. A run reads `tokens` and `arguments(model)`.
 """
 
 import dataclasses
@@ -27,11 +30,13 @@ class Text(HintsAtNames):
 
     Attributes:
         tokens: [batch, pos]; or images or sounds [batch, ...], for a model that reads these.
-        attention_mask: True or 1 at real tokens, False or 0 at padding, [batch, pos]; None if there is no padding.
+        attention_mask: True or 1 at real tokens, False or 0 at padding, [batch, pos]; None if there
+            is no padding.
         texts: the strings that were read; None if there were none.
         spans: positions in each text by name: a tensor [batch, n], or a list for each text.
-        more: other arguments of the model by name. Tensors with a row for each text go with the texts, and so do lists of
-            tensors, one for each text, which the model gets joined. `position_ids` may be [section, batch, pos].
+        more: other arguments of the model by name. Tensors with a row for each text go with the
+            texts, and so do lists of tensors, one for each text, which the model gets joined.
+            `position_ids` may be [section, batch, pos].
 
     >>> text = Text(torch.tensor([[3, 1, 4], [0, 0, 5]]), torch.tensor([[1, 1, 1], [0, 0, 1]]))
     >>> text
@@ -100,8 +105,8 @@ class Text(HintsAtNames):
     def arguments(self, model: nn.Module) -> dict[str, Any]:
         """Return `kwargs`, and what a run of the model needs besides.
 
-        These are positions, where the model does not count them from the mask itself, and `use_cache=False` for a model
-        that runs only without a cache. What the texts say themselves stays.
+        These are positions, where the model does not count them from the mask itself, and
+        `use_cache=False` for a model that runs only without a cache. Arguments of the texts stay.
         """
         language, mask = language_of(model), self.attention_mask
         positions = getattr(language, "positions_of", None)
@@ -110,7 +115,7 @@ class Text(HintsAtNames):
 
     @property
     def of_logits(self) -> "Text":
-        """The texts whose positions logits have: those of a decoder, where an encoder reads the others."""
+        """The texts whose positions logits have: the texts of a decoder, if there is one."""
         decoded = self.more.get("decoder_input_ids")
         if not isinstance(decoded, Tensor):
             return self
@@ -134,7 +139,10 @@ class Text(HintsAtNames):
         return [[*itertools.compress(*pair)] for pair in zip(rows, real, strict=True)]
 
     def at(self, pos: Index | None) -> Bool[Tensor, "batch pos"]:
-        """True at the real tokens that are selected, counted in each text; None selects all of them.
+        """Return True at the real tokens that are selected, counted in each text.
+
+        Args:
+            pos: the positions; None selects all real tokens.
 
         Raises:
             ValueError: if `pos` is not the same for all texts.
@@ -174,7 +182,10 @@ class Text(HintsAtNames):
 
     @property
     def goes_by_rows(self) -> bool:
-        """Return whether the texts can be divided and repeated: all arguments have rows for them, or are of none."""
+        """Return whether the texts can be divided and repeated.
+
+        Each argument must have a row for each text, or belong to no text.
+        """
         return not [*without_rows(self.more, self.tokens.shape[:2])]
 
     def rows(self, rows: slice | Tensor) -> "Text":
@@ -218,9 +229,9 @@ class Text(HintsAtNames):
 
 
 def as_text(texts: Any) -> Any:
-    """A `Text` of a batch, or of a mapping of tensors; other texts, which a model must read first, as they are.
+    """Return the `Text` of a batch, or of a mapping of tensors.
 
-    The tokens of a mapping are `input_ids` or, without these, the first entry, such as images.
+    Texts in other forms, which a model must read first, are returned as they are. The tokens of a mapping are `input_ids` or, without these, the first entry, such as images.
     """
     if isinstance(texts, Mapping):
         rest = {**texts}
@@ -232,7 +243,9 @@ def as_text(texts: Any) -> Any:
 
 
 def text_of_inputs(inputs: Mapping[str, Any]) -> Text | None:
-    """Return the texts of a run from its arguments by name; None where it was given no `tokens` or `input_ids`.
+    """Return the texts of a run from its arguments by name.
+
+    None if the run was given no `tokens` or `input_ids`.
 
     >>> text_of_inputs({"tokens": torch.tensor([[3, 1]]), "last": 1})
     Text [1, 2]
@@ -245,7 +258,10 @@ def text_of_inputs(inputs: Mapping[str, Any]) -> Text | None:
 
 
 def is_batch(inputs: Any) -> TypeGuard[Tensor]:
-    """Return whether inputs are a tensor with a row for each text: tokens [batch, pos], or images or sounds [batch, ...]."""
+    """Return whether inputs are a tensor with a row for each text.
+
+    They are tokens [batch, pos], or images or sounds [batch, ...].
+    """
     if not isinstance(inputs, Tensor):
         return False
     return inputs.ndim == 2 or (inputs.ndim > 2 and inputs.is_floating_point())

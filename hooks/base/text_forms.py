@@ -1,4 +1,4 @@
-"""The forms in which users give texts: strings, lists, tensors and mappings; one text or several."""
+"""Forms in which users give texts: strings, lists, tensors, mappings; one text or several."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,10 +13,12 @@ from hooks.base.saying import shown
 from hooks.base.text import Text
 
 Texts = str | Iterable[Any] | Int[Tensor, " pos"] | Shaped[Tensor, "batch pos *size"] | Text
-"""Texts in every form: a string, a list of tokens, or a tensor [pos] is one text; a list of these, a tensor
-[batch, pos], or what `model.to_tokens` gave is a batch. What a tokenizer of `transformers` gave, a mapping with `input_ids` and
-`attention_mask`, is the texts in it. Strings need a model with a tokenizer. For a model that reads images or sounds first,
-these, as numbers [batch, ...]."""
+"""Texts in every form.
+
+A string, a list of tokens, or a tensor [pos] is one text. A list of these, a tensor [batch, pos] or
+a `Text` is a batch. A mapping with `input_ids` and `attention_mask`, which a tokenizer of
+`transformers` gives, is the texts in it. Strings need a model with a tokenizer. A model that reads
+images or sounds takes them as numbers [batch, ...]."""
 
 
 def is_integer(value: Any) -> bool:
@@ -31,7 +33,7 @@ def is_integer(value: Any) -> bool:
 
 
 def is_columns(texts: object) -> bool:
-    """Return whether texts are a mapping, such as a tokenizer gives, or a table: both hold columns by name."""
+    """Return whether texts are a mapping or a table, which hold columns by name."""
     return isinstance(texts, Mapping) or hasattr(texts, "columns")
 
 
@@ -51,7 +53,10 @@ def is_one_text(texts: Any) -> bool:
 
 
 def each_text(texts: Texts) -> Iterator[Any]:
-    """Each of some texts, without padding: strings, and lists or tensors of tokens. They may stream."""
+    """Yield each text without padding: a string, or a list or tensor of tokens.
+
+    The texts may stream.
+    """
     # First of all, because what a tokenizer of transformers gives has a method `tokens`.
     if is_columns(texts):
         rows, real = columns_of(texts)
@@ -81,11 +86,11 @@ def number_of_texts(texts: Texts) -> int | None:
 
 
 def columns_of(texts: Any) -> tuple[list[list[int]], list[list[bool]]]:
-    """Return the tokens and the mask of each text in the output of a tokenizer, a mapping with `input_ids`.
+    """Return the tokens and the mask of each text in a mapping with `input_ids`.
 
     Raises:
-        ValueError: if the mapping has no `input_ids`, its mask does not fit, or it has other inputs that a
-            model reads.
+        ValueError: if the mapping has no `input_ids`, its mask does not fit, or it has other inputs
+            that a model reads.
 
     >>> columns_of({"input_ids": [[3, 1], [4, 0]], "attention_mask": [[1, 1], [1, 0]]})
     ([[3, 1], [4, 0]], [[True, True], [True, False]])

@@ -31,7 +31,9 @@ def text_of(cache: ActivationCache) -> Text | None:
 
 
 def text_of_values(cache: ActivationCache, shape: Sequence[int]) -> Text | None:
-    """Return the texts of a cache's values, [batch, pos]; None if the cache does not know their tokens.
+    """Return the texts of a cache's values, [batch, pos].
+
+    None if the cache does not know their tokens.
 
     A cache that `at` has cut knows only the texts before the cut.
     """
@@ -48,7 +50,8 @@ def mask_of(cache: ActivationCache, shape: Sequence[int]) -> Tensor | None:
         shape: the shape of the values, [batch, pos].
 
     Raises:
-        CacheError: if texts of the run had padding, and it is not known which of these values are padding.
+        CacheError: if texts of the run had padding, and it is not known which of these values are
+            padding.
     """
     mask = cache.real()
     if mask is None and (text := text_of(cache)) is not None:
