@@ -1,8 +1,9 @@
 """Compares attribution patching with exact patching, and says how far to trust it.
 
-The texts name a part and ask for it again; the model copies its last digit (# below). A patch puts one value
-of a run with another digit in place. Exact patching runs the model once for each place; attribution estimates
-all places from one backward pass, and integrated gradients from several. It takes half a minute.
+The texts name a part and ask for it again; the model copies its last digit (# below). A patch puts
+one value of a run with another digit in place. Exact patching runs the model once for each place;
+attribution estimates all places from one backward pass, and integrated gradients from several. It
+takes half a minute.
 
     python examples/attribution.py --out out
 """
@@ -47,7 +48,8 @@ def run(out: Path | None) -> None:
             size = (found.estimate.abs().sum() / found.exact.abs().sum()).item()
             print(f"\n{site}, {estimate.about['estimate']}: {found}")
             print(
-                f"It {verdict(found.rank_correlation)} of the places, and its effects are {size:.0%} of the exact ones."
+                f"It {verdict(found.rank_correlation)} of the places, and its effects are "
+                f"{size:.0%} of the exact ones."
             )
             if out:
                 name = f"{site} {estimate.about['estimate']}.png".replace(" ", "_")

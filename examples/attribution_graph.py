@@ -1,7 +1,9 @@
-"""Traces how the bundled model copies a digit: an attribution graph, the heads behind it, and interventions that test it.
+"""Traces how the bundled model copies a digit: an attribution graph, the heads behind it, and
+interventions that test it.
 
-The text names a part, and asks for it again up to its last digit. Transcoders stand in place of the MLPs. Attention is held,
-and its own part is estimated beside. It takes half a minute; with more texts, of parts that are drawn, some 20 seconds each.
+The text names a part, and asks for it again up to its last digit. Transcoders stand in place of the
+MLPs. Attention is held, and its own part is estimated beside. It takes half a minute; with more
+texts, of parts that are drawn, some 20 seconds each.
 
     python examples/attribution_graph.py --out out --texts 10
 """
@@ -34,7 +36,9 @@ def strongest(graph: AttributionGraph) -> list[Node]:
 
 
 def correlations(graph: AttributionGraph) -> Tensor:
-    """By layer, and for all together, how well changes of the target are predicted by each number that `show` names."""
+    """By layer, and for all together, how well changes of the target are predicted by each number
+    that `show` names.
+    """
     features, changes = strongest(graph), []
     for node in features:
         each = graph.intervene({node.id: 0.0})
@@ -59,7 +63,9 @@ def show(table: Tensor) -> None:
 
 
 def run(out: Path | None, texts: int) -> None:
-    """Draws the graph of the digit, says why heads look where they do, and sets its strongest features to 0, one at a time."""
+    """Draws the graph of the digit, says why heads look where they do, and sets its strongest
+    features to 0, one at a time.
+    """
     if out:
         out.mkdir(parents=True, exist_ok=True)
     model, transcoders = load("pydoc-4l"), load_sae("pydoc-4l/transcoders")
@@ -68,7 +74,8 @@ def run(out: Path | None, texts: int) -> None:
     target = graph.logits[0].id
     pruned = graph.pruned()
     print(
-        f"\nWhat acts on the logit of {RIGHT!r} less that of {WRONG!r}, {float(graph.totals[0]):.2f}"
+        f"\nWhat acts on the logit of {RIGHT!r} less that of {WRONG!r}, "
+        f"{float(graph.totals[0]):.2f}"
     )
     for name, weight in pruned.inputs(target)[:8]:
         node = pruned[name]
@@ -76,7 +83,8 @@ def run(out: Path | None, texts: int) -> None:
 
     (digit,) = (node.id for node in pruned.nodes if node.kind == "token" and node.pos == DIGIT)
     print(
-        f"\nThe token at position {DIGIT} adds {graph.effect(digit, target):.2f} itself; cut a head, and this is lost"
+        f"\nThe token at position {DIGIT} adds {graph.effect(digit, target):.2f} itself; cut a "
+        "head, and this is lost"
     )
     print(graph.heads(digit, target).top(4))
 
@@ -88,10 +96,12 @@ def run(out: Path | None, texts: int) -> None:
     print(why.top(5))
 
     print(f"""
-The {MOST} most influential features, each set to 0. Correlations, over the features of each layer and over all, of
-  - the prediction through values, through values and attention, and of attention's part, with true changes;
-  - true changes with patterns held, and those without; with scales held too, and with patterns alone; and of the
-    prediction through values with those in which both are held, so that gates are what it misses""")
+The {MOST} most influential features, each set to 0. The columns are correlations over the features
+of a layer, and over all features:
+  - the measured change with the prediction through values, with the prediction through values and
+    attention, and of the part through attention with its measured part;
+  - the measured change with fixed patterns, and without; with fixed patterns and scales, and with
+    fixed patterns only; and the prediction through values with fixed patterns and scales""")
     rows = [correlations(graph)]
     show(rows[0])
     draw = random.Random(0)
@@ -115,7 +125,8 @@ The {MOST} most influential features, each set to 0. Correlations, over the feat
     last = [node.id for node in features if node.layer == 3]
     together = graph.intervene({"layer 3": 0.0}, supernodes={"layer 3": last})
     print(
-        f"\nall of layer 3 at once: predicted {together.predicted[0]:+.2f}, true {together.true[0]:+.2f}"
+        f"\nall of layer 3 at once: predicted {together.predicted[0]:+.2f}, true "
+        f"{together.true[0]:+.2f}"
     )
 
     if out:

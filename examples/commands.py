@@ -75,7 +75,9 @@ def as_option(reason: str) -> str:
 
 
 def require_matplotlib(out: Path | None = None) -> None:
-    """Raises ModuleNotFoundError before the work, not after it, and makes a directory for figures."""
+    """Raises ModuleNotFoundError before the work, not after it, and makes a directory
+    for figures.
+    """
     if find_spec("matplotlib") is None:
         raise ModuleNotFoundError('figures need Matplotlib: pip install "hookscope[plots]"')
     if out is not None:
@@ -100,7 +102,9 @@ class Pace:
 
 
 def save_figure(result: Result, path: Path, title: str, text: Sequence[str] = ()) -> None:
-    """Draws a result under a title; positions are marked with the characters of `text`, if it is given."""
+    """Draws a result under a title; positions are marked with the characters of `text`, if it is
+    given.
+    """
     figure = result.plot()
     figure.suptitle(title, wrap=True)
     if text:
@@ -140,7 +144,8 @@ def require_own(directory: Path, *, resume: bool) -> None:
         )
     if (directory / "config.json").exists() and not has_run:
         raise FileExistsError(
-            f"{directory} already has a model, but no run to resume: --out chooses another directory"
+            f"{directory} already has a model, but no run to resume: --out chooses another "
+            "directory"
         )
     if resume and not has_run:
         raise FileNotFoundError(f"{directory} must have a {CHECKPOINT} to resume from; it has none")

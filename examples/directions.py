@@ -1,8 +1,10 @@
-"""Finds, tests, erases and steers along the direction of "inside a part number" in the bundled model.
+"""Finds, tests, erases and steers along the direction of "inside a part number" in the bundled
+model.
 
-Texts of one kind end inside a part number, those of the other inside a word. A probe says where they can be told apart, with
-labels by chance as its control. What is erased on some texts is read again on others. The direction is then added to texts
-of the other kind: how much likelier is a capital letter next, and what does it cost elsewhere? It takes some twenty seconds.
+Texts of one kind end inside a part number, those of the other inside a word. A probe says where
+they can be told apart, with labels by chance as its control. What is erased on some texts is read
+again on others. The direction is then added to texts of the other kind: how much likelier is a
+capital letter next, and what does it cost elsewhere? It takes some twenty seconds.
 
     python examples/directions.py --out out
 """
@@ -37,7 +39,9 @@ def texts(words: list[str], count: int, seed: int) -> tuple[list[str], list[str]
 
 @torch.no_grad()
 def run(out: Path | None) -> None:
-    """Prints where the direction is, what is left of it after erasing, and what steering along it does."""
+    """Prints where the direction is, what is left of it after erasing, and what steering along it
+    does.
+    """
     if out:
         out.mkdir(parents=True, exist_ok=True)
     model = load("pydoc-4l")
@@ -59,7 +63,8 @@ def run(out: Path | None) -> None:
         left = probe(model, others_inside, others_outside, POINT)
     print("\nAfter it was erased, on texts that it was not fitted on")
     print(
-        f"  difference of the means: {before[POINT].norm():.2f} before, {after[POINT].norm():.2f} after"
+        f"  difference of the means: {before[POINT].norm():.2f} before, {after[POINT].norm():.2f} "
+        "after"
     )
     print(f"  {left}")
 

@@ -1,7 +1,9 @@
-"""Opens a sparse autoencoder of the bundled model: what its features do, and what happens without them or with more of them.
+"""Opens a sparse autoencoder of the bundled model: what its features do, and what happens without
+them or with more of them.
 
-The text names a part, and asks for it again up to its last digit, which the model copies. The autoencoder stands in the
-residual stream after block 2, and has 1,024 features of which 32 are active at a position. It takes some ten seconds.
+The text names a part, and asks for it again up to its last digit, which the model copies. The
+autoencoder stands in the residual stream after block 2, and has 1,024 features of which 32 are
+active at a position. It takes some ten seconds.
 
     python examples/features.py --out out
 """
@@ -33,7 +35,9 @@ POINT = "blocks.2.resid_post"
 
 @torch.no_grad()
 def run(out: Path | None) -> None:
-    """Scores the autoencoder, finds the features that carry the digit, ablates them and steers with one."""
+    """Scores the autoencoder, finds the features that carry the digit, ablates them and steers with
+    one.
+    """
     if out:
         out.mkdir(parents=True, exist_ok=True)
     model, autoencoder = load("pydoc-4l"), load_sae("pydoc-4l/resid_post")
@@ -46,7 +50,8 @@ def run(out: Path | None) -> None:
     with splice(model, autoencoder) as runner:
         effects = activation_patching(model, pairs, site="features")
         print(
-            f"\nThe share of the answer that one feature of the clean text brings back\n{effects.normalized().top(4)}"
+            "\nThe share of the answer that one feature of the clean text brings "
+            f"back\n{effects.normalized().top(4)}"
         )
         order = effects.mean()[0].argsort(descending=True)
         best = [effects.labels["feature"][n] for n in order[:8].tolist()]
@@ -61,7 +66,8 @@ def run(out: Path | None) -> None:
         # More of one feature at every position, also of the text that is generated.
         start = "The "
         print(
-            f"\n{start!r} goes on: {generate_text(model, start, max_new_tokens=40, temperature=0.0)!r}"
+            f"\n{start!r} goes on: "
+            f"{generate_text(model, start, max_new_tokens=40, temperature=0.0)!r}"
         )
         more = {f"{POINT}.features": edits.add(torch.tensor(12.0), feature=7)}
         with runner.hooks(more):

@@ -1,6 +1,7 @@
 """The induction exercise of the TransformerLens course: find the heads, ablate them, patch them.
 
-Comments say what the line would be there. `examples/guides/from_transformer_lens.py` has a table of all such lines.
+Comments say what the line would be there. `examples/guides/from_transformer_lens.py` has a table of
+all such lines.
 
     python examples/from_transformer_lens.py
 """
@@ -38,7 +39,8 @@ def main() -> int:
     scores = head_scores(model, cache, "induction")
     print(f"\nattention to what followed the earlier copy\n{scores.top(3)}")
 
-    # run_with_hooks(tokens, fwd_hooks=[(get_act_name("z", layer), hook)]) for every head: one call here.
+    # run_with_hooks(tokens, fwd_hooks=[(get_act_name("z", layer), hook)]) for every head: one call
+    # here.
     heads = [(layer, head) for layer in range(4) for head in range(4)]
     ablations = [{f"blocks.{layer}.attn.z": edits.zero(head=head)} for layer, head in heads]
     effects = sweep(model, tokens, ablations, cross_entropy(tokens)).mean()  # [edit], in nats

@@ -1,9 +1,10 @@
 """Finds where two models keep a variable, by distributed alignment search with its controls.
 
-The first model adds two numbers modulo 5 and keeps both in a rotated space, so that the answer is known: five columns hold the
-first number, and nothing else does. The second is the bundled one, which copies the last digit of a part number from where it
-stood to where it is asked for. Texts of two different part numbers are interchanged, and the answer should be the digit of the
-one that values come from, after the number of the other. It takes some fifteen seconds.
+The first model adds two numbers modulo 5 and keeps both in a rotated space, so that the answer is
+known: five columns hold the first number, and nothing else does. The second is the bundled one,
+which copies the last digit of a part number from where it stood to where it is asked for. Texts of
+two different part numbers are interchanged, and the answer should be the digit of the one that
+values come from, after the number of the other. It takes some fifteen seconds.
 
     python examples/interchange.py --out out
 """
@@ -66,7 +67,9 @@ def sums() -> tuple[Pairs, Pairs]:
 
 
 def parts(count: int, seed: int) -> Pairs:
-    """Texts of two part numbers that end in different digits; the answer is that of the clean one."""
+    """Texts of two part numbers that end in different digits; the answer is that of the
+    clean one.
+    """
     draw, texts, answers = random.Random(seed), [], []
     for _ in range(count):
         numbers = [

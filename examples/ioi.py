@@ -1,10 +1,11 @@
-"""Finds where a model takes the name from that a sentence is about: activation patching on many pairs of texts.
+"""Finds where a model takes the name from that a sentence is about: activation patching on many
+pairs of texts.
 
-In "When Mary and John went to the shop, John gave a ring to", the next word is Mary, the indirect object
-(IO). The corrupted text has Mary in place of the second John (S2), and asks for John. The steps are those
-of Wang et al. 2022, "Interpretability in the Wild", as Heimersheim & Nanda 2024, "How to use and interpret
-activation patching", put them: the logit difference, then what restores it, by layer and word, by head, and
-by what a head reads (v) and where it looks (pattern).
+In "When Mary and John went to the shop, John gave a ring to", the next word is Mary, the indirect
+object (IO). The corrupted text has Mary in place of the second John (S2), and asks for John. The
+steps are those of Wang et al. 2022, "Interpretability in the Wild", as Heimersheim & Nanda 2024,
+"How to use and interpret activation patching", put them: the logit difference, then what restores
+it, by layer and word, by head, and by what a head reads (v) and where it looks (pattern).
 
 A model of characters copies a part number instead: its last digit differs between the two texts.
 On the bundled model it takes half a minute, on GPT-2 small with 40 pairs some minutes.
@@ -33,8 +34,10 @@ TEMPLATES = (
     "While {both} were working at the {place}, {S2} handed a {thing} to",
 )
 ORDERS = {"ABBA": "{IO} and {S1}", "BABA": "{S1} and {IO}"}
-NAMES = """Mary John Michael David James Robert Daniel Sarah Thomas Kevin Laura Richard Emily Mark Paul
-    Amy Scott Lisa Kelly Rachel Jason Adam Eric Ryan"""
+NAMES = """
+    Mary John Michael David James Robert Daniel Sarah Thomas Kevin Laura Richard Emily Mark
+    Paul Amy Scott Lisa Kelly Rachel Jason Adam Eric Ryan
+"""
 PLACES = ("school", "office", "station", "restaurant", "hospital", "house", "garden", "store")
 THINGS = ("ring", "book", "drink", "letter", "basketball", "computer")
 PARTS = (
@@ -53,7 +56,9 @@ SITES = {
 
 
 class Prompt(NamedTuple):
-    """A template, the words of the clean and of the corrupted text, and the right and the wrong answer."""
+    """A template, the words of the clean and of the corrupted text, and the right and the wrong
+    answer.
+    """
 
     template: str
     clean: Mapping[str, str]
@@ -87,7 +92,8 @@ def parts(tokenizer: Tokenizer, n: int, draw: random.Random) -> list[Prompt]:
     """Sentences that name a part again, up to its last digit."""
     prompts = []
     for _ in range(n):
-        name = f"{''.join(draw.sample(LETTERS, 4))}-{''.join(draw.sample(LETTERS, 2))}{draw.randrange(10)}"
+        start, end = draw.sample(LETTERS, 4), draw.sample(LETTERS, 2)
+        name = f"{''.join(start)}-{''.join(end)}{draw.randrange(10)}"
         right, wrong = draw.sample("0123456789", 2)
         clean, corrupted = ({"name": name, "digit": digit} for digit in (right, wrong))
         prompts.append(Prompt(draw.choice(PARTS), clean, corrupted, (right, wrong)))
@@ -97,7 +103,9 @@ def parts(tokenizer: Tokenizer, n: int, draw: random.Random) -> list[Prompt]:
 def filled(
     tokenizer: Tokenizer, template: str, words: Mapping[str, str]
 ) -> tuple[list[int], dict[str, int]]:
-    """The tokens of a text, and for each field the position of its first occurrence's last token."""
+    """The tokens of a text, and for each field the position of its first occurrence's
+    last token.
+    """
     text, ends = "", {}
     for literal, field, _, _ in Formatter().parse(template):
         text += literal

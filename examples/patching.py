@@ -1,8 +1,9 @@
 """Finds the activations that carry a copied name, by patching between two prompts.
 
-The clean text names a part, and asks for it again up to its last digit, which the model copies. In the
-corrupted text the digit is another one. Each patch puts one value of the run on the clean text into the
-run on the corrupted one: what brings the first digit back carried it. It takes some seconds.
+The clean text names a part, and asks for it again up to its last digit, which the model copies. In
+the corrupted text the digit is another one. Each patch puts one value of the run on the clean text
+into the run on the corrupted one: what brings the first digit back carried it. It takes some
+seconds.
 
     python examples/patching.py --out out
 """

@@ -1,8 +1,8 @@
 """Reads the bundled model: which heads do what, and what each part says about the next character.
 
-The texts name a part and ask for it again, up to its last digit, which the model copies. Tuned and Jacobian
-lens are fitted on a little text; it takes half a minute. The guide's table of lenses is of larger fits,
-which take some minutes:
+The texts name a part and ask for it again, up to its last digit, which the model copies. Tuned and
+Jacobian lens are fitted on a little text; it takes half a minute. The guide's table of lenses is of
+larger fits, which take some minutes:
 
     python examples/reading.py --out out
     python examples/reading.py --lens-steps 250 --lens-rows 50
@@ -71,7 +71,8 @@ def run(options: argparse.Namespace) -> None:
     rows, last = torch.arange(len(texts)), logits[:, -1]
     difference = last[rows, right] - last[rows, wrong]
     print(
-        f"\n{TEXT!r} is continued by the digit in {int((difference > 0).sum())} of {len(texts)} texts."
+        f"\n{TEXT!r} is continued by the digit in {int((difference > 0).sum())} of {len(texts)} "
+        "texts."
     )
 
     parts = direct_logit_attribution(model, cache, right=right, wrong=wrong, pos=-1)

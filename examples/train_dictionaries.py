@@ -1,19 +1,21 @@
 """Trains the dictionaries that ship with pydoc-4l: a sparse autoencoder and four skip transcoders.
 
-The autoencoder reads the residual stream after block 2; each transcoder reads what one MLP reads, and writes what it
-adds. All have 1,024 features, of which 32 are active at a position. The text is `pydoc_data.topics` without its last
-tenth, and repeated random characters: a dictionary of prose alone loses half of what the model knows about those.
+The autoencoder reads the residual stream after block 2; each transcoder reads what one MLP reads,
+and writes what it adds. All have 1,024 features, of which 32 are active at a position. The text is
+`pydoc_data.topics` without its last tenth, and repeated random characters: a dictionary of prose
+alone loses half of what the model knows about those.
 
 For each dictionary:
 
-1. Read what it reads and writes at all positions of the texts from a store, which one harvest has made, and scale both to a mean
-   square of 1.
+1. Read what it reads and writes at all positions of the texts from a store, which one harvest has
+   made, and scale both to a mean square of 1.
 2. Begin with random directions. The skip connection of a transcoder begins as the best linear map.
-3. Minimise the squared error by Adam, plus that of the features that have not been active lately (Gao et al. 2024).
+3. Minimise the squared error by Adam, plus that of the features that have not been active lately
+   (Gao et al. 2024).
 4. Round the weights to 8 bits, one scale for each feature.
 
-It takes some minutes of one core, and prints the share of the loss that is recovered, after rounding, on text that was
-held out: prose, and repeated characters.
+It takes some minutes of one core, and prints the share of the loss that is recovered, after
+rounding, on text that was held out: prose, and repeated characters.
 
     python examples/train_dictionaries.py --out out/dictionaries
 """
@@ -94,7 +96,8 @@ def fit(read: Tensor, write: Tensor, steps: int, seed: int, reads: str, writes: 
         optimizer.step()
         if step % 250 == 0:
             print(
-                f"{writes}: {pace(step)}: error {error.square().mean():.4f}, {int(idle.sum())} idle",
+                f"{writes}: {pace(step)}: error {error.square().mean():.4f}, {int(idle.sum())} "
+                "idle",
                 flush=True,
             )
     with torch.no_grad():
@@ -103,9 +106,15 @@ def fit(read: Tensor, write: Tensor, steps: int, seed: int, reads: str, writes: 
         skip = None if W_skip is None else W_skip * out_scale / in_scale
         constant = b_dec * out_scale + out_mean - (0 if skip is None else in_mean @ skip)
         return Dictionary(
-            W_enc / in_scale, W_dec * out_scale, b_enc - shift @ W_enc, constant, TopK(ACTIVE),
-            W_skip=skip, reads=reads, writes=writes,
-        )  # fmt: skip
+            W_enc / in_scale,
+            W_dec * out_scale,
+            b_enc - shift @ W_enc,
+            constant,
+            TopK(ACTIVE),
+            W_skip=skip,
+            reads=reads,
+            writes=writes,
+        )
 
 
 def run(options: argparse.Namespace) -> None:

@@ -1,15 +1,16 @@
 """Trains a character model like the bundled pydoc-4l on Python's own documentation.
 
-The text is `pydoc_data.topics`, a part of every Python. Its last tenth is held out. At first batches are
-only prose, and the model learns to attend to the previous character. Then six of their sixteen rows are
-repeated random characters, and it learns to copy in context within some hundred steps. With such rows
-from the start, both take much longer.
+The text is `pydoc_data.topics`, a part of every Python. Its last tenth is held out. At first
+batches are only prose, and the model learns to attend to the previous character. Then six of their
+sixteen rows are repeated random characters, and it learns to copy in context within some hundred
+steps. With such rows from the start, both take much longer.
 
-It takes about 25 minutes of one core. It prints a line for every evaluation, and how long the rest will take.
+It takes about 25 minutes of one core. It prints a line for every evaluation, and how long the rest
+will take.
 
-The directory gets a log, checkpoints, and the model with the lowest validation loss among those that
-copy. pydoc-4l itself was trained on rows of one character less, so a run gives other weights. Its losses
-are in its training.json.
+The directory gets a log, checkpoints, and the model with the lowest validation loss among those
+that copy. pydoc-4l itself was trained on rows of one character less, so a run gives other weights.
+Its losses are in its training.json.
 
     python examples/train_pydoc.py --out out/pydoc-4l
     python examples/train_pydoc.py --out out/pydoc-4l --resume
@@ -63,7 +64,9 @@ def repeated(rows: int, length: int, vocab_size: int, generator: torch.Generator
 
 @torch.no_grad()
 def copying(model: Transformer) -> tuple[float, float]:
-    """Mean losses, in nats per character, on the first and the second copy of 40 random characters."""
+    """Mean losses, in nats per character, on the first and the second copy of 40 random
+    characters.
+    """
     tokens = repeated_tokens(model.config.vocab_size, period=40, batch=64)
     loss = next_token_loss(model(tokens), tokens)
     return loss[:, :39].mean().item(), loss[:, 39:].mean().item()
@@ -116,7 +119,8 @@ def run(options: argparse.Namespace, command: str) -> None:
         first, second = copying(model)
         model.train()
         tqdm.write(
-            f"{where}: validation {validated:.4f} nats per character; random characters {first:.2f}, "
+            f"{where}: validation {validated:.4f} nats per character; random characters "
+            f"{first:.2f}, "
             f"repeated {second:.2f}"
         )
         if validated < best and second < 0.5 * first:

@@ -73,7 +73,8 @@ def agree(ours, theirs, what="", tolerance=1e-5):
 
 # Mixtures of experts, with references from raw hooks and from calls of one expert at a time.
 N = 5
-# Experts of the first two are not called with numbers and weights; those of the others are not in older versions.
+# Experts of the first two are not called with numbers and weights; those of the others are not in
+# older versions.
 OTHERWISE = ("jetmoe", "llama4_text")
 OLD = () if IS_5_24 else ("aria_text", "glm_moe_dsa", "granitemoe", "granitemoeshared")
 KINDS = [name for name in MODELS if "moe_topk" in MODELS[name] and name not in (*OTHERWISE, *OLD)]
@@ -102,7 +103,9 @@ def alone_of(experts, x):
 
 
 def call_of(twin, change=None):
-    """The arguments and the output of the last block's experts, the first maybe changed, and the logits."""
+    """The arguments and the output of the last block's experts, the first maybe changed, and the
+    logits.
+    """
     seen, experts = [], experts_of(twin)
     handles = [experts.register_forward_hook(lambda module, *call: seen.append(call))]
     if change is not None:

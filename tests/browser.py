@@ -22,7 +22,8 @@ def seen_in_browser(page, folder, probe, *options, around="content-visibility: a
     digest = base64.b64encode(hashlib.sha256(probe.encode()).digest()).decode()
     allowed = page.replace("script-src ", f"script-src 'sha256-{digest}' ", 1)
     probed = allowed.replace("<title>", f"<script>{probe}</script><title>", 1)
-    # In a frame, as notebooks show it; a window cannot be so narrow. It is drawn below the fold, without a layout.
+    # In a frame, as notebooks show it; a window cannot be so narrow. It is drawn below the fold,
+    # without a layout.
     notebook = f"""<!DOCTYPE html><body><script>
         addEventListener("message", ({{ data }}) => document.body.setAttribute(typeof data === "number" ? "data-height" : "data-seen", data));
         function look(frame) {{

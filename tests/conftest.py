@@ -1,4 +1,7 @@
-"""Fixtures. They import the packages themselves, because the shape checks only affect later imports."""
+"""Fixtures.
+
+They import the packages themselves, because the shape checks only affect later imports.
+"""
 
 import collections
 import functools
@@ -9,7 +12,8 @@ import sys
 import threading
 import types
 
-# One thread for each of pytest's processes, and for the programs that tests start. PyTorch reads it once.
+# One thread for each of pytest's processes, and for the programs that tests start. PyTorch reads it
+# once.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import jaxtyping
@@ -70,7 +74,9 @@ LEFT_OUT = pytest.StashKey[dict[str, int]]()
 
 
 def pytest_collection_modifyitems(config, items):
-    """Without `--full`, leaves out tests marked `full`, and all but each n-th case of those marked `sampled(n)`."""
+    """Without `--full`, leaves out tests marked `full`, and all but each n-th case of those marked
+    `sampled(n)`.
+    """
     if config.getoption("full"):
         return
     kept, seen, left_out = [], collections.Counter(), {"sampled": 0, "full": 0}
@@ -94,7 +100,10 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node):
-    """Store the counts of one process. Every process collects all tests, so all counts are equal."""
+    """Store the counts of one process.
+
+    Every process collects all tests, so all counts are equal.
+    """
     if counts := getattr(node, "workeroutput", {}).get("left_out"):
         node.config.stash[LEFT_OUT] = counts
 
@@ -118,7 +127,10 @@ def seeded():
 
 @pytest.fixture(autouse=True)
 def hears_ctrl_c():
-    """Enable Ctrl-C as on a terminal. It is ignored under `nohup`, in background jobs and in some CI systems."""
+    """Enable Ctrl-C as on a terminal.
+
+    It is ignored under `nohup`, in background jobs and in some CI systems.
+    """
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.SIG_IGN or threading.current_thread() is not threading.main_thread():
         yield

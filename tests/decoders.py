@@ -2,8 +2,8 @@
 
 from models.checkpoints.huggingface.families import FAMILIES
 
-# One or more of each: experts, fused projections, traced attention, parallel blocks, no module for the MLP, factors,
-# norms after sublayers, norms of queries.
+# One or more of each: experts, fused projections, traced attention, parallel blocks, no module for
+# the MLP, factors, norms after sublayers, norms of queries.
 KINDS = [
     *("olmoe", "gptj", "bloom", "codegen", "cohere", "phi3", "granite", "glm4", "gemma3_text"),
     *("persimmon", "nemotron", "xglm", "mpt", "llama4_text", "gpt_oss", "starcoder2", "olmo3"),

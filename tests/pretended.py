@@ -1,4 +1,6 @@
-"""Devices that are not there: tensors that compute on the CPU, and a record of what would move and stop."""
+"""Devices that are not there: tensors that compute on the CPU, and a record of what would move and
+stop.
+"""
 
 from collections import Counter
 from unittest import mock

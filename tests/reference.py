@@ -1,4 +1,5 @@
-"""The transformer's equations in numpy's float64, one head and one query at a time, written from the papers.
+"""The transformer's equations in numpy's float64, one head and one query at a time, written from
+the papers.
 
 It knows a config's fields and the names of weights, and gives every value that has a name.
 """
@@ -52,7 +53,9 @@ def variant(name, **changes):
 
 
 def separately(model, texts, edits, metric=None, attention_mask=None):
-    """Effects [edit, example], from a whole run of the model for each edit, with `run_with_hooks`."""
+    """Effects [edit, example], from a whole run of the model for each edit, with
+    `run_with_hooks`.
+    """
     from interp import Pairs
     from interp.measuring import measure
     from interp.runs.runs import Runs
@@ -87,11 +90,13 @@ def softmax(scores):
 def activate(kind, x):
     return {
         "gelu": lambda: x * 0.5 * (1 + np.vectorize(math.erf)(x / math.sqrt(2))),
-        "gelu_tanh": lambda: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+        "gelu_tanh": lambda: (
+            0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+        ),
         "relu": lambda: np.where(x > 0, x, 0.0),
         "silu": lambda: x / (1 + np.exp(-x)),
         "solu": lambda: x * np.exp(x) / np.exp(x).sum(-1, keepdims=True),
-    }[kind]()  # fmt: skip
+    }[kind]()
 
 
 def sinusoids(positions, d_model):
@@ -178,7 +183,11 @@ class Reference:
             return self.keep(f"{at}.{name}", x)
 
         def joined(resid, added, n):
-            return self.norm(resid + added, f"{at}.ln{n}") if config.norm_place == "post" else resid + added  # fmt: skip
+            return (
+                self.norm(resid + added, f"{at}.ln{n}")
+                if config.norm_place == "post"
+                else resid + added
+            )
 
         start = self.keep(f"{at}.resid_pre", resid)
         added = sublayer(lambda x: self.attention(x, layer, allowed), start, 1, "attn_out")
@@ -187,7 +196,9 @@ class Reference:
             if not config.parallel:
                 self.keep(f"{at}.resid_mid", resid)
             read = start if config.parallel else resid
-            resid = joined(resid, sublayer(lambda x: self.mlp(x, f"{at}.mlp"), read, 2, "mlp_out"), 2)  # fmt: skip
+            resid = joined(
+                resid, sublayer(lambda x: self.mlp(x, f"{at}.mlp"), read, 2, "mlp_out"), 2
+            )
         return self.keep(f"{at}.resid_post", resid)
 
     def mlp(self, x, at):
@@ -243,7 +254,9 @@ class Reference:
             if seen:
                 weights = softmax(self.capped(scores[row, head, query, seen], config.attn_cap))
                 pattern[row, head, query, seen] = weights
-                z[row, query, head] = sum(w * v[row, key, of] for w, key in zip(weights, seen, strict=True))  # fmt: skip
+                z[row, query, head] = sum(
+                    w * v[row, key, of] for w, key in zip(weights, seen, strict=True)
+                )
         for name, value in (("scores", scores), ("pattern", pattern), ("z", z)):
             self.keep(f"{at}.{name}", value)
         return self.linear(z.reshape(batch, pos, -1), f"{at}.output")

@@ -1,4 +1,6 @@
-"""Models of `transformers` that see, hear, or have an encoder and a decoder: tiny random ones, each with the input of a run."""
+"""Models of `transformers` that see, hear, or have an encoder and a decoder: tiny random ones, each
+with the input of a run.
+"""
 
 import functools
 
@@ -9,10 +11,18 @@ transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 
 WIDTH, IMAGE, SOUND = 24, 60, 60
 TEXT = dict(
-    vocab_size=61, hidden_size=WIDTH, intermediate_size=20, num_hidden_layers=3,
-    num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=64,
-    pad_token_id=0, bos_token_id=1, eos_token_id=None
-)  # fmt: skip
+    vocab_size=61,
+    hidden_size=WIDTH,
+    intermediate_size=20,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=64,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=None,
+)
 TOWER = dict(
     hidden_size=16, intermediate_size=14, num_hidden_layers=2, num_attention_heads=2, patch_size=4
 )
@@ -20,15 +30,32 @@ EARS = dict(
     num_mel_bins=8, encoder_layers=2, encoder_attention_heads=2, encoder_ffn_dim=14, d_model=16
 )
 BOTH = dict(
-    vocab_size=61, d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
-    decoder_attention_heads=2, encoder_ffn_dim=13, decoder_ffn_dim=15,
-    max_position_embeddings=32, decoder_start_token_id=2, pad_token_id=0, bos_token_id=1,
-    eos_token_id=None, forced_eos_token_id=None
-)  # fmt: skip
+    vocab_size=61,
+    d_model=16,
+    encoder_layers=2,
+    decoder_layers=2,
+    encoder_attention_heads=2,
+    decoder_attention_heads=2,
+    encoder_ffn_dim=13,
+    decoder_ffn_dim=15,
+    max_position_embeddings=32,
+    decoder_start_token_id=2,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=None,
+    forced_eos_token_id=None,
+)
 T5 = dict(
-    vocab_size=61, d_model=16, d_kv=6, d_ff=13, num_layers=2, num_heads=2,
-    decoder_start_token_id=0, pad_token_id=0, eos_token_id=None
-)  # fmt: skip
+    vocab_size=61,
+    d_model=16,
+    d_kv=6,
+    d_ff=13,
+    num_layers=2,
+    num_heads=2,
+    decoder_start_token_id=0,
+    pad_token_id=0,
+    eos_token_id=None,
+)
 
 
 def drawn(*shape):
@@ -65,9 +92,8 @@ def paligemma():
     )
     tokens = tokens_with(9)
     given = dict(
-        input_ids=tokens, pixel_values=drawn(2, 3, 12, 12),
-        token_type_ids=torch.zeros_like(tokens)
-    )  # fmt: skip
+        input_ids=tokens, pixel_values=drawn(2, 3, 12, 12), token_type_ids=torch.zeros_like(tokens)
+    )
     return transformers.PaliGemmaForConditionalGeneration(config), given
 
 
@@ -81,9 +107,10 @@ def mistral3():
         vision_feature_layer=-1,
     )
     given = dict(
-        input_ids=tokens_with(4), pixel_values=drawn(2, 3, 16, 16),
-        image_sizes=torch.tensor([[16, 16]] * 2)
-    )  # fmt: skip
+        input_ids=tokens_with(4),
+        pixel_values=drawn(2, 3, 16, 16),
+        image_sizes=torch.tensor([[16, 16]] * 2),
+    )
     return transformers.Mistral3ForConditionalGeneration(config), given
 
 
@@ -99,10 +126,17 @@ def idefics3():
 
 
 QWEN_TOWER = dict(
-    depth=3, hidden_size=16, intermediate_size=14, num_heads=2, in_channels=3, patch_size=4,
-    spatial_merge_size=2, temporal_patch_size=1, out_hidden_size=WIDTH,
-    num_position_embeddings=16
-)  # fmt: skip
+    depth=3,
+    hidden_size=16,
+    intermediate_size=14,
+    num_heads=2,
+    in_channels=3,
+    patch_size=4,
+    spatial_merge_size=2,
+    temporal_patch_size=1,
+    out_hidden_size=WIDTH,
+    num_position_embeddings=16,
+)
 QWEN = dict(
     image_token_id=IMAGE, video_token_id=59, vision_start_token_id=58, vision_end_token_id=57
 )
@@ -133,14 +167,19 @@ def qwen3_vl(rows=1):
 
 def qwen3_5(rows=1):
     rope = dict(
-        rope_type="default", mrope_section=[1, 1, 0], mrope_interleaved=True,
-        rope_theta=10000.0, partial_rotary_factor=0.5
-    )  # fmt: skip
+        rope_type="default",
+        mrope_section=[1, 1, 0],
+        mrope_interleaved=True,
+        rope_theta=10000.0,
+        partial_rotary_factor=0.5,
+    )
     linear = dict(
         layer_types=["linear_attention", "full_attention", "linear_attention"],
-        linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=6,
-        linear_value_head_dim=6
-    )  # fmt: skip
+        linear_num_value_heads=4,
+        linear_num_key_heads=2,
+        linear_key_head_dim=6,
+        linear_value_head_dim=6,
+    )
     config = transformers.Qwen3_5Config(
         text_config=TEXT | linear | dict(rope_parameters=rope), vision_config=QWEN_TOWER, **QWEN
     )
@@ -154,18 +193,24 @@ def qwen2_audio():
         audio_token_id=SOUND,
     )
     given = dict(
-        input_ids=tokens_with(6, SOUND), input_features=drawn(2, 8, 24),
+        input_ids=tokens_with(6, SOUND),
+        input_features=drawn(2, 8, 24),
         feature_attention_mask=torch.ones(2, 24, dtype=torch.long),
-        attention_mask=torch.ones(2, 12, dtype=torch.long)
-    )  # fmt: skip
+        attention_mask=torch.ones(2, 12, dtype=torch.long),
+    )
     return transformers.Qwen2AudioForConditionalGeneration(config), given
 
 
 def voxtral():
     audio = dict(
-        num_mel_bins=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
-        hidden_size=16, max_source_positions=12, head_dim=8
-    )  # fmt: skip
+        num_mel_bins=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        hidden_size=16,
+        max_source_positions=12,
+        head_dim=8,
+    )
     config = transformers.VoxtralConfig(
         audio_config=audio, text_config=transformers.LlamaConfig(**TEXT), audio_token_id=SOUND
     )
@@ -210,10 +255,16 @@ def vit():
 
 def clip():
     text = dict(
-        vocab_size=61, hidden_size=16, intermediate_size=14, num_hidden_layers=3,
-        num_attention_heads=2, max_position_embeddings=20, bos_token_id=1, eos_token_id=2,
-        pad_token_id=0
-    )  # fmt: skip
+        vocab_size=61,
+        hidden_size=16,
+        intermediate_size=14,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        max_position_embeddings=20,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
     config = transformers.CLIPConfig(
         text_config=text, vision_config=TOWER | dict(image_size=12), projection_dim=12
     )
@@ -228,7 +279,9 @@ ALL = {make.__name__: make for make in (*TOWERS, *PAIRED, vit, clip)}
 
 
 def made(make, **options):
-    """A model with weights of a size at which all parts matter, the example for `attach`, and the input of a run."""
+    """A model with weights of a size at which all parts matter, the example for `attach`, and the
+    input of a run.
+    """
     torch.manual_seed(0)
     model, example = make(**options)
     with torch.no_grad():

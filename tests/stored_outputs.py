@@ -19,7 +19,9 @@ def numbers(text):
 
 
 def assert_same(printed, stored):
-    """Compare two texts: words exactly, numbers to two digits, because machines round differently."""
+    """Compare two texts: words exactly, numbers to two digits, because machines round
+    differently.
+    """
     assert NUMBER.sub("#", printed).split() == NUMBER.sub("#", stored).split()
     for ours, theirs in zip(numbers(printed), numbers(stored), strict=True):
         assert math.isclose(ours, theirs, rel_tol=0.02, abs_tol=0.011), (printed, stored)

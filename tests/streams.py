@@ -58,10 +58,12 @@ def normed(norm, config, x, parts=()):
 
 @torch.no_grad()
 def slow_run(model, tokens, mask=None, source=None, real=None, nodes=None):
-    """The logits, and what each writer adds, where each reader sees `(1 - m) current + m source` of each writer.
+    """The logits, and what each writer adds, where each reader sees `(1 - m) current + m source` of
+    each writer.
 
     Args:
-        mask: [writer, reader], or with axes `pos` or `batch pos`, in the order of `nodes`; None for a plain run.
+        mask: [writer, reader], or with axes `pos` or `batch pos`, in the order of `nodes`; None for
+            a plain run.
         source: by writer, what it adds in the other run.
     """
     config, current, fixed = model.config, {}, 0

@@ -1,4 +1,6 @@
-"""A terminal in memory, for what is written to standard error, and progress bars that write to it at once."""
+"""A terminal in memory, for what is written to standard error, and progress bars that write to it
+at once.
+"""
 
 import io
 import re
@@ -10,7 +12,9 @@ from hooks.base import progress
 
 
 def appear_soon(monkeypatch, delay, every):
-    """Let bars appear after `delay` seconds and be drawn again after `every`, whatever the environment says."""
+    """Let bars appear after `delay` seconds and be drawn again after `every`, whatever the
+    environment says.
+    """
     monkeypatch.delenv("TQDM_DISABLE", raising=False)
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(progress, "DELAY", delay)
@@ -18,7 +22,9 @@ def appear_soon(monkeypatch, delay, every):
 
 
 def write_to(stream, monkeypatch, **modules):
-    """Make a stream standard error for bars only. pytest replaces `sys.stderr` before a test begins."""
+    """Make a stream standard error for bars only. pytest replaces `sys.stderr` before a test
+    begins.
+    """
     system = types.SimpleNamespace(stderr=stream, modules={**sys.modules, **modules})
     monkeypatch.setattr(progress, "sys", system)
 

@@ -1,4 +1,6 @@
-"""Errors give advice: for a missing step, for swapped arguments, for an option with another name."""
+"""Errors give advice: for a missing step, for swapped arguments, for an option with
+another name.
+"""
 
 import pytest
 import torch

@@ -85,7 +85,8 @@ ADDED = """
         handle = runner.add(hooks)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            assert torch.equal(compiled(tokens), plain)  # the hook has no effect, and the run says so
+            # The hook has no effect, and the run gives a warning.
+            assert torch.equal(compiled(tokens), plain)
             compiled(tokens)
         assert len([w for w in caught if "blocks.1.mlp_out" in str(w.message)]) == 1
         torch.compiler.reset()
@@ -142,7 +143,8 @@ REFUSED = """
 
 STEPPED = """
     from models import KVCache
-    sizes |= dict(n_layers=3, d_head=6, positions="rotary", n_kv_heads=1, window=3, window_layers=(1,))
+    sizes |= dict(n_layers=3, d_head=6, positions="rotary", n_kv_heads=1)
+    sizes |= dict(window=3, window_layers=(1,))
     model = Transformer(TransformerConfig(**sizes)).eval()
     with torch.no_grad():
         expected = model(tokens)
@@ -188,9 +190,13 @@ SCRIPTS = {
 QUICK = ("baked", "added", "steps")
 RUNS = [
     (QUICK, "eager"),
-    *(pytest.param([name], "eager", marks=pytest.mark.full) for name in SCRIPTS if name not in QUICK),
+    *(
+        pytest.param([name], "eager", marks=pytest.mark.full)
+        for name in SCRIPTS
+        if name not in QUICK
+    ),
     pytest.param(["baked"], "inductor", marks=pytest.mark.full),
-]  # fmt: skip
+]
 # One process runs its scripts one after the other, as its start takes longer than they do.
 PROCESS = """
     import sys, warnings

@@ -24,7 +24,8 @@ def test_the_attribution_graph_example(printed, tmp_path):
     found = {
         name: [float(n) for n in numbers.replace("none", "nan").split()] for name, numbers in rows
     }
-    # The numbers of the guide, of the effects through values and with attention; and of what is lost by patterns.
+    # The numbers of the guide, of the effects through values and with attention; and of what is
+    # lost by patterns.
     assert abs(found["0"][0]) < 0.2 < 0.6 < found["0"][1]
     assert abs(found["all"][0]) < 0.2 < 0.6 < found["all"][1]
     assert found["0"][2] > 0.75
@@ -111,8 +112,10 @@ def test_the_directions_example(printed, tmp_path):
     assert after < before / 4
     assert re.search(r"at most 0.5 nats elsewhere: 0.5\n", out)
     assert {path.name for path in tmp_path.iterdir()} == {
-        "inside_a_part_number.safetensors", "probe.html", "steering.html",
-    }  # fmt: skip
+        "inside_a_part_number.safetensors",
+        "probe.html",
+        "steering.html",
+    }
 
 
 @pytest.mark.full

@@ -49,7 +49,8 @@ def test_imports_go_one_way():
             assert seen <= faces, path
 
 
-# The files and packages of `interp`. Each imports only earlier entries, and a package also its own files.
+# The files and packages of `interp`. Each imports only earlier entries, and a package also its own
+# files.
 INTERP = """shadowed transformer_lens hints numbers kinds pictures protocol inputs measuring metrics pairs edits results graph runs
     spectral reading features effects store directions alignment tracing report cli __main__""".split()
 # In these packages, only these files may be imported by other files of the package.
@@ -155,7 +156,8 @@ RUNS_CODE = {
     "np.load": ("allow_pickle", {"False"}),
 }
 NEVER = {"yaml.load", "pickle.load", "pickle.loads", "jinja2.Environment", "eval", "exec"}
-# build.py runs the code of the guides, which is its purpose. quickstart.py loads one model by its name.
+# build.py runs the code of the guides, which is its purpose. quickstart.py loads one model by its
+# name.
 RUN_BY_USERS = {ROOT / "examples/guides/build.py", ROOT / "examples/quickstart.py"}
 EXAMPLES = sorted({*(ROOT / "examples").rglob("*.py")} - RUN_BY_USERS)
 
@@ -277,7 +279,10 @@ def test_interp_imports_an_analysis_when_it_is_used():
 
 def test_hints_are_read_when_an_error_is_made():
     read = "[name for name in ('models.hints', 'interp.hints') if name in sys.modules]"
-    code = f"import sys; from models import *; from interp import *; print({read}); hasattr(load('pydoc-4l'), 'W'); print({read})"
+    code = (
+        f"import sys; from models import *; from interp import *; print({read}); "
+        f"hasattr(load('pydoc-4l'), 'W'); print({read})"
+    )
     done = python(code)
     assert done.stdout.splitlines() == ["[]", "['models.hints', 'interp.hints']"], done.stderr
 

@@ -1,4 +1,6 @@
-"""Ordinary mistakes. Each raises one error of this package that names the given value, never an error of Python itself.
+"""Ordinary mistakes.
+
+Each raises one error of this package that names the given value, never an error of Python itself.
 
 The table has one line for each mistake: the call, the class of the error, and words of its message.
 """
@@ -409,8 +411,13 @@ def test_a_mistake_is_an_error_that_helps(call, error, match, given, tmp_path, m
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     "call",
-    ["models.load('pydoc-4l', device='cuda')", "cache.to('cuda')", "runner.run_with_cache(TEXT, device='cuda')", "models.load('pydoc-4l', device='cuda:1')"],
-)  # fmt: skip
+    [
+        "models.load('pydoc-4l', device='cuda')",
+        "cache.to('cuda')",
+        "runner.run_with_cache(TEXT, device='cuda')",
+        "models.load('pydoc-4l', device='cuda:1')",
+    ],
+)
 def test_a_device_that_is_not_here_is_one_line(call, given):
     with pytest.raises(ValueError, match="'cuda.*is_available") as caught:
         eval(call, dict(given))
@@ -424,7 +431,9 @@ def test_a_detach_takes_nothing_from_a_plain_model(given):
 
 
 def test_the_guide_of_errors_lists_every_kind():
-    """The table of the guide contains each class of errors of `hooks` and `models`, with its base classes of Python."""
+    """The table of the guide contains each class of errors of `hooks` and `models`, with its base
+    classes of Python.
+    """
     guide = (ROOT / "examples" / "guides" / "errors.md").read_text(encoding="utf-8")
     rows = {row[1]: row[0] for row in re.finditer(r"^\| `(\w+Error)`.*$", guide, re.MULTILINE)}
     kinds = [getattr(hooks, name) for name in hooks.__all__ if name.endswith("Error")]
@@ -438,7 +447,13 @@ def test_the_guide_of_errors_lists_every_kind():
 
 @pytest.mark.parametrize(
     "call",
-    ["models.next_token_loss(model(tokens), tokens)", "runner.capture(tokens, names='blocks.2.resid_pre')", "model.to_tokens(TEXT, bos=False)", "Circuit(graph, ['m0->logits'])", "logit_diff(1, 2)"],
-)  # fmt: skip
+    [
+        "models.next_token_loss(model(tokens), tokens)",
+        "runner.capture(tokens, names='blocks.2.resid_pre')",
+        "model.to_tokens(TEXT, bos=False)",
+        "Circuit(graph, ['m0->logits'])",
+        "logit_diff(1, 2)",
+    ],
+)
 def test_the_calls_that_the_guide_of_errors_names_run(call, given):
     assert eval(call, dict(given)) is not None

@@ -1,4 +1,6 @@
-"""Padding changes no number: every function on a batch of unequal texts, compared with each text alone."""
+"""Padding changes no number: every function on a batch of unequal texts, compared with each text
+alone.
+"""
 
 import functools
 
@@ -104,7 +106,9 @@ def shares(function):
 
 
 def last_of(values):
-    """The vectors [component, d_model, batch] at each text's last token, from [component batch pos d_model]."""
+    """The vectors [component, d_model, batch] at each text's last token, from [component batch pos
+    d_model].
+    """
     last = (~values[0, ..., 0].isnan()).cumsum(1).argmax(1)
     return values[:, range(len(last)), last].movedim(1, -1)
 
@@ -129,31 +133,60 @@ READ = {
     "log_prob two back": measured(lambda n, *_: interp.log_prob(RIGHT[n], pos=-2)),
     "rank": measured(lambda n, *_: interp.rank(RIGHT[n])),
     "cross_entropy": measured(lambda n, t, mask, _: interp.cross_entropy(t, attention_mask=mask)),
-    "kl_divergence": measured(lambda n, t, mask, logits: interp.kl_divergence(logits.roll(1, -1), None, attention_mask=mask)),
+    "kl_divergence": measured(
+        lambda n, t, mask, logits: interp.kl_divergence(
+            logits.roll(1, -1), None, attention_mask=mask
+        )
+    ),
     "logit_lens": on_cache(lensed),
-    "direct_logit_attribution": on_cache(lambda model, cache, n: interp.direct_logit_attribution(model, cache, right=RIGHT[n], wrong=WRONG[n], pos=-1).values),
-    "accumulated": on_cache(lambda model, cache, n: interp.accumulated(model, cache, right=RIGHT[n], pos=-2).values),
+    "direct_logit_attribution": on_cache(
+        lambda model, cache, n: (
+            interp.direct_logit_attribution(
+                model, cache, right=RIGHT[n], wrong=WRONG[n], pos=-1
+            ).values
+        )
+    ),
+    "accumulated": on_cache(
+        lambda model, cache, n: interp.accumulated(model, cache, right=RIGHT[n], pos=-2).values
+    ),
     "previous_token": on_cache(lambda model, cache, n: interp.head_scores(model, cache).values),
-    "induction": on_cache(lambda model, cache, n: interp.head_scores(model, cache, "induction").values),
-    "distance": on_cache(lambda model, cache, n: interp.head_scores(model, cache, "distance").values),
-    "spectra": on_cache(lambda model, cache, n: interp.spectra(interp.svd_targets(model, cache))["qkt"].s[..., :3].movedim(0, -1)),
+    "induction": on_cache(
+        lambda model, cache, n: interp.head_scores(model, cache, "induction").values
+    ),
+    "distance": on_cache(
+        lambda model, cache, n: interp.head_scores(model, cache, "distance").values
+    ),
+    "spectra": on_cache(
+        lambda model, cache, n: (
+            interp.spectra(interp.svd_targets(model, cache))["qkt"].s[..., :3].movedim(0, -1)
+        )
+    ),
     "max_activating": strongest,
     "decompose": on_cache(lambda model, cache, n: last_of(interp.decompose(model, cache).values)),
     "generate": generated,
-    "sweep": lambda model, clean, other, n: interp.sweep(model, clean, [{"blocks.1.resid_pre": edits.zero(pos=-2)}, {"blocks.*.attn.z": edits.zero(head=1)}], interp.log_prob(RIGHT[n])).values,
+    "sweep": lambda model, clean, other, n: (
+        interp.sweep(
+            model,
+            clean,
+            [{"blocks.1.resid_pre": edits.zero(pos=-2)}, {"blocks.*.attn.z": edits.zero(head=1)}],
+            interp.log_prob(RIGHT[n]),
+        ).values
+    ),
     "patching": on_pairs(interp.activation_patching, site="z"),
     "patching last": on_pairs(interp.activation_patching, site="resid_post", **LAYERS),
     "ablation": on_pairs(interp.activation_patching, site="z", edit=edits.zero()),
     "attribution": on_pairs(interp.attribution_patching, site="z"),
     "integrated": on_pairs(interp.integrated_gradients, site="z", steps=8),
     "path_patching": on_pairs(interp.path_patching),
-    "edge_patching": on_pairs(interp.edge_patching, edges=["input->a0.h1<q>", "a0.h2->m1", "m0->logits"]),
+    "edge_patching": on_pairs(
+        interp.edge_patching, edges=["input->a0.h1<q>", "a0.h2->m1", "m0->logits"]
+    ),
     "faithfulness": shares(interp.faithfulness),
     "completeness": shares(interp.completeness),
     "minimality": shares(interp.minimality),
     "edge_attribution": on_pairs(interp.edge_attribution),
     "circuit": circuit,
-}  # fmt: skip
+}
 KINDS = (("learned", "left"), ("rotary", "right"), ("attached gpt2", "left"))
 
 
@@ -378,7 +411,9 @@ def test_gradients_are_cut_as_values_are():
 
 
 def pattern_edits(after):
-    """Edits of attention patterns that would write at padded keys, and whether they follow columns."""
+    """Edits of attention patterns that would write at padded keys, and whether they
+    follow columns.
+    """
     return {
         "add": edits.add(torch.tensor(0.1).double(), **after),
         "replace": edits.replace(torch.tensor(0.2).double(), **after),
@@ -583,7 +618,8 @@ def test_padding_of_a_source_is_never_copied():
         longer = model.to_tokens(ROWS[1:2] * 4)
         with pytest.raises(EditError, match=f"pos {columns[0].replace('text 1', 'text 0')}"):
             runner.run_with_hooks(longer, hooks={name: edits.resample(donors)})
-        # The first text has no padding, and columns 4 and 5 or 1 and 2 of the others are padding here too.
+        # The first text has no padding, and columns 4 and 5 or 1 and 2 of the others are padding
+        # here too.
         runner.run_with_hooks(batch, hooks={name: edits.replace(source, batch=0)})
         alike = model.to_tokens(SOURCES, side=side)
         for edit in (edits.replace(source), edits.add(source, pos=slice(1, 6))):

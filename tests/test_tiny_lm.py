@@ -141,10 +141,13 @@ def test_tokens_may_be_bytes_or_those_of_a_directory(call, tmp_path, text, kind)
     ("options", "fields"),
     [
         (["--layers", "2", "--mlp-width", "7"], {"n_layers": 2, "d_mlp": 7}),
-        (["--positions", "sinusoidal", "--dropout", "0.25"], {"positions": "sinusoidal", "dropout": 0.25}),
+        (
+            ["--positions", "sinusoidal", "--dropout", "0.25"],
+            {"positions": "sinusoidal", "dropout": 0.25},
+        ),
         (["--model", "d12_post_norm_qk_norm", "--heads", "2"], {"qk_norm": "head", "n_layers": 1}),
     ],
-)  # fmt: skip
+)
 def test_the_experiments_are_options(call, tmp_path, options, fields, training_only):
     status, _, complaints = call(*options, "--weight-decay", "0.3", "--final-rate", "1")
     assert (status, complaints) == (0, "")
@@ -193,7 +196,9 @@ def drawn_at_random(config):
 
 @torch.no_grad()
 def scores_by_hand(model, tokens):
-    """Scores [layer, head, query, key] of a `nano` model on tokens [1, pos]; -inf for the future."""
+    """Scores [layer, head, query, key] of a `nano` model on tokens [1, pos]; -inf for
+    the future.
+    """
     resid = []
     hooks = [
         block.register_forward_pre_hook(lambda _, inputs: resid.append(inputs[0]))

@@ -1,4 +1,6 @@
-"""The guide for people from TransformerLens: each row runs, and gives the numbers that TransformerLens gave."""
+"""The guide for people from TransformerLens: each row runs, and gives the numbers that
+TransformerLens gave.
+"""
 
 import contextlib
 import io
@@ -13,7 +15,8 @@ from tests.transformer_lens import rows
 
 EXAMPLE = rows.GUIDE.parents[1] / "from_transformer_lens.py"
 
-# These numbers differ: a name; singular vectors, in their sign; another share of queries; values without the gain.
+# These numbers differ: a name; singular vectors, in their sign; another share of queries; values
+# without the gain.
 OTHER = ("utils.get_act_name", "SVDInterpreter", "detect_head", "folded_cache.apply_ln_to_stack")
 
 

@@ -88,8 +88,8 @@ def statistics(walks):
 def test_differences_come_with_an_interval_over_walks(statistics):
     """One walk has no step inside. NaN is ignored. The means are over steps, not over walks.
 
-    By hand: the walks contribute (1 - 3) / (2 / 3), (5 - 3) / (2 / 3) and 0 inside. Outside they contribute
-    (5 - 2 R) / 2, (9 - R) / 2 and (12 - 3 R) / 2, where R = 13 / 3.
+    By hand: the walks contribute (1 - 3) / (2 / 3), (5 - 3) / (2 / 3) and 0 inside. Outside they
+    contribute (5 - 2 R) / 2, (9 - R) / 2 and (12 - 3 R) / 2, where R = 13 / 3.
     """
     values = torch.tensor([[1.0, 2.0, 3.0], [5.0, math.nan, 9.0], [4.0, 4.0, 4.0]])
     inside = torch.tensor([[1, 0, 0], [1, 1, 0], [0, 0, 0]]).bool()
@@ -136,7 +136,10 @@ def study(walks, statistics, monkeypatch):
 
 @pytest.fixture
 def training_only(study, monkeypatch):
-    """Skip the analysis, for tests of the earlier steps. Return the checkpoints that it received."""
+    """Skip the analysis, for tests of the earlier steps.
+
+    Return the checkpoints that it received.
+    """
     seen = []
     monkeypatch.setattr(study, "look", lambda setting, checkpoints, *_: seen.append(checkpoints))
     return seen

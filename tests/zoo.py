@@ -286,7 +286,10 @@ class Edit:
 
 @contextlib.contextmanager
 def by_hand(w, x, edits=(), keep=(), grads=False, stops=False):
-    """Run the twin with raw hooks, which stay. Return its output, the values at `keep`, and their gradients."""
+    """Run the twin with raw hooks, which stay.
+
+    Return its output, the values at `keep`, and their gradients.
+    """
     run = types.SimpleNamespace(fired={name: [] for name in keep}, grads={}, output=None)
     block, running = None, True
 

@@ -1,11 +1,12 @@
 """Run the code of the guides and store its outputs: `python examples/guides/build.py [NAME ...]`.
 
-1. A notebook runs in a new kernel. Its outputs are stored in it. An interactive picture is stored as a
-   screenshot, because GitHub shows no HTML frames.
-2. The `python` blocks of a Markdown page run one after another. A `text` block that follows a `python`
-   block gets the printed output. Blocks of `py` do not run.
+1. A notebook runs in a new kernel. Its outputs are stored in it. An interactive picture is stored
+   as a screenshot, because GitHub shows no HTML frames.
+2. The `python` blocks of a Markdown page run one after another. A `text` block that follows a
+   `python` block gets the printed output. Blocks of `py` do not run.
 
-It needs the extra `dev`, and a Chromium on the path. `tests/test_guides.py` fails if an output is stale.
+It needs the extra `dev`, and a Chromium on the path. `tests/test_guides.py` fails if an output is
+stale.
 """
 
 import base64
@@ -39,7 +40,10 @@ def is_install(code: str) -> bool:
 
 
 def cells(path: Path) -> Iterator[tuple[str, str | None]]:
-    """Yield the code of each cell or block, and the text that it printed; None if no text is stored."""
+    """Yield the code of each cell or block, and the text that it printed;
+
+    None if no text is stored.
+    """
     if path.suffix == ".md":
         for block in BLOCK.finditer(path.read_text("utf-8")):
             yield block["code"], block["text"]

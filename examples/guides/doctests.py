@@ -1,4 +1,6 @@
-"""An extension of Griffe for the reference pages: examples at the end of a docstring get the heading that it looks for."""
+"""An extension of Griffe for the reference pages: examples at the end of a docstring get the
+heading that it looks for.
+"""
 
 import textwrap
 from typing import Any

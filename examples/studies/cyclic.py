@@ -1,8 +1,10 @@
 """Functions of numbers modulo n: their power by frequency (Nanda et al. 2023).
 
 1. `fourier_basis` has a constant, and a cosine and a sine of each frequency, orthonormal.
-2. `frequency_power` writes values in this basis along each axis, squares them, and adds up cosine and sine.
-3. `answer_power` shifts each input's logits so that the right answer comes first, and takes the power of their mean.
+2. `frequency_power` writes values in this basis along each axis, squares them, and adds up cosine
+   and sine.
+3. `answer_power` shifts each input's logits so that the right answer comes first, and takes the
+   power of their mean.
 """
 
 import torch
@@ -16,9 +18,10 @@ from hooks.base import require_integer
 def fourier_basis(n: int) -> Float[Tensor, "n n"]:
     """Orthonormal functions of the numbers modulo n, as columns, in float64.
 
-    The constant, then the cosine and the sine of each frequency from 1 on, in periods per n; for an even
-    n the last is the frequency n / 2, which has no sine. `embeddings.T @ basis[:, 2 * k - 1 : 2 * k + 1]`
-    are the two directions of frequency k in the stream.
+    The constant, then the cosine and the sine of each frequency from 1 on, in periods per n; for an
+    even n the last is the frequency n / 2, which has no sine.
+    `embeddings.T @ basis[:, 2 * k - 1 : 2 * k + 1]` are the two directions of frequency k in the
+    stream.
 
     Args:
         n: the modulus.
@@ -47,9 +50,9 @@ def frequency_power(
     """The power of each frequency along axes that count numbers modulo n, in float64.
 
     The powers of an axis, 0 to n // 2, take its place and add up to the sum of its squares. So for
-    embeddings [n, d_model], `frequency_power(embeddings).sum(1)` is the power of each frequency; for a
-    neuron's activations [a, b], with `dims=(0, 1)`, that of each pair of frequencies. Frequency 0 is the
-    mean: subtract it, or leave it out, for shares of the variance.
+    embeddings [n, d_model], `frequency_power(embeddings).sum(1)` is the power of each frequency;
+    for a neuron's activations [a, b], with `dims=(0, 1)`, that of each pair of frequencies.
+    Frequency 0 is the mean: subtract it, or leave it out, for shares of the variance.
 
     Args:
         values: embeddings, activations or logits, with an entry for each number.
@@ -77,9 +80,9 @@ def answer_power(
 ) -> Float[Tensor, " frequency"]:
     """The power of logits that follow only how far a number is from the right answer, by frequency.
 
-    For sums modulo n it is the power of cos(w (a + b - c)) and sin(w (a + b - c)) in the logits of c, the
-    functions of Nanda et al. 2023; over `logits.square().sum()` it is a share. Powers of frequencies
-    0 to n // 2, in float64.
+    For sums modulo n it is the power of cos(w (a + b - c)) and sin(w (a + b - c)) in the logits of
+    c, the functions of Nanda et al. 2023; over `logits.square().sum()` it is a share. Powers of
+    frequencies 0 to n // 2, in float64.
 
     Args:
         logits: of the n numbers, for each input: [a, b, n] for all pairs.

@@ -1,8 +1,9 @@
 """Trains a small model with and without QK-norm and compares attention scores, entropy and loss.
 
-The model is a small version of d12_post_norm in qk-norm.md. Text, seed and batches are the same for both.
-Without the norm, scores grow with the learning rate, and attention can saturate. With it, they cannot
-exceed sqrt(d_head), because queries and keys have length sqrt(d_head). It takes some minutes.
+The model is a small version of d12_post_norm in qk-norm.md. Text, seed and batches are the same for
+both. Without the norm, scores grow with the learning rate, and attention can saturate. With it,
+they cannot exceed sqrt(d_head), because queries and keys have length sqrt(d_head). It takes some
+minutes.
 
     python examples/studies/qk_norm.py --out out/qk-norm
 """
@@ -112,7 +113,10 @@ def compared(options: argparse.Namespace) -> dict[str, list[Measurement]]:
                 if step % every == 0 or step == options.steps:
                     found.append(measure(model, tokens, held_out, step))
 
-            name = f"rate {training.learning_rate}, {'no ' if model.config.qk_norm == 'none' else ''}QK-norm"
+            name = (
+                f"rate {training.learning_rate}, "
+                f"{'no ' if model.config.qk_norm == 'none' else ''}QK-norm"
+            )
             runs[name] = found
             try:
                 train(model, learned, training, validation=held_out, after_step=after_step)
@@ -121,7 +125,8 @@ def compared(options: argparse.Namespace) -> dict[str, list[Measurement]]:
             print(f"{name} ({model.count_parameters():,} weights)")
             last = found[-1]
             print(
-                f"  largest score {last.largest_score:7.2f}   deviation {last.score_deviation:6.2f}   "
+                f"  largest score {last.largest_score:7.2f}   deviation "
+                f"{last.score_deviation:6.2f}   "
                 f"entropy {last.entropy:.3f}   validation loss {last.validation_loss:.4f} nats"
             )
     return runs

@@ -136,7 +136,8 @@ def observe(model: Transformer, walks: Walks, setting: Setting) -> Seen:
 
 @torch.no_grad()
 def learned(model: Transformer, walks: Walks, setting: Setting) -> tuple[float, float, float]:
-    """Loss in nats along edges and at landings, and the probability of the landing's region before it.
+    """Loss in nats along edges and at landings, and the probability of the landing's region before
+    it.
 
     Only the last position of each window counts, because it has seen the most tokens.
     """

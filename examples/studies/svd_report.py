@@ -133,7 +133,8 @@ def _learning(tables: Tables, setting: Setting) -> list[str]:
     edge = ((degrees * degrees.log()).sum() / degrees.sum()).item()
     n = len(graph.region)
     return [
-        f"Learning (loss in nats; {math.log(n):.2f} without knowledge, {math.log(n / graph.regions):.2f} "
+        f"Learning (loss in nats; {math.log(n):.2f} without knowledge, "
+        f"{math.log(n / graph.regions):.2f} "
         f"knowing the region, {edge:.2f} knowing the neighbours):",
         *(
             f"  step {row.step:>5}: along edges {row.edge_nats:.3f}, at landings "
@@ -151,7 +152,8 @@ def _ranks(tables: Tables, setting: Setting) -> list[str]:
         for layer in tables.layers:
             one, two = rows[0, target, layer], rows[last, target, layer]
             lines.append(
-                f"  {target:>4}, layer {layer}: {one.effective_rank:.1f} to {two.effective_rank:.1f}; "
+                f"  {target:>4}, layer {layer}: {one.effective_rank:.1f} to "
+                f"{two.effective_rank:.1f}; "
                 f"{one.stable_rank:.1f} to {two.stable_rank:.1f}"
             )
     return lines
@@ -191,7 +193,8 @@ def _norms(tables: Tables, setting: Setting) -> list[str]:
     return [
         "Norm of the residual stream after each block, inside minus outside:",
         *(
-            f"  layer {row.layer}: {row.inside:.2f} against {row.outside:.2f}: {_signed(row)}; effective "
+            f"  layer {row.layer}: {row.inside:.2f} against {row.outside:.2f}: {_signed(row)}; "
+            "effective "
             f"rank of the vectors inside {row.effective_rank_in_windows:.1f} of {setting.d_model}"
             for row in tables.residual_norms
         ),
@@ -207,7 +210,9 @@ def _summary(tables: Tables, setting: Setting) -> list[str]:
         f"less stable inside, {len(clear) - less} more stable. By chance the mean would be "
         f"{0.05 * len(rows):.1f}. All share the same walks, so they tend to exclude "
         "zero together: this count is not a joint test of all comparisons.",
-        "The intervals cover the choice of walks, but not the choice of graph and model: there is one "
-        "of each, by its seed. A window may hold other events than its newest token's, so a difference "
+        "The intervals cover the choice of walks, but not the choice of graph and model: there "
+        "is one "
+        "of each, by its seed. A window may hold other events than its newest token's, so a "
+        "difference "
         "is the effect of one token entering and one leaving.",
     ]

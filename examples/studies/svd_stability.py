@@ -1,22 +1,26 @@
-"""Are a small transformer's attention maps less stable around events? The study of svd-transformer.md.
+"""Are a small transformer's attention maps less stable around events?
 
-A model with one head learns random walks on a graph (`walks.py`). Jumpers move the walk into another
-region some steps later. All three SVD targets are computed at several checkpoints, always on the same
-walks, in a window that slides by one token:
+The study of svd-transformer.md.
+
+A model with one head learns random walks on a graph (`walks.py`). Jumpers move the walk into
+another region some steps later. All three SVD targets are computed at several checkpoints, always
+on the same walks, in a window that slides by one token:
 
 - spectra: singular values of WvWo, QK^T and AVWo, and numbers that summarize them;
 - drift: how far the top singular subspace turns from one checkpoint to the next;
-- events: how far it turns, and how much the singular values change, from one window to the next. Windows
-  with their newest token in an event window, [jumper, jumper + delay + buffer], are compared with others.
+- events: how far it turns, and how much the singular values change, from one window to the next.
+  Windows with their newest token in an event window, [jumper, jumper + delay + buffer], are
+  compared with others.
 
 Differences have 95% intervals over walks. They are also shown for the untrained model:
 effects that it shows too do not come from training.
 
-With the default sizes it takes two minutes. The graph has four regions of --vertices together, the model reads
---window tokens, and a jump lands --delay steps after its jumper (the document's w and r).
+With the default sizes it takes two minutes. The graph has four regions of --vertices together, the
+model reads --window tokens, and a jump lands --delay steps after its jumper (the document's w and
+r).
 
-The analysed checkpoints stay in the directory, each a model for `models.load`. --resume continues after
-Ctrl-C. After training is complete, it repeats the analysis, also with other --walks.
+The analysed checkpoints stay in the directory, each a model for `models.load`. --resume continues
+after Ctrl-C. After training is complete, it repeats the analysis, also with other --walks.
 
     python examples/studies/svd_stability.py --out out/svd_stability
     python examples/studies/svd_stability.py --out out/svd_stability --resume --walks 96
@@ -55,17 +59,21 @@ SAVES = 60
 
 
 def kept_steps(steps: int) -> list[int]:
-    """Up to nine steps for analysis, including 0 and the last. Early ones are closer together, because
-    most changes happen there."""
+    """Up to nine steps for analysis, including 0 and the last.
+
+    Early ones are closer together, because most changes happen there.
+    """
     return sorted({0, *(round(steps * 2.0**-part) for part in range(6)), steps * 3 // 4})
 
 
 def train_with_checkpoints(
     model: Transformer, walks: Walks, config: TrainingConfig, out: Path, resume: bool
 ) -> dict[int, Path]:
-    """Trains on the walks' sliding windows, and returns the paths of the models to analyse, by step.
+    """Trains on the walks' sliding windows, and returns the paths of the models to analyse, by
+    step.
 
-    Each model is saved before the run's own checkpoint of that step, so a resumed run always has it.
+    Each model is saved before the run's own checkpoint of that step, so a resumed run always has
+    it.
 
     Raises:
         As for `train`.
@@ -146,7 +154,8 @@ def run(options: argparse.Namespace) -> None:
     name = f"svd-{options.d_model}-{options.layers}l"
     model = build(name, vocab_size=len(graph.region), n_ctx=options.window)
     print(
-        f"{name}: training for {options.steps:,} steps, then {len(kept_steps(options.steps))} checkpoints "
+        f"{name}: training for {options.steps:,} steps, then {len(kept_steps(options.steps))} "
+        "checkpoints "
         f"are analysed on {options.walks} walks",
         flush=True,
     )

@@ -1,9 +1,10 @@
 """Means inside and outside event windows, and around events, with intervals over walks.
 
-Steps of one walk depend on each other, so an interval is over walks. A mean over steps is the sum of a walk's values
-over the count of its steps, both averaged over walks: a ratio, by Fieller's theorem. The difference of two such
-ratios is none; its interval is Student's, of what each walk contributes to the difference (the delta method).
-The ends are NaN below three walks, those of a ratio below four.
+Steps of one walk depend on each other, so an interval is over walks. A mean over steps is the sum
+of a walk's values over the count of its steps, both averaged over walks: a ratio, by Fieller's
+theorem. The difference of two such ratios is none; its interval is Student's, of what each walk
+contributes to the difference (the delta method). The ends are NaN below three walks, those of a
+ratio below four.
 """
 
 from collections.abc import Iterable

@@ -8,8 +8,9 @@ from typing import NamedTuple
 from walks import Graph
 
 METRICS = ("angle", "change")
-"""Comparisons of a window with the one before: the largest angle between top subspaces, in radians, and
-the change of singular values, relative to their norm."""
+"""Comparisons of a window with the one before: the largest angle between top subspaces, in radians,
+and the change of singular values, relative to their norm.
+"""
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,9 @@ class Drift(NamedTuple):
 
 
 class Event(NamedTuple):
-    """The mean change from window to window, with the newest token inside or outside event windows."""
+    """The mean change from window to window, with the newest token inside or outside
+    event windows.
+    """
 
     step: int
     target: str

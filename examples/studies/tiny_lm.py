@@ -1,22 +1,23 @@
 """Trains a small language model on a text, samples from it, and draws what it learned.
 
-The default is nanoGPT's setting for a CPU (4 layers, 4 heads, width 128, context 64, 2000 batches of 12,
-no dropout) with twice its learning rate, on the text that --text names or on Python's own documentation.
-It takes some minutes. On Tiny Shakespeare it reaches 1.82 nats per character on the held-out tenth. With
-nanoGPT's own 1e-3 it is 1.90. nanoGPT's published 1.88 is an estimate from 20 random batches, with a standard
-deviation of 0.016. Options change sizes, positions, regularisation and schedule, or choose any registered
-config. Tokens are characters, bytes, or those of a tokenizer whose directory --tokens names, such as that of
-GPT-2's encoder.json and vocab.bpe; their 50,257 tokens make steps slower.
+The default is nanoGPT's setting for a CPU (4 layers, 4 heads, width 128, context 64, 2000 batches
+of 12, no dropout) with twice its learning rate, on the text that --text names or on Python's own
+documentation. It takes some minutes. On Tiny Shakespeare it reaches 1.82 nats per character on the
+held-out tenth. With nanoGPT's own 1e-3 it is 1.90. nanoGPT's published 1.88 is an estimate from 20
+random batches, with a standard deviation of 0.016. Options change sizes, positions, regularisation
+and schedule, or choose any registered config. Tokens are characters, bytes, or those of a tokenizer
+whose directory --tokens names, such as that of GPT-2's encoder.json and vocab.bpe; their 50,257
+tokens make steps slower.
 
-A directory holds one run. Without --out it is out/tiny-lm or, with --model, out/ and the model's name.
-Give each further experiment its own --out. The first line below is a look at everything in less than a minute.
+A directory holds one run. Without --out it is out/tiny-lm or, with --model, out/ and the model's
+name. Give each further experiment its own --out. The first line below is a look at everything in
+less than a minute.
 
-    python examples/studies/tiny_lm.py --steps 100 --validation-windows 50 --length 60 --out out/first-look
-    python examples/studies/tiny_lm.py
-    python examples/studies/tiny_lm.py --text mine.txt --tokens bytes --out out/bytes
-    python examples/studies/tiny_lm.py --positions rotary --dropout 0.1 --out out/rotary
-    python examples/studies/tiny_lm.py --model d12_post_norm_qk_norm --steps 10 --batch-size 1 --validation-windows 4
-    python -m interp report --model out/tiny-lm
+    python examples/studies/tiny_lm.py --steps 100 --validation-windows 50 --length 60 --out
+    out/first-look python examples/studies/tiny_lm.py python examples/studies/tiny_lm.py --text
+    mine.txt --tokens bytes --out out/bytes python examples/studies/tiny_lm.py --positions rotary
+    --dropout 0.1 --out out/rotary python examples/studies/tiny_lm.py --model d12_post_norm_qk_norm
+    --steps 10 --batch-size 1 --validation-windows 4 python -m interp report --model out/tiny-lm
 """
 
 import argparse
@@ -97,7 +98,9 @@ def nano(vocab_size: int) -> TransformerConfig:
 
 
 def tokenizer_of(kind: str, text: str, out: Path) -> CharTokenizer | SubwordTokenizer:
-    """The tokenizer of the characters of `text`, of bytes, or of a directory. Its files go to `out`.
+    """The tokenizer of the characters of `text`, of bytes, or of a directory.
+
+    Its files go to `out`.
 
     Raises:
         ImportError, OSError, ValueError: the message says what is missing or wrong.
@@ -123,7 +126,9 @@ def tokenizer_of(kind: str, text: str, out: Path) -> CharTokenizer | SubwordToke
 
 
 def prompt_of(given: str | None, text: str, tokenizer: Tokenizer) -> list[int]:
-    """The beginning of samples: by default a new line or, in a text of one line, its first character."""
+    """The beginning of samples: by default a new line or, in a text of one line, its first
+    character.
+    """
     if given is None:
         given = "\n" if "\n" in text else text[0]
     if not given:
@@ -197,7 +202,9 @@ def all_options() -> argparse.ArgumentParser:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Trains with a sample at each validation, then writes model, samples and figures to the directory."""
+    """Trains with a sample at each validation, then writes model, samples and figures to the
+    directory.
+    """
     # A context of 1 has no room for a character after the prompt.
     require_least(options, {"validation_windows": 1, "context": 2, "length": 1})
     require_matplotlib()
@@ -222,8 +229,10 @@ def run(options: argparse.Namespace) -> None:
     torch.manual_seed(options.seed)
     model = Transformer(config)
     print(
-        f"{model.count_parameters():,} weights; {len(text):,} characters of {source} as {len(tokens):,} "
-        f"tokens, {len(set(tokens)):,} distinct; training on {len(learned):,} of them, {options.steps:,} "
+        f"{model.count_parameters():,} weights; {len(text):,} characters of {source} as "
+        f"{len(tokens):,} "
+        f"tokens, {len(set(tokens)):,} distinct; training on {len(learned):,} of them, "
+        f"{options.steps:,} "
         f"steps of {options.batch_size}, with a sample after every {options.evaluate_every}",
         flush=True,
     )

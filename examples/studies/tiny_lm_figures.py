@@ -20,7 +20,9 @@ MAPS = 6
 
 
 def loss_figure(losses: Sequence[float], validation: Mapping[int, Evaluation]) -> Figure:
-    """Training and validation loss by step, in nats per token and, on the right, in bits per character."""
+    """Training and validation loss by step, in nats per token and, on the right, in bits per
+    character.
+    """
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     steps = range(1, len(losses) + 1)
@@ -71,7 +73,9 @@ def attention_figure(model: Transformer, tokenizer: Tokenizer, tokens: Sequence[
 
 
 def labels_of(pieces: Sequence[str]) -> list[str]:
-    """A label for each token: its characters, or the code points of those that Matplotlib's font lacks."""
+    """A label for each token: its characters, or the code points of those that Matplotlib's font
+    lacks.
+    """
     font = get_font(findfont(FontProperties()))
 
     def label(character: str) -> str:

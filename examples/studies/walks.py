@@ -1,8 +1,10 @@
-"""Random walks on a graph of regions, with jumpers: vertices that later move the walk to another region.
+"""Random walks on a graph of regions, with jumpers: vertices that later move the walk to another
+region.
 
-Each token is a vertex. Vertices are numbered at random, so their numbers carry no information. Edges
-join vertices of one region. When the walk is on a jumper and no event is active, an event begins:
-`delay` steps later the walk is in the region that the jumper leads to, wherever it was before.
+Each token is a vertex. Vertices are numbered at random, so their numbers carry no information.
+Edges join vertices of one region. When the walk is on a jumper and no event is active, an event
+begins: `delay` steps later the walk is in the region that the jumper leads to, wherever it was
+before.
 """
 
 from dataclasses import dataclass
@@ -48,8 +50,8 @@ class Walks:
 def random_graph(n: int, regions: int, degree: int, jumpers: int, seed: int) -> Graph:
     """A random graph of regions of near equal size, each connected.
 
-    Each region is a random cycle with chords. Its first jumper leads to the next region, so every vertex
-    can be reached from every other. Its other jumpers lead to random other regions.
+    Each region is a random cycle with chords. Its first jumper leads to the next region, so every
+    vertex can be reached from every other. Its other jumpers lead to random other regions.
 
     Args:
         n: number of vertices.
@@ -98,7 +100,8 @@ def random_walks(
 ) -> Walks:
     """Walks from random vertices to uniformly chosen neighbours, with the events of this module.
 
-    An event ends on a vertex chosen uniformly from its region. Other jumpers on the way have no effect.
+    An event ends on a vertex chosen uniformly from its region. Other jumpers on the way have no
+    effect.
 
     Args:
         graph: the graph.

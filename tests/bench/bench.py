@@ -1,8 +1,9 @@
 """The numbers that the README states, measured: `python tests/bench/bench.py [ROW ...]`.
 
-Each row compares calls in interleaved rounds and prints median times, median ratios to the row's base
-and the peak memory that one call adds, in a fresh process or on the accelerator. Run it on an otherwise
-idle machine. `--device cuda` measures rows of its own; those of libraries that are missing are left out.
+Each row compares calls in interleaved rounds and prints median times, median ratios to the row's
+base and the peak memory that one call adds, in a fresh process or on the accelerator. Run it on an
+otherwise idle machine. `--device cuda` measures rows of its own; those of libraries that are
+missing are left out.
 """
 
 import argparse
@@ -101,7 +102,9 @@ def full() -> Calls:
 
 
 def spliced() -> Calls:
-    """A dictionary of 65,536 features at the middle of GPT-2-small shape, B=1 T=1024, to which nobody listens."""
+    """A dictionary of 65,536 features at the middle of GPT-2-small shape, B=1 T=1024, to which
+    nobody listens.
+    """
     tokens, bare, ours = peers.SMALL.tokens(), *(peers.ours(peers.SMALL) for _ in range(2))
     splice(ours, {"blocks.5.resid_post": _dictionary()}).__enter__()
     return {"plain forward": lambda: bare(tokens), "spliced, live": lambda: ours(tokens)}
@@ -164,17 +167,25 @@ def sweeps(shape: peers.Shape, **sites: int) -> Calls:
 
 
 def sweep_pos() -> Calls:
-    """Patches of resid_pre by layer and pos: 12 layers d=768, B=4 T=15, vocabulary 5000, last position."""
+    """Patches of resid_pre by layer and pos:
+
+    12 layers d=768, B=4 T=15, vocabulary 5000, last position.
+    """
     return sweeps(peers.SWEPT, resid_pre=1)
 
 
 def sweep_head() -> Calls:
-    """Patches of z, v and pattern by layer and head: 12 layers d=768, B=4 T=15, vocabulary 5000, last position."""
+    """Patches of z, v and pattern by layer and head:
+
+    12 layers d=768, B=4 T=15, vocabulary 5000, last position.
+    """
     return sweeps(peers.SWEPT, z=1, v=1, pattern=1)
 
 
 def sweep_long() -> Calls:
-    """Patches at every 16th pos and 4th head: 12 layers d=768, B=8 T=128, vocabulary 5000, last position.
+    """Patches at every 16th pos and 4th head:
+
+    12 layers d=768, B=8 T=128, vocabulary 5000, last position.
 
     A full sweep would take minutes. Here the unedited run weighs more in the ratio of one patch.
     """
@@ -187,7 +198,10 @@ def sweep_tiny() -> Calls:
 
 
 def attribution() -> Calls:
-    """Attribution patching against two forward passes and one backward pass: GPT-2-small shape, B=4 T=64."""
+    """Attribution patching against two forward passes and one backward pass:
+
+    GPT-2-small shape, B=4 T=64.
+    """
     shape = peers.Shape(layers=12, heads=12, d_model=768, vocab=50257, batch=4, pos=64)
     ours, clean = peers.ours(shape).requires_grad_(False), shape.tokens()
     corrupted = (clean + 1) % shape.vocab
@@ -206,7 +220,10 @@ def attribution() -> Calls:
 
 
 def direct() -> Calls:
-    """Direct logit attribution of heads and MLPs from an eager cache: GPT-2-small shape, B=8 T=64."""
+    """Direct logit attribution of heads and MLPs from an eager cache:
+
+    GPT-2-small shape, B=8 T=64.
+    """
     shape = peers.Shape(layers=12, heads=12, d_model=768, vocab=50257, batch=8, pos=64)
     ours, tokens = peers.ours(shape), shape.tokens()
     right, wrong = tokens.roll(-1, 1), (tokens + 1) % shape.vocab
@@ -230,7 +247,10 @@ def direct() -> Calls:
 
 
 def edges() -> Calls:
-    """Edge attribution over all edges against two forward passes and one backward pass: GPT-2-small shape, B=8 T=64."""
+    """Edge attribution over all edges against two forward passes and one backward pass:
+
+    GPT-2-small shape, B=8 T=64.
+    """
     shape = peers.Shape(layers=12, heads=12, d_model=768, vocab=50257, batch=8, pos=64)
     ours, clean = peers.ours(shape).requires_grad_(False), shape.tokens()
     corrupted = (clean + 1) % shape.vocab
@@ -334,7 +354,9 @@ def published_loading() -> Calls:
 
 
 def long_text() -> Calls:
-    """Readings of one text of 1,024 tokens, SmolLM2-135M: their memory beside that of all points of one layer."""
+    """Readings of one text of 1,024 tokens, SmolLM2-135M: their memory beside that of all points of
+    one layer.
+    """
     model, tokens = load("smollm2-135m"), torch.arange(1000, 1512).repeat(1, 2)
     cache = HookedRunner(model).run_with_cache(tokens, lazy=True)[1]
     texts, point = [*tokens.expand(2, -1).tolist()], "blocks.15.mlp.post"
@@ -374,7 +396,9 @@ def imports() -> Calls:
 
 
 def caching(model: Any, tokens: torch.Tensor) -> Calls:
-    """What caches and edits of every layer cost, beside raw PyTorch hooks that keep the same values."""
+    """What caches and edits of every layer cost, beside raw PyTorch hooks that keep the same
+    values.
+    """
     runner = HookedRunner(model)
     points = [model.get_submodule(name) for name in runner.run_with_cache(tokens)[1]]
     changes = {"blocks.*.resid_pre": edits.scale(0.5)}
@@ -405,7 +429,9 @@ def cached_tiny() -> Calls:
 
 
 def cached_deep() -> Calls:
-    """Cached runs, 64 layers of d=8, B=1 T=2: differences to the plain forward, by 64, are those of a layer."""
+    """Cached runs, 64 layers of d=8, B=1 T=2: differences to the plain forward, by 64, are those of
+    a layer.
+    """
     shape = peers.Shape(layers=64, heads=1, d_model=8, vocab=11, batch=1, pos=2)
     return caching(peers.ours(shape), shape.tokens())
 

@@ -1,4 +1,6 @@
-"""The rows for an accelerator: a GPT-2 shape in half precision beside plain PyTorch and `transformers`."""
+"""The rows for an accelerator: a GPT-2 shape in half precision beside plain PyTorch and
+`transformers`.
+"""
 
 import dataclasses
 import functools
@@ -105,7 +107,9 @@ class Bench:
         return calls
 
     def analyses(self) -> Calls:
-        """Attribution of nodes and edges, and patches of all heads, beside two forward passes and one backward pass."""
+        """Attribution of nodes and edges, and patches of all heads, beside two forward passes and
+        one backward pass.
+        """
         ours = peers.ours(self.pairs).to(self.device).requires_grad_(False)
         clean = self.pairs.tokens().to(self.device)
         corrupted = (clean + 1) % self.pairs.vocab

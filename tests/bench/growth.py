@@ -1,8 +1,11 @@
-"""Time and peak memory of one call against the text's length and the model's depth: `python tests/bench/growth.py [JOB ...]`.
+"""Time and peak memory of one call against the text's length and the model's depth:
 
-One thread, one text, 4 heads, d_model 128, vocabulary 1000, random weights. Each cell is a process of its own: the faster of two calls, after
-one on a short text, and what one call adds to the resident memory at its peak. The last columns are exponents between the two
-longest texts, and between the two depths at the middle length: 1 is linear.
+`python tests/bench/growth.py [JOB ...]`.
+
+One thread, one text, 4 heads, d_model 128, vocabulary 1000, random weights. Each cell is a process
+of its own: the faster of two calls, after one on a short text, and what one call adds to the
+resident memory at its peak. The last columns are exponents between the two longest texts, and
+between the two depths at the middle length: 1 is linear.
 """
 
 import argparse
@@ -108,8 +111,13 @@ def cell(job: str, depth: int, length: int) -> tuple[float, float]:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     config = TransformerConfig(
-        vocab_size=VOCAB, n_ctx=max(LENGTHS), n_layers=depth, n_heads=4, d_model=D_MODEL, positions="rotary",
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        n_ctx=max(LENGTHS),
+        n_layers=depth,
+        n_heads=4,
+        d_model=D_MODEL,
+        positions="rotary",
+    )
     model = Transformer(config).eval().requires_grad_(False)
     tokens = torch.randint(VOCAB, (1, length))
     JOBS[job](model, tokens[:, :32])

@@ -76,7 +76,9 @@ def has_transformer_lens() -> bool:
 
 
 def of_transformer_lens(shape: Shape) -> Any:
-    """TransformerLens on the same shape: its bridge over `transformers` from 4.0 on, before HookedTransformer."""
+    """TransformerLens on the same shape: its bridge over `transformers` from 4.0 on, before
+    HookedTransformer.
+    """
     import transformer_lens
 
     if int(version("transformer_lens").partition(".")[0]) >= 4:

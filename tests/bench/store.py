@@ -1,9 +1,12 @@
-"""A harvest against `capture` of the same batches, shuffled reading, memory, and Ray: `python tests/bench/store.py`.
+"""A harvest against `capture` of the same batches, shuffled reading, memory, and Ray:
 
-The model has GPT-2's shape without its weights; one point of 768 numbers in the middle is kept, of 16 texts of 256 tokens. What
-is read was just written, so it comes from the page cache. Memory is that of a process that harvests a model of no work, after a
-tenth of its tokens and at the end. `--ray` compares two workers of Ray with two processes started by hand, each with one
-thread. Run it on an otherwise idle machine.
+`python tests/bench/store.py`.
+
+The model has GPT-2's shape without its weights; one point of 768 numbers in the middle is kept, of
+16 texts of 256 tokens. What is read was just written, so it comes from the page cache. Memory is
+that of a process that harvests a model of no work, after a tenth of its tokens and at the end.
+`--ray` compares two workers of Ray with two processes started by hand, each with one thread. Run it
+on an otherwise idle machine.
 """
 
 import argparse
@@ -89,7 +92,9 @@ def speed(budget: float) -> None:
 
 
 def memory(count: int) -> None:
-    """Prints the peak of a process that harvests `count` tokens, after a tenth of them and at the end."""
+    """Prints the peak of a process that harvests `count` tokens, after a tenth of them and at the
+    end.
+    """
     peaks = []
 
     def texts() -> object:
@@ -103,7 +108,8 @@ def memory(count: int) -> None:
         harvest(Table().eval(), texts(), "point", out, per_file=16, dtype=torch.float16)
         taken = time.perf_counter() - start
     print(
-        f"{count:,} tokens in {taken:.0f} s: peak of {peaks[0]:.0f} MiB after a tenth, {peaks[1]:.0f} MiB at the end"
+        f"{count:,} tokens in {taken:.0f} s: peak of {peaks[0]:.0f} MiB after a tenth, "
+        f"{peaks[1]:.0f} MiB at the end"
     )
 
 
@@ -143,7 +149,8 @@ def by_ray() -> None:
                 call(out)
                 taken.append(time.perf_counter() - start)
         print(
-            f"two processes {taken[0]:.1f} s, two workers {taken[1]:.1f} s: {taken[0] / taken[1]:.2f}"
+            f"two processes {taken[0]:.1f} s, two workers {taken[1]:.1f} s: "
+            f"{taken[0] / taken[1]:.2f}"
         )
     ray.shutdown()
 

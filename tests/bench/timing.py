@@ -1,4 +1,6 @@
-"""Ratios of two callables from interleaved runs, and the peak memory of one call in a fresh process."""
+"""Ratios of two callables from interleaved runs, and the peak memory of one call in a fresh
+process.
+"""
 
 import statistics
 import subprocess
@@ -27,7 +29,8 @@ def _wait() -> None:
 
 
 def ratios(calls: dict[str, Call], base: str, budget: float) -> dict[str, tuple[float, float]]:
-    """For each call its median time and its median ratio to `base`, measured in turn round by round.
+    """For each call its median time and its median ratio to `base`, measured in turn round by
+    round.
 
     A ratio is taken within a round, so a machine that slows down slows both; rounds go on until the
     budget, in seconds, is spent, and there are at least seven.

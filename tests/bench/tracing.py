@@ -1,7 +1,10 @@
-"""Attribution graphs beside circuit-tracer: `python tests/bench/tracing.py [--rounds 3] [--batch 64]`.
+"""Attribution graphs beside circuit-tracer:
 
-GPT-2-small shape, 64 tokens, 12 transcoders of 4,096 features, 48 of them active at a token, 10 targets, 500 features.
-circuit-tracer is left out where it is not installed: it needs an environment of its own, see tests/tracing/make_graph.py.
+`python tests/bench/tracing.py [--rounds 3] [--batch 64]`.
+
+GPT-2-small shape, 64 tokens, 12 transcoders of 4,096 features, 48 of them active at a token, 10
+targets, 500 features. circuit-tracer is left out where it is not installed: it needs an environment
+of its own, see tests/tracing/make_graph.py.
 """
 
 import argparse
@@ -54,9 +57,17 @@ def theirs() -> Any:
         for weight in (layers[n].W_enc, layers[n].W_dec):
             weight.data = torch.randn(weight.shape) / D_MODEL**0.5
     config = HookedTransformerConfig(
-        n_layers=LAYERS, d_model=D_MODEL, n_ctx=POS, d_head=64, n_heads=12, d_mlp=4 * D_MODEL, d_vocab=VOCAB,
-        act_fn="gelu_new", normalization_type="LN", device="cpu",
-    )  # fmt: skip
+        n_layers=LAYERS,
+        d_model=D_MODEL,
+        n_ctx=POS,
+        d_head=64,
+        n_heads=12,
+        d_mlp=4 * D_MODEL,
+        d_vocab=VOCAB,
+        act_fn="gelu_new",
+        normalization_type="LN",
+        device="cpu",
+    )
     placed = TranscoderSet(layers, "mlp.hook_in", "hook_mlp_out", scan="random")
     model = TransformerLensReplacementModel.from_config(config, placed)
     model.tokenizer = type(

@@ -1,9 +1,11 @@
-"""Makes the fixtures of tests/interp/features/test_load_sae.py with the libraries whose formats they have.
+"""Makes the fixtures of tests/interp/features/test_load_sae.py with the libraries whose formats
+they have.
 
-By hand, in an environment with sae-lens 6.54, eai-sparsify 1.3, dictionary-learning 0.1 and circuit-tracer 0.5:
-`python tests/dictionaries/make.py`. Each folder has the files that the library wrote, and `expected.safetensors`: inputs,
-and the features and the outputs that the library computed. `sparsify_of_2024` needs that library as it was in January 2025,
-when its package had the name `sae`: commit 0b58af4 of its repository, on the path.
+By hand, in an environment with sae-lens 6.54, eai-sparsify 1.3, dictionary-learning 0.1 and
+circuit-tracer 0.5: `python tests/dictionaries/make.py`. Each folder has the files that the library
+wrote, and `expected.safetensors`: inputs, and the features and the outputs that the library
+computed. `sparsify_of_2024` needs that library as it was in January 2025, when its package had the
+name `sae`: commit 0b58af4 of its repository, on the path.
 """
 
 import json
@@ -104,11 +106,23 @@ def sae_lens():
     folder = HERE / "sae_lens_old"
     sae.save_model(folder)
     old = {
-        "architecture": "standard", "d_in": D_IN, "d_sae": FEATURES, "activation_fn_str": "relu", "dtype": "torch.float32",
-        "apply_b_dec_to_input": True, "finetuning_scaling_factor": False, "model_name": "gpt2-small",
-        "hook_point": "blocks.1.hook_resid_pre", "hook_point_head_index": None, "context_size": 128, "prepend_bos": True,
-        "normalize_activations": "none", "dataset_path": "any", "lr": 0.0004, "device": "cpu",
-    }  # fmt: skip
+        "architecture": "standard",
+        "d_in": D_IN,
+        "d_sae": FEATURES,
+        "activation_fn_str": "relu",
+        "dtype": "torch.float32",
+        "apply_b_dec_to_input": True,
+        "finetuning_scaling_factor": False,
+        "model_name": "gpt2-small",
+        "hook_point": "blocks.1.hook_resid_pre",
+        "hook_point_head_index": None,
+        "context_size": 128,
+        "prepend_bos": True,
+        "normalize_activations": "none",
+        "dataset_path": "any",
+        "lr": 0.0004,
+        "device": "cpu",
+    }
     (folder / "cfg.json").write_text(json.dumps(old))
     read = SAE.load_from_disk(folder)
     keep(folder.name, inputs(D_IN), read.encode(inputs(D_IN)), read(inputs(D_IN)))
@@ -186,7 +200,9 @@ def sparsify():
 
 
 def sparsify_of_2024():
-    """A transcoder from before `transcode` was a field: a skip connection, and the decoder's bias subtracted."""
+    """A transcoder from before `transcode` was a field: a skip connection, and the decoder's bias
+    subtracted.
+    """
     from sae import Sae, SaeConfig
 
     coder = randomize(
@@ -212,9 +228,14 @@ def dictionary_learning():
     from dictionary_learning.trainers.top_k import AutoEncoderTopK
 
     for kind, more in {
-        AutoEncoder: (), AutoEncoderNew: (), GatedAutoEncoder: (), JumpReluAutoEncoder: (), AutoEncoderTopK: (3,),
-        BatchTopKSAE: (3,), MatryoshkaBatchTopKSAE: (3, [4, 7]),
-    }.items():  # fmt: skip
+        AutoEncoder: (),
+        AutoEncoderNew: (),
+        GatedAutoEncoder: (),
+        JumpReluAutoEncoder: (),
+        AutoEncoderTopK: (3,),
+        BatchTopKSAE: (3,),
+        MatryoshkaBatchTopKSAE: (3, [4, 7]),
+    }.items():
         coder = randomize(kind(D_IN, FEATURES, *more))
         if kind in (BatchTopKSAE, MatryoshkaBatchTopKSAE):
             coder.threshold.fill_(0.8)
@@ -270,19 +291,22 @@ def circuit_tracer():
     folder = HERE / "circuit_tracer"
     TranscoderSet(layers, "hook_resid_mid", "hook_mlp_out").to_safetensors(folder)
     (folder / "config.yaml").write_text(
-        "model_kind: transcoder_set\nfeature_input_hook: hook_resid_mid\nfeature_output_hook: hook_mlp_out\n"
+        "model_kind: transcoder_set\nfeature_input_hook: hook_resid_mid\nfeature_output_hook: "
+        "hook_mlp_out\n"
     )
     x = inputs(2, D_IN)
     features = [layers[n].encode(x[:, n]) for n in layers]
     output = [layers[n].decode(features[n], x[:, n]) for n in layers]
     keep(folder.name, x, torch.stack(features, 1), torch.stack(output, 1))
 
-    # Top-k, which its loader reads from such a config since April 2026. Kept features may be negative.
+    # Top-k, which its loader reads from such a config since April 2026. Kept features may be
+    # negative.
     layer = randomize(SingleLayerTranscoder(D_IN, FEATURES, TopK(7), 0, **options))
     folder = HERE / "circuit_tracer_topk"
     TranscoderSet({0: layer}, "mlp.hook_in", "mlp.hook_out").to_safetensors(folder)
     (folder / "config.yaml").write_text(
-        "model_kind: transcoder_set\nfeature_input_hook: mlp.hook_in\nfeature_output_hook: mlp.hook_out\n"
+        "model_kind: transcoder_set\nfeature_input_hook: mlp.hook_in\nfeature_output_hook: "
+        "mlp.hook_out\n"
         "activation: topk\nk: 7\n"
     )
     x = inputs(D_IN)
@@ -336,10 +360,17 @@ def circuit_tracer():
         draw.normal(size=(D_IN, D_IN)).astype(np.float32)
     )
     save_file(tensors, folder / "params.safetensors")
-    (folder / "config.json").write_text(json.dumps({
-        "architecture": "jump_relu", "model_name": "gemma-v3-1b-it", "hf_hook_point_in": "model.layers.1.pre_feedforward_layernorm.output",
-        "hf_hook_point_out": "model.layers.1.post_feedforward_layernorm.output", "affine_connection": True,
-    }))  # fmt: skip
+    (folder / "config.json").write_text(
+        json.dumps(
+            {
+                "architecture": "jump_relu",
+                "model_name": "gemma-v3-1b-it",
+                "hf_hook_point_in": "model.layers.1.pre_feedforward_layernorm.output",
+                "hf_hook_point_out": "model.layers.1.post_feedforward_layernorm.output",
+                "affine_connection": True,
+            }
+        )
+    )
     coder = load_gemma_scope_2_transcoder(str(folder / "params.safetensors"), 1, **options)
     keep(folder.name, inputs(D_IN), coder.encode(inputs(D_IN)), coder(inputs(D_IN)))
 

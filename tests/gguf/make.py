@@ -1,9 +1,11 @@
-"""Makes the fixtures of tests/models/checkpoints/test_gguf_families.py with llama.cpp's own converter.
+"""Makes the fixtures of tests/models/checkpoints/test_gguf_families.py with llama.cpp's own
+converter.
 
-By hand, with transformers 5.24 and the llama.cpp that is unpacked in the source distribution of llama-cpp-python 0.3.36
-(`vendor/llama.cpp`): `python -m tests.gguf.make path/to/llama.cpp`. Each file is of a small random model of
-`transformers`; `expected.safetensors` has, under each file's name, the logits that this model computed in float64.
-The converter knows published tokenizers only, so each file gets a small vocabulary of this script's.
+By hand, with transformers 5.24 and the llama.cpp that is unpacked in the source distribution of
+llama-cpp-python 0.3.36 (`vendor/llama.cpp`): `python -m tests.gguf.make path/to/llama.cpp`. Each
+file is of a small random model of `transformers`; `expected.safetensors` has, under each file's
+name, the logits that this model computed in float64. The converter knows published tokenizers only,
+so each file gets a small vocabulary of this script's.
 """
 
 import json
@@ -20,8 +22,8 @@ from tests.gguf.shaken import shaken
 HERE = Path(__file__).parent
 VOCAB, N_CTX = 53, 64
 TOKENS = torch.randint(VOCAB, (1, 19), generator=torch.Generator().manual_seed(1))
-# The type of each, and what its config says; the last from gemma3 on are refused. Gemma 3 has five layers of six with a
-# window, which the file does not say, so there are seven.
+# The type of each, and what its config says; the last from gemma3 on are refused. Gemma 3 has five
+# layers of six with a window, which the file does not say, so there are seven.
 MODELS = json.loads((HERE / "models.json").read_text())
 
 # What config.json of published models says, and the converter reads.
@@ -56,7 +58,9 @@ def quantized(model):
 
 
 def small_vocabulary(self):
-    """In the place of a converter's `set_vocab`: letters, and tokens that begin, end and fill a text."""
+    """In the place of a converter's `set_vocab`: letters, and tokens that begin, end and fill a
+    text.
+    """
     tokens = ["<pad>", "<s>", "</s>"] + [chr(ord("A") + place) for place in range(VOCAB - 3)]
     kinds = [3] * 3 + [1] * (VOCAB - 3)
     self.gguf_writer.add_tokenizer_model("gpt2")

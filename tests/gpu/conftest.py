@@ -1,4 +1,6 @@
-"""Where the tests of this folder run: on the CPU, which shows that they hold, and on a GPU if there is one."""
+"""Where the tests of this folder run: on the CPU, which shows that they hold, and on a GPU if there
+is one.
+"""
 
 import contextlib
 import warnings
@@ -9,9 +11,11 @@ import torch
 
 @pytest.fixture(autouse=True)
 def as_stated(request):
-    """Float32 products in float32, whatever an image's environment says, and warnings that are no errors.
+    """Float32 products in float32, whatever an image's environment says, and warnings that are no
+    errors.
 
-    PyTorch warns at the first guard below, say, and an error there would leave the guard switched on.
+    PyTorch warns at the first guard below, say, and an error there would leave the guard switched
+    on.
     """
     if not request.node.get_closest_marker("filterwarnings"):
         warnings.simplefilter("default")

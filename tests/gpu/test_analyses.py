@@ -1,4 +1,6 @@
-"""Analyses on a GPU give the CPU's numbers, and attached models in half precision are unchanged there."""
+"""Analyses on a GPU give the CPU's numbers, and attached models in half precision are unchanged
+there.
+"""
 
 import copy
 

@@ -1,6 +1,7 @@
 """A GPU gives what the CPU gives, in every precision, and the host does not wait for it.
 
-`python -m pytest tests/gpu -o addopts=` needs no network and, beyond PyTorch, what the project needs to run.
+`python -m pytest tests/gpu -o addopts=` needs no network and, beyond PyTorch, what the project
+needs to run.
 """
 
 import copy
@@ -114,7 +115,10 @@ def test_autocast(where, kind):
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_without_keys_leave_gradients_finite(where, kind, dtype):
-    """A query at padding on the left sees no key. Its softmax must not spoil what is added to it."""
+    """A query at padding on the left sees no key.
+
+    Its softmax must not spoil what is added to it.
+    """
     model, exact = pair(kind, where, dtype)
     text = tokens()
     for one in (model, exact):

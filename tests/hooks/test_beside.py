@@ -1,4 +1,6 @@
-"""Modules that return several tensors: an edit of the first is refused where the parent reads the others."""
+"""Modules that return several tensors: an edit of the first is refused where the parent reads the
+others.
+"""
 
 import dataclasses
 

@@ -107,7 +107,10 @@ def test_a_module_under_two_names_fires_under_both_and_is_edited_once(selector):
 
 
 def test_layers_with_a_fast_path():
-    """PyTorch's encoder calls its modules if they have hooks. A module that it still skips is an error with a hint."""
+    """PyTorch's encoder calls its modules if they have hooks.
+
+    A module that it still skips is an error with a hint.
+    """
     layer = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
     runner, x = HookedRunner(model), torch.randn(3, 5, 8)
@@ -120,7 +123,10 @@ def test_layers_with_a_fast_path():
 
 
 class Experts(nn.Module):
-    """The modules run different numbers of times: `spare` never, `shared` twice, `config` without a tensor."""
+    """The modules run different numbers of times:
+
+    `spare` never, `shared` twice, `config` without a tensor.
+    """
 
     def __init__(self, lone, pair):
         super().__init__()

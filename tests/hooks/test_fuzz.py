@@ -1,6 +1,9 @@
-"""Random sessions of the runner on the models of the zoo. A twin of each model uses PyTorch's own hooks.
+"""Random sessions of the runner on the models of the zoo.
 
-A seed decides a session. `python -m tests.hooks.test_fuzz 1000000` runs a million; `... 1 SEED` repeats one.
+A twin of each model uses PyTorch's own hooks.
+
+A seed decides a session. `python -m tests.hooks.test_fuzz 1000000` runs a million; `... 1 SEED`
+repeats one.
 """
 
 import asyncio
@@ -99,7 +102,9 @@ class Session:
 
 
 def kept(s, how):
-    """Every kind of cache contains the values of the twin at the chosen points, also after later writes."""
+    """Every kind of cache contains the values of the twin at the chosen points, also after later
+    writes.
+    """
     rng, w, edits = s.rng, s.w, s.edits()
     how = "eager" if w.model.training and how == "lazy" else how
     lazy, captures = how == "lazy", how == "capture"
@@ -113,7 +118,8 @@ def kept(s, how):
         mask = torch.tensor([True, *rng.choices([True, False], k=s.x.shape[1] - 1)])
         options["positions"] = at = rng.choice([[0, -1], slice(1, None), mask, mask.tolist()])
         reduced = operator.itemgetter((slice(None), at))
-    # Some blocks write their buffers only without gradients. A cached run has no gradients if it detaches.
+    # Some blocks write their buffers only without gradients. A cached run has no gradients if it
+    # detaches.
     graph = torch.no_grad() if options["detach"] else contextlib.nullcontext()
     with s.way(), graph, by_hand(w, s.x, edits, names, stops=captures) as theirs:
         values = {name: [value for _, value, *_ in theirs.fired[name]] for name in names}
@@ -124,7 +130,8 @@ def kept(s, how):
                 values[name] = [value for at_, value, *_ in fired if block in (None, at_)]
         wrong = [name for name in names if len(values[name]) != 1]
         strict = bool(wrong) and (w.marked or exact or not any(values.values()))
-        # What may be left out: with a graph overwritten points, and with `lazy` a module that two blocks share.
+        # What may be left out: with a graph overwritten points, and with `lazy` a module that two
+        # blocks share.
         spent = set() if options["detach"] else overwritten(theirs)
         loose = {*wrong} | spent | {n for n in names if len(theirs.fired[n]) != 1}
         try:
@@ -154,8 +161,8 @@ def kept(s, how):
                 harmed.zero_()
             for model in (w.model, w.twin)[: 2 * (rng.random() < 0.3)]:
                 model(w.inputs[0] + 1)
-    # Not where a change may leave the output as it is, which a lazy cache does not promise to notice:
-    # an expert is the same for other gates, and normalizing forgets a factor.
+    # Not where a change may leave the output as it is, which a lazy cache does not promise to
+    # notice: an expert is the same for other gates, and normalizing forgets a factor.
     if lazy and not {Experts, Fused} & w.kinds and rng.random() < 0.2:
         changed, spoilt = rng.choice([w.model.blocks[-1], *edits]), True
         setattr(changed, "factor" if changed in edits else "gain", 0.75)
@@ -238,7 +245,9 @@ def plan(s):
 
 
 def contexts(s):
-    """An edit acts in the context that opened it and in its copies, until it ends, wherever it does."""
+    """An edit acts in the context that opened it and in its copies, until it ends, wherever it
+    does.
+    """
     places, ended = [(contextvars.copy_context(), [])], []
     s.tidy = False  # a context that is dropped without an end may leave hooks that do nothing
     for what in s.rng.choices(
@@ -274,7 +283,9 @@ def contexts(s):
 
 
 def tasks(s):
-    """A task sees the contexts that were open when it was created, while they are open, and its own edits."""
+    """A task sees the contexts that were open when it was created, while they are open, and its own
+    edits.
+    """
     (outer,), own = s.edits(1, 1), s.edits(3, 2)
 
     async def task(edit, inherited):
@@ -360,8 +371,8 @@ def disturbed(s, act, what):
         if left == 0 and event == "line":
             handles = frame.f_code.co_code[frame.f_lasti] == dis.opmap["PUSH_EXC_INFO"]
             if what == "interrupt" and (handles or sys.exc_info()[0]):
-                # If a trace function raises an error here, CPython handles the old error forever. Real
-                # interrupts do not come here.
+                # If a trace function raises an error here, CPython handles the old error forever.
+                # Real interrupts do not come here.
                 left = 1
             elif what == "interrupt":
                 raise Interrupt
@@ -462,7 +473,10 @@ def failures(sessions, first=0):
     ("sessions", "first"), [(200, 0), pytest.param(4800, 200, marks=pytest.mark.full)]
 )
 def test_random_sessions(sessions, first):
-    """Run in a separate process without shape checks, as users do. The checks would take most of the time."""
+    """Run in a separate process without shape checks, as users do.
+
+    The checks would take most of the time.
+    """
     command = [sys.executable, "-m", "tests.hooks.test_fuzz", str(sessions), str(first)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -165,7 +165,8 @@ def test_gradients_where_the_next_operation_is_in_place(frozen):
     model.requires_grad_(not frozen)
     x, (first, _, last) = torch.randn(7, 3), model
     before = first(x)
-    # The gradient of the sum of the outputs, by hand: each column of the last weight, where ReLU is open.
+    # The gradient of the sum of the outputs, by hand: each column of the last weight, where ReLU is
+    # open.
     expected = (before > 0) * last.weight.sum(0)
     output, cache = HookedRunner(model).run_with_cache(x, names="0", grads=True)
     output.sum().backward()

@@ -1,4 +1,6 @@
-"""Interrupts at every place of a call: everything is switched off afterwards, and the model has not changed."""
+"""Interrupts at every place of a call: everything is switched off afterwards, and the model has not
+changed.
+"""
 
 import gc
 import itertools
@@ -25,8 +27,8 @@ class Interrupt(BaseException):
 def interrupted(call, stride):
     """Call `call` repeatedly, each time with an interrupt at its next place.
 
-    They are the places where Python itself looks for signals: where a function begins, and where a function
-    in C has returned. Yields the number and the line of each place.
+    They are the places where Python itself looks for signals: where a function begins, and where a
+    function in C has returned. Yields the number and the line of each place.
     """
     for place in itertools.count(1, stride):
         left, where = place, ""

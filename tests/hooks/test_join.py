@@ -26,13 +26,22 @@ def test_positions_follow_each_other(axes, shape, at):
     ("axes", "parts", "joined"),
     [
         # Two queries, then one, then two with a window that dropped the first three keys.
-        ("query key", [[[11, 12], [21, 22]], [[31, 32, 33]], [[44, 45], [54, 55]]],
-         [[11, 12, 0, 0, 0], [21, 22, 0, 0, 0], [31, 32, 33, 0, 0], [0, 0, 0, 44, 45], [0, 0, 0, 54, 55]]),
+        (
+            "query key",
+            [[[11, 12], [21, 22]], [[31, 32, 33]], [[44, 45], [54, 55]]],
+            [
+                [11, 12, 0, 0, 0],
+                [21, 22, 0, 0, 0],
+                [31, 32, 33, 0, 0],
+                [0, 0, 0, 44, 45],
+                [0, 0, 0, 54, 55],
+            ],
+        ),
         # The first run read a cache of two positions.
         ("query key", [[[13, 14, 15]], [[23, 24, 25, 26]]], [[13, 14, 15, 0], [23, 24, 25, 26]]),
         ("key pos", [[[1]], [[2], [3]]], [[1, 2], [0, 3]]),
     ],
-)  # fmt: skip
+)
 def test_keys_end_where_their_queries_end(axes, parts, joined):
     given = join([torch.tensor(part) for part in parts], "here", tuple(axes.split()))
     assert given.tolist() == joined
@@ -212,7 +221,9 @@ def test_a_cache_keeps_no_more_than_its_values_need(names, width):
 
 
 class Sharing(nn.Linear):
-    """A module whose points carry tensors that other code writes into: input, output, weight, buffer, NumPy array."""
+    """A module whose points carry tensors that other code writes into: input, output, weight,
+    buffer, NumPy array.
+    """
 
     def __init__(self):
         super().__init__(5, 5)

@@ -25,8 +25,8 @@ from hooks import (
 )
 from models import attach
 
-# The shape checks read a value of every mapping, so they compute a value of a lazy cache. Switch them off in tests that
-# count runs or bytes, or in which a block cannot run again.
+# The shape checks read a value of every mapping, so they compute a value of a lazy cache. Switch
+# them off in tests that count runs or bytes, or in which a block cannot run again.
 uncomputed = pytest.mark.usefixtures("unchecked")
 
 X = torch.tensor([[2.0, 3.0, 5.0], [7.0, 11.0, 13.0]])
@@ -208,7 +208,10 @@ def test_hooks_that_are_gone_and_edits_that_are_not_the_same_twice(model, runner
 
 
 def test_weights_that_a_module_has_only_since_an_earlier_run():
-    """The change is of a unit that the output does not show. Writes into one buffer are not counted."""
+    """The change is of a unit that the output does not show.
+
+    Writes into one buffer are not counted.
+    """
     block = nn.Sequential(nn.Linear(3, 5), nn.Identity(), nn.ReLU(), nn.Linear(5, 3))
     with torch.inference_mode():
         block.register_buffer("table", torch.zeros(2))

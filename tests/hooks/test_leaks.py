@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 from hooks import HookedRunner, HookError
 from tests.hooks.registered import hooks_of
 
-POINTS = ["embed", "blocks.*.attn.pattern", "blocks.1.attn.z", "blocks.0.ln1.scale", "blocks.2", "*"]  # fmt: skip
+POINTS = [
+    "embed",
+    "blocks.*.attn.pattern",
+    "blocks.1.attn.z",
+    "blocks.0.ln1.scale",
+    "blocks.2",
+    "*",
+]
 EDITS = {
     "leave": lambda value, point: None,
     "scale": lambda value, point: value * 1.5,
@@ -26,7 +33,12 @@ EDITS = {
 
 # Contexts to nest: (selector, edit, the call at which it raises).
 CONTEXT = st.tuples(st.sampled_from(POINTS), st.sampled_from(list(EDITS)), st.integers(0, 12))
-RUNS = {"eager": {}, "lazy": {"lazy": True}, "grads": {"grads": True}, "graph": {"grads": True, "detach": False}}  # fmt: skip
+RUNS = {
+    "eager": {},
+    "lazy": {"lazy": True},
+    "grads": {"grads": True},
+    "graph": {"grads": True, "detach": False},
+}
 KINDS = st.sampled_from([*RUNS, "capture", "plan"])
 
 

@@ -1,4 +1,7 @@
-"""`replay` runs one block again on given arguments. The reference is the same arithmetic by hand."""
+"""`replay` runs one block again on given arguments.
+
+The reference is the same arithmetic by hand.
+"""
 
 import pytest
 import torch

@@ -66,13 +66,16 @@ def test_modes_choose_by_the_last_part_of_a_name(runner, tokens, mode, last_part
     ("selector", "expected"),
     [
         ("blocks.*.attn.q", [f"blocks.{n}.attn.q" for n in range(3)]),
-        (lambda point: "d_mlp" in point.axes, [f"blocks.{n}.mlp.{p}" for n in range(3) for p in ("pre", "post")]),
+        (
+            lambda point: "d_mlp" in point.axes,
+            [f"blocks.{n}.mlp.{p}" for n in range(3) for p in ("pre", "post")],
+        ),
         (["ln_final.scale", "embed"], ["embed", "ln_final.scale"]),
         ([Mode.none, "pos_embed"], ["pos_embed"]),
         ((name for name in ["embed", "pos_embed"]), ["embed", "pos_embed"]),
         ("blocks.?.mlp", ["blocks.0.mlp", "blocks.1.mlp", "blocks.2.mlp"]),
     ],
-)  # fmt: skip
+)
 def test_selectors(runner, tokens, selector, expected):
     _, cache = runner.run_with_cache(tokens, names=selector)
     assert list(cache) == expected
@@ -80,8 +83,14 @@ def test_selectors(runner, tokens, selector, expected):
 
 @pytest.mark.parametrize(
     ("selector", "close"),
-    [("blocks.1.atn.z", "blocks.1.attn.z"), ("pattern", "blocks.0.attn.pattern"), ("full", None), (lambda point: False, None), ([], None)],
-)  # fmt: skip
+    [
+        ("blocks.1.atn.z", "blocks.1.attn.z"),
+        ("pattern", "blocks.0.attn.pattern"),
+        ("full", None),
+        (lambda point: False, None),
+        ([], None),
+    ],
+)
 def test_a_selector_that_matches_nothing_is_an_error(runner, tokens, selector, close):
     for run in (runner.run_with_cache, runner.capture, runner.plan):
         with pytest.raises(errors.UnknownNameError, match=close) as caught:
@@ -225,13 +234,16 @@ def test_writing_into_the_activation_is_an_edit_and_spares_other_points(runner, 
 @pytest.mark.parametrize(
     ("result", "match"),
     [
-        (lambda v: v[:1], r"blocks.1.attn.z \[batch pos head d_head\].*\[4, 7, 2, 5\].*\[1, 7, 2, 5\]"),
+        (
+            lambda v: v[:1],
+            r"blocks.1.attn.z \[batch pos head d_head\].*\[4, 7, 2, 5\].*\[1, 7, 2, 5\]",
+        ),
         (lambda v: v.double(), "torch.float32.*torch.float64"),
         (lambda v: v.to("meta"), "cpu.*meta"),
         (lambda v: 3.0, "3.0"),
         (lambda v: [v.unsqueeze_(0)].clear(), r"\[4, 7, 2, 5\].*\[1, 4, 7, 2, 5\]"),
     ],
-)  # fmt: skip
+)
 def test_an_edit_that_the_point_cannot_carry(runner, tokens, result, match):
     with pytest.raises(errors.EditError, match=match):
         runner.run_with_hooks(tokens, hooks={"blocks.1.attn.z": lambda v, p: result(v)})

@@ -1,4 +1,6 @@
-"""Hooks act in the thread or task that set them, and stop when their `with` ends, however it ends."""
+"""Hooks act in the thread or task that set them, and stop when their `with` ends,
+however it ends.
+"""
 
 import asyncio
 import contextvars

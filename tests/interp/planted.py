@@ -10,19 +10,36 @@ from models import Transformer, TransformerConfig
 V, N = 13, 11
 # The parts of the stream: this token, its position, the token before it, and the answer.
 TOKEN, PLACE, BEFORE, ANSWER = (
-    slice(0, V), slice(V, V + N), slice(V + N, 2 * V + N), slice(2 * V + N, 3 * V + N)
-)  # fmt: skip
+    slice(0, V),
+    slice(V, V + N),
+    slice(V + N, 2 * V + N),
+    slice(2 * V + N, 3 * V + N),
+)
 PREVIOUS, INDUCTION = (0, 1), (1, 2)
 
 
 @torch.no_grad()
 def induction(sharp=100.0):
-    """Head 1 of layer 0 copies the token before. Head 2 of layer 1 looks for places where that is its own
-    token, and copies the token there to the answer. All other weights are 0."""
+    """Head 1 of layer 0 copies the token before.
+
+    Head 2 of layer 1 looks for places where that is its own token, and copies the token there to
+    the answer. All other weights are 0.
+    """
     config = TransformerConfig(
-        vocab_size=V, n_ctx=N, n_layers=2, n_heads=3, d_head=V, d_model=3 * V + N, norm="none",
-        final_norm=False, mlp="none", tied_unembed=False, qkv_bias=False, out_bias=False, attn_scale=1.0,
-    )  # fmt: skip
+        vocab_size=V,
+        n_ctx=N,
+        n_layers=2,
+        n_heads=3,
+        d_head=V,
+        d_model=3 * V + N,
+        norm="none",
+        final_norm=False,
+        mlp="none",
+        tied_unembed=False,
+        qkv_bias=False,
+        out_bias=False,
+        attn_scale=1.0,
+    )
     model = Transformer(config).double().eval()
     for weights in model.parameters():
         weights.zero_()
@@ -60,9 +77,19 @@ def comparison(sharp):
     Head 1 copies the digit at position 2, which no later component reads.
     """
     config = TransformerConfig(
-        vocab_size=DIGITS, n_ctx=5, n_layers=1, n_heads=3, d_head=5, d_model=DIGITS + 5 + 4, d_mlp=2,
-        norm="none", final_norm=False, tied_unembed=False, attn_scale=1.0, activation="relu",
-    )  # fmt: skip
+        vocab_size=DIGITS,
+        n_ctx=5,
+        n_layers=1,
+        n_heads=3,
+        d_head=5,
+        d_model=DIGITS + 5 + 4,
+        d_mlp=2,
+        norm="none",
+        final_norm=False,
+        tied_unembed=False,
+        attn_scale=1.0,
+        activation="relu",
+    )
     model = Transformer(config).double().eval()
     for weights in model.parameters():
         weights.zero_()
@@ -83,7 +110,9 @@ def comparison(sharp):
 
 
 def induction_pairs():
-    """Texts that differ in what is copied, in the earlier copy of the last token, or in that token."""
+    """Texts that differ in what is copied, in the earlier copy of the last token, or in
+    that token.
+    """
     kinds = []
     for pos, token in ((4, C), (3, E), (END, D)):
         corrupted = TEXTS.clone()
@@ -100,14 +129,26 @@ def comparison_pairs():
 
 KNOWN = {
     "induction": (
-        induction, induction_pairs, 1000.0, 3.0,
-        ["input->a0.h1<v>", "a0.h1->a1.h2<k>", "input->a1.h2<q>", "input->a1.h2<v>", "a1.h2->logits"],
+        induction,
+        induction_pairs,
+        1000.0,
+        3.0,
+        [
+            "input->a0.h1<v>",
+            "a0.h1->a1.h2<k>",
+            "input->a1.h2<q>",
+            "input->a1.h2<v>",
+            "a1.h2->logits",
+        ],
     ),
     "comparison": (
-        comparison, comparison_pairs, 1.0, 0.05,
+        comparison,
+        comparison_pairs,
+        1.0,
+        0.05,
         ["input->a0.h0<v>", "input->a0.h2<v>", "a0.h0->m0", "a0.h2->m0", "m0->logits"],
     ),
-}  # fmt: skip
+}
 
 
 def case(name, is_saturated):

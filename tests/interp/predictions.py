@@ -4,7 +4,9 @@ import torch
 
 
 def predictions(model, tokens):
-    """Probabilities [layer, batch, pos, vocab] by the forward pass and an unembedding in float64."""
+    """Probabilities [layer, batch, pos, vocab] by the forward pass and an unembedding
+    in float64.
+    """
     with torch.no_grad():
         context = model.context(tokens)
         streams = [model.input_resid(tokens, context)]

@@ -1,4 +1,6 @@
-"""Names of TransformerLens and their names here, compared with its caches of small random models (`make.py`)."""
+"""Names of TransformerLens and their names here, compared with its caches of small random models
+(`make.py`).
+"""
 
 import re
 
@@ -36,7 +38,9 @@ def translated(point, **options):
 
 
 def by_formula(name, model, cache, state):
-    """Return the value of a name without an equivalent, by the formula in the error of `hooks_name`."""
+    """Return the value of a name without an equivalent, by the formula in the error of
+    `hooks_name`.
+    """
     last = name.rpartition("hook_")[2]
     block = model.blocks[1]
     if last in ("q", "k"):

@@ -33,10 +33,12 @@ ANALYSES = {
     ),
     "acdc": lambda i, m, p: [*i.acdc(m, pairs(i), [3.0, 5.0], progress=p)[3.0]],
     "attribution_patching": lambda i, m, p: i.attribution_patching(m, pairs(i), progress=p),
-    "integrated_gradients": lambda i, m, p: i.integrated_gradients(m, pairs(i), "mlp_out", layers=[2, 3], progress=p),
-    "curve": lambda i, m, p: i.curve(
-        m, several(i), i.graph.Graph(m), scores(i, m), shares=(0.1, 1.0), progress=p
-    ).signed,
+    "integrated_gradients": lambda i, m, p: i.integrated_gradients(
+        m, pairs(i), "mlp_out", layers=[2, 3], progress=p
+    ),
+    "curve": lambda i, m, p: (
+        i.curve(m, several(i), i.graph.Graph(m), scores(i, m), shares=(0.1, 1.0), progress=p).signed
+    ),
     "edge_attribution": lambda i, m, p: i.edge_attribution(m, pairs(i), progress=p),
     "faithfulness": lambda i, m, p: i.faithfulness(m, pairs(i), circuit(i, m), progress=p),
     "completeness": lambda i, m, p: i.completeness(m, pairs(i), circuit(i, m), progress=p),
@@ -54,9 +56,9 @@ ANALYSES = {
     "tuned_lens": lambda i, m, p: i.tuned_lens(m, PROMPTS, steps=3, batch=2, progress=p).weight,
     "logit_lens": lambda i, m, p: i.logit_lens(m, cache(i, m), progress=p).kl,
     "head_scores": lambda i, m, p: i.head_scores(m, cache(i, m), progress=p),
-    "evaluate_sae": lambda i, m, p: i.evaluate_sae(
-        m, i.load_sae("pydoc-4l/resid_post"), PROMPTS, batch=2, progress=p
-    ).losses,
+    "evaluate_sae": lambda i, m, p: (
+        i.evaluate_sae(m, i.load_sae("pydoc-4l/resid_post"), PROMPTS, batch=2, progress=p).losses
+    ),
     "feature_cards": lambda i, m, p: i.features.feature_cards(
         m, i.load_sae("pydoc-4l/resid_post"), PROMPTS, [5, 3], batch=2, progress=p
     ),
@@ -72,20 +74,31 @@ ANALYSES = {
     "erasure": lambda i, m, p: i.directions.erasure(
         m, PROMPTS[:2], PROMPTS[2:], "resid_post", batch=1, progress=p
     ),
-    "probe": lambda i, m, p: i.directions.probe(
-        m, WORDS[:4], WORDS[4:], folds=2, draws=1, batch=3, progress=p
-    ).auroc,
-    "align": lambda i, m, p: i.alignment.align(
-        m, several(i).read_by(m)[:3], k=2, test=several(i).read_by(m)[3:], layers=1, batch=2, epochs=2, progress=p
-    ).accuracy,
+    "probe": lambda i, m, p: (
+        i.directions.probe(m, WORDS[:4], WORDS[4:], folds=2, draws=1, batch=3, progress=p).auroc
+    ),
+    "align": lambda i, m, p: (
+        i.alignment.align(
+            m,
+            several(i).read_by(m)[:3],
+            k=2,
+            test=several(i).read_by(m)[3:],
+            layers=1,
+            batch=2,
+            epochs=2,
+            progress=p,
+        ).accuracy
+    ),
     "harvest": lambda i, m, p: i.store.harvest(
         m, PROMPTS, "blocks.1.mlp_out", temporary(), per_file=2, progress=p
     ),
     "load": lambda i, m, p: loaded(p).W_E,
-    "attribution_graph": lambda i, m, p: i.attribution_graph(
-        m, "part KV8 and", i.load_sae("pydoc-4l/transcoders"), max_features=5, progress=p
-    ).rows,
-}  # fmt: skip
+    "attribution_graph": lambda i, m, p: (
+        i.attribution_graph(
+            m, "part KV8 and", i.load_sae("pydoc-4l/transcoders"), max_features=5, progress=p
+        ).rows
+    ),
+}
 
 
 WITHOUT_LOOPS = {"top_attributions"}

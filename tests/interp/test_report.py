@@ -1,4 +1,6 @@
-"""The report: its numbers are compared with values computed here, and its page is opened in a browser."""
+"""The report: its numbers are compared with values computed here, and its page is opened in a
+browser.
+"""
 
 import copy
 import html
@@ -231,8 +233,18 @@ def test_the_page_loads_nothing(page):
     ):
         assert value.startswith(("data:", "#"))
     assert "http" not in page.replace("http-equiv", "").replace("http://www.w3.org/2000/svg", "")
-    for call in ("url(", "@import", "import(", "fetch(", "XMLHttpRequest", "WebSocket", "EventSource",
-                 "sendBeacon", "new Worker", "new Image"):  # fmt: skip
+    for call in (
+        "url(",
+        "@import",
+        "import(",
+        "fetch(",
+        "XMLHttpRequest",
+        "WebSocket",
+        "EventSource",
+        "sendBeacon",
+        "new Worker",
+        "new Image",
+    ):
         assert call not in page
     policy = re.search(r'<meta http-equiv="Content-Security-Policy" content="([^"]*)"', page)
     assert policy[1].startswith("default-src 'none';")
@@ -240,8 +252,9 @@ def test_the_page_loads_nothing(page):
 
 def test_prompts_and_names_are_escaped_everywhere(page):
     assert re.findall(r"<script[^>]*>", page) == [
-        '<script type="application/json" id="data">', "<script>"
-    ]  # fmt: skip
+        '<script type="application/json" id="data">',
+        "<script>",
+    ]
     assert not re.search(r"<(b|model)>", page)
     assert html.escape("Inside a <model>") in page
     assert html.escape("clean      cat·</script><b>") in page

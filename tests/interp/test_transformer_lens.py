@@ -1,7 +1,8 @@
-"""Comparison with TransformerLens on the same random weights: logits, every cached value, every patch.
+"""Comparison with TransformerLens on the same random weights: logits, every cached value, every
+patch.
 
-With version 2.18 the difference is at most 2e-15 of the largest value, and 2e-7 with rotary positions, whose angles
-are in float32.
+With version 2.18 the difference is at most 2e-15 of the largest value, and 2e-7 with rotary
+positions, whose angles are in float32.
 """
 
 import copy
@@ -140,7 +141,10 @@ def test_attribution_agrees_at_every_site(models):
 
 @torch.no_grad()
 def test_readings_of_weights_agree_with_its_processed_weights(models):
-    """We fold norms while reading; TransformerLens folds them into weights. It does not rotate the circuits."""
+    """We fold norms while reading;
+
+    TransformerLens folds them into weights. It does not rotate the circuits.
+    """
     ours, theirs = models[0], copy.deepcopy(models[1])
     theirs.process_weights_()
     distance = 0 if ours.config.positions == "rotary" else None

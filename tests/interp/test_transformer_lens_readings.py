@@ -1,7 +1,8 @@
-"""Comparison with TransformerLens on the same weights: decompositions, direct attribution and scores of heads.
+"""Comparison with TransformerLens on the same weights: decompositions, direct attribution and
+scores of heads.
 
-TransformerLens gets processed weights if it needs them; our readings fold norms themselves. With version 2.18 the
-difference is at most 1e-6 of the largest value.
+TransformerLens gets processed weights if it needs them; our readings fold norms themselves. With
+version 2.18 the difference is at most 1e-6 of the largest value.
 """
 
 import copy

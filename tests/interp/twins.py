@@ -16,10 +16,14 @@ FORMS = {
     "attention only": {"attn_only": True},
     "parallel": {"parallel_attn_mlp": True, "n_key_value_heads": 1},
     "like llama": {
-        "normalization_type": "RMS", "positional_embedding_type": "rotary", "rotary_dim": D_HEAD,
-        "n_key_value_heads": 3, "gated_mlp": True, "act_fn": "silu",
+        "normalization_type": "RMS",
+        "positional_embedding_type": "rotary",
+        "rotary_dim": D_HEAD,
+        "n_key_value_heads": 3,
+        "gated_mlp": True,
+        "act_fn": "silu",
     },
-}  # fmt: skip
+}
 
 
 def twins(form):

@@ -1,4 +1,6 @@
-"""Attention against loops in numpy's float64: the function, the module, its masks, every value it names."""
+"""Attention against loops in numpy's float64: the function, the module, its masks, every value it
+names.
+"""
 
 import math
 import re
@@ -77,13 +79,25 @@ def loops(q, k, v, mask=None):
     ],
 )
 def test_function_over_any_leading_axes(axes):
-    q, k, v = (draw(*lead, *last, seed=n) for n, (lead, last) in enumerate(zip(axes, ((QUERY, D_K), (KEY, D_K), (KEY, D_V)), strict=True)))  # fmt: skip
+    q, k, v = (
+        draw(*lead, *last, seed=n)
+        for n, (lead, last) in enumerate(
+            zip(axes, ((QUERY, D_K), (KEY, D_K), (KEY, D_V)), strict=True)
+        )
+    )
     ours = scaled_dot_product_attention(q, k, v)
     close(ours, loops(q.numpy(), k.numpy(), v.numpy()))
     assert ours.shape[-2:] == (QUERY, D_V)
 
 
-MASKS = [(QUERY, KEY), (QUERY, 1), (1, 3, QUERY, KEY), (5, 3, QUERY, KEY), (5, 1, 1, KEY), (1, 1, QUERY, KEY)]  # fmt: skip
+MASKS = [
+    (QUERY, KEY),
+    (QUERY, 1),
+    (1, 3, QUERY, KEY),
+    (5, 3, QUERY, KEY),
+    (5, 1, 1, KEY),
+    (1, 1, QUERY, KEY),
+]
 
 
 @pytest.mark.parametrize("shape", MASKS)
@@ -112,7 +126,9 @@ def test_a_causal_mask_is_true_up_to_the_query():
 
 @pytest.mark.parametrize("kind", ["boolean", "float"])
 def test_a_query_without_keys_gets_zeros_and_finite_gradients(kind):
-    q, k, v = (draw(*shape, seed=n).requires_grad_() for n, shape in enumerate(((4, 2), (5, 2), (5, 3))))  # fmt: skip
+    q, k, v = (
+        draw(*shape, seed=n).requires_grad_() for n, shape in enumerate(((4, 2), (5, 2), (5, 3)))
+    )
     mask = torch.ones(4, 5, dtype=torch.bool)
     mask[1], mask[3, 2:] = False, False
     if kind == "float":
@@ -145,11 +161,17 @@ def test_large_scores_are_stable(size, dtype):
 @pytest.mark.parametrize(
     ("mask", "match"),
     [
-        *((torch.ones(shape).bool(), re.escape(str(shape))) for shape in ((KEY,), (QUERY, 5), (5, KEY), (2, 3, QUERY, KEY), (3, 3, 1, QUERY, KEY))),
+        *(
+            (torch.ones(shape).bool(), re.escape(str(shape)))
+            for shape in ((KEY,), (QUERY, 5), (5, KEY), (2, 3, QUERY, KEY), (3, 3, 1, QUERY, KEY))
+        ),
         (torch.ones(3, QUERY, KEY).bool(), "3, 7, 11"),  # the 3 could mean rows or heads
-        *((torch.ones(QUERY, KEY, dtype=dtype), str(dtype)) for dtype in (torch.int64, torch.uint8)),
+        *(
+            (torch.ones(QUERY, KEY, dtype=dtype), str(dtype))
+            for dtype in (torch.int64, torch.uint8)
+        ),
     ],
-)  # fmt: skip
+)
 def test_masks_that_are_refused(mask, match):
     """Integers, added to the scores, would hide nothing."""
     q, k, v = draw(3, 3, QUERY, D_K), draw(3, 3, KEY, D_K), draw(3, 3, KEY, D_V)
@@ -167,7 +189,10 @@ def test_a_float_mask_may_be_of_another_precision(dtype):
 
 @pytest.mark.parametrize("mask", ["none", "causal", "holes", "float"])
 def test_gradients_of_the_function(mask):
-    leaves = [draw(*shape, seed=n).requires_grad_() for n, shape in enumerate(((2, 3, 2), (2, 5, 2), (2, 5, 3)))]  # fmt: skip
+    leaves = [
+        draw(*shape, seed=n).requires_grad_()
+        for n, shape in enumerate(((2, 3, 2), (2, 5, 2), (2, 5, 3)))
+    ]
     masks = {
         "none": None,
         "causal": torch.ones(3, 5, dtype=torch.bool).tril(2),
@@ -286,7 +311,9 @@ def test_every_point_lies_on_the_compute_path(name):
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_dropout_of_the_pattern_leaves_its_mean(dropout):
-    """Explicit and fused attention drop weights with the given probability and scale up the rest."""
+    """Explicit and fused attention drop weights with the given probability and scale up
+    the rest.
+    """
     model = variant("no positions", dropout=dropout)
     attn, x = model.blocks[0].attn.train(), draw(1, POS, SIZES["d_model"]).expand(3000, -1, -1)
     attn.output_dropout.eval()
@@ -306,7 +333,9 @@ def test_dropout_of_the_pattern_leaves_its_mean(dropout):
 # --- masks of a call
 
 
-@pytest.mark.parametrize("name", ["pre", "like llama", "like gemma 2", "sinusoidal", "window", "qk_norm all"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name", ["pre", "like llama", "like gemma 2", "sinusoidal", "window", "qk_norm all"]
+)
 @pytest.mark.parametrize("hooks", [{}, EXPLICIT], ids=["fused", "explicit"])
 def test_a_padded_row_gets_what_it_gets_alone(name, hooks):
     model, tokens, mask = variant(name), some_tokens(), GIVEN_MASKS["padding"]
@@ -400,15 +429,35 @@ PADDING, BY_QUERY = "attention_mask", "query_key_mask"
 @pytest.mark.parametrize(
     ("argument", "mask", "match"),
     [
-        *((PADDING, torch.ones(shape), re.escape(str(shape))) for shape in ((BATCH, 6), (1, POS), (POS,))),
-        *((PADDING, torch.ones(shape), BY_QUERY) for shape in ((BATCH, POS, POS), (BATCH, HEADS, POS, POS))),
-        *((BY_QUERY, torch.ones(shape), re.escape(str(shape))) for shape in ((POS,), (1, POS), (BATCH, POS), (BATCH, 3, POS), (2, POS, POS), (BATCH, 3, POS, POS), (1, 1, 1, 1, POS))),
-        *((PADDING, torch.ones(BATCH, POS) * value, str(value)) for value in (2.0, 0.5, -1.0, -torch.inf)),
+        *(
+            (PADDING, torch.ones(shape), re.escape(str(shape)))
+            for shape in ((BATCH, 6), (1, POS), (POS,))
+        ),
+        *(
+            (PADDING, torch.ones(shape), BY_QUERY)
+            for shape in ((BATCH, POS, POS), (BATCH, HEADS, POS, POS))
+        ),
+        *(
+            (BY_QUERY, torch.ones(shape), re.escape(str(shape)))
+            for shape in (
+                (POS,),
+                (1, POS),
+                (BATCH, POS),
+                (BATCH, 3, POS),
+                (2, POS, POS),
+                (BATCH, 3, POS, POS),
+                (1, 1, 1, 1, POS),
+            )
+        ),
+        *(
+            (PADDING, torch.ones(BATCH, POS) * value, str(value))
+            for value in (2.0, 0.5, -1.0, -torch.inf)
+        ),
         (BY_QUERY, torch.zeros(POS, POS).fill_diagonal_(-torch.inf), "-inf"),
         (PADDING, torch.ones(BATCH, POS).index_fill(0, torch.tensor(3), 0), "row 3"),
         (BY_QUERY, torch.ones(BATCH, POS, POS).index_fill(0, torch.tensor(2), 0), "row 2"),
     ],
-)  # fmt: skip
+)
 def test_masks_of_a_model_that_are_refused(argument, mask, match):
     """A row without any key has an inverted mask, most likely."""
     with pytest.raises(ValueError, match=f"{argument}.*{match}"):

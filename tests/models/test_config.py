@@ -1,4 +1,6 @@
-"""TransformerConfig: errors that name field and value; every field has an effect and a description."""
+"""TransformerConfig: errors that name field and value; every field has an effect and a
+description.
+"""
 
 import copy
 import dataclasses
@@ -43,7 +45,11 @@ EFFECTS = {
     "positions": ("sinusoidal", {}, "parameters"),
     "rotary_theta": (7.0, dict(positions="rotary"), "logits"),
     "rotary_fraction": (0.5, dict(positions="rotary"), "logits"),
-    "rotary_scaling": (RotaryScaling(kind="linear", factor=4.0), dict(positions="rotary"), "logits"),
+    "rotary_scaling": (
+        RotaryScaling(kind="linear", factor=4.0),
+        dict(positions="rotary"),
+        "logits",
+    ),
     "qk_norm": ("head", {}, "parameters"),
     "qk_norm_learned": (False, dict(qk_norm="all"), "parameters"),
     "attn_scale": (0.2, {}, "logits"),
@@ -68,7 +74,7 @@ EFFECTS = {
     "rotary_pairs": ("adjacent", ROTARY, "logits"),
     "causal": (False, {}, "logits"),
     "mlp_norm": (True, {}, "parameters"),
-}  # fmt: skip
+}
 
 
 def first_difference(one, other):
@@ -118,27 +124,48 @@ def test_every_field_has_an_effect(name):
         (dict(window_layers=(1.0,)), "(1.0,)"),
         (dict(window_layers=[0, 2]), "[0, 2]"),
         (dict(n_layers=np.float64(2)), "2.0"),
-        *(({name: value}, str(value)) for name in ("rotary_theta", "embed_scale", "attn_scale", "dropout") for value in (float("inf"), float("nan"))),
+        *(
+            ({name: value}, str(value))
+            for name in ("rotary_theta", "embed_scale", "attn_scale", "dropout")
+            for value in (float("inf"), float("nan"))
+        ),
         (dict(norm="layer_norm"), "'layer_norm'; did you mean 'layernorm'?"),
         (dict(norm="batch"), "'batch'"),
         (dict(positions="rotery"), "'rotery'; did you mean 'rotary'?"),
-        *(({name: value}, str(value)) for name in ("vocab_size", "n_ctx", "n_layers", "n_heads", "d_model") for value in (0, -1)),
+        *(
+            ({name: value}, str(value))
+            for name in ("vocab_size", "n_ctx", "n_layers", "n_heads", "d_model")
+            for value in (0, -1)
+        ),
         *(({name: -1}, "-1") for name in ("n_kv_heads", "d_head", "d_mlp", "window")),
-        *(({name: -0.1}, "-0.1") for name in ("norm_eps", "attn_scale", "attn_cap", "logit_cap", "dropout")),
+        *(
+            ({name: -0.1}, "-0.1")
+            for name in ("norm_eps", "attn_scale", "attn_cap", "logit_cap", "dropout")
+        ),
         (dict(dropout=1.0), "1.0"),
         (dict(d_model=10, n_heads=3), "a multiple of n_heads (3); got 10"),
         (dict(d_model=10, n_heads=20), "10"),
         (dict(n_kv_heads=2, n_heads=5), "n_heads (5); got 2"),
         (dict(n_kv_heads=4), "4"),
         (dict(rotary_fraction=1.0, positions="rotary"), "5 dimensions; got 1.0"),
-        *((dict(rotary_fraction=value, **ROTARY), f"8 dimensions; got {value}") for value in (0.4, 0.1, 0.0, 1.5)),
+        *(
+            (dict(rotary_fraction=value, **ROTARY), f"8 dimensions; got {value}")
+            for value in (0.4, 0.1, 0.0, 1.5)
+        ),
         (dict(d_model=9, positions="sinusoidal", n_heads=1), "9"),
         (dict(window_layers=(0, 3), window=2), "the 3 layers; got (0, 3)"),
         (dict(window_layers=(-1,), window=2), "(-1,)"),
         (dict(parallel=True, norm_place="post"), "True"),
         (dict(norm_place="post", mlp="none"), "'post'"),
         (dict(rotary_theta=5.0), "unless positions are rotary; got 5.0"),
-        (dict(rotary_theta=1.0, positions="rotary", rotary_scaling=RotaryScaling(kind="yarn", original_n_ctx=3)), "above 1; got 1.0"),
+        (
+            dict(
+                rotary_theta=1.0,
+                positions="rotary",
+                rotary_scaling=RotaryScaling(kind="yarn", original_n_ctx=3),
+            ),
+            "above 1; got 1.0",
+        ),
         (dict(norm_place="post", norm="none"), "unless there is a norm; got 'post'"),
         (dict(vocab_size_out=7), "vocab_size_out (7) than vocab_size; got True"),
         (dict(causal=False, window=2), "unless attention is causal; got 2"),
@@ -149,9 +176,12 @@ def test_every_field_has_an_effect(name):
         (dict(window_layers=(1,)), "unless there is a window; got (1,)"),
         (dict(dropout_place="hidden"), "unless there is dropout; got 'hidden'"),
         (dict(activation="silu", mlp="none"), "unless there is an MLP; got 'silu'"),
-        (dict(rotary_scaling=RotaryScaling(kind="factors", factors=(1.0, 2.0, 3.0)), **ROTARY), "4 numbers, one for each frequency; got 3"),
+        (
+            dict(rotary_scaling=RotaryScaling(kind="factors", factors=(1.0, 2.0, 3.0)), **ROTARY),
+            "4 numbers, one for each frequency; got 3",
+        ),
     ],
-)  # fmt: skip
+)
 def test_errors_name_field_and_value(change, value):
     with pytest.raises(ValueError, match=f"^.*{next(iter(change))}") as error:
         config(**change)
@@ -188,10 +218,11 @@ def test_errors_of_a_scaling(values, ending):
         dict(mlp="none", norm_place="output"),
         dict(parallel=True, norm_place="sandwich"),
         dict(n_heads=20, d_head=3, n_kv_heads=20),
-        ROTARY | dict(rotary_fraction=0.25, rotary_scaling=RotaryScaling(kind="linear", factor=2.0)),
+        ROTARY
+        | dict(rotary_fraction=0.25, rotary_scaling=RotaryScaling(kind="linear", factor=2.0)),
         dict(vocab_size=1, n_ctx=1, n_layers=1, n_heads=1, d_model=1, dropout=0.99),
     ],
-)  # fmt: skip
+)
 def test_what_is_allowed_runs(change):
     made = config(**change)
     tokens = torch.zeros(2, min(4, made.n_ctx), dtype=torch.int64)

@@ -42,7 +42,9 @@ def moves(name, layers, cache, *places):
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("name", ["pre", "like llama", "like gemma 2", "window of one layer", "sinusoidal"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name", ["pre", "like llama", "like gemma 2", "window of one layer", "sinusoidal"]
+)
 @pytest.mark.parametrize("cache", [None, KVCache])
 def test_stream_and_context_move_once_per_change_of_device(name, cache):
     assert not any(moves(name, 2, cache, DEVICE))

@@ -36,12 +36,26 @@ OUTPUT = {
 
 def attention_of_the_example(model_mask):
     """The example as one head of a model's attention, all values seen through its points."""
-    config = TransformerConfig(vocab_size=5, n_ctx=3, n_layers=1, n_heads=1, d_model=2, norm="none", positions="none", mlp="none", qkv_bias=False, out_bias=False)  # fmt: skip
+    config = TransformerConfig(
+        vocab_size=5,
+        n_ctx=3,
+        n_layers=1,
+        n_heads=1,
+        d_model=2,
+        norm="none",
+        positions="none",
+        mlp="none",
+        qkv_bias=False,
+        out_bias=False,
+    )
     model = Transformer(config).eval()
     with torch.no_grad():
         model.blocks[0].attn.output.weight.copy_(torch.eye(2))
     tokens = torch.zeros(1, 3, dtype=torch.int64)
-    hooks = {f"blocks.0.attn.{name}": lambda value, point, part=part: part[None, :, None].clone() for name, part in (("q", Q), ("k", K), ("v", V))}  # fmt: skip
+    hooks = {
+        f"blocks.0.attn.{name}": lambda value, point, part=part: part[None, :, None].clone()
+        for name, part in (("q", Q), ("k", K), ("v", V))
+    }
     runner = HookedRunner(model)
     with runner.hooks(hooks):
         return runner.run_with_cache(tokens, query_key_mask=model_mask)[1]

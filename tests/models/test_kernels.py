@@ -1,4 +1,7 @@
-"""Fused attention by blocks, compared with numpy in float64. A recording shows the kernels and their arguments."""
+"""Fused attention by blocks, compared with numpy in float64.
+
+A recording shows the kernels and their arguments.
+"""
 
 from contextlib import nullcontext
 
@@ -14,7 +17,7 @@ from models import KVCache, Transformer, TransformerConfig, kernels, trusted
 from models.running import masks
 from tests.largest import Largest
 from tests.pretended import DEVICE, Devices
-from tests.reference import (  # fmt: skip
+from tests.reference import (
     BATCH,
     HEADS,
     POS,
@@ -107,7 +110,18 @@ def test_a_mask_without_padding_is_none():
         assert str(ones.masks) == str(plain.masks)
 
 
-@pytest.mark.parametrize(("row", "gaps"), [("1111", False), ("0011", False), ("1100", False), ("0110", False), ("1011", True), ("0101", True), ("1001", True)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("row", "gaps"),
+    [
+        ("1111", False),
+        ("0011", False),
+        ("1100", False),
+        ("0110", False),
+        ("1011", True),
+        ("0101", True),
+        ("1001", True),
+    ],
+)
 def test_only_padding_between_real_tokens_is_a_gap(row, gaps):
     rows = torch.tensor([[True] * 4, [number == "1" for number in row]])
     assert masks.has_gaps(rows) == gaps
@@ -152,7 +166,9 @@ def test_trusted_masks_are_not_read(name, mask):
 LONG = 2053
 
 
-@pytest.mark.parametrize("kind", ["plain", "padded", "window", "padded window", "cap", "cap window", "piece"])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind", ["plain", "padded", "window", "padded window", "cap", "cap window", "piece"]
+)
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_no_matrix_of_all_queries_and_keys(kind, kv_heads):
     """A window takes memory for its width, anything else for a block of queries."""
@@ -203,7 +219,9 @@ def test_grouped_heads_take_a_kernel_that_forms_no_scores(mask):
         past = [tuple(torch.zeros(BATCH, 3, POS - 1, SIZES["d_head"]) for _ in "kv")]
         context = context.after(POS - 1, past) if one else context
         with Chosen() as chosen:
-            out = model.blocks[0](model.input_resid(tokens, model.context(tokens))[:, context.start :], context)  # fmt: skip
+            out = model.blocks[0](
+                model.input_resid(tokens, model.context(tokens))[:, context.start :], context
+            )
     assert out.device == DEVICE
     (call,) = chosen.calls
     assert call["query"].shape[1] == call["key"].shape[1]
@@ -216,7 +234,9 @@ def test_grouped_heads_take_a_kernel_that_forms_no_scores(mask):
 @pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
 def test_cudnn_gets_no_mask(masked, alone):
-    """cuDNN is not used with a mask, because its gradients may be NaN, unless the user has chosen only cuDNN."""
+    """cuDNN is not used with a mask, because its gradients may be NaN, unless the user has chosen
+    only cuDNN.
+    """
     chosen = sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if alone else nullcontext()
     with Devices(), Chosen() as calls, chosen:
         q = torch.zeros(1, 2, 7, 8, device=DEVICE)

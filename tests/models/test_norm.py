@@ -116,7 +116,9 @@ def test_gradients(make, hooks):
 @FORMS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_that_of_its_rounding(make, hooks, dtype):
-    """One rounding, at the end, with or without hooks. float16 ends at 65504: squares would not fit."""
+    """One rounding, at the end, with or without hooks. float16 ends at 65504: squares would not
+    fit.
+    """
     module, x = randomised(make(), dtype), (draw(BATCH, POS, D) * 300 + 500).to(dtype)
     _, expected = by_hand(module, x)
     out = run(module, x, hooks)

@@ -89,10 +89,12 @@ SCALINGS = {
     ),
     "factors": (
         dict(kind="factors", factors=(1.0, 1.5, 2.0, 4.0, 7.0, 9.0)),
-        dict(rope_type="longrope", short_factor=[1.0, 1.5, 2.0, 4.0, 7.0, 9.0], long_factor=[1.0] * 6)
+        dict(
+            rope_type="longrope", short_factor=[1.0, 1.5, 2.0, 4.0, 7.0, 9.0], long_factor=[1.0] * 6
+        )
         | dict(original_max_position_embeddings=N_CTX, factor=1.0),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", SCALINGS)
@@ -120,16 +122,34 @@ def test_scalings_are_those_of_transformers(name):
 
 
 @pytest.mark.parametrize("positions", ["rotary", "sinusoidal"])
-@pytest.mark.parametrize("convert", [lambda m: m.bfloat16(), lambda m: m.half(), lambda m: m.to(torch.bfloat16).float(), lambda m: m.double()])  # fmt: skip
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda m: m.bfloat16(),
+        lambda m: m.half(),
+        lambda m: m.to(torch.bfloat16).float(),
+        lambda m: m.double(),
+    ],
+)
 def test_conversion_leaves_the_frequencies(positions, convert):
     sizes = dict(n_ctx=3000, rotary_theta=10_000.0)
-    model, fresh = convert(Transformer(config(positions=positions, **sizes))), Transformer(config(positions=positions, **sizes))  # fmt: skip
+    model, fresh = (
+        convert(Transformer(config(positions=positions, **sizes))),
+        Transformer(config(positions=positions, **sizes)),
+    )
     at = torch.tensor([[0, 1, 2047, 2999]])
     if positions == "rotary":
-        for ours, theirs in zip(*(m.rotary.rotation(at, torch.float32) for m in (model, fresh)), strict=True):  # fmt: skip
+        for ours, theirs in zip(
+            *(m.rotary.rotation(at, torch.float32) for m in (model, fresh)), strict=True
+        ):
             assert torch.equal(ours, theirs)
         exact = (at[0, :, None] * 10_000.0 ** (-torch.arange(6, dtype=torch.float64) / 6)).cos()
-        torch.testing.assert_close(ours := model.rotary.rotation(at, torch.float32)[0][0, :, 0, :6].double(), exact, atol=5e-4, rtol=0)  # fmt: skip
+        torch.testing.assert_close(
+            ours := model.rotary.rotation(at, torch.float32)[0][0, :, 0, :6].double(),
+            exact,
+            atol=5e-4,
+            rtol=0,
+        )
         assert ours.shape == (4, 6)
     else:
         assert torch.equal(model.position_embedding(at), fresh.position_embedding(at))

@@ -1,4 +1,6 @@
-"""`fold_norms` and `center`: the same probabilities from other weights, and when that is refused."""
+"""`fold_norms` and `center`: the same probabilities from other weights, and when that
+is refused.
+"""
 
 import re
 
@@ -143,7 +145,13 @@ def test_folded_weights_are_products(form):
     for new, old in zip(folded.blocks, model.blocks, strict=True):
         for kind in "QKV":
             W, b = f"W_{kind}", f"b_{kind}"
-            same(getattr(new.attn, W), getattr(new.attn, b), old.ln1, getattr(old.attn, W), getattr(old.attn, b))  # fmt: skip
+            same(
+                getattr(new.attn, W),
+                getattr(new.attn, b),
+                old.ln1,
+                getattr(old.attn, W),
+                getattr(old.attn, b),
+            )
         same(new.mlp.W_in, new.mlp.b_in, old.ln2, old.mlp.W_in, old.mlp.b_in)
         if model.config.mlp == "gated":
             same(new.mlp.W_gate, new.mlp.b_gate, old.ln2, old.mlp.W_gate, old.mlp.b_gate)
@@ -245,7 +253,8 @@ def test_the_dtype_is_kept(process, dtype, tokens):
     new = process(model)
     assert {parameter.dtype for parameter in new.parameters()} == {dtype}
     expected = log_probabilities(model, tokens)
-    # About six digits in float32 and eight bits in half precision, whose weights are rounded once more.
+    # About six digits in float32 and eight bits in half precision, whose weights are rounded once
+    # more.
     near = 30 * torch.finfo(dtype).eps
     np.testing.assert_allclose(log_probabilities(new, tokens), expected, atol=near, rtol=near)
 

@@ -108,7 +108,9 @@ def test_tokens_may_have_any_integer_type(model, tokens, dtype):
 def test_logits_of_the_last_positions_only(monkeypatch):
     model, tokens, seen = variant("like gemma 2"), some_tokens(), []
     expected, unembed = model(tokens), model.unembed
-    monkeypatch.setattr(model, "unembed", lambda resid: seen.append(resid.shape[1]) or unembed(resid))  # fmt: skip
+    monkeypatch.setattr(
+        model, "unembed", lambda resid: seen.append(resid.shape[1]) or unembed(resid)
+    )
     for last in (1, 3, 7, 20):
         ours = model(tokens, last=last)
         torch.testing.assert_close(ours, expected[:, -last:], atol=1e-12, rtol=0)
@@ -290,7 +292,8 @@ def test_initialisation_is_normal_and_gpt2s_is_smaller_where_the_stream_is_writt
         expected = 0.02 / math.sqrt(2 * 5) if scaled else 0.02
         assert weight.std().item() == pytest.approx(expected, rel=0.05), name
         assert abs(weight.mean().item()) < 4 * expected / math.sqrt(weight.numel()), name
-        # A normal distribution has a few values beyond three standard deviations; a uniform one has none.
+        # A normal distribution has a few values beyond three standard deviations; a uniform one has
+        # none.
         assert (weight.abs() > 3 * expected).any(), name
 
 
@@ -326,7 +329,15 @@ def test_a_trained_model_can_be_initialised_again(init, tied):
 # --- dropout, counts, precision
 
 
-@pytest.mark.parametrize("place", ["embed_dropout", "blocks.1.attn.pattern_dropout", "blocks.1.attn.output_dropout", "blocks.1.mlp.output_dropout"])  # fmt: skip
+@pytest.mark.parametrize(
+    "place",
+    [
+        "embed_dropout",
+        "blocks.1.attn.pattern_dropout",
+        "blocks.1.attn.output_dropout",
+        "blocks.1.mlp.output_dropout",
+    ],
+)
 @pytest.mark.parametrize("mlp", ["plain", "gated"])
 def test_dropout_has_four_places_and_acts_in_training_only(place, mlp):
     model, tokens = variant("pre", dropout=0.5, mlp=mlp).train(), some_tokens()

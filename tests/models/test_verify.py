@@ -196,7 +196,11 @@ def test_padding_that_is_seen_is_noticed(monkeypatch):
     model = built(positions="none")
     place = Transformer.context
     # The mask is forgotten: keys that are padding are attended to.
-    monkeypatch.setattr(model, "context", lambda tokens, **options: place(model, tokens, **options | {"attention_mask": None}))  # fmt: skip
+    monkeypatch.setattr(
+        model,
+        "context",
+        lambda tokens, **options: place(model, tokens, **options | {"attention_mask": None}),
+    )
     refused(model, "left-padded", "blocks.0.resid_post")
 
 

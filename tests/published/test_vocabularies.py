@@ -11,8 +11,8 @@ from models import load_tokenizer
 SOURCE = os.environ.get("LLAMA_CPP_SOURCE", "")
 pytestmark = pytest.mark.skipif(
     not SOURCE,
-    reason="LLAMA_CPP_SOURCE must be the archive that `python -m pip download --no-deps --no-binary :all: "
-    "llama-cpp-python==0.3.36` brings",
+    reason="LLAMA_CPP_SOURCE must be the archive of `python -m pip download --no-deps "
+    "--no-binary :all: llama-cpp-python==0.3.36`",
 )
 # With the tokens that begin and end a text. Those without vectors are read, and read back.
 VOCABULARIES = {

@@ -1,9 +1,12 @@
-"""Makes the fixture of the tests of stores: activations that SAELens cached, and what TransformerLens computes.
+"""Makes the fixture of the tests of stores: activations that SAELens cached, and what
+TransformerLens computes.
 
-By hand, in an environment with sae-lens 6.54 and transformer-lens 2.16: `python tests/stores/make_cached.py`. The folder
-`cached` has the files that SAELens' `CacheActivationsRunner` wrote. `expected.safetensors` has the token ids, and the
-activations of `HookedTransformer.run_with_cache` for them, row for row: the runner shuffles the data set that it returns,
-not its rows on disk (the order is a file of indices, `cache-*.arrow`, which nothing refers to).
+By hand, in an environment with sae-lens 6.54 and transformer-lens 2.16:
+`python tests/stores/make_cached.py`. The folder `cached` has the files that SAELens'
+`CacheActivationsRunner` wrote. `expected.safetensors` has the token ids, and the activations of
+`HookedTransformer.run_with_cache` for them, row for row: the runner shuffles the data set that it
+returns, not its rows on disk (the order is a file of indices, `cache-*.arrow`, which nothing refers
+to).
 """
 
 import shutil
@@ -52,7 +55,8 @@ def cache(folder, source, tokens):
         context_size=CONTEXT,
         new_cached_activations_path=str(folder),
         device="cpu",
-        # A file has as many batches as fit. The last file is filled by starting over: the sizes have to divide.
+        # A file has as many batches as fit. The last file is filled by starting over: the sizes
+        # have to divide.
         buffer_size_gb=AT_ONCE * CONTEXT * D_IN * 4 / 1e9,
         prepend_bos=False,
     )

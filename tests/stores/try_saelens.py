@@ -1,8 +1,10 @@
-"""SAELens on a store: its trainer takes the rows, and its store reads the data set that `to_arrow` writes.
+"""SAELens on a store: its trainer takes the rows, and its store reads the data set that `to_arrow`
+writes.
 
-By hand, in an environment with sae-lens 6.54 and its TransformerLens, where this package is installed without its dependencies:
-`python tests/stores/try_saelens.py`. It takes a minute of one core, and fails if the trained autoencoder explains less than half of
-the variance of held-out rows, or if a number read back differs.
+By hand, in an environment with sae-lens 6.54 and its TransformerLens, where this package is
+installed without its dependencies: `python tests/stores/try_saelens.py`. It takes a minute of one
+core, and fails if the trained autoencoder explains less than half of the variance of held-out rows,
+or if a number read back differs.
 """
 
 import tempfile

@@ -1,10 +1,11 @@
 """Writes page.json and server.json, as circuit-tracer and Neuronpedia's server save graphs.
 
-page.json: circuit-tracer 0.5.0 writes the graph of circuit_tracer.safetensors. Then its own page was opened in Chromium,
-served by its own server: six nodes were clicked with Ctrl held, two labels edited, two groups made with `g`, and `Save`
-pressed. server.json: `apps/graph/neuronpedia_graph/format_converter.py` of Neuronpedia (commit ebb8426) beside this file,
-with stand-ins for what it imports. anthropic.json is a part of Anthropic's published capital-state-dallas.json: some of its
-nodes, and the links between them.
+page.json: circuit-tracer 0.5.0 writes the graph of circuit_tracer.safetensors. Then its own page
+was opened in Chromium, served by its own server: six nodes were clicked with Ctrl held, two labels
+edited, two groups made with `g`, and `Save` pressed. server.json:
+`apps/graph/neuronpedia_graph/format_converter.py` of Neuronpedia (commit ebb8426) beside this file,
+with stand-ins for what it imports. anthropic.json is a part of Anthropic's published
+capital-state-dallas.json: some of its nodes, and the links between them.
 """
 
 import json
@@ -50,8 +51,17 @@ def write_circuit_tracer(folder):
     targets = [LogitTarget(WORDS[token], token) for token in logits.tolist()]
     prompt, tokens = "".join(WORDS[token] for token in text), torch.tensor(text)
     graph = Graph(
-        prompt, tokens, features, matrix, config, torch.arange(len(features)), activations, targets, chances, scan="random"
-    )  # fmt: skip
+        prompt,
+        tokens,
+        features,
+        matrix,
+        config,
+        torch.arange(len(features)),
+        activations,
+        targets,
+        chances,
+        scan="random",
+    )
     graph.to = lambda device: None
     module.create_graph_files(graph, "letters", str(folder.resolve()), None, 0.7, 0.8)
 
@@ -80,7 +90,12 @@ class Places(list):
 
 def write_server(path):
     """Write server.json."""
-    for name in ("circuits.attribution", "circuits.indexed_tensor", "models.lorsa", "models.sparse_dictionary"):  # fmt: skip
+    for name in (
+        "circuits.attribution",
+        "circuits.indexed_tensor",
+        "models.lorsa",
+        "models.sparse_dictionary",
+    ):
         module = sys.modules[f"llamascopium.{name}"] = ModuleType(name)
         for kind in ("AttributionResult", "NodeIndexedMatrix", "LorsaConfig", "SparseDictionary"):
             setattr(module, kind, object)
@@ -89,18 +104,31 @@ def write_server(path):
     format_converter.pkg_version = lambda name: "0.1.0"
     layers = [f"blocks.{n}.hook_mlp_out" for n in range(3)]
     token = [Place("hook_embed", pos) for pos in range(4)]
-    error = {place: Place(f"{layers[place[0]]}.error", place[1]) for place in [(0, 1), (1, 2), (1, 3)]}  # fmt: skip
+    error = {
+        place: Place(f"{layers[place[0]]}.error", place[1]) for place in [(0, 1), (1, 2), (1, 3)]
+    }
     low, middle, high = (
         Place(f"{layers[layer]}.sae.hook_feature_acts", pos, feature)
         for layer, pos, feature in [(0, 1, 57), (1, 2, 57794), (1, 3, 1203)]
     )
     austin, dallas = Place("logits", 17), Place("logits", 5)
     edges = [
-        (token[0], low, 1.5), (token[1], low, -0.25), (error[0, 1], middle, 0.5), (low, middle, 2.0), (token[2], middle, 0.75),
-        (middle, high, -1.25), (low, high, 0.125), (error[1, 2], high, 0.375), (high, austin, 3.0), (middle, austin, -0.5),
-        (error[1, 3], austin, 1.0), (token[3], austin, 0.25), (middle, dallas, 1.0), (high, dallas, -2.0),
+        (token[0], low, 1.5),
+        (token[1], low, -0.25),
+        (error[0, 1], middle, 0.5),
+        (low, middle, 2.0),
+        (token[2], middle, 0.75),
+        (middle, high, -1.25),
+        (low, high, 0.125),
+        (error[1, 2], high, 0.375),
+        (high, austin, 3.0),
+        (middle, austin, -0.5),
+        (error[1, 3], austin, 1.0),
+        (token[3], austin, 0.25),
+        (middle, dallas, 1.0),
+        (high, dallas, -2.0),
         (error[1, 2], dallas, 0.0625),
-    ]  # fmt: skip
+    ]
     sources, targets, weights = zip(*edges, strict=True)
     matrix = SimpleNamespace(
         nonzero=lambda: (torch.tensor(weights), (Places(targets), Places(sources)))
@@ -111,9 +139,13 @@ def write_server(path):
             return SimpleNamespace(data=torch.arange(1.0, len(nodes) + 1) / 4)
 
     result = SimpleNamespace(
-        logit_token_ids=[17, 5], logit_tokens=[" Austin", ' "Dallas"'], probs=torch.tensor([0.625, 0.25]),
-        prompt_token_ids=[2, 11, 13, 7], prompt_tokens=["<bos>", "capital", " of", " Texas"], activations=Activations(),
-    )  # fmt: skip
+        logit_token_ids=[17, 5],
+        logit_tokens=[" Austin", ' "Dallas"'],
+        probs=torch.tensor([0.625, 0.25]),
+        prompt_token_ids=[2, 11, 13, 7],
+        prompt_tokens=["<bos>", "capital", " of", " Texas"],
+        activations=Activations(),
+    )
     about = {"slug": "austin", "np_model_id": "qwen3-1.7b", "prompt": "capital of Texas"}
     about |= {"node_threshold": 0.8, "edge_threshold": 0.98, "np_transcoder_source_set": "plt"}
     dictionaries = {name: {"is_lorsa": False, "layer_idx": n} for n, name in enumerate(layers)}

@@ -1,7 +1,8 @@
-"""Writes circuit_tracer.safetensors: a random model, random transcoders, and what circuit-tracer makes of them.
+"""Writes circuit_tracer.safetensors: a random model, random transcoders, and what circuit-tracer
+makes of them.
 
-Made with circuit-tracer 0.5.0 and TransformerLens 2.16.1, which do not install beside the versions that this project
-supports: unpack both, and what they import, into a folder of their own.
+Made with circuit-tracer 0.5.0 and TransformerLens 2.16.1, which do not install beside the versions
+that this project supports: unpack both, and what they import, into a folder of their own.
 """
 
 import json

@@ -20,9 +20,10 @@ def names():
 def read(name):
     """One model, in float64.
 
-    `config` is its `HookedTransformerConfig` as a dict of JSON, `state` its state dict with buffers,
-    `logits` [batch pos vocab] those of `tokens` [batch pos]. `points` are the names of all its points, and
-    `cache` has what those outside the blocks and those of block 1 gave. It is empty for most models.
+    `config` is its `HookedTransformerConfig` as a dict of JSON, `state` its state dict with
+    buffers, `logits` [batch pos vocab] those of `tokens` [batch pos]. `points` are the names of all
+    its points, and `cache` has what those outside the blocks and those of block 1 gave. It is empty
+    for most models.
     """
     with np.load(FILE) as file:
         entry = json.loads(str(file["index"]))[name]

@@ -1,4 +1,5 @@
-"""Caches of TransformerLens 4.3's bridge, of tiny models of `transformers` with weights that a seed gives.
+"""Caches of TransformerLens 4.3's bridge, of tiny models of `transformers` with weights that a seed
+gives.
 
 `python -m tests.transformer_lens.bridge`, where that version is installed, makes `bridge.npz`.
 """

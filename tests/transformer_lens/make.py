@@ -1,7 +1,9 @@
-"""Make `models.npz`: `python tests/transformer_lens/make.py`, where TransformerLens 2.16.1 is installed.
+"""Make `models.npz`:
 
-Every parameter is random, biases and gains included. Weights are whole numbers of 1/16, so that a byte holds one;
-those of folded models are float64. All is computed in float64.
+`python tests/transformer_lens/make.py`, where TransformerLens 2.16.1 is installed.
+
+Every parameter is random, biases and gains included. Weights are whole numbers of 1/16, so that a
+byte holds one; those of folded models are float64. All is computed in float64.
 """
 
 import json
@@ -64,10 +66,13 @@ def made(name, changes):
 
 
 def cached(model, tokens):
-    """What the points outside the blocks and those of block 1 give, also those that are off by default."""
+    """What the points outside the blocks and those of block 1 give, also those that are off by
+    default.
+    """
     grouped = model.cfg.n_key_value_heads is not None  # it refuses `use_attn_in` then
     cache = {}
-    # Inputs that are split by head give norms another shape, so that the run without switches comes last.
+    # Inputs that are split by head give norms another shape, so that the run without switches comes
+    # last.
     for switches in (["use_split_qkv_input"], [] if grouped else ["use_attn_in"], []):
         switches = [*switches, "use_attn_result", "use_hook_mlp_in"]
         for name in switches:

@@ -1,7 +1,9 @@
-"""Make `rows.npz`: `python -m tests.transformer_lens.make_rows`, where TransformerLens 2.16.1 is installed.
+"""Make `rows.npz`:
 
-It runs the left column of the tables in `examples/guides/from_transformer_lens.py`, on the weights of the bundled
-model, and keeps the first numbers of each result.
+`python -m tests.transformer_lens.make_rows`, where TransformerLens 2.16.1 is installed.
+
+It runs the left column of the tables in `examples/guides/from_transformer_lens.py`, on the weights
+of the bundled model, and keeps the first numbers of each result.
 """
 
 # ruff: noqa: F401  # lines of the tables use what it imports
@@ -36,7 +38,10 @@ def main():
 
 
 def namespace():
-    """What the left column finds: TransformerLens' model with the weights of ours, texts, and a run."""
+    """What the left column finds:
+
+    TransformerLens' model with the weights of ours, texts, and a run.
+    """
     import torch
     from transformer_lens import (
         FactoredMatrix,

@@ -44,7 +44,10 @@ def result(code, names):
 
 
 def numbers(value):
-    """The first numbers of a tensor, a number or lists of them, or the characters of texts; None of others."""
+    """The first numbers of a tensor, a number or lists of them, or the characters of texts;
+
+    None of others.
+    """
     value = "".join(value) if isinstance(value, list) and isinstance(value[0], str) else value
     if isinstance(value, str):
         value = [*value.encode()]

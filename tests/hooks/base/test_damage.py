@@ -24,8 +24,13 @@ def whole(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "match"),
-    [(b"", "empty"), (JUNK, "junk"), (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS"), (b"\n<!DOCTYPE html><p>", "HTML")],
-)  # fmt: skip
+    [
+        (b"", "empty"),
+        (JUNK, "junk"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS"),
+        (b"\n<!DOCTYPE html><p>", "HTML"),
+    ],
+)
 @pytest.mark.parametrize("suffix", [".safetensors", ".npz", ".pt", ".gguf", ".onnx", ".bin"])
 def test_what_a_file_is_in_place_of_tensors(suffix, content, match, tmp_path):
     path = tmp_path / f"a{suffix}"

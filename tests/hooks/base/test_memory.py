@@ -1,4 +1,6 @@
-"""The bound of memory: what is free, by files written here, and runs that would keep more than it."""
+"""The bound of memory: what is free, by files written here, and runs that would keep
+more than it.
+"""
 
 import gc
 import subprocess
@@ -58,7 +60,8 @@ def test_the_least_of_what_the_system_and_its_groups_leave(tmp_path):
         "sys/fs/cgroup/jobs/memory.stat": "anon 9\ninactive_file 20000\nactive_file 7\n",
     }
     assert _system(tmp_path / "second", second) == 500_000 - 300_000 + 20_000
-    group = "sys/fs/cgroup/memory"  # the path belongs to another namespace, so only the outermost group exists
+    # The path belongs to another namespace, so only the outermost group exists
+    group = "sys/fs/cgroup/memory"
     first = system | {
         "proc/self/cgroup": "9:cpu:/a\n4:memory:/a/b\n0::/\n",
         f"{group}/memory.limit_in_bytes": "600000\n",
@@ -126,17 +129,24 @@ def test_what_is_free_bounds_a_run(deep, room):
 @pytest.mark.parametrize(
     ("limits", "expected"),
     [
-        ("Max address space 600000 unlimited bytes\nMax data size unlimited unlimited bytes\n", 600_000 - 300 * 1024),
-        ("Max address space unlimited unlimited bytes\nMax data size 400000 500000 bytes\n", 400_000 - 200 * 1024),
+        (
+            "Max address space 600000 unlimited bytes\nMax data size unlimited unlimited bytes\n",
+            600_000 - 300 * 1024,
+        ),
+        (
+            "Max address space unlimited unlimited bytes\nMax data size 400000 500000 bytes\n",
+            400_000 - 200 * 1024,
+        ),
         ("Max address space 300000 300000 bytes\n", 0),
         ("Max address space unlimited unlimited bytes\n", 700 * 1024),
     ],
-)  # fmt: skip
+)
 def test_the_limits_of_a_process_are_seen(limits, expected, tmp_path):
+    sizes = "VmPeak:\t     900 kB\nVmSize:\t     300 kB\nVmData:\t  200 kB\n"
     files = {
         "proc/meminfo": "MemAvailable:     700 kB\n",
         "proc/self/limits": f"Limit      Soft Limit   Hard Limit  Units\n{limits}",
-        "proc/self/status": "Name: python\nVmPeak:\t     900 kB\nVmSize:\t     300 kB\nVmData:\t  200 kB\n",
+        "proc/self/status": f"Name: python\n{sizes}",
     }
     assert _system(tmp_path, files) == expected
 
@@ -144,7 +154,8 @@ def test_the_limits_of_a_process_are_seen(limits, expected, tmp_path):
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of address space are Linux's")
 def test_a_run_under_ulimit_is_refused_before_the_allocator_ends_it():
     code = (
-        "import resource, torch; from hooks import MemoryLimitError; from hooks.base.memory import *\n"
+        "import resource, torch; from hooks import MemoryLimitError; from hooks.base.memory "
+        "import *\n"
         "size = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
         "resource.setrlimit(resource.RLIMIT_AS, (size + 2**28, size + 2**28))\n"
         "assert 0 < free_memory(torch.device('cpu')) <= 2**28\n"
@@ -194,8 +205,12 @@ def test_modules_that_may_be_skipped_are_refused_and_not_left_out():
 def test_scores_of_an_attached_model_are_refused_before_they_are_made(room):
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
-        vocab_size=23, hidden_size=12, num_hidden_layers=2, num_attention_heads=3, intermediate_size=7,
-    )  # fmt: skip
+        vocab_size=23,
+        hidden_size=12,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        intermediate_size=7,
+    )
     model = transformers.LlamaForCausalLM(config).eval()
     scores = 2 * 3 * 11 * 11 * 4
     with attach(model):

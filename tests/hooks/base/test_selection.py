@@ -23,7 +23,9 @@ FORMS.append(edits.all_but(2, -1))
 
 
 def listed(form, row, columns):
-    """The columns that a form means in a row whose real ones are given, by Python's own indexing."""
+    """The columns that a form means in a row whose real ones are given, by Python's own
+    indexing.
+    """
     form = form[row] if isinstance(form, list) and isinstance(form[0], list) else form
     if form is FORMS[-1]:
         return [n for n in columns[:-1] if n != 2]

@@ -1,4 +1,7 @@
-"""The private parts of PyTorch: one test for each, named after it. Components have a file of their own."""
+"""The private parts of PyTorch: one test for each, named after it.
+
+Components have a file of their own.
+"""
 
 import pytest
 import torch

@@ -25,7 +25,8 @@ def made(where, **changes):
     """The same random model on any device."""
     sizes = dict(vocab_size=23, n_ctx=17, n_layers=2, n_heads=2, d_model=12, d_mlp=13)
     torch.manual_seed(0)
-    # Moving the model would part its tied weights, because PyTorch moves weights of a class into new ones.
+    # Moving the model would part its tied weights, because PyTorch moves weights of a class into
+    # new ones.
     with torch.device(where):
         model = Transformer(TransformerConfig(**sizes | changes)).eval()
     with torch.no_grad():
@@ -36,7 +37,10 @@ def made(where, **changes):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """The devices of the requested generators. PyTorch makes no generator for a device that does not exist."""
+    """The devices of the requested generators.
+
+    PyTorch makes no generator for a device that does not exist.
+    """
     devices = []
 
     def on_cpu(seed, row, device):
@@ -343,7 +347,8 @@ def test_values_of_our_models_are_kept_without_copies(positions):
     _, cache = run_with_cache(model, TOKENS)
     assert cache["blocks.1.mlp.post"].data_ptr() == made["post"].data_ptr()
     assert all(torch.equal(cache[name], value) for name, value in copied.items())
-    # The streams between blocks are one tensor each, and the keys of a learned model part of all projections.
+    # The streams between blocks are one tensor each, and the keys of a learned model part of all
+    # projections.
     distinct = {id(value): value for value in cache.values()}
     assert cache["resid_post", 0] is cache["resid_pre", 1]
     assert cache.nbytes == sum(value.nbytes for value in distinct.values())

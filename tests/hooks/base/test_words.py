@@ -1,4 +1,6 @@
-"""A keyword that nothing reads is an error with close matches, on any model, also through wrappers."""
+"""A keyword that nothing reads is an error with close matches, on any model, also
+through wrappers.
+"""
 
 import functools
 import typing

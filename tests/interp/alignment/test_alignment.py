@@ -1,4 +1,6 @@
-"""Alignments against models whose variables stand in known subspaces, arithmetic without hooks, and closed forms."""
+"""Alignments against models whose variables stand in known subspaces, arithmetic without hooks, and
+closed forms.
+"""
 
 import copy
 
@@ -26,7 +28,9 @@ N = 5
 
 
 class Sum(nn.Module):
-    """(a + b) mod 5 of two tokens, read from their one-hot vectors a and b, side by side and rotated."""
+    """(a + b) mod 5 of two tokens, read from their one-hot vectors a and b, side by side and
+    rotated.
+    """
 
     def __init__(self, rotation):
         super().__init__()
@@ -56,7 +60,9 @@ def add(a, b, first=None):
 
 
 def sums():
-    """All pairs of inputs with another first number, in two parts, and answers with that of the clean text."""
+    """All pairs of inputs with another first number, in two parts, and answers with that of the
+    clean text.
+    """
     rows = [
         (a, b, c, d)
         for a in range(N)
@@ -136,7 +142,9 @@ def test_pairs_with_the_same_texts_share_a_drawn_answer_and_count_once(monkeypat
 
 
 def test_a_fit_is_the_loop_written_out():
-    """Adam on an orthogonal map, without hooks or runners; the source of each value is computed by hand."""
+    """Adam on an orthogonal map, without hooks or runners; the source of each value is computed by
+    hand.
+    """
     model, (train, test) = rotated(1).double(), sums()
     found = align(model, train, "h", 3, test=test, epochs=2, rate=0.02, batch=48, seed=7)
     torch.manual_seed(7)
@@ -173,7 +181,9 @@ def test_a_fit_is_the_loop_written_out():
 
 
 def test_a_fit_of_a_mask_is_the_loop_written_out():
-    """The sigmoid of a boundary, divided by a temperature that falls from 1 to 0.01; the cost counts, and is not in the loss."""
+    """The sigmoid of a boundary, divided by a temperature that falls from 1 to 0.01; the cost
+    counts, and is not in the loss.
+    """
     model, (train, test) = Sum(torch.eye(2 * N)).eval().double(), sums()
     found = align(
         model,
@@ -222,7 +232,9 @@ def test_a_mask_finds_the_neurons_of_a_variable():
 
 @pytest.mark.parametrize("kind", ["padded", "spans", "heads", "noising"])
 def test_runs_are_those_of_edits(kind):
-    """Scores of a model with texts of several lengths, against `edits.interchange` with the same part."""
+    """Scores of a model with texts of several lengths, against `edits.interchange` with the same
+    part.
+    """
     model = variant("pre", n_layers=2, n_heads=3).double()
     draw = torch.Generator().manual_seed(2)
     clean, corrupted, more, others = torch.randint(0, 23, (4, 9, 7), generator=draw)
@@ -268,7 +280,9 @@ def test_runs_are_those_of_edits(kind):
 
 
 def test_attached_models_are_aligned_as_plain_ones():
-    """The same weights, attached and converted, up to rounding; neither changes, nor keeps a hook."""
+    """The same weights, attached and converted, up to rounding; neither changes, nor
+    keeps a hook.
+    """
     pytest.importorskip("transformers", reason="needs the extra hf")
     from models import attach, from_hf
     from tests.attachable import made
@@ -376,7 +390,8 @@ def test_a_neuron_that_is_used_is_no_illusion_though_most_of_it_is_not_read():
     checked = null_spaces(model, pairs, "h", neuron, reader=model.READER)
     whole = torch.tensor([2.0, -2.0]) * (0.4 - 1.1)
     torch.testing.assert_close(checked.effects.select(through="whole").values, whole)
-    # The part that is read is P e. The change along it, (P e · e) P e / |P e|², is P e again, with the same effect as e.
+    # The part that is read is P e. The change along it, (P e · e) P e / |P e|², is P e again, with
+    # the same effect as e.
     torch.testing.assert_close(checked.effects.select(through="read").values, whole)
     assert checked.unread == pytest.approx(0, abs=1e-5)
     # The part of another direction that is read points elsewhere.
@@ -430,7 +445,8 @@ def test_an_illusion_is_told_from_what_is_used():
     nothing = null_spaces(model, pairs, "h", e2)
     assert repr(nothing) == "NullSpaces: no verdict, as the subspace has no effect"
     assert not nothing.is_suspect
-    # By weights that read, (0, 2, 1): the read part of each direction is that row, along which the whole answer moves.
+    # By weights that read, (0, 2, 1): the read part of each direction is that row, along which the
+    # whole answer moves.
     reader = torch.tensor([[0.0], [2.0], [1.0]])
     checked = null_spaces(model, pairs, "h", (e1 + e2) / 2**0.5, reader=reader)
     torch.testing.assert_close(checked.effects.select(through="read").values, full)

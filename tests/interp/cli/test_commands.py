@@ -1,4 +1,6 @@
-"""The commands `points`, `lens`, `patch`, `features`, `trace`, `generate` and `harvest`: what they print is what the Python calls give."""
+"""The commands `points`, `lens`, `patch`, `features`, `trace`, `generate` and `harvest`: what they
+print is what the Python calls give.
+"""
 
 import fnmatch
 import io
@@ -211,7 +213,8 @@ def test_a_family_without_a_table_is_attached(tmp_path, capsys, monkeypatch):
     assert json.loads(printed(capsys, "lens", *given)) == data
 
 
-# A Python file of a model that leaves a file when it runs, and that defines a model type of its own.
+# A Python file of a model that leaves a file when it runs, and that defines a model type of its
+# own.
 CODE = """
 from pathlib import Path
 from transformers import OlmoConfig, OlmoForCausalLM, PreTrainedTokenizerFast
@@ -227,7 +230,10 @@ CLASSES = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
 
 
 def with_code(folder, config, tokenizer_config=None):
-    """Write a small model with code among its files. Return the marker that the code leaves when it runs."""
+    """Write a small model with code among its files.
+
+    Return the marker that the code leaves when it runs.
+    """
     from tests.attachable import VOCAB, made
 
     tokenizers, transformers = map(pytest.importorskip, ("tokenizers", "transformers"))
@@ -417,18 +423,35 @@ def test_the_version(capsys):
 @pytest.mark.parametrize(
     ("edit", "said"),
     [
-        ("zero self=1", "self"), ("scale 0.5 factor=1", "factor="), ("noise 0.1 scale=2", "scale="), ("noise 0.1 seed=1,2", "1,2"),
-        ("noise 0.1 seed=-1", "-1"), ("zero head=1 head=2", "head"), ("zero head=::0", "::0"), ("zero 'a", "'a"), ("zero --x=2", "--x"),
+        ("zero self=1", "self"),
+        ("scale 0.5 factor=1", "factor="),
+        ("noise 0.1 scale=2", "scale="),
+        ("noise 0.1 seed=1,2", "1,2"),
+        ("noise 0.1 seed=-1", "-1"),
+        ("zero head=1 head=2", "head"),
+        ("zero head=::0", "::0"),
+        ("zero 'a", "'a"),
+        ("zero --x=2", "--x"),
     ],
-)  # fmt: skip
+)
 def test_names_in_an_edit_that_python_uses_are_no_axes(edit, said, capsys):
     point = f"blocks.1.attn.z {edit}"
     assert said in refused(capsys, "generate", "--prompt", "def", "--tokens", "1", "--edit", point)
 
 
 @pytest.mark.parametrize(
-    "row", ['{"text": null}', '{"text": 3}', '{"text": true}', '{"text": {"a": 1}}', '{"text": [1, "a"]}', '{"text": [null]}', "null", "3.5"],
-)  # fmt: skip
+    "row",
+    [
+        '{"text": null}',
+        '{"text": 3}',
+        '{"text": true}',
+        '{"text": {"a": 1}}',
+        '{"text": [1, "a"]}',
+        '{"text": [null]}',
+        "null",
+        "3.5",
+    ],
+)
 def test_rows_that_hold_no_text_are_named(row, tmp_path, capsys):
     texts = tmp_path / "texts.jsonl"
     texts.write_text(f'{{"text": "def"}}\n{row}\n')
@@ -445,8 +468,15 @@ def test_an_empty_folder_is_not_the_working_one(command, tmp_path, monkeypatch, 
 
 
 @pytest.mark.parametrize(
-    "arguments", ["features --dictionary", "trace --transcoders", "generate --steer", "lens --model", "lens --tokenizer"],
-)  # fmt: skip
+    "arguments",
+    [
+        "features --dictionary",
+        "trace --transcoders",
+        "generate --steer",
+        "lens --model",
+        "lens --tokenizer",
+    ],
+)
 @pytest.mark.parametrize("name", ["junk.safetensors", "cut.safetensors", "junk.pt", "junk.gguf"])
 def test_a_damaged_file_is_one_line(arguments, name, tmp_path, capsys):
     path = tmp_path / name

@@ -1,4 +1,6 @@
-"""Find, steer, erase and exchange directions, compared with numpy, closed forms and models with known weights."""
+"""Find, steer, erase and exchange directions, compared with numpy, closed forms and models with
+known weights.
+"""
 
 import math
 import struct
@@ -94,11 +96,20 @@ def chosen_of(lengths, pos):
 
 OWN = [[0, -1], [2], [-3, 1, 4], [3]]
 POSITIONS = {
-    "all": None, "after the first": slice(1, None), "two": slice(0, 2), "every third": slice(2, 40, 3), "backward": slice(4, 0, -1),
-    "negative ends": slice(-3, -1), "both ends": slice(1, -1), "listed": [2, 0, -1], "all but": all_but(0, -2),
-    "a mask": [False, True, True] + 20 * [False], "of each": OWN, "of both": [*OWN, [1], [0, 2], [5, 3], [-1], [4]],
+    "all": None,
+    "after the first": slice(1, None),
+    "two": slice(0, 2),
+    "every third": slice(2, 40, 3),
+    "backward": slice(4, 0, -1),
+    "negative ends": slice(-3, -1),
+    "both ends": slice(1, -1),
+    "listed": [2, 0, -1],
+    "all but": all_but(0, -2),
+    "a mask": [False, True, True] + 20 * [False],
+    "of each": OWN,
+    "of both": [*OWN, [1], [0, 2], [5, 3], [-1], [4]],
     "masks of each": [[n == 1 or n == k for n in range(15)] for k in (2, 3, 5, 7)],
-}  # fmt: skip
+}
 
 
 @pytest.mark.sampled(4)
@@ -154,25 +165,37 @@ def test_a_text_without_its_positions_is_refused_in_any_batch(model, batch):
     name = "blocks.1.resid_post"
     short = next(n for n, text in enumerate(YES) if len(text) == min(map(len, YES)))
     wrong = {
-        f"pos of yes, text {short} must be": slice(9, None), "pos of yes, text 1 must be": [[0], [], [0], [0]],
-        "pos of yes, text 2 must be": [[0], [1], [99], [0]], "pos of yes must be given for each": [[0], [1]],
-        "pos of no must be given for each text; got 4": [[0]] * 4, "for each text; got 2": [[0]] * 6,
+        f"pos of yes, text {short} must be": slice(9, None),
+        "pos of yes, text 1 must be": [[0], [], [0], [0]],
+        "pos of yes, text 2 must be": [[0], [1], [99], [0]],
+        "pos of yes must be given for each": [[0], [1]],
+        "pos of no must be given for each text; got 4": [[0]] * 4,
+        "for each text; got 2": [[0]] * 6,
         "for each of 5 texts of no; got 6": [[0]] * 10,
         "pos of yes, text 3 must be a mask of": [[True] * len(text) for text in YES[:3]] + [[True]],
         "pos of yes, text 0 must be": [False, False, True] + [False] * 40 + [True],
-    }  # fmt: skip
+    }
     for message, pos in wrong.items():
         with pytest.raises(ValueError, match=message):
             difference_of_means(model, YES, NO, name, pos=pos, batch=batch)
 
 
 def planted(size=3.0):
-    """A model whose stream has a known vector where a token is 0 or 1, and that reads it for logit 4."""
+    """A model whose stream has a known vector where a token is 0 or 1, and that reads it for logit
+    4.
+    """
     torch.manual_seed(0)
     config = TransformerConfig(
-        vocab_size=7, n_ctx=5, n_layers=2, n_heads=2, d_model=8, d_mlp=11, tied_unembed=False,
-        final_norm=False, positions="none",
-    )  # fmt: skip
+        vocab_size=7,
+        n_ctx=5,
+        n_layers=2,
+        n_heads=2,
+        d_model=8,
+        d_mlp=11,
+        tied_unembed=False,
+        final_norm=False,
+        positions="none",
+    )
     model = Transformer(config).double().eval()
     for weight in model.parameters():
         weight.data.normal_(0, 0.02)
@@ -243,7 +266,9 @@ def test_a_direction_is_an_edit_of_its_own_points(model):
 
 
 def values_and_labels(rank=6, rows=40):
-    """Values in a space of few dimensions, like the outputs of a norm, with labels that depend on them."""
+    """Values in a space of few dimensions, like the outputs of a norm, with labels that depend on
+    them.
+    """
     rng = np.random.default_rng(0)
     x = rng.normal(size=(rows, rank)) @ rng.normal(size=(rank, 9)) + rng.normal(size=9)
     z = (x @ rng.normal(size=9) + rng.normal(size=rows) > 0).astype(float)
@@ -436,11 +461,14 @@ def test_control_vectors_are_read_in_each_type(kind, tmp_path):
 def test_what_is_no_control_vector_is_refused_in_one_line(tmp_path):
     path, vector = tmp_path / "v.gguf", np.arange(32, dtype=np.float32)
     wrong = {
-        r"one length; got shapes \[\(16,\), \(32,\)\]": {"direction.1": vector, "direction.2": vector[:16]},
+        r"one length; got shapes \[\(16,\), \(32,\)\]": {
+            "direction.1": vector,
+            "direction.2": vector[:16],
+        },
         r"one length; got shapes \[\(4, 8\)\]": {"direction.1": vector.reshape(4, 8)},
         r"got shapes \[\]": {"other": vector},
         "'first'": {"direction.first": vector},
-    }  # fmt: skip
+    }
     for message, tensors in wrong.items():
         write_as_repeng(path, tensors)
         with pytest.raises(CacheError, match=message):
@@ -573,7 +601,10 @@ def test_a_component_is_set_by_two_edits(model):
 
 
 def test_examples_of_one_text_are_never_in_two_folds():
-    """Each text has a vector of its own, at every position. A probe that sees a text in training knows its label."""
+    """Each text has a vector of its own, at every position.
+
+    A probe that sees a text in training knows its label.
+    """
     pytest.importorskip("sklearn", reason="needs the extra probes")
     torch.manual_seed(1)
     values = torch.randn(60, 100)
@@ -615,7 +646,10 @@ def test_copies_of_a_text_are_never_in_two_folds(model):
 
 @pytest.mark.parametrize("kind", ["logistic", "linear"])
 def test_folds_of_texts_that_come_several_times_are_those_of_scikit_learn(kind):
-    """Each fold by hand: copies are left out together, and scored once. The fit uses all of them."""
+    """Each fold by hand: copies are left out together, and scored once.
+
+    The fit uses all of them.
+    """
     metrics = pytest.importorskip("sklearn.metrics", reason="needs the extra probes")
     linear = pytest.importorskip("sklearn.linear_model")
     torch.manual_seed(5)
@@ -624,9 +658,15 @@ def test_folds_of_texts_that_come_several_times_are_those_of_scikit_learn(kind):
     yes, no = ([n for n in rows for _ in range(times[n])] for rows in (range(8), range(8, 17)))
     yes, no = (np.random.default_rng(1).permutation(each).tolist() for each in (yes, no))
     found = probe(
-        embedded(values), torch.tensor(yes)[:, None], torch.tensor(no)[:, None], "1", folds=3,
-        kind=kind, seed=6, draws=2,
-    )  # fmt: skip
+        embedded(values),
+        torch.tensor(yes)[:, None],
+        torch.tensor(no)[:, None],
+        "1",
+        folds=3,
+        kind=kind,
+        seed=6,
+        draws=2,
+    )
     # Texts are numbered in their order. The texts of `no` are assigned to folds first.
     draw, fold = torch.Generator().manual_seed(6), np.zeros(17, int)
     for each in (no, yes):
@@ -662,7 +702,10 @@ def left_padded(model, texts, width=15):
 @pytest.mark.parametrize("pos", [-1, [-5, -1], "of each"])
 @pytest.mark.parametrize("given", ["texts", "caches", "both"])
 def test_a_text_of_both_kinds_is_in_one_fold(model, given, pos):
-    """With the same texts on both sides nothing is to be found. With a leak the AUROC would be 0."""
+    """With the same texts on both sides nothing is to be found.
+
+    With a leak the AUROC would be 0.
+    """
     pytest.importorskip("sklearn", reason="needs the extra probes")
     texts = random_letters(13, seed=3)
     yes, no = [*texts, texts[4]], [*reversed(texts), *texts[2:6]]
@@ -736,7 +779,8 @@ def test_the_auroc_of_a_fold_is_that_of_scikit_learn():
         folds=2,
         seed=4,
     )
-    # The folds are drawn from the seed as documented: texts of `no` (6 to 11) first, then those of `yes`.
+    # The folds are drawn from the seed as documented: texts of `no` (6 to 11) first, then those of
+    # `yes`.
     draw, fold = torch.Generator().manual_seed(4), np.zeros(12, int)
     for each in (np.arange(6, 12), np.arange(6)):
         fold[each[torch.randperm(6, generator=draw)]] = np.arange(6) % 2

@@ -1,4 +1,6 @@
-"""Directions of texts in a store: against the same texts without a store, numpy and scikit-learn."""
+"""Directions of texts in a store: against the same texts without a store, numpy and
+scikit-learn.
+"""
 
 import numpy as np
 import pytest
@@ -62,8 +64,12 @@ def test_stores_give_what_their_texts_give(model, tmp_path, how, pos):
         kinds = by_kind(texts, labels)
         given, options, wheres = [stored(model, texts, tmp_path)], {"labels": labels}, pos
         if pos is POSITIONS["of each"]:
-            wheres = [part for flag in (True, False)
-                      for part, label in zip(pos, labels, strict=True) if label == flag]  # fmt: skip
+            wheres = [
+                part
+                for flag in (True, False)
+                for part, label in zip(pos, labels, strict=True)
+                if label == flag
+            ]
     sites = ["resid_post", "blocks.2.attn.z"]
     names = [NAMES[0], NAMES[1], NAMES[2]]
     v = difference_of_means(model, *given, site=sites, pos=pos, batch=2, **options)

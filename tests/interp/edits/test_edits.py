@@ -1,4 +1,6 @@
-"""Edits against numpy, hand-written hooks, the model's own masks, and the same text read in pieces."""
+"""Edits against numpy, hand-written hooks, the model's own masks, and the same text
+read in pieces.
+"""
 
 import itertools
 import random
@@ -85,7 +87,10 @@ def donors_of(source, seed):
 
 
 def drawn_change(rng, name, cache):
-    """A function that makes an edit, and the same change in numpy: (whole value, region, its subscript)."""
+    """A function that makes an edit, and the same change in numpy:
+
+    (whole value, region, its subscript).
+    """
     source, width = cache[name].numpy(), cache[name].shape[-1]
     two = np.random.default_rng(rng.randrange(99)).normal(size=(width, 2))
     onto = two @ np.linalg.inv(two.T @ two) @ two.T
@@ -152,8 +157,20 @@ SWAPPED = [row[::-1] for row in RAGGED]
 
 @pytest.mark.parametrize(
     ("pos", "source_pos"),
-    [(SPANS, None), (SPANS, ELSEWHERE), (SPANS, [3, 0]), ([0, 4], ELSEWHERE), (4, ELSEWHERE[:, 1:]), (slice(2, 4), slice(-2, None)), ([1, -1], 3), (None, 2), (RAGGED, None), (RAGGED, 2), (RAGGED, SWAPPED)],
-)  # fmt: skip
+    [
+        (SPANS, None),
+        (SPANS, ELSEWHERE),
+        (SPANS, [3, 0]),
+        ([0, 4], ELSEWHERE),
+        (4, ELSEWHERE[:, 1:]),
+        (slice(2, 4), slice(-2, None)),
+        ([1, -1], 3),
+        (None, 2),
+        (RAGGED, None),
+        (RAGGED, 2),
+        (RAGGED, SWAPPED),
+    ],
+)
 @pytest.mark.parametrize("rows", [None, [1, 4]])
 def test_positions_of_each_example_and_of_the_source(wide, texts, source, pos, source_pos, rows):
     name, where = "blocks.1.attn.z", {} if rows is None else {"batch": rows}
@@ -389,7 +406,12 @@ def test_knockout_equals_the_models_own_mask(form, texts):
     runner = made(**form)
     seen = torch.ones(POS, POS, dtype=torch.bool).tril()
     seen &= ~torch.ones(POS, POS, dtype=torch.bool).tril(-form.get("window", POS))
-    for query, key, head in ((-1, [0, 2], None), (slice(2, 5), slice(None), [1, 4]), (None, 1, 3), ([0, 3], None, None)):  # fmt: skip
+    for query, key, head in (
+        (-1, [0, 2], None),
+        (slice(2, 5), slice(None), [1, 4]),
+        (None, 1, 3),
+        ([0, 3], None, None),
+    ):
         mask = seen.expand(BATCH, 6, POS, POS).clone()
         for q, k in itertools.product(range(POS)[slice(None)], range(POS)):
             inside = query is None or q in np.atleast_1d(np.arange(POS)[query])
@@ -667,13 +689,21 @@ ONES = torch.ones(BATCH, POS, 10).double()
         (lambda s: edits.replace(ONES[:, :6], pos=1), "embed", "7 along pos.*6"),
         (lambda s: edits.replace(ONES[:, :6], source_pos=6, pos=1), "embed", "-6 to 5; got 6"),
         (lambda s: edits.replace(s, source_pos=[0, 1], pos=[1, 2, 4]), "embed", "3 positions.*2"),
-        (lambda s: edits.replace(s, source_pos=ELSEWHERE, pos=[[1, 2]] * 4 + [[3]]), "embed", "1 positions.*2"),
+        (
+            lambda s: edits.replace(s, source_pos=ELSEWHERE, pos=[[1, 2]] * 4 + [[3]]),
+            "embed",
+            "1 positions.*2",
+        ),
         (lambda s: edits.replace(s, source_pos=1), "blocks.0.attn.pattern", None),
         (lambda s: edits.replace(ONES[None]), "embed", r"\[1, 5, 7, 10\]"),
         (lambda s: edits.replace(ActivationCache({}, {})), "embed", "embed"),
         (lambda s: edits.mean(s, "head"), "embed", "head"),
         (lambda s: edits.mean(ONES[:1]), "embed", "several.*got one"),
-        (lambda s: edits.add(torch.ones(BATCH, 10).double(), pos=[0, 1]), "embed", "7 along pos.*5"),
+        (
+            lambda s: edits.add(torch.ones(BATCH, 10).double(), pos=[0, 1]),
+            "embed",
+            "7 along pos.*5",
+        ),
         (lambda s: edits.mean(s, attention_mask=torch.ones(BATCH, 6)), "embed", "7 along pos.*6"),
         (lambda s: edits.mean(s, attention_mask=torch.ones(1, POS)), "embed", "5, 7.*1, 7"),
         (lambda s: edits.mean(s, attention_mask=torch.eye(BATCH, POS)), "embed", "average"),
@@ -686,7 +716,7 @@ ONES = torch.ones(BATCH, POS, 10).double()
         (lambda s: edits.project_out(torch.ones(4)), "embed", "10.*4"),
         (lambda s: edits.knockout(query=1), "blocks.0.attn.pattern", "scores"),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_fit_a_point_is_an_error(wide, texts, source, edit, name, match):
     hooks = {name: edit(source)}
     if match is None:  # `query` also counts positions

@@ -1,4 +1,6 @@
-"""ACDC against a loop written out, on a model whose circuit is known; and total and direct effects against hooks."""
+"""ACDC against a loop written out, on a model whose circuit is known; and total and direct effects
+against hooks.
+"""
 
 import pytest
 import torch
@@ -21,7 +23,10 @@ def pairs_of(model, seed=0):
 
 @torch.no_grad()
 def written_out(model, pairs, threshold, pos=-1):
-    """Test each edge alone, by `run_circuit` without it. Return the kept edges and the change of each test."""
+    """Test each edge alone, by `run_circuit` without it.
+
+    Return the kept edges and the change of each test.
+    """
     graph, whole = Graph(model), model(pairs.clean).double().log_softmax(-1)
     left, current, added = [*graph.edges], 0.0, {}
     for reader in reversed(graph.readers):

@@ -1,4 +1,6 @@
-"""Attribution against PyTorch's own hooks and gradients, small steps, and patching where that is linear."""
+"""Attribution against PyTorch's own hooks and gradients, small steps, and patching where that is
+linear.
+"""
 
 import gc
 import itertools

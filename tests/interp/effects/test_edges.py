@@ -190,7 +190,9 @@ def outgoing(found, writer):
 
 
 def patched(model, real, nodes, writer):
-    """The logits where all later nodes read what one writer adds in the other run, and compute from it."""
+    """The logits where all later nodes read what one writer adds in the other run, and compute from
+    it.
+    """
     ours, theirs = (
         nodes.contributions(
             HookedRunner(model).run_with_cache(t, attention_mask=real, names=nodes.needed)[1]

@@ -14,7 +14,7 @@ from interp import (
     faithfulness,
     run_circuit,
     run_with_cache,
-)  # fmt: skip
+)
 from interp.effects.evaluation import completeness, minimality
 from interp.graph import Graph, circuits
 from interp.numbers.intervals import interval
@@ -98,8 +98,9 @@ def test_a_curve_has_the_areas_of_the_benchmark():
         "absolute": above * (gap / gap.mean() - faithful["absolute"]),
     }
     for measured, kind, height in (
-        (found.cpr, "signed", lambda f: f), (found.cmd, "absolute", lambda f: abs(1 - f)),
-    ):  # fmt: skip
+        (found.cpr, "signed", lambda f: f),
+        (found.cmd, "absolute", lambda f: abs(1 - f)),
+    ):
         expected = trapezoid(height(faithful[kind].mean(1)), SHARES)
         assert measured.value == pytest.approx(expected, rel=1e-5)
         each = torch.from_numpy(trapezoid(heights[kind], SHARES, axis=0))

@@ -1,4 +1,7 @@
-"""Verified estimates, compared with exact sweeps of every place. Bounds are compared with all possible samples."""
+"""Verified estimates, compared with exact sweeps of every place.
+
+Bounds are compared with all possible samples.
+"""
 
 import itertools
 from dataclasses import replace

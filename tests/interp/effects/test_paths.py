@@ -1,4 +1,6 @@
-"""Edge and path patching, compared with two runs of a two-layer model with hooks, and with slow masked runs."""
+"""Edge and path patching, compared with two runs of a two-layer model with hooks, and with slow
+masked runs.
+"""
 
 import pytest
 import torch
@@ -13,9 +15,12 @@ REAL = torch.ones(5, 7, dtype=torch.bool)
 LEFT = REAL.clone()
 LEFT[1, :3] = False
 EDGES = {
-    "q": "input->a1.h2<q>", "k": "a0.h3->a2.h1<k>", "v": "m0->a1.h2<v>", "m": "a1.h4->m2",
+    "q": "input->a1.h2<q>",
+    "k": "a0.h3->a2.h1<k>",
+    "v": "m0->a1.h2<v>",
+    "m": "a1.h4->m2",
     "logits": "a1.h0->logits",
-}  # fmt: skip
+}
 
 
 def answer(logits):
@@ -111,8 +116,12 @@ def two_runs(model, sender, receivers, mlps):
 
 
 RECEIVERS = [
-    ["logits"], ["a1.h0<q>", "a1.h3<q>", "a1.h1<k>"], ["m1"], ["a1.h2<v>", "m1"], ["m0", "a1.h5<q>", "m1"],
-]  # fmt: skip
+    ["logits"],
+    ["a1.h0<q>", "a1.h3<q>", "a1.h1<k>"],
+    ["m1"],
+    ["a1.h2<v>", "m1"],
+    ["m0", "a1.h5<q>", "m1"],
+]
 
 
 @pytest.mark.sampled(8)
@@ -170,7 +179,7 @@ def test_what_does_not_fit_is_refused(unchecked):
         ("alone", lambda: path_patching(model, PAIRS, ["m1", "logits"])),
         ("correspond", lambda: path_patching(model, apart)),
         ("mlps", lambda: path_patching(model, PAIRS, mlps="kept")),
-    ):  # fmt: skip
+    ):
         with pytest.raises((ValueError, TypeError, UnknownNameError), match=error):
             call()
     with HookedRunner(model).hooks({"*.z": lambda z, point: z}), pytest.raises(HookError):

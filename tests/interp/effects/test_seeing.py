@@ -1,4 +1,6 @@
-"""Analyses of models of images, sounds, and encoder-decoder models, compared with raw hooks on a copy."""
+"""Analyses of models of images, sounds, and encoder-decoder models, compared with raw hooks on a
+copy.
+"""
 
 import copy
 
@@ -46,7 +48,9 @@ def read_by(twin, block, given):
 
 
 def with_row(twin, block, value, pos, given):
-    """Return the output of the twin, with the value of another run at one position of every row before a block."""
+    """Return the output of the twin, with the value of another run at one position of every row
+    before a block.
+    """
 
     def put(module, args, kwargs):
         x = (args[0] if args else kwargs["hidden_states"]).clone()

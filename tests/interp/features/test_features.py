@@ -75,9 +75,12 @@ def test_identity_recovers_all_and_zero_nothing(model, texts):
     assert math.isclose(scores.points[PLACE].explained_variance, 1)
     assert math.isclose(scores.points[PLACE].l0, D)
     nothing = Dictionary(
-        torch.zeros(D, 3).double(), torch.zeros(3, D).double(), torch.zeros(3).double(),
-        torch.zeros(D).double(), nn.ReLU(),
-    )  # fmt: skip
+        torch.zeros(D, 3).double(),
+        torch.zeros(3, D).double(),
+        torch.zeros(3).double(),
+        torch.zeros(D).double(),
+        nn.ReLU(),
+    )
     scores = evaluate_sae(model, {PLACE: nothing}, texts)
     assert_close(scores.recovered().mean(), torch.zeros(1, dtype=torch.float64))
     point = scores.points[PLACE]
@@ -182,9 +185,15 @@ def test_transcoders_are_scored_at_what_they_write(model):
     mlp = model.blocks[0].mlp
     zero = torch.zeros(D, dtype=torch.float64)
     linear = Dictionary(
-        torch.zeros(D, 3).double(), torch.zeros(3, D).double(), torch.zeros(3).double(), zero, nn.ReLU(),
-        W_skip=torch.eye(D).double(), reads="blocks.0.ln2.normalized", writes="blocks.0.mlp_out",
-    )  # fmt: skip
+        torch.zeros(D, 3).double(),
+        torch.zeros(3, D).double(),
+        torch.zeros(3).double(),
+        zero,
+        nn.ReLU(),
+        W_skip=torch.eye(D).double(),
+        reads="blocks.0.ln2.normalized",
+        writes="blocks.0.mlp_out",
+    )
     scores = evaluate_sae(model, linear, TEXTS[:1])
     tokens = torch.tensor(TEXTS[:1])
     cache = HookedRunner(model).capture(
@@ -367,9 +376,12 @@ def test_purity_counts_copies_of_a_text_once(model, batch):
 def test_purity_of_some_positions(model):
     neurons = "blocks.1.mlp.post"
     shares = purity(model, TEXTS, neurons, k=2, pos=-1)
-    values = torch.stack([
-        HookedRunner(model).capture(torch.tensor([text]), names=neurons)[neurons][0, -1] for text in TEXTS
-    ])  # fmt: skip
+    values = torch.stack(
+        [
+            HookedRunner(model).capture(torch.tensor([text]), names=neurons)[neurons][0, -1]
+            for text in TEXTS
+        ]
+    )
     last = torch.tensor([text[-1] for text in TEXTS])
     for n in range(4 * D):
         best = values[:, n].topk(2)

@@ -1,4 +1,6 @@
-"""Dictionaries of other libraries, compared with numbers of these libraries (tests/dictionaries/make.py)."""
+"""Dictionaries of other libraries, compared with numbers of these libraries
+(tests/dictionaries/make.py).
+"""
 
 import json
 import re
@@ -69,7 +71,9 @@ def test_the_points_that_circuit_tracer_adds_have_our_names(tmp_path):
 
 
 def yaml_changed(name, tmp_path, text, k=None):
-    """A copy of circuit-tracer's fixture with another `config.yaml`, and a `k` in the first file if one is given."""
+    """A copy of circuit-tracer's fixture with another `config.yaml`, and a `k` in the first file if
+    one is given.
+    """
     pytest.importorskip("yaml", reason="config.yaml needs PyYAML")
     folder = shutil.copytree(FIXTURES / name, tmp_path / "own")
     (folder / "config.yaml").write_text(text)
@@ -115,16 +119,24 @@ def test_a_saved_k_means_top_k(tmp_path):
 
 YAML = {
     "k of relu": ("circuit_tracer_topk", "k: 7", "one k"),
-    "two activations": ("circuit_tracer_topk", "{activation: relu, activation_function: topk, k: 7}", "relu and topk"),
+    "two activations": (
+        "circuit_tracer_topk",
+        "{activation: relu, activation_function: topk, k: 7}",
+        "relu and topk",
+    ),
     "unknown activation": ("circuit_tracer_topk", "activation: batch_topk", "batchtopk"),
     "no threshold": ("circuit_tracer_topk", "activation: jump_relu", "no threshold"),
     "threshold": ("circuit_tracer", "activation: relu", "a threshold"),
     "field": ("circuit_tracer", "acitvation: topk", "close matches: activation"),
     "kind": ("circuit_tracer", "model_kind: cross_layer_transcoder", "model_kind"),
-    "other files": ("circuit_tracer", "transcoders: ['hf://a/b/layer_1.safetensors', 'hf://a/b/layer_0.safetensors']", "transcoders"),
+    "other files": (
+        "circuit_tracer",
+        "transcoders: ['hf://a/b/layer_1.safetensors', 'hf://a/b/layer_0.safetensors']",
+        "transcoders",
+    ),
     "top-k of which layers": ("cross_layer_relu", "{activation: topk, k: 3}", "in one layer"),
     "other kind": ("cross_layer_relu", "model_kind: transcoder_set", "model_kind"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("refused", YAML)
@@ -239,14 +251,22 @@ def test_the_bundled_ones():
 SHA, CACHE = "c1f6c4e0", "models--google--gemma-scope-2b-pt"
 SPELLINGS = {  # the path of a folder or file, and whether it is for embeddings or a transcoder
     "a repository": ("gemma-scope-2b-pt-res/embedding/width_4k/average_l0_6", True, False),
-    "embeddings in a cache": (f"{CACHE}-res/snapshots/{SHA}/embedding/width_4k/average_l0_6", True, False),
+    "embeddings in a cache": (
+        f"{CACHE}-res/snapshots/{SHA}/embedding/width_4k/average_l0_6",
+        True,
+        False,
+    ),
     "a layer": ("gemma-scope-9b-it-res/layer_3/width_16k/average_l0_59", False, False),
     "attention": ("gemma-scope-2b-pt-att/layer_3/width_16k/average_l0_59", False, False),
-    "transcoders in a cache": (f"{CACHE}-transcoders/snapshots/{SHA}/layer_3/width_16k/average_l0_59", False, True),
+    "transcoders in a cache": (
+        f"{CACHE}-transcoders/snapshots/{SHA}/layer_3/width_16k/average_l0_59",
+        False,
+        True,
+    ),
     "without its repository": ("embedding/width_4k/average_l0_6", True, False),
     "of somebody else": ("x/embedding/layer_3", False, None),
     "a study of embeddings": ("embedding-study/a/b/layer_5", False, None),
-}  # fmt: skip
+}
 
 
 def formula_of_gemma_scope(x, root):
@@ -291,8 +311,11 @@ def test_points_of_gemma_scope(tmp_path):
         "gemma-scope-2b-pt-res/embedding/width_4k": ("embed",) * 2,
         "gemma-scope-2b-pt-mlp/layer_3/width_16k": ("blocks.3.mlp_out",) * 2,
         "gemma-scope-2b-pt-att/layer_13/width_16k": ("blocks.13.attn.z",) * 2,
-        "gemma-scope-2b-pt-transcoders/layer_3/width_16k": ("blocks.3.ln2.hook_normalized", "blocks.3.mlp_out"),
-    }.items():  # fmt: skip
+        "gemma-scope-2b-pt-transcoders/layer_3/width_16k": (
+            "blocks.3.ln2.hook_normalized",
+            "blocks.3.mlp_out",
+        ),
+    }.items():
         made = load_sae(shutil.copytree(FIXTURES / "gemma_scope", tmp_path / path))
         assert (made.reads, made.writes) == points
     gain = torch.arange(1.0, 7.0)
@@ -377,7 +400,9 @@ def test_top_k_of_dictionary_learning_before_its_k_was_a_buffer(tmp_path):
 
 @pytest.mark.parametrize("name", ["batchtopk", "jumprelu", "matryoshka"])
 def test_sae_lens_with_flat_fields_beside_metadata(name, tmp_path):
-    """As version 6 wrote trainings before `training_architecture_details`, and with the model's fields in both forms."""
+    """As version 6 wrote trainings before `training_architecture_details`, and with the model's
+    fields in both forms.
+    """
     folder = f"sae_lens_raw_{name}"
     flat = {
         "hook_name": "blocks.2.hook_mlp_out",
@@ -386,7 +411,7 @@ def test_sae_lens_with_flat_fields_beside_metadata(name, tmp_path):
         "hook_layer": 2,
         "prepend_bos": True,
     }
-    made = load_sae(changed(folder, tmp_path, flat | {"metadata": {"sae_lens_version": "6.0.0"}}))  # fmt: skip
+    made = load_sae(changed(folder, tmp_path, flat | {"metadata": {"sae_lens_version": "6.0.0"}}))
     wanted = expected(FIXTURES / folder)
     assert_close(made.encode(wanted["x"]), wanted["features"], **CLOSE)
     assert made.reads == made.writes == "blocks.2.mlp_out"
@@ -411,7 +436,8 @@ def test_weights_of_another_size_are_refused():
 import torch
 from interp.features import Dictionary, JumpReLU
 right = dict(W_enc=(6, 11), W_dec=(11, 5), b_enc=(11,), b_dec=(5,), threshold=(11,), W_skip=(6, 5))
-for name, size in dict(b_enc=(1,), b_dec=(1,), W_dec=(5, 11), threshold=(1,), W_skip=(5, 6)).items():
+SIZES_OF_ONE = dict(b_enc=(1,), b_dec=(1,), W_dec=(5, 11), threshold=(1,), W_skip=(5, 6))
+for name, size in SIZES_OF_ONE.items():
     weights = {n: torch.ones(size if n == name else shape) for n, shape in right.items()}
     try:
         Dictionary(activation=JumpReLU(weights.pop("threshold")), **weights)
@@ -442,32 +468,68 @@ REFUSED = {
     "unknown field": ("sae_lens_standard", {"config": {"temperature": 2}}, "temperature"),
     "temporal": ("sae_lens_standard", {"config": {"architecture": "temporal"}}, "'temporal'"),
     "factor": ("sae_lens_factor", {}, "norm_factor="),
-    "norm": ("sae_lens_standard", {"config": {"normalize_activations": "whitening"}}, "'whitening'"),
+    "norm": (
+        "sae_lens_standard",
+        {"config": {"normalize_activations": "whitening"}},
+        "'whitening'",
+    ),
     "missing tensor": ("sae_lens_standard", {"drop": ["b_enc"]}, "b_enc"),
     "extra tensor": ("sae_lens_standard", {"weights": {"r_mag": torch.ones(11)}}, "r_mag"),
     "no threshold": ("sae_lens_jumprelu", {"drop": ["threshold"]}, "threshold"),
     "old activation": ("sae_lens_old", {"config": {"activation_fn_str": "tanh-relu"}}, "tanh-relu"),
-    "old scale": ("sae_lens_old", {"weights": {"scaling_factor": torch.full((11,), 2.0)}}, "scaling_factor"),
+    "old scale": (
+        "sae_lens_old",
+        {"weights": {"scaling_factor": torch.full((11,), 2.0)}},
+        "scaling_factor",
+    ),
     "gemma": ("gemma_scope_2", {"config": {"architecture": "relu"}}, "'relu'"),
-    "old activation beside another": ("sae_lens_standard", {"config": {"activation_fn": "topk", "activation_fn_kwargs": {"k": 3}}}, "architecture"),
+    "old activation beside another": (
+        "sae_lens_standard",
+        {"config": {"activation_fn": "topk", "activation_fn_kwargs": {"k": 3}}},
+        "architecture",
+    ),
     "shape": ("sae_lens_standard", {"config": {"reshape_activations": "other"}}, "'other'"),
     "old unknown field": ("sae_lens_old", {"config": {"temprature": 2}}, "temprature"),
-    "close": ("sae_lens_standard", {"config": {"apply_b_dec_to_inputs": True}}, "close matches: apply_b_dec_to_input"),
+    "close": (
+        "sae_lens_standard",
+        {"config": {"apply_b_dec_to_inputs": True}},
+        "close matches: apply_b_dec_to_input",
+    ),
     "unknown field of sparsify": ("sparsify_topk/layers.1.mlp", {"config": {"K": 2}}, "'K'"),
     "signed": ("sparsify_topk/layers.1.mlp", {"config": {"signed": True}}, "signed"),
     "no skip": ("sparsify_topk/layers.1.mlp", {"config": {"skip_connection": True}}, "W_skip"),
-    "unknown field of gemma": ("gemma_scope_2", {"config": {"apply_b_dec_to_input": True}}, "apply_b_dec"),
+    "unknown field of gemma": (
+        "gemma_scope_2",
+        {"config": {"apply_b_dec_to_input": True}},
+        "apply_b_dec",
+    ),
     "no affine": ("gemma_scope_2", {"config": {"affine_connection": False}}, "affine"),
     "type": ("gemma_scope_2", {"config": {"type": "crosscoder"}}, "crosscoder"),
     "sae of two points": ("gemma_scope_2", {"config": {"type": "sae"}}, "'sae'"),
-    "trainer": ("dictionary_learning_AutoEncoder", {"config": {"trainer": {"dict_class": "AutoEncoder", "temp": 1}}}, "'temp'"),
+    "trainer": (
+        "dictionary_learning_AutoEncoder",
+        {"config": {"trainer": {"dict_class": "AutoEncoder", "temp": 1}}},
+        "'temp'",
+    ),
     "top field": ("dictionary_learning_AutoEncoder", {"config": {"scale": 3}}, "'scale'"),
-    "field of the buffer": ("dictionary_learning_AutoEncoder", {"config": {"buffer": {"normalize": True}}}, "'normalize'"),
-    "buffer": ("dictionary_learning_AutoEncoder", {"config": {"buffer": {"io": "in_and_out"}}}, "io"),
+    "field of the buffer": (
+        "dictionary_learning_AutoEncoder",
+        {"config": {"buffer": {"normalize": True}}},
+        "'normalize'",
+    ),
+    "buffer": (
+        "dictionary_learning_AutoEncoder",
+        {"config": {"buffer": {"io": "in_and_out"}}},
+        "io",
+    ),
     "k": ("sae_lens_topk", {"drop": ["k"]}, "must say k"),
     "too large k": ("sae_lens_topk", {"config": {"k": 12}}, "from 1 to 11"),
-    "class": ("dictionary_learning_AutoEncoder", {"config": {"trainer": {"dict_class": "Other"}}}, "'Other'"),
-}  # fmt: skip
+    "class": (
+        "dictionary_learning_AutoEncoder",
+        {"config": {"trainer": {"dict_class": "Other"}}},
+        "'Other'",
+    ),
+}
 
 
 @pytest.mark.parametrize("refused", REFUSED)
@@ -502,15 +564,25 @@ def test_folders(tmp_path):
 
 
 DAMAGED = [
-    "sae_lens_topk", "sae_lens_old", "sae_lens_raw_batchtopk", "sae_lens_matching_pursuit", "sparsify_topk/layers.1.mlp",
-    "dictionary_learning_interrupted", "gemma_scope", "gemma_scope_2", "circuit_tracer_topk", "cross_layer_relu",
-]  # fmt: skip
+    "sae_lens_topk",
+    "sae_lens_old",
+    "sae_lens_raw_batchtopk",
+    "sae_lens_matching_pursuit",
+    "sparsify_topk/layers.1.mlp",
+    "dictionary_learning_interrupted",
+    "gemma_scope",
+    "gemma_scope_2",
+    "circuit_tracer_topk",
+    "cross_layer_relu",
+]
 OTHER_TYPES = (None, 3, -1, True, "x", "", [], [1], {}, {"a": 1})
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 3\n"
 
 
 def refused_or_read(folder, name):
-    """Whether a folder is read; if not, one error of ours must name the file and not speak Python."""
+    """Whether a folder is read; if not, one error of ours must name the file and not
+    speak Python.
+    """
     options = {"scale_embeddings": False} if name == "gemma_scope" else {}
     try:
         load_sae(folder, **options)
@@ -533,7 +605,9 @@ def fields_of(config, above=()):
 
 
 def with_field(config, path, value):
-    """A copy of a config with another value of a field; without the field where the value is `...`."""
+    """A copy of a config with another value of a field; without the field where the
+    value is `...`.
+    """
     config = json.loads(json.dumps(config))
     owner = config
     for name in path[:-1]:
@@ -560,7 +634,9 @@ def test_each_field_of_a_config_may_be_missing_null_or_of_another_type(copied):
 
     for path in [*folder.glob("*.json"), *folder.glob("*.yaml")]:
         text = path.read_text()
-        read, write = (json.loads, json.dumps) if path.suffix == ".json" else (yaml.safe_load, yaml.safe_dump)  # fmt: skip
+        read, write = (
+            (json.loads, json.dumps) if path.suffix == ".json" else (yaml.safe_load, yaml.safe_dump)
+        )
         for field in fields_of(read(text)):
             for value in (..., *OTHER_TYPES):
                 path.write_text(write(with_field(read(text), field, value)))
@@ -576,7 +652,15 @@ def test_a_damaged_file_of_weights_is_named(copied):
     folder, name = copied
     for path in [*folder.glob("*.safetensors"), *folder.glob("*.npz"), *folder.glob("*.pt")]:
         whole = path.read_bytes()
-        for damaged in (b"", b"junk" * 50, LFS, b"<!doctype html>", whole[:6], whole[: len(whole) // 2], whole[:-1]):  # fmt: skip
+        for damaged in (
+            b"",
+            b"junk" * 50,
+            LFS,
+            b"<!doctype html>",
+            whole[:6],
+            whole[: len(whole) // 2],
+            whole[:-1],
+        ):
             path.write_bytes(damaged)
             assert not refused_or_read(folder, name)
             with pytest.raises((ValueError, FileNotFoundError), match=path.name):
@@ -584,13 +668,23 @@ def test_a_damaged_file_of_weights_is_named(copied):
         path.write_bytes(whole)
 
 
-@pytest.mark.parametrize("copied", ["sae_lens_topk_by_norm", "gemma_scope_2", "circuit_tracer"], indirect=True)  # fmt: skip
+@pytest.mark.parametrize(
+    "copied", ["sae_lens_topk_by_norm", "gemma_scope_2", "circuit_tracer"], indirect=True
+)
 def test_each_tensor_may_be_missing_or_of_another_form(copied):
     folder, name = copied
     (path, *_) = sorted(folder.glob("*.safetensors"))
     whole = load_file(path)
     for key, tensor in whole.items():
-        for other in (None, tensor.long(), tensor.bool(), torch.tensor(1.5), tensor.flatten()[:1], tensor[None], torch.empty(0)):  # fmt: skip
+        for other in (
+            None,
+            tensor.long(),
+            tensor.bool(),
+            torch.tensor(1.5),
+            tensor.flatten()[:1],
+            tensor[None],
+            torch.empty(0),
+        ):
             changed = {**whole, key: other}
             save_file({n: t.contiguous() for n, t in changed.items() if t is not None}, path)
             refused_or_read(folder, name)
@@ -598,8 +692,14 @@ def test_each_tensor_may_be_missing_or_of_another_form(copied):
 
 
 @pytest.mark.parametrize(
-    ("form", "what"), [("sae_lens_topk", "k"), ("sparsify_topk/layers.1.mlp", "k"), ("gemma_scope_2", "architecture"), ("dictionary_learning_AutoEncoder", "dict_class")],
-)  # fmt: skip
+    ("form", "what"),
+    [
+        ("sae_lens_topk", "k"),
+        ("sparsify_topk/layers.1.mlp", "k"),
+        ("gemma_scope_2", "architecture"),
+        ("dictionary_learning_AutoEncoder", "dict_class"),
+    ],
+)
 def test_a_null_field_is_named(form, what, tmp_path):
     folder = Path(shutil.copytree(FIXTURES / form, tmp_path / "a"))
     (path,) = folder.glob("*.json")

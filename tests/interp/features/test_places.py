@@ -1,4 +1,6 @@
-"""Names of places in files of other libraries, compared with inputs and outputs of modules of `transformers`."""
+"""Names of places in files of other libraries, compared with inputs and outputs of modules of
+`transformers`.
+"""
 
 import copy
 import json
@@ -34,7 +36,9 @@ def made(name):
 
 @pytest.fixture(scope="module")
 def models():
-    """Return a model of each family: the original, an attached copy, and a plain copy if the family is supported."""
+    """Return a model of each family: the original, an attached copy, and a plain copy if the family
+    is supported.
+    """
     kept = {}
 
     def of(name):
@@ -53,7 +57,10 @@ def models():
 
 
 def seen(model, name):
-    """Return the input or output of a module of `transformers`, by its name in these tests: `layers.1.mlp.input`."""
+    """Return the input or output of a module of `transformers`, by its name in these tests:
+
+    `layers.1.mlp.input`.
+    """
     path, end = name.rsplit(".", 1)
     (module,) = [m for n, m in model.named_modules() if n == path or n.endswith(f".{path}")]
     values = []
@@ -79,7 +86,8 @@ def dictionary(size, **about):
     return Dictionary(*weights, *biases, JumpReLU(torch.zeros(5).double()), **about)
 
 
-# For each family: the name in a file, the module with its input or output, and our point, or None without a point.
+# For each family: the name in a file, the module with its input or output, and our point, or None
+# without a point.
 PLACES = json.loads(Path(__file__).with_name("places.json").read_text())
 
 
@@ -292,9 +300,19 @@ def test_a_dictionary_of_gemma_scope_2_in_its_model(models):
         splice(attached, made).__enter__()
 
 
-@pytest.mark.parametrize("hook", ["output", "post_feedforward_layernorm.output", "self_attn.o_proj.input"])  # fmt: skip
+@pytest.mark.parametrize(
+    "hook", ["output", "post_feedforward_layernorm.output", "self_attn.o_proj.input"]
+)
 def test_autoencoders_of_gemma_scope_2_have_our_points(hook, tmp_path):
-    fields = {"hf_hook_point_in": f"model.layers.1.{hook}", "type": "sae", "width": 11, "l0": 20, "affine_connection": False}  # fmt: skip
-    folder = changed("gemma_scope_2", tmp_path, fields, drop=["hf_hook_point_out", "affine_skip_connection"])  # fmt: skip
+    fields = {
+        "hf_hook_point_in": f"model.layers.1.{hook}",
+        "type": "sae",
+        "width": 11,
+        "l0": 20,
+        "affine_connection": False,
+    }
+    folder = changed(
+        "gemma_scope_2", tmp_path, fields, drop=["hf_hook_point_out", "affine_skip_connection"]
+    )
     sae, point = load_sae(folder), PLACES["gemma3_text"][fields["hf_hook_point_in"]][1]
     assert (sae.reads, sae.writes, sae.is_transcoder) == (point, point, False)

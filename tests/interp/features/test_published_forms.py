@@ -40,22 +40,56 @@ def agrees(made, features, output, x=X, atol=1e-5):
 
 # Llama Scope. The fields are those of a published hyperparams.json.
 HYPERPARAMS = {
-    "device": "cuda:0", "seed": 42, "dtype": "torch.bfloat16", "hook_point_in": "blocks.24.hook_resid_post",
-    "hook_point_out": "blocks.24.hook_resid_post", "use_decoder_bias": True, "apply_decoder_bias_to_pre_encoder": False,
-    "expansion_factor": 32, "d_model": D_IN, "d_sae": FEATURES, "bias_init_method": "all_zero", "act_fn": "jumprelu",
-    "jump_relu_threshold": 0.75390625, "norm_activation": "dataset-wise",
-    "dataset_average_activation_norm": {"in": 3.125, "out": 3.125}, "decoder_exactly_fixed_norm": False,
-    "sparsity_include_decoder_norm": True, "use_glu_encoder": False, "init_decoder_norm": 0.5, "init_encoder_norm": None,
-    "init_encoder_with_decoder_transpose": True, "lp": 1, "l1_coefficient": 8e-05, "l1_coefficient_warmup_steps": 78125,
-    "top_k": 50, "k_warmup_steps": 78125, "use_batch_norm_mse": True, "use_ghost_grads": False, "tp_size": 1, "ddp_size": 1,
-}  # fmt: skip
+    "device": "cuda:0",
+    "seed": 42,
+    "dtype": "torch.bfloat16",
+    "hook_point_in": "blocks.24.hook_resid_post",
+    "hook_point_out": "blocks.24.hook_resid_post",
+    "use_decoder_bias": True,
+    "apply_decoder_bias_to_pre_encoder": False,
+    "expansion_factor": 32,
+    "d_model": D_IN,
+    "d_sae": FEATURES,
+    "bias_init_method": "all_zero",
+    "act_fn": "jumprelu",
+    "jump_relu_threshold": 0.75390625,
+    "norm_activation": "dataset-wise",
+    "dataset_average_activation_norm": {"in": 3.125, "out": 3.125},
+    "decoder_exactly_fixed_norm": False,
+    "sparsity_include_decoder_norm": True,
+    "use_glu_encoder": False,
+    "init_decoder_norm": 0.5,
+    "init_encoder_norm": None,
+    "init_encoder_with_decoder_transpose": True,
+    "lp": 1,
+    "l1_coefficient": 8e-05,
+    "l1_coefficient_warmup_steps": 78125,
+    "top_k": 50,
+    "k_warmup_steps": 78125,
+    "use_batch_norm_mse": True,
+    "use_ghost_grads": False,
+    "tp_size": 1,
+    "ddp_size": 1,
+}
 R1 = {
-    "sae_type": "sae", "hook_point_in": "blocks.15.hook_resid_post", "hook_point_out": "blocks.15.hook_resid_post",
-    "d_model": D_IN, "expansion_factor": 2, "use_decoder_bias": True, "use_glu_encoder": False, "act_fn": "jumprelu",
-    "jump_relu_threshold": 0.0, "apply_decoder_bias_to_pre_encoder": False, "norm_activation": "dataset-wise",
-    "sparsity_include_decoder_norm": True, "force_unit_decoder_norm": False, "top_k": 50, "use_triton_kernel": False,
-    "sparsity_threshold_for_triton_spmm_kernel": 0.99, "jumprelu_threshold_window": 2.0,
-}  # fmt: skip
+    "sae_type": "sae",
+    "hook_point_in": "blocks.15.hook_resid_post",
+    "hook_point_out": "blocks.15.hook_resid_post",
+    "d_model": D_IN,
+    "expansion_factor": 2,
+    "use_decoder_bias": True,
+    "use_glu_encoder": False,
+    "act_fn": "jumprelu",
+    "jump_relu_threshold": 0.0,
+    "apply_decoder_bias_to_pre_encoder": False,
+    "norm_activation": "dataset-wise",
+    "sparsity_include_decoder_norm": True,
+    "force_unit_decoder_norm": False,
+    "top_k": 50,
+    "use_triton_kernel": False,
+    "sparsity_threshold_for_triton_spmm_kernel": 0.99,
+    "jumprelu_threshold_window": 2.0,
+}
 
 
 def linear_weights(features=FEATURES, dtype=torch.float32):
@@ -79,15 +113,25 @@ def llama_scope_r1(folder, norms=(0.5, 0.5), more=None, **fields):
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(R1 | fields))
     weights = linear_weights(2 * D_IN) | {"log_jumprelu_threshold": drawn(2 * D_IN, seed=4)}
-    named = zip((fields.get("hook_point_out", R1["hook_point_out"]), R1["hook_point_in"]), norms[::-1], strict=True)  # fmt: skip
+    named = zip(
+        (fields.get("hook_point_out", R1["hook_point_out"]), R1["hook_point_in"]),
+        norms[::-1],
+        strict=True,
+    )
     weights |= {f"dataset_average_activation_norm.{name}": torch.tensor(n) for name, n in named}
     save_file(weights | (more or {}), folder / "sae_weights.safetensors")
     return weights
 
 
 def by_their_steps(weights, norm_in, norm_out, is_active):
-    """Features in the unit of what is read, and outputs: x is scaled, encoded, decoded, and scaled back."""
-    W, b, D, c = (array(weights[f"{coder}.{part}"]) for coder in ("encoder", "decoder") for part in ("weight", "bias"))  # fmt: skip
+    """Features in the unit of what is read, and outputs: x is scaled, encoded, decoded, and scaled
+    back.
+    """
+    W, b, D, c = (
+        array(weights[f"{coder}.{part}"])
+        for coder in ("encoder", "decoder")
+        for part in ("weight", "bias")
+    )
     s_in, s_out = D_IN**0.5 / norm_in, D_IN**0.5 / norm_out
     normed = (X * s_in) @ W.T + b
     normed = normed * is_active(normed, s_in, s_out, np.linalg.norm(D, axis=0))
@@ -98,7 +142,10 @@ def by_their_steps(weights, norm_in, norm_out, is_active):
 @pytest.mark.parametrize("norms", [(3.125, 3.125), (2.5, 0.75)])
 def test_llama_scope(norms, by_length, tmp_path):
     at_hook = {"in": norms[0], "out": norms[1]}
-    fields = {"dataset_average_activation_norm": at_hook, "sparsity_include_decoder_norm": by_length}  # fmt: skip
+    fields = {
+        "dataset_average_activation_norm": at_hook,
+        "sparsity_include_decoder_norm": by_length,
+    }
     weights = llama_scope(tmp_path / "a", **fields)
     made = load_sae(tmp_path / "a")
 
@@ -112,12 +159,19 @@ def test_llama_scope(norms, by_length, tmp_path):
 
 
 def test_places_of_llama_scope(tmp_path):
-    """TransformerLens' `hook_normalized` is before the gain of Llama's norm, so it is no point of ours."""
-    points = {"hook_point_in": "blocks.3.ln2.hook_normalized", "hook_point_out": "blocks.3.hook_mlp_out"}  # fmt: skip
+    """TransformerLens' `hook_normalized` is before the gain of Llama's norm, so it is no point of
+    ours.
+    """
+    points = {
+        "hook_point_in": "blocks.3.ln2.hook_normalized",
+        "hook_point_out": "blocks.3.hook_mlp_out",
+    }
     llama_scope(tmp_path / "a", **points)
     made = load_sae(tmp_path / "a")
-    assert (made.reads, made.writes) == ("blocks.3.ln2.hook_normalized", "blocks.3.mlp_out")  # fmt: skip
-    llama_scope(tmp_path / "b", **{"hook_point_in": "blocks.3.hook_resid_mid", "hook_point_out": None})  # fmt: skip
+    assert (made.reads, made.writes) == ("blocks.3.ln2.hook_normalized", "blocks.3.mlp_out")
+    llama_scope(
+        tmp_path / "b", **{"hook_point_in": "blocks.3.hook_resid_mid", "hook_point_out": None}
+    )
     assert load_sae(tmp_path / "b").writes == "blocks.3.resid_mid"
 
 
@@ -134,7 +188,9 @@ def test_llama_scope_r1(norms, by_length, tmp_path):
         return normed * (length if by_length else 1) > threshold
 
     agrees(load_sae(tmp_path / "a"), *by_their_steps(weights, *norms, is_active))
-    llama_scope_r1(tmp_path / "b", norm_activation="inference", sparsity_include_decoder_norm=by_length)  # fmt: skip
+    llama_scope_r1(
+        tmp_path / "b", norm_activation="inference", sparsity_include_decoder_norm=by_length
+    )
     root = D_IN**0.5
     agrees(load_sae(tmp_path / "b"), *by_their_steps(weights, root, root, is_active))
 
@@ -160,8 +216,12 @@ def test_what_llama_scope_cannot_be_is_refused_by_name(refused, tmp_path):
 
 def test_what_llama_scope_r1_cannot_be_is_refused_by_name(tmp_path):
     for n, (words, more, fields) in enumerate(
-        [("W_glu", {"W_glu": torch.zeros(3)}, {}), ("sae_type", {}, {"sae_type": "crosscoder"}), ("expansion|d_sae", {}, {"expansion_factor": 3})]
-    ):  # fmt: skip
+        [
+            ("W_glu", {"W_glu": torch.zeros(3)}, {}),
+            ("sae_type", {}, {"sae_type": "crosscoder"}),
+            ("expansion|d_sae", {}, {"expansion_factor": 3}),
+        ]
+    ):
         llama_scope_r1(tmp_path / str(n), more=more, **fields)
         with pytest.raises(ValueError, match=words):
             load_sae(tmp_path / str(n))
@@ -171,10 +231,14 @@ def test_what_llama_scope_r1_cannot_be_is_refused_by_name(tmp_path):
 def openai(path, kind, state, drop=()):
     path.parent.mkdir(parents=True)
     weights = {
-        "pre_bias": drawn(D_IN), "latent_bias": drawn(FEATURES, seed=1), "encoder.weight": drawn(FEATURES, D_IN, seed=2),
-        "decoder.weight": drawn(D_IN, FEATURES, seed=3), "stats_last_nonzero": torch.zeros(FEATURES, dtype=torch.long),
-        "latents_activation_frequency": torch.ones(FEATURES), "latents_mean_square": torch.zeros(FEATURES),
-    }  # fmt: skip
+        "pre_bias": drawn(D_IN),
+        "latent_bias": drawn(FEATURES, seed=1),
+        "encoder.weight": drawn(FEATURES, D_IN, seed=2),
+        "decoder.weight": drawn(D_IN, FEATURES, seed=3),
+        "stats_last_nonzero": torch.zeros(FEATURES, dtype=torch.long),
+        "latents_activation_frequency": torch.ones(FEATURES),
+        "latents_mean_square": torch.zeros(FEATURES),
+    }
     about = {} if kind is None else {"activation": kind, "activation_state_dict": state}
     about |= {f"activation.{name}": value for name, value in state.items()}
     torch.save({n: w for n, w in (weights | about).items() if n not in drop}, path)
@@ -215,8 +279,13 @@ def test_openai_without_a_norm(kind, tmp_path):
 
 @pytest.mark.parametrize(
     ("folders", "point"),
-    [("resid_post_mlp_v5_128k/autoencoders", "resid_post"), ("resid_delta_attn_v5_32k/autoencoders", "attn_out"), ("resid_delta_mlp/autoencoders", "mlp_out"), ("downloads/mine", None)],
-)  # fmt: skip
+    [
+        ("resid_post_mlp_v5_128k/autoencoders", "resid_post"),
+        ("resid_delta_attn_v5_32k/autoencoders", "attn_out"),
+        ("resid_delta_mlp/autoencoders", "mlp_out"),
+        ("downloads/mine", None),
+    ],
+)
 def test_places_of_openai_are_in_the_path(folders, point, tmp_path):
     path = tmp_path / folders / "11.pt"
     openai(path, "TopK", {"k": 2, "postact_fn": "ReLU"})
@@ -226,8 +295,12 @@ def test_places_of_openai_are_in_the_path(folders, point, tmp_path):
 
 @pytest.mark.parametrize(
     ("kind", "state", "words"),
-    [("TopK", {"k": 3}, "postact_fn"), ("TopK", {"k": 3, "postact_fn": "GELU"}, "GELU"), ("JumpReLU", {}, "JumpReLU")],
-)  # fmt: skip
+    [
+        ("TopK", {"k": 3}, "postact_fn"),
+        ("TopK", {"k": 3, "postact_fn": "GELU"}, "GELU"),
+        ("JumpReLU", {}, "JumpReLU"),
+    ],
+)
 def test_other_activations_of_openai_are_refused(kind, state, words, tmp_path):
     openai(tmp_path / "a" / "0.pt", kind, state)
     with pytest.raises(ValueError, match=words):
@@ -237,8 +310,14 @@ def test_other_activations_of_openai_are_refused(kind, state, words, tmp_path):
 # Qwen Scope.
 def qwen_scope(path, dtype=torch.float32):
     path.parent.mkdir(parents=True, exist_ok=True)
-    weights = {"W_enc": drawn(FEATURES, D_IN, dtype=dtype), "W_dec": drawn(D_IN, FEATURES, seed=1, dtype=dtype)}  # fmt: skip
-    weights |= {"b_enc": drawn(FEATURES, seed=2, dtype=dtype) - 1, "b_dec": drawn(D_IN, seed=3, dtype=dtype)}  # fmt: skip
+    weights = {
+        "W_enc": drawn(FEATURES, D_IN, dtype=dtype),
+        "W_dec": drawn(D_IN, FEATURES, seed=1, dtype=dtype),
+    }
+    weights |= {
+        "b_enc": drawn(FEATURES, seed=2, dtype=dtype) - 1,
+        "b_dec": drawn(D_IN, seed=3, dtype=dtype),
+    }
     torch.save(weights, path)
     return {name: array(weight) for name, weight in weights.items()}
 
@@ -263,13 +342,20 @@ def test_qwen_scope(tmp_path):
 # Kissane et al.
 @pytest.mark.parametrize("has_config", [True, False])
 def test_z_of_kissane_et_al(has_config, tmp_path):
-    """Their files have Qwen Scope's names, but `W_enc` is [d_in feature], and the bias of the decoder is subtracted first."""
+    """Their files have Qwen Scope's names, but `W_enc` is [d_in feature], and the bias of the
+    decoder is subtracted first.
+    """
     path = tmp_path / "gpt2-small_L5_Hcat_z_lr1.20e-03_l11.80e+00.pt"
     weights = {"W_enc": drawn(D_IN, FEATURES), "W_dec": drawn(FEATURES, D_IN, seed=1)}
     weights |= {"b_enc": drawn(FEATURES, seed=2) - 1, "b_dec": drawn(D_IN, seed=3)}
     torch.save(weights, path)
     if has_config:
-        beside = {"act_name": "blocks.4.attn.hook_z", "act_size": D_IN, "dict_size": FEATURES, "site": "z"}  # fmt: skip
+        beside = {
+            "act_name": "blocks.4.attn.hook_z",
+            "act_size": D_IN,
+            "dict_size": FEATURES,
+            "site": "z",
+        }
         path.with_name(f"{path.stem}_cfg.json").write_text(json.dumps(beside))
     w = {name: array(weight) for name, weight in weights.items()}
     features = np.maximum((X - w["b_dec"]) @ w["W_enc"] + w["b_enc"], 0)
@@ -282,7 +368,11 @@ def test_z_of_kissane_et_al(has_config, tmp_path):
 
 # Goodfire.
 def test_goodfire(tmp_path):
-    for file, layer in (("Llama-3.1-8B-Instruct-SAE-l19.pth", 19), ("Llama-3.3-70B-Instruct-SAE-l50.pt", 50), ("mine.pt", None)):  # fmt: skip
+    for file, layer in (
+        ("Llama-3.1-8B-Instruct-SAE-l19.pth", 19),
+        ("Llama-3.3-70B-Instruct-SAE-l50.pt", 50),
+        ("mine.pt", None),
+    ):
         tied = {f"{name.replace('.', '_linear.')}": w for name, w in linear_weights().items()}
         torch.save({n: w.bfloat16() for n, w in tied.items()}, tmp_path / file)
         w = {name: array(weight.bfloat16()) for name, weight in linear_weights().items()}
@@ -342,7 +432,9 @@ def test_no_form_runs_code_of_its_files(name, tmp_path):
 def test_a_file_beside_another_form_is_the_one_that_is_read(tmp_path):
     folder = shutil.copytree(FIXTURES / "dictionary_learning_AutoEncoder", tmp_path / "a")
     w = qwen_scope(folder / "layer3.sae.pt")
-    np.testing.assert_array_equal(array(load_sae(folder / "layer3.sae.pt", k=2).W_enc), w["W_enc"].T)  # fmt: skip
+    np.testing.assert_array_equal(
+        array(load_sae(folder / "layer3.sae.pt", k=2).W_enc), w["W_enc"].T
+    )
     for path in (folder, folder / "ae.pt", folder / "config.json"):
         assert load_sae(path).config["dict_class"] == "AutoEncoder"
 
@@ -351,7 +443,9 @@ def test_a_file_in_a_folder_of_the_form_stands_for_it(tmp_path):
     llama_scope(tmp_path / "a")
     whole = load_sae(tmp_path / "a")
     for name in ("hyperparams.json", "checkpoints/final.safetensors"):
-        np.testing.assert_array_equal(array(load_sae(tmp_path / "a" / name).W_enc), array(whole.W_enc))  # fmt: skip
+        np.testing.assert_array_equal(
+            array(load_sae(tmp_path / "a" / name).W_enc), array(whole.W_enc)
+        )
 
 
 def test_a_folder_without_a_known_form_says_how_to_build_one(tmp_path):
@@ -367,7 +461,10 @@ def across(folder, skip, change=None):
     folder.mkdir(parents=True)
     layers = []
     for n in range(3):
-        weights = {"w_enc": drawn(D_IN, FEATURES, seed=n), "w_dec": drawn(FEATURES, 3, D_IN, seed=5 + n)}  # fmt: skip
+        weights = {
+            "w_enc": drawn(D_IN, FEATURES, seed=n),
+            "w_dec": drawn(FEATURES, 3, D_IN, seed=5 + n),
+        }
         weights |= {"b_enc": drawn(FEATURES, seed=9 + n), "b_dec": drawn(D_IN, seed=20 + n)}
         weights["threshold"] = drawn(FEATURES, seed=30 + n).abs()
         weights["w_dec"][:, :n] = 0
@@ -383,9 +480,14 @@ def across(folder, skip, change=None):
 def test_cross_layer_transcoders_of_gemma_scope_2(skip, tmp_path):
     folder = tmp_path / "clt" / "width_262k_l0_medium_affine"
     layers = across(folder, skip)
-    (folder / "config.json").write_text(json.dumps(
-        {"architecture": "jump_relu", "hf_hook_point_in": "model.layers.0.pre_feedforward_layernorm.output"}
-    ))  # fmt: skip
+    (folder / "config.json").write_text(
+        json.dumps(
+            {
+                "architecture": "jump_relu",
+                "hf_hook_point_in": "model.layers.0.pre_feedforward_layernorm.output",
+            }
+        )
+    )
     made = load_sae(folder)
     with pytest.raises(ValueError, match=r"got .*params_layer_1\.safetensors"):
         load_sae(folder / "params_layer_1.safetensors")
@@ -397,11 +499,16 @@ def test_cross_layer_transcoders_of_gemma_scope_2(skip, tmp_path):
     for layer, f in zip(layers, features, strict=True):
         outputs = [y + f @ layer["w_dec"][:, n] for n, y in enumerate(outputs)]
     if skip:
-        outputs = [y + x @ layer["affine_skip_connection"] for y, x, layer in zip(outputs, streams, layers, strict=True)]  # fmt: skip
+        outputs = [
+            y + x @ layer["affine_skip_connection"]
+            for y, x, layer in zip(outputs, streams, layers, strict=True)
+        ]
     given = [torch.from_numpy(x).float() for x in streams]
     ours = made.encode(given)
     np.testing.assert_allclose(array(torch.stack(ours)), features, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(array(torch.stack(made.decode(ours, given))), outputs, rtol=1e-5, atol=1e-4)  # fmt: skip
+    np.testing.assert_allclose(
+        array(torch.stack(made.decode(ours, given))), outputs, rtol=1e-5, atol=1e-4
+    )
     assert (made.reads, made.writes) == ("ln2.normalized", "mlp_out")
     if skip:
         with pytest.raises(ValueError, match="skip connections"):
@@ -415,14 +522,21 @@ def test_what_is_no_cross_layer_transcoder_is_refused(tmp_path):
     across(tmp_path / "one skip", False, {1: {"affine_skip_connection": torch.eye(D_IN)}})
     across(tmp_path / "crosscoder" / "layer_7_13_17_width_65k", False)
     across(tmp_path / "stream", False)
-    (tmp_path / "stream" / "config.json").write_text('{"hf_hook_point_in": "model.layers.7.output"}')  # fmt: skip
+    (tmp_path / "stream" / "config.json").write_text(
+        '{"hf_hook_point_in": "model.layers.7.output"}'
+    )
     for name, fields in {"relu": {"architecture": "relu"}, "field": {"temperature": 2}}.items():
         across(tmp_path / name, False)
         (tmp_path / name / "config.json").write_text(json.dumps(fields))
     for name, words in {
-        "relu": "got relu", "field": "temperature", "back": "0 for those before", "few": "3 layers", "one skip": "affine_skip", "crosscoder/layer_7_13_17_width_65k": "pre_feedforward",
+        "relu": "got relu",
+        "field": "temperature",
+        "back": "0 for those before",
+        "few": "3 layers",
+        "one skip": "affine_skip",
+        "crosscoder/layer_7_13_17_width_65k": "pre_feedforward",
         "stream": "layers.7.output",
-    }.items():  # fmt: skip
+    }.items():
         with pytest.raises(ValueError, match=words):
             load_sae(tmp_path / name)
 
@@ -430,13 +544,25 @@ def test_what_is_no_cross_layer_transcoder_is_refused(tmp_path):
 def test_cross_layer_transcoders_of_circuit_tracer_may_skip(tmp_path):
     skips = [drawn(D_IN, D_IN, seed=n) for n in range(2)]
     for n in range(2):
-        save_file({f"W_enc_{n}": drawn(FEATURES, D_IN), f"b_enc_{n}": drawn(FEATURES), f"b_dec_{n}": drawn(D_IN), f"W_skip_{n}": skips[n]}, tmp_path / f"W_enc_{n}.safetensors")  # fmt: skip
-        save_file({f"W_dec_{n}": torch.zeros(FEATURES, 2 - n, D_IN)}, tmp_path / f"W_dec_{n}.safetensors")  # fmt: skip
+        save_file(
+            {
+                f"W_enc_{n}": drawn(FEATURES, D_IN),
+                f"b_enc_{n}": drawn(FEATURES),
+                f"b_dec_{n}": drawn(D_IN),
+                f"W_skip_{n}": skips[n],
+            },
+            tmp_path / f"W_enc_{n}.safetensors",
+        )
+        save_file(
+            {f"W_dec_{n}": torch.zeros(FEATURES, 2 - n, D_IN)}, tmp_path / f"W_dec_{n}.safetensors"
+        )
     made = load_sae(tmp_path)
     x = torch.from_numpy(X).float()
     outputs = made.decode(made.encode([x, 2 * x]), [x, 2 * x])
     for n, output in enumerate(outputs):
-        np.testing.assert_allclose(array(output), (n + 1) * X @ array(skips[n]) + array(drawn(D_IN)), rtol=1e-5, atol=1e-5)  # fmt: skip
+        np.testing.assert_allclose(
+            array(output), (n + 1) * X @ array(skips[n]) + array(drawn(D_IN)), rtol=1e-5, atol=1e-5
+        )
 
 
 # What holds for all forms.
@@ -454,7 +580,11 @@ def test_half_precision_is_read_into_float32_unless_asked_otherwise(tmp_path):
     assert load_sae("pydoc-4l/resid_post", dtype=torch.float64).W_dec.dtype == torch.float64
     llama_scope(tmp_path / "a")
     assert load_sae(tmp_path / "a", dtype=torch.float16).activation.threshold.dtype == torch.float16
-    across(tmp_path / "b", False, {n: {"w_enc": drawn(D_IN, FEATURES, dtype=torch.bfloat16)} for n in range(3)})  # fmt: skip
+    across(
+        tmp_path / "b",
+        False,
+        {n: {"w_enc": drawn(D_IN, FEATURES, dtype=torch.bfloat16)} for n in range(3)},
+    )
     assert load_sae(tmp_path / "b").W_enc[0].dtype == torch.float32
     with pytest.raises(ValueError, match="k must be None"):
         load_sae(tmp_path / "a", k=3)
@@ -474,9 +604,17 @@ def test_unit_decoder_rows_leave_the_function(name):
     W_dec = drawn(FEATURES, D_IN, seed=1)
     W_dec[4] = 0
     made = Dictionary(
-        drawn(D_IN, FEATURES), W_dec, drawn(FEATURES, seed=2), drawn(D_IN, seed=3), ACTIVATIONS[name],
-        subtracts_b_dec=True, norm="layer_norm", reads="blocks.1.resid_post", writes="blocks.1.resid_post", config={"a": 1},
-    )  # fmt: skip
+        drawn(D_IN, FEATURES),
+        W_dec,
+        drawn(FEATURES, seed=2),
+        drawn(D_IN, seed=3),
+        ACTIVATIONS[name],
+        subtracts_b_dec=True,
+        norm="layer_norm",
+        reads="blocks.1.resid_post",
+        writes="blocks.1.resid_post",
+        config={"a": 1},
+    )
     unit, x = made.with_unit_decoder(), torch.from_numpy(X).float()
     torch.testing.assert_close(unit(x), made(x))
     length = np.linalg.norm(array(W_dec), axis=1)
@@ -501,9 +639,14 @@ def test_unit_decoder_rows_are_refused_where_features_compete():
 def test_a_loaded_one_is_spliced_where_it_says(tmp_path):
     model = pydoc()
     torch.save(
-        {"W_enc": drawn(FEATURES, 128), "W_dec": drawn(128, FEATURES), "b_enc": drawn(FEATURES), "b_dec": drawn(128)},
+        {
+            "W_enc": drawn(FEATURES, 128),
+            "W_dec": drawn(128, FEATURES),
+            "b_enc": drawn(FEATURES),
+            "b_dec": drawn(128),
+        },
         tmp_path / "layer2.sae.pt",
-    )  # fmt: skip
+    )
     with splice(model, load_sae(tmp_path / "layer2.sae.pt", k=3)) as runner:
         cache = runner.capture("def f(x):", names="*.features")
     assert (cache["blocks.2.resid_post.features"] != 0).sum(-1).eq(3).all()
@@ -540,7 +683,11 @@ def hub(monkeypatch, tmp_path):
 def test_places_on_the_hub(hub, tmp_path):
     put, asked = hub
     inside = "layer_20/width_16k/average_l0_71"
-    put(FIXTURES / "gemma_scope" / "params.npz", "google/gemma-scope-2b-pt-res", inside + "/params.npz")  # fmt: skip
+    put(
+        FIXTURES / "gemma_scope" / "params.npz",
+        "google/gemma-scope-2b-pt-res",
+        inside + "/params.npz",
+    )
     made = load_sae(f"google/gemma-scope-2b-pt-res/{inside}")
     np.testing.assert_array_equal(
         array(made.W_enc), np.load(FIXTURES / "gemma_scope" / "params.npz")["W_enc"]
@@ -581,10 +728,12 @@ def test_names_of_an_installed_sae_lens(hub, monkeypatch, tmp_path):
     (tmp_path / "sae_lens" / "__init__.py").write_text("raise RuntimeError('is not imported')")
     (tmp_path / "sae_lens" / "pretrained_saes.yaml").write_text(
         "other:\n  repo_id: a/b\n  saes:\n  - id: x\n    path: y\n"
-        "gemma-scope-2b-pt-res-canonical:\n  conversion_func: gemma_2\n  model: gemma-2-2b\n  repo_id: google/gemma-scope-2b-pt-res\n"
-        "  saes:\n  - id: layer_20/width_16k/canonical\n    path: layer_20/width_16k/average_l0_71\n    l0: 71\n"
+        "gemma-scope-2b-pt-res-canonical:\n  conversion_func: gemma_2\n  model: gemma-2-2b\n  "
+        "repo_id: google/gemma-scope-2b-pt-res\n"
+        "  saes:\n  - id: layer_20/width_16k/canonical\n    path: "
+        "layer_20/width_16k/average_l0_71\n    l0: 71\n"
         "  - id: layer_3\n    path: 3\nlast:\n  repo_id: c/d\n"
-    )  # fmt: skip
+    )
     monkeypatch.syspath_prepend(tmp_path)
     inside = "layer_20/width_16k/average_l0_71/params.npz"
     hub[0](FIXTURES / "gemma_scope" / "params.npz", "google/gemma-scope-2b-pt-res", inside)

@@ -1,4 +1,6 @@
-"""Dictionaries behind points of a model: what they pass on, and every kind of run inside the `with`."""
+"""Dictionaries behind points of a model: what they pass on, and every kind of run inside the
+`with`.
+"""
 
 import copy
 import threading
@@ -357,9 +359,15 @@ def test_attached_models(pairs):
 
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=11, hidden_size=D, intermediate_size=20, num_hidden_layers=3,
-        num_attention_heads=HEADS, num_key_value_heads=1, max_position_embeddings=16, head_dim=D_HEAD,
-    )  # fmt: skip
+        vocab_size=11,
+        hidden_size=D,
+        intermediate_size=20,
+        num_hidden_layers=3,
+        num_attention_heads=HEADS,
+        num_key_value_heads=1,
+        max_position_embeddings=16,
+        head_dim=D_HEAD,
+    )
     reference = transformers.LlamaForCausalLM(config).double().eval()
     model = copy.deepcopy(reference)
     attach(model)

@@ -1,4 +1,6 @@
-"""Circuits as sets, from scores and in files, compared with paths found one by one and tables by hand."""
+"""Circuits as sets, from scores and in files, compared with paths found one by one and tables by
+hand.
+"""
 
 import dataclasses
 import itertools
@@ -164,8 +166,11 @@ def test_the_format_of_mib(tmp_path):
         write_mib(circuit, tmp_path / "again.json")
     written = json.loads((tmp_path / "again.json").read_text())
     assert written["cfg"] == {
-        "n_layers": 1, "n_heads": 4, "parallel_attn_mlp": False, "d_model": model.config.d_model,
-    }  # fmt: skip
+        "n_layers": 1,
+        "n_heads": 4,
+        "parallel_attn_mlp": False,
+        "d_model": model.config.d_model,
+    }
     assert {*written["edges"]} == {*names}
     assert written["edges"]["input->a0.h0<q>"] == {"score": 0.5, "in_graph": True}
     assert written["edges"]["input->a0.h1<v>"]["score"] == 9.0
@@ -184,7 +189,9 @@ def test_the_format_of_mib(tmp_path):
 
 @pytest.mark.parametrize("name", ["pre", "parallel"])
 def test_the_tables_of_mib(name, tmp_path):
-    """`.pt` files: a row for each writer, a column for each reader, in the order that MIB documents."""
+    """`.pt` files: a row for each writer, a column for each reader, in the order that MIB
+    documents.
+    """
     model = variant(name, n_layers=2, n_heads=3, n_kv_heads=3, d_head=4)
     graph, path = Graph(model), tmp_path / "mib.pt"
     scores = torch.arange(graph.allowed.numel()).view(graph.allowed.shape) + 0.5

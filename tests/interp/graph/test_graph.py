@@ -30,7 +30,8 @@ def test_what_is_written_adds_up_to_the_stream(form, split_embeddings):
 def test_a_graph_prints_what_it_is():
     config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=1, n_heads=2, d_model=4)
     nodes = graph.Graph(Transformer(config).eval())
-    # The input, two heads and the MLP write; three readers of each head, the MLP and the logits read.
+    # The input, two heads and the MLP write; three readers of each head, the MLP and the logits
+    # read.
     sizes = f"4 writers, 8 readers, {6 + 3 + 4} edges"
     assert repr(nodes) == f"Graph of a Transformer: 1 layers, {sizes}"
 
@@ -108,8 +109,9 @@ def test_a_reader_comes_after_its_writers():
         **dict.fromkeys(["a0.h0<q>", "a0.h1<q>", "a0.h0<k>", "a0.h0<v>"], first),
         "m0": "input a0.h0 a0.h1",
         **dict.fromkeys(["a1.h0<q>", "a1.h1<q>", "a1.h0<k>", "a1.h0<v>"], second),
-        "m1": f"{second} a1.h0 a1.h1", "logits": f"{second} a1.h0 a1.h1 m1",
-    }  # fmt: skip
+        "m1": f"{second} a1.h0 a1.h1",
+        "logits": f"{second} a1.h0 a1.h1 m1",
+    }
 
 
 def test_the_mlp_of_a_parallel_block_does_not_read_its_heads():

@@ -1,4 +1,6 @@
-"""Circuits whose edges are known, because their weights are written by hand: found, and measured."""
+"""Circuits whose edges are known, because their weights are written by hand: found, and
+measured.
+"""
 
 import pytest
 import torch

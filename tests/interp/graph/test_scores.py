@@ -1,4 +1,6 @@
-"""Queries and keys as linear readings, and changes of patterns, compared with points of the model and finite differences."""
+"""Queries and keys as linear readings, and changes of patterns, compared with points of the model
+and finite differences.
+"""
 
 import pytest
 import torch
@@ -88,7 +90,9 @@ def test_what_moves_a_pattern_is_its_derivative(form):
 @pytest.mark.sampled(16)
 @pytest.mark.parametrize("kind", [*KINDS, *KNOWN])
 def test_of_attached_models_across_what_their_norms_divide_by(kind, monkeypatch):
-    """A change of projections along which no scale changes moves queries by the map: finite differences of the model's own code."""
+    """A change of projections along which no scale changes moves queries by the map: finite
+    differences of the model's own code.
+    """
     if kind in FOREIGN:
         monkeypatch.setattr("models.attached.attached.FAMILIES", {})
     model, text = made(kind), TEXT[:1]

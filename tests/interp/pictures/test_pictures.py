@@ -1,4 +1,6 @@
-"""Pictures: the numbers that a browser reads from their pages, compared with the original tensors."""
+"""Pictures: the numbers that a browser reads from their pages, compared with the
+original tensors.
+"""
 
 import base64
 import json
@@ -121,7 +123,9 @@ def test_lens_reads_the_likeliest_tokens(seen, bundled):
 
 def test_texts_stand_over_their_cells_in_a_frame_below_the_fold(seen, bundled, cache):
     readout = interp.logit_lens(bundled, cache)
-    words = [[visible(bundled.to_pieces(t)) for t in row] for row in readout.tokens[:, 0, :, 0].tolist()]  # fmt: skip
+    words = [
+        [visible(bundled.to_pieces(t)) for t in row] for row in readout.tokens[:, 0, :, 0].tolist()
+    ]
     means = [["1.5", "4", "0"], ["0.5", f"{MINUS}2.5", "4.5"]]
     for places, rows in zip(seen["places"], (words[::-1], means), strict=True):
         shown = {(round(row, 1), round(column, 1)): text for row, column, text in places}
@@ -215,7 +219,10 @@ def test_colours_follow_the_readers_setting(page, seen, cache, tmp_path):
 
 def unpacked(packed):
     raw = base64.b64decode(packed["base64"])
-    return torch.frombuffer(bytearray(raw), dtype={"f4": torch.float32, "f8": torch.float64, "u1": torch.uint8}[packed["type"]]).view(packed["shape"])  # fmt: skip
+    return torch.frombuffer(
+        bytearray(raw),
+        dtype={"f4": torch.float32, "f8": torch.float64, "u1": torch.uint8}[packed["type"]],
+    ).view(packed["shape"])
 
 
 def test_numbers_are_exact_below_the_budget_and_of_8_bits_above(values):

@@ -1,4 +1,6 @@
-"""Where pictures stand: in JupyterLab, exported notebooks, built pages and print, every word is over its own number."""
+"""Where pictures stand: in JupyterLab, exported notebooks, built pages and print, every word is
+over its own number.
+"""
 
 import collections
 import contextlib
@@ -162,7 +164,8 @@ def test_built_pages(notebook, browser, words, tmp_path):
     (tmp_path / "docs").mkdir()
     shutil.copy(notebook, tmp_path / "docs")
     (tmp_path / "mkdocs.yml").write_text(
-        "site_name: x\nuse_directory_urls: false\nplugins: [mkdocs-jupyter]\ntheme: {name: material, font: false}\n"
+        "site_name: x\nuse_directory_urls: false\nplugins: [mkdocs-jupyter]\ntheme: {name: "
+        "material, font: false}\n"
     )
     subprocess.run([sys.executable, "-m", "mkdocs", "build", "-q"], cwd=tmp_path, check=True)
     page = browser.new_page(viewport={"width": 1300, "height": 900})
@@ -181,7 +184,8 @@ def test_print(notebook, browser, words, tmp_path):
     frames_of(page)
     page.pdf(path=tmp_path / "x.pdf")
     page.close()
-    # By page and height on it, the texts from left to right. A frame shows the last tokens of a long text.
+    # By page and height on it, the texts from left to right. A frame shows the last tokens of a
+    # long text.
     lines = collections.defaultdict(list)
     for n, leaf in enumerate(pypdf.PdfReader(tmp_path / "x.pdf").pages):
 
@@ -203,7 +207,10 @@ def jupyterlab(folder):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    options = "--no-browser --allow-root --IdentityProvider.token= --ServerApp.password= --ServerApp.disable_check_xsrf=True"
+    options = (
+        "--no-browser --allow-root --IdentityProvider.token= --ServerApp.password= "
+        "--ServerApp.disable_check_xsrf=True"
+    )
     command = [
         sys.executable,
         "-m",
@@ -245,7 +252,8 @@ def test_jupyterlab(notebook, browser, words, tmp_path):
         page.click("text=Run >> nth=0")
         page.click("text=Run All Cells")
         page.wait_for_function(
-            "[...document.querySelectorAll('.jp-InputPrompt')].every(p => !p.innerText.includes('*'))",
+            "[...document.querySelectorAll('.jp-InputPrompt')].every(p => "
+            "!p.innerText.includes('*'))",
             timeout=120_000,
         )
         check(page, words)

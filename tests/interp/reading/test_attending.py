@@ -1,4 +1,6 @@
-"""Scores as sums over pairs of sources: against products written out in float64, planted weights, padding and half precision."""
+"""Scores as sums over pairs of sources: against products written out in float64, planted weights,
+padding and half precision.
+"""
 
 import dataclasses
 
@@ -21,7 +23,9 @@ def cached(model, text=TEXT, **more):
 
 
 def rotated(x, position):
-    """Halves of four dimensions, by angles position / 10000^(2i / 4), which the model has in single precision."""
+    """Halves of four dimensions, by angles position / 10000^(2i / 4), which the model has in single
+    precision.
+    """
     angles = position / 10000.0 ** (np.arange(0, 4, 2) / 4)
     first, second = x[..., :2], x[..., 2:]
     cos, sin = np.cos(angles), np.sin(angles)
@@ -29,7 +33,9 @@ def rotated(x, position):
 
 
 def by_hand(model, cache, side, head, example, pos):
-    """What each part, and all constants, give a head's query or key at a position: written out for RMSNorm and halves."""
+    """What each part, and all constants, give a head's query or key at a position: written out for
+    RMSNorm and halves.
+    """
     attn, norm = model.blocks[1].attn, model.blocks[1].ln1
     letter = side.upper()
     head = head if side == "q" else head // 2
@@ -169,7 +175,10 @@ def test_of_attached_models_with_padding(kind, dtype, monkeypatch):
 
 
 def test_a_planted_pair_is_the_whole_reason():
-    """A head of block 0 writes its attention to one token. A head of block 1 attends to it, if its own token asks."""
+    """A head of block 0 writes its attention to one token.
+
+    A head of block 1 attends to it, if its own token asks.
+    """
     torch.manual_seed(3)
     sizes = {
         "vocab_size": 7,
@@ -238,7 +247,9 @@ def test_what_cannot_be_explained_is_refused():
 @pytest.mark.parametrize("where", ["one text", "no keys", "constant keys", "one key"])
 @pytest.mark.parametrize("against", ["mean", 1])
 def test_a_score_that_is_no_more_than_others_has_pairs_that_cancel(form, dtype, where, against):
-    """All keys are equal, so the difference of two scores is rounding: no pair is larger than that."""
+    """All keys are equal, so the difference of two scores is rounding: no pair is
+    larger than that.
+    """
     model = model_of(form)
     sizes = dataclasses.replace(model.config, positions="none")
     same = Transformer(sizes).eval()

@@ -213,7 +213,9 @@ WIDTHS = {
 @pytest.mark.parametrize("n_layers", [12, 24])
 @pytest.mark.parametrize("family", WIDTHS)
 def test_deep_runs_in_bfloat16_are_right(family, n_layers):
-    """With the default initialisation, the components are small compared with the rounded stream."""
+    """With the default initialisation, the components are small compared with the
+    rounded stream.
+    """
     transformers = pytest.importorskip("transformers")
     sizes = WIDTHS[family] | dict(vocab_size=VOCAB, num_hidden_layers=n_layers)
     config = transformers.AutoConfig.for_model(family, **sizes, bos_token_id=0, eos_token_id=0)
@@ -467,7 +469,9 @@ def test_what_people_from_transformer_lens_look_for(model, tokens):
         'cache.stack("mlp_out")[2]': cache["mlp_out", 2],
         'cache.stack("resid_pre")[1]': cache["resid_post", 0],
         "accumulated(model, cache, right=right, wrong=wrong).values[-1].T": difference,
-        "direct_logit_attribution(model, cache, right=right, wrong=wrong).values.sum(0).T": difference,
+        (
+            "direct_logit_attribution(model, cache, right=right, wrong=wrong).values.sum(0).T"
+        ): difference,
         "direct_logit_attribution(model, cache, direction=direction).values.sum(0).T": along,
     }
     names = {**globals(), **locals()}

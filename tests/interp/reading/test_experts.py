@@ -93,7 +93,9 @@ def test_patches_of_weights_are_those_of_raw_hooks(kind):
         return (logits[1, -1, 5] - logits[1, -1, 8]).item()
 
     def with_weights(expert, share):
-        """All positions of the second text, with a share of the first one's weights of an expert."""
+        """All positions of the second text, with a share of the first one's weights of
+        an expert.
+        """
 
         def change(x, index, weights):
             now = routing.clone()

@@ -1,4 +1,6 @@
-"""Scores of heads: heads whose weights are written by hand, and random patterns scored one key at a time."""
+"""Scores of heads: heads whose weights are written by hand, and random patterns scored one key at a
+time.
+"""
 
 import math
 import statistics
@@ -25,9 +27,20 @@ EVEN = (1, 2)
 @torch.no_grad()
 def planted():
     config = TransformerConfig(
-        vocab_size=V, n_ctx=N, n_layers=2, n_heads=3, d_head=V + N, d_model=2 * V + N, norm="none",
-        final_norm=False, mlp="none", tied_unembed=False, qkv_bias=False, out_bias=False, attn_scale=1.0,
-    )  # fmt: skip
+        vocab_size=V,
+        n_ctx=N,
+        n_layers=2,
+        n_heads=3,
+        d_head=V + N,
+        d_model=2 * V + N,
+        norm="none",
+        final_norm=False,
+        mlp="none",
+        tied_unembed=False,
+        qkv_bias=False,
+        out_bias=False,
+        attn_scale=1.0,
+    )
     model = Transformer(config).double().eval()
     for weights in model.parameters():
         weights.zero_()
@@ -35,7 +48,9 @@ def planted():
     model.position_embedding.weight[:, PLACE] = torch.eye(N)
 
     def plant(kind, asking, query, asked, key, itself):
-        """Return scores of query times key, and a smaller score of the position itself as a fallback."""
+        """Return scores of query times key, and a smaller score of the position itself as a
+        fallback.
+        """
         layer, head = PLANTED[kind]
         attn = model.blocks[layer].attn
         attn.W_Q[head, asking, : query.shape[1]] = SHARP * query

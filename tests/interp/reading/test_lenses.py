@@ -72,7 +72,10 @@ def test_the_jacobian_lens_of_a_linear_model_in_closed_form(length):
 
 
 def jacobians(model, text):
-    """The mean Jacobians of one text, each block run alone. Earlier positions do not depend on later ones."""
+    """The mean Jacobians of one text, each block run alone.
+
+    Earlier positions do not depend on later ones.
+    """
     tokens = torch.tensor([text])
     context = model.context(tokens)
     stream, found = model.input_resid(tokens, context).detach(), []
@@ -163,7 +166,10 @@ def test_fits_refuse_what_they_cannot_read():
 
 
 def mean_kl(model, weights, biases):
-    """Return the KL of each layer over all positions of all texts, in nats. Each text runs alone."""
+    """Return the KL of each layer over all positions of all texts, in nats.
+
+    Each text runs alone.
+    """
     sums, count = 0, 0
     for text in TEXTS:
         tokens = torch.tensor([text])

@@ -22,11 +22,15 @@ DIRECTION = torch.randn(10, generator=torch.Generator().manual_seed(3))
 KINDS = {
     "neuron": ("blocks.1.mlp.post", {"neuron": 7}, lambda v: v[7]),
     "head": ("blocks.2.attn.z", {"head": 1}, lambda v: v[1].norm()),
-    "head along": ("blocks.0.attn.z", {"head": 0, "direction": DIRECTION[:5]}, lambda v: v[0] @ DIRECTION[:5]),
+    "head along": (
+        "blocks.0.attn.z",
+        {"head": 0, "direction": DIRECTION[:5]},
+        lambda v: v[0] @ DIRECTION[:5],
+    ),
     "key head": ("blocks.1.attn.k", {"head": 1}, lambda v: v[1].norm()),
     "direction": ("blocks.1.resid_post", {"direction": DIRECTION}, lambda v: v @ DIRECTION),
     "norm": ("blocks.0.mlp_out", {}, lambda v: v.norm()),
-}  # fmt: skip
+}
 
 
 @pytest.mark.sampled(4)
@@ -77,7 +81,13 @@ def test_what_has_no_place_is_refused(model):
     ):
         with pytest.raises(KeyError, match=reason):
             max_activating(model, TEXTS, point, **options)
-    for texts, options, reason in (([], {}, "got none"), ([[3], []], {"batch": 1}, "text 1"), ([[0.5]], {}, "float32"), (TEXTS, {"k": 0}, "k must"), (TEXTS, {"batch": 0}, "got 0")):  # fmt: skip
+    for texts, options, reason in (
+        ([], {}, "got none"),
+        ([[3], []], {"batch": 1}, "text 1"),
+        ([[0.5]], {}, "float32"),
+        (TEXTS, {"k": 0}, "k must"),
+        (TEXTS, {"batch": 0}, "got 0"),
+    ):
         with pytest.raises(ValueError, match=reason):
             max_activating(model, texts, "blocks.1.mlp_out", **options)
     with pytest.raises(ValueError, match="NaN"):

@@ -1,4 +1,6 @@
-"""Known circuits: two heads whose weights are written by hand, and the induction heads of the bundled model."""
+"""Known circuits: two heads whose weights are written by hand, and the induction heads of the
+bundled model.
+"""
 
 import pytest
 import torch
@@ -26,19 +28,31 @@ NOTHING = set()
 EXPECTED = {
     # What is copied.
     (4, C): {
-        "resid_pre": {(0, 4), (1, 4)}, "attn_out": {(1, END)}, "z": {INDUCTION}, "v": {INDUCTION},
+        "resid_pre": {(0, 4), (1, 4)},
+        "attn_out": {(1, END)},
+        "z": {INDUCTION},
+        "v": {INDUCTION},
     },
     # The earlier copy of the last token: its place is told to the next position by the other head.
     (3, E): {
-        "resid_pre": {(0, 3), (1, 4)}, "attn_out": {(0, 4), (1, END)}, "z": {PREVIOUS, INDUCTION},
-        "v": {PREVIOUS}, "k": {INDUCTION}, "scores": {INDUCTION}, "pattern": {INDUCTION},
+        "resid_pre": {(0, 3), (1, 4)},
+        "attn_out": {(0, 4), (1, END)},
+        "z": {PREVIOUS, INDUCTION},
+        "v": {PREVIOUS},
+        "k": {INDUCTION},
+        "scores": {INDUCTION},
+        "pattern": {INDUCTION},
     },
     # The last token, of which there are two.
     (END, D): {
-        "resid_pre": {(0, END), (1, END)}, "attn_out": {(1, END)}, "z": {INDUCTION}, "q": {INDUCTION},
-        "scores": {INDUCTION}, "pattern": {INDUCTION},
+        "resid_pre": {(0, END), (1, END)},
+        "attn_out": {(1, END)},
+        "z": {INDUCTION},
+        "q": {INDUCTION},
+        "scores": {INDUCTION},
+        "pattern": {INDUCTION},
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("changed", "places"), EXPECTED.items())

@@ -34,7 +34,10 @@ def result():
 @pytest.mark.parametrize("normal", [False, True])
 @pytest.mark.parametrize("confidence", [0.95, 0.6])
 def test_ends_solve_fiellers_equation(result, normal, confidence):
-    """With the quantiles and the skewness of SciPy. Where the gap is 1, the equation is Student's."""
+    """With the quantiles and the skewness of SciPy.
+
+    Where the gap is 1, the equation is Student's.
+    """
     stats = pytest.importorskip("scipy.stats", reason="an independent distribution of t")
     measured = result.normalized() if normal else result
     gap = (result.target - result.base).double().numpy() if normal else np.ones(EXAMPLES)
@@ -78,9 +81,14 @@ def test_an_interval_above_a_bound_begins_there():
     assert torch.equal(high, Result(values, ("head", "example")).interval().high)
 
 
-@pytest.mark.parametrize(("mean", "counts", "folds"), [(1.0, (4, 4), 5), (0.9, (1.0, 2.4), 5), (0.5, (10, 7), 3), (0.0, (2, 3), 2)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("mean", "counts", "folds"),
+    [(1.0, (4, 4), 5), (0.9, (1.0, 2.4), 5), (0.5, (10, 7), 3), (0.0, (2, 3), 2)],
+)
 def test_an_auroc_has_the_interval_of_newcombe(mean, counts, folds):
-    """Both ends solve his equation, with the variance of Hanley and McNeil written out by its parts."""
+    """Both ends solve his equation, with the variance of Hanley and McNeil written out by its
+    parts.
+    """
     optimize = pytest.importorskip("scipy.optimize")
     a, b = map(float, counts)
     values = torch.full((1, folds), mean, dtype=torch.float64)
@@ -338,9 +346,7 @@ def test_a_table_for_pandas(result):
 
 @pytest.mark.parametrize("normal", [False, True])
 def test_saved_and_loaded(result, tmp_path, normal):
-    limits = {
-        "bounds": (0.0, math.inf), "counts": (2.0, 3.5), "groups": (*range(EXAMPLES - 1), 0)
-    }  # fmt: skip
+    limits = {"bounds": (0.0, math.inf), "counts": (2.0, 3.5), "groups": (*range(EXAMPLES - 1), 0)}
     given = result.normalized() if normal else replace(result, target=None, **limits)
     given.save(tmp_path / "r.safetensors")
     found = Result.load(tmp_path / "r.safetensors")

@@ -162,7 +162,7 @@ def test_what_does_not_fit_is_refused(unchecked):
         ("corrupted", Pairs(CLEAN), [zeros]),
         ("correspond", Pairs(CLEAN, OTHER[:, 1:], spans=spans), [zeros]),
         ("correspond", unlike, [zeros]),
-    ):  # fmt: skip
+    ):
         with pytest.raises((ValueError, UnknownNameError), match=error):
             run_circuit(model, text, *given)
     with pytest.raises(ValueError, match="max_bytes"):

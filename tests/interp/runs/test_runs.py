@@ -91,7 +91,9 @@ def test_effects_that_are_no_numbers_are_told():
 
 @pytest.fixture
 def recurrent():
-    """A model of `transformers` without attention, which runs only without a cache, and a twin that is not attached."""
+    """A model of `transformers` without attention, which runs only without a cache, and a twin that
+    is not attached.
+    """
     attachable = pytest.importorskip("tests.attachable")
     models = pytest.importorskip("models")
     config = attachable.config_of("jamba")

@@ -1,4 +1,6 @@
-"""Sweeps and activation patching against PyTorch's own hooks: one whole run of the model for each edit."""
+"""Sweeps and activation patching against PyTorch's own hooks: one whole run of the model for each
+edit.
+"""
 
 import contextlib
 import itertools
@@ -171,7 +173,7 @@ def random_edit(draw, caches):
             ("ln_final.normalized", pos),
             (f"blocks.{layer}.resid_post", pos | {"batch": [1, 3]}),
         ]
-    )  # fmt: skip
+    )
     name, where = place
     values = cache[name if "*" not in name else name.replace("*", "0")]
     kinds = [
@@ -495,7 +497,9 @@ def test_models_without_steps_share_whole_runs(budget):
 
 
 class Outliers(nn.Module):
-    """A map that keeps columns exact if any row has a value above a threshold there, as bitsandbytes does in 8 bits."""
+    """A map that keeps columns exact if any row has a value above a threshold there, as
+    bitsandbytes does in 8 bits.
+    """
 
     def __init__(self, inner):
         super().__init__()
@@ -517,7 +521,10 @@ def test_maps_that_find_outliers_in_all_rows_run_each_edit_alone():
 
 
 class TimeMajor(nn.Module):
-    """A model whose values have time as the first axis. Its points declare this, or declare nothing."""
+    """A model whose values have time as the first axis.
+
+    Its points declare this, or declare nothing.
+    """
 
     def __init__(self, kind):
         super().__init__()

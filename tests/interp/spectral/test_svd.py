@@ -1,4 +1,6 @@
-"""SVD targets against the forward pass written out, and measures against numpy and known spectra."""
+"""SVD targets against the forward pass written out, and measures against numpy and
+known spectra.
+"""
 
 import dataclasses
 import math
@@ -73,7 +75,10 @@ def targets_of(model, tokens, **options):
 
 @pytest.mark.parametrize("options", [{"mode": "svd_targets"}, {"mode": "full", "lazy": True}])
 def test_targets_are_the_documents(model, tokens, options):
-    """Each from the block's own steps, in the document's notation: A, V, W_o and the mask of zeros."""
+    """Each from the block's own steps, in the document's notation:
+
+    A, V, W_o and the mask of zeros.
+    """
     targets = svd_targets(model, run_with_cache(model, tokens, **options)[1])
     later = torch.ones(7, 7, dtype=torch.bool).triu(1)
     found = {name: [] for name in ("qkt", "pattern", "values", "avwo", "wvwo")}
@@ -441,7 +446,9 @@ def test_a_truncated_decomposition_knows_what_follows():
 
 
 def test_a_randomised_decomposition_finds_no_space_where_there_is_none():
-    """If 30 singular values are equal, any 3 vectors are valid, and two random starts find different vectors."""
+    """If 30 singular values are equal, any 3 vectors are valid, and two random starts find
+    different vectors.
+    """
     matrix, _, _ = with_spectrum([2.0] * 30 + [1.9] * 90, 120, 120)
     one, other = (randomized_svd(matrix, 3, seed=seed) for seed in (0, 1))
     assert subspace_angles(one, other, 3).isnan().all()

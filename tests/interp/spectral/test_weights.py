@@ -1,4 +1,6 @@
-"""Circuits of heads from weights, compared with values of the model, numpy, and heads made by hand."""
+"""Circuits of heads from weights, compared with values of the model, numpy, and heads
+made by hand.
+"""
 
 import copy
 import itertools

@@ -1,4 +1,6 @@
-"""Data sets in Arrow: files of SAELens can be read, and SAELens can read our files (`tests/stores/make_cached.py`)."""
+"""Data sets in Arrow: files of SAELens can be read, and SAELens can read our files
+(`tests/stores/make_cached.py`).
+"""
 
 import itertools
 
@@ -33,7 +35,9 @@ def test_a_data_set_of_saelens_is_read(tmp_path):
 
 
 def test_what_is_written_is_what_saelens_reads(tmp_path):
-    """Read with `datasets`, as SAELens' ActivationsStore does: columns by name, of shape [context, d_in]."""
+    """Read with `datasets`, as SAELens' ActivationsStore does: columns by name, of shape [context,
+    d_in].
+    """
     model = variant("pre", n_layers=2, n_heads=3)
     draw = np.random.default_rng(0)
     texts = [draw.integers(0, 23, draw.integers(1, 9)).tolist() for _ in range(23)]
@@ -130,11 +134,19 @@ def test_a_data_set_is_read_again_and_no_other(tmp_path, monkeypatch):
     assert files_of(out) == before
     table = datasets.load_from_disk(HERE / "cached")
     others = {
-        "values": table.map(lambda row, n: {HOOK: [[x + (n == 7) for x in xs] for xs in row[HOOK]]}, with_indices=True, features=table.features),
-        "tokens": table.map(lambda row, n: {"token_ids": [token + (n == 7) for token in row["token_ids"]]}, with_indices=True, features=table.features),
+        "values": table.map(
+            lambda row, n: {HOOK: [[x + (n == 7) for x in xs] for xs in row[HOOK]]},
+            with_indices=True,
+            features=table.features,
+        ),
+        "tokens": table.map(
+            lambda row, n: {"token_ids": [token + (n == 7) for token in row["token_ids"]]},
+            with_indices=True,
+            features=table.features,
+        ),
         "fewer": table.select(range(10)),
         "cut": table.select(range(11)),
-    }  # fmt: skip
+    }
     messages = ("those of file 1 are others",) * 2 + ("had 12, got 10", "file 2 are others")
     for (name, other), message in zip(others.items(), messages, strict=True):
         other.save_to_disk(tmp_path / name)

@@ -1,4 +1,6 @@
-"""Corpora: files, tables and arrays are the same texts, cut, packed and left out as asked; stores in object stores."""
+"""Corpora: files, tables and arrays are the same texts, cut, packed and left out as asked; stores
+in object stores.
+"""
 
 import gzip
 import json
@@ -156,9 +158,12 @@ def test_tokens_and_positions_are_left_out(pack, tmp_path):
         "several": ({"without": [0, 3]}, ~torch.isin(whole["tokens"], torch.tensor([0, 3]))),
         "first": ({"pos": slice(1, None)}, whole["pos"] > 0),
         "some": ({"pos": [2, 4, 99]}, torch.isin(whole["pos"], torch.tensor([2, 4]))),
-        "both": ({"pos": slice(1, 3), "without": [5]}, (whole["pos"] > 0) & (whole["pos"] < 3) & (whole["tokens"] != 5)),
+        "both": (
+            {"pos": slice(1, 3), "without": [5]},
+            (whole["pos"] > 0) & (whole["pos"] < 3) & (whole["tokens"] != 5),
+        ),
         "none": ({"without": [*range(23)]}, torch.zeros(len(whole["pos"]), dtype=torch.bool)),
-    }  # fmt: skip
+    }
     after = [*whole["pos"].tolist()[1:], 0]
     cases["last"] = ({"pos": -1}, torch.tensor(after) == 0)
     for case, (more, kept) in cases.items():

@@ -1,4 +1,7 @@
-"""Ray: the files equal the files of one process, also if a worker is killed. Errors reach the caller unchanged."""
+"""Ray: the files equal the files of one process, also if a worker is killed.
+
+Errors reach the caller unchanged.
+"""
 
 import os
 import signal
@@ -81,7 +84,10 @@ def test_what_ray_cannot_do_is_refused(tmp_path, monkeypatch):
         ({"texts": iter(TEXTS)}, TypeError, "a path, a list or a table; got a list_iterator"),
     ):
         with pytest.raises(error, match=message):
-            harvest(**{"model": model, "texts": TEXTS, "names": NAME, "out": tmp_path, "engine": Ray()} | wrong)  # fmt: skip
+            harvest(
+                **{"model": model, "texts": TEXTS, "names": NAME, "out": tmp_path, "engine": Ray()}
+                | wrong
+            )
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ImportError, match=r"pip install \"hookscope\[ray\]\""):
         harvest(model, TEXTS, NAME, tmp_path, engine=Ray())

@@ -239,10 +239,14 @@ def test_a_tuned_lens_is_fitted_to_a_store(tmp_path):
         wanted = model.unembed(final[None]).detach().log_softmax(-1)
         losses = [
             torch.nn.functional.kl_div(
-                model.unembed(linear(x)[None]).log_softmax(-1), wanted, log_target=True, reduction="sum"
-            ) / len(x)
+                model.unembed(linear(x)[None]).log_softmax(-1),
+                wanted,
+                log_target=True,
+                reduction="sum",
+            )
+            / len(x)
             for linear, x in zip(linears, streams, strict=True)
-        ]  # fmt: skip
+        ]
         torch.testing.assert_close(lens.losses[step], torch.stack(losses).detach())
         adam.zero_grad()
         sum(losses).backward()
@@ -259,8 +263,14 @@ def test_a_tuned_lens_is_fitted_to_a_store(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("option", "match"), [({"pos": -1}, "pos=.*harvest"), ({"context": 3}, "context=.*harvest"), ({"topp": 3}, "topp=.*top"), ({"values": 3}, "values=")],
-)  # fmt: skip
+    ("option", "match"),
+    [
+        ({"pos": -1}, "pos=.*harvest"),
+        ({"context": 3}, "context=.*harvest"),
+        ({"topp": 3}, "topp=.*top"),
+        ({"values": 3}, "values="),
+    ],
+)
 def test_options_that_statistics_do_not_take_are_named(option, match, tmp_path):
     model = pydoc()
     with pytest.raises(TypeError, match=match):

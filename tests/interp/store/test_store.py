@@ -41,7 +41,9 @@ def made(model, texts, out, **options):
 
 
 def contents(folder):
-    """What is in each complete file: its metadata, whose order in the file means nothing, and the bytes of each tensor."""
+    """What is in each complete file: its metadata, whose order in the file means nothing, and the
+    bytes of each tensor.
+    """
     found = {}
     for path in Path(folder).glob("values-*.safetensors"):
         with safetensors.safe_open(path, framework="np") as file:
@@ -120,7 +122,9 @@ def test_what_is_missing_or_damaged_is_made_again_and_nothing_else(tmp_path):
 
 
 def test_two_processes_may_do_the_same_job(tmp_path, monkeypatch):
-    """Two processes of a split model: one ends and cleans up while the other writes its last file."""
+    """Two processes of a split model: one ends and cleans up while the other writes its
+    last file.
+    """
     model, texts = model_and_texts()
     whole = made(model, texts, tmp_path / "whole")
     save = storage.save
@@ -285,7 +289,9 @@ def test_epochs_differ_and_need_not_end(tmp_path):
 
 
 def test_the_shuffle_is_as_good_as_it_says(tmp_path):
-    """Pairs of one file in a batch: as many as in a full shuffle, times the files and over the window at most."""
+    """Pairs of one file in a batch: as many as in a full shuffle, times the files and over the
+    window at most.
+    """
     model, texts = model_and_texts(200)
     store = made(model, texts, tmp_path)
     sizes = np.array([file["rows"] for file in store.files])

@@ -1,4 +1,6 @@
-"""A model that FSDP shards over two processes: uneven jobs of a harvest, failures of one, and what needs whole weights."""
+"""A model that FSDP shards over two processes: uneven jobs of a harvest, failures of one, and what
+needs whole weights.
+"""
 
 import subprocess
 import sys
@@ -72,9 +74,11 @@ def work(folder, rank):
 def test_jobs_of_a_sharded_model_may_be_uneven(tmp_path):
     command = [sys.executable, "-m", __name__, str(tmp_path)]
     started = [
-        subprocess.Popen([*command, rank], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [*command, rank], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         for rank in "01"
-    ]  # fmt: skip
+    ]
     try:
         ended = [process.communicate(timeout=240) for process in started]
     finally:

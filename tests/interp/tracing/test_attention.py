@@ -1,4 +1,6 @@
-"""Attention in attribution graphs, compared with autograd of a run with frozen norms and MLPs, and with interventions."""
+"""Attention in attribution graphs, compared with autograd of a run with frozen norms and MLPs, and
+with interventions.
+"""
 
 import pytest
 import torch
@@ -46,7 +48,9 @@ def hold_norms_of_queries(model):
 
 
 def slope(model, cache, dictionaries, name, vector, reads, directions, held):
-    """The derivatives of read directions if a vector at a point grows, with norms and MLPs held, and patterns if `held`."""
+    """The derivatives of read directions if a vector at a point grows, with norms and MLPs held,
+    and patterns if `held`.
+    """
     seen, share = {}, torch.zeros((), dtype=torch.float64, requires_grad=True)
 
     def freeze(value, at):
@@ -169,13 +173,16 @@ def test_pairs_by_paths_add_up_like_those_by_writers(form, against):
         known = why_attends(model, cache, head, -2, 2, against, k=5)
         torch.testing.assert_close(tables[1].values, known.values)
         assert tables[0].about | {"summed sizes of all pairs": 0, "gap": 0} == known.about | {
-            "summed sizes of all pairs": 0, "gap": 0,
-        }  # fmt: skip
+            "summed sizes of all pairs": 0,
+            "gap": 0,
+        }
         assert {*tables[0].labels["key_source"]} <= {node.id for node in graph.nodes} | {"rest"}
 
 
 def test_a_pair_by_paths_is_what_a_frozen_run_says_of_both_sides():
-    """The part of a token in a query, and in a key, are those of a run whose norms, patterns and MLPs are held."""
+    """The part of a token in a query, and in a key, are those of a run whose norms, patterns and
+    MLPs are held.
+    """
     model, graph = graph_of()
     table = graph.attention((2, 3), 4, 1, k=10**7)
     cache = HookedRunner(model).run_with_cache(TEXT, mode="full")[1]

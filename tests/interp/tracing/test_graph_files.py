@@ -1,4 +1,6 @@
-"""Attribution graphs as circuit-tracer's page, Neuronpedia's server and Anthropic save them; see tests/tracing/make_files.py."""
+"""Attribution graphs as circuit-tracer's page, Neuronpedia's server and Anthropic save them; see
+tests/tracing/make_files.py.
+"""
 
 import json
 import math
@@ -22,7 +24,8 @@ def test_what_circuit_tracers_page_saved_is_read():
     graph, data = graph_of("page"), json.loads((HERE / "page.json").read_text())
     assert isinstance(data["qParams"]["pinnedIds"], str)
     assert data["qParams"]["sg_pos"] is None
-    # The clicks: three features, the error of layer 0 at position 1, the second token, the likeliest logit.
+    # The clicks: three features, the error of layer 0 at position 1, the second token, the
+    # likeliest logit.
     assert graph.pins == ["0_100_5", "0_109_5", "1_100_5", "0_-1_1", "E_1_1", "4_2_5"]
     assert graph.supernodes == {
         "supernode": ["0_109_5", "1_100_5"],
@@ -243,15 +246,24 @@ def test_scores_are_circuit_tracers_and_neuronpedias(whole):
 
 
 def test_a_feature_without_an_error_counts_as_one():
-    # Edges: token 1 to a feature and to the logit, features to the logit. Only one of the graphs has an error node.
+    # Edges: token 1 to a feature and to the logit, features to the logit. Only one of the graphs
+    # has an error node.
     nodes = [
-        Node("0_1_0", "feature", 0, 0, 1), Node("1_2_0", "feature", 1, 0, 2), Node("1_-1_0", "error", 1, 0, -1),
-        Node("E_3_0", "token", -1, 0, 3), Node("3_4_0", "logit", 2, 0, 4, "", None, 0.5),
-    ]  # fmt: skip
+        Node("0_1_0", "feature", 0, 0, 1),
+        Node("1_2_0", "feature", 1, 0, 2),
+        Node("1_-1_0", "error", 1, 0, -1),
+        Node("E_3_0", "token", -1, 0, 3),
+        Node("3_4_0", "logit", 2, 0, 4, "", None, 0.5),
+    ]
     links = [
-        Link("E_3_0", "0_1_0", 1.0), Link("0_1_0", "1_2_0", 5.0), Link("E_3_0", "1_2_0", 3.0), Link("0_1_0", "3_4_0", 1.0),
-        Link("1_2_0", "3_4_0", -2.0), Link("1_-1_0", "3_4_0", 5.0), Link("E_3_0", "3_4_0", 4.0),
-    ]  # fmt: skip
+        Link("E_3_0", "0_1_0", 1.0),
+        Link("0_1_0", "1_2_0", 5.0),
+        Link("E_3_0", "1_2_0", 3.0),
+        Link("0_1_0", "3_4_0", 1.0),
+        Link("1_2_0", "3_4_0", -2.0),
+        Link("1_-1_0", "3_4_0", 5.0),
+        Link("E_3_0", "3_4_0", 4.0),
+    ]
     graph = PrunedGraph(nodes, links, ["a"])
     # The logit gets 1 and -2 + 5 from errors, and 4 from the token.
     expected = {"replacement": 4 / 8, "completeness": 1 - 0.5 * 4 / 8 / (0.5 + 0.5)}

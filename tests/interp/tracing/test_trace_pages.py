@@ -1,4 +1,7 @@
-"""Pruned attribution graphs: Neuronpedia's format, the page in a browser, and the command `trace`."""
+"""Pruned attribution graphs:
+
+Neuronpedia's format, the page in a browser, and the command `trace`.
+"""
 
 import json
 from pathlib import Path
@@ -81,18 +84,50 @@ def of_circuit_tracer():
         "clerp": "",
     }
     nodes = [
-        {"node_id": "1_5_0", "feature": 26, "layer": "1", "feature_type": "cross layer transcoder", "activation": 2.5},
-        {"node_id": "0_1_0", "feature": -1, "layer": "1", "feature_type": "mlp reconstruction error"},
+        {
+            "node_id": "1_5_0",
+            "feature": 26,
+            "layer": "1",
+            "feature_type": "cross layer transcoder",
+            "activation": 2.5,
+        },
+        {
+            "node_id": "0_1_0",
+            "feature": -1,
+            "layer": "1",
+            "feature_type": "mlp reconstruction error",
+        },
         {"node_id": "E_7_0", "feature": 0, "layer": "E", "feature_type": "embedding"},
-        {"node_id": "3_9_0", "feature": 9, "layer": "3", "feature_type": "logit", "clerp": 'Output " b" (p=0.250)', "token_prob": 0.25},
-    ]  # fmt: skip
+        {
+            "node_id": "3_9_0",
+            "feature": 9,
+            "layer": "3",
+            "feature_type": "logit",
+            "clerp": 'Output " b" (p=0.250)',
+            "token_prob": 0.25,
+        },
+    ]
     links = [("E_7_0", "1_5_0", 1.5), ("0_1_0", "3_9_0", -0.5), ("1_5_0", "3_9_0", 0.25)]
     return {
-        "metadata": {"slug": "x", "scan": "m", "prompt_tokens": ["a"], "prompt": "a", "transcoder_list": []},
-        "qParams": {"pinnedIds": ["0_1_0"], "supernodes": [], "linkType": "both", "clickedId": "", "sg_pos": ""},
-        "nodes": [shared | {"ctx_idx": 0, "jsNodeId": "x", "influence": 0.5} | node for node in nodes],
+        "metadata": {
+            "slug": "x",
+            "scan": "m",
+            "prompt_tokens": ["a"],
+            "prompt": "a",
+            "transcoder_list": [],
+        },
+        "qParams": {
+            "pinnedIds": ["0_1_0"],
+            "supernodes": [],
+            "linkType": "both",
+            "clickedId": "",
+            "sg_pos": "",
+        },
+        "nodes": [
+            shared | {"ctx_idx": 0, "jsNodeId": "x", "influence": 0.5} | node for node in nodes
+        ],
         "links": [dict(zip(("source", "target", "weight"), link, strict=True)) for link in links],
-    }  # fmt: skip
+    }
 
 
 def test_the_files_of_circuit_tracer_are_read(tmp_path):
@@ -110,7 +145,8 @@ def test_the_files_of_circuit_tracer_are_read(tmp_path):
     assert graph.inputs("3_9_0") == [("1_-1_0", -0.5), ("1_5_0", 0.25)]
     assert graph.about["transcoder_list"] == []
     assert "completeness" not in repr(graph)
-    # Written again, numbers and names are those of Neuronpedia's own files: 26 is Cantor's pairing of 1 and 5.
+    # Written again, numbers and names are those of Neuronpedia's own files: 26 is Cantor's pairing
+    # of 1 and 5.
     again = {node["node_id"]: node for node in graph.as_json("x", "m")["nodes"]}
     assert [again[name]["feature"] for name in ("1_5_0", "1_-1_0", "E_7_0", "3_9_0")] == [
         26,
@@ -214,7 +250,9 @@ def test_the_page_lists_links_pins_groups_and_thins(graph, tmp_path):
     # The strength of a path is the product of the share of each link in the inputs of its end.
     *_, path = strongest_path(pruned, logit.id)
     raised = [" ".join(map(visible, pruned[name].raises)) for name in path]
-    words = [f"raises {r}" if r else visible(pruned[n].label) for n, r in zip(path, raised, strict=True)]  # fmt: skip
+    words = [
+        f"raises {r}" if r else visible(pruned[n].label) for n, r in zip(path, raised, strict=True)
+    ]
     assert pruned[path[0]].kind == "token"
     words[0] += f" ({pruned[path[0]].pos})"
     assert seen["paths"][0] == " → ".join(words)

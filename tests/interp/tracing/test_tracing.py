@@ -1,4 +1,6 @@
-"""Attribution graphs: rows add up, and are what changes in a run whose norms and patterns cannot react."""
+"""Attribution graphs: rows add up, and are what changes in a run whose norms and patterns cannot
+react.
+"""
 
 import json
 import math
@@ -43,7 +45,9 @@ from tests.interp.tracing.transcoders import (
 
 
 def moved(model, dictionaries, vectors, cache=None):
-    """What vectors, added at points, change in all reads and logits, with patterns, scales and MLPs frozen."""
+    """What vectors, added at points, change in all reads and logits, with patterns, scales and MLPs
+    frozen.
+    """
     runner = HookedRunner(model)
     cache = runner.run_with_cache(TEXT, mode="full")[1] if cache is None else cache
     seen = {}
@@ -65,11 +69,14 @@ def moved(model, dictionaries, vectors, cache=None):
 
     points = [("*.scale", freeze), ("*.pattern", freeze), ("*.mlp_out", write)]
     reads = [f"blocks.{n}.{name}" for n in range(3) for name in ("ln2.normalized", "resid_mid")]
-    runner.run_with_hooks(TEXT, hooks=[
-        *points,
-        *((name, see) for name in (*reads, "ln_final.normalized") if name in cache),
-        *((name, add) for name in vectors),
-    ])  # fmt: skip
+    runner.run_with_hooks(
+        TEXT,
+        hooks=[
+            *points,
+            *((name, see) for name in (*reads, "ln_final.normalized") if name in cache),
+            *((name, add) for name in vectors),
+        ],
+    )
     return {name: (value - cache[name])[0] for name, value in seen.items()}
 
 
@@ -139,7 +146,9 @@ def test_rows_add_up_and_are_what_a_frozen_run_changes(form, kind):
 
 @pytest.fixture(scope="module")
 def peer():
-    """Return the graph of circuit-tracer for the same model and transcoders (tests/tracing/make_graph.py)."""
+    """Return the graph of circuit-tracer for the same model and transcoders
+    (tests/tracing/make_graph.py).
+    """
     with safe_open(ROOT / "tests" / "tracing/circuit_tracer.safetensors", "pt") as file:
         about = {name: json.loads(text) for name, text in file.metadata().items()}
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
@@ -153,9 +162,14 @@ def peer():
             if name.startswith(f"transcoders.{n}.")
         }
         dictionaries[f"blocks.{n}.mlp_out"] = Dictionary(
-            own["W_enc"].T, own["W_dec"], own["b_enc"], own["b_dec"],
-            JumpReLU(own["threshold"], relu=False), W_skip=own["W_skip"].T, reads="ln2.normalized",
-        )  # fmt: skip
+            own["W_enc"].T,
+            own["W_dec"],
+            own["b_enc"],
+            own["b_dec"],
+            JumpReLU(own["threshold"], relu=False),
+            W_skip=own["W_skip"].T,
+            reads="ln2.normalized",
+        )
     return model, dictionaries, torch.tensor([about["text"]]), tensors
 
 
@@ -218,7 +232,8 @@ def test_an_effect_is_the_sum_over_targets_that_are_asked_for():
     assert graph.weights[:4].tolist() == [graph.logits[0].probability, 1, 1, 0]
     assert graph.column[2] == len(run.layer) - 1
     assert len(graph.rows) == 2 + 9
-    # The features with the most influence have rows, and each row equals the row of the feature alone.
+    # The features with the most influence have rows, and each row equals the row of the feature
+    # alone.
     rows = run.rows(run.of_features(graph.column[2:]))
     torch.testing.assert_close(graph.rows[2:], rows)
     whole = attribution_graph(model, TEXT, dictionaries, targets=[2, (2, 5), tuple(named)], pos=-2)
@@ -250,7 +265,9 @@ def test_likely_tokens_are_targets_until_the_probability_is_reached(pick):
 
 
 def test_a_cut_head_takes_its_paths_along():
-    """Cutting a head is the model without what the head adds, with patterns and scales as they were."""
+    """Cutting a head is the model without what the head adds, with patterns and scales as they
+    were.
+    """
     model = model_of("rms")
     dictionaries = transcoders("layer", "ln2.normalized")
     graph = attribution_graph(model, TEXT, dictionaries, targets=[2, 5])
@@ -303,7 +320,9 @@ def test_a_model_whose_mlps_are_their_own_transcoders_is_explained_completely():
 
 
 def test_predictions_hold_where_all_else_is_held():
-    """With everything else frozen, a change of a feature moves its readers by `change * effect / activation`."""
+    """With everything else frozen, a change of a feature moves its readers by
+    `change * effect / activation`.
+    """
     model = model_of("sandwich")
     dictionaries = transcoders("layer", "ln2.normalized")
     graph = attribution_graph(model, TEXT, dictionaries, targets=[2, 5])
@@ -374,7 +393,9 @@ def test_attached_models_have_the_graph_of_their_parts(kind, monkeypatch):
 
 
 def test_a_planted_chain_of_features_is_found_first():
-    """A token makes feature 11 of layer 0, a head of layer 1 moves it, feature 3 of layer 1 reads that and makes a logit."""
+    """A token makes feature 11 of layer 0, a head of layer 1 moves it, feature 3 of layer 1 reads
+    that and makes a logit.
+    """
     torch.manual_seed(2)
     sizes = SIZES | {"n_layers": 2, "n_heads": 1, "d_head": 4}
     choices = {
@@ -394,9 +415,14 @@ def test_a_planted_chain_of_features_is_found_first():
     dictionaries = {}
     for layer, (feature, reads, writes) in enumerate([(11, 0, 1), (3, 2, 3)]):
         one = Dictionary(
-            0.01 * drawn(8, 17), 0.01 * drawn(17, 8), torch.full((17,), 0.02).double(), torch.zeros(8).double(),
-            nn.ReLU(), reads="resid_mid", transcodes=True,
-        )  # fmt: skip
+            0.01 * drawn(8, 17),
+            0.01 * drawn(17, 8),
+            torch.full((17,), 0.02).double(),
+            torch.zeros(8).double(),
+            nn.ReLU(),
+            reads="resid_mid",
+            transcodes=True,
+        )
         one.W_enc[reads, feature] = 3.0
         one.W_dec[feature, writes] = 3.0
         dictionaries[f"blocks.{layer}.mlp_out"] = one
@@ -462,9 +488,14 @@ def test_transcoders_that_are_not_linear_or_stand_or_read_elsewhere_are_refused(
     with pytest.raises(ValueError, match="must be one, without padding"):
         FrozenRun(model, TEXT.expand(2, -1), {})
     wrong_targets = {
-        "at least one": [], "a token of 7": [9], "must be active": [(1, 2, 3)], "two different ones": [(1, 2, 3, 4)],
-        "must differ from each other": [2, 5, 2], "targets .*got -1": -1, r"ones .* got \(2, 2\)": [(2, 2)],
-    }  # fmt: skip
+        "at least one": [],
+        "a token of 7": [9],
+        "must be active": [(1, 2, 3)],
+        "two different ones": [(1, 2, 3, 4)],
+        "must differ from each other": [2, 5, 2],
+        "targets .*got -1": -1,
+        r"ones .* got \(2, 2\)": [(2, 2)],
+    }
     for message, targets in wrong_targets.items():
         with pytest.raises(ValueError, match=message):
             attribution_graph(model, TEXT, {}, targets=targets)
@@ -595,9 +626,11 @@ def test_values_and_changes_that_are_not_finite_are_refused(monkeypatch):
     graph = attribution_graph(model_of("plain"), TEXT, transcoders("layer", "ln2.normalized"))
     name = next(node.id for node in graph.nodes if node.kind == "feature")
     for value, what in (
-        (math.nan, f"values of {name}"), (-math.inf, f"values of {name}"),
-        (1e308, "predicted changes"), (1e200, "changes in the model"),
-    ):  # fmt: skip
+        (math.nan, f"values of {name}"),
+        (-math.inf, f"values of {name}"),
+        (1e308, "predicted changes"),
+        (1e200, "changes in the model"),
+    ):
         with within_seconds(60), pytest.raises(ValueError, match=f"{what} must be finite"):
             graph.intervene({name: value})
     column, one = torch.tensor([-1, 0]), torch.ones(1).double()

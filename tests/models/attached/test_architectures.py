@@ -167,7 +167,10 @@ def generate(w):
 
 
 def plan(w):
-    """Equal to a run's cache. PyTorch cannot plan the grouped products of experts: a clear error."""
+    """Equal to a run's cache.
+
+    PyTorch cannot plan the grouped products of experts: a clear error.
+    """
     if w.model.config.model_type == "mixtral":
         with pytest.raises(HookError):
             w.runner.plan(**w.given, names=w.blocks)

@@ -1,4 +1,6 @@
-"""Graphs of attached decoders that `from_hf` does not support, compared with PyTorch's own hooks."""
+"""Graphs of attached decoders that `from_hf` does not support, compared with PyTorch's
+own hooks.
+"""
 
 import contextlib
 import functools
@@ -77,10 +79,22 @@ def test_families_that_are_known_have_the_graph_of_their_plain_model(kind, monke
 
 # The modules of a block, where queries, keys and values have maps of their own.
 NAMES = {
-    "olmoe": ("model.layers", "self_attn.v_proj", "self_attn.o_proj", "input_layernorm", "model.norm"),
+    "olmoe": (
+        "model.layers",
+        "self_attn.v_proj",
+        "self_attn.o_proj",
+        "input_layernorm",
+        "model.norm",
+    ),
     "gptj": ("transformer.h", "attn.v_proj", "attn.out_proj", "ln_1", "transformer.ln_f"),
-    "granite": ("model.layers", "self_attn.v_proj", "self_attn.o_proj", "input_layernorm", "model.norm"),
-}  # fmt: skip
+    "granite": (
+        "model.layers",
+        "self_attn.v_proj",
+        "self_attn.o_proj",
+        "input_layernorm",
+        "model.norm",
+    ),
+}
 
 
 @contextlib.contextmanager

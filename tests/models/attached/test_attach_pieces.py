@@ -1,4 +1,6 @@
-"""Pieces of texts that attached models read: positions beside padding, states without keys, virtual tokens."""
+"""Pieces of texts that attached models read: positions beside padding, states without keys, virtual
+tokens.
+"""
 
 import copy
 import warnings
@@ -101,7 +103,8 @@ def test_edits_of_generation_count_from_the_start_of_the_text_without_keys(state
     with runner.hooks({"blocks.0.resid_post": lambda v, point: seen.append(start_of_piece())}):
         model.generate(prompt, **new)
     assert seen == [0, 5, 6, 7]
-    # The effect of an edit at one later column on the logits there, compared with a run of the whole text.
+    # The effect of an edit at one later column on the logits there, compared with a run of the
+    # whole text.
     vector = torch.full((24,), 3.0)
     for pos in (2, 6):
         hooks = {"blocks.1.resid_post": edits.add(vector, pos=pos)}
@@ -320,7 +323,10 @@ KNOCKED = ["gpt2", "llama", "gemma2", "bloom", "gpt_neox", "gpt_oss", "qwen2", "
 @pytest.mark.parametrize("name", KNOCKED)
 @torch.no_grad()
 def test_a_query_without_keys_attends_to_nothing(name, side):
-    """z is zero there. The kernels mask with the lowest number, which would still be larger than -inf."""
+    """z is zero there.
+
+    The kernels mask with the lowest number, which would still be larger than -inf.
+    """
     model = made(name)
     width = 6
     tokens, mask = padded(ROWS, width)

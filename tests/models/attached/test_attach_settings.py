@@ -1,4 +1,6 @@
-"""Attached models in settings that no table of architectures lists: each against the model without points."""
+"""Attached models in settings that no table of architectures lists: each against the model without
+points.
+"""
 
 import contextlib
 import copy
@@ -61,8 +63,20 @@ def other(kind, dtype=torch.float32):
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    "kind", ["gpt2", "llama", "gemma3", "bloom", "bert", "roberta", "distilbert", "modernbert", "bart", "ctrl"]
-)  # fmt: skip
+    "kind",
+    [
+        "gpt2",
+        "llama",
+        "gemma3",
+        "bloom",
+        "bert",
+        "roberta",
+        "distilbert",
+        "modernbert",
+        "bart",
+        "ctrl",
+    ],
+)
 def test_half_precision_has_the_points_and_embeddings_of_single(kind, dtype):
     single = other(kind)
     with attach(single):
@@ -76,7 +90,9 @@ def test_half_precision_has_the_points_and_embeddings_of_single(kind, dtype):
 
 
 def in_half(name, dtype):
-    """A model of the table of architectures in half precision, whose experts have sizes that kernels take."""
+    """A model of the table of architectures in half precision, whose experts have sizes that
+    kernels take.
+    """
     sizes = attachable.SIZES | dict(intermediate_size=24) | attachable.MODELS.get(name, {})
     if "moe_intermediate_size" in sizes:
         sizes |= dict(moe_intermediate_size=16)
@@ -111,7 +127,9 @@ def test_norms_beside_a_stream_of_another_precision_are_found_in_half(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_term_of_attention_that_rounding_hides_is_found(dtype, monkeypatch):
-    """A kernel that adds a small bias by distance, which changes the logits by a few roundings of bfloat16."""
+    """A kernel that adds a small bias by distance, which changes the logits by a few roundings of
+    bfloat16.
+    """
 
     def tilted(module, query, key, value, attention_mask, scaling=None, **kwargs):
         at = torch.arange(query.shape[2])
@@ -153,9 +171,13 @@ WIDE = {
     "bloom": dict(hidden_size=1024, n_head=16),
     "ctrl": dict(n_embd=768, n_head=12),
     "gpt2": dict(n_embd=768, n_head=12),
-    "llama": dict(hidden_size=1024, num_attention_heads=16, num_key_value_heads=16, intermediate_size=64),
-    "gemma3": dict(hidden_size=1024, num_attention_heads=8, num_key_value_heads=8, intermediate_size=64),
-}  # fmt: skip
+    "llama": dict(
+        hidden_size=1024, num_attention_heads=16, num_key_value_heads=16, intermediate_size=64
+    ),
+    "gemma3": dict(
+        hidden_size=1024, num_attention_heads=8, num_key_value_heads=8, intermediate_size=64
+    ),
+}
 
 
 @pytest.mark.sampled(4)
@@ -163,7 +185,9 @@ WIDE = {
     ("kind", "dtype"), [*zip(WIDE, [torch.bfloat16, torch.float16] * 4, strict=True)]
 )
 def test_real_widths_in_half_precision(kind, dtype):
-    """The points are those of float32; embeddings and stream those that raw hooks see on a copy without points."""
+    """The points are those of float32; embeddings and stream those that raw hooks see on a copy
+    without points.
+    """
     name, sizes = MORE[kind]
     maker = getattr(transformers, name)
     torch.manual_seed(0)
@@ -219,7 +243,9 @@ def test_a_registered_kernel_stays(kind):
 
 @pytest.mark.parametrize("at_attach", [torch.bfloat16, torch.float32])
 def test_a_mode_of_attention_of_its_own_stays(at_attach):
-    """GPT-2 with its products reordered differs from the interface's kernels in half precision only."""
+    """GPT-2 with its products reordered differs from the interface's kernels in half precision
+    only.
+    """
     config = transformers.GPT2Config(**GPT2, reorder_and_upcast_attn=True)
     model = made("gpt2", config, "eager", torch.bfloat16)
     with torch.no_grad():
@@ -430,19 +456,43 @@ def test_a_model_of_another_size_is_attached_anew():
 
 
 MAMBA = dict(
-    vocab_size=23, hidden_size=12, intermediate_size=17, num_attention_heads=3, num_key_value_heads=3,
-    mamba_d_state=8, mamba_d_conv=4, max_position_embeddings=32,
-)  # fmt: skip
+    vocab_size=23,
+    hidden_size=12,
+    intermediate_size=17,
+    num_attention_heads=3,
+    num_key_value_heads=3,
+    mamba_d_state=8,
+    mamba_d_conv=4,
+    max_position_embeddings=32,
+)
 # States of a recurrence beside keys, and attention that wants a mask for each row.
 UNUSUAL = {
     "FalconH1ForCausalLM": MAMBA
-    | dict(num_hidden_layers=2, head_dim=4, mamba_d_ssm=12, mamba_n_heads=3, mamba_d_head=4, mamba_chunk_size=4),
+    | dict(
+        num_hidden_layers=2,
+        head_dim=4,
+        mamba_d_ssm=12,
+        mamba_n_heads=3,
+        mamba_d_head=4,
+        mamba_chunk_size=4,
+    ),
     "Zamba2ForCausalLM": MAMBA
-    | dict(num_hidden_layers=4, mamba_expand=2, n_mamba_heads=3, chunk_size=4, hybrid_layer_ids=[1, 3], num_mem_blocks=1,
-           layers_block_type=["mamba", "hybrid"] * 2, use_mem_rope=True, adapter_rank=5),
+    | dict(
+        num_hidden_layers=4,
+        mamba_expand=2,
+        n_mamba_heads=3,
+        chunk_size=4,
+        hybrid_layer_ids=[1, 3],
+        num_mem_blocks=1,
+        layers_block_type=["mamba", "hybrid"] * 2,
+        use_mem_rope=True,
+        adapter_rank=5,
+    ),
     "XGLMForCausalLM": dict(vocab_size=23, d_model=12, num_layers=2, attention_heads=3, ffn_dim=17),
-    "TrOCRForCausalLM": dict(vocab_size=23, d_model=12, decoder_layers=2, decoder_attention_heads=3, decoder_ffn_dim=17),
-}  # fmt: skip
+    "TrOCRForCausalLM": dict(
+        vocab_size=23, d_model=12, decoder_layers=2, decoder_attention_heads=3, decoder_ffn_dim=17
+    ),
+}
 
 
 @pytest.mark.sampled(4)
@@ -474,11 +524,20 @@ def test_a_model_that_reads_images_too():
     """Its forward hands keywords on to a part, and that to the model of the text."""
     text = transformers.LlamaConfig(**SIZES | dict(vocab_size=29))
     vision = transformers.CLIPVisionConfig(
-        hidden_size=10, intermediate_size=14, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
-    )  # fmt: skip
+        hidden_size=10,
+        intermediate_size=14,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        image_size=8,
+        patch_size=4,
+    )
     config = transformers.LlavaConfig(
-        vision_config=vision, text_config=text, image_token_index=28, image_seq_length=4, vision_feature_layer=-1
-    )  # fmt: skip
+        vision_config=vision,
+        text_config=text,
+        image_token_index=28,
+        image_seq_length=4,
+        vision_feature_layer=-1,
+    )
     torch.manual_seed(0)
     model = transformers.LlavaForConditionalGeneration(config).eval()
     given = dict(
@@ -669,7 +728,9 @@ def test_all_tokens_are_drawn_from_at_top_p_of_one():
 
 @contextlib.contextmanager
 def replaced(module, at=None, put=None):
-    """Keep what a module gives in a run, and put the values of another run at position `at` of it."""
+    """Keep what a module gives in a run, and put the values of another run at position
+    `at` of it.
+    """
     kept = []
 
     def hook(module, args, output):
@@ -684,7 +745,9 @@ def replaced(module, at=None, put=None):
 
 
 def test_pairs_carry_other_arguments_of_the_run():
-    """Positions that the user gives, in every run of every analysis, compared with PyTorch's hooks."""
+    """Positions that the user gives, in every run of every analysis, compared with
+    PyTorch's hooks.
+    """
     model, right = made("gpt2"), torch.tensor([4, 8, 15])
     corrupted, positions = TOKENS.flip(0), torch.tensor([[4, 3, 2, 1, 0]]).expand(3, -1).clone()
     positions[1] += 6
@@ -713,14 +776,23 @@ def test_pairs_carry_other_arguments_of_the_run():
 @pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl"])
 @pytest.mark.parametrize("batch", [2, 3])
 def test_positions_of_several_sections_go_with_their_texts(kind, batch):
-    """Each run against one text at a time, without points. For three texts there are as many sections as texts."""
+    """Each run against one text at a time, without points.
+
+    For three texts there are as many sections as texts.
+    """
     if not seeing.is_there("qwen3_vl"):
         pytest.skip("needs a later transformers")
     rope = dict(rope_type="default", mrope_section=[1, 1, 1], rope_theta=10000.0)
     sizes = dict(
-        vocab_size=29, hidden_size=24, intermediate_size=20, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=6, rope_parameters=rope
-    )  # fmt: skip
+        vocab_size=29,
+        hidden_size=24,
+        intermediate_size=20,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=6,
+        rope_parameters=rope,
+    )
     if kind == "qwen2_vl":
         config = transformers.Qwen2VLConfig(text_config=sizes)
         maker = transformers.Qwen2VLForConditionalGeneration
@@ -934,7 +1006,9 @@ def blocks_in(model):
     "chosen", [*pairwise(SETTINGS)], ids=lambda chosen: "-".join(map(str, chosen.values()))
 )
 def test_settings_in_drawn_pairs(chosen):
-    """Logits, values and an edit in the middle, bit for bit those of PyTorch's hooks on a model without points."""
+    """Logits, values and an edit in the middle, bit for bit those of PyTorch's hooks on a model
+    without points.
+    """
     name, sizes = DECODERS[chosen["kind"]]
     maker = getattr(transformers, name)
     config = maker.config_class(**sizes)
@@ -987,7 +1061,8 @@ def test_settings_in_drawn_pairs(chosen):
             assert_same(ours, edited)
             assert not torch.equal(ours[real], logits[real])
             every = runner.run_with_cache(**inputs, **cache())[0].logits[real]
-            # In float64 the families' eager kernels take the softmax in float32, and the points do not.
+            # In float64 the families' eager kernels take the softmax in float32, and the points do
+            # not.
             eps = max(torch.finfo(dtype).eps for dtype in (chosen["dtype"], torch.float32))
             allowed = 16 * eps * float(logits[real].abs().max())
             if logits.isfinite().all():  # padded float64 rows are NaN in those kernels

@@ -1,4 +1,6 @@
-"""`attach` on a hundred architectures of `transformers`: the same numbers, and no trace afterwards."""
+"""`attach` on a hundred architectures of `transformers`: the same numbers, and no trace
+afterwards.
+"""
 
 import copy
 import functools
@@ -24,10 +26,12 @@ LACKS = {
     "falcon gpt_neox": "resid_mid",
     "openai-gpt": HIDDEN,  # the activation is a function, not a module
     "gpt_neox_japanese": f"attn_out resid_mid mlp_out {LN2} {HIDDEN}",  # the last block
-    "lara_mini qwen3_5_text qwen3_next": f"{ATTENTION} attn_out",  # the second block has linear attention
+    # The second block has linear attention
+    "lara_mini qwen3_5_text qwen3_next": f"{ATTENTION} attn_out",
     "jamba lfm2": f"{ATTENTION} attn_out {HIDDEN}",  # a block has a state space, or a convolution
     "bamba lfm2_moe": f"{ATTENTION} attn_out",
-    "codegen cohere cohere2 cohere2_moe gptj phi": f"resid_mid {LN2}",  # parallel blocks with one norm
+    # Parallel blocks with one norm
+    "codegen cohere cohere2 cohere2_moe gptj phi": f"resid_mid {LN2}",
     "exaone4 flex_olmo olmo2 olmo3": f"{LN1} {LN2}",  # norms of outputs only
     "modernbert-decoder": LN1,  # the first block has none
     "jetmoe": HIDDEN,
@@ -71,7 +75,8 @@ def twin_of(w, runner):
 
 
 def logits(w):
-    """With hooks everywhere the logits are bitwise the eager model's, and without hooks bitwise sdpa's.
+    """With hooks everywhere the logits are bitwise the eager model's, and without hooks bitwise
+    sdpa's.
 
     Falcon's eager code divides where the library's kernels multiply.
     """
@@ -166,7 +171,9 @@ def check_identities(w, cache, edited=()):
 
 
 def everywhere(w):
-    """Each point is edited in one row: this row changes, the other rows do not, and the identities hold."""
+    """Each point is edited in one row: this row changes, the other rows do not, and the identities
+    hold.
+    """
     with attach(w.model):
         runner = HookedRunner(w.model)
         _, plain = runner.run_with_cache(input_ids=w.tokens[:1], use_cache=False)
@@ -204,7 +211,9 @@ FED = {"doge": ("attn.q", "attn.scores"), "gemma4_text": ("resid_pre", "resid_po
 
 
 def carried(w):
-    """Values of another text, each kind in a row of its own, make of this text what they determine."""
+    """Values of another text, each kind in a row of its own, make of this text what
+    they determine.
+    """
     with attach(w.model):
         runner = HookedRunner(w.model)
         _, source = runner.run_with_cache(input_ids=w.others[:1], use_cache=False)
@@ -234,7 +243,8 @@ def carried(w):
             close(cache[target][row], source[target][0], sources)
 
 
-# Points whose scale the next norm removes: hidden values of experts or MLPs; queries, keys and values.
+# Points whose scale the next norm removes: hidden values of experts or MLPs; queries, keys and
+# values.
 INERT = {"bitnet": {"ln2.scale"}, "gemma4_text": {"ln1.scale"}}
 # Positions are columns, padding included, and there is no argument for others.
 COLUMNS = ("bart", "blenderbot", "marian", "mbart", "plbart")
@@ -277,7 +287,9 @@ def padding(w):
 
 
 def keeps_heads(w):
-    """Whether caches contain the keys and values of heads, not the vectors from which they are computed."""
+    """Whether caches contain the keys and values of heads, not the vectors from which they are
+    computed.
+    """
     _, cache = HookedRunner(w.model).run_with_cache(input_ids=w.tokens, use_cache=False)
     if "blocks.0.attn.k" not in cache:
         return True
@@ -288,7 +300,9 @@ def keeps_heads(w):
 
 
 def generation(w):
-    """An edit by position of the text, in the prompt and in steps, is that of one run of the whole text."""
+    """An edit by position of the text, in the prompt and in steps, is that of one run of the whole
+    text.
+    """
     sites = ["resid_pre", "attn_out", "mlp_out", "attn.q", "attn.k", "attn.v", "attn.z"]
     with attach(w.model):
         runner = HookedRunner(w.model)

@@ -1,4 +1,6 @@
-"""Attached models with attention code of their own, compared with raw hooks on a copy without points."""
+"""Attached models with attention code of their own, compared with raw hooks on a copy without
+points.
+"""
 
 import contextlib
 import copy
@@ -52,7 +54,8 @@ VARIANTS = {
     "falcon one-key eager": lambda: changed("falcon", "eager", multi_query=True, **OLD),
 }
 
-# Where attention is in a block, the last map in it, and the maps that make queries, keys and values.
+# Where attention is in a block, the last map in it, and the maps that make queries, keys and
+# values.
 SEPARATE, FUSED = ("q_proj", "k_proj", "v_proj"), "query_key_value"
 FAMILIES = {
     "bloom": ("self_attention", "dense", FUSED),
@@ -171,7 +174,8 @@ def test_one_score(kind, monkeypatch):
     twin = copy.deepcopy(model)
     if kind in ("falcon", "falcon one-key"):
         twin.config._attn_implementation = "eager"
-    # Falcon's eager code adds the slopes twice, so the number is added to the mask of the fused function.
+    # Falcon's eager code adds the slopes twice, so the number is added to the mask of the fused
+    # function.
     name, at = ("scaled_dot_product_attention", 3) if kind == "falcon alibi" else ("softmax", 0)
     function, calls = getattr(F, name), []
 
@@ -405,7 +409,10 @@ def test_copies_have_points_of_their_own_and_are_detached(form):
 @pytest.mark.parametrize("relative", [False, True])
 @torch.no_grad()
 def test_an_encoder_whose_last_map_is_elsewhere(relative):
-    """Without relative positions, DeBERTa's attention is three products. With them it has more, and no points."""
+    """Without relative positions, DeBERTa's attention is three products.
+
+    With them it has more, and no points.
+    """
     sizes = {n: v for n, v in SIZES.items() if n.startswith(("vocab", "hidden", "num", "inter"))}
     config = transformers.DebertaV2Config(
         **sizes, relative_attention=relative, pos_att_type=["p2c"]

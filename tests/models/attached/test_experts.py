@@ -1,4 +1,6 @@
-"""Points of mixtures of experts, beside raw hooks and plain arithmetic on a copy that is not attached."""
+"""Points of mixtures of experts, beside raw hooks and plain arithmetic on a copy that is not
+attached.
+"""
 
 import copy
 import functools

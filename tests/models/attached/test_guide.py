@@ -1,4 +1,7 @@
-"""The table of architectures in the guides, made here: `python -m tests.models.attached.test_guide` writes it."""
+"""The table of architectures in the guides, made here:
+
+`python -m tests.models.attached.test_guide` writes it.
+"""
 
 import re
 import sys

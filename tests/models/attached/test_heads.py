@@ -1,4 +1,6 @@
-"""Models with other heads than a language model, on padded batches: each row equals the row alone."""
+"""Models with other heads than a language model, on padded batches: each row equals the
+row alone.
+"""
 
 import pytest
 import torch
@@ -258,7 +260,9 @@ SEQUENCES = {
 @pytest.mark.parametrize("name", SEQUENCES)
 @torch.no_grad()
 def test_a_decoder_that_copies_the_text_of_its_encoder_never_reads_padding(name):
-    """Without `decoder_input_ids`, these decoders read `input_ids`, shifted by one, with unmasked padding."""
+    """Without `decoder_input_ids`, these decoders read `input_ids`, shifted by one, with unmasked
+    padding.
+    """
     model = made(name, **SEQUENCES[name], decoder_start_token_id=2)
     row = torch.tensor([[5, 7, 9, 4, 11]])
     alone = first_logits(model(row))
@@ -275,7 +279,8 @@ def test_a_decoder_that_copies_the_text_of_its_encoder_never_reads_padding(name)
     with pytest.raises(ValueError, match="must be given decoder_input_ids"):
         model(input_ids=left, attention_mask=mask, decoder_input_ids=None)
     if name.startswith("Bart"):
-        return  # its encoder counts positions from the first column, so padding on the left is an error
+        # Its encoder counts positions from the first column, so padding on the left is an error
+        return
     decoded = torch.tensor([[2, 5, 7]])
     expected = first_logits(model(row, decoder_input_ids=decoded))
     torch.testing.assert_close(

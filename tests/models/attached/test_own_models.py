@@ -1,4 +1,6 @@
-"""Transformers that were written elsewhere: points by the same probing, or at modules that the user names."""
+"""Transformers that were written elsewhere: points by the same probing, or at modules that the user
+names.
+"""
 
 import copy
 
@@ -34,7 +36,11 @@ class Mixing(nn.Module):
         scores = torch.einsum("bhqd,bhkd->bhqk", q, k) if self.einsum else q @ k.mT
         causal = torch.ones(n, n, dtype=torch.bool).tril()
         pattern = (scores * (D // HEADS) ** -0.5).masked_fill(~causal, -1e9)
-        pattern = pattern.exp() / pattern.exp().sum(-1, keepdim=True) if self.einsum else pattern.softmax(-1)  # fmt: skip
+        pattern = (
+            pattern.exp() / pattern.exp().sum(-1, keepdim=True)
+            if self.einsum
+            else pattern.softmax(-1)
+        )
         z = torch.einsum("bhqk,bhkd->bhqd", pattern, v) if self.einsum else pattern @ v
         return self.out(z.transpose(1, 2).reshape(batch, n, D))
 

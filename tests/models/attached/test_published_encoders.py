@@ -1,6 +1,8 @@
-"""Trained encoders of other people: chemical reactions (rxnfp) and antibodies (AntiBERTy), from old packages.
+"""Trained encoders of other people: chemical reactions (rxnfp) and antibodies (AntiBERTy), from old
+packages.
 
-`pip install --no-deps rxnfp==0.1.0 antiberty==0.1.3` installs their weights, which are read with `weights_only`.
+`pip install --no-deps rxnfp==0.1.0 antiberty==0.1.3` installs their weights, which are read with
+`weights_only`.
 """
 
 import copy
@@ -88,7 +90,8 @@ def test_encoders_that_were_trained(name):
         assert torch.equal(runner.run_with_hooks(masked, hooks=hooks).logits, wanted)
         last = logit_lens(model, run_with_cache(model, masked, lazy=True)[1]).tokens[-1, 0]
         assert last[pos, 0] == right
-        # The neighbours determine the residue: with other neighbours the answer is lost, and patching them restores it.
+        # The neighbours determine the residue: with other neighbours the answer is lost, and
+        # patching them restores it.
         other = masked.clone()
         other[0, pos - 2 : pos] = masked[0, 1:3].flip(0)
         pairs = Pairs(masked, other, torch.tensor([right]), metric=log_prob(right, pos=pos))

@@ -1,6 +1,9 @@
-"""The table of settings in the guides. `python -m tests.models.attached.test_settings_table` writes it.
+"""The table of settings in the guides.
 
-Each setting is tested on two copies of a small Llama: one is attached, the other has raw PyTorch hooks.
+`python -m tests.models.attached.test_settings_table` writes it.
+
+Each setting is tested on two copies of a small Llama: one is attached, the other has raw PyTorch
+hooks.
 """
 
 import functools
@@ -37,10 +40,17 @@ Each setting was tested on a small random Llama with `attach`, against raw PyTor
 | --- | --- | --- | --- | --- | --- | --- | --- |
 """
 SIZES = dict(
-    vocab_size=67, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
-    num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32, pad_token_id=0,
-    bos_token_id=1, eos_token_id=None
-)  # fmt: skip
+    vocab_size=67,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=32,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=None,
+)
 TOKENS = torch.tensor([[3, 14, 15, 9, 26, 5], [35, 8, 9, 7, 9, 3]])
 LAYER = "model.layers.0"
 
@@ -121,8 +131,11 @@ SETTINGS = {
         adapted, "LoraConfig", target_modules="all-linear", init_lora_weights=False, r=2
     ),
     "IA3 (peft)": functools.partial(
-        adapted, "IA3Config", target_modules=["k_proj", "v_proj", "down_proj"],
-        feedforward_modules=["down_proj"], init_ia3_weights=False,
+        adapted,
+        "IA3Config",
+        target_modules=["k_proj", "v_proj", "down_proj"],
+        feedforward_modules=["down_proj"],
+        init_ia3_weights=False,
     ),
     "gradient checkpointing": checkpointed,
     "offloaded to the CPU (accelerate)": functools.partial(offloaded, "cpu"),
@@ -132,7 +145,7 @@ SETTINGS = {
     "8 bits (bitsandbytes)": functools.partial(by_bitsandbytes, 8),
     "4 bits (bitsandbytes)": functools.partial(by_bitsandbytes, 4),
     "int8, dynamic (torch.ao)": by_torch,
-}  # fmt: skip
+}
 
 
 def inner(model):
@@ -141,7 +154,9 @@ def inner(model):
 
 
 def raw(model, change=None):
-    """Return the logits and the output of the first block, in a run whose raw hook changes this output."""
+    """Return the logits and the output of the first block, in a run whose raw hook changes this
+    output.
+    """
     seen = {}
 
     def hook(module, args, output):

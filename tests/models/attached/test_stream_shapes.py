@@ -14,8 +14,14 @@ MADE = {
     "cpmant": (
         "CpmAntForCausalLM",
         dict(
-            vocab_size=29, hidden_size=24, num_attention_heads=4, dim_head=6, dim_ff=20, num_hidden_layers=2,
-            prompt_length=5, prompt_types=4,
+            vocab_size=29,
+            hidden_size=24,
+            num_attention_heads=4,
+            dim_head=6,
+            dim_ff=20,
+            num_hidden_layers=2,
+            prompt_length=5,
+            prompt_types=4,
         ),
         r"\[2, 12, 24\].* 5 positions of its own",
     ),
@@ -27,8 +33,15 @@ MADE = {
     "prophetnet": (
         "ProphetNetForCausalLM",
         dict(
-            vocab_size=29, hidden_size=24, num_decoder_layers=2, num_decoder_attention_heads=4, decoder_ffn_dim=20,
-            ngram=2, is_decoder=True, is_encoder_decoder=False, add_cross_attention=False,
+            vocab_size=29,
+            hidden_size=24,
+            num_decoder_layers=2,
+            num_decoder_attention_heads=4,
+            decoder_ffn_dim=20,
+            ngram=2,
+            is_decoder=True,
+            is_encoder_decoder=False,
+            add_cross_attention=False,
         ),
         r"\[2, 21, 24\].* 3 positions for each token",
     ),
@@ -40,12 +53,19 @@ MADE = {
     "fsmt": (
         "FSMTForConditionalGeneration",
         dict(
-            src_vocab_size=29, tgt_vocab_size=29, d_model=24, encoder_layers=2, decoder_layers=2,
-            encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=20, decoder_ffn_dim=20,
+            src_vocab_size=29,
+            tgt_vocab_size=29,
+            d_model=24,
+            encoder_layers=2,
+            decoder_layers=2,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            encoder_ffn_dim=20,
+            decoder_ffn_dim=20,
         ),
         r"\[7, 2, 24\] in 'model.encoder.layers'.*positions first",
     ),
-}  # fmt: skip
+}
 
 
 def made(name, sizes):

@@ -1,6 +1,8 @@
-"""Models split over two processes by a tensor-parallel plan: the numbers of one process, or a refusal by name.
+"""Models split over two processes by a tensor-parallel plan: the numbers of one process, or a
+refusal by name.
 
-`python -m tests.models.attached.test_tensor_parallel FOLDER RANK MODELS` is one of the two processes; the tests compare what both saved.
+`python -m tests.models.attached.test_tensor_parallel FOLDER RANK MODELS` is one of the two
+processes; the tests compare what both saved.
 """
 
 import os
@@ -21,7 +23,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 WIDE = {"intermediate_size": 16, "moe_intermediate_size": 16}  # experts need parts of 16 bytes
-MODELS = {  # a split of heads and neurons that is even, uneven, only of experts, absent; other norms
+# A split of heads and neurons that is even, uneven, only of experts, absent; other norms
+MODELS = {
     "llama": {"intermediate_size": 21, "_attn_implementation": "eager"},
     "gemma3_text": {},
     "gpt_neox": {},
@@ -106,7 +109,11 @@ def attached(model):
     pairs = interp.Pairs(TOKENS, TOKENS.flip(0), torch.tensor([[3, 1], [2, 5]]))
     found["edges"] = result(lambda: interp.edge_attribution(model, pairs).values)
     weights = interp.protocol.of(model)
-    found |= {f"weight {name}": getattr(weights, name) for name in ("W_Q", "W_O", "W_in") if weights.has(name)}  # fmt: skip
+    found |= {
+        f"weight {name}": getattr(weights, name)
+        for name in ("W_Q", "W_O", "W_in")
+        if weights.has(name)
+    }
     return found
 
 
@@ -188,7 +195,10 @@ def work(folder, rank, *names):
 
 @pytest.fixture(scope="module")
 def observations(tmp_path_factory, request):
-    """For each model, the observations of one process, and of each of two processes. Without --full, two models."""
+    """For each model, the observations of one process, and of each of two processes.
+
+    Without --full, two models.
+    """
     folder = tmp_path_factory.mktemp("split")
     names = [*MODELS] if request.config.getoption("full") else ["llama", "mixtral"]
     for name in names:
@@ -197,14 +207,21 @@ def observations(tmp_path_factory, request):
             setattr(config, key, value)
         made(name, config=config).save_pretrained(path_of(folder, name))
     command = [sys.executable, "-m", __name__, str(folder)]
-    started = [subprocess.Popen([*command, rank, *names], stderr=subprocess.PIPE, text=True) for rank in "01"]  # fmt: skip
+    started = [
+        subprocess.Popen([*command, rank, *names], stderr=subprocess.PIPE, text=True)
+        for rank in "01"
+    ]
     try:
         alone = {name: observed(folder, name) for name in names}
     finally:
         errors = [process.communicate(timeout=120)[1] for process in started]
     assert [process.returncode for process in started] == [0, 0], errors
     both = [torch.load(path_of(folder, f"wholes.{rank}")) for rank in "01"]
-    assert both == [dict(pattern=False, normalized=False, mask=False, phases=False, nan=True, count=True)] * 2  # fmt: skip
+    assert (
+        both
+        == [dict(pattern=False, normalized=False, mask=False, phases=False, nan=True, count=True)]
+        * 2
+    )
     return {
         name: (alone[name], *(torch.load(path_of(folder, f"{name}.{rank}")) for rank in "01"))
         for name in names

@@ -19,9 +19,12 @@ transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 
 STACKS = ("", "encoder.", "decoder.", "vision.", "audio.")
 NAMES = [
-    pytest.param(name, marks=pytest.mark.skipif(not seeing.is_there(name), reason="needs a later transformers"))
+    pytest.param(
+        name,
+        marks=pytest.mark.skipif(not seeing.is_there(name), reason="needs a later transformers"),
+    )
     for name in seeing.ALL
-]  # fmt: skip
+]
 every_model = pytest.mark.parametrize("name", NAMES)
 
 
@@ -75,9 +78,14 @@ def test_unhooked_numbers_are_the_models_and_removal_leaves_nothing(name):
     plain, keys = numbers(twin(**given)), [*twin.state_dict()]
     assert torch.equal(numbers(model(**given)), plain)
     assert [*model.state_dict()] == keys
-    assert not {*attached.left_out} - {"vision.ln_final", "audio.ln_final", "encoder.ln_final", "decoder.ln_final"} or (
+    assert not {*attached.left_out} - {
+        "vision.ln_final",
+        "audio.ln_final",
+        "encoder.ln_final",
+        "decoder.ln_final",
+    } or (
         name == "qwen3_5"  # linear attention has no patterns
-    )  # fmt: skip
+    )
     attached.remove()
     assert torch.equal(numbers(model(**given)), plain)
     kinds = [type(module).__name__ for module in model.modules()]
@@ -203,8 +211,10 @@ def test_edits_are_those_of_raw_hooks(name):
             reads_z = next(
                 path
                 for (path, what), value in raw.items()
-                if what == "read" and value.numel() == flat.numel() and torch.equal(together(value), flat)
-            )  # fmt: skip
+                if what == "read"
+                and value.numel() == flat.numel()
+                and torch.equal(together(value), flat)
+            )
 
             def without_head(module, args, width=width):
                 value = args[0].clone()

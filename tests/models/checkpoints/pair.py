@@ -62,7 +62,9 @@ class Pair:
         self.ours = load(directory, verify=True)
 
     def reference(self, tokens):
-        """Return the values of `transformers` by our names, for tokens without padding, and the logits."""
+        """Return the values of `transformers` by our names, for tokens without padding, and the
+        logits.
+        """
         base = getattr(self.theirs.base_model, "decoder", self.theirs.base_model)
         layers = getattr(base, "h", None) or base.layers
         last = []  # its last hidden state is the final norm's
@@ -85,8 +87,8 @@ class Pair:
         return values
 
 
-# Parts of parameter names, and the scale of their values times the root of the larger size. Scores are
-# then far apart, and no norm enlarges small values.
+# Parts of parameter names, and the scale of their values times the root of the larger size. Scores
+# are then far apart, and no norm enlarges small values.
 SCALES = {"q_proj": 1.2, "k_proj": 1.2, "c_attn": 1.4, "query_key_value": 1.4}
 SCALES |= {"embed_tokens": 1.5, "embed_in": 1.5, "wte": 1.5}
 SCALES |= dict.fromkeys(("o_proj", "c_proj", "down_proj", "attention.dense", "dense_4h_to_h"), 0.5)

@@ -41,26 +41,56 @@ def sizes(vocab_size, n_ctx, n_layers, n_heads, d_model, **others):
 PUBLISHED = [
     (GPT2, sizes(50257, 1024, 12, 12, 768, dropout=0.1)),
     (TINY_STARCODER, sizes(49152, 8192, 20, 12, 768, dropout=0.1, n_kv_heads=1)),
-    (TINYSTORIES_8M, sizes(50257, 2048, 8, 16, 256, window=256, window_layers=(1, 3, 5, 7))
-        | dict(attn_scale=1.0, qkv_bias=False)),
+    (
+        TINYSTORIES_8M,
+        sizes(50257, 2048, 8, 16, 256, window=256, window_layers=(1, 3, 5, 7))
+        | dict(attn_scale=1.0, qkv_bias=False),
+    ),
     (OPT_1_3B, sizes(50272, 2048, 24, 32, 2048, activation="relu")),
-    (PYTHIA_70M, sizes(50304, 2048, 6, 8, 512, activation="gelu", positions="rotary")
-        | dict(rotary_fraction=0.25, parallel=True, tied_unembed=False)),
-    (LLAMA_3_2_1B, sizes(128256, 131072, 16, 32, 2048, d_head=64, n_kv_heads=8, d_mlp=8192)
-        | UNBIASED | dict(rotary_theta=5e5, rotary_scaling=LLAMA3)),
-    (MISTRAL_7B, sizes(32000, 32768, 32, 32, 4096, d_head=128, n_kv_heads=8, d_mlp=14336)
-        | UNBIASED | dict(window=4096, tied_unembed=False)),
-    (QWEN_2_5, sizes(151936, 32768, 24, 14, 896, d_head=64, n_kv_heads=2, d_mlp=4864)
-        | UNBIASED | dict(rotary_theta=1e6, norm_eps=1e-6, qkv_bias=True)),
-    (QWEN_3, sizes(151936, 40960, 28, 16, 1024, d_head=128, n_kv_heads=8, d_mlp=3072)
-        | UNBIASED | dict(rotary_theta=1e6, norm_eps=1e-6, qk_norm="head")),
-    (OLMO_2_1B, sizes(100352, 4096, 16, 16, 2048, d_mlp=8192, norm_place="output", qk_norm="all")
-        | UNBIASED | dict(rotary_theta=5e5, norm_eps=1e-6, tied_unembed=False)),
-    (GEMMA_2_2B, sizes(256000, 8192, 26, 8, 2304, d_head=256, n_kv_heads=4, d_mlp=9216)
-        | UNBIASED | dict(norm_eps=1e-6, norm_place="sandwich", activation="gelu_tanh")
+    (
+        PYTHIA_70M,
+        sizes(50304, 2048, 6, 8, 512, activation="gelu", positions="rotary")
+        | dict(rotary_fraction=0.25, parallel=True, tied_unembed=False),
+    ),
+    (
+        LLAMA_3_2_1B,
+        sizes(128256, 131072, 16, 32, 2048, d_head=64, n_kv_heads=8, d_mlp=8192)
+        | UNBIASED
+        | dict(rotary_theta=5e5, rotary_scaling=LLAMA3),
+    ),
+    (
+        MISTRAL_7B,
+        sizes(32000, 32768, 32, 32, 4096, d_head=128, n_kv_heads=8, d_mlp=14336)
+        | UNBIASED
+        | dict(window=4096, tied_unembed=False),
+    ),
+    (
+        QWEN_2_5,
+        sizes(151936, 32768, 24, 14, 896, d_head=64, n_kv_heads=2, d_mlp=4864)
+        | UNBIASED
+        | dict(rotary_theta=1e6, norm_eps=1e-6, qkv_bias=True),
+    ),
+    (
+        QWEN_3,
+        sizes(151936, 40960, 28, 16, 1024, d_head=128, n_kv_heads=8, d_mlp=3072)
+        | UNBIASED
+        | dict(rotary_theta=1e6, norm_eps=1e-6, qk_norm="head"),
+    ),
+    (
+        OLMO_2_1B,
+        sizes(100352, 4096, 16, 16, 2048, d_mlp=8192, norm_place="output", qk_norm="all")
+        | UNBIASED
+        | dict(rotary_theta=5e5, norm_eps=1e-6, tied_unembed=False),
+    ),
+    (
+        GEMMA_2_2B,
+        sizes(256000, 8192, 26, 8, 2304, d_head=256, n_kv_heads=4, d_mlp=9216)
+        | UNBIASED
+        | dict(norm_eps=1e-6, norm_place="sandwich", activation="gelu_tanh")
         | dict(embed_scale=48.0, attn_scale=1 / 16, attn_cap=50.0, logit_cap=30.0)
-        | dict(window=4096, window_layers=tuple(range(0, 26, 2)))),
-]  # fmt: skip
+        | dict(window=4096, window_layers=tuple(range(0, 26, 2))),
+    ),
+]
 
 
 @pytest.mark.parametrize(("described", "expected"), PUBLISHED)
@@ -278,7 +308,8 @@ def made(tmp_path):
     return make
 
 
-# Attributes in files in addition to the attributes that `transformers` writes, and a length of text.
+# Attributes in files in addition to the attributes that `transformers` writes, and a length of
+# text.
 def rope(kind="yarn", beside=None, **numbers):
     given = {"original_max_position_embeddings": beside} if beside else {}
     return given | {"rope_scaling": {"type": kind, **numbers}}

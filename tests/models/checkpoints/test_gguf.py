@@ -105,7 +105,8 @@ def permuted(rows, n_heads):
 
 
 def tensors_of(model, encode=lambda weight: weight):
-    """Return the tensors of a model by the names of the converter, with matrices encoded by `encode`.
+    """Return the tensors of a model by the names of the converter, with matrices encoded by
+    `encode`.
 
     If `encode` writes into its argument, the weight of the model changes too.
     """
@@ -236,7 +237,9 @@ def encoder(name):
         return raw.reshape(len(raw), -1)
 
     def encode(weight):
-        """Return the encoded bytes, and write the decoded values into the weight of the reference model."""
+        """Return the encoded bytes, and write the decoded values into the weight of the reference
+        model.
+        """
         if name in WRITTEN:
             raw = gguf.quants.quantize(weight, kind).view(np.uint8)
         else:

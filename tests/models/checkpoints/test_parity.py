@@ -1,4 +1,6 @@
-"""Every family against `transformers`: logits, hidden states and patterns, padded, in pieces, in bfloat16."""
+"""Every family against `transformers`: logits, hidden states and patterns, padded, in pieces, in
+bfloat16.
+"""
 
 import pytest
 import torch
@@ -109,7 +111,9 @@ def from_config_like(model, dtype=torch.bfloat16):
     ids=str,
 )
 def test_a_file_in_half_precision_is_read_as_float32(pair, dtype, tokens, tmp_path):
-    """The numbers in the file are rounded, but not numbers computed from them, such as 1 + gain in Gemma 2."""
+    """The numbers in the file are rounded, but not numbers computed from them, such as 1 + gain in
+    Gemma 2.
+    """
     from_config_like(pair.theirs, dtype).save_pretrained(tmp_path)
     theirs = type(pair.theirs).from_pretrained(
         tmp_path, dtype=torch.float32, attn_implementation="eager"

@@ -1,4 +1,6 @@
-"""Contexts of part of a run: repeated for several edits, and taken up after a position on the same past."""
+"""Contexts of part of a run: repeated for several edits, and taken up after a position on the same
+past.
+"""
 
 import pytest
 import torch
@@ -91,7 +93,9 @@ def close(ours, theirs):
 @pytest.mark.sampled(16)
 @pytest.mark.usefixtures("block")
 @pytest.mark.parametrize(("name", "mask"), CASES)
-@pytest.mark.parametrize("hooks", [{}, {"*.scores": lambda value, point: None}], ids=["fused", "explicit"])  # fmt: skip
+@pytest.mark.parametrize(
+    "hooks", [{}, {"*.scores": lambda value, point: None}], ids=["fused", "explicit"]
+)
 def test_a_run_from_a_block_and_a_position_gives_what_the_whole_gave(name, mask, hooks):
     run = Run(name, mask)
     for pos in (0, 1, 3, POS - 1):
@@ -121,8 +125,10 @@ def test_edits_as_rows_give_what_each_gives_alone(name, mask):
     for context in (
         run.context.after(pos, past).repeated(COPIES),
         run.context.repeated(COPIES).after(pos, past),
-        run.context.after(pos, [tuple(part.repeat(COPIES, 1, 1, 1) for part in pair) for pair in past]).repeated(COPIES),
-    ):  # fmt: skip
+        run.context.after(
+            pos, [tuple(part.repeat(COPIES, 1, 1, 1) for part in pair) for pair in past]
+        ).repeated(COPIES),
+    ):
         close(run.blocks(1, rows[:, pos:], context), alone[:, pos:])
 
 
@@ -132,7 +138,9 @@ def test_a_context_may_be_taken_up_twice(name, mask):
     """Positions count from the start of the text."""
     run = Run(name, mask)
     context = run.context.after(2, run.past(2)).after(5, run.past(5))
-    close(run.blocks(0, run.cache["resid_pre", 0][:, 5:], context), run.cache["resid_post", -1][:, 5:])  # fmt: skip
+    close(
+        run.blocks(0, run.cache["resid_pre", 0][:, 5:], context), run.cache["resid_post", -1][:, 5:]
+    )
     assert context.start == 5
 
 
@@ -145,7 +153,10 @@ def test_embeddings_of_a_part_are_those_of_the_whole(mask):
     if mask == "left":
         assert torch.equal(context.real, run.context.real.repeat(COPIES, 1))
     with torch.no_grad():
-        close(run.model.input_resid(tokens, context), run.cache["resid_pre", 0][:, 3:].repeat(COPIES, 1, 1))  # fmt: skip
+        close(
+            run.model.input_resid(tokens, context),
+            run.cache["resid_pre", 0][:, 3:].repeat(COPIES, 1, 1),
+        )
 
 
 def test_one_text_in_many_copies_shares_its_masks():

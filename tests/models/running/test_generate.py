@@ -26,7 +26,9 @@ PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6, 5], [3, 5, 8, 9], [28]]
 
 @functools.cache
 def build(form="learned"):
-    """Return a random model in which every weight matters, and that does not repeat one token forever."""
+    """Return a random model in which every weight matters, and that does not repeat one token
+    forever.
+    """
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(8)
         model = Transformer(TransformerConfig(**SIZES | FORMS[form])).eval()
@@ -276,7 +278,10 @@ def test_a_row_that_has_ended_cannot_fail():
 
 def test_a_step_may_be_written_into():
     model = build()
-    expected = [[step.tokens.tolist(), step.running.tolist()] for step in stream(model, PROMPTS, max_new_tokens=5, stop=[7])]  # fmt: skip
+    expected = [
+        [step.tokens.tolist(), step.running.tolist()]
+        for step in stream(model, PROMPTS, max_new_tokens=5, stop=[7])
+    ]
     found = []
     for step in stream(model, PROMPTS, max_new_tokens=5, stop=[7]):
         found.append([step.tokens.tolist(), step.running.tolist()])
@@ -311,7 +316,9 @@ EDITS = {
 
 
 def relevant(cache, name, real, windows):
-    """Which entries of a value mean something: those of real tokens, keys up to the query and in reach."""
+    """Which entries of a value mean something: those of real tokens, keys up to the query and in
+    reach.
+    """
     axes = cache.axes(name)
     at = torch.arange(real.shape[1])
     if "query" not in axes:

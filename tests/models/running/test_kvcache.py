@@ -1,4 +1,6 @@
-"""KVCache: a text in pieces gives the same numbers as the whole text, in bounded memory, also after a failure."""
+"""KVCache: a text in pieces gives the same numbers as the whole text, in bounded memory, also after
+a failure.
+"""
 
 import contextlib
 import copy
@@ -42,7 +44,9 @@ UNWINDOWED = [form for form in FORMS if form not in WINDOWED]
 
 @pytest.fixture(autouse=True)
 def _numbers(monkeypatch):
-    """Buffers grow often, blocks of queries are short, and only tests that ask for graphs get any."""
+    """Buffers grow often, blocks of queries are short, and only tests that ask for
+    graphs get any.
+    """
     monkeypatch.setattr(module, "STEP", STEP)
     for blocks in (kernels, masks):
         monkeypatch.setattr(blocks, "BLOCK", 4)
@@ -121,7 +125,9 @@ def test_patterns_of_pieces_are_rows_of_the_whole_pattern(form):
 
 
 def left_padded(seed=3):
-    """Rows of several lengths, the same padded on the left with tokens that would matter, and the mask."""
+    """Rows of several lengths, the same padded on the left with tokens that would matter, and the
+    mask.
+    """
     rows = [text(1, length, seed=seed + length) for length in LENGTHS]
     padded, mask = text(len(rows), LENGTH, seed=seed).clone(), torch.zeros(3, LENGTH).bool()
     for place, row in enumerate(rows):
@@ -177,7 +183,9 @@ def test_right_padding_is_refused_where_windows_count_on_the_last_keys():
 
 @pytest.mark.parametrize("form", ["learned", "window"])
 def test_a_cache_that_holds_padding_does_not_forget_it(form):
-    """Without a mask, new tokens are real and padding stays padding, also in a copy of the cache."""
+    """Without a mask, new tokens are real and padding stays padding, also in a copy of
+    the cache.
+    """
     model, cache = build(form), KVCache()
     _, padded, mask = left_padded()
     logits = [model(padded[:, :8], attention_mask=mask[:, :8], kv_cache=cache)]
@@ -349,7 +357,9 @@ FAILURES = ["embed", "blocks.0.attn.v", "blocks.1.attn.z", "blocks.2.attn.k", "l
 @pytest.mark.parametrize("at", FAILURES)
 @pytest.mark.parametrize("recording", [False, True])
 def test_a_pass_that_ends_early_leaves_the_cache_as_it_was(form, at, recording):
-    """A run fails by an error of a hook, wrong tokens, too many tokens, or the stop of a capture."""
+    """A run fails by an error of a hook, wrong tokens, too many tokens, or the stop of
+    a capture.
+    """
     model, tokens, cache, parts = build(form), text(2, LENGTH), KVCache(), []
     runner = HookedRunner(model)
     whole = runner.run_with_cache(tokens, names=at)[1][at]

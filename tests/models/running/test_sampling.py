@@ -49,7 +49,10 @@ def test_logits_are_left_alone_and_may_forbid_tokens():
 
 
 def test_of_tied_tokens_the_first_ones_are_left():
-    """In half precision, logits are often equal. The most likely token is the same with and without top-k."""
+    """In half precision, logits are often equal.
+
+    The most likely token is the same with and without top-k.
+    """
     logits = torch.tensor([[1.0, 5.0, 5.0, 5.0, 2.0]])
     for k in (1, 2, 3):
         kept = [p > 0 for p in left(logits, temperature=1.0, top_k=k)]

@@ -48,7 +48,9 @@ NORMALISED = {
 
 
 def written(table):
-    """A charsmap as SentencePiece has it: a double array, where a child is at the exclusive or of an offset and its byte."""
+    """A charsmap as SentencePiece has it: a double array, where a child is at the exclusive or of
+    an offset and its byte.
+    """
     tree, texts = {}, b""
     for key, text in table.items():
         branch = tree
@@ -143,7 +145,10 @@ def test_a_file_with_a_table(pieces):
     ],
 )
 def test_spaces_are_those_of_sentencepiece(prefix, merges, expected, pieces):
-    """Only spaces are removed and joined. A space is added at the beginning, also before another space."""
+    """Only spaces are removed and joined.
+
+    A space is added at the beginning, also before another space.
+    """
     said = dict(add_space_prefix=prefix, remove_extra_whitespaces=merges)
     ours = pieces(precompiled_charsmap=[*written(TABLE)], **said)
     assert "".join(shown(ours, "  a\u3000 b \n ")) == expected

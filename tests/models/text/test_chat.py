@@ -89,8 +89,11 @@ def test_a_chat_is_written_as_transformers_writes_it(name, prompt, tmp_path):
 
 def test_spans_are_positions_of_edits():
     model = pydoc()
-    one = chat(model, [{"role": "user", "content": "def f"}, {"role": "assistant", "content": "(x)"}],
-               template="{% for m in messages %}{{ m.content }} {% endfor %}")  # fmt: skip
+    one = chat(
+        model,
+        [{"role": "user", "content": "def f"}, {"role": "assistant", "content": "(x)"}],
+        template="{% for m in messages %}{{ m.content }} {% endfor %}",
+    )
     assert one.texts == ("def f (x) ",)
     assert one.spans == {
         "user": [[0, 1, 2, 3, 4]],
@@ -154,8 +157,9 @@ def test_spans_are_named_in_directions_and_pairs():
     lost = (reference.softmax(-1) * (reference.log_softmax(-1) - after.log_softmax(-1))).sum(-1)
     mean = (lost * real).sum(1) / real.sum(1)
     torch.testing.assert_close(curve.kl.values[0], mean.detach(), rtol=1e-3, atol=1e-5)
-    pairs = Pairs(yes, chats(("(x) y", "KV8"), ("o", "QX31"), ("is", "Z")), "e",
-                  spans=["user", "assistant"])  # fmt: skip
+    pairs = Pairs(
+        yes, chats(("(x) y", "KV8"), ("o", "QX31"), ("is", "Z")), "e", spans=["user", "assistant"]
+    )
     result = activation_patching(model, pairs, "resid_pre", over=("layer", "span"))
     assert [*result.labels["span"]] == ["user", "assistant"]
     assert pairs.read_by(model).spans["user"].tolist() == [

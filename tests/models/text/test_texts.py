@@ -1,4 +1,6 @@
-"""Texts in, texts out: strings, lists and tensors wherever a model takes tokens, and words in what analyses return."""
+"""Texts in, texts out: strings, lists and tensors wherever a model takes tokens, and words in what
+analyses return.
+"""
 
 import copy
 import pickle
@@ -102,7 +104,9 @@ def test_every_form_of_a_text_gives_the_same_tokens():
 
 
 def encodings():
-    """What a tokenizer gives for the same two texts: tensors padded on either side, arrays, lists without padding."""
+    """What a tokenizer gives for the same two texts: tensors padded on either side, arrays, lists
+    without padding.
+    """
     from transformers import BatchEncoding
 
     model = reading()
@@ -463,7 +467,10 @@ def test_an_answer_that_may_be_two_tokens_is_refused():
 
 
 def test_an_answer_is_one_token_where_only_one_fits():
-    """A tokenizer that drops the first space has one token for both. Another has the word only after a space."""
+    """A tokenizer that drops the first space has one token for both.
+
+    Another has the word only after a space.
+    """
     model = reading()
     model.tokenizer = library_of(WORDS)
     assert Pairs("the cat", answers="dog").read_by(model).answers.tolist() == [5]

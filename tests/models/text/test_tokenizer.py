@@ -1,4 +1,6 @@
-"""Tokenizers, compared with tokens computed by hand and with other implementations of the same files."""
+"""Tokenizers, compared with tokens computed by hand and with other implementations of the same
+files.
+"""
 
 import base64
 import json
@@ -50,8 +52,12 @@ TEXTS = [
 ]
 
 
-def write(directory, vocabulary=VOCABULARY, merges=MERGES, names=("vocab.json", "merges.txt"), **files):  # fmt: skip
-    """A directory with a vocabulary, merges, and other JSON files by the first part of their names."""
+def write(
+    directory, vocabulary=VOCABULARY, merges=MERGES, names=("vocab.json", "merges.txt"), **files
+):
+    """A directory with a vocabulary, merges, and other JSON files by the first part of
+    their names.
+    """
     (directory / names[0]).write_text(json.dumps(vocabulary, ensure_ascii=False), encoding="utf-8")
     (directory / names[1]).write_text("\n".join(["#version: 0.2", *merges, ""]), encoding="utf-8")
     for name, described in files.items():
@@ -113,7 +119,9 @@ def test_what_is_a_tokenizer(pair):
 
 def test_a_missing_library_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ImportError, match=re.escape('tokenizers is missing: pip install "hookscope[hf]"')):  # fmt: skip
+    with pytest.raises(
+        ImportError, match=re.escape('tokenizers is missing: pip install "hookscope[hf]"')
+    ):
         load_tokenizer(write(tmp_path))
 
 
@@ -310,11 +318,25 @@ SIX = {piece: token for token, piece in enumerate("abÃ©Ġx")}
 @pytest.mark.parametrize(
     ("parts", "text", "tokens", "refused"),
     [
-        (dict(pre_tokenizer=pre_tokenizers.WhitespaceSplit(), added=["aΩ"]), "a b aΩ", [0, 1, 6], ["a日bcaΩ", "aΩΩ"]),
-        (dict(pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=False), decoder=decoders.ByteLevel(), added=["zΩ"]), "a ézΩ", [0, 4, 2, 3, 6], ["aè", "a\nb", "zΩz"]),
+        (
+            dict(pre_tokenizer=pre_tokenizers.WhitespaceSplit(), added=["aΩ"]),
+            "a b aΩ",
+            [0, 1, 6],
+            ["a日bcaΩ", "aΩΩ"],
+        ),
+        (
+            dict(
+                pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=False),
+                decoder=decoders.ByteLevel(),
+                added=["zΩ"],
+            ),
+            "a ézΩ",
+            [0, 4, 2, 3, 6],
+            ["aè", "a\nb", "zΩz"],
+        ),
         (dict(normalizer=normalizers.NFKC()), "\uff41b", [0, 1], ["a "]),
     ],
-)  # fmt: skip
+)
 def test_what_the_library_leaves_out_is_refused(parts, text, tokens, refused, saved):
     """Without an unknown token, the library silently drops characters that have no token."""
     ours = saved(kinds.BPE(SIX, []), **parts)
@@ -348,13 +370,34 @@ def test_the_files_are_looked_for_in_order(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "content"),
-    [("vocabulary.json", content) for content in (b"[", b'["\xff"]', b'{"a": 0}', b"[1]", b'["a", "a"]')]
+    [
+        ("vocabulary.json", content)
+        for content in (b"[", b'["\xff"]', b'{"a": 0}', b"[1]", b'["a", "a"]')
+    ]
     + [("tokenizer.json", content) for content in (b"{", b"[]", b"\xff", b'{"version": "1.0"}')]
     + [("encoder.json", content) for content in (b'{"a": ', b'["a"]', b'{"a": "b"}')]
-    + [("added_tokens.json", b'{"<pad>": "262"}'), ("special_tokens_map.json", b'{"eos_token": {"id": 3}}')]
-    + [("tokenizer_config.json", content) for content in (b'{"added_tokens_decoder": {"262": {}}}', b'{"added_tokens_decoder": ["a"]}', b'{"added_tokens_decoder": {"262": "a"}}', b'{"added_tokens_decoder": {"a": {"content": "a"}}}', b'{"additional_special_tokens": [3]}', b'{"pad_token": {"content": "a", "lstrip": 3}}', b'{"eos_token": 3}')]
-    + [("vocab.bpe", b"\xff"), ("tokenizer_config.json", b"{"), ("vocabulary.json", b"[" * 100_000)],
-)  # fmt: skip
+    + [
+        ("added_tokens.json", b'{"<pad>": "262"}'),
+        ("special_tokens_map.json", b'{"eos_token": {"id": 3}}'),
+    ]
+    + [
+        ("tokenizer_config.json", content)
+        for content in (
+            b'{"added_tokens_decoder": {"262": {}}}',
+            b'{"added_tokens_decoder": ["a"]}',
+            b'{"added_tokens_decoder": {"262": "a"}}',
+            b'{"added_tokens_decoder": {"a": {"content": "a"}}}',
+            b'{"additional_special_tokens": [3]}',
+            b'{"pad_token": {"content": "a", "lstrip": 3}}',
+            b'{"eos_token": 3}',
+        )
+    ]
+    + [
+        ("vocab.bpe", b"\xff"),
+        ("tokenizer_config.json", b"{"),
+        ("vocabulary.json", b"[" * 100_000),
+    ],
+)
 def test_damaged_files_are_named(name, content, tmp_path):
     write(tmp_path, names=("encoder.json", "vocab.bpe"))
     (tmp_path / name).write_bytes(content)
@@ -364,7 +407,10 @@ def test_damaged_files_are_named(name, content, tmp_path):
 
 
 def tekken(path, **changes):
-    """Write a small tekken.json. Return the tokenizer of mistral-common: special tokens first, then tiktoken's tokens."""
+    """Write a small tekken.json.
+
+    Return the tokenizer of mistral-common: special tokens first, then tiktoken's tokens.
+    """
     signs, trained_ = dict(zip(SIGNS, BYTES, strict=True)), json.loads(byte_level().to_str())
     pieces = [*SIGNS, *("".join(pair) for pair in trained_["model"]["merges"])]
     # Tokens of one letter with overlapping merges, and one token that no merge produces.
@@ -379,7 +425,12 @@ def tekken(path, **changes):
     ]
     config = {"pattern": LLAMA_3, "num_vocab_tokens": len(tokens) + 1, "version": "v3", **size}
     path.write_text(json.dumps({"config": config, "vocab": entries + extra} | changes))
-    return tiktoken.Encoding("other", pat_str=LLAMA_3, mergeable_ranks={t: n for n, t in enumerate(tokens)}, special_tokens={})  # fmt: skip
+    return tiktoken.Encoding(
+        "other",
+        pat_str=LLAMA_3,
+        mergeable_ranks={t: n for n, t in enumerate(tokens)},
+        special_tokens={},
+    )
 
 
 def test_tekken_is_what_tiktoken_makes_of_it(tmp_path):
@@ -398,7 +449,14 @@ def test_tekken_is_what_tiktoken_makes_of_it(tmp_path):
         assert ours.decode(tokens) == text
     assert ours.vocab_size == 29 + other.n_vocab
     assert (ours.bos_token_ids, ours.eos_token_ids) == ((1,), (2,))
-    assert ours.tokens_as_text([0, 3, 17, 19, 20, 28]) == ["<unk>", "[INST]", "[SYSTEM_PROMPT]", "[TOOL_CONTENT]", "<SPECIAL_20>", "<SPECIAL_28>"]  # fmt: skip
+    assert ours.tokens_as_text([0, 3, 17, 19, 20, 28]) == [
+        "<unk>",
+        "[INST]",
+        "[SYSTEM_PROMPT]",
+        "[TOOL_CONTENT]",
+        "<SPECIAL_20>",
+        "<SPECIAL_28>",
+    ]
     assert ours.encode("[INST]a</s>") == [3, 29 + ord("a"), 2]
     listed = [{"rank": n, "token_str": text} for n, text in [(0, "</s>"), (4, "<s>"), (5, "<x>")]]
     tekken(tmp_path / "my_tekken.json", special_tokens=listed)
@@ -470,7 +528,17 @@ def begun(directory, template, **files):
 
 
 @pytest.mark.parametrize("template", ["$A", "<s> $A", "<s> $A </s>", "$A </s>"])
-@pytest.mark.parametrize("ends", [{}, dict(tokenizer_config=dict(eos_token="</s>")), dict(tokenizer_config=dict(eos_token="</s>"), special_tokens_map=dict(eos_token=dict(PLAIN, content="t")))])  # fmt: skip
+@pytest.mark.parametrize(
+    "ends",
+    [
+        {},
+        dict(tokenizer_config=dict(eos_token="</s>")),
+        dict(
+            tokenizer_config=dict(eos_token="</s>"),
+            special_tokens_map=dict(eos_token=dict(PLAIN, content="t")),
+        ),
+    ],
+)
 def test_beginnings_and_ends_are_those_of_transformers(template, ends, tmp_path):
     transformers = pytest.importorskip("transformers")
     directory = begun(tmp_path, template, **ends)
@@ -563,7 +631,9 @@ def saying(vocab_size, *rows, **options):
     ],
 )
 def test_text_in_text_out(pair, options, ends, texts):
-    """The four bytes of a character make one; the end of a text is not shown, other stop tokens are."""
+    """The four bytes of a character make one; the end of a text is not shown, other stop tokens
+    are.
+    """
     rows = [172, 253, 246, 222, 261], [259, 78, 78, 78, 172]
     model, _ = saying(262, *rows, eos_token_ids=ends)
     model.tokenizer = pair

@@ -1,4 +1,6 @@
-"""Small tokenizers of the kinds that files hold, made by `tokenizers`, and the GGUF files that hold them."""
+"""Small tokenizers of the kinds that files hold, made by `tokenizers`, and the GGUF files that hold
+them.
+"""
 
 import json
 
@@ -18,7 +20,7 @@ Don't we'll I've they're 1234567890 3.14 (x_1 != y[0]) { return; } naïve Größ
 
 The other theories of the same hooks, hooked where other values pass, are not the same theory."""
 # As in Llama 3's tokenizer.json.
-LLAMA_3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"  # fmt: skip
+LLAMA_3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def trained(model, splitter, pieces, n_merges=None, added=(), normalizer=None):

@@ -406,7 +406,9 @@ def limit(size):
 
 
 # The log is written first. With 0.999 only the last part of torch's file does not fit.
-@pytest.mark.parametrize(("share", "name"), [(0, "log.jsonl"), (0.5, "checkpoint.pt"), (0.999, "checkpoint.pt")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("share", "name"), [(0, "log.jsonl"), (0.5, "checkpoint.pt"), (0.999, "checkpoint.pt")]
+)
 def test_a_full_disk_leaves_the_files_before(saved, share, name):
     path = saved / "checkpoint.pt"
     before, log = path.read_bytes(), (saved / "log.jsonl").read_bytes()
