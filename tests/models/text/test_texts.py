@@ -253,7 +253,7 @@ def test_tokens_become_text_again():
         ([True, False], "list of integers"),
         (["the", 3], "list of integers"),
         (7, "got 7"),
-        (torch.zeros(2, 3, 4), r"float32 \[3, 4\]"),
+        (torch.zeros(2, 3, 4), r"float32 .*\[3, 4\]"),
         (torch.tensor(3), "tensor"),
     ],
 )
