@@ -1,4 +1,6 @@
-"""The common part of lenses: an affine map of each layer's stream, checked against its model and kept on disk."""
+"""The common part of lenses: an affine map of each layer's stream, which is checked against its
+model and saved to disk.
+"""
 
 import os
 from collections.abc import Sequence
@@ -15,25 +17,29 @@ from hooks.shared import names_by_layer
 from interp.protocol import of, runner_of
 
 L = TypeVar("L", bound="AffineLens")
-_LOGITS_AT_ONCE = 2**23  # 32 MiB in float32
+# The number of logits that are computed together: 32 MiB in float32.
+_LOGITS_AT_ONCE = 2**23
 
 
 def unembedded(
     language: Any, resid: Float[Tensor, "stream row d_model"]
 ) -> Float[Tensor, "stream row vocab"]:
-    """Return logits in float32 at least, by the `unembed` of a model's parts (`protocol.of`)."""
+    """Return the logits of a stream, in at least float32, with the `unembed` of a model's parts
+    (`protocol.of`).
+    """
     return at_least_float32(language.unembed(resid))
 
 
 def split_rows(
     resid: Float[Tensor, "stream row d_model"], vocab: int
 ) -> Sequence[Float[Tensor, "stream _row d_model"]]:
-    """Split streams into parts with few rows, so that the logits of one part take little memory."""
+    """Split streams into parts of few rows, so that the logits of a part need little memory."""
     return resid.split(max(1, _LOGITS_AT_ONCE // (len(resid) * vocab)), 1)
 
 
 def for_fit(model: nn.Module) -> tuple[HookedRunner, list[str]]:
-    """A runner, and the points of the stream entering each block and, last, of the one after all blocks.
+    """Return a runner, the points of the stream entering each block, and last the point of the
+    final stream.
 
     Raises:
         UnknownNameError: if the model has no such points.
@@ -41,7 +47,7 @@ def for_fit(model: nn.Module) -> tuple[HookedRunner, list[str]]:
         ValueError: if PyTorch's inference mode is on.
     """
     if torch.is_inference_mode_enabled():
-        raise ValueError("gradients must be possible; got PyTorch's inference mode")
+        raise ValueError("fitting a lens needs gradients; got PyTorch's inference mode")
     runner = runner_of(model)
     entering, leaving = (
         names_by_layer(name, runner.points) for name in ("resid_pre", "resid_post")
@@ -51,12 +57,13 @@ def for_fit(model: nn.Module) -> tuple[HookedRunner, list[str]]:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class AffineLens:
-    """An affine map from the stream entering each block to what the unembedding is to read.
+    """An affine map from the stream entering each block to the input of the unembedding.
 
     Attributes:
-        weight: one matrix for each block. Row i gives entry i of the result.
+        weight: one matrix for each block. Row i computes entry i of the result.
         bias: one vector for each block.
-        config_hash: of the model that it belongs to; empty if that is not known.
+        config_hash: the config hash of the model that the lens belongs to; empty if the model is
+            unknown.
     """
 
     weight: Float[Tensor, "layer d_model d_model"]
@@ -68,22 +75,24 @@ class AffineLens:
     def __call__(
         self, resid: Float[Tensor, "layer *batch d_model"]
     ) -> Float[Tensor, "layer *batch d_model"]:
-        """`weight[l] @ x + bias[l]` of each vector x that enters block l, in its dtype."""
+        """Return `weight[l] @ x + bias[l]` for each vector x that enters block l, in the dtype of
+        x.
+        """
         dtype = torch.promote_types(resid.dtype, self.weight.dtype)
         weight, bias = (to_device(x, resid.device).to(dtype) for x in (self.weight, self.bias))
         rows = resid.to(dtype).flatten(1, -2)
         return (rows @ weight.mT + bias[:, None]).to(resid.dtype).view_as(resid)
 
     def __repr__(self) -> str:
-        """The kind of lens, and the sizes of its model."""
+        """Return the kind of the lens and the sizes of its model."""
         layers, d_model = self.bias.shape
         return f"{type(self).__name__} [layer {layers}, d_model {d_model}]"
 
     def check(self, model: nn.Module) -> None:
-        """Checks that the lens is for this model, as far as its sizes and configuration tell.
+        """Check that the sizes and the configuration of the lens are those of this model.
 
         Raises:
-            ValueError: if it is not.
+            ValueError: if they are different.
         """
         sizes = of(model, "config").config
         wanted = (sizes.n_layers, sizes.d_model, sizes.d_model)
@@ -95,14 +104,14 @@ class AffineLens:
         if self.config_hash and self.config_hash != (theirs := config_hash(model)):
             raise ValueError(
                 f"the lens must be of a model with this model's config hash, {theirs[:12]}; "
-                f"got {self.config_hash[:12]}: fit one to this model"
+                f"got {self.config_hash[:12]}: fit a lens to this model"
             )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the lens as safetensors, completely or not at all.
+        """Write the lens as safetensors, completely or not at all.
 
         Raises:
-            FileNotFoundError: if there is no such directory.
+            FileNotFoundError: if the directory does not exist.
         """
         parts = {field.name: getattr(self, field.name) for field in fields(self)}
         tensors = {name: part for name, part in parts.items() if isinstance(part, Tensor)}
@@ -111,11 +120,11 @@ class AffineLens:
 
     @classmethod
     def load(cls: type[L], path: str | os.PathLike[str]) -> L:
-        """Reads a lens that `save` wrote.
+        """Load a lens that `save` wrote.
 
         Raises:
-            FileNotFoundError: if there is no such file.
-            CacheError: if the file is damaged, or holds another kind of lens or something else.
+            FileNotFoundError: if the file does not exist.
+            CacheError: if the file is damaged, or contains another kind of lens or other data.
         """
         with storage.opened(storage.path_of(path), cls._format) as (tensors, others):
             return cls(**tensors, **others)

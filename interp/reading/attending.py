@@ -1,12 +1,17 @@
-"""Reasons of attention: a score as the sum, over pairs of sources, of what one gives the query and the other the key.
+"""Reasons of attention: a score as a sum over pairs of sources, one for the query and one for the
+key.
 
-With the scales of norms as in the run, a head's query and key are sums of what earlier parts of the model wrote, so their
-product is a sum over pairs (Kamath et al. 2025, "Tracing Attention Computation Through Feature Interactions"):
+With the scales of norms fixed as in the run, a head's query and key are sums over the outputs of
+earlier parts of the model. Their product is therefore a sum over pairs (Kamath et al. 2025,
+"Tracing Attention Computation Through Feature Interactions"):
 
-1. Take what each part wrote at the query's position and at the key's, and read it as the head does (`interp.graph.scores`).
-2. The pairs are the product of the two tables. Their sum is the score, which is checked: it may miss by rounding of the pairs.
-   Where two scores are compared, the pairs of both count, because the pairs of their difference may cancel.
-3. Keep the sources of the largest pairs, found block by block, and add up all others as `rest`.
+1. Take the output of each part at the query's position and at the key's, and map both as the head
+   does (`interp.graph.scores`).
+2. Multiply the two tables to get the pairs. Check that their sum is the score, up to the rounding
+   of the pairs. If two scores are compared, the rounding is that of the pairs of both, because the
+   pairs of their difference may cancel.
+3. Find the largest pairs, block by block. Keep their sources, and add up all other sources as
+   `rest`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,7 +44,7 @@ from interp.reading.components import ResidualComponents
 from interp.results.result import Result
 
 _BLOCK = 2**22
-"""Pairs that are looked at together."""
+"""The number of pairs that are computed together."""
 
 Side = Literal["q", "k", "against"]
 Sources = Float[Tensor, "source example d_head"]
@@ -56,29 +61,36 @@ def why_attends(
     *,
     k: int = 30,
 ) -> Result:
-    """Find which pairs of a model's parts make a head look where it looks: its score as a sum of pairs.
+    """Return a head's attention score as a sum over pairs of the model's parts.
 
-    The score of a query and a key, before a cap and the mask, is the sum over pairs of what one part gives the query and
-    another the key. Parts are those of `decompose`, and `bias`: all biases together.
+    The score of a query and a key, before a cap and the mask, is a sum over pairs: one part
+    contributes to the query, and one part contributes to the key. The parts are the parts of
+    `decompose`, and `bias`: all biases together.
 
     Args:
         model: see `decompose`.
-        cache: the cache of a run that kept all points, such as a lazy one.
+        cache: the cache of a run that cached all points, for example a lazy cache.
         head: the layer and the head.
-        query: the position that looks, or one for each example; -1 is the last real token.
-        key: the position that is looked at, or one for each example; by default where the head looks most.
-        against: another key, to explain the difference of the two scores; or `mean`, the mean of all keys as the pattern
-            weighs them.
-        k: how many of the largest pairs have sources of their own. All other sources are added up as `rest`.
+        query: the position that attends, or one position for each example; -1 is the last real
+            token. Default: -1.
+        key: the position that is attended to, or one position for each example. Default: the key
+            with the most attention.
+        against: another key, to explain the difference of the two scores; or `mean`, the mean of
+            all keys, weighted by the pattern. Default: explain the score itself.
+        k: the number of the largest pairs whose sources are listed. All other sources are added up
+            as `rest`. Default: 30.
 
     Returns:
-        A result with the axes `query_source`, `key_source` and `example`, whose values add up to the score; so each row, or column,
-        adds up to what one source does on one side. Pairs cancel: `about` has the sum of all pairs' sizes beside the score.
+        A result with the axes `query_source`, `key_source` and `example`, whose values add up to
+        the score. Each row or column therefore adds up to the effect of one source on one side.
+        Pairs can cancel, so `about` contains the score and the sum of the absolute values of all
+        pairs.
 
     Raises:
-        TypeError, ValueError: as for `decompose`; or if there is no such head, or k is below 1.
-        SelectionError: if there is no such position, or it is padding.
-        CacheError: if the cache is of another model or lacks a point, or the pairs do not add up to the score.
+        TypeError, ValueError: as for `decompose`; or if the head does not exist, or k is below 1.
+        SelectionError: if the position does not exist, or is padding.
+        CacheError: if the cache is of another model, a point is missing, or the pairs do not add up
+            to the score.
 
     >>> from interp import run_with_cache
     >>> from models import load
@@ -92,7 +104,7 @@ def why_attends(
     text = text_of_values(cache, parts.at(parts.last).shape[:2])
     if text is None:
         raise CacheError(
-            "a score needs a whole cache of a run that was given tokens; got a cache that does not know "
+            "a score needs a whole cache of a run on tokens; got a cache that does not know "
             "the tokens of its values"
         )
     layer, _ = checked_head(parts.graph, head)
@@ -106,7 +118,10 @@ def why_attends(
     v, at_query = scores.v[:, :, scores.part("k", head[1])[1]], asked.weights["q"]
     z = torch.einsum("bij,bi,bje->be", scores.pattern[:, head[1]], at_query, v)
     if not is_rounding(like(in_run, z)[at_query.bool()], z, parts.dtype).all():
-        raise CacheError(f"head {head} must do in the run what it does now; was it edited there?")
+        raise CacheError(
+            f"head {head} must have the same output in the run and now; was the head edited in "
+            "the run?"
+        )
     linear, scale = parts.norm_in_run(attention.norm)
     names, sources = ["bias"], [list[Tensor]() for _ in asked.weights]
     sides = [(*scores.part(side, head[1]), weights) for side, weights in asked.weights.items()]
@@ -117,7 +132,8 @@ def why_attends(
     for group in parts(layer):
         names += group.names
         read = linear.after(to_device(group.vectors(), scale.device)) / scale
-        if parts.mask is not None:  # some kernels give NaN at padding
+        # Some kernels return NaN at padding.
+        if parts.mask is not None:
             read = read.masked_fill(~to_device(parts.mask, read.device)[..., None], 0)
         for held, (readings, which, weights) in zip(sources, sides, strict=True):
             directions = readings.directions(which)
@@ -128,7 +144,7 @@ def why_attends(
 
 
 class AskedPlace(NamedTuple):
-    """The place of a score that is to be explained; for the fields see `why_attends`."""
+    """The place of the score to explain; for the fields see `why_attends`."""
 
     head: tuple[int, int]
     query: Index
@@ -137,13 +153,13 @@ class AskedPlace(NamedTuple):
 
 
 class AskedScore(NamedTuple):
-    """A score that is to be explained, or how far it is above others.
+    """A score to explain, or the difference of a score from other scores.
 
     Attributes:
-        weights: by side, the weights of positions: 1 at the query `q`; 1 at the key `k`; and at `against`, where there are keys
-            to compare with, their shares.
-        total: the score.
-        about: where it is, in words.
+        weights: by side, the weights of positions: 1 at the query for `q`; 1 at the key for `k`;
+            and, if the score is compared with other keys, the shares of these keys for `against`.
+        total: the score, or the difference.
+        about: the place of the score, in words.
     """
 
     weights: Mapping[Side, Float[Tensor, "batch pos"]]
@@ -157,16 +173,16 @@ def asked_score(
     words: Sequence[str] | None,
     mask: Bool[Tensor, "batch pos"] | None = None,
 ) -> AskedScore:
-    """Return a score of a block, with the weights of its positions.
+    """Return a score of a block, and the weights of its positions.
 
     Args:
         scores: the scores of the block.
         place: the place of the score.
         words: the text at each position.
-        mask: True at real tokens, [batch, pos]; None if all are.
+        mask: True at real tokens, [batch, pos]; None if all tokens are real.
 
     Raises:
-        SelectionError, ValueError: if there is no such position, or it is padding.
+        SelectionError, ValueError: if the position does not exist, or is padding.
     """
     layer, number = place.head
     batch, _, n_pos, _ = scores.pattern.shape
@@ -196,16 +212,17 @@ def asked_score(
 
 
 def checked_head(graph: Graph, head: tuple[int, int]) -> tuple[int, int]:
-    """The layer and the head.
+    """Return the layer and the head, after a check that they exist.
 
     Raises:
-        ValueError: if there is no such head.
+        ValueError: if the head does not exist.
     """
     layer, number = head if isinstance(head, Sequence) and len(head) == 2 else (-1, -1)
     sizes = [each.heads.stop - each.heads.start for each in graph.layers]
     if not (0 <= layer < len(sizes) and 0 <= number < sizes[layer]):
         raise ValueError(
-            f"head must be (layer, head), of {len(sizes)} layers with {max(sizes)} heads; got {head}"
+            f"head must be (layer, head), of {len(sizes)} layers with {max(sizes)} heads; got "
+            f"{head}"
         )
     return layer, number
 
@@ -218,15 +235,17 @@ def pair_table(
     k: int,
     dtype: torch.dtype,
 ) -> Result:
-    """The products of all sources of a query with all of a key, of which the largest have a place of their own.
+    """Return the products of all sources of a query and all sources of a key; only the largest are
+    listed.
 
     Args:
-        query: what each source gives the query, scaled.
-        keys: what each source gives the key and, where there are keys to compare with, what it gives these.
+        query: the contribution of each source to the query, scaled.
+        keys: the contribution of each source to the key and, if other keys are compared, its
+            contribution to these.
         asked: the score that all pairs add up to.
-        names: of the sources.
-        k: how many pairs.
-        dtype: that of the run, whose rounding pairs may miss.
+        names: the names of the sources.
+        k: the number of pairs.
+        dtype: the dtype of the run; the sum of the pairs may differ from the score by its rounding.
 
     Raises:
         ValueError: if k is below 1.
@@ -236,7 +255,8 @@ def pair_table(
     is_difference = len(keys) > 1
     key = keys[0] - keys[1] if is_difference else keys[0]
     sizes, best, places = query.new_zeros(query.shape[1]), query[:0, 0, 0], key.new_zeros(0).long()
-    compared = torch.zeros_like(sizes)  # the sizes of the pairs of both scores, which may be equal
+    # The absolute values of the pairs of both scores. The two scores may be equal.
+    compared = torch.zeros_like(sizes)
     step = max(1, _BLOCK // (len(key) * len(sizes)))
     for first in range(0, len(query), step):
         pairs = torch.einsum("aed,bed->abe", query[first : first + step], key).abs()
@@ -254,7 +274,8 @@ def pair_table(
     whole = compared if is_difference else sizes
     if not (gap := float((miss / whole.clamp(min=1e-30)).max())) <= sum_rounding(dtype):
         raise CacheError(
-            f"pairs must add up to the score; they miss {gap:.2g} of their summed sizes: was the run edited, or were weights "
+            f"pairs must add up to the score; got a gap of {gap:.2g} of their summed sizes: was "
+            "the run edited, or were weights "
             "changed?"
         )
     tables, labels, axes = [], dict[str, list[str]](), ("query_source", "key_source")

@@ -1,4 +1,4 @@
-"""Contributions of a model's parts to the residual stream of a run, kept as factors."""
+"""The contributions of a model's parts to the residual stream of a run, as factors."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -27,7 +27,7 @@ from interp.kinds import require_cache
 from interp.protocol import plain
 from interp.results.node import NodeName, node_name
 
-# What is read of a run, but for neurons; and what is read besides for experts.
+# The points of a run that are read, except for neurons, and the further points that experts need.
 _READ = re.compile(r"(^(pos_)?embed|(ln_embed|ln_final|_post)\.scale|attn\.z|mlp_out|resid_\w+)$")
 _EXPERTS = re.compile(r"mlp\.(routing|chosen|experts|shared)$")
 
@@ -38,14 +38,15 @@ class ResidualComponents:
     Args:
         model: the model of the run.
         cache: its cache.
-        pos: read one position of each text: the same, or one for each. None for all columns.
+        pos: read one position of each text: the same position, or one for each text. Default: all
+            columns.
 
     Attributes:
-        mask: True at real tokens [batch, pos]; None if all are.
+        mask: True at real tokens [batch, pos]; None if all tokens are real.
 
     Raises:
-        CacheError: if the cache is of another model, or lost an axis.
-        SelectionError: if there is no such position, or it is padding.
+        CacheError: if the cache is of another model, or has lost an axis.
+        SelectionError: if the position does not exist, or is padding.
     """
 
     def __init__(self, model: nn.Module, cache: ActivationCache, pos: Index | None = None) -> None:
@@ -70,14 +71,14 @@ class ResidualComponents:
 
     @cached_property
     def graph(self) -> Graph:
-        """The model's graph, with embeddings apart."""
+        """The model's graph, with token and position embeddings as separate writers."""
         return Graph(self.model, split_embeddings=True)
 
     def at(self, name: str) -> Float[Tensor, "batch pos *size"]:
-        """The value of a point.
+        """Return the value of a point.
 
         Raises:
-            CacheError: if the cache lacks it.
+            CacheError: if the point is missing in the cache.
         """
         if name not in self._cache:
             wanted = [_READ, _EXPERTS] if _EXPERTS.search(name) else [_READ]
@@ -91,7 +92,10 @@ class ResidualComponents:
         return value[torch.arange(len(value), device=value.device), columns][:, None]
 
     def _value(self, name: str) -> Tensor:
-        """The value of a point, read with all others of its layer that are needed. One layer's are kept."""
+        """Return the value of a point.
+
+        All needed points of its layer are read together, and the values of one layer are kept.
+        """
         if name not in self._layer:
             layer = name.rpartition(".attn")[0] or name.rpartition(".")[0]
             others = [n for n in self._cache if n.startswith(f"{layer}.") and _READ.search(n)]
@@ -102,7 +106,7 @@ class ResidualComponents:
     def norm_in_run(
         self, norm: nn.Module | None
     ) -> tuple[LinearPart, Float[Tensor, "_batch _pos 1"]]:
-        """The linear part of a norm, and what the norm divided by."""
+        """Return the linear part of a norm, and the scale that the norm divided by."""
         stream = self.at(self.last)
         if is_identity(norm):
             return linear_part(None, stream.shape[2]), stream.new_ones(1, 1, 1)
@@ -112,7 +116,9 @@ class ResidualComponents:
     def __call__(
         self, before: int | None = None, neurons: bool = False, experts: bool = False
     ) -> Iterator[Writers]:
-        """Yield the components before a block, or before the unembedding, in the order of computation."""
+        """Yield the components before a block, or before the unembedding, in the order of
+        computation.
+        """
 
         def at(point: nn.Module) -> Tensor:
             return self.at(self.graph.names[point])
@@ -126,23 +132,26 @@ class ResidualComponents:
         yield from self._between(before or 0)
 
     def _between(self, n: int) -> Iterator[Writers]:
-        """What is added before block `n` by no part of a block, as features of images are (DeepStack)."""
+        """Yield the vectors added before block `n` outside of all blocks, such as features of
+        images (DeepStack).
+        """
         names = f"blocks.{n - 1}.resid_post", f"blocks.{n}.resid_pre"
         if all(name in self._cache for name in names):
             left, entering = map(self.at, names)
             left = to_device(left, entering.device)
-            if not torch.equal(
-                left, entering
-            ):  # mostly the same tensor; else more than rounding decides
+            # Most often the two are the same tensor. Otherwise a vector was added if they differ by
+            # more than rounding.
+            if not torch.equal(left, entering):
                 added = entering - left
                 if not is_rounding(entering, entering - added, self.dtype).all():
                     yield Writers([NodeName(f"input{n}")], added[:, :, None])
 
     def _experts(self, layer: Layer) -> Iterator[Writers]:
-        """Yield the experts of a block, each with its weight, and the shared one.
+        """Yield the outputs of the experts of a block, times their weights, and of the shared
+        expert.
 
         Raises:
-            ValueError: if they are not all that the MLP adds.
+            ValueError: if the MLP adds anything else.
         """
         branch, mlp = layer.mlp.branch, f"blocks.{layer.n}.mlp"  # type: ignore[union-attr]
         values = outputs = self.at(f"{mlp}.experts")
@@ -163,14 +172,17 @@ class ResidualComponents:
         added = self.at(self.graph.names[branch.added])
         if not is_rounding(values.sum(2) + linear.bias, added, self.dtype).all():
             raise ValueError(
-                f"experts, with a shared one, must be all that the MLP of block {layer.n} adds; it adds more"
+                f"the MLP of block {layer.n} must add only the outputs of experts and a shared "
+                "expert; it adds more"
             )
         yield Writers(names, values)
         if linear.bias.any():
             yield Writers([node_name(layer.n, "mlp_bias")], linear.bias.expand_as(values[:, :, :1]))
 
     def _inputs(self, at: At) -> Writers:
-        """The embeddings and, where something else stands in their place, such as an image, the stream."""
+        """Return the embeddings and, where other vectors replace them, for example an image, the
+        stream.
+        """
         inputs = self.graph.inputs(at)
         inputs = rearrange(inputs, "writer batch pos d_model -> batch pos writer d_model")
         names, first = self.graph.writers[: inputs.shape[2]], "blocks.0.resid_pre"
@@ -185,12 +197,14 @@ class ResidualComponents:
     def check(
         self, total: Float[Tensor, "*axes"], expected: Float[Tensor, "*axes"], *sizes: Tensor
     ) -> float:
-        """Return the largest difference between a sum of parts and its expected value, at real tokens.
+        """Return the largest difference between a sum of parts and its expected value at real
+        tokens.
 
         A block adds to the stream twice, in the cache's dtype; see `stream_rounding`.
 
         Raises:
-            CacheError: if the difference is more than rounding of the largest number in `sizes` can explain.
+            CacheError: if the difference is larger than the rounding of the largest number in
+                `sizes`.
         """
         difference = (total - to_device(expected, total.device)).abs()
         if self.mask is not None and self._columns is None:
@@ -203,6 +217,8 @@ class ResidualComponents:
             if gap <= allowed:
                 return float(f"{gap:.2g}")
         raise CacheError(
-            f"the parts must add up to within {allowed:.3g}, by the rounding of {dtype}; got a difference of "
-            f"{gap:.3g}: was the run edited, were weights changed, or does a block add something else?"
+            f"the parts must add up to within {allowed:.3g}, by the rounding of {dtype}; got a "
+            "difference of "
+            f"{gap:.3g}: was the run edited, were weights changed, or does a block add something "
+            "else?"
         )

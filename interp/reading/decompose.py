@@ -1,4 +1,4 @@
-"""Decomposition: the residual stream as the sum of what each part of a model wrote."""
+"""Decomposition: the residual stream as the sum of the outputs of a model's parts."""
 
 from dataclasses import dataclass
 
@@ -27,7 +27,7 @@ class Decomposition(pictures.Shown):
 
     Attributes:
         names: the names of the parts, in the order of computation.
-        values: what each of them wrote.
+        values: the output of each part.
 
     >>> import torch
     >>> parts = Decomposition(("embed", "a0.h0"), torch.tensor([[[[1.0, 3.0]]], [[[2.0, 0.0]]]]))
@@ -41,24 +41,24 @@ class Decomposition(pictures.Shown):
     is_plot = True
 
     def __getitem__(self, name: str) -> Float[Tensor, "batch pos d_model"]:
-        """Return what one part wrote.
+        """Return the output of one part.
 
         Raises:
-            UnknownNameError: if there is no such part; it has close matches.
+            UnknownNameError: if the part does not exist. The error names close matches.
         """
         if name not in self.names:
             raise unknown_name(name, self.names, "component")
         return self.values[self.names.index(name)]
 
     def view(self) -> pictures.View:
-        """The norms of the parts at the last position of the first text."""
+        """Draw the norms of the parts at the last position of the first text."""
         norms = self.values[:, 0, -1].norm(dim=-1)[:, None]
         labels, about = {"component": self.names}, {"norms": "at the last position"}
         shown = Result(norms, ("component", "example"), labels=labels, unit="norm", about=about)
         return pictures.effects(shown)
 
     def __repr__(self) -> str:
-        """The sizes, and the first and last names."""
+        """Return the sizes, and the first and last names."""
         sizes = zip(("component", "batch", "pos", "d_model"), self.values.shape, strict=True)
         names = self.names if len(self.names) <= 12 else (*self.names[:8], "...", *self.names[-3:])
         return (
@@ -75,27 +75,32 @@ def decompose(
     neurons: bool = False,
     experts: bool = False,
 ) -> Decomposition:
-    """The residual stream as the sum of what embeddings, heads, MLPs and biases wrote (Elhage et al. 2021).
+    """Decompose the residual stream into the outputs of embeddings, heads, MLPs and biases (Elhage
+    et al. 2021).
 
-    The names are those of `interp.graph`: `embed`, `pos_embed`, a head `a0.h1`, an MLP with its biases
-    `m0`, and `a0.bias`, what attention added beside its heads. Where an image, or an edit,
-    replaces the embeddings, `input` is the stream that enters the first block, and `input2` what is added before block 2 by
-    no part of a block. Parts that were normed together are
-    divided by the norm's scale in the run. They add up to the stream up to rounding, 1e-5 of its largest
-    value in float32. In half precision the stream is rounded after each addition: a few percent. At padding
-    they are NaN.
+    Parts have the names of `interp.graph`: `embed`, `pos_embed`, a head `a0.h1`, an MLP with its
+    biases `m0`, and `a0.bias`, the output of attention apart from its heads. Where an image or an
+    edit replaces the embeddings, `input` is the stream that enters the first block. `input2` is a
+    vector that is added before block 2 outside of all blocks. Parts that were normed together are
+    divided by the norm's scale in the run. The parts add up to the stream, up to rounding: 1e-5 of
+    its largest value in float32. In half precision the stream is rounded after each addition, so
+    the difference is a few percent. The values are NaN at padding.
 
     Args:
-        model: the model of the run, with the parts that a graph needs. An attached one is copied at each
-            call, if `models.from_hf` knows its family.
-        cache: the cache of a run that kept all points, or `Graph(model, split_embeddings=True).needed`.
-        before: decompose the stream entering this block; None for the stream after the last one.
-        neurons: whether to give, in place of an MLP, each of its neurons, `m0.n3`, and `m0.bias`.
-        experts: whether to give, in place of a mixture, each of its experts, `m0.e3`, times its weight, and `m0.shared`.
+        model: the model of the run, with the parts that a graph needs. An attached model is copied
+            at each call, if `models.from_hf` knows its family.
+        cache: the cache of a run that cached all points, or
+            `Graph(model, split_embeddings=True).needed`.
+        before: decompose the stream entering this block. Default: the stream after the last block.
+        neurons: whether to return the neurons of each MLP, `m0.n3`, and `m0.bias` instead of the
+            MLP.
+        experts: whether to return the experts of each mixture, `m0.e3`, times their weights, and
+            `m0.shared` instead of the mixture.
 
     Raises:
-        TypeError, ValueError: as for `Graph`; or if there is no such block.
-        CacheError: if the cache is of another model or lacks a point, or the parts do not add up to the stream.
+        TypeError, ValueError: as for `Graph`; or if the block does not exist.
+        CacheError: if the cache is of another model, a point is missing, or the parts do not add up
+            to the stream.
 
     >>> from hooks import HookedRunner
     >>> from models import load
@@ -133,25 +138,29 @@ def apply_norm(
     *,
     mlp: bool = False,
 ) -> Float[Tensor, "*axes batch pos d_model"]:
-    """Return vectors of the stream as a sublayer reads them: normed, with the norm's scale in the run.
+    """Return vectors of the stream as a sublayer reads them: normed with the norm's scale in the
+    run.
 
-    It leaves out the norm's bias. So parts that add up to the stream add up to what is read, up to that bias.
+    The norm's bias is left out. Parts that add up to the stream therefore add up to the input of
+    the sublayer without that bias.
 
     Args:
         model: see `decompose`.
-        cache: the cache of a run that kept the last `resid_post`, and the norm's `scale`.
-        values: such vectors, as those of `decompose` with `before=layer`, in front of any axes. A direction is
-            the same everywhere: `direction.expand(batch, pos, -1)`.
-        layer: the block that reads them; None for the unembedding.
-        mlp: whether its MLP reads them, or its attention.
+        cache: the cache of a run that cached the last `resid_post` and the norm's `scale`.
+        values: vectors of the stream, for example the values of `decompose` with `before=layer`;
+            any axes may come first. A direction is the same at all positions:
+            `direction.expand(batch, pos, -1)`.
+        layer: the block that reads the vectors. Default: the unembedding.
+        mlp: whether the block's MLP reads them; otherwise its attention does.
 
     Returns:
-        The vectors in at least float32. Where nothing is normed they are those given.
+        The vectors in at least float32. Without a norm they are returned unchanged.
 
     Raises:
         TypeError: as for `Graph`.
-        ValueError: if there is no such block or MLP, or the vectors have other sizes than the run's stream.
-        CacheError: if the cache is of another model or lacks a point.
+        ValueError: if the block or the MLP does not exist, or the vectors have other sizes than the
+            run's stream.
+        CacheError: if the cache is of another model, or a point is missing.
 
     >>> from interp import run_with_cache
     >>> from models import load
@@ -175,7 +184,8 @@ def apply_norm(
         )
     if values.shape[-3:] != stream.shape:
         raise ValueError(
-            f"values must be [..., batch, pos, d_model], {[*stream.shape]} last; got {[*values.shape]}"
+            f"values must be [..., batch, pos, d_model], {[*stream.shape]} last; got "
+            f"{[*values.shape]}"
         )
     linear, scale = components.norm_in_run(norm)
     vectors = linear.after(at_least_float32(values))

@@ -1,4 +1,4 @@
-"""Loads of experts: how often, and with which weight, tokens go to each of them."""
+"""Loads of experts: the share of tokens that select each expert, or their weights."""
 
 from typing import Any, Literal
 
@@ -23,49 +23,55 @@ def expert_load(
     *,
     weighted: bool = False,
 ) -> Result:
-    """Shares of the tokens that go to each expert, or the weights with which they do.
+    """Return the share of tokens that select each expert, or the mean weight of each expert.
 
-    A router that used all of n experts alike, k at a time, would give each a load of k / n. A low load over many texts is
-    an expert that does little; loads by position show which words an expert reads.
+    If a router selects k of n experts uniformly, each expert has a load of k / n. An expert with a
+    low load over many texts does little. Loads by position show which words select an expert.
 
     Args:
         model: the model of the run, attached.
-        cache: the cache of a run that kept `routing`.
-        over: `pos` for each position by itself. By default, the mean over the real tokens of each text.
-        weighted: whether to give the mean weight, 0 where an expert was not chosen, in place of the share of tokens.
+        cache: the cache of a run that cached `routing`.
+        over: `pos` for a load at each position. Default: the mean over the real tokens of each
+            text.
+        weighted: whether to return the mean weight instead of the share of tokens; the weight is 0
+            where an expert was not selected.
 
     Returns:
-        A result with the axes `layer`, `expert` and `example`, or `layer`, `expert`, `pos` and `example`; NaN at padding.
+        A result with the axes `layer`, `expert` and `example`, or `layer`, `expert`, `pos` and
+        `example`. Loads are NaN at padding.
 
     Raises:
         CacheError: if the cache is of another model, or has no `routing`.
-        ValueError: if `over` is something else, or layers have different numbers of experts.
+        ValueError: if `over` is unknown, or layers have different numbers of experts.
 
     >>> from hooks import HookedRunner
     >>> from models import attach
     >>> from transformers import MixtralConfig, MixtralForCausalLM
-    >>> sizes = dict(vocab_size=7, hidden_size=4, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
-    >>> model = MixtralForCausalLM(MixtralConfig(**sizes, num_key_value_heads=1, num_local_experts=3)).eval()
+    >>> sizes = dict(vocab_size=7, hidden_size=4, intermediate_size=8, num_hidden_layers=1)
+    >>> heads = dict(num_attention_heads=2, num_key_value_heads=1)
+    >>> model = MixtralForCausalLM(MixtralConfig(**sizes, **heads, num_local_experts=3)).eval()
     >>> attached = attach(model)
     >>> cache = HookedRunner(model).capture(torch.tensor([[3, 1, 4]]), names="*.routing")
     >>> load = expert_load(model, cache)
-    >>> load.axes, load.mean().sum()  # each token goes to two
+    >>> load.axes, load.mean().sum()  # each token selects two experts
     (('layer', 'expert', 'example'), tensor(2.))
     """
     require_choice("over", over, (None, "pos"))
-    of(model)  # refuses a cache in its place
+    # Raise an error if the model and the cache are exchanged.
+    of(model)
     require_cache(cache, model)
     try:
         names = cache.layer_names("routing")
     except HookError as error:
         raise CacheError(
-            f"loads need names='*.routing', and a model with experts: {error}"
+            f"loads of experts need names='*.routing' and a model with experts: {error}"
         ) from None
     layers = map(at_least_float32, cache.layers("routing"))
-    # 0 is put where an expert was not chosen. A weight that rounds to 0 adds nothing either.
+    # The routing is 0 where an expert was not selected. A weight that rounds to 0 has no effect
+    # either.
     loads = [layer if weighted else (layer != 0).to(layer) for layer in layers]
     if len(sizes := {load.shape[-1] for load in loads}) > 1:
-        raise ValueError(f"layers must have one number of experts; got {sorted(sizes)}")
+        raise ValueError(f"all layers must have the same number of experts; got {sorted(sizes)}")
     values = rearrange(stacked(loads), "layer batch pos expert -> layer expert pos batch")
     *_, n_pos, batch = values.shape
     mask = mask_of(cache, (batch, n_pos))

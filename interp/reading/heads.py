@@ -1,4 +1,4 @@
-"""Scores of attention heads: what each of them attends to, in every text."""
+"""Scores of attention heads: how much each head attends to a kind of key in every text."""
 
 import math
 from itertools import chain
@@ -54,7 +54,7 @@ def head_scores(
     queries: Index | None = None,
     progress: bool = True,
 ) -> Result:
-    """Scores of what each head attends to, as a mean over the queries of each text.
+    """Return a score of each head's attention, as a mean over the queries of each text.
 
     | kind | score | unit |
     | --- | --- | --- |
@@ -62,32 +62,35 @@ def head_scores(
     | `previous_token` | attention to the token before the query | 0 to 1 |
     | `first_token` | attention to the first token of the text | 0 to 1 |
     | `duplicate_token` | attention to earlier copies of the query's token | 0 to 1 |
-    | `induction` | attention to the tokens after those copies (Olsson et al. 2022) | 0 to 1 |
-    | `span` | attention to some columns | 0 to 1 |
+    | `induction` | attention to the tokens after earlier copies (Olsson et al. 2022) | 0 to 1 |
+    | `span` | attention to the columns of a span | 0 to 1 |
     | `entropy` | entropy of the attention | nats |
     | `distance` | mean distance from the query to the keys | tokens |
-    | a tensor | attention to each key times its factor [query, key] | that of the factors |
+    | a tensor | attention to each key times its factor [query, key] | the factors' unit |
 
-    Queries that have no such key do not count: those before their token's second copy, those up to the end
-    of the span, rows of zeros of a tensor, and a text's first token, for every kind. Nor does padding. The tokens before and after
-    a token are the nearest real ones.
+    Queries without a key of the kind are ignored: queries before the second copy of their token,
+    queries up to the end of the span, rows of zeros of a tensor, and a text's first token for every
+    kind. Padding is ignored too. The tokens before and after a token are the nearest real tokens.
 
     Args:
         model: the model of the run.
-        cache: the cache of a run that kept `pattern` at all positions.
-        kind: one of the table; or the pattern to look for, of which true or 1 is a key that the query should attend to.
-        span: for the kind `span`: its columns, such as a span of `Pairs`, in any form that `edits` take.
-        queries: count only queries in these columns, likewise.
-        progress: whether to show a bar after two seconds.
+        cache: the cache of a run that cached `pattern` at all positions.
+        kind: a kind from the table; or a tensor, the pattern to look for, which is True or 1 where
+            the query should attend to the key.
+        span: the columns of the kind `span`, such as a span of `Pairs`, in any form that `edits`
+            accept.
+        queries: use only queries in these columns, in the same forms. Default: all queries.
+        progress: whether to show a progress bar after two seconds.
 
     Returns:
         A result with the axes `layer`, `head` and `example`.
 
     Raises:
-        UnknownNameError: if there is no such kind.
-        CacheError: if the cache is of another model, or lacks a layer's pattern.
-        ValueError: if a tensor is not of the cache's queries and keys, the cache does not hold all positions, does not know the tokens that a kind needs,
-            a span is missing or does not fit it, or an example has no query that counts.
+        UnknownNameError: if the kind is unknown.
+        CacheError: if the cache is of another model, or the pattern of a layer is missing.
+        ValueError: if a tensor does not have the shape of the cache's patterns; if the cache does
+            not contain all positions, or does not know the tokens that a kind needs; if a span is
+            missing or does not fit the cache; or if all queries of an example are ignored.
 
     >>> from hooks import HookedRunner
     >>> from models import load
@@ -96,14 +99,16 @@ def head_scores(
     >>> scores = head_scores(model, cache, "induction")
     >>> scores.select(layer=3).mean().max() > 0.5
     tensor(True)
-    >>> offset = torch.ones(40, 40).tril(-19).triu(-19)  # from a token to the one after its copy
-    >>> head_scores(model, cache, offset).select(layer=3).mean().argmax() == scores.select(layer=3).mean().argmax()
+    >>> offset = torch.ones(40, 40).tril(-19).triu(-19)  # from a token to the token after its copy
+    >>> by_offset = head_scores(model, cache, offset)
+    >>> by_offset.select(layer=3).mean().argmax() == scores.select(layer=3).mean().argmax()
     tensor(True)
     """
     name = kind if isinstance(kind, str) else "the pattern"
     if isinstance(kind, str) and kind not in _UNITS:
         raise unknown_name(kind, _UNITS, f"kind of score (of {', '.join(_UNITS)})")
-    of(model)  # refuses a cache in its place
+    # Raise an error if the model and the cache are exchanged.
+    of(model)
     require_cache(cache, model)
     try:
         patterns = cache.layers("pattern")
@@ -113,22 +118,25 @@ def head_scores(
     batch, *_, n_queries, n_pos = first.shape
     if n_queries != n_pos or first.ndim != 4:
         raise ValueError(
-            f"the cache must hold whole texts, without positions= and kv_cache=; got {n_queries} "
+            "the cache must contain whole texts, without positions= and kv_cache=; got "
+            f"{n_queries} "
             f"queries and {n_pos} keys, {list(first.shape)}"
         )
     text = text_of_values(cache, (batch, n_pos))
     real = real_of(mask_of(cache, (batch, n_pos)), (batch, n_pos)).cpu()
     tokens = None
     if text is not None:
-        tokens = text.tokens.cpu()  # read once, for the keys and for copies of a text
+        # Copy the tokens once, for the keys and for the copies of a text.
+        tokens = text.tokens.cpu()
         text = Text(tokens, None if text.attention_mask is None else real)
     wanted, counted = _wanted(kind, tokens, real, span)
     if queries is not None:
         counted &= Selection(queries).inside(real, "queries")
     if not counted.any(1).all():
         raise ValueError(
-            f"each example must have a query that counts for {name}; got none in example "
-            f"{int(counted.any(1).int().argmin())} (in tokens of repeated_tokens each kind has some)"
+            f"each example must have a query with a key for {name}; got none in example "
+            f"{int(counted.any(1).int().argmin())} (texts of repeated_tokens have queries for "
+            "every kind)"
         )
     weights = wanted * (counted / counted.sum(1, keepdim=True).double())[..., None]
     scores = []
@@ -149,7 +157,7 @@ def head_scores(
 def repeated_tokens(
     vocab_size: int, period: int, batch: int = 8, copies: int = 2, seed: int = 0
 ) -> Int[Tensor, "batch pos"]:
-    """Uniformly random tokens, each row repeated `copies` times: [batch, copies * period].
+    """Return uniformly random tokens, each row repeated `copies` times: [batch, copies * period].
 
     >>> repeated_tokens(vocab_size=9, period=3, batch=2, copies=2)
     tensor([[8, 0, 2, 8, 0, 2],
@@ -172,12 +180,12 @@ def _wanted(
     real: Bool[Tensor, "batch pos"],
     span: Index | None,
 ) -> tuple[Shaped[Tensor, "batch query key"], Bool[Tensor, "batch query"]]:
-    """The factors of each key's weight, and the queries that count. On the CPU."""
+    """Return the factor of each key's weight, and the queries that are used, on the CPU."""
     require_kind("kind", kind, (str, Tensor), "a name, or a pattern, a tensor [query, key]")
     rank, columns = real.cumsum(1) - 1, torch.arange(real.shape[1])
     later = real & (rank > 0)
     if (span is None) == (isinstance(kind, str) and kind == "span"):
-        raise ValueError(f"span must be given for the kind 'span' and no other; got {span}")
+        raise ValueError(f"span must be given for the kind 'span' only; got {span}")
     if isinstance(kind, Tensor):
         if kind.shape != (len(columns), len(columns)):
             raise ValueError(
@@ -200,9 +208,12 @@ def _attended(
     later: Bool[Tensor, "batch pos"],
     span: Index | None,
 ) -> Bool[Tensor, "batch query key"]:
-    """The keys that a kind of head attends to. `later` are the real tokens but the first."""
+    """Return the keys that a kind of head attends to.
+
+    `later` marks the real tokens except the first.
+    """
     columns = torch.arange(real.shape[1])
-    # The column of the real token before each column, -1 where there is none.
+    # The column of the real token before each column; -1 if no real token comes before.
     before = columns.where(real, -1).cummax(1).values.roll(1, 1)
     before[:, 0] = -1
     if kind == "current_token":
@@ -217,8 +228,9 @@ def _attended(
         return after[..., None] & inside[:, None]
     if tokens is None:
         raise ValueError(
-            f"{kind} needs a cache that knows its tokens; got a cache of a run without tokens, or a part "
-            "of a cache (at() does not cut the tokens)"
+            f"{kind} needs a cache that knows its tokens; got a cache of a run without tokens, or "
+            "a part "
+            "of a cache (at() does not select tokens)"
         )
     ids = tokens
     same = (ids[..., None] == ids[:, None]) & real[:, None] & (columns[:, None] > columns)

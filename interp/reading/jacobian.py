@@ -1,8 +1,10 @@
-"""The Jacobian lens: the stream of a layer, mapped to the last one by the mean Jacobian between them.
+"""The Jacobian lens: the stream of a layer, mapped to the final stream by the mean Jacobian between
+them.
 
-1. Run a text with a graph of gradients from the stream entering the first block on.
-2. For each entry of the final stream, sum it over positions and take the gradient with respect to each layer's stream:
-   a row of that layer's Jacobian. As many rows run together as the memory allows.
+1. Run a text, and record gradients from the stream entering the first block.
+2. Sum each entry of the final stream over positions, and take the gradient with respect to each
+   layer's stream: a row of that layer's Jacobian. As many rows are computed together as the memory
+   allows.
 3. Take the mean over the positions of the layer's stream, then over texts (Gurnee et al. 2026).
 """
 
@@ -34,14 +36,16 @@ from interp.reading.affine import AffineLens, for_fit
 
 @dataclass(frozen=True, eq=False, repr=False)
 class JacobianLens(AffineLens):
-    """Mean Jacobians, fitted by `jacobian_lens`. A stream x entering block l becomes `weight[l] @ x`.
+    """Mean Jacobians, fitted by `jacobian_lens`.
+
+    The lens maps a stream x entering block l to `weight[l] @ x`.
 
     Attributes:
         weight, bias, config_hash: see `AffineLens`; the bias is 0.
-        n_texts: how many texts the mean is over.
-        squares: the mean of the squared Frobenius norms of the texts' own Jacobians.
+        n_texts: the number of texts in the mean.
+        squares: the mean of the squared Frobenius norms of the Jacobians of single texts.
         n_different: the number of different texts that would give the same standard error. It is
-            n² / Σ m² for n texts, of which each different one comes m times (Kish 1965, "Survey
+            n² / Σ m² for n texts, where each different text occurs m times (Kish 1965, "Survey
             Sampling"). None if all texts are different.
 
     >>> JacobianLens(torch.eye(2)[None], torch.zeros(1, 2), "", 1, torch.tensor([2.0]))
@@ -56,9 +60,10 @@ class JacobianLens(AffineLens):
 
     @property
     def error(self) -> Float[Tensor, " layer"]:
-        """The standard error of each weight over texts, as a share of the weight, in Frobenius norms.
+        """The standard error of each weight over texts, as a share of the weight, in Frobenius
+        norms.
 
-        Copies of a text count once. It is NaN for a single text.
+        Copies of a text count once. The error is NaN for a single text.
         """
         n = self.n_texts if self.n_different is None else self.n_different
         of_mean = self.weight.square().sum((1, 2))
@@ -66,16 +71,18 @@ class JacobianLens(AffineLens):
         return (variance / (n - 1)).sqrt() if n > 1 else variance * torch.nan
 
     def merged(self, *others: "JacobianLens") -> "JacobianLens":
-        """The lens of all texts of this one and others, which were fitted on different texts.
+        """Return the lens of all texts of this lens and of other lenses, which were fitted on
+        different texts.
 
         Raises:
-            ValueError: if they are of different models.
+            ValueError: if the lenses are of different models.
         """
         lenses = (self, *others)
         for other in others:
             if (other.weight.shape, other.config_hash) != (self.weight.shape, self.config_hash):
                 raise ValueError(
-                    f"merged lenses must be of one model; got weights {list(self.weight.shape)} and "
+                    f"merged lenses must be of one model; got weights {list(self.weight.shape)} "
+                    "and "
                     f"{list(other.weight.shape)}, config hashes {self.config_hash[:12]} and "
                     f"{other.config_hash[:12]}"
                 )
@@ -101,28 +108,30 @@ def jacobian_lens(
     max_bytes: int = 2**30,
     progress: bool = True,
 ) -> JacobianLens:
-    """Fits the mean Jacobian from the stream entering each block to the stream that leaves the last one.
+    """Fit the mean Jacobian from the stream entering each block to the stream after the last block.
 
-    J of a text is the mean over positions t of the sum over positions p >= t of d(final stream at p) /
-    d(stream at t), both from `skip` to the last but one. The lens has the mean over texts (Gurnee et al. 2026,
-    "Verbalizable Representations Form a Global Workspace in Language Models"). At the last layer J is
-    the identity, so the lens has no matrix there.
+    J of a text is the mean over positions t of the sum over positions p >= t of d(final stream at
+    p) / d(stream at t). Both run from `skip` to the last position but one. The lens is the mean
+    over texts (Gurnee et al. 2026, "Verbalizable Representations Form a Global Workspace in
+    Language Models"). After the last layer J is the identity, so the lens has no matrix there.
 
-    It runs the model. Each text takes one forward pass, and a backward pass for each of the d_model
-    entries; as many of them run together, by vmap, as the memory allows.
+    The fit runs the model. Each text needs one forward pass, and one backward pass for each of the
+    d_model entries. As many backward passes run together, by vmap, as the memory allows.
 
     Args:
-        model: a model in evaluation mode with `resid_pre` and `resid_post` in each block. Its weights need
-            no gradients, and get none.
-        texts: strings or tokens; they are read once, one by one. About a hundred of 128 tokens each
-            give a usable lens.
-        skip: how many first positions are left out, because heads attend to them for lack of anything else.
-        max_bytes: bounds the memory beyond the model and the lens.
-        progress: whether to show a bar after two seconds.
+        model: a model in evaluation mode with `resid_pre` and `resid_post` in each block. Its
+            weights need no gradients, and receive none.
+        texts: strings or tokens, which are read once, one at a time. About a hundred texts of 128
+            tokens each are enough for a usable lens.
+        skip: the number of first positions that are left out, because heads attend to them when no
+            other key matters. Default: 16.
+        max_bytes: the most memory beyond the model and the lens, in bytes. Default: 2**30.
+        progress: whether to show a progress bar after two seconds.
 
     Raises:
-        ValueError: if there is no text, a text has fewer than `skip` + 2 tokens, `skip` is negative,
-            `max_bytes` is too small for one backward pass, or PyTorch's inference mode is on.
+        ValueError: if there are no texts, a text has fewer than `skip` + 2 tokens, `skip` is
+            negative, `max_bytes` is too small for one backward pass, or PyTorch's inference mode is
+            on.
         UnknownNameError: if the model has no such points.
         ModeError: if the model is in training mode.
 
@@ -143,7 +152,8 @@ def jacobian_lens(
             )
         jacobians = _jacobians(runner, names, text.tokens, skip, max_bytes)
         squares = squares + jacobians.flatten(1).norm(dim=1) ** 2
-        total = jacobians.add_(total)  # large models: no third copy
+        # Add in place, because a third copy may not fit in memory for large models.
+        total = jacobians.add_(total)
         times.update(digests(text))
     count = times.total()
     weight, hashed = total / count, config_hash(model)
@@ -159,7 +169,7 @@ def _jacobians(
     skip: int,
     max_bytes: int,
 ) -> Float[Tensor, "layer d_model d_model"]:
-    """The Jacobians of one text."""
+    """Return the Jacobians of one text."""
     (*streams, final), forward = peak_bytes(lambda: _streams_of_run(runner, names, tokens))
     size = final.shape[-1]
     jacobians = at_least_float32(final.new_zeros(len(streams), size, size))
@@ -168,7 +178,8 @@ def _jacobians(
         rows = range(row, min(row + at_once, size))
         some, backward = peak_bytes(functools.partial(_jacobian_rows, streams, final, rows, skip))
         jacobians[:, rows] = some.to(jacobians)
-        if not row:  # one row alone tells how much memory each row needs
+        # The first row alone measures the memory that each row needs.
+        if not row:
             if (least := forward + backward) > max_bytes:
                 raise ValueError(
                     f"max_bytes must be at least {least:,} for a text of {tokens.shape[1]} tokens; "
@@ -185,7 +196,7 @@ def _jacobian_rows(
     rows: range,
     skip: int,
 ) -> Float[Tensor, "layer row d_model"]:
-    """Some rows of the Jacobians of one text."""
+    """Return some rows of the Jacobians of one text."""
     directions = final.new_zeros(len(rows), *final.shape)
     directions[range(len(rows)), :, skip:-1, rows] = 1
     gradients = torch.autograd.grad(
@@ -197,7 +208,7 @@ def _jacobian_rows(
 def _streams_of_run(
     runner: HookedRunner, names: Sequence[str], tokens: Int[Tensor, "1 pos"]
 ) -> list[Tensor]:
-    """The stream entering each block and, last, the one after all blocks, in one graph."""
+    """Return the stream entering each block and the final stream, in one graph of gradients."""
 
     def leaf(value: Tensor, point: object) -> Tensor:
         return value.detach().requires_grad_()

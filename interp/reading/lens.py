@@ -1,4 +1,4 @@
-"""Lenses: what the residual stream would predict if the model ended at each layer."""
+"""Lenses: the predictions of the residual stream if the model ended at each layer."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -27,28 +27,33 @@ from interp.numbers.precision import divergence
 from interp.protocol import n_logits, of
 from interp.reading.affine import AffineLens, split_rows, unembedded
 
-_SHOWN = 8  # positions in a printed table
-_MOST_LAYERS = 36  # in a printed table
+# The largest number of positions in a printed table.
+_SHOWN = 8
+# The largest number of layers in a printed table.
+_MOST_LAYERS = 36
 
 
 @dataclass(frozen=True)
 class LensReadout(pictures.Shown):
     """Predictions from the stream entering each block and, last, from the stream after all blocks.
 
-    Probabilities are 0 to 1. All numbers are in float32 when the model is in half precision. At padding they are
-    NaN, and tokens and ranks mean nothing.
+    Probabilities are 0 to 1. All numbers are in float32 when the model is in half precision.
+    Numbers are NaN at padding; tokens and ranks have no meaning there.
 
     Attributes:
         tokens: the likeliest next tokens, best first.
-        probabilities: their probabilities.
+        probabilities: the probabilities of `tokens`.
         target_probabilities: the probabilities of the targets.
-        target_ranks: how many tokens are likelier than the target; 0 for the likeliest.
-        entropy: of the prediction, in nats.
-        kl: KL(final ‖ lens), in nats: what is lost when this prediction stands in for the model's own.
-            It is 0 at the last layer.
-        first: of the first text its tokens as text, [pos], and the likeliest next ones, [layer pos top]; None where the
-            model has no tokenizer. `model.to_pieces(lens.tokens)` gives all.
-        real: True at real tokens, False at padding; None if there is no padding. Padding is not printed.
+        target_ranks: the number of tokens that are likelier than the target; 0 for the likeliest
+            token.
+        entropy: the entropy of the prediction, in nats.
+        kl: KL(final ‖ lens), in nats: the loss when this prediction replaces the model's own. It is
+            0 at the last layer.
+        first: the tokens of the first text as text, [pos], and its likeliest next tokens, [layer
+            pos top]; None if the model has no tokenizer. `model.to_pieces(lens.tokens)` returns the
+            text of all tokens.
+        real: True at real tokens, False at padding; None if there is no padding. Padding is not
+            printed.
     """
 
     tokens: Int[Tensor, "layer batch pos top"]
@@ -69,11 +74,13 @@ class LensReadout(pictures.Shown):
         return columns
 
     def view(self) -> pictures.View:
-        """The likeliest token of each layer at each position of the first text."""
+        """Draw the likeliest token of each layer at each position of the first text."""
         return pictures.lens(self)
 
     def __repr__(self) -> str:
-        """The likeliest token of each layer at the last positions of the first text; of many layers, of the last ones."""
+        """Return a table of the likeliest tokens of the last layers at the last positions of the
+        first text.
+        """
         sizes = zip(("layer", "batch", "pos", "top"), self.tokens.shape, strict=True)
         title = f"LensReadout [{', '.join(f'{axis} {size}' for axis, size in sizes)}]"
         text, likeliest = self.first or (None, self.tokens[:, 0].tolist())
@@ -102,24 +109,26 @@ def logit_lens(
     top_k: int = 5,
     progress: bool = True,
 ) -> LensReadout:
-    """Unembeds the residual stream between all blocks (nostalgebraist 2020).
+    """Unembed the residual stream between all blocks (nostalgebraist 2020).
 
-    It reads a few positions at a time, so its memory grows with `top_k` and not with the vocabulary.
+    A few positions are read at a time, so the memory grows with `top_k` and not with the
+    vocabulary.
 
     Args:
         model: the model of the run, with `unembed` and `config`.
-        cache: the cache of a run that kept every `resid_pre` and the last `resid_post`.
-        lens: a map of each layer's stream before the unembedding, from `tuned_lens` or `jacobian_lens`;
-            None for the stream as it is.
-        targets: tokens to follow through the layers, or one for all positions as text; by default those that the
-            model predicts.
-        top_k: how many of the likeliest tokens to keep; all of a smaller vocabulary.
-        progress: whether to show a bar after two seconds.
+        cache: the cache of a run that cached every `resid_pre` and the last `resid_post`.
+        lens: a map of each layer's stream before the unembedding, from `tuned_lens` or
+            `jacobian_lens`. Default: no map.
+        targets: the tokens to follow through the layers, or one token for all positions as text.
+            Default: the tokens that the model predicts.
+        top_k: the number of likeliest tokens to return; all tokens of a smaller vocabulary.
+            Default: 5.
+        progress: whether to show a progress bar after two seconds.
 
     Raises:
         TypeError: if the model has no `unembed` or no `config`.
-        CacheError: if the cache is of another model, or lacks the stream of some layer.
-        ValueError: if targets do not have the cache's shape, one is not in the vocabulary, or
+        CacheError: if the cache is of another model, or the stream of a layer is missing.
+        ValueError: if targets do not have the cache's shape, a target is not in the vocabulary, or
             the lens is of another model.
 
     >>> from hooks import HookedRunner
@@ -172,7 +181,7 @@ def _distributions(
     targets: Int[Tensor, "batch pos"] | None,
     top_k: int,
 ) -> Iterator[Shaped[Tensor, "stream batch pos *top"]]:
-    """Numbers of all distributions, computed for some positions at a time."""
+    """Return the numbers of all distributions, computed for some positions at a time."""
     columns: list[Tensor] = []
     flat = rearrange(streams, "stream batch pos d_model -> stream (batch pos) d_model")
     followed = None if targets is None else targets.flatten()
@@ -183,7 +192,8 @@ def _distributions(
         end = start + rows.shape[1]
         target = logits[-1].argmax(-1) if followed is None else followed[start:end]
         part = _read(logits, to_device(target, logits.device), min(top_k, vocab))
-        # Filled, not joined: small results between large ones that are freed would hold the memory of these.
+        # Fill tensors instead of joining parts. Small parts between large tensors that are freed
+        # would keep the memory of these from being used again.
         columns = columns or [
             numbers.new_empty(len(numbers), flat.shape[1], *numbers.shape[2:]) for numbers in part
         ]
@@ -198,7 +208,7 @@ def _require_targets(targets: Int[Tensor, "*axes"], shape: torch.Size, vocab: in
     """Check that targets are tokens of the model, one for each position.
 
     Raises:
-        ValueError: if they do not have the cache's shape, or one is not in the vocabulary.
+        ValueError: if they do not have the cache's shape, or a target is not in the vocabulary.
     """
     if targets.shape != shape:
         raise ValueError(
@@ -209,10 +219,10 @@ def _require_targets(targets: Int[Tensor, "*axes"], shape: torch.Size, vocab: in
 
 
 def _streams(cache: ActivationCache) -> Float[Tensor, "stream batch pos d_model"]:
-    """The stream entering each block and, last, the stream after all blocks.
+    """Return the stream entering each block and, last, the stream after all blocks.
 
     Raises:
-        CacheError: if the cache does not hold them whole.
+        CacheError: if a stream is missing, or is not whole.
     """
     try:
         entering = progress_of(
@@ -231,14 +241,14 @@ def _streams(cache: ActivationCache) -> Float[Tensor, "stream batch pos d_model"
 def _read(
     logits: Float[Tensor, "layer row vocab"], targets: Int[Tensor, " row"], top_k: int
 ) -> tuple[Tensor, ...]:
-    """The columns of `LensReadout`."""
+    """Return the columns of `LensReadout`."""
     log_probs, index = logits.log_softmax(-1), targets.expand(len(logits), -1)[..., None]
     best = logits.topk(top_k).indices
     return (
         best,
         log_probs.gather(-1, best).exp(),
         log_probs.gather(-1, index)[..., 0].exp(),
-        # Not of `log_probs`, which is rounded once more. A NaN ranks last.
+        # Compare logits, because `log_probs` is rounded once more. A NaN ranks last.
         (logits <= logits.gather(-1, index)).logical_not().sum(-1),
         torch.special.entr(log_probs.exp()).sum(-1),
         divergence(log_probs[-1], log_probs),

@@ -1,8 +1,12 @@
-"""Direct logit attribution: logits as sums of what each part of a model wrote, or of the stream up to each layer.
+"""Direct logit attribution: logits as sums over a model's parts, or logits of the stream up to each
+layer.
 
-1. Take from the cache what each part mapped to the stream: embeddings, heads, MLPs or neurons, biases.
-2. Map the logit's direction back through the final norm and `W_O`, and multiply: no vector of the stream is made.
-3. Divide by the scale of the norm in the run, with which the norm is linear (Elhage et al. 2021).
+1. Take from the cache the values that each part mapped to the stream: embeddings, heads, MLPs or
+   neurons, biases.
+2. Map the logit's direction back through the final norm and `W_O`, and multiply. No vector of the
+   stream is formed.
+3. Divide by the norm's scale in the run. With a fixed scale the norm is linear (Elhage et al.
+   2021).
 4. Check that the parts add up to the logit, up to rounding.
 """
 
@@ -23,12 +27,15 @@ from interp.reading.components import ResidualComponents
 from interp.results.result import Result
 
 Tokens = int | str | Sequence[str] | Int[Tensor, " batch"] | Int[Tensor, "batch pos"]
-"""One token for all positions, one for each example, or one for each position; as a text too, such as `" Mary"`."""
+"""One token for all positions, one for each example, or one for each position.
+
+A token may be a text, such as `" Mary"`.
+"""
 
 LogitDirection = (
     Float[Tensor, " d_model"] | Float[Tensor, "batch d_model"] | Float[Tensor, "batch pos d_model"]
 )
-"""One direction of what the unembedding reads, one for each example, or one for each position."""
+"""One direction in the input of the unembedding, one for each example, or one for each position."""
 
 
 @without_gradients
@@ -43,33 +50,40 @@ def direct_logit_attribution(
     neurons: bool = False,
     experts: bool = False,
 ) -> Result:
-    """Find what each part of the model adds by itself to a logit, or to a difference of logits (Elhage et al. 2021).
+    """Return the direct contribution of each part of the model to a logit or to a difference of
+    logits (Elhage et al. 2021).
 
-    Each part of `decompose` goes through the final norm, with the norm's scale in the run, to the logit.
-    The biases `ln_final.bias` and `unembed.bias` are parts of their own. All parts add up to the logit.
-    No part is made as a vector: a direction is dotted with what a head reads, through `W_O`.
+    Each part of `decompose` is mapped to the logit through the final norm, with the norm's scale in
+    the run. The biases `ln_final.bias` and `unembed.bias` are separate parts. All parts add up to
+    the logit. No part is formed as a vector: the direction is mapped through `W_O` and multiplied
+    with the input of `W_O`.
 
     Args:
         model: see `decompose`; it also needs `W_U`.
-        cache: the cache of a run that kept all points, or `Graph(model, split_embeddings=True).needed` and
-            `ln_final.scale`.
+        cache: the cache of a run that cached all points, or
+            `Graph(model, split_embeddings=True).needed` and `ln_final.scale`.
         right: the token of the logit.
-        wrong: the token of a logit to subtract.
-        direction: in place of tokens, a direction of what the unembedding reads, such as a probe's.
-        pos: read one position of each text, or one for each example; -1 is the last real token, if the run was
-            given its mask. None for all positions.
-        neurons: whether to give, in place of an MLP, each of its neurons, `m0.n3`, and `m0.bias`.
-        experts: whether to give, in place of a mixture, each of its experts, `m0.e3`, times its weight, and `m0.shared`.
+        wrong: the token of a logit to subtract. Default: subtract no logit.
+        direction: a direction in the input of the unembedding, such as a probe's direction, instead
+            of tokens.
+        pos: read one position of all texts, or one for each example; -1 is the last real token, if
+            the run was given its mask. Default: all positions.
+        neurons: whether to return the neurons of each MLP, `m0.n3`, and `m0.bias` instead of the
+            MLP.
+        experts: whether to return the experts of each mixture, `m0.e3`, times their weights, and
+            `m0.shared` instead of the mixture.
 
     Returns:
-        A result with the axes `component`, `pos` and `example`; without `pos` where one column was asked. It is NaN
-        at padding. Its `about` has the gap between the sum of the parts and the logit, at the most.
+        A result with the axes `component`, `pos` and `example`; the axis `pos` is missing if `pos`
+        was given. Values are NaN at padding. `about` contains the largest gap between the sum of
+        the parts and the logit.
 
     Raises:
         TypeError: as for `Graph`; or if the model has no `W_U`.
-        ValueError: as for `Graph`; if logits are capped, because they are then no sum of parts; or if
-            tokens, direction or position do not fit.
-        CacheError: if the cache is of another model or lacks a point, or the parts do not add up to the logit.
+        ValueError: as for `Graph`; if logits are capped, because they are then not a sum of parts;
+            or if tokens, direction or position do not fit.
+        CacheError: if the cache is of another model, a point is missing, or the parts do not add up
+            to the logit.
 
     >>> import torch
     >>> from hooks import HookedRunner
@@ -111,19 +125,21 @@ def accumulated(
     direction: LogitDirection | None = None,
     pos: Index | None = None,
 ) -> Result:
-    """A logit, or a difference of logits, of the stream up to each layer, with the final norm's scale in the run.
+    """Return a logit, or a difference of logits, of the stream up to each layer, with the final
+    norm's scale in the run.
 
-    The last value is that of the model. Each step is the sum of what `direct_logit_attribution` gives for
-    the parts in between. `logit_lens` divides each stream by a scale of its own instead.
+    The last value is the model's own logit. Each step is the sum of the values that
+    `direct_logit_attribution` returns for the parts in between. In contrast, `logit_lens` divides
+    each stream by the scale of that stream.
 
     Args:
-        model: the model of the run, with `W_U`; see `decompose` for attached ones.
-        cache: the cache of a run that kept the residual stream and `ln_final.scale`.
+        model: the model of the run, with `W_U`; for attached models see `decompose`.
+        cache: the cache of a run that cached the residual stream and `ln_final.scale`.
         right, wrong, direction, pos: see `direct_logit_attribution`.
 
     Returns:
-        A result with the axes `stream` (`0_pre`, `0_mid`, ..., `final_post`), `pos` and `example`; without
-        `pos` where one column was asked. It is NaN at padding.
+        A result with the axes `stream` (`0_pre`, `0_mid`, ..., `final_post`), `pos` and `example`;
+        the axis `pos` is missing if `pos` was given. Values are NaN at padding.
 
     Raises:
         TypeError, ValueError, CacheError: as for `direct_logit_attribution`.
@@ -151,7 +167,7 @@ def accumulated(
 
 
 class _Reading:
-    """A direction of the logits, as one that reads the residual stream of a run."""
+    """A direction of the logits, mapped back to the residual stream of a run."""
 
     def __init__(
         self,
@@ -175,11 +191,13 @@ class _Reading:
                 other, subtracted = self._unembedding("wrong", wrong)
                 vectors, offset = vectors - other, offset - subtracted
         else:
-            raise ValueError("give right=, the token of a logit, or direction=, and not both")
+            raise ValueError(
+                "give either right=, the token of a logit, or direction=; got both or neither"
+            )
         fits = all(n in (1, full) for n, full in zip(vectors.shape, stream.shape, strict=True))
         if not fits or vectors.shape[2] != stream.shape[2]:
             raise ValueError(
-                "tokens or directions must be one, or one for each text or each position, of "
+                "give one token or direction, one for each text or one for each position of "
                 f"{[*stream.shape]}; got {[*vectors.shape]}"
             )
         linear, self.scale = self.parts.norm_in_run(norm)
@@ -189,11 +207,11 @@ class _Reading:
         self.biases = {"ln_final.bias": constant, "unembed.bias": offset}
 
     def _unembedding(self, name: str, answers: Tokens) -> tuple[Tensor, Tensor]:
-        """The directions and biases of logits, [batch, pos, d_model] and [batch, pos]."""
+        """Return the directions and biases of logits, [batch, pos, d_model] and [batch, pos]."""
         model = of(self.parts.model, "W_U", "config")
         if getattr(model.config, "logit_cap", 0):
             raise ValueError(
-                "logits must not be capped to be a sum of parts; got logit_cap="
+                "logits are a sum of parts only without a cap; got logit_cap="
                 f"{model.config.logit_cap}: direction=W_U[:, token] reads the logit before the cap"
             )
         tokens, vocab = tokens_of(token_ids(self._named, answers), 2), n_logits(self.parts.model)
@@ -206,11 +224,13 @@ class _Reading:
         return vectors, zeros if bias is None else bias[tokens].to(vectors.dtype)
 
     def read(self, stream: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos"]:
-        """A stream along the direction."""
+        """Return the component of a stream along the direction."""
         return self._scaled((stream * to_device(self.direction, stream.device)).sum(-1))
 
     def spread(self, stream: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos"]:
-        """The root of the summed squares of what `read` adds up: errors of random sign add up like that."""
+        """Return the root of the sum of squares of the terms of `read`: errors with random signs
+        add up in this way.
+        """
         return self._scaled((stream * to_device(self.direction, stream.device)).norm(dim=-1))
 
     def _scaled(self, along: Tensor) -> Tensor:
@@ -223,7 +243,7 @@ class _Reading:
         labels: list[str],
         about: dict[str, Any],
     ) -> Result:
-        """A result with the axes `axis`, `pos` and `example`."""
+        """Return a result with the axes `axis`, `pos` and `example`."""
         values, axes = logits.transpose(1, 2), [axis, "pos", "example"]
         if self._one:
             values, axes = values[:, 0], [axis, "example"]

@@ -30,11 +30,11 @@ class Activation(NamedTuple):
     """A value at one position of one text.
 
     Attributes:
-        value: how large it is there.
-        text: the number of the text, from 0.
-        pos: the position in it.
-        tokens: the text.
-        pieces: its tokens as text; None where the model has no tokenizer.
+        value: the value at the position.
+        text: the number of the text, counted from 0.
+        pos: the position in the text.
+        tokens: the tokens of the text.
+        pieces: the text of each token; None if the model has no tokenizer.
     """
 
     value: float
@@ -45,7 +45,10 @@ class Activation(NamedTuple):
 
     @property
     def around(self) -> str:
-        """The text around the position, which is marked, with escapes of what cannot be printed."""
+        """The text around the position, which is marked.
+
+        Characters that cannot be printed are escaped.
+        """
         shown = [*map(str, self.tokens)] if self.pieces is None else [*self.pieces]
         shown[self.pos] = f"«{shown[self.pos]}»"
         joined = (" " if self.pieces is None else "").join(
@@ -54,15 +57,15 @@ class Activation(NamedTuple):
         return repr(joined)
 
     def __repr__(self) -> str:
-        """The value, and the text around it, where the position is marked."""
+        """Return the value, and the text around the marked position."""
         return f"{self.value:.4g} in text {self.text} at {self.pos}: {self.around}"
 
 
 class TopActivations(list[Activation], pictures.Shown):
-    """Places of texts, the largest value first."""
+    """Positions in texts, the largest value first."""
 
     def view(self) -> pictures.View:
-        """The values, and the text around them."""
+        """Draw the values, and the text around them."""
         return pictures.View("largest values", [], says=[*map(repr, self)])
 
 
@@ -82,31 +85,32 @@ def max_activating(
     batch: int = 16,
     progress: bool = True,
 ) -> TopActivations:
-    """Runs the model on many texts, and keeps the `k` places where a value is largest.
+    """Run the model on many texts, and return the `k` positions with the largest values.
 
-    The value is that of a neuron or a feature, or the dot product with a direction. A vector without a direction counts
-    by its L2 norm.
+    The value is an entry of a neuron or a feature, or the dot product with a direction. Without a
+    direction, the value of a vector is its L2 norm.
 
     Args:
         model: any model in evaluation mode with hook points.
-        texts: the texts, strings or tokens. They are read once, so they may come from a generator.
+        texts: strings or tokens. They are read once, so a generator is possible.
         point: the name of a point with the axes `batch` and `pos`.
-        head: a head, at a point that has them.
-        neuron: a neuron, at a point that has them.
-        feature: a feature of a dictionary, at its point inside `splice`.
-        direction: a vector along the last axis, when head and neuron are chosen.
-        pos: the positions of each text that are searched; None for all.
-        k: how many places to keep.
-        batch: how many texts are read together.
-        progress: whether to show a bar after two seconds.
+        head: the number of a head, for a point with heads.
+        neuron: the number of a neuron, for a point with neurons.
+        feature: the number of a feature of a dictionary, for its point inside `splice`.
+        direction: a vector along the last axis that is left after head and neuron are selected.
+        pos: the positions of each text that are searched. Default: all positions.
+        k: the number of positions to return. Default: 10.
+        batch: the number of texts that are read together. Default: 16.
+        progress: whether to show a progress bar after two seconds.
 
     Returns:
-        The places, the largest first; of equal ones the earlier first.
+        The positions, the largest value first. Of equal values, the earlier position is first.
 
     Raises:
-        UnknownNameError: if there is no such point, with close matches, or it lacks an axis that is asked for.
-        ValueError: if more than one vector is left at each position, a value is NaN, `k` or `batch` is
-            below 1, or there is no text or one is empty.
+        UnknownNameError: if the point does not exist (the error names close matches), or a
+            requested axis is missing.
+        ValueError: if more than one vector is left at each position, a value is NaN, `k` or `batch`
+            is below 1, there are no texts, or a text is empty.
         ModeError: if the model is in training mode.
 
     >>> import torch
@@ -151,7 +155,7 @@ def _values(
     chosen: Mapping[str, int | None],
     direction: Tensor | None,
 ) -> Float[Tensor, "batch pos"]:
-    """One number for each position."""
+    """Return one number for each position."""
     where = {
         next((declared for declared in SELECTS[name] if declared in axes), name): index
         for name, index in chosen.items()
@@ -161,7 +165,8 @@ def _values(
     vectors = len(rest) == 3 or (len(rest) == 2 and direction is None)
     if rest[:2] != ["batch", "pos"] or not vectors:
         raise ValueError(
-            f"a head, a neuron or a direction must leave one number for each batch and pos at {point}; "
+            "a head, a neuron or a direction must leave one number for each batch and pos at "
+            f"{point}; "
             f"got the axes {' '.join(rest) or 'of no HookPoint'}"
         )
     activations = at_least_float32(value[index_by_axis(axes, where, point)])

@@ -1,9 +1,11 @@
-"""The tuned lens: an affine translator for each layer, fitted to predict what the model will predict.
+"""The tuned lens: an affine translator for each layer, fitted to the model's own predictions.
 
-1. Run a batch of texts, and keep the stream entering each block and the final one, at real positions; or read rows of a store.
-2. Translate each layer's stream, unembed it, and take KL(final ‖ lens), a few positions at a time.
-3. Add its gradients to those of the translators; after all positions Adam takes a step.
-4. Repeat, at a rate that falls linearly to 0 (Belrose et al. 2023).
+1. Run a batch of texts, and cache the stream entering each block and the final stream at real
+   positions; or read rows of a store.
+2. Translate each layer's stream, unembed it, and compute KL(final ‖ lens), a few positions at a
+   time.
+3. Add up the gradients of the translators over all positions. Then Adam takes a step.
+4. Repeat with a learning rate that falls linearly to 0 (Belrose et al. 2023).
 """
 
 import itertools
@@ -39,15 +41,21 @@ from interp.reading.affine import AffineLens, for_fit, split_rows, unembedded
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TunedLens(AffineLens):
-    """Translators, fitted by `tuned_lens`. A stream x entering block l becomes `weight[l] @ x + bias[l]`.
+    """Translators, fitted by `tuned_lens`.
+
+    The lens maps a stream x entering block l to `weight[l] @ x + bias[l]`.
 
     Attributes:
         weight, bias, config_hash: see `AffineLens`.
         losses: the mean KL(final ‖ lens) of each step of the fit, in nats.
-        rows: how many positions the steps read, those of a text that was read twice counted twice.
+        rows: the number of positions that the steps read. If a text was read twice, its positions
+            count twice.
 
-    >>> TunedLens(torch.eye(2)[None], torch.zeros(1, 2), "", torch.tensor([[2.0], [1.5]]), rows=600)
-    TunedLens [layer 1, d_model 2], fitted in 2 steps on 600 positions for 6 numbers a layer; mean KL 2.000 to 1.500 nats
+    >>> losses = torch.tensor([[2.0], [1.5]])
+    >>> lens = TunedLens(torch.eye(2)[None], torch.zeros(1, 2), "", losses, rows=600)
+    >>> print(repr(lens).replace("; ", chr(10)))
+    TunedLens [layer 1, d_model 2], fitted in 2 steps on 600 positions for 6 numbers a layer
+    mean KL 2.000 to 1.500 nats
     """
 
     losses: Float[Tensor, "step layer"]
@@ -56,25 +64,30 @@ class TunedLens(AffineLens):
     _format: ClassVar[str] = "hookscope-tuned-lens-1"
 
     def __repr__(self) -> str:
-        """The sizes, what the lens was fitted on, and its loss over layers in the first and the last step."""
+        """Return the sizes, the data of the fit, and the mean loss over layers in the first and the
+        last step.
+        """
         if not len(self.losses):
             return super().__repr__()
         first, last = (f"{step.mean():.3f}" for step in self.losses[[0, -1]])
         size = self.bias.shape[1]
         return (
-            f"{super().__repr__()}, fitted in {len(self.losses)} steps on {self.rows:,} positions for "
+            f"{super().__repr__()}, fitted in {len(self.losses)} steps on {self.rows:,} positions "
+            "for "
             f"{size * (size + 1):,} numbers a layer; mean KL {first} to {last} nats"
         )
 
     @classmethod
     def from_params(cls, path: str | os.PathLike[str]) -> "TunedLens":
-        """Reads a published lens: the file `params.pt` of the package tuned-lens (Belrose et al. 2023).
+        """Load a published lens: the file `params.pt` of the package tuned-lens (Belrose et al.
 
-        Such a file does not say which model it belongs to. Only its sizes are checked, when it is used.
+        2023).
+
+        The file does not name its model. Only the sizes are checked when the lens is used.
 
         Raises:
-            FileNotFoundError: if there is no such file.
-            CacheError: if it holds anything but the translators.
+            FileNotFoundError: if the file does not exist.
+            CacheError: if the file contains anything else than the translators.
         """
         with storage.one_error(path, "hold the translators of a tuned lens", CacheError):
             held = storage.read_saved(Path(path))
@@ -89,15 +102,15 @@ class TunedLens(AffineLens):
 
 @runtime_checkable
 class Stored(Protocol):
-    """Rows of streams that were harvested before: `interp.store.Activations`."""
+    """Rows of streams that were saved before by `harvest`: `interp.store.Activations`."""
 
     def require_weights_of(self, model: nn.Module) -> None:
-        """Refuse another model."""
+        """Raise an error if the store is of another model."""
 
     def batches(
         self, size: int, seed: int | None, names: Sequence[str], *, epochs: int | None
     ) -> Iterator[tuple[Tensor, ...]]:
-        """Rows [row, d_model] of each point, in batches."""
+        """Yield rows [row, d_model] of each point, in batches."""
 
 
 @shows_progress
@@ -111,32 +124,35 @@ def tuned_lens(
     seed: int = 0,
     progress: bool = True,
 ) -> TunedLens:
-    """Fits an affine translator for the stream entering each block.
+    """Fit an affine translator for the stream entering each block.
 
-    A translator maps x to x + A x + b, and starts at the identity, which is the logit lens. Adam lowers
-    the mean of KL(final ‖ lens) over all real positions, at a rate that falls linearly to 0 (Belrose et al.
-    2023, "Eliciting Latent Predictions from Transformers with the Tuned Lens").
+    A translator maps x to x + A x + b, and starts at the identity, which is the logit lens. Adam
+    minimizes the mean of KL(final ‖ lens) over all real positions, with a learning rate that falls
+    linearly to 0 (Belrose et al. 2023, "Eliciting Latent Predictions from Transformers with the
+    Tuned Lens").
 
-    It runs the model: the blocks once for each step, or not at all for a store. Logits exist for a few positions at a time.
+    The fit runs the blocks of the model once in each step; with a store they are not run. Logits
+    are computed for a few positions at a time.
 
     Args:
-        model: a model in evaluation mode with `unembed`, `config`, and `resid_pre` and `resid_post` in each
-            block. Its weights do not change, and get no gradients.
-        texts: strings or tokens; or a store of these points, `harvest(model, texts, ["*.resid_pre", "*.resid_post"], out)`, where
-            of `resid_post` that of the last block does. A lens can overfit, so measure it on others.
-        steps: the number of steps.
-        batch: how many texts a step reads, 8 by default; of a store how many rows, 1,024 by default.
-        learning_rate: the rate of the first step; by default 1 / d_model. Adam moves each weight by the rate,
-            and d_model of them add up.
-        seed: for the order of the texts.
-        progress: whether to show a bar after two seconds.
+        model: a model in evaluation mode with `unembed`, `config`, and `resid_pre` and `resid_post`
+            in each block. Its weights do not change, and receive no gradients.
+        texts: strings or tokens; or a store of these points,
+            `harvest(model, texts, ["*.resid_pre", "*.resid_post"], out)`, where the `resid_post` of
+            the last block is enough. A lens can overfit, so evaluate it on other texts.
+        steps: the number of steps. Default: 250.
+        batch: the number of texts in a step. Default: 8; for a store, 1,024 rows.
+        learning_rate: the rate of the first step. Default: 1 / d_model, because Adam moves each
+            weight by the rate, and d_model of these changes add up.
+        seed: the seed of the order of the texts. Default: 0.
+        progress: whether to show a progress bar after two seconds.
 
     Raises:
-        ValueError: if there is no text or one is empty, `steps` or `batch` is below 1, the rate is negative,
-            PyTorch's inference mode is on, or a loss is not finite.
-        CacheError: if a store is not complete, or of another model.
+        ValueError: if there are no texts, a text is empty, `steps` or `batch` is below 1, the rate
+            is negative, PyTorch's inference mode is on, or a loss is not finite.
+        CacheError: if a store is not complete, or is of another model.
         TypeError: if the model has no `unembed` or no `config`.
-        UnknownNameError: if the model has no such points.
+        UnknownNameError: if the model does not have these points.
         ModeError: if the model is in training mode.
 
     >>> from models import Transformer, TransformerConfig
@@ -182,10 +198,10 @@ def tuned_lens(
 def _of_runs(
     runner: HookedRunner, names: Sequence[str], texts: Texts, batch: int, seed: int
 ) -> Iterator[Float[Tensor, "stream row d_model"]]:
-    """Streams of batches of texts in random order, without end."""
+    """Yield the streams of batches of texts in random order, without end."""
     several = [*each_text(texts)]
     if not several:
-        raise ValueError("texts must hold at least one text; got none")
+        raise ValueError("texts must contain at least one text; got none")
     order = _order(len(several), seed)
     while True:
         numbers = list(itertools.islice(order, batch))
@@ -204,7 +220,7 @@ def _backward(
     bias: Float[Tensor, "layer d_model"],
     streams: Float[Tensor, "stream row d_model"],
 ) -> Float[Tensor, " layer"]:
-    """The mean KL of each layer; its gradients are added to those of the translators."""
+    """Return the mean KL of each layer, and add its gradients to those of the translators."""
     losses = torch.zeros_like(bias[:, 0])
     for rows in split_rows(streams, vocab):
         x, final = rows[:-1], rows[-1:]
@@ -219,7 +235,9 @@ def _backward(
 
 
 def _order(count: int, seed: int) -> Iterator[int]:
-    """All numbers below `count` in random order, again and again."""
+    """Yield all numbers below `count` in random order, and then again in another order, without
+    end.
+    """
     generator = torch.Generator().manual_seed(seed)
     while True:
         yield from torch.randperm(count, generator=generator).tolist()
