@@ -1,8 +1,9 @@
-"""Spectra: singular values and vectors of what attention computes, circuits of weights, and subspaces.
+"""Spectra: singular values and vectors of attention's matrices, circuits of weights, and subspaces.
 
-Read `singular` first, which knows no model; `factored` (a matrix kept as two factors) and `subspaces` stand on it.
-`targets` has the matrices of a run; `folded` has the weights as they act on the stream, of which `weights` makes circuits
-and `weight_scores` makes scores of heads.
+Read `singular` first, which does not depend on a model. `factored` (a matrix as the product of two
+factors) and `subspaces` import it. `targets` returns the matrices of a run. `folded` contains the
+weights as they act on the stream; `weights` computes circuits from them, and `weight_scores`
+computes scores of heads.
 """
 
 from hooks.base import missing_name as _missing_name
@@ -25,10 +26,20 @@ from interp.spectral.subspaces import (
 )
 
 __all__ = [
-    "SVD", "alignment", "condition_number", "drift", "effective_rank", "principal_angles",
-    "randomized_svd", "spectral_gap", "stable_rank", "subspace_angles", "subspace_overlap",
-    "subspace_projection", "svd",
-]  # fmt: skip
+    "SVD",
+    "alignment",
+    "condition_number",
+    "drift",
+    "effective_rank",
+    "principal_angles",
+    "randomized_svd",
+    "spectral_gap",
+    "stable_rank",
+    "subspace_angles",
+    "subspace_overlap",
+    "subspace_projection",
+    "svd",
+]
 
 __getattr__ = _missing_name(
     __name__,

@@ -1,8 +1,11 @@
-"""A matrix of low rank, kept as the product of two factors A B.
+"""A matrix of low rank, stored as the product of two factors A B.
 
-1. A = Q R and B^T = P S by QR, so that A B = Q (R S^T) P^T: the SVD of the small R S^T gives that of the product.
-2. The Frobenius norm is that of R B, and the trace the sum of A times B^T, entry by entry.
-3. Eigenvalues are those of the smaller of A B and B A, which have the same apart from zeros.
+1. A = Q R and B^T = P S by QR, so A B = Q (R S^T) P^T. The SVD of the product follows from the SVD
+   of the small matrix R S^T.
+2. The Frobenius norm is the norm of R B. The trace is the sum of the entries of A times the entries
+   of B^T.
+3. The eigenvalues are computed from the smaller of A B and B A, because both have the same
+   eigenvalues apart from zeros.
 4. The largest entries are found a few rows of A at a time.
 """
 
@@ -20,11 +23,12 @@ from interp.numbers.precision import finite
 from interp.numbers.ranks import largest_rows
 from interp.spectral.singular import SVD, svd
 
-_ENTRIES_AT_ONCE = 2**22  # 16 MiB in float32
+# The number of entries that are computed together: 16 MiB in float32.
+_ENTRIES_AT_ONCE = 2**22
 
 
 class LargestEntries(NamedTuple):
-    """The largest entries of a matrix, or the smallest: their values, rows and columns."""
+    """The largest or the smallest entries of a matrix: their values, rows and columns."""
 
     values: Float[Tensor, " entry"]
     rows: Int[Tensor, " entry"]
@@ -33,16 +37,17 @@ class LargestEntries(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class FactoredMatrix(pictures.Shown):
-    """`left @ right`, whose rank is at most `inner`, without forming it.
+    """The product `left @ right`, which has at most rank `inner`, without forming it.
 
-    Decompositions and norms are in float64 for any dtype, at the cost of the factors' sizes. Leading
-    axes, such as layer and head, are batch axes; those of the factors broadcast.
+    Decompositions and norms are in float64 for any dtype; their cost depends on the factors' sizes
+    only. Leading axes, such as layer and head, are batch axes. The batch axes of the factors
+    broadcast.
 
     Attributes:
         left, right: the factors.
 
     Raises:
-        ValueError: if the factors' inner sizes differ, or one is a vector.
+        ValueError: if the factors' inner sizes differ, or a factor is a vector.
 
     >>> matrix = FactoredMatrix(torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0, 4.0]]))
     >>> matrix.form()
@@ -67,9 +72,10 @@ class FactoredMatrix(pictures.Shown):
         object.__setattr__(self, "right", right.expand(*batch, *right.shape[-2:]))
 
     def view(self) -> pictures.View:
-        """The singular values, of at most 12 matrices."""
+        """Draw the singular values of at most 12 matrices."""
         places = [*np.ndindex(*self.shape[:-2])]
-        some = places[:12]  # of many, all would take long
+        # Decomposing all of many matrices would take long.
+        some = places[:12]
         lines = {
             " ".join(map(str, at)) or "s": FactoredMatrix(self.left[at], self.right[at]).svd().s
             for at in some
@@ -92,12 +98,12 @@ class FactoredMatrix(pictures.Shown):
 
     @property
     def AB(self) -> Float[Tensor, "*batch rows columns"]:
-        """The product itself, as `form()`."""
+        """The product itself, like `form()`."""
         return self.form()
 
     @property
     def U(self) -> Float[Tensor, "*batch rows k"]:
-        """The left singular vectors, as columns. `svd()` gives all three at once."""
+        """The left singular vectors, as columns. `svd()` returns all three together."""
         return self.svd().u
 
     @property
@@ -115,7 +121,8 @@ class FactoredMatrix(pictures.Shown):
         return self.left @ self.right
 
     def __matmul__(self, other: "FactoredMatrix | Tensor") -> "FactoredMatrix":
-        """The product with a matrix, factored or not, over the smaller of the inner sizes.
+        """Return the product with a matrix, factored or not, with the smaller of the two inner
+        sizes.
 
         Raises:
             ValueError: if `other` is a vector.
@@ -131,14 +138,14 @@ class FactoredMatrix(pictures.Shown):
         return FactoredMatrix(_matrix(other) @ self.left, self.right)
 
     def __getitem__(self, index: Any) -> "FactoredMatrix":
-        """The part at an index of the batch axes, then of rows and columns.
+        """Return the part at an index of the batch axes, then of rows and columns.
 
-        A matrix stays a matrix: one row or column is an axis of size 1, and lists of rows and of columns
-        give all entries where they meet.
+        A matrix stays a matrix. A single row or column becomes an axis of size 1. Lists of rows and
+        of columns select all entries where they meet.
 
         Raises:
-            IndexError: if there are more indices than axes, or one is not a number, a slice, or a list of
-                numbers or booleans.
+            IndexError: if there are more indices than axes, or an index is not a number, a slice,
+                or a list of numbers or booleans.
         """
         index, n_axes = index if isinstance(index, tuple) else (index,), len(self.shape)
         dots = [at for at, one in enumerate(index) if one is Ellipsis] or [len(index)]
@@ -146,7 +153,7 @@ class FactoredMatrix(pictures.Shown):
         full = (slice(None),) * (n_axes - len(index))
         index = *index[: dots[0]], *full, *index[dots[0] :]
         if len(index) > n_axes:
-            raise IndexError(f"an index must be on {n_axes} axes; got {len(index)}")
+            raise IndexError(f"an index must be for at most {n_axes} axes; got {len(index)}")
         *batch, rows, columns = map(_of_one_axis, index)
         rows, columns = (
             one.view(-1) if isinstance(one, Tensor) else one for one in (rows, columns)
@@ -155,7 +162,8 @@ class FactoredMatrix(pictures.Shown):
         return FactoredMatrix(left[..., rows, :], right[..., columns])
 
     def svd(self, name: str = "") -> SVD:
-        """The decomposition: min(rows, inner, columns) singular values; all others are 0.
+        """Return the decomposition, with min(rows, inner, columns) singular values; all others are
+        0.
 
         Args:
             name: the name of the matrices in errors.
@@ -175,7 +183,8 @@ class FactoredMatrix(pictures.Shown):
         return SVD(u, small.s, vh, small.next_value, eps * small.s[..., 0])
 
     def eigenvalues(self) -> Complex[Tensor, "*batch k"]:
-        """The min(rows, inner) eigenvalues that may differ from 0, largest first, in complex128.
+        """Return the min(rows, inner) eigenvalues that may differ from 0, largest first, in
+        complex128.
 
         Raises:
             ValueError: if the matrix is not square, or a number is not finite.
@@ -188,12 +197,12 @@ class FactoredMatrix(pictures.Shown):
         return values.gather(-1, values.abs().argsort(-1, descending=True))
 
     def norm(self) -> Float[Tensor, "*batch"]:
-        """The Frobenius norm."""
+        """Return the Frobenius norm."""
         root = torch.linalg.qr(self.left.double(), mode="r").R
         return torch.linalg.matrix_norm(root @ self.right.double())
 
     def trace(self) -> Float[Tensor, "*batch"]:
-        """The sum of the diagonal.
+        """Return the sum of the diagonal.
 
         Raises:
             ValueError: if the matrix is not square.
@@ -202,16 +211,18 @@ class FactoredMatrix(pictures.Shown):
         return (self.left.double() * self.right.double().mT).sum((-2, -1))
 
     def top(self, k: int, largest: bool = True) -> LargestEntries:
-        """The `k` largest entries of one matrix, or the smallest, in order.
+        """Return the `k` largest entries of one matrix, or the smallest, in order.
 
-        Rows are formed a few at a time, so the memory does not grow with rows times columns.
+        A few rows are formed at a time, so the memory does not grow with rows times columns.
 
         Raises:
-            ValueError: if there are batch axes, a number is not finite, or k is not 1 to the number of
-                entries.
+            ValueError: if there are batch axes, a number is not finite, or k is not 1 to the number
+                of entries.
         """
         if len(self.shape) > 2:
-            raise ValueError(f"top must be of one matrix: index the others away; got {self.shape}")
+            raise ValueError(
+                f"top needs a single matrix; got {self.shape}: index the batch axes first"
+            )
         rows, columns = self.shape
         require_integer("k", k, most=rows * columns)
         for name in ("left", "right"):
@@ -223,7 +234,7 @@ class FactoredMatrix(pictures.Shown):
         for start in range(0, rows, size):
             entries = sign * self.left[start : start + size] @ self.right
             if len(best) == k:
-                # Most rows have no entry that is larger than those found.
+                # Most rows have no entry that is larger than the entries found so far.
                 better = (entries.amax(1) > best[-1]).nonzero()[:, 0]
             else:
                 better = torch.arange(len(entries), device=places.device)
@@ -243,9 +254,10 @@ class FactoredMatrix(pictures.Shown):
 
 def _matrix(factor: Tensor) -> Tensor:
     require_kind("a factor", factor, Tensor, "a tensor [..., rows, columns]")
-    if factor.ndim < 2:  # with batch axes its product could pass for a matrix
+    # The product of a vector with batch axes could be mistaken for a matrix.
+    if factor.ndim < 2:
         raise ValueError(
-            f"a vector must be a matrix here: v[:, None] or v[None]; got {[*factor.shape]}"
+            f"a factor must be a matrix; got the shape {[*factor.shape]}: use v[:, None] or v[None]"
         )
     return factor
 

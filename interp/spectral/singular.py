@@ -1,12 +1,15 @@
 """Batched singular value decompositions in float64, and numbers that summarize singular values.
 
-`svd` is LAPACK's. `randomized_svd` finds the top k (Halko, Martinsson & Tropp 2011, algorithms 4.4 and 5.1):
+`svd` is LAPACK's decomposition. `randomized_svd` computes the top k (Halko, Martinsson & Tropp
+2011, algorithms 4.4 and 5.1):
 
-1. Multiply the matrix [rows, columns] with k + `oversample` random vectors, and make the results orthonormal.
-2. Some times over, multiply by the transpose and by the matrix again, orthonormal each time: the basis turns towards the
-   largest directions.
-3. Decompose the small matrix that is the matrix seen in this basis.
-4. Measure the error: what is left of `A v - s u` is the `tolerance` that comparisons of subspaces go by.
+1. Multiply the matrix [rows, columns] with k + `oversample` random vectors, and orthonormalize the
+   results.
+2. Repeatedly multiply by the transpose and by the matrix, and orthonormalize each time. The basis
+   turns towards the largest directions.
+3. Decompose the small matrix in this basis.
+4. Measure the error: the residual `A v - s u` determines the `tolerance` for comparisons of
+   subspaces.
 """
 
 from dataclasses import dataclass
@@ -31,11 +34,11 @@ class SVD:
         s: singular values, descending, in the matrix's unit.
         vh: right singular vectors, the rows.
         next_value: the singular value after the last one in `s`; 0 if there is none.
-        tolerance: the possible error of a singular value, or of a difference of two. For a full
-            decomposition it is rounding: max(rows, columns) * eps of the input's dtype * s[0], as in
-            numpy's `matrix_rank`. For a randomised one it is at least the Frobenius norm of
-            `A v - s u` over the vectors found and one more. The error of angles is tolerance / gap
-            (Wedin 1972).
+        tolerance: the possible error of a singular value, or of the difference of two singular
+            values. For a full decomposition it is the rounding max(rows, columns) * eps of the
+            input's dtype * s[0], as in numpy's `matrix_rank`. For a randomised decomposition it is
+            at least the Frobenius norm of `A v - s u` for the vectors that were found and one
+            further vector. The error of angles is tolerance / gap (Wedin 1972).
 
     >>> svd(torch.tensor([[3.0, 0.0], [0.0, 0.0]]))
     SVD of [2, 2]: 2 singular values, 3, 0
@@ -48,20 +51,20 @@ class SVD:
     tolerance: Float[Tensor, "*batch"]
 
     def __getitem__(self, index: Any) -> "SVD":
-        """The decompositions at an index of the batch axes."""
+        """Return the decompositions at an index of the batch axes."""
         index = index if isinstance(index, tuple) else (index,)
         if Ellipsis in index:
             raise IndexError(
-                f"an index must be on the batch axes, without an ellipsis; got {index}"
+                f"an index must be for the batch axes, without an ellipsis; got {index}"
             )
         parts = (self.u, self.s, self.vh, self.next_value, self.tolerance)
         return SVD(*(part[index] for part in parts))
 
     def top(self, k: int) -> "SVD":
-        """The `k` largest singular values and their vectors.
+        """Return the `k` largest singular values and their vectors.
 
         Raises:
-            ValueError: if there are fewer.
+            ValueError: if there are fewer singular values.
         """
         require_integer("k", k, most=self.s.shape[-1])
         next_value = self.s[..., k] if k < self.s.shape[-1] else self.next_value
@@ -75,7 +78,7 @@ class SVD:
         return (self.s > self.tolerance[..., None]).sum(-1)
 
     def __repr__(self) -> str:
-        """The sizes, and the first singular values of a single matrix."""
+        """Return the sizes, and the first singular values of a single matrix."""
         *batch, rows, k = self.u.shape
         title = f"SVD of {[*batch, rows, self.vh.shape[-1]]}: {k} singular values"
         if batch:
@@ -90,7 +93,7 @@ class SVD:
 
 
 def svd(matrices: Float[Tensor, "*batch rows columns"], name: str = "matrices") -> SVD:
-    """The full thin decomposition of each matrix, in float64 for any input dtype.
+    """Return the full thin decomposition of each matrix, in float64 for any input dtype.
 
     A zero matrix has zero singular values and arbitrary orthonormal vectors. The vectors of equal
     singular values are any orthonormal basis of their common space.
@@ -100,7 +103,7 @@ def svd(matrices: Float[Tensor, "*batch rows columns"], name: str = "matrices") 
         name: the name of the matrices in errors.
 
     Raises:
-        ValueError: if a number is not finite; it names the first such place.
+        ValueError: if a number is not finite. The error names the first place.
 
     >>> svd(torch.tensor([[0.0, 3.0], [-4.0, 0.0], [0.0, 0.0]])).s
     tensor([4., 3.], dtype=torch.float64)
@@ -117,25 +120,27 @@ def randomized_svd(
     seed: int = 0,
     name: str = "matrices",
 ) -> SVD:
-    """The top `k` of each decomposition, by subspace iteration from a random start, in float64.
+    """Return the top `k` of each decomposition, by subspace iteration from a random start, in
+    float64.
 
-    Halko, Martinsson & Tropp 2011, "Finding structure with randomness", algorithms 4.4 and 5.1. Apart
-    from rounding, no singular value found is above the true one. For k above 1 the expected error of
-    each value is at most
+    See Halko, Martinsson & Tropp 2011, "Finding structure with randomness", algorithms 4.4 and 5.1.
+    Apart from rounding, the singular values are not above the true values. For k above 1 the
+    expected error of each value is at most
     `(1 + sqrt(k / (p - 1)) + e sqrt(k + p) / p * sqrt(min(rows, columns) - k)) ** (1 / (2 q + 1))`
-    times the true singular value k + 1, with p = `oversample` and q = `iterations` (corollary 10.10).
-    Usually it is far less. With the defaults, on matrices of 64 to 512 rows, it is at most 1e-5 of the
-    true value if value i falls as 1 / i, and 0.1 of it if values hardly fall (noise). The result is
-    exact up to rounding if the rank is at most k + p. Vectors are less exact than values: for noise, the
-    space of the top k may be 30 degrees or more from the true one. `tolerance` shows this, so
-    comparisons of such subspaces give NaN. It is faster than `svd` from about 64 rows and columns on
-    (CPU, k = 8).
+    times the true singular value k + 1, with p = `oversample` and q = `iterations` (corollary
+    10.10). Usually the error is much smaller. With the defaults, for matrices of 64 to 512 rows, it
+    is at most 1e-5 of the true value if value i is proportional to 1 / i, and 0.1 of the true value
+    if values hardly fall (noise). The result is exact up to rounding if the rank is at most k + p.
+    Vectors are less exact than values. For noise, the space of the top k may be 30 degrees or more
+    from the true space. The `tolerance` is then large, and comparisons of these subspaces are NaN.
+    The function is faster than `svd` for matrices with at least about 64 rows and columns (CPU, k =
+    8).
 
     Args:
         matrices: finite numbers.
-        k: how many singular values and vectors to compute.
-        oversample: how many extra directions to use, at least 2.
-        iterations: how often to multiply by the transpose and the matrix again.
+        k: the number of singular values and vectors.
+        oversample: the number of extra directions, at least 2.
+        iterations: the number of further multiplications by the transpose and the matrix.
         seed: the seed of the random start.
         name: the name of the matrices in errors.
 
@@ -155,22 +160,27 @@ def randomized_svd(
     start = torch.randn(float64.shape[-1], size, generator=generator, dtype=torch.float64)
     basis = torch.linalg.qr(float64 @ start.to(float64.device)).Q
     for _ in range(iterations):
-        # Orthonormal at every step: powers of the matrix would lose the small directions.
+        # Orthonormalize in every step, because powers of the matrix would lose the small
+        # directions.
         basis = torch.linalg.qr(float64 @ torch.linalg.qr(float64.mT @ basis).Q).Q
     u, s, vh = torch.linalg.svd(basis.mT @ float64, full_matrices=False)
     left, s, vh = basis @ u[..., : k + 1], s[..., : k + 1], vh[..., : k + 1, :]
     # The transposed equation, `A^T u = s v`, holds exactly.
     residual = float64 @ vh.mT - left * s[..., None, :]
-    largest = s[..., :1, None].where(s[..., :1, None] > 0, 1)  # or squares could over- or underflow
+    # Divide by the largest value, because squares could overflow or underflow.
+    largest = s[..., :1, None].where(s[..., :1, None] > 0, 1)
     error = torch.linalg.matrix_norm(residual / largest) * s[..., 0]
     tolerance = torch.maximum(error, _tolerance(matrices, s))
     return SVD(left[..., :k], s[..., :k], vh[..., :k, :], s[..., k], tolerance)
 
 
 def effective_rank(s: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]:
-    """The exponential of the entropy of `s / sum(s)`: 1 to k, without unit.
+    """Return the effective rank, the exponential of the entropy of `s / sum(s)`:
 
-    Roy & Vetterli 2007, "The effective rank". k equal singular values give k. A zero matrix gives 0.
+    1 to k, without unit.
+
+    See Roy & Vetterli 2007, "The effective rank". It is k for k equal singular values, and 0 for a
+    zero matrix.
 
     Args:
         s: all singular values of a matrix, descending.
@@ -183,17 +193,21 @@ def effective_rank(s: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]:
     """
     s = _checked_values(s)
     largest = s[..., :1]
-    s = s / largest.where(largest > 0, 1)  # otherwise the sum could overflow
+    # Divide by the largest value, because the sum could overflow.
+    s = s / largest.where(largest > 0, 1)
     total = s.sum(-1, keepdim=True)
     entropy = torch.special.entr(s / total.where(total > 0, 1)).sum(-1)
     return torch.where(total[..., 0] > 0, entropy.exp(), 0)
 
 
 def stable_rank(s: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]:
-    """The squared Frobenius norm over the squared largest singular value: 1 to k, without unit.
+    """Return the squared Frobenius norm over the squared largest singular value:
 
-    Rudelson & Vershynin 2007, "Sampling from large matrices" (there: numerical rank). k equal
-    singular values give k. A zero matrix gives 0. For arguments and errors see `effective_rank`.
+    1 to k, without unit.
+
+    See Rudelson & Vershynin 2007, "Sampling from large matrices" (there: numerical rank). It is k
+    for k equal singular values, and 0 for a zero matrix. For arguments and errors see
+    `effective_rank`.
 
     >>> stable_rank(torch.tensor([2.0, 1.0, 1.0]))
     tensor(1.5000, dtype=torch.float64)
@@ -204,17 +218,18 @@ def stable_rank(s: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]:
 
 
 def spectral_gap(s: Float[Tensor, "*batch k"], at: int = 1) -> Float[Tensor, "*batch"]:
-    """Singular value `at` minus the next one, in the matrix's unit.
+    """Return singular value number `at` minus the next singular value, in the matrix's unit.
 
-    A small change of the matrix turns its top subspace by at most about the size of the change divided
-    by this gap (Wedin 1972). The value after the last one is 0. Repeated values and a zero matrix give 0.
+    A small change of the matrix turns its top subspace by at most about the size of the change
+    divided by this gap (Wedin 1972). The value after the last one is 0. The gap is 0 for repeated
+    values and for a zero matrix.
 
     Args:
         s: singular values of a matrix, descending.
         at: which singular value, counted from 1.
 
     Raises:
-        ValueError: as for `effective_rank`, or if there is no such singular value.
+        ValueError: as for `effective_rank`, or if this singular value does not exist.
 
     >>> spectral_gap(torch.tensor([5.0, 3.0, 2.5]), at=2)
     tensor(0.5000, dtype=torch.float64)
@@ -225,11 +240,13 @@ def spectral_gap(s: Float[Tensor, "*batch k"], at: int = 1) -> Float[Tensor, "*b
 
 
 def condition_number(s: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]:
-    """The largest singular value over the smallest: 1 to infinity, without unit, as `numpy.linalg.cond`.
+    """Return the largest singular value over the smallest:
 
-    Equal singular values give 1, and a zero matrix infinity. A matrix without full rank gives infinity,
-    or a number near 1 / eps if rounding left the smallest value above 0. For arguments and errors see
-    `effective_rank`.
+    1 to infinity, without unit, like `numpy.linalg.cond`.
+
+    It is 1 for equal singular values, and infinity for a zero matrix. For a matrix without full
+    rank it is infinity, or a number near 1 / eps if rounding left the smallest value above 0. For
+    arguments and errors see `effective_rank`.
 
     >>> condition_number(torch.tensor([5.0, 3.0, 2.0]))
     tensor(2.5000, dtype=torch.float64)
@@ -243,7 +260,7 @@ def _tolerance(matrices: Tensor, s: Tensor) -> Tensor:
 
 
 def _checked_values(s: Tensor) -> Tensor:
-    """Singular values in float64, after checks."""
+    """Return singular values in float64, after checks."""
     require_kind("s", s, Tensor, "a tensor of singular values", "svd(matrix).s has them")
     # Comparisons with NaN are false.
     if not (s.isfinite().all() and (s >= 0).all() and (s.diff(dim=-1) <= 0).all()):

@@ -1,4 +1,4 @@
-"""Turns of singular vectors: angles between subspaces, and alignment of single vectors."""
+"""Rotations of singular vectors: angles between subspaces, and alignment of single vectors."""
 
 from typing import Literal
 
@@ -16,18 +16,18 @@ Side = Literal["left", "right"]
 def principal_angles(
     a: Float[Tensor, "*batch dim k"], b: Float[Tensor, "*batch dim l"]
 ) -> Float[Tensor, "*batch min(k,l)"]:
-    """The angles between the column spaces of `a` and `b`, in radians, ascending.
+    """Return the angles between the column spaces of `a` and `b`, in radians, ascending.
 
-    Björck & Golub 1973, "Numerical methods for computing angles between linear subspaces". Small
-    angles come from sines, large ones from cosines, so both are exact to about 1e-15. Zero means a
-    common direction, pi / 2 an orthogonal one.
+    See Björck & Golub 1973, "Numerical methods for computing angles between linear subspaces".
+    Small angles are computed from sines and large angles from cosines, so both are exact to about
+    1e-15. An angle of 0 is a common direction, and pi / 2 is an orthogonal direction.
 
     Args:
-        a, b: bases, not necessarily orthonormal.
+        a, b: bases, which need not be orthonormal.
 
     Raises:
         ValueError: as for `svd`, or if the columns of a basis are not linearly independent, as in a
-            zero matrix; it names the first such matrix.
+            zero matrix. The error names the first of these matrices.
 
     >>> line, plane = torch.tensor([[1.0], [1.0], [0.0]]), torch.eye(3)[:, 1:]
     >>> principal_angles(line, plane).rad2deg()
@@ -39,19 +39,22 @@ def principal_angles(
 def subspace_angles(
     first: SVD, second: SVD, k: int, side: Side = "right"
 ) -> Float[Tensor, "*batch k"]:
-    """Principal angles between the spaces of the top `k` singular vectors, in radians, ascending.
+    """Return the principal angles between the spaces of the top `k` singular vectors, in radians,
+    ascending.
 
-    They are NaN where the space is not defined: the rank is below k (a zero matrix has rank 0), or
-    singular values k and k + 1 are equal up to the tolerance. Rounding, or the error of a randomised
-    decomposition, can turn a space by tolerance / gap, so smaller angles have no meaning.
+    Angles are NaN if the space is not defined: the rank is below k (a zero matrix has rank 0), or
+    singular values k and k + 1 are equal up to the tolerance. Rounding, or the error of a
+    randomised decomposition, can turn a space by tolerance / gap, so smaller angles have no
+    meaning.
 
     Args:
         first, second: decompositions of matrices of the same shape.
-        k: how many singular vectors.
-        side: left or right singular vectors.
+        k: the number of singular vectors.
+        side: `left` or `right` singular vectors.
 
     Raises:
-        ValueError: if side is neither, or k is not 1 to the number of singular values.
+        ValueError: if side is neither `left` nor `right`, or k is not 1 to the number of singular
+            values.
 
     >>> flat = svd(torch.diag(torch.tensor([3.0, 2.0, 1.0])))
     >>> turned = svd(torch.tensor([[3.0, 0.0, 0.0], [0.0, 0.0, 2.0], [0.0, 1.0, 0.0]]))
@@ -66,10 +69,10 @@ def subspace_angles(
 def subspace_overlap(
     a: Float[Tensor, "*batch dim k"], b: Float[Tensor, "*batch dim l"]
 ) -> Float[Tensor, "*batch"]:
-    """The mean squared cosine of the principal angles between column spaces: 0 to 1.
+    """Return the mean squared cosine of the principal angles between column spaces: 0 to 1.
 
-    1 if one space is within the other, 0 if they are orthogonal. Random spaces have about
-    max(k, l) / dim. For arguments and errors see `principal_angles`.
+    It is 1 if one space is within the other, 0 if they are orthogonal, and about max(k, l) / dim
+    for random spaces. For arguments and errors see `principal_angles`.
 
     >>> subspace_overlap(torch.tensor([[1.0], [1.0], [0.0]]), torch.eye(3)[:, 1:])
     tensor(0.5000, dtype=torch.float64)
@@ -81,13 +84,14 @@ def subspace_overlap(
 def subspace_projection(
     vectors: Float[Tensor, "*axes dim"], basis: Float[Tensor, "dim k"]
 ) -> Float[Tensor, "*axes dim"]:
-    """The part of each vector within the column space of a basis, in the vectors' dtype.
+    """Return the part of each vector within the column space of a basis, in the vectors' dtype.
 
-    Its squared length over the vector's is the share of the vector that the space explains.
+    The squared length of this part over that of the vector is the share of the vector that the
+    space explains.
 
     Args:
         vectors: any vectors.
-        basis: the columns span the space; not necessarily orthonormal.
+        basis: a matrix whose columns span the space; they need not be orthonormal.
 
     Raises:
         ValueError: as for `principal_angles`.
@@ -100,17 +104,18 @@ def subspace_projection(
 
 
 def drift(decomposition: SVD, k: int, side: Side = "right") -> Float[Tensor, "change *batch k"]:
-    """`subspace_angles` between consecutive entries of the first batch axis: steps or checkpoints.
+    """Return the `subspace_angles` between consecutive entries of the first batch axis: steps or
+    checkpoints.
 
     Args:
-        decomposition: of matrices [step, ..., rows, columns].
-        k: how many singular vectors.
-        side: left or right singular vectors.
+        decomposition: the decomposition of matrices [step, ..., rows, columns].
+        k: the number of singular vectors.
+        side: `left` or `right` singular vectors.
 
     Raises:
         ValueError: as for `subspace_angles`.
 
-    >>> steps = torch.stack([torch.diag(torch.tensor(s)) for s in ([3.0, 1.0], [1.0, 3.0], [1.0, 3.0])])
+    >>> steps = torch.diag_embed(torch.tensor([[3.0, 1.0], [1.0, 3.0], [1.0, 3.0]]))
     >>> drift(svd(steps), k=1).rad2deg()
     tensor([[90.],
             [ 0.]], dtype=torch.float64)
@@ -119,10 +124,10 @@ def drift(decomposition: SVD, k: int, side: Side = "right") -> Float[Tensor, "ch
 
 
 def alignment(first: SVD, second: SVD, k: int, side: Side = "right") -> Float[Tensor, "*batch k"]:
-    """|cosine| between singular vectors of the same index: 0 to 1, independent of sign.
+    """Return |cosine| between singular vectors of the same index: 0 to 1, independent of sign.
 
-    It is NaN where a vector is not defined: up to the tolerance, its singular value is 0 or equals a
-    neighbour's. For arguments and errors see `subspace_angles`.
+    It is NaN if a vector is not defined, because up to the tolerance its singular value is 0 or
+    equals the next or the previous one. For arguments and errors see `subspace_angles`.
 
     >>> flat = svd(torch.diag(torch.tensor([3.0, 2.0, 1.0])))
     >>> turned = svd(torch.tensor([[3.0, 0.0, 0.0], [0.0, 0.0, 2.0], [0.0, 1.0, 0.0]]))
@@ -135,7 +140,7 @@ def alignment(first: SVD, second: SVD, k: int, side: Side = "right") -> Float[Te
 
 
 def _angles(a: Tensor, b: Tensor) -> Tensor:
-    """Principal angles between the spans of orthonormal columns."""
+    """Return the principal angles between the spans of orthonormal columns."""
     a, b = (a, b) if a.shape[-1] >= b.shape[-1] else (b, a)
     product = a.mT @ b
     cosines = torch.linalg.svdvals(product).clamp(0, 1)
@@ -157,7 +162,7 @@ def _independent(basis: Tensor, name: str) -> Tensor:
 
 
 def _vectors(one: SVD, k: int, side: Side) -> Tensor:
-    """The top k vectors, as columns."""
+    """Return the top k vectors, as columns."""
     require_choice("side", side, ("left", "right"))
     require_integer("k", k, most=one.s.shape[-1])
     return (one.u if side == "left" else one.vh.mT)[..., :k]
@@ -169,5 +174,5 @@ def _has_space(one: SVD, k: int) -> Bool[Tensor, "*batch"]:
 
 def _isolated(one: SVD, k: int) -> Bool[Tensor, "*batch k"]:
     apart = one.gaps[..., :k] > one.tolerance[..., None]
-    # The first has no neighbour above it.
+    # No singular value is larger than the first.
     return apart & torch.cat([torch.ones_like(apart[..., :1]), apart[..., :-1]], -1)

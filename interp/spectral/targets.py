@@ -22,18 +22,21 @@ from interp.spectral.singular import SVD, randomized_svd, svd
 class SVDTargets:
     """The tensors of svd-transformer.md, detached, with an axis for heads.
 
-    The sum of `avwo` over heads plus the output bias is `attn_out`, unless a norm follows attention or
-    a hook edits `z` or `attn_out`.
+    The sum of `avwo` over heads, plus the output bias, is `attn_out`, unless a norm follows
+    attention or a hook edits `z` or `attn_out`.
 
     Attributes:
         qkt: scaled dot products of queries and keys, before any soft cap, zero above the diagonal.
-            Keys hidden by a sliding window keep their products. Rows and columns of padding are 0, so singular
-            values are those of each text alone, and zeros.
-        pattern: the weight of each key for each query. Rows sum to 1, and rows of padding to 0.
-        values: the value vectors of each head, 0 at padding. Heads that share a key head have the same.
-        wvwo: `W_V @ W_O`, from weights only: `x @ wvwo` is what a head writes for an input `x` (Elhage et al. 2021).
-            [layer, head, d_model, d_model], kept as its two factors; `wvwo.form()` is the product.
-        avwo: `pattern @ values @ W_O`: what each head writes, without the output bias.
+            Keys outside a sliding window keep their products. Rows and columns of padding are 0.
+            Singular values of padded texts are therefore the singular values of each text alone,
+            and zeros.
+        pattern: the weight of each key for each query. Rows sum to 1, and rows of padding sum to 0.
+        values: the value vectors of each head, 0 at padding. Heads that share a key head have the
+            same value vectors.
+        wvwo: `W_V @ W_O`, from weights only: `x @ wvwo` is the output of a head for an input `x`
+            (Elhage et al. 2021). [layer, head, d_model, d_model], stored as two factors;
+            `wvwo.form()` is the product.
+        avwo: `pattern @ values @ W_O`: the output of each head, without the output bias.
     """
 
     qkt: Float[Tensor, "batch layer *head pos pos"]
@@ -46,10 +49,10 @@ class SVDTargets:
         return _sizes_of(self)
 
     def squeeze_heads(self) -> "SVDTargets":
-        """The same without the axis of heads, the document's shapes.
+        """Return the same tensors without the axis of heads, in the document's shapes.
 
         Raises:
-            ValueError: if there is no axis of heads, or more than one head.
+            ValueError: if the axis of heads is missing, or has more than one head.
         """
         if self.pattern.ndim != 5 or self.pattern.shape[2] != 1:
             raise ValueError(
@@ -65,9 +68,9 @@ class ResidualStream:
     """The residual stream inside windows, and its norms at all positions.
 
     Attributes:
-        vectors: the stream at each position inside a window, ordered by row, then by position, as in
-            `windows.nonzero()`.
-        norms: L2 norms at all positions; NaN at padding.
+        vectors: the stream at each position inside a window, ordered by row and then by position,
+            as in `windows.nonzero()`.
+        norms: the L2 norms at all positions; NaN at padding.
     """
 
     vectors: Float[Tensor, "window layer d_model"]
@@ -78,27 +81,30 @@ class ResidualStream:
 
 
 def _sizes_of(tensors: SVDTargets | ResidualStream) -> str:
-    """The class of a value and the sizes of its tensors, in one line."""
+    """Return the class of a value and the sizes of its tensors, in one line."""
     sizes = (f"{field.name} {[*getattr(tensors, field.name).shape]}" for field in fields(tensors))
     return f"{type(tensors).__name__}: {', '.join(sizes)}"
 
 
 @without_gradients
 def svd_targets(model: nn.Module, cache: ActivationCache, layers: Some = None) -> SVDTargets:
-    """The targets of a run, stacked over layers, and their products with the model's weights.
+    """Return the targets of a run, stacked over layers, and their products with the model's
+    weights.
 
-    Products have the wider dtype of cache and weights, and are computed on the cache's device. Of a lazy cache one
-    layer at a time is computed. The scores and patterns of a result grow with the square of the text's length.
+    Products have the wider dtype of cache and weights, and are computed on the cache's device. For
+    a lazy cache, one layer at a time is computed. The size of scores and patterns grows with the
+    square of the text's length.
 
     Args:
-        model: the model of that run.
+        model: the model of the run.
         cache: the cache of a run in the mode `svd_targets`, `residual` or `full`, at all positions.
-        layers: one layer or several, in this order; None for all.
+        layers: one layer or several, in this order. Default: all layers.
 
     Raises:
         TypeError: if the model has no `W_V` and `W_O`.
-        CacheError: if the cache is of another model, or has no scores, patterns or values; it says which mode to run.
-        ValueError: if the cache does not hold all positions, or there is no such layer.
+        CacheError: if the cache is of another model, or has no scores, patterns or values. The
+            error names the mode to run.
+        ValueError: if the cache does not contain all positions, or a layer does not exist.
         MemoryLimitError: if the result does not fit into memory.
 
     >>> from interp import run_with_cache
@@ -113,9 +119,10 @@ def svd_targets(model: nn.Module, cache: ActivationCache, layers: Some = None) -
     names = _names(cache, ("scores", "pattern", "v"), 'mode="svd_targets"')
     chosen = [layers] if isinstance(layers, int) else [*(names if layers is None else layers)]
     if not chosen or not set(chosen) <= set(names):
-        raise ValueError(f"layers must be some of {[*names]}; got {chosen}")
+        raise ValueError(f"layers must be one or more of {[*names]}; got {chosen}")
     w_v, w_o = language.W_V[chosen], language.W_O[chosen]
-    w_v = w_v.repeat_interleave(w_o.shape[1] // w_v.shape[1], 1)  # heads that share it
+    # Repeat the value weights for all heads that share them.
+    w_v = w_v.repeat_interleave(w_o.shape[1] // w_v.shape[1], 1)
     stacks: list[Tensor] = []
     for at, layer in enumerate(chosen):
         tensors = _of_layer(cache, cache.read(*names[layer]), w_o[at])
@@ -136,11 +143,11 @@ def svd_targets(model: nn.Module, cache: ActivationCache, layers: Some = None) -
 def _of_layer(
     cache: ActivationCache, read: tuple[Tensor, ...], w_o: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The four targets of one layer that depend on the run, each [batch, head, pos, ...]."""
+    """Return the four targets of one layer that depend on the run, each [batch, head, pos, ...]."""
     scores, pattern, v = read
     if not scores.shape[-2] == scores.shape[-1] == v.shape[1]:
         raise ValueError(
-            f"the cache must hold whole texts, without positions= and kv_cache=; got "
+            f"the cache must contain whole texts, without positions= and kv_cache=; got "
             f"{scores.shape[-2]} queries, {scores.shape[-1]} keys and {v.shape[1]} values"
         )
     groups = pattern.shape[1] // v.shape[2]
@@ -154,23 +161,26 @@ def _of_layer(
 
 
 def spectra(targets: SVDTargets, k: int | None = None) -> Mapping[str, SVD]:
-    """The decompositions of the three targets, under `qkt`, `wvwo` and `avwo`.
+    """Return the decompositions of the three targets, under `qkt`, `wvwo` and `avwo`.
 
-    In `qkt`, left singular vectors are over queries and right ones over keys. In `wvwo`, left ones are
-    directions that a head reads, and right ones those that it writes. In `avwo`, left ones are over
-    positions, and right ones are directions that a head writes.
+    In `qkt`, left singular vectors are over queries, and right singular vectors are over keys. In
+    `wvwo`, left singular vectors are directions that a head reads, and right singular vectors are
+    directions that it writes. In `avwo`, left singular vectors are over positions, and right
+    singular vectors are directions that a head writes.
 
-    The rank of `wvwo` is at most d_head, so it has the d_head singular values that may differ from 0, and none of the
-    zeros after them. Effective and stable rank are the same with or without these; its condition number is that of the map
-    between the d_head directions that are read and those that are written, where the whole matrix has infinity.
+    The rank of `wvwo` is at most d_head, so its decomposition has the d_head singular values that
+    may differ from 0, without the zeros after them. Effective and stable rank are the same with and
+    without these zeros. The condition number is that of the map from the d_head directions that are
+    read to the directions that are written; for the whole matrix it would be infinite.
 
     Args:
         targets: the targets of a run; see `svd_targets`.
-        k: how many singular values and vectors, with `randomized_svd` for `qkt` and `avwo`; None for all, with `svd`.
+        k: the number of singular values and vectors, by `randomized_svd` for `qkt` and `avwo`.
+            Default: all of them, by `svd`.
 
     Raises:
-        ValueError: if a number is not finite (it names the target and the first such place), or as
-            for `randomized_svd`.
+        ValueError: if a number is not finite (the error names the target and the first place), or
+            as for `randomized_svd`.
 
     >>> square, wide = torch.ones(1, 1, 3, 3), torch.ones(1, 1, 3, 2)  # batch, layer
     >>> wvwo = FactoredMatrix(torch.ones(1, 2, 1), torch.ones(1, 1, 2))
@@ -196,7 +206,8 @@ def spectra(targets: SVDTargets, k: int | None = None) -> Mapping[str, SVD]:
 def residual_stream(
     cache: ActivationCache, windows: Bool[Tensor, "batch pos"], point: str = "resid_post"
 ) -> ResidualStream:
-    """The residual stream of a run inside windows, and its norms everywhere, stacked over layers.
+    """Return the residual stream of a run inside windows, and its norms everywhere, stacked over
+    layers.
 
     Args:
         cache: the cache of a run in the mode `residual` or `full`, at all positions.
@@ -204,8 +215,9 @@ def residual_stream(
         point: `resid_pre`, `resid_mid` or `resid_post`.
 
     Raises:
-        CacheError: if the cache has no stream; it says what to run.
-        ValueError: if `windows` is not boolean, not of the stream's shape, or has padding.
+        CacheError: if the cache has no stream. The error names the run that is needed.
+        ValueError: if `windows` is not boolean, does not have the stream's shape, or includes
+            padding.
 
     >>> from interp import run_with_cache
     >>> from models import load
@@ -226,7 +238,7 @@ def residual_stream(
     dtype = wide_dtype(stream.dtype)
     mask = mask_of(cache, windows.shape)
     if mask is not None and bool((windows & ~to_device(mask, windows.device)).any()):
-        raise ValueError("windows must have real tokens only; got padding")
+        raise ValueError("windows must contain real tokens only; got padding")
     norms = nan_at_padding(torch.linalg.vector_norm(stream, dim=-1, dtype=dtype), mask)
     vectors = stream[:, to_device(windows, stream.device)]
     return ResidualStream(
@@ -238,15 +250,16 @@ def residual_stream(
 def _names(
     cache: ActivationCache, shorts: tuple[str, ...], options: str
 ) -> dict[int, tuple[str, ...]]:
-    """The full names of some values, by layer.
+    """Return the full names of some values, by layer.
 
     Raises:
-        CacheError: if one is not there; it says what to run.
+        CacheError: if a value is missing. The error names the run that is needed.
     """
     try:
         names = [cache.layer_names(short) for short in shorts]
     except (UnknownNameError, CacheError) as error:
         raise CacheError(
-            f"the cache must have {', '.join(shorts)} of every layer, as runs with {options} do; {error}"
+            f"the cache must have {', '.join(shorts)} of every layer, as runs with {options} do; "
+            f"{error}"
         ) from error
     return {layer: tuple(each[layer] for each in names) for layer in names[0]}

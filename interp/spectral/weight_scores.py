@@ -1,4 +1,6 @@
-"""Scores of heads from weights: what later heads read of what they write, and whether they copy tokens or attend by position."""
+"""Scores of heads from weights: composition with later heads, copying of tokens, and attention by
+position.
+"""
 
 from typing import Literal
 
@@ -31,33 +33,37 @@ def composition_scores(
     draws: int = 100,
     seed: int = 0,
 ) -> Result:
-    """The composition scores of every head with every head of a later layer (Elhage et al. 2021).
+    """Return the composition score of every head with every head of a later layer (Elhage et al.
 
-    They are the Frobenius norm of a product over the product of the norms: |A B| / (|A| |B|), 0 to 1. A is
-    the OV circuit of the first head. B is, of the later head, the QK circuit for Q, its transpose for K
-    and the OV circuit for V.
+    2021).
 
-    Random matrices of the same shapes have a score above 0 too: `about["baseline"]` is the mean over
-    draws of heads whose weights are normally distributed, and `about["spread"]` their standard deviation.
+    A score is the Frobenius norm of a product over the product of the norms: |A B| / (|A| |B|), 0
+    to 1. A is the OV circuit of the first head. B is a circuit of the later head: the QK circuit
+    for Q, its transpose for K, and the OV circuit for V.
+
+    Random matrices of the same shapes have a score above 0 too. `about["baseline"]` is the mean
+    score of random heads with normally distributed weights, and `about["spread"]` is the standard
+    deviation.
 
     Args:
         model: see `LanguageModel`.
-        kind: through the later head's queries, keys or values.
-        fold, distance: see `qk_circuit`. A distance is needed for Q and K where positions are rotary.
-        draws: how many random pairs of heads the baseline has.
-        seed: the seed of these draws.
+        kind: composition through the later head's queries, keys or values.
+        fold, distance: see `qk_circuit`. Q and K need a distance if positions are rotary.
+        draws: the number of random pairs of heads in the baseline.
+        seed: the seed of the random heads.
 
     Returns:
-        Scores [layer, head, to_layer, to_head, example], with one example. They are NaN where `to_layer`
-        is not later.
+        Scores [layer, head, to_layer, to_head, example], with one example. Scores are NaN if
+        `to_layer` is not after `layer`.
 
     Raises:
-        TypeError, ValueError: as for `qk_circuit`; or if kind is none of the three, or there are
+        TypeError, ValueError: as for `qk_circuit`; or if kind is not `Q`, `K` or `V`, or there are
             fewer than 2 draws.
 
     >>> from models import load
     >>> model = load("pydoc-4l")
-    >>> composition_scores(model, "K", draws=2).select(layer=0, to_layer=1).values.shape  # head, to_head, example
+    >>> scores = composition_scores(model, "K", draws=2)
+    >>> scores.select(layer=0, to_layer=1).values.shape  # head, to_head, example
     torch.Size([4, 4, 1])
     """
     require_choice("kind", kind, ("Q", "K", "V"))
@@ -85,29 +91,33 @@ def composition_scores(
 
 
 def _scores_of_rows(matrix: FactoredMatrix) -> Float[Tensor, "*batch inner columns"]:
-    """Matrices of norm 1 and few rows, by an orthonormal basis of rows: products keep their norms."""
+    """Return matrices of norm 1 with few rows, in an orthonormal basis, which keeps the norms of
+    products.
+    """
     rows = torch.linalg.qr(matrix.left, mode="r").R @ matrix.right
     return rows / torch.linalg.matrix_norm(rows, keepdim=True)
 
 
 @without_gradients
 def copying_scores(model: nn.Module, fold: bool = True) -> Result:
-    """Scores of how far each head raises the logits of the tokens that it attends to: -1 to 1, by weights.
+    """Return how much the weights of each head raise the logits of the tokens that it attends to:
+    -1 to 1.
 
-    The sum of the real parts of the eigenvalues of the full OV circuit, over the sum of their sizes
-    (Elhage et al. 2021): 1 if all are positive, as in a head that copies; see `full_circuits`. No matrix of
-    vocab times vocab numbers is formed.
+    The score is the sum of the real parts of the eigenvalues of the full OV circuit, over the sum
+    of their absolute values (Elhage et al. 2021; see `full_circuits`). It is 1 if all eigenvalues
+    are positive, as in a head that copies. No matrix of vocab times vocab numbers is formed.
 
     Args:
         model: see `LanguageModel`.
         fold: see `ov_circuit`.
 
     Returns:
-        Scores [layer, head, example], with one example. NaN for a head that writes nothing.
+        Scores [layer, head, example], with one example. The score is NaN for a head that writes
+        nothing.
 
     Raises:
         TypeError, ValueError: as for `ov_circuit`; or if the embedding and the unembedding have
-            different numbers of tokens: such a circuit has no eigenvalues.
+            different numbers of tokens, because the circuit then has no eigenvalues.
 
     >>> from models import load
     >>> model = load("pydoc-4l")
@@ -130,26 +140,27 @@ def copying_scores(model: nn.Module, fold: bool = True) -> Result:
 
 @without_gradients
 def positional_scores(model: nn.Module, back: int = 1, n_pos: int = 64) -> Result:
-    """Attention, 0 to 1, to the position `back` before the query, from positions alone, without a text.
+    """Return each head's attention, 0 to 1, to the position `back` before the query, without a
+    text.
 
-    It runs the model once. All tokens have the mean embedding, and every block reads what the first one
-    reads, so that heads differ only in how they attend by position: through learned, sinusoidal or rotary
-    positions, masks and windows. Attention that takes no notice of positions has the mean of
-    1 / (query + 1). `back=0` is attention to the query's own position.
+    The model runs once. All tokens have the mean embedding, and every block reads the stream that
+    the first block reads. Heads then differ only in their attention by position: through learned,
+    sinusoidal or rotary positions, masks and windows. Attention that ignores positions has the mean
+    of 1 / (query + 1). `back=0` is attention to the query's own position.
 
     Args:
         model: a model with `W_E` and the hook points `embed`, `resid_pre` and `pattern`.
-        back: how many positions.
-        n_pos: how many positions there are, at most n_ctx; the mean is over the n_pos - back queries
-            that have such a key.
+        back: the number of positions from the key to the query. Default: 1.
+        n_pos: the number of positions in the run, at most n_ctx. The mean is over the n_pos - back
+            queries that have a key `back` positions before. Default: 64.
 
     Returns:
         Scores [layer, head, example], with one example.
 
     Raises:
-        TypeError: if the model lacks `W_E`, `blocks` or `config`.
+        TypeError: if the model has no `W_E`, `blocks` or `config`.
         ModeError: if the model is in training mode.
-        UnknownNameError: if it lacks such a hook point.
+        UnknownNameError: if a hook point is missing.
         ValueError: if back is not 0 to n_pos - 1, or the model has fewer positions.
 
     >>> from models import load

@@ -1,4 +1,4 @@
-"""Circuits of attention heads, from weights alone, and what their singular directions say in tokens."""
+"""Circuits of attention heads, from weights alone, and the tokens of their singular directions."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -17,21 +17,22 @@ from interp.spectral.singular import svd
 
 @without_gradients
 def ov_circuit(model: nn.Module, *, fold: bool = True) -> FactoredMatrix:
-    """`W_V @ W_O` of every head: [layer, head, d_model, d_model] (Elhage et al. 2021).
+    """Return `W_V @ W_O` of every head: [layer, head, d_model, d_model] (Elhage et al. 2021).
 
-    `x @ ov` is what a head writes for the stream `x` at the position that it attends to, without biases.
+    `x @ ov` is the output of a head for the stream `x` at the position that it attends to, without
+    biases.
 
     Args:
         model: see `LanguageModel`.
         fold: whether norms are folded in: gains, and the mean that LayerNorm subtracts, but not the
-            scale that a norm divides by, as it depends on the text. Gains of norms after attention
-            are folded in too. Where only LayerNorms read the stream, the mean of what a head writes is
-            left out. False for the weights as the model holds them.
+            scale that a norm divides by, because it depends on the text. Gains of norms after
+            attention are folded in too. If only LayerNorms read the stream, the mean of a head's
+            output is left out. False returns the model's own weights. Default: True.
 
     Raises:
-        TypeError: if the model lacks weights or norms that are read; or if `fold`, and a norm is neither a
+        TypeError: if a weight or a norm is missing; or if `fold`, and a norm is neither a
             LayerNorm nor an RMSNorm.
-        ValueError: if `fold`, and norms are of the stream itself (`norm_place="post"`).
+        ValueError: if `fold`, and the norms normalize the stream itself (`norm_place="post"`).
 
     >>> from models import load
     >>> model = load("pydoc-4l")
@@ -46,20 +47,20 @@ def ov_circuit(model: nn.Module, *, fold: bool = True) -> FactoredMatrix:
 def qk_circuit(
     model: nn.Module, *, fold: bool = True, distance: int | None = None
 ) -> FactoredMatrix:
-    """`W_Q @ W_K^T` of every head: [layer, head, d_model, d_model] (Elhage et al. 2021).
+    """Return `W_Q @ W_K^T` of every head: [layer, head, d_model, d_model] (Elhage et al. 2021).
 
-    `x @ qk @ y` is the score of a query from the stream `x` and a key from `y`, before the factor
-    1 / sqrt(d_head) and a soft cap, and without biases. For `fold` and errors see also `ov_circuit`. Norms of
-    queries and keys are folded in like others, so their scales are left out.
+    `x @ qk @ y` is the score of a query from the stream `x` and a key from `y`, before the factor 1
+    / sqrt(d_head) and a soft cap, and without biases. For `fold` and errors see also `ov_circuit`.
+    Norms of queries and keys are folded in like other norms, so their scales are left out.
 
     Args:
         model: see `LanguageModel`.
         fold: whether norms are folded in.
-        distance: where positions are rotary, how many positions the key is before the query.
+        distance: the number of positions from the key to the query; needed if positions are rotary.
 
     Raises:
-        TypeError, ValueError: as for `ov_circuit`; or if positions are rotary and there is no distance
-            from 0 to n_ctx - 1.
+        TypeError, ValueError: as for `ov_circuit`; or if positions are rotary and the distance is
+            not from 0 to n_ctx - 1.
 
     >>> from models import load
     >>> model = load("pydoc-4l")
@@ -71,11 +72,11 @@ def qk_circuit(
 
 
 class FullCircuits(NamedTuple):
-    """The circuits of a head from tokens to tokens, on the direct path. Both are [vocab, vocab].
+    """The circuits of a head from tokens to tokens on the direct path. Both are [vocab, vocab].
 
     Attributes:
-        qk: the score of a query at the row's token and a key at the column's.
-        ov: the logit that attending to the row's token adds to the column's.
+        qk: the score of a query at the row's token and a key at the column's token.
+        ov: the amount that attending to the row's token adds to the logit of the column's token.
     """
 
     qk: FactoredMatrix
@@ -86,14 +87,14 @@ class FullCircuits(NamedTuple):
 def full_circuits(
     model: nn.Module, layer: int, head: int, fold: bool = True, distance: int | None = None
 ) -> FullCircuits:
-    """The circuits of one head through embeddings and unembedding (Elhage et al. 2021).
+    """Return the circuits of one head through embeddings and unembedding (Elhage et al. 2021).
 
-    The matrices of vocab times vocab numbers are never formed: see `FactoredMatrix.top` and its slices.
-    Position embeddings are left out, and so are the scales of norms if `fold`.
+    The matrices of vocab times vocab numbers are never formed: see `FactoredMatrix.top` and its
+    slices. Position embeddings are left out. With `fold`, the scales of norms are left out too.
 
     Args:
         model, fold, distance: see `qk_circuit`. Folded logits have mean 0 over the vocabulary.
-        layer, head: which head.
+        layer, head: the layer and the number of the head.
 
     Raises:
         TypeError, ValueError: as for `qk_circuit`.
@@ -118,17 +119,19 @@ def full_circuits(
 def token_directions(
     model: nn.Module, tokens: Int[Tensor, "*axes"] | str | Sequence[str], fold: bool = True
 ) -> Float[Tensor, "*axes d_model"]:
-    """The direction of each token's logit in the stream: columns of `W_U`.
+    """Return the direction of each token's logit in the stream: columns of `W_U`.
 
-    The final stream's product with it, over the scale of the final norm, is the logit up to biases. Folded,
-    that is the logit less the mean over the vocabulary, unless logits are capped.
+    The product of the final stream and the direction, over the scale of the final norm, is the
+    logit up to biases. With `fold`, it is the logit minus the mean over the vocabulary, unless
+    logits are capped.
 
     Args:
         model, fold: see `ov_circuit`.
-        tokens: any shape; or texts, each of one token.
+        tokens: tokens in any shape; or texts of one token each.
 
     Raises:
-        TypeError, ValueError: as for `ov_circuit`; or if there are no tokens, or one is negative.
+        TypeError, ValueError: as for `ov_circuit`; or if there are no tokens, or a token is
+            negative.
 
     >>> from models import load
     >>> model = load("pydoc-4l")
@@ -143,19 +146,22 @@ def token_directions(
 
 
 class SingularTokens(NamedTuple):
-    """The tokens that singular directions of a head or an MLP stand for, at both ends of each direction.
+    """The tokens at both ends of singular directions of a head or an MLP.
 
-    At end 0 are the tokens with the largest products with the direction, best first, and at end 1 those
-    with the most negative. What is read at an end is written with the sign of that end.
+    End 0 contains the tokens with the largest products with the direction, best first. End 1
+    contains the tokens with the most negative products. The two ends of reading and writing
+    correspond: an input along end 0 causes an output along end 0.
 
     Attributes:
         s: the singular values, descending.
-        read, read_scores: tokens by the products of their embeddings with what the head reads: for
-            `qk`, the query.
-        written, written_scores: tokens by their logits from what the head writes: for `qk`, tokens by
-            the products of their embeddings with the key.
-            For `W_in` what is written, and for `W_out` what is read, are neurons, by their entries.
-        texts: `read` and `written` as text, neurons as `n3`; None where the model has no tokenizer.
+        read, read_scores: tokens, sorted by the products of their embeddings with the direction
+            that the head reads. For `qk` it is the direction of the query. For `W_out`, neurons
+            sorted by their entries.
+        written, written_scores: tokens, sorted by their logits from the direction that the head
+            writes. For `qk`, tokens sorted by the products of their embeddings with the direction
+            of the key. For `W_in`, neurons sorted by their entries.
+        texts: `read` and `written` as text, with neurons as `n3`; None if the model has no
+            tokenizer.
     """
 
     s: Float[Tensor, " k"]
@@ -166,7 +172,9 @@ class SingularTokens(NamedTuple):
     texts: tuple[list[Any], list[Any]] | None = None
 
     def __repr__(self) -> str:
-        """For each direction the first tokens at both of its ends, read and written."""
+        """Return a line for each direction: the first tokens that are read and written at both
+        ends.
+        """
         read, written = self.texts or (self.read.tolist(), self.written.tolist())
         lines = [
             f"SingularTokens: {len(self.s)} directions; at each end what is read -> what is written"
@@ -191,19 +199,20 @@ def singular_tokens(
     fold: bool = True,
     distance: int | None = None,
 ) -> SingularTokens:
-    """Return the first singular directions of a head's circuit or of an MLP's weights, in tokens (Millidge & Black 2022).
+    """Return the tokens of the first singular directions of a head or an MLP (Millidge & Black
+    2022).
 
     Args:
-        model, fold, distance: see `qk_circuit`. A model whose MLP is read needs `ln2` and `ln2_post` too if `fold`.
+        model, fold, distance: see `qk_circuit`. For an MLP, `fold` also needs `ln2` and `ln2_post`.
         layer: the layer.
         head: the head of a circuit; None for weights of the MLP.
         circuit: `ov` or `qk` of a head, or `W_in` or `W_out` of the MLP.
-        k: how many directions, at most d_head or, of an MLP, d_model or d_mlp.
-        top: how many tokens or neurons at each end; all if there are fewer.
+        k: the number of directions, at most d_head or, for an MLP, at most d_model or d_mlp.
+        top: the number of tokens or neurons at each end, or all of them if there are fewer.
 
     Raises:
-        TypeError, ValueError: as for `qk_circuit`; or if circuit is none of these, a head is missing or not
-            needed, or k is more than the number of singular values.
+        TypeError, ValueError: as for `qk_circuit`; or if `circuit` is unknown, a head is missing or
+            not needed, or k is more than the number of singular values.
 
     >>> from models import load
     >>> model = load("pydoc-4l")
@@ -212,7 +221,7 @@ def singular_tokens(
     """
     require_choice("circuit", circuit, ("ov", "qk", "W_in", "W_out"))
     if (head is None) == (circuit in ("ov", "qk")):
-        raise ValueError(f"head must be given for 'ov' and 'qk' alone; got {head} for {circuit!r}")
+        raise ValueError(f"head must be given for 'ov' and 'qk' only; got {head} for {circuit!r}")
     folded = FoldedWeights(model, fold, "W_E", "W_U")
     config = folded.model.config
     require_integer("layer", layer, -config.n_layers, config.n_layers - 1)
@@ -249,7 +258,7 @@ def _neurons(numbers: list[list[list[int]]]) -> list[Any]:
 def _ends(
     scores: Float[Tensor, "k entry"], top: int
 ) -> tuple[Int[Tensor, "k end top"], Float[Tensor, "k end top"]]:
-    """The tokens at both ends, and their scores."""
+    """Return the tokens at both ends, and their scores."""
     top = min(top, scores.shape[-1])
     ends = [scores.topk(top, largest=largest) for largest in (True, False)]
     return torch.stack([end.indices for end in ends], 1), torch.stack([e.values for e in ends], 1)

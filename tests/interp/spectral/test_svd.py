@@ -148,7 +148,7 @@ def test_products_are_taken_in_the_wider_type(model, tokens):
 def test_caches_and_models_that_do_not_do(model, tokens):
     _, whole = run_with_cache(model, tokens, mode="svd_targets")
     for wrong in ([], [3], [0, -1]):
-        with pytest.raises(ValueError, match=r"layers must be some of \[0, 1, 2\]"):
+        with pytest.raises(ValueError, match=r"layers must be one or more of \[0, 1, 2\]"):
             svd_targets(model, whole, wrong)
     for names in ("*.pattern", "blocks.0.attn.*", "embed"):
         with pytest.raises(CacheError, match=r'mode="svd_targets"'):
