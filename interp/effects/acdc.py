@@ -1,14 +1,16 @@
-"""ACDC: a circuit from leaving out edges one by one while predictions stay near the model's.
+"""ACDC: find a circuit by removing edges one by one while predictions stay close to the model's.
 
 The algorithm (Conmy et al. 2023, "Towards Automated Circuit Discovery for Mechanistic
 Interpretability"):
 
 1. Start from the whole graph, whose divergence from the model is 0.
-2. Go through the readers from the last, the logits, to the first, and for each through its writers
+2. Visit the readers from the last, the logits, to the first. For each reader, visit its writers
    from the last to the first.
-3. Replace the edge by the other run's. If the divergence rises by less than the threshold, leave
-   the edge out and go on from the divergence without it. Otherwise keep it.
-4. A reader that nothing kept leads from is not tested: its edges change nothing and are left out.
+3. Replace the value of the edge by its value in the other run. If the divergence rises by less than
+   the threshold, remove the edge, and compare the next test with the new divergence. Otherwise keep
+   the edge.
+4. If no kept edge leaves the node of a reader, the edges to this reader have no effect. They are
+   removed without a test.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -42,28 +44,30 @@ def acdc(
     max_bytes: int = 2**30,
     progress: bool = True,
 ) -> dict[float, Circuit]:
-    """Leave out edges one by one while the predictions stay near those of the whole model.
+    """Remove edges one by one while the predictions stay close to the whole model's predictions.
 
-    It measures KL(whole model || circuit), the mean over the pairs. Each test is one run, and
-    thresholds share the tests that they agree on so far.
+    The distance is KL(whole model || circuit), the mean over the pairs. Each test is one run.
+    Thresholds share a test if all earlier decisions were the same.
 
     Args:
         model: a model that has a `Graph`, in evaluation mode.
-        pairs: the texts. They need no answers.
-        thresholds: by how much one edge may raise the divergence, in nats; or several. Each is
-            above 0.
+        pairs: the texts; answers are not needed.
+        thresholds: the largest increase of the divergence that one removed edge may cause, in nats;
+            one number or several. Each threshold is above 0.
         source, direction, split_embeddings, max_bytes: see `run_circuit`.
-        pos: where predictions are compared, see `logit_diff`; None for the mean over all real
-            positions.
+        pos: the positions where predictions are compared; see `logit_diff`. None means the mean
+            over all positions that are not padding. Default: the last position.
         progress: whether to show a bar after two seconds.
 
     Returns:
-        A circuit for each threshold. Its scores are minus what leaving an edge out added when it
-        was tested, also of the edges left out; NaN where none was needed.
+        A circuit for each threshold. The score of an edge is minus the increase of the divergence
+        when the edge was tested. Removed edges have scores too. The score is NaN if no test was
+        needed.
 
     Raises:
-        ValueError: if there is no threshold, or one is not above 0; or as for `run_circuit`.
-        HookError, ModeError: as for `run_circuit`.
+        ValueError: if there is no threshold, a threshold is not above 0, or for the reasons of
+            `run_circuit`.
+        HookError, ModeError: for the reasons of `run_circuit`.
 
     >>> from models import load
     >>> model, pairs = load("pydoc-4l"), Pairs("def __ini", "def __nam")
@@ -92,7 +96,8 @@ def acdc(
         for number, threshold in enumerate(several, 1):
             kept, scores = _tested(graph, threshold, divergence, count)
             circuits[threshold] = Circuit(graph, kept, scores, pairs.digests())
-            count(number * n_edges - count.done)  # edges that need no test
+            # Count the edges that need no test too.
+            count(number * n_edges - count.done)
     return circuits
 
 
@@ -102,13 +107,13 @@ def _tested(
     divergence: Callable[[Tensor], float],
     count: Callable[[], object],
 ) -> tuple[Bool[Tensor, "writer reader"], Float[Tensor, "writer reader"]]:
-    """The edges that are kept at one threshold, and minus what leaving each out added.
+    """Return the edges that are kept at one threshold, and minus the increase for each edge.
 
     Args:
         graph: the graph of the model.
-        threshold: by how much an edge may raise the divergence.
-        divergence: gives the divergence of a circuit from its table of edges.
-        count: called after each test.
+        threshold: the largest increase of the divergence that a removed edge may cause.
+        divergence: returns the divergence of a circuit, given its table of edges.
+        count: a function that is called after each test.
     """
     kept = graph.allowed.clone()
     scores = torch.full(kept.shape, torch.nan, dtype=torch.float64)
@@ -126,7 +131,10 @@ def _tested(
 
 
 def _edges(graph: Graph, kept: Bool[Tensor, "writer reader"]) -> Iterator[tuple[int, int]]:
-    """The edges to test, as `kept` changes. It loses edges to readers that nothing leads from."""
+    """Yield the edges to test while `kept` changes.
+
+    Edges to a reader whose node has no kept outgoing edge are removed from `kept`.
+    """
     feeds, live = feeding(graph), torch.zeros(len(graph.readers), dtype=torch.bool)
     live[-1] = True
     for reader in reversed(range(len(graph.readers))):

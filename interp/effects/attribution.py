@@ -1,16 +1,16 @@
-"""Attribution patching: effects of activation patching estimated from one backward pass.
+"""Attribution patching: estimate the effects of activation patching from one backward pass.
 
-The algorithm (Nanda 2023, "Attribution Patching"; the options are those of Kramár et al. 2024,
+The algorithm (Nanda 2023, "Attribution Patching"; the options are from Kramár et al. 2024,
 "AtP*: An efficient and scalable method for localizing LLM behaviour to components"):
 
-1. Run the other text, and keep its values at the points of the site.
-2. Run the edited text, with gradients at these points; with `qk_correction`, at the pattern of
-   their attention.
-3. A backward pass gives the gradient at each point. With `grad_drop` there is one for each layer,
-   through which the gradient does not pass where the layer adds to the stream.
-4. The effect of a place is (target - base) · gradient, summed over what is no axis of the result
-   (`runs.estimates`). With `qk_correction` the change of the pattern takes the place of the change
-   of queries or keys (`qk_correction`).
+1. Run the other text, and cache its values at the points of the site.
+2. Run the edited text with gradients at these points. With `qk_correction`, the gradients are at
+   the attention pattern instead.
+3. A backward pass computes the gradient at each point. With `grad_drop` there is one backward pass
+   for each layer, in which no gradient passes through the outputs of that layer.
+4. The effect of a place is (target - base) · gradient, summed over all axes that are not axes of
+   the result (`runs.estimates`). With `qk_correction`, the change of the pattern replaces the
+   change of queries or keys (`qk_correction`).
 """
 
 import itertools
@@ -32,7 +32,7 @@ from interp.runs.runs import Runs
 from interp.runs.sites import Choice, Sites, Some
 
 Estimate = Callable[[Tensor], Tensor]
-"""Gives the effects [*places, example] of one point from a gradient."""
+"""A function from the gradient at one point to the effects [*places, example]."""
 
 
 @shows_progress
@@ -53,46 +53,48 @@ def attribution_patching(
 ) -> Result:
     """Estimate the effects of `activation_patching` as (target - base) times the gradient at base.
 
-    All places together take two forward passes and one backward pass (Nanda 2023, "Attribution
-    Patching"). The estimate is exact where the metric is linear in the value. It can be far off
-    elsewhere: where attention is saturated, or where a whole stream is replaced. See `compare`.
+    Two forward passes and one backward pass estimate the effects of all places (Nanda 2023,
+    "Attribution Patching"). The estimate is exact if the metric is linear in the value. It can be
+    very wrong otherwise: if attention is saturated, or if a whole stream is replaced. Use `compare`
+    to check the estimate.
 
-    Two options are those of AtP* (Kramár et al. 2024, "AtP*: An efficient and scalable method for
-    localizing LLM behaviour to components").
+    The options `qk_correction` and `grad_drop` are from AtP* (Kramár et al. 2024, "AtP*: An
+    efficient and scalable method for localizing LLM behaviour to components").
 
     Args:
-        model: any model with the usual points. Its weights need no gradients, and get none.
-        pairs: see `activation_patching`. Their metric is differentiable.
+        model: any model with the usual points. Its weights need no gradients and receive none.
+        pairs: see `activation_patching`. Their metric must be differentiable.
         site: see `activation_patching`.
-        over: see `activation_patching`; with several layers `layer` is one of them. A value changes
-            those of later layers, so estimates of several layers do not add up to the effect of
-            patching them together.
-        direction: denoising edits the corrupted run, and takes gradients there; noising the clean
-            one.
+        over: see `activation_patching`; with several layers, `layer` must be one of the axes. A
+            change of a value also changes the values of later layers, so estimates of several
+            layers do not add up to the effect of patching them together.
+        direction: `denoising` edits the corrupted run and takes gradients there; `noising` edits
+            the clean run.
         layers, heads, neurons: see `activation_patching`.
         qk_correction: at the sites `q` and `k`, compute the softmax of attention again for each
             query, and for one key position at a time, and take gradients at the pattern. It costs a
-            few runs of the attention alone. Saturated attention has almost no gradient, and needs
-            it.
-        grad_drop: take the gradient again for each layer, without what passes through what that
-            layer adds to the stream. The effects are then mean absolute ones, for paths that
-            cancel.
+            few runs of the attention alone. Use it for saturated attention, which has almost no
+            gradient.
+        grad_drop: compute the gradient once for each layer, ignoring all paths through the outputs
+            of that layer. The effects are then means of absolute values, so that paths with
+            opposite effects do not cancel.
         progress: whether to show a bar after two seconds.
 
     Returns:
-        Estimated effects [*over, example], in float32 at least. `base` and `target` are measured.
-        With `grad_drop` they have no signs, and `about` says `signed: False`.
+        Estimated effects [*over, example], in at least float32. `base` and `target` are measured.
+        With `grad_drop` the effects have no signs, and `about` contains `signed: False`.
 
     Raises:
-        ValueError: if texts, choices or the metric do not fit, the metric has no gradient, or one
-            is NaN.
-        UnknownNameError: if there is no such site, or the model lacks it; with close matches.
+        ValueError: if texts, choices or the metric do not fit, the metric has no gradient, or a
+            gradient is NaN.
+        UnknownNameError: if the site does not exist or the model lacks it; the error names close
+            matches.
         ModeError: if the model is in training mode.
 
     Warns:
-        UserWarning: where the metric does not depend on a point at all: effects there are 0. Or if
-            the metric is smallest at the base run, as `kl_divergence` from that run is: it has no
-            gradient there.
+        UserWarning: if the metric does not depend on a point at all: its effects are 0. Or if the
+            metric has its minimum at the base run, where its gradient is 0. An example is the
+            `kl_divergence` from the base run.
 
     >>> from models import load
     >>> model, pairs = load("pydoc-4l"), Pairs("def __ini", "def __nam", ("t", "e"))
@@ -103,7 +105,7 @@ def attribution_patching(
     runs = Runs(model, pairs, direction)
     sites = compared(runs, choice)
     attentions = _attentions(sites, site) if qk_correction else {}
-    # The point of the site by the point whose gradient counts.
+    # Map each point whose gradient is used to its point of the site.
     sites_by_point = {attention.pattern: name for name, attention in attentions.items()}
     sites_by_point = sites_by_point or {name: name for name in sites.points}
     dropped = _added_by_blocks(runs.runner.points) if grad_drop else None
@@ -120,13 +122,13 @@ def attribution_patching(
 
 
 def _attentions(sites: Sites, site: str) -> dict[str, RecordedAttention]:
-    """The attention of each point of queries or keys."""
+    """Return the attention of each point of queries or keys."""
     require_choice("site of qk_correction", site, ("q", "k"))
     return {name: RecordedAttention(sites.runs.runner, name) for name in sites.points}
 
 
 def _run(runs: Runs, attentions: Iterable[RecordedAttention], names: Sequence[str]) -> Gradients:
-    """The edited run, with gradients at some points, while attention is recorded."""
+    """Run the edited text with gradients at some points, and record the attention."""
     with Session() as session:
         for attention in attentions:
             attention.listen(session)
@@ -136,7 +138,7 @@ def _run(runs: Runs, attentions: Iterable[RecordedAttention], names: Sequence[st
 def _estimate(
     sites: Sites, name: str, run: Gradients, attention: RecordedAttention | None
 ) -> Estimate:
-    """The estimate at one point of the site; with its attention that of `qk_correction`."""
+    """Return the estimate at one point of the site, with `qk_correction` if attention is given."""
     if attention is not None:
         return corrected(sites, name, attention)
     return partial(effects, sites, name, run.values[name])
@@ -145,13 +147,13 @@ def _estimate(
 def _by_point(
     run: Gradients, estimates: Mapping[str, Estimate], dropped: Sequence[Sequence[str]] | None
 ) -> dict[str, Tensor]:
-    """The effects at each point, in the order of the backward pass.
+    """Return the effects at each point, in the order of the backward pass.
 
     Args:
-        run: the run.
-        estimates: by the point whose gradient counts.
-        dropped: for each backward pass the points that pass no gradient on; the effects are then
-            mean absolute ones. None for one pass through everything.
+        run: the edited run.
+        estimates: the estimates by the point whose gradient is used.
+        dropped: the points that block the gradient, for each backward pass; the effects are then
+            means of absolute values. None means one backward pass through all points.
     """
     by_point: dict[str, Tensor] = {}
 
@@ -170,7 +172,7 @@ def _by_point(
 
 
 def _added_by_blocks(points: Mapping[str, Point]) -> list[list[str]]:
-    """For each layer the points of what it adds to the residual stream."""
+    """Return the points of the outputs of each layer to the residual stream."""
     attn = names_by_layer("attn_out", points)
     mlp = names_by_layer("mlp_out", points) if any(n.endswith("mlp_out") for n in points) else {}
     added = [[attn[layer], *filter(None, [mlp.get(layer)])] for layer in attn]
@@ -180,7 +182,7 @@ def _added_by_blocks(points: Mapping[str, Point]) -> list[list[str]]:
 
 
 def _about(qk_correction: bool, grad_drop: bool) -> dict[str, Any]:
-    """The name of the estimate, and whether its effects have signs."""
+    """Return the name of the estimate, and whether its effects have signs."""
     options = {"qk_correction": qk_correction, "grad_drop": grad_drop}
     parts = ["attribution", *(option for option, on in options.items() if on)]
     about: dict[str, Any] = {"estimate": " with ".join(parts)}

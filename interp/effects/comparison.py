@@ -1,4 +1,4 @@
-"""Comparisons of estimated effects with exact ones: how far an estimate can be trusted."""
+"""Comparisons of estimated effects with exact effects: how far an estimate can be trusted."""
 
 import dataclasses
 import itertools
@@ -24,7 +24,7 @@ _MISSES = 10
 
 
 class Miss(NamedTuple):
-    """A place where an estimate is off: its labels by axis, and both mean effects."""
+    """A place where an estimate is wrong: the labels by axis, and both mean effects."""
 
     where: Mapping[str, Any]
     exact: float
@@ -32,7 +32,7 @@ class Miss(NamedTuple):
 
     @property
     def place(self) -> str:
-        """The labels as text."""
+        """The labels of the place as text."""
         return ", ".join(f"{axis} {label}" for axis, label in self.where.items())
 
     def __repr__(self) -> str:
@@ -41,15 +41,17 @@ class Miss(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Comparison(pictures.Shown):
-    """Exact and estimated mean effects of the same places; made by `compare`.
+    """Exact and estimated mean effects at the same places; returned by `compare`.
 
     Attributes:
         exact, estimate: the mean effect at each place, in `unit`.
-        rank_correlation: Spearman's, of all places. 1 if both order the places alike; NaN if the
-            effects of one are all equal, as those of a single place are.
-        sign_agreement: the share of places with the same sign, of those where the exact effect is
-            more than rounding. NaN if there are none, or the estimate has no signs.
-        misses: the places where both differ most, at most 10, the largest difference first.
+        rank_correlation: Spearman's rank correlation over all places. It is 1 if both effects order
+            the places alike, and NaN if all exact or all estimated effects are equal, as with a
+            single place.
+        sign_agreement: the share of places where both effects have the same sign. Places count only
+            if the exact effect is larger than rounding. NaN if there are no such places, or the
+            estimate has no signs.
+        misses: the places where the effects differ most, at most 10, the largest difference first.
         unit: the unit of the effects.
     """
 
@@ -63,7 +65,7 @@ class Comparison(pictures.Shown):
     is_plot = True
 
     def view(self) -> pictures.View:
-        """Both effects of each place, the places in the order of the exact one."""
+        """Return a view of both effects of each place, in the order of the exact effects."""
         order = self.exact.argsort(descending=True)
         lines = {"exact": self.exact[order], "estimate": self.estimate[order]}
         says = repr(self).splitlines()
@@ -76,7 +78,10 @@ class Comparison(pictures.Shown):
         return pictures.View(says[0], shown.parts, self.plot, says[1:])
 
     def plot(self) -> "Figure":
-        """The estimate over the exact effect, one dot for each place. It needs the extra `plots`."""
+        """Plot the estimate against the exact effect, one dot for each place.
+
+        It needs the extra `plots`.
+        """
         from interp.pictures.plots import scatter
 
         named = [(miss.exact, miss.estimate, miss.place) for miss in self.misses]
@@ -92,17 +97,17 @@ class Comparison(pictures.Shown):
 
 
 def compare(exact: Result, estimate: Result) -> Comparison:
-    """Compare the mean effects of an estimate with exact ones.
+    """Compare the mean effects of an estimate with exact mean effects.
 
-    An estimate without signs is compared with means of absolute effects.
+    If the estimate has no signs, it is compared with means of absolute exact effects.
 
     Args:
         exact: effects, such as a result of `activation_patching`.
         estimate: effects at the same places, such as a result of `attribution_patching`.
 
     Raises:
-        ValueError: if the two have other axes, labels, sites, directions, units, metrics or texts,
-            or an effect is not finite.
+        ValueError: if axes, labels, sites, directions, units, metrics or texts of the two results
+            differ, or an effect is not finite.
 
     >>> exact = Result(torch.tensor([[2.0, 4.0], [0.0, -1.0], [0.0, 0.2]]), ("head", "example"))
     >>> estimate = Result(torch.tensor([[1.0, 1.0], [0.0, 0.5], [0.0, 0.2]]), ("head", "example"))
@@ -118,13 +123,17 @@ def compare(exact: Result, estimate: Result) -> Comparison:
     for what in ("axes", "labels", "site", "direction", "unit", "metric", "texts"):
         ours, theirs = (_fact(result, what) for result in (exact, estimate))
         if ours != theirs:
-            raise ValueError(f"both must have the same {what}; got {ours:.60} and {theirs:.60}")
+            raise ValueError(
+                f"exact and estimate must have the same {what}; got {ours:.60} and {theirs:.60}"
+            )
     signed = estimate.about.get("signed", True)
     if not signed:
         exact = dataclasses.replace(exact, values=exact.values.abs())
     true, guess = (result.mean().flatten().double() for result in (exact, estimate))
     if wrong := int((~(true - guess).isfinite()).sum()):
-        raise ValueError(f"effects must be finite; got others at {wrong} of {len(true)} places")
+        raise ValueError(
+            f"effects must be finite; got infinity or NaN at {wrong} of {len(true)} places"
+        )
     there = true.abs() > sum_rounding(exact.values.dtype) * true.abs().max()
     have_same_sign = (true.sign() == guess.sign())[there].double()
     sign_agreement = have_same_sign.mean().item() if signed else math.nan
@@ -141,4 +150,5 @@ def compare(exact: Result, estimate: Result) -> Comparison:
 
 def _fact(result: Result, what: str) -> str:
     fact = getattr(result, what, result.about.get(what, "none"))
-    return re.sub(" at 0x[0-9a-f]+", "", str(fact))  # the address of a function
+    # The text of a function contains its address, which differs between processes.
+    return re.sub(" at 0x[0-9a-f]+", "", str(fact))

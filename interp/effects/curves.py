@@ -38,12 +38,12 @@ class Area(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Curve:
-    """Faithfulness over the share of edges that circuits keep; made by `curve`.
+    """Faithfulness as a function of the share of edges in the circuit; returned by `curve`.
 
     Attributes:
-        signed: shares [edges, example] of circuits of the edges that help most.
-        absolute: the same of the edges with the largest effects of either sign.
-        random: the same of random edges.
+        signed: faithfulness [edges, example] of circuits of the edges that help most.
+        absolute: faithfulness of circuits of the edges with the largest effects of either sign.
+        random: faithfulness of circuits of random edges.
     """
 
     signed: Result
@@ -52,18 +52,19 @@ class Curve:
 
     @property
     def cpr(self) -> Area:
-        """MIB's circuit performance ratio: the area under `signed`. More is better; it can exceed
-        1.
+        """MIB's circuit performance ratio: the area under `signed`.
+
+        Higher is better. The ratio can be larger than 1.
         """
         return _area(self.signed)
 
     @property
     def cmd(self) -> Area:
-        """MIB's circuit-model distance: the area between `absolute` and 1. Less is better."""
+        """MIB's circuit-model distance: the area between `absolute` and 1. Lower is better."""
         return _area(self.absolute, from_one=True)
 
     def plot(self) -> "Figure":
-        """The three curves with 95% intervals. It needs the extra `plots`."""
+        """Plot the three curves with 95% intervals. It needs the extra `plots`."""
         from interp.pictures.plots import curves
 
         kinds = {"signed": self.signed, "absolute": self.absolute, "random": self.random}
@@ -100,22 +101,24 @@ def curve(
 
     See Mueller et al. 2025, "MIB: A Mechanistic Interpretability Benchmark".
 
-    For each share p, the int(p · edges) edges that matter most are kept, and then pruned to what is
-    connected.
+    For each share p, the circuit keeps the int(p · edges) most important edges. Then edges that are
+    not connected are pruned.
 
     Args:
         model, pairs, source, max_bytes: see `faithfulness`.
         graph: the graph of the scores.
-        scores: effects [edge, example], as `edge_attribution` gives them.
-        shares: the shares, rising, the last at most 1.
-        seed: draws the random edges.
+        scores: effects [edge, example], such as a result of `edge_attribution`.
+        shares: the shares of edges, in increasing order; the last share is at most 1. Default: the
+            shares of the MIB benchmark.
+        seed: the seed of the random edges.
         progress: whether to show a bar after two seconds.
 
     Raises:
-        ValueError: as for `faithfulness`, or if shares do not rise from above 0 to at most 1.
+        ValueError: for the reasons of `faithfulness`, or if shares do not increase from above 0 to
+            at most 1.
 
     Warns:
-        UserWarning: if texts are among those that the scores are from.
+        UserWarning: if some of the texts were used to compute the scores.
 
     >>> from models import Transformer, TransformerConfig
     >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=2, n_heads=2, d_model=4)
@@ -124,13 +127,17 @@ def curve(
     >>> from interp import edge_attribution
     >>> scores = edge_attribution(model, pairs)
     >>> others = Pairs(torch.tensor([[5, 2, 6]]), torch.tensor([[1, 2, 0]]), torch.tensor([[4, 3]]))
-    >>> curve(model, others, Graph(model), scores, shares=(0.5, 1.0)).signed.select(edges=1.0).mean()
+    >>> measured = curve(model, others, Graph(model), scores, shares=(0.5, 1.0))
+    >>> measured.signed.select(edges=1.0).mean()
     tensor(1.)
     """
     require_made("graph", graph, Graph)
     points = torch.tensor([0, *shares], dtype=torch.float64)
     if len(points) < 3 or not (points.diff() > 0).all() or points[-1] > 1:
-        raise ValueError(f"shares must be at least 2, and rise from above 0 to 1; got {[*shares]}")
+        raise ValueError(
+            "shares must be at least two numbers that increase from above 0 to at most 1; "
+            f"got {[*shares]}"
+        )
     every = int(graph.allowed.sum())
     counts = [int(share * every) for share in shares]
     runs = CircuitRuns(model, pairs, top(graph, scores, every), source, max_bytes)
@@ -151,9 +158,10 @@ def curve(
 
 
 def _area(result: Result, *, from_one: bool = False) -> Area:
-    """The area under faithfulness, by trapezoids over the nominal shares, or between it and 1.
+    """Return the area under a faithfulness curve, or between the curve and 1.
 
-    It is a mean over examples, as each height is. The distance of a mean to 1 has no sign, so the
+    The area is computed with the trapezoid rule over the nominal shares. It is a mean over
+    examples, as is each height of the curve. A distance between the mean and 1 has no sign, so the
     distances of all examples are multiplied by the sign of their mean.
     """
     shares = torch.tensor(result.labels["edges"], dtype=torch.float64)

@@ -1,15 +1,16 @@
-"""Scores of all edges: the change of each writer times the gradient of each reader.
+"""Scores of all edges: the change of each writer times the gradient at each reader.
 
 In a model of 1 layer with 2 heads and an MLP, on one text of 3 tokens:
 
-1. The writers are `input, a0.h0, a0.h1, m0`. `changes` is what each adds in the other run less what
-   it adds in this one, [4, 1, 3, d_model].
-2. The readers are `a0.h0<q>` to `a0.h1<v>`, `m0` and `logits`. For each, `reader_gradients` gives
-   the gradient of the metric by the stream that it reads, through it alone, [8, 3, d_model].
-3. The score of an edge is change · gradient, summed over the positions that `over` keeps together:
-   one matrix product for all writers that come before a reader.
-4. The last column is each writer's own attribution, by the gradient where it is added. The edges of
-   the writer should sum to it.
+1. The writers are `input, a0.h0, a0.h1, m0`. `changes` is the output of each writer in the other
+   run minus its output in this run, [4, 1, 3, d_model].
+2. The readers are `a0.h0<q>` to `a0.h1<v>`, `m0` and `logits`. For each reader, `reader_gradients`
+   computes the gradient of the metric with respect to the stream before the reader, through this
+   reader alone, [8, 3, d_model].
+3. The score of an edge is change · gradient, summed over the positions of each group, as `over`
+   defines them. One matrix product computes the scores of all writers before a reader.
+4. The last column is the attribution of each writer: its change times the gradient where it is
+   added. The scores of the writer's edges should sum to this attribution.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -33,20 +34,20 @@ from interp.effects.reader_gradients import Pullback, Pullbacks, readings
 from interp.graph import Graph
 from interp.runs.gradients import Gradients, require_numbers
 
-# A matrix product with fewer columns reads the changes for too little work.
+# A matrix product with fewer columns spends most of its time reading the changes.
 _ENOUGH = 60
 
 
 class ChangedPositions(NamedTuple):
-    """Token positions at which writers change.
+    """The token positions at which writers change.
 
     Attributes:
-        here: columns of the text that is edited.
-        there: the columns of the other text whose values come there.
-        group: the index of each column's group in the result. A column that was listed before in
-            the same span has the index after the last group, whose sum is dropped, so that it
-            counts once.
-        labels: the places of the result; None for the sum of all columns.
+        here: the columns of the edited text.
+        there: the columns of the other text from which the values are taken.
+        group: the index of each column's group in the result. A column that occurs again in the
+            same span has the index after the last group. The sum of that group is dropped, so each
+            column counts once.
+        labels: the labels of the groups; None for one sum over all columns.
     """
 
     here: Int[Tensor, "batch n"]
@@ -55,7 +56,7 @@ class ChangedPositions(NamedTuple):
     labels: list[int | str] | None
 
     def change(self, whole: Tensor, by: Float[Tensor, "batch n d_model"]) -> Tensor:
-        """Return a copy of `whole` with something added at the columns."""
+        """Return a copy of `whole` with `by` added at the columns."""
         row, column = (self.group < self.groups).nonzero(as_tuple=True)
         index = row, self.here[row, column]
         index, by = all_to_device((index, by[row, column]), whole.device)
@@ -63,29 +64,29 @@ class ChangedPositions(NamedTuple):
 
     @property
     def groups(self) -> int:
-        """Number of groups in the result."""
+        """The number of groups in the result."""
         return 1 if self.labels is None else len(self.labels)
 
 
 def changed_positions(over: str | None, edited: Text, source: Text) -> ChangedPositions:
-    """Return the positions of one of the ways to sum; see `edge_attribution`.
+    """Return the positions for one value of `over`; see `edge_attribution`.
 
     Raises:
-        ValueError: if there is no such way, or the texts do not fit it.
+        ValueError: if `over` has another value, or the texts do not fit it.
     """
     require_choice("over", over, (None, "pos", "span"))
     batch, n = edited.tokens.shape
     if over != "span":
         if not edited.is_aligned_with(source):
             raise ValueError(
-                f"over must be 'span' where positions do not correspond; got {shown(over)}"
+                f"over must be 'span' if positions do not correspond; got {shown(over)}"
             )
         columns = torch.arange(n, device=edited.tokens.device).expand(batch, n)
         if over is None:
             return ChangedPositions(columns, columns, torch.zeros_like(columns), None)
         return ChangedPositions(columns, columns, columns, [*range(n)])
     if not edited.spans:
-        raise ValueError("over='span' needs Pairs with spans; got none")
+        raise ValueError("over='span' needs Pairs with spans; got pairs without spans")
     here, there, group = [], [], []
     for place, (name, columns) in enumerate(edited.spans.items()):
         again = (columns[:, :, None] == columns[:, None]).triu(1).any(2)
@@ -97,18 +98,18 @@ def changed_positions(over: str | None, edited: Text, source: Text) -> ChangedPo
 
 
 def points_read(graph: Graph) -> list[str]:
-    """Return the points whose values and gradients give the scores of a graph's edges."""
+    """Return the points whose values and gradients are needed for the scores of a graph's edges."""
     read = [name for reading in readings(graph) for name in (reading.stream, reading.at)]
     return [*graph.needed, *_writers_by_point(graph), *read]
 
 
 class _Target(NamedTuple):
-    """Gradients to multiply with the changes of some writers, and the columns for the products.
+    """The gradients to multiply with the changes of some writers, and the columns of the products.
 
     Attributes:
-        gradients: gives the gradients [reader, n, d_model] at some columns of a row, in memory to
-            be used again.
-        writers: the writers that come before these readers.
+        gradients: a function that returns the gradients [reader, n, d_model] at some columns of a
+            row. The memory of the result is used again by the next call.
+        writers: the writers before these readers.
         columns: the columns of the scores.
     """
 
@@ -118,17 +119,17 @@ class _Target(NamedTuple):
 
 
 class EdgeScores:
-    """Scores of the edges of a graph, from gradients of runs of one text.
+    """The scores of the edges of a graph, computed from gradients of runs of one text.
 
-    Besides the readers there is a last column: the writer's own score, by the gradient where it is
-    added to the stream. The other columns should sum to it.
+    After the columns of the readers there is a last column: the writer's change times the gradient
+    where the writer is added to the stream. The other columns should sum to the last column.
 
     Args:
         graph: the graph.
-        where: the positions.
+        where: the positions at which writers change.
         source: values of the other run, at `graph.needed`.
         base: values of the base run, at `points_read(graph)`.
-        device: the device where scores are computed.
+        device: the device on which the scores are computed.
 
     Attributes:
         added: the writers that are added to the stream at each point.
@@ -152,11 +153,12 @@ class EdgeScores:
     def changes(
         self, rows: slice, space: Float[Tensor, "writer batch n d_model"] | None = None
     ) -> Float[Tensor, "writer batch n d_model"]:
-        """Return the difference between the two runs in what each writer adds, for some examples.
+        """Return the change of each writer between the two runs, for some examples.
 
         Args:
             rows: the examples.
-            space: the result of an earlier call for as many examples, which is written over.
+            space: the result of an earlier call with the same number of examples, which is
+                overwritten. Default: new memory.
         """
         graph, where = self.graph, self.where
         base = self._values(self._base, where.here, rows)
@@ -177,7 +179,7 @@ class EdgeScores:
     def _values(
         self, values: Mapping[str, Tensor], columns: Tensor, rows: slice
     ) -> dict[nn.Module, Tensor]:
-        """The values of a run by point, at some columns of some examples."""
+        """Return the values of a run by point, at some columns of some examples."""
         row = torch.arange(len(columns), device=columns.device)[rows, None]
 
         def read(value: Tensor) -> Tensor:
@@ -188,12 +190,12 @@ class EdgeScores:
         return {point: read(values[name]) for point, name in named}
 
     def of_all(self, run: Gradients) -> Float[Tensor, "writer column group batch"]:
-        """Return the scores of all writers, by the gradients of one run of the text."""
+        """Return the scores of all writers, computed from the gradients of one run of the text."""
 
         examples = range(len(self.where.here))
 
-        # One example at a time, in memory that is used again: fresh memory takes longer than the
-        # work.
+        # Compute one example at a time and use the memory again. Allocating new memory would take
+        # longer than the computation.
         def parts() -> Iterator[tuple[int, int, Tensor]]:
             space = None
             for row in progress_of(examples, "texts", len(examples)):
@@ -208,8 +210,9 @@ class EdgeScores:
         """Return the scores of some writers on some rows of a run. Scores of other writers are 0.
 
         Args:
-            run: its rows are those of the text, or of copies of it.
-            parts: the first writer, the first row, and changes [writer, row, n, d_model].
+            run: a run of the text, or of copies of the text.
+            parts: for each part, the first writer, the first row, and the changes
+                [writer, row, n, d_model].
         """
         targets = self._targets(run)
         graph, (here, _, group, _) = self.graph, self.where
@@ -233,7 +236,7 @@ class EdgeScores:
         return scores
 
     def _targets(self, run: Gradients) -> list[_Target]:
-        """Everything that a backward pass gives to multiply changes with."""
+        """Run the backward pass and return all gradients to multiply the changes with."""
         by_name: dict[str, Tensor] = {}
 
         wanted = {*self.added, *(reading.at for reading in self._readings)}
@@ -267,7 +270,7 @@ class EdgeScores:
         gradient: Float[Tensor, "reader n d_model"],
         group: Int[Tensor, " n"],
     ) -> Float[Tensor, "writer reader group"]:
-        """The products, summed over the columns of each group."""
+        """Return the products, summed over the columns of each group."""
         if self.where.labels is None:
             return (change.flatten(1) @ gradient.flatten(1).T)[..., None]
         products = torch.einsum("wnd,rnd->wrn", change, gradient)
@@ -280,7 +283,7 @@ def _at(gradient: Tensor, row: int, columns: Tensor, space: Tensor) -> Tensor:
 
 
 def _writers_by_point(graph: Graph) -> dict[str, range]:
-    """The points where writers are added to the stream, with these writers."""
+    """Return the writers that are added to the stream at each point."""
     by_point = {graph.layers[0].attention.reads: range(graph.layers[0].heads.start)}
     for layer in graph.layers:
         by_point[layer.attention.added] = range(layer.attn.start, layer.attn.stop)

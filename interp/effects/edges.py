@@ -1,18 +1,18 @@
-"""Edge attribution: estimates of the effect of every edge of a model at once, from gradients.
+"""Edge attribution: estimate the effects of all edges of a model at once, from gradients.
 
 The algorithm (Syed et al. 2023, "Attribution Patching Outperforms Automated Circuit Discovery"; the
 two methods along paths are from Hanna et al. 2024, "Have Faith in Faithfulness"):
 
-1. Run the other text, and keep what each writer adds to the residual stream.
+1. Run the other text, and cache the output of each writer to the residual stream.
 2. Run the edited text, with gradients at the input of every reader and at the output of every
    writer.
-3. Pull the gradient of each reader back through its norm to the stream (`reader_gradients`).
-4. The score of an edge is the change of its writer, target - base, times the gradient of its reader
+3. Propagate the gradient of each reader back through its norm to the stream (`reader_gradients`).
+4. The score of an edge is the change of its writer, target - base, times the gradient at its reader
    (`edge_scores`).
-5. For the two `eap_ig` methods, repeat 2 to 4 at steps on the way from base to target, and take the
-   mean (`Paths`).
-6. Check the sums: the edges of a writer add up to the writer's change times the gradient where it
-   is added.
+5. For the two `eap_ig` methods, repeat steps 2 to 4 at points on the path from base to target, and
+   take the mean (`Paths`).
+6. Check the sums: the scores of a writer's edges add up to the writer's change times the gradient
+   where the writer is added.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,8 @@ from interp.runs.trapezoid import TOLERANCE, Steps, averaged
 
 METHODS = ("eap", "eap_ig_inputs", "eap_ig_activations")
 
-_TOKENS = 1024  # of runs that are rows of one batch
+# The largest number of tokens in one batch of several runs.
+_TOKENS = 1024
 
 
 @shows_progress
@@ -53,55 +54,58 @@ def edge_attribution(
     split_embeddings: bool = False,
     progress: bool = True,
 ) -> Result:
-    """Estimate the effect of every edge of a `Graph`: of replacing what a reader sees of a writer.
+    """Estimate the effect of every edge of a `Graph`.
 
+    The effect of an edge is the effect of replacing the output of its writer for its reader alone.
     The score of an edge is the writer's change, target - base, times the gradient of the metric
-    with respect to the stream before the reader's norm, through this reader alone. Norms count with
-    their whole derivative.
+    with respect to the stream before the reader's norm, through this reader alone. The gradient
+    includes the whole derivative of the norm.
 
     - `eap` takes gradients at the base run: two forward passes and one backward pass for all edges
-      (Syed et al. 2023, "Attribution Patching Outperforms Automated Circuit Discovery"). It is the
-      derivative of `run_circuit` by its mask.
+      (Syed et al. 2023, "Attribution Patching Outperforms Automated Circuit Discovery"). The score
+      is the derivative of the metric of `run_circuit` with respect to the mask.
     - `eap_ig_inputs` takes the mean gradient while the stream that enters the first block moves
-      from base to target (Hanna et al. 2024, "Have Faith in Faithfulness"). The edges of `input`
-      then add up to what replacing the input does.
+      from base to target (Hanna et al. 2024, "Have Faith in Faithfulness"). The scores of the edges
+      of `input` then add up to the effect of replacing the input.
     - `eap_ig_activations` takes, for each writer, the mean gradient while this writer alone moves.
-      The edges of each writer add up to what replacing it does. Every step is a run for each
-      writer.
+      The scores of each writer's edges add up to the effect of replacing the writer. Each step
+      takes one run for each writer.
 
-    Memory beyond that of the gradients is one residual stream of an example for each writer, or,
-    for `eap_ig_activations`, of all examples.
+    Besides the gradients, the memory contains one residual stream for each writer: the stream of
+    one example, or, for `eap_ig_activations`, of all examples.
 
     Args:
-        model: a model that has a `Graph`. Its weights need no gradients, and get none.
-        pairs: see `activation_patching`. Their metric is differentiable.
-        method: one of these three.
-        over: `pos` keeps the positions at which the reader reads apart, `span` those of each named
-            span. By default they are summed.
-        steps: how many steps each path has; `auto` doubles them until the gap of every example is
-            within 0.01 of the mean absolute difference of target and base, at most 1024. `eap` has
-            none.
-        direction: noising edits the clean run, as circuits do; denoising the corrupted one.
-        split_embeddings: whether token and position embeddings are writers of their own; see
-            `Graph`. Together they are the input of `eap_ig_inputs`.
+        model: a model that has a `Graph`. Its weights need no gradients and receive none.
+        pairs: see `activation_patching`. Their metric must be differentiable.
+        method: one of these three methods.
+        over: `pos` returns one score for each position at which the reader reads, `span` one score
+            for each named span. Default: the sum over all positions.
+        steps: the number of steps of each path. `auto` doubles the number until the gap of every
+            example is at most 0.01 of the mean absolute difference of target and base, up to 1024
+            steps. The method `eap` has no steps.
+        direction: `noising` edits the clean run, as circuits do; `denoising` edits the corrupted
+            run.
+        split_embeddings: whether token and position embeddings are two separate writers; see
+            `Graph`. For `eap_ig_inputs`, both together are the input.
         progress: whether to show a bar after two seconds.
 
     Returns:
-        Scores [edge, example], or [edge, pos, example], [edge, span, example], in float32 at least,
-        in the order of `Graph.edges`. `about` has `node_gap`: how far the edges of a writer are
-        from adding up to the writer's own attribution, as a share of the largest; that should be
-        rounding. It has the `steps` of the paths, and their `gaps` for each example, the largest of
-        all writers; and `texts`, by which circuits know what they were found on (`Pairs.digests`).
+        Scores [edge, example], [edge, pos, example] or [edge, span, example], in at least float32
+        and in the order of `Graph.edges`. `about` contains `node_gap`: the largest difference
+        between the sum of a writer's edges and the writer's attribution, as a share of the largest
+        attribution. This gap should be rounding. `about` also contains the `steps` of the paths,
+        their `gaps` for each example (the largest gap of all writers), and `texts`, the digests of
+        the texts that a circuit was found on (`Pairs.digests`).
 
     Raises:
-        ValueError: if there is no such method, texts, positions or steps do not fit, the metric has
-            no gradient, or gradients or scores are not finite; or as for `Graph`.
-        TypeError: if the model lacks a part for a `Graph`.
+        ValueError: if the method does not exist, texts, positions or steps do not fit, the metric
+            has no gradient, gradients or scores are not finite, or for the reasons of `Graph`.
+        TypeError: if the model lacks a part that a `Graph` needs.
         HookError: if hooks act on the model.
         ModeError: if the model is in training mode.
 
     Warns:
-        UserWarning: if a gap is larger than that.
+        UserWarning: if a gap is larger than 0.01.
 
     >>> from models import load
     >>> model, pairs = load("pydoc-4l"), Pairs("def __ini", "def __nam", ("t", "e"))
@@ -121,15 +125,16 @@ def edge_attribution(
     difference = runs.target - base
     if method == "eap":
         warn_of_flat(start)
-    del start  # it holds the graph of the run
+    # Free the autograd graph of the run.
+    del start
     if method != "eap":
         paths = Paths(runs, edge_scores, base, difference.abs().mean(), steps)
         along = paths.of_input if method == "eap_ig_inputs" else paths.of_writers
         scored = along(scored.scores)
     about, gap = _checked_sums(scored, difference)
     if gap > TOLERANCE:
-        rule = f"edges should add up to within {TOLERANCE} of the change of the metric"
-        warn(f"{rule}; got {gap:.2g}")
+        rule = f"scores of edges should add up to within {TOLERANCE} of the change of the metric"
+        warn(f"{rule}; got a gap of {gap:.2g}")
     values = scored.scores[:, :-1][graph.allowed.to(scored.scores.device)]
     values = values.squeeze(1) if over is None else values
     labels: dict[str, Any] = {"edge": graph.edges} | ({over: where.labels} if over else {})
@@ -137,13 +142,13 @@ def edge_attribution(
 
 
 def _checked_sums(scored: "PathScores", difference: Tensor) -> tuple[dict[str, Any], float]:
-    """The gaps between sums of edges and what they should add up to, and the largest gap.
+    """Return the gaps between the sums of edges and their expected values, and the largest gap.
 
     Raises:
         ValueError: if a score or the difference of the metrics is not finite.
     """
     if not (scored.scores.isfinite().all() and difference.isfinite().all()):
-        raise ValueError("scores and metrics must be finite; got others")
+        raise ValueError("scores and metrics must be finite; got numbers that are not finite")
     edges, nodes = scored.scores[:, :-1], scored.scores[:, -1]
     gap = (edges.sum(1) - nodes).abs().max() / nodes.abs().max()
     about: dict[str, Any] = {"node_gap": _rounded(gap)}
@@ -158,7 +163,7 @@ def _rounded(share: Tensor) -> float:
 
 
 class PathScores(NamedTuple):
-    """Scores, with the steps of each path, and how far off its sum is for each example."""
+    """The scores, the steps of each path, and the gap of its sum for each example."""
 
     scores: Float[Tensor, "writer column group batch"]
     steps: int | list[int] = 0
@@ -166,13 +171,13 @@ class PathScores(NamedTuple):
 
 
 class Paths:
-    """Paths from a run to one with other values.
+    """The paths from a run to a run with other values.
 
     Args:
         runs: the texts and the metric.
-        scores: gives the scores of edges.
+        scores: computes the scores of edges.
         base: the metric of the run.
-        size: the whole that gaps are a share of.
+        size: the number by which gaps are divided.
         steps: see `edge_attribution`.
     """
 
@@ -188,9 +193,9 @@ class Paths:
         self._averaged = partial(averaged, base=base, steps=steps, size=size)
 
     def of_input(self, first: Float[Tensor, "writer column group batch"]) -> PathScores:
-        """Return the scores of all edges, from their values at the start of the path."""
-        # The input is the first writers, and only their edges have a known sum. The last column is
-        # no edge.
+        """Return the scores of all edges, given the scores at the start of the path."""
+        # The input consists of the first writers. Only the sum of their edges is known. The last
+        # column is not an edge.
         n = self._scores.graph.layers[0].heads.start
         change = self._scores.changes(slice(None))[:n].sum(0, keepdim=True)
 
@@ -202,7 +207,7 @@ class Paths:
         return PathScores(mean.values[0], mean.steps[0], mean.gaps[0])
 
     def of_writers(self, first: Float[Tensor, "writer column group batch"]) -> PathScores:
-        """Return the scores of each writer's edges on a path of its own."""
+        """Return the scores of each writer's edges, on a separate path for each writer."""
         changes, batch = self._scores.changes(slice(None)), self._batch
         at_once = max(1, _TOKENS // self._runs.text.tokens.numel())
 
@@ -220,7 +225,7 @@ class Paths:
         return PathScores(mean.values, mean.steps, mean.gaps.amax(0))
 
     def _run(self, writers: Sequence[int], changes: Tensor, share: float) -> Gradients:
-        """A run of copies of the text, in each of which one writer has moved."""
+        """Run copies of the text. In each copy, one writer has moved along its path."""
         added, batch, n = self._scores.added, self._batch, len(writers)
 
         def moved(value: Tensor, point: Point) -> Tensor:
@@ -238,7 +243,7 @@ class Paths:
 
 
 class _Copies:
-    """A metric of several copies of a batch, which is called once for each."""
+    """The metric of several copies of a batch. The metric is called once for each copy."""
 
     def __init__(self, metric: Metric, batch: int) -> None:
         self.last, self.unmasked = getattr(metric, "last", 0), getattr(metric, "unmasked", False)

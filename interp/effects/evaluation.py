@@ -1,4 +1,4 @@
-"""Measures of a circuit: faithfulness, completeness, minimality, and AUROC of a known one."""
+"""Measures of a circuit: faithfulness, completeness, minimality, and the AUROC of scores."""
 
 import torch
 from torch import nn
@@ -33,21 +33,21 @@ def faithfulness(
 
     Args:
         model: the model of the circuit's graph.
-        pairs: other texts than those that the circuit was found on.
-        circuit: the edges that stay.
-        source: where replaced values come from, by default the corrupted texts; see `run_circuit`.
-        seed: draws a random circuit of as many edges, to compare with.
+        pairs: texts that were not used to find the circuit.
+        circuit: the edges that are not replaced.
+        source: the source of the replaced values; see `run_circuit`. Default: the corrupted texts.
+        seed: the seed of a random circuit with the same number of edges, for comparison.
         max_bytes: see `run_circuit`.
         progress: whether to show a bar after two seconds.
 
     Returns:
-        Shares [circuit, example], of the `circuit` and of the `random` one.
+        Shares [circuit, example]. The labels of `circuit` are `circuit` and `random`.
 
     Raises:
-        ValueError: if the circuit is of another model, or the metric is the same for M and ∅.
+        ValueError: if the circuit belongs to another model, or the metric is the same for M and ∅.
 
     Warns:
-        UserWarning: if texts are among those that the circuit was found on.
+        UserWarning: if some of the texts were used to find the circuit.
 
     >>> from interp.graph import Graph
     >>> from models import Transformer, TransformerConfig
@@ -76,12 +76,13 @@ def completeness(
 ) -> Result:
     """Compare model and circuit after the same nodes are removed from both (Wang et al. 2022).
 
-    For each set K of nodes this is F(M without K) - F(C without K), with F the faithfulness. All
-    are near 0 if the circuit is complete. K is each node of the circuit alone. The last label,
-    `circuit`, removes the whole circuit, and says how much the rest of the model does alone.
+    The difference for a set K of nodes is F(M without K) - F(C without K), where F is the
+    faithfulness. All differences are near 0 if the circuit is complete. Each set K is one node of
+    the circuit. The last set, with the label `circuit`, is the whole circuit: its difference shows
+    how much the rest of the model does alone.
 
     Returns:
-        Shares [without, example]. For arguments, errors and the warning see `faithfulness`.
+        Shares [without, example]. See `faithfulness` for the arguments, errors and the warning.
 
     >>> from interp.graph import Graph
     >>> from models import Transformer, TransformerConfig
@@ -114,11 +115,11 @@ def minimality(
 ) -> Result:
     """Measure the loss without each node of a circuit: F(C) - F(C without the node).
 
-    See Wang et al. 2022, "Interpretability in the Wild". A node whose interval has 0 inside may not
-    be needed.
+    See Wang et al. 2022, "Interpretability in the Wild". If the interval of a node contains
+    0, the circuit may not need the node.
 
     Returns:
-        Shares [node, example]. For arguments, errors and the warning see `faithfulness`.
+        Shares [node, example]. See `faithfulness` for the arguments, errors and the warning.
 
     >>> from interp.graph import Graph
     >>> from models import Transformer, TransformerConfig
@@ -139,16 +140,16 @@ def minimality(
 def auroc(scores: Result, known: Circuit, signed: bool = False) -> float:
     """Return the area under the ROC curve of scores as a test for the edges of a known circuit.
 
-    It is the chance that an edge of the circuit matters more than another edge; equal ones count
-    half.
+    The area is the probability that a random edge of the circuit has a higher score than a random
+    edge outside the circuit; equal scores count half.
 
     Args:
-        scores: effects [edge, example] of the circuit's graph.
+        scores: effects [edge, example] of the edges of the circuit's graph.
         known: the true circuit.
-        signed: whether the edges are ranked by how much they help, or by the size of their effects.
+        signed: whether to rank the edges by their effects with signs. Default: by absolute effects.
 
     Raises:
-        ValueError: if all edges are in the circuit, or none.
+        ValueError: if all edges are in the circuit, or no edge is.
 
     >>> from interp.graph import Graph
     >>> from models import Transformer, TransformerConfig
@@ -167,12 +168,12 @@ def auroc(scores: Result, known: Circuit, signed: bool = False) -> float:
     n_in = int(is_in.sum())
     if not 0 < n_in < len(is_in):
         raise ValueError(
-            f"some edges must be in the circuit and some not; got {n_in} of {len(is_in)}"
+            f"the circuit must contain some edges but not all; got {n_in} of {len(is_in)}"
         )
     return area_under_curve(strength, is_in)
 
 
 def _inner(circuit: Circuit) -> tuple[str, ...]:
     if len(circuit) == 0:
-        raise ValueError("the circuit must have an edge; got none")
+        raise ValueError("the circuit must have at least one edge; got none")
     return tuple(node for node in circuit.nodes if node != "logits")

@@ -1,15 +1,16 @@
-"""Integrated gradients: effects along the path between two runs, which add up to the whole.
+"""Integrated gradients: effects along a path between two runs, which sum to the whole change.
 
 The algorithm (Sundararajan et al. 2017, "Axiomatic Attribution for Deep Networks"), for each layer
 of a site:
 
-1. Run the other text, and keep its values at the points of the site.
-2. Run the edited text, with the gradient at each point: the start of each path.
-3. Move all values of one point from base to target in steps, and take the gradient in a run at each
-   step. Their mean is that of the trapezoid rule (`runs.trapezoid`).
-4. The effect of a place is (target - base) · mean gradient, summed over what is no axis of the
-   result (`runs.estimates`).
-5. Check the sum: the effects of a point add up to what moving all of its values does to the metric.
+1. Run the other text, and cache its values at the points of the site.
+2. Run the edited text with the gradient at each point. This is the start of each path.
+3. Move all values of one point from base to target in steps, and compute the gradient in a run at
+   each step. Take the mean gradient with the trapezoid rule (`runs.trapezoid`).
+4. The effect of a place is (target - base) · mean gradient, summed over all axes that are not axes
+   of the result (`runs.estimates`).
+5. Check the sum: the effects of a point add up to the change of the metric when all values of the
+   point move.
 """
 
 from collections.abc import Sequence
@@ -46,35 +47,36 @@ def integrated_gradients(
 ) -> Result:
     """Estimate effects as (target - base) times the mean gradient on the straight path between.
 
-    A path moves all values of one point together, and their effects add up to what replacing them
-    all does to the metric (Sundararajan et al. 2017, "Axiomatic Attribution for Deep Networks").
-    Each layer of a site has a path of its own. The mean is that of the trapezoid rule. The
+    A path moves all values of one point together, and their effects add up to the effect of
+    replacing all of them (Sundararajan et al. 2017, "Axiomatic Attribution for Deep Networks").
+    Each layer of a site has a separate path. The mean is computed with the trapezoid rule. The
     completeness gap is the difference between the sum of the effects and the measured change of the
-    metric: it says how good the mean is.
+    metric: a small gap means that the mean is accurate.
 
     Args:
-        model: any model with the usual points. Its weights need no gradients, and get none.
+        model: any model with the usual points. Its weights need no gradients and receive none.
         pairs: see `attribution_patching`.
-        site: see `activation_patching`; by default the token embeddings.
-        over: see `activation_patching`; with several layers `layer` is one of them.
-        steps: how many steps each path has; one more gradient is taken. `auto` doubles them until
-            the gap of every example is within 0.01 of the mean absolute change of the metric, at
-            most 1024, and keeps each gradient it has.
+        site: see `activation_patching`. Default: the token embeddings.
+        over: see `activation_patching`; with several layers, `layer` must be one of the axes.
+        steps: the number of steps of each path; the number of gradients is larger by one. `auto`
+            doubles the number until the gap of every example is at most 0.01 of the mean absolute
+            change of the metric, up to 1024 steps, and uses each gradient again.
         direction, layers, heads, neurons: see `attribution_patching`.
         progress: whether to show a bar after two seconds.
 
     Returns:
-        Effects [*over, example], in float32 at least. `about` has the `steps` of each path, and its
-        `gaps` for each example, as shares of that change.
+        Effects [*over, example], in at least float32. `about` contains the `steps` of each path,
+        and its `gaps` for each example, as shares of the mean absolute change.
 
     Raises:
-        ValueError: as for `attribution_patching`, or if `steps` is less than 1, or a metric is
-            infinite.
-        UnknownNameError: if there is no such site, or the model lacks it; with close matches.
+        ValueError: for the reasons of `attribution_patching`, or if `steps` is less than 1, or a
+            metric is infinite.
+        UnknownNameError: if the site does not exist or the model lacks it; the error names close
+            matches.
         ModeError: if the model is in training mode.
 
     Warns:
-        UserWarning: if a gap is larger than that.
+        UserWarning: if a gap is larger than 0.01.
 
     >>> from models import load
     >>> model, pairs = load("pydoc-4l"), Pairs("def __ini", "def __nam", ("t", "e"))
@@ -105,11 +107,11 @@ def integrated_gradients(
 
 
 def _means(sites: Sites, start: Gradients, steps: Steps) -> dict[str, Mean]:
-    """The mean gradient on the path of each point that the metric depends on."""
+    """Return the mean gradient on the path of each point that the metric depends on."""
     first: dict[str, Tensor] = {}
     start.backward(first.__setitem__)
     names = [*sites.points]
-    # Of one layer the steps are shown.
+    # With one layer, the progress bar counts the steps instead.
     layers = progress_of(names, "layers", len(names)) if len(names) > 1 else names
     return {
         name: _mean_gradient(sites, name, start, first[name], steps)
@@ -119,7 +121,7 @@ def _means(sites: Sites, start: Gradients, steps: Steps) -> dict[str, Mean]:
 
 
 def _mean_gradient(sites: Sites, name: str, start: Gradients, first: Tensor, steps: Steps) -> Mean:
-    """The mean gradient while one point's values move from base to target."""
+    """Return the mean gradient while the values of one point move from base to target."""
     base = start.values[name]
     change = _whole_change(sites, sites.points[name], base)
 
@@ -138,7 +140,7 @@ def _mean_gradient(sites: Sites, name: str, start: Gradients, first: Tensor, ste
 
 
 def _whole_change(sites: Sites, point: Point, base: Tensor) -> Tensor:
-    """The change at all places together."""
+    """Return the change at all places together."""
     changed = at_least_float32(base).clone()
     if "span" not in sites.places:
         return at_least_float32(sites.values[point.name]) - changed
@@ -152,7 +154,7 @@ def _rounded(gaps: Tensor) -> list[float]:
 
 
 def _warn_of_gaps(paths: Sequence[Mean]) -> None:
-    """Warn if the effects of a point are too far from adding up to the change of the metric."""
+    """Warn if the effects of a point do not add up to the change of the metric."""
     largest = max(float(path.gaps.max()) for path in paths)
     if largest > TOLERANCE:
         taken = max(path.steps[0] for path in paths)

@@ -1,4 +1,4 @@
-"""Total and direct effects of nodes: with what comes later recomputed, and on the logits alone."""
+"""Total and direct effects of nodes: on everything after the node, and on the logits alone."""
 
 import torch
 from torch import nn
@@ -23,12 +23,13 @@ def node_effects(
     max_bytes: int = 2**30,
     progress: bool = True,
 ) -> Result:
-    """Replace what each node writes: for everything that reads it, and for the logits alone.
+    """Replace the output of each node for all of its readers, and then for the logits alone.
 
-    The total effect is that of patching the node. The direct one keeps all later nodes as they are,
-    and shows what the node itself writes towards the answer. `total - direct` is what later nodes
-    do about it: where it has the other sign, they repair (McGrath et al. 2023, "The Hydra Effect").
-    The scale of the last norm follows in both.
+    The total effect is the effect of patching the node. For the direct effect, all later nodes keep
+    their values, so it measures how much the node itself writes towards the answer. `later` is
+    `total - direct`, the effect through later nodes. If its sign is opposite to the sign of
+    `direct`, later nodes repair the change (McGrath et al. 2023, "The Hydra Effect"). In both
+    effects, the scale of the last norm is computed again.
 
     Args:
         model: a model that has a `Graph`, in evaluation mode.
@@ -37,11 +38,11 @@ def node_effects(
         progress: whether to show a bar after two seconds.
 
     Returns:
-        Effects [effect, node, example] in the metric's unit; `effect` is `total`, `direct` or
-        `later`, their difference.
+        Effects [effect, node, example] in the metric's unit. The labels of `effect` are `total`,
+        `direct` and `later`, which is `total - direct`.
 
     Raises:
-        ValueError, HookError, ModeError: as for `run_circuit`.
+        ValueError, HookError, ModeError: for the reasons of `run_circuit`.
 
     >>> from models import load
     >>> model, pairs = load("pydoc-4l"), Pairs("def __ini", "def __nam", ("t", "e"))

@@ -1,4 +1,4 @@
-"""The places that an estimate ranks first, checked exactly, and what it may have missed."""
+"""Exact effects at the top places of an estimate, and bounds on the places that it missed."""
 
 import math
 from collections.abc import Sequence
@@ -20,20 +20,22 @@ _CONFIDENCE = 0.95
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Verified:
-    """Exact effects at the top of an estimate, and at a sample outside; made by `patch_top_k`.
+    """Exact effects at the top of an estimate and at a sample outside; returned by `patch_top_k`.
 
-    Bounds hold with 95% confidence over samples. "Larger" is of absolute mean effects.
+    The bounds hold with 95% confidence over samples. "Larger" compares absolute mean effects.
 
     Attributes:
         top: exact effects [place, example] of the places with the largest estimates, the largest
             effect first.
-        outside: the same for the sample.
-        estimate: the estimates at the places of `top`, then at those of `outside`.
-        n_outside: how many places there are outside the top.
-        missed: how many of the sample have a larger effect than the smallest of the top.
-        missed_at_most: a bound on how many there are of these outside the top.
-        larger_at_most: a bound on how many outside the top have a larger effect than the sample's
-            largest.
+        outside: exact effects of a sample of the other places, the largest effect first.
+        estimate: the estimates at the places of `top`, followed by the places of `outside`.
+        n_outside: the number of places outside the top.
+        missed: the number of places in the sample with a larger effect than the smallest effect of
+            the top.
+        missed_at_most: a bound on the number of places outside the top with a larger effect than
+            the smallest effect of the top.
+        larger_at_most: a bound on the number of places outside the top with a larger effect than
+            the largest effect of the sample.
     """
 
     top: Result
@@ -53,7 +55,8 @@ class Verified:
         lines = [
             f"The top {len(self.top.values)} of {every} places",
             *repr(self.top.top(3)).splitlines(),
-            f"outside, {len(self.outside.values)} sampled: {self.missed} larger than the smallest of the top; "
+            f"outside, {len(self.outside.values)} sampled: {self.missed} larger than the smallest "
+            "of the top; "
             f"{missed} are, with {_CONFIDENCE:.0%} confidence",
             f"the largest there: {self.outside.top(1)}; {larger} are larger",
         ]
@@ -73,27 +76,27 @@ def patch_top_k(
     max_bytes: int = 2**30,
     progress: bool = True,
 ) -> Verified:
-    """Patch the places with the largest estimates, and a random sample of all others.
+    """Patch the places with the largest estimates, and a random sample of all other places.
 
-    The top alone does not say what an estimate missed. The sample does: it bounds how many other
-    places have effects that belong to the top (from the hypergeometric distribution), and shows how
-    large they are.
+    The top alone does not show which large effects the estimate missed. The sample bounds the
+    number of other places whose effects belong to the top (with the hypergeometric distribution),
+    and shows how large their effects are.
 
     Args:
-        model, pairs: those of the estimate.
+        model, pairs: the model and the pairs of the estimate.
         estimate: a result of `attribution_patching` or `integrated_gradients` at a site of
             `activation_patching`.
-        k: how many places are proposed.
-        budget: how many forward passes may be used, at most: two for the unedited runs, and one for
-            each place, which mostly costs less (see `sweep`). What the top leaves goes to the
-            sample.
-        seed: draws the sample.
+        k: the number of places with the largest estimates to patch. Default: 10.
+        budget: the largest number of forward passes: two for the unedited runs, and one for each
+            place, which usually costs less (see `sweep`). The sample uses the passes that the top
+            does not use. Default: 100.
+        seed: the seed of the sample.
         max_bytes: see `sweep`.
         progress: whether to show a bar after two seconds.
 
     Raises:
-        ValueError: if there are not more than `k` places, the budget leaves no sample, or the
-            estimate is of another model, metric or texts.
+        ValueError: if there are no more than `k` places, the budget is too small for a sample, or
+            the estimate belongs to another model, metric or texts.
 
     >>> from models import load
     >>> from interp import attribution_patching
@@ -128,7 +131,7 @@ def patch_top_k(
 def _verified(
     estimate: Result, exact: Result, chosen: Sequence[int], k: int, n_outside: int
 ) -> Verified:
-    """The exact effects of the first `k` places and of the sample, and bounds for all others."""
+    """Return the exact effects of the first `k` places and the sample, and bounds for the rest."""
     size = exact.values.mean(-1).abs().tolist()
     ranked = sorted(range(len(chosen)), key=lambda at: (at >= k, -size[at]))
     guessed = _listed(estimate, [chosen[at] for at in ranked])
@@ -148,15 +151,15 @@ def _verified(
 
 
 def _choice(estimate: Result) -> Choice:
-    """The places of an estimate.
+    """Return the places of an estimate.
 
     Raises:
-        ValueError: if it is of something else than a site, or of a part of one.
+        ValueError: if the estimate does not cover a whole site.
     """
     known = estimate.about.keys()
     if not {"site", "direction"} <= known or known & SELECTS.keys():
         raise ValueError(
-            f"estimate must be of a site and a direction, whole; got {dict(estimate.about)}"
+            f"estimate must cover a whole site and have a direction; got {dict(estimate.about)}"
         )
     labels, about = estimate.labels, estimate.about
     return Choice(
@@ -170,7 +173,10 @@ def _choice(estimate: Result) -> Choice:
 
 def _require_same(is_same: bool) -> None:
     if not is_same:
-        raise ValueError("estimate must be all of this model, metric and texts; got another's")
+        raise ValueError(
+            "estimate must be a whole result of this model, metric and texts; got a different "
+            "result"
+        )
 
 
 def _are_close(ours: Tensor | None, theirs: Tensor | None, precision: float) -> bool:
@@ -180,7 +186,7 @@ def _are_close(ours: Tensor | None, theirs: Tensor | None, precision: float) -> 
 
 
 def _listed(result: Result, chosen: Sequence[int]) -> Result:
-    """Some places of a result along one axis, `place`, with labels in words."""
+    """Return some places of a result along one axis, `place`, with labels in words."""
     return replace(
         result,
         values=result.values.flatten(0, -2)[chosen],
@@ -191,10 +197,11 @@ def _listed(result: Result, chosen: Sequence[int]) -> Result:
 
 
 def _bound(sampled: int, missed: int, n: int) -> int:
-    """Return an upper bound, with 95% confidence, on how many of `n` places belong to the top.
+    """Return an upper bound, with 95% confidence, on the number of places that belong to the top.
 
-    A random sample of `sampled` of these places has `missed` that do. If there were more than the
-    bound, fewer than 5% of all samples would have so few (hypergeometric distribution).
+    A random sample of `sampled` of the `n` places contains `missed` places that belong to the top.
+    If the number were larger than the bound, fewer than 5% of all samples would contain so few
+    (hypergeometric distribution).
     """
 
     def chance(kind: int) -> float:

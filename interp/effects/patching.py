@@ -1,4 +1,4 @@
-"""Activation patching and sweeps: effects of replaced or edited values, each as in its own run."""
+"""Activation patching and sweeps: effects of replaced or edited values, one run for each edit."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -38,36 +38,40 @@ def activation_patching(
 ) -> Result:
     """Patch values of one run into another, one place at a time, and measure the effect.
 
-    Denoising puts values of the clean run into the corrupted one, and shows what suffices for the
-    answer. Noising puts values of the corrupted run into the clean one, and shows what the answer
-    needs (Heimersheim & Nanda 2024, "How to use and interpret activation patching").
+    Denoising patches clean values into the corrupted run, and finds the values that are sufficient
+    for the answer. Noising patches corrupted values into the clean run, and finds the values that
+    are necessary for the answer (Heimersheim & Nanda 2024, "How to use and interpret activation
+    patching").
 
     Args:
         model: any model with the usual points.
-        pairs: clean texts with the right answer, corrupted ones with another, and the metric. With
-            `edit` corrupted texts are not needed.
-        site: what to patch: any point of the model, such as `embed`, or `resid_pre`, `z` and
-            `mlp.pre` of each layer.
-        over: the axes of the result: `layer`, and those of `pos`, `span`, `head`, `neuron`, `query`
-            and `key` that the site has. By default `layer`, and `head` or else `pos`. Without
-            `layer`, each patch changes all layers at once: `over="head"` patches head 3 of every
-            layer together, and the result prints "head 3 of all 4 layers". Most people mean
-            `over=["layer", "head"]`.
-        direction: denoising edits the corrupted run, noising the clean one; not with `edit`.
+        pairs: clean texts with the right answer, corrupted texts with another answer, and the
+            metric. With `edit`, corrupted texts are not needed.
+        site: the point to patch: any point of the model, such as `embed`, or a point that each
+            layer has, such as `resid_pre`, `z` or `mlp.pre`.
+        over: the axes of the result: `layer`, and any of `pos`, `span`, `head`, `neuron`, `query`
+            and `key` that the site has. Default: `layer`, and `head` if the site has heads,
+            otherwise `pos`. Without `layer`, each patch changes all layers at once: `over="head"`
+            patches head 3 of every layer together, and the result prints "head 3 of all 4 layers".
+            Most people need `over=["layer", "head"]`.
+        direction: `denoising` edits the corrupted run, `noising` edits the clean run. It is not
+            used with `edit`.
         edit: an edit of the clean run to make at each place instead, such as `edits.mean(cache)`.
-        layers, heads: only this one or these; all by default. `heads` needs `head` in `over`.
-        neurons: how many neighbouring neurons are one place; 1 by default. It needs `neuron` in
+        layers, heads: the layers or heads to patch, one or several. Default: all. `heads` needs
+            `head` in `over`.
+        neurons: the number of neighbouring neurons in one place. Default: 1. It needs `neuron` in
             `over`.
         max_bytes: see `sweep`.
         progress: whether to show a bar after two seconds.
 
     Returns:
-        Effects [*over, example]. `base` is the metric of the edited run, `target` that of the
-        other.
+        Effects [*over, example]. `base` is the metric of the edited run before the edit, and
+        `target` is the metric of the other run.
 
     Raises:
         ValueError: if texts, choices or the metric do not fit.
-        UnknownNameError: if there is no such site, or the model lacks it; with close matches.
+        UnknownNameError: if the site does not exist or the model lacks it; the error names close
+            matches.
         ModeError: if the model is in training mode.
 
     >>> from models import load
@@ -77,11 +81,15 @@ def activation_patching(
     """
     if edit is not None and not isinstance(edit, Edit):
         raise TypeError(
-            f"edit must be made by one of interp.edits, such as edits.zero(); got {shown(edit)} "
-            "(sweep takes functions)"
+            "edit must be made by a function of interp.edits, such as edits.zero(); got "
+            f"{shown(edit)} "
+            "(sweep accepts functions)"
         )
     if edit is not None and direction != "denoising":
-        raise ValueError(f"an edit changes the clean run; got direction={direction!r} beside it")
+        raise ValueError(
+            "an edit always changes the clean run; leave out direction; got "
+            f"direction={direction!r}"
+        )
     choice = Choice(site=site, over=over, layers=layers, heads=heads, neurons=neurons)
     runs = Runs(model, pairs, direction if edit is None else None, max_bytes)
     sites = Sites(runs, choice)
@@ -102,42 +110,42 @@ def sweep(
     max_bytes: int = 2**30,
     progress: bool = True,
 ) -> Result:
-    """Measure the effect of each edit on the metric, each as if it had a run of its own.
+    """Measure the effect of each edit on the metric, as if each edit had a separate run.
 
-    A run is resumed where it begins to differ from the unedited one: at the first block and the
-    first position that its edits touch. Earlier keys and values are those of the unedited run, and
-    logits are computed only at the positions that the metric reads. Runs that are resumed share
-    forward passes as further rows of the batch. Effects equal those of separate runs up to
-    rounding, 1e-5 of the largest value in float32.
+    Each edited run is resumed where it begins to differ from the unedited run: at the first block
+    and the first position that its edits change. Earlier keys and values are taken from the
+    unedited run, and logits are computed only at the positions that the metric reads. Resumed runs
+    share forward passes as additional rows of the batch. The effects equal the effects of separate
+    runs up to rounding, 1e-5 of the largest value in float32.
 
-    Functions of your own are called with the rows of one batch, in any order of the runs. They may
-    depend on any position, so their runs begin at the first one. In a model without the steps
-    `input_resid`, `blocks` and `unembed`, edited runs share whole forward passes. Where hooks act
-    on the model already, each edited run has a forward pass of its own.
+    Functions that you pass as edits are called with the rows of one batch; the order of the runs is
+    not defined. A function may read any position, so its run begins at the first position. In a
+    model without the steps `input_resid`, `blocks` and `unembed`, edited runs share whole forward
+    passes. If hooks are already active on the model, each edited run has a separate forward pass.
 
     Args:
         model: the model, in evaluation mode.
-        texts: the texts, or a mapping of all arguments of a run, as a processor gives; or pairs, of
-            which the clean texts are run.
-        edits: for each run what `run_with_hooks` takes as `hooks`.
-        metric: a function from logits to a number per example; see `interp.metrics`. By default
-            that of the pairs.
-        attention_mask: which tokens of a tensor [batch, pos] are not padding.
-        max_bytes: bounds the memory that the sweep takes beyond the model and one unedited run.
-            What functions of your own take is not counted.
+        texts: the texts, or a mapping of all arguments of a run, as returned by a processor; or
+            pairs, whose clean texts are run.
+        edits: the hooks of each run, in the form of the argument `hooks` of `run_with_hooks`.
+        metric: a function from logits to one number for each example; see `interp.metrics`.
+            Default: the metric of the pairs.
+        attention_mask: 1 for tokens and 0 for padding, if `texts` is a tensor [batch, pos].
+        max_bytes: a bound on the memory of the sweep in bytes, not counting the model, one unedited
+            run and the memory of functions that you pass.
         progress: whether to show a bar after two seconds.
 
     Returns:
-        Effects [edit, example], metric(edited) - metric(unedited), in the metric's unit. They print
-        what was edited.
+        Effects [edit, example], metric(edited) - metric(unedited), in the metric's unit. The
+        printed result describes each edit.
 
     Warns:
-        UserWarning: if effects are NaN, because the metric of an edited run is, or two infinities
-            cancel.
+        UserWarning: if effects are NaN, because the metric of an edited run is NaN, or because two
+            infinities are subtracted.
 
     Raises:
         ValueError: if there are no edits, `max_bytes` is too small for one edited run, or the
-            metric of the unedited run is not one number per example.
+            metric of the unedited run is not one number for each example.
         EditError: if an edit does not fit.
         ModeError: if the model is in training mode.
         NeverFiredError: if a run did not reach an edited point.
@@ -153,7 +161,9 @@ def sweep(
     if not isinstance(texts, Pairs):
         texts = Pairs(texts, attention_mask=attention_mask)
     elif attention_mask is not None:
-        raise ValueError("pairs have their own mask; got another")
+        raise ValueError(
+            "attention_mask must be left out for pairs, which contain their own mask; got a mask"
+        )
     _check_edits(edits)
     runs = Runs(model, texts if metric is None else texts.measured_by(metric), None, max_bytes)
     base, effects = runs.edited(edits)
@@ -162,7 +172,7 @@ def sweep(
 
 
 def _described(edit: Hooks) -> str:
-    """An entry of a sweep in a few words."""
+    """Return a short description of an entry of a sweep."""
     pairs = edit.items() if isinstance(edit, Mapping) else edit
     named = ([getattr(part, "__name__", part) for part in pair] for pair in pairs)
     text = ", ".join(f"{point}: {change}" for point, change in named)
@@ -172,15 +182,19 @@ def _described(edit: Hooks) -> str:
 def _check_edits(entries: Sequence[Hooks]) -> None:
     if isinstance(entries, Mapping):
         raise TypeError(
-            "edits must be a list, with an entry for each run; got one mapping: [edits]"
+            "edits must be a list with an entry for each run; got one mapping; write [edits]"
         )
     if callable(entries) or not isinstance(entries, Sequence):
-        rule = "edits must be a list, with an entry for each run, as [{'blocks.0.attn.z': edits.zero()}]"
+        rule = (
+            "edits must be a list with an entry for each run, such as [{'blocks.0.attn.z': "
+            "edits.zero()}]"
+        )
         raise TypeError(f"{rule}; got {shown(entries)}")
     for entry in entries:
         if callable(entry):
             raise TypeError(
-                f"an entry of edits must say where, as {{'blocks.*.attn.z': {entry!r}}}; got {entry!r}"
+                f"an entry of edits must name the points, such as {{'blocks.*.attn.z': "
+                f"{entry!r}}}; got {entry!r}"
             )
     if not entries:
         raise ValueError("a sweep needs at least one edit; got none")

@@ -1,4 +1,4 @@
-"""Edge and path patching: effects of a value from another run that takes some paths only."""
+"""Edge and path patching: effects of a value from another run along some of the paths only."""
 
 import itertools
 from collections.abc import Iterable
@@ -27,33 +27,36 @@ def edge_patching(
     max_bytes: int = 2**30,
     progress: bool = True,
 ) -> Result:
-    """Patch each edge alone: its reader sees what its writer adds in the other run.
+    """Patch each edge alone: its reader sees the output of its writer in the other run.
 
-    All other edges carry the values of the edited run, and what the reader passes on reaches
-    everything after it. So the effect is that of `run_circuit` with a mask of this edge, and is
-    exact. An edge is direct: what the writer changes in heads and MLPs between does not reach the
-    reader. `path_patching` with frozen MLPs carries the same difference to several receivers, and
-    then fixes them: the two agree unless a receiver is upstream of another. With recomputed MLPs it
-    also counts the paths through MLPs.
+    All other edges carry the values of the edited run, and all nodes after the reader are computed
+    again. So the effect is exact, and equals the effect of `run_circuit` with a mask of this edge.
+    An edge is direct: changes in the heads and MLPs between the writer and the reader do not reach
+    the reader. `path_patching` with frozen MLPs carries the same difference to several receivers,
+    and then fixes them: the two functions agree unless a receiver is upstream of another receiver.
+    With recomputed MLPs, `path_patching` also counts the paths through MLPs.
 
     Args:
         model: a model that has a `Graph`, in evaluation mode.
         pairs: see `activation_patching`.
-        edges: the name of one edge, or of several; all by default, which is many runs: see
-            `edge_attribution`.
-        direction: noising edits the clean run, as circuits do; denoising the corrupted one.
-        split_embeddings: whether token and position embeddings are writers of their own; see
+        edges: the name of one edge, or the names of several edges. Default: all edges. Patching
+            all edges takes many runs; `edge_attribution` is a faster estimate.
+        direction: `noising` edits the clean run, as circuits do; `denoising` edits the corrupted
+            run.
+        split_embeddings: whether token and position embeddings are two separate writers; see
             `Graph`.
-        max_bytes: bounds the memory beyond the model, two runs and what their writers add.
+        max_bytes: a bound on the memory in bytes, not counting the model, two runs and the outputs
+            of their writers.
         progress: whether to show a bar after two seconds.
 
     Returns:
-        Effects [edge, example]. `base` is the metric of the edited run, `target` that of the other.
-        `about` has `texts`, by which circuits know what they were found on (`Pairs.digests`).
+        Effects [edge, example]. `base` is the metric of the edited run before the edit, and
+        `target` is the metric of the other run. `about` contains `texts`, the digests of the texts
+        that a circuit was found on (`Pairs.digests`).
 
     Raises:
-        ValueError: if texts or metric do not fit, there is no edge, or one runs backwards.
-        UnknownNameError: if an edge has a node that the model lacks; with close matches.
+        ValueError: if texts or metric do not fit, there is no edge, or an edge runs backwards.
+        UnknownNameError: if the model lacks a node of an edge; the error names close matches.
         HookError: if hooks act on the model.
         ModeError: if the model is in training mode.
 
@@ -71,7 +74,7 @@ def edge_patching(
     places = [graph.index(name) for name in names]
     jobs = (
         (n, carried)
-        # Readers in order, so that runs of one sweep begin at about the same block.
+        # Sort by reader, so that the runs of one sweep begin at about the same block.
         for n in sorted(range(len(names)), key=lambda n: places[n][::-1])
         for carried in [runs.over_edge(*places[n])]
     )
@@ -93,33 +96,33 @@ def path_patching(
     max_bytes: int = 2**30,
     progress: bool = True,
 ) -> Result:
-    """Patch each sender's output along the paths to the receivers that pass no other head.
+    """Patch the output of each sender along the paths to the receivers that pass no other head.
 
-    As in Wang et al. 2022, "Interpretability in the Wild": a first run takes the sender's output
-    from the other run, keeps what all other heads add, and records what the receivers compute from
-    it. A second run takes the receivers' recorded values, and everything after them is computed
-    again. So each receiver is fixed, also if it is downstream of another one; see `edge_patching`,
-    which fixes none.
+    As in Wang et al. 2022, "Interpretability in the Wild": the first run replaces the sender's
+    output by its output in the other run, freezes the outputs of all other heads, and records the
+    values of the receivers. The second run replaces the values of the receivers by the recorded
+    values, and computes everything after them again. So each receiver is fixed, even if it is
+    downstream of another receiver; `edge_patching` fixes no receiver.
 
     Args:
         model, pairs, direction, split_embeddings, max_bytes: see `edge_patching`.
-        receivers: readers, such as `a9.h6<q>` or `m3`, whose values take part together; or `logits`
-            alone. Of a head its queries, keys or values at the point `q`, `k` or `v` are taken, of
-            an MLP what it adds.
-        senders: writers; by default all that a receiver comes after.
-        mlps: `recomputed`: in the first run MLPs follow, as in the paper, so paths through MLPs
-            count. `frozen`: they add what they add in the edited run, so only the direct path to
-            each receiver counts.
+        receivers: the readers, such as `a9.h6<q>` or `m3`, which are patched together; or `logits`
+            alone. The value of a head is its queries, keys or values at the point `q`, `k` or `v`;
+            the value of an MLP is its output.
+        senders: the writers to patch. Default: all writers before a receiver.
+        mlps: `recomputed`: the first run computes the MLPs again, as in the paper, so paths through
+            MLPs count. `frozen`: MLPs keep their outputs of the edited run, so only the direct path
+            to each receiver counts.
         progress: whether to show a bar after two seconds.
 
     Returns:
-        Effects [sender, example]. `base` is the metric of the edited run, `target` that of the
-        other.
+        Effects [sender, example]. `base` is the metric of the edited run before the edit, and
+        `target` is the metric of the other run.
 
     Raises:
-        ValueError: if no receiver comes after a sender, `logits` has other receivers beside it, or
-            as for `edge_patching`.
-        UnknownNameError, HookError, ModeError: as for `edge_patching`.
+        ValueError: if no receiver comes after a sender, if `logits` is not the only receiver, or
+            for the reasons of `edge_patching`.
+        UnknownNameError, HookError, ModeError: for the reasons of `edge_patching`.
 
     >>> from models import load
     >>> model, pairs = load("pydoc-4l"), Pairs("def __ini", "def __nam", ("t", "e"))

@@ -1,4 +1,4 @@
-"""The correction of attribution patching at queries and keys, whose softmax is computed again.
+"""The correction of attribution patching at queries and keys: compute the softmax again.
 
 The algorithm (Kramár et al. 2024, "AtP*: An efficient and scalable method for localizing LLM
 behaviour to components"), for one layer:
@@ -6,11 +6,11 @@ behaviour to components"), for one layer:
 1. In the base run, store the arguments of attention (`RecordedAttention`), and take the gradient g
    of the metric at the pattern.
 2. Run this attention alone with other queries or keys, and read its new pattern or scores.
-3. For queries (`OtherQueries`): each query has its own row of the pattern. The effect of a query is
-   the change of its row times g.
-4. For keys (`OtherKeys`): each key changes alone, so its new score changes its own weight from p to
-   r, and the weights of the other keys by one factor. The softmax is solved for each key at once,
-   without a run for each.
+3. For queries (`OtherQueries`): each query has a separate row of the pattern. The effect of a query
+   is the change of its row times g.
+4. For keys (`OtherKeys`): each key changes alone, so its new score changes its weight from p to r,
+   and the weights of the other keys by one factor. The softmax is solved for all keys at once,
+   without a separate run for each key.
 5. Sum the effects over the queries, over the query heads that share a key head, and at each place
    (`corrected`).
 """
@@ -38,12 +38,12 @@ def corrected(
 ) -> Callable[[Patterns], Float[Tensor, "..."]]:
     """Return the estimate of other queries or keys, as a function of the gradient at the pattern.
 
-    It gives effects [*places, example].
+    The function returns effects [*places, example].
 
     Args:
         sites: the places of queries or keys.
         name: the point of the queries or keys, such as `blocks.3.attn.q`.
-        attention: its attention, after the run.
+        attention: the attention of the point, after the run.
     """
     part = name.rpartition(".")[2]
     kind = OtherQueries if part == "q" else OtherKeys
@@ -61,18 +61,18 @@ def corrected(
 
 
 class RecordedAttention:
-    """The attention of one layer in a run, which can be repeated with other queries or keys.
+    """The attention of one layer in a run. It can be run again with other queries or keys.
 
     Args:
         runner: the runner of the model.
         name: the exact name of a point of that attention, such as `blocks.3.attn.q`.
 
     Attributes:
-        pattern: the name of its pattern.
-        cap: the function that caps the scores before the softmax; the identity without one.
+        pattern: the name of the point of the attention pattern.
+        cap: the function that caps the scores before the softmax, or the identity.
 
     Raises:
-        UnknownNameError: if there are no queries, keys, scores or pattern beside that point.
+        UnknownNameError: if this attention lacks a point for queries, keys, scores or pattern.
     """
 
     def __init__(self, runner: HookedRunner, name: str) -> None:
@@ -88,7 +88,7 @@ class RecordedAttention:
         self.cap: Any = getattr(self._module, "cap", nn.Identity())
 
     def listen(self, session: Session) -> None:
-        """Store the arguments of attention in the run that follows."""
+        """Store the arguments of attention during the next run."""
         session.before(self._module, self._store)
 
     def _store(self, args: Any, kwargs: Any) -> None:
@@ -100,7 +100,7 @@ class RecordedAttention:
 
     @without_gradients
     def values(self, **changed: Tensor) -> dict[str, Tensor]:
-        """Return queries, keys, scores and pattern, after some of them are replaced."""
+        """Return queries, keys, scores and pattern after replacing some of them."""
         edits = [
             (self._points[part].module, lambda output, value=value: value.to(output.dtype))
             for part, value in changed.items()
@@ -112,12 +112,12 @@ class RecordedAttention:
 
 
 class OtherQueries:
-    """Effects of other queries on the metric through the pattern. The softmax is computed again.
+    """The effects of other queries on the metric through the pattern, with a new softmax.
 
     Args:
         attention: the attention, after the run.
-        base: its values in that run.
-        queries: what takes the place of its queries.
+        base: the values of the attention in that run.
+        queries: the queries that replace the queries of that run.
     """
 
     def __init__(
@@ -130,22 +130,22 @@ class OtherQueries:
         self._change = at_least_float32(pattern) - base["pattern"]
 
     def effects(self, gradient: Patterns) -> Float[Tensor, "batch pos head"]:
-        """Multiply the pattern's change with the gradient there, for each query."""
+        """Return the change of the pattern times its gradient, for each query."""
         by_query = (self._change * gradient).sum(-1)
         return rearrange(by_query, "batch head query -> batch query head")
 
 
 class OtherKeys:
-    """Effects of other keys on the metric through the pattern, one position at a time.
+    """The effects of other keys on the metric through the pattern, one position at a time.
 
-    If the score of one key changes, its weight goes from p to r, and those of the other keys shrink
-    or grow by one factor. The pattern's change times the gradient g is then (r - p) (g - h), with h
-    the mean of g over the other keys by their weights.
+    If the score of one key changes, its weight changes from p to r, and the weights of the other
+    keys shrink or grow by one factor. The change of the pattern times the gradient g is then (r -
+    p) (g - h), where h is the weighted mean of g over the other keys.
 
     Args:
         attention: the attention, after the run.
-        base: its values in that run.
-        keys: what takes the place of its keys.
+        base: the values of the attention in that run.
+        keys: the keys that replace the keys of that run.
 
     Raises:
         ValueError: if the pattern is not the softmax of the scores that a query sees, after the
@@ -159,7 +159,8 @@ class OtherKeys:
         keys: Float[Tensor, "batch pos kv_head d_head"],
     ) -> None:
         self._kv_heads = keys.shape[2]
-        # Equal scores show which keys a query sees: these get the same weight, the others none.
+        # With equal scores, all keys that a query sees have the same weight, and all other keys
+        # have weight 0.
         equal = attention.values(scores=torch.zeros_like(base["scores"]))["pattern"]
         self._seen = (equal > 0) & (base["scores"] > -torch.inf)
         moved_scores = attention.values(k=keys)["scores"]
@@ -173,41 +174,42 @@ class OtherKeys:
         rest = masked.scatter(-1, self._top, -torch.inf)
         moved = self._moved(masked, rest, moved_scores - scores)
         self._change = (moved - self._weights).masked_fill(~self._seen, 0)
-        # A key that is the only one has no others.
+        # If a query sees only one key, there are no other keys.
         is_alone = self._seen.sum(-1, keepdim=True) < 2
         self._rest = rest.softmax(-1).masked_fill(is_alone, 0)
 
     def _require_softmax(self, attention: RecordedAttention, pattern: Patterns) -> None:
-        """Refuse a pattern that is not the softmax of the scores, up to rounding."""
+        """Check that the pattern is the softmax of the scores, up to rounding."""
         if (self._weights - pattern).abs().max() > block_rounding(pattern.dtype):
             raise ValueError(
-                "qk_correction of keys needs patterns that are the softmax of scores, or of what `cap` makes of "
-                f"them; got others at {attention.pattern}"
+                "qk_correction of keys needs patterns that are the softmax of the scores after "
+                "`cap`; "
+                f"got a different pattern at {attention.pattern}"
             )
 
     def _moved(self, masked: Patterns, rest: Patterns, change: Patterns) -> Patterns:
-        """The weight of each key after a change of its own score alone.
+        """Return the weight of each key after a change of the score of this key alone.
 
         Args:
-            masked: the scores; -inf at keys that a query does not see.
-            rest: the same without the largest score of each query.
+            masked: the scores, with -inf at keys that a query does not see.
+            rest: the masked scores without the largest score of each query.
             change: the change of each score.
         """
         total = masked.logsumexp(-1, keepdim=True)
-        # 1 - p loses its digits where p is almost 1. There it is the sum of the other weights.
+        # If p is almost 1, 1 - p loses its digits. Use the sum of the other weights instead.
         log_others = (-self._weights.clamp(max=0.5)).log1p()
         log_others = log_others.scatter(-1, self._top, rest.logsumexp(-1, keepdim=True) - total)
         return (masked - total + change - log_others).sigmoid()
 
     def effects(self, gradient: Patterns) -> Float[Tensor, "batch pos kv_head"]:
-        """Multiply the pattern's change with the gradient there, for each key, summed over queries."""
+        """Return the change of the pattern times its gradient for each key, summed over queries."""
         gradient = at_least_float32(gradient)
         weighted = self._weights * gradient
         others = weighted.sum(-1, keepdim=True) - weighted
         others = others / (1 - self._weights.clamp(max=0.5))
         top = (self._rest * gradient).sum(-1, keepdim=True)
         by_key = (self._change * (gradient - others.scatter(-1, self._top, top))).sum(2)
-        # Query heads that share a key head follow each other.
+        # Query heads that share a key head are neighbours.
         shared = rearrange(
             by_key, "batch (kv_head n) key -> batch key kv_head n", kv_head=self._kv_heads
         )

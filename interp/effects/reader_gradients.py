@@ -1,4 +1,4 @@
-"""Gradients at the readers of a graph, pulled back through their norms to the stream."""
+"""Gradients at the readers of a graph, propagated back through their norms to the stream."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -15,14 +15,15 @@ from interp.graph.norms import is_identity, linear_part
 
 
 class StreamReaders(NamedTuple):
-    """Readers that read one stream through one norm: the heads of a block, its MLP, or the logits.
+    """The readers of one stream through one norm: the heads of a block, its MLP, or the logits.
 
     Attributes:
         stream: the name of the point before the norm.
         norm: the norm.
-        at: the module whose output has the gradient: the heads' projection, or the norm itself.
-        weight: the projection of each reader; None for one reader of the norm's output.
-        readers: which readers of the graph they are.
+        at: the name of the module at whose output the gradient is taken: the heads' projection, or
+            the norm.
+        weight: the projection of each reader; None if one reader reads the output of the norm.
+        readers: the indices of the readers in the graph.
     """
 
     stream: str
@@ -33,7 +34,7 @@ class StreamReaders(NamedTuple):
 
 
 def readings(graph: Graph) -> Iterator[StreamReaders]:
-    """Yield all readers of a graph, in the order of computation."""
+    """Yield all readers of a graph in the order of computation."""
     for n, layer in enumerate(graph.layers):
         attention, heads = layer.attention, slice(layer.q.start, layer.v.stop)
         weight = attention.sublayer.qkv.weight.unflatten(0, (-1, attention.sublayer.W_O.shape[1]))
@@ -52,15 +53,14 @@ def readings(graph: Graph) -> Iterator[StreamReaders]:
 class Pullback:
     """The gradient of each reader with respect to the stream, through that reader alone.
 
-    A norm is `A x / scale(x) + constant`, so what it passes back of a gradient g is
-    `A^T g / scale`, less the gradient of the scale times `x · A^T g / scale²`. `A` is applied to
-    the weights, once.
+    A norm is `A x / scale(x) + constant`. So the gradient g before the norm is `A^T g / scale`
+    minus the gradient of the scale times `x · A^T g / scale²`. `A` is applied to the weights, once.
 
     Args:
         reading: the readers.
         stream: the stream before the norm.
         gradient: the gradient of the metric at the output of the projection, or of the norm.
-        device: where the results are wanted.
+        device: the device of the results.
     """
 
     @without_gradients
@@ -102,10 +102,10 @@ class Pullback:
 
 
 class Pullbacks:
-    """Pullbacks of consecutive readings, whose gradients go into one matrix product.
+    """Pullbacks of consecutive readings, whose gradients are used in one matrix product.
 
     Attributes:
-        readers: which readers of the graph they are.
+        readers: the indices of the readers in the graph.
     """
 
     def __init__(self, parts: Sequence[tuple[slice, Pullback]]) -> None:
@@ -115,7 +115,7 @@ class Pullbacks:
     def __call__(
         self, example: int, pos: Int[Tensor, " n"], space: Float[Tensor, "most n d_model"]
     ) -> Float[Tensor, "reader n d_model"]:
-        """Return the gradients at some positions of an example, in memory that is used again."""
+        """Return the gradients at some positions of an example, written into `space`."""
         first = self.readers.start
         for at, pull in self._parts:
             pull(example, pos, space[at.start - first : at.stop - first])
@@ -123,7 +123,7 @@ class Pullbacks:
 
 
 def _scale(norm: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a norm's scale, which it divides by, and the gradient of the scale."""
+    """Return the scale by which a norm divides, and the gradient of the scale."""
     with torch.enable_grad():
         x = x.detach().requires_grad_()
         scales: list[Tensor] = []

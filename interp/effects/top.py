@@ -1,4 +1,4 @@
-"""The largest of very many estimated effects: of neurons, or of directions, at each position."""
+"""The largest estimated effects of all neurons, or of given directions, at each position."""
 
 from collections.abc import Mapping, Sequence
 
@@ -30,28 +30,33 @@ def top_attributions(
 ) -> Result:
     """Find the `k` largest estimated effects of MLP neurons, or of directions, at single positions.
 
-    The estimate is that of `attribution_patching`. For a unit vector u it is ((target - base) · u)
-    times (u · gradient), which estimates `edits.interchange` along u. Of each layer only the
-    largest mean effects are kept, so there is never a table of all places.
+    The estimate is the same as in `attribution_patching`. For a unit vector u, the estimate is
+    ((target - base) · u) times (u · gradient), which approximates `edits.interchange` along u. Only
+    the `k` largest mean effects are stored while the layers are read, so the table of all places is
+    never in memory.
 
     Args:
-        model, pairs, direction: see `attribution_patching`. Both texts must have the same columns.
-        directions: by the exact name of any point, vectors of its last axis, as columns. Their
-            lengths do not count. None for the neurons of `mlp.post`.
-        k: how many places are kept.
+        model, pairs, direction: see `attribution_patching`. Both texts must have the same columns
+            and padding.
+        directions: the columns of each matrix are vectors along the last axis of a point; the keys
+            are exact names of points. The lengths of the vectors do not matter. Default: the
+            neurons of `mlp.post`.
+        k: the number of places to return.
         progress: whether to show a bar after two seconds.
 
     Returns:
-        Estimated effects [place, example], the largest mean first. Their labels are such as
-        `layer 3, pos 5, neuron 17`, or `blocks.3.resid_post, pos 5, direction 2`.
+        Estimated effects [place, example], sorted by the size of the mean, the largest first.
+        Examples
+        of labels: `layer 3, pos 5, neuron 17`, and `blocks.3.resid_post, pos 5, direction 2`.
 
     Raises:
-        ValueError: as for `attribution_patching`, or if vectors do not fit their point or are 0.
+        ValueError: for the reasons of `attribution_patching`, or if vectors do not fit their point
+            or are 0.
         UnknownNameError: if the model has no such point.
         ModeError: if the model is in training mode.
 
     Warns:
-        UserWarning: as `attribution_patching` does.
+        UserWarning: for the reasons of `attribution_patching`.
 
     >>> from models import load
     >>> model, pairs = load("pydoc-4l"), Pairs("def __ini", "def __nam", ("t", "e"))
@@ -63,7 +68,7 @@ def top_attributions(
     titles = _titles(runs.runner, directions)
     names = [*titles]
     if not runs.text.is_aligned_with(runs.other):
-        raise ValueError("both texts must have the same columns and padding; got others")
+        raise ValueError("both texts must have the same columns and padding; got different ones")
     cache = runs.source(names)
     units = {name: _units(vectors, cache, name) for name, vectors in (directions or {}).items()}
     run = runs.gradients(names)
@@ -90,7 +95,7 @@ def top_attributions(
 
 
 def _titles(runner: HookedRunner, directions: Mapping[str, Tensor] | None) -> dict[str, str]:
-    """The points, each with what labels call it."""
+    """Return the name of each point in the labels."""
     if directions is not None:
         return {name: name for name in directions}
     require_points(runner)
@@ -99,7 +104,7 @@ def _titles(runner: HookedRunner, directions: Mapping[str, Tensor] | None) -> di
 
 
 class _Largest:
-    """The places with the largest mean effects of those that were offered, at most `k`."""
+    """The `k` places with the largest mean effects among all places that were offered."""
 
     def __init__(self, k: int, base: Float[Tensor, " batch"]) -> None:
         self._k = k
@@ -107,7 +112,7 @@ class _Largest:
         self.labels: list[str] = []
 
     def offer(self, effects: Float[Tensor, "..."], title: str, axes: Sequence[str]) -> None:
-        """Take effects [*axes, batch] into account."""
+        """Add effects [*axes, batch] to the comparison."""
         flat = effects.flatten(0, -2)
         best = largest_rows(flat.mean(-1).abs(), self._k)
         indices = torch.stack(torch.unravel_index(best, effects.shape[:-1]), 1).tolist()
@@ -125,7 +130,7 @@ def _units(vectors: Tensor, cache: ActivationCache, name: str) -> Float[Tensor, 
     """The columns as unit vectors of a point's last axis."""
     value, axes = at_least_float32(cache[name]), cache.axes(name)
     if "batch" not in axes[:-1]:
-        raise ValueError(f"directions need points with named axes; got {name}")
+        raise ValueError(f"directions need a point with named axes; got {name}")
     units = vectors.to(value) / vectors.to(value).norm(dim=0)
     if vectors.ndim != 2 or len(vectors) != value.shape[-1] or not units.isfinite().all():
         rule = (
