@@ -1,8 +1,8 @@
-"""The one object of an attached model: parts that analyses use, its texts, and the way back.
+"""The object of an attached model: the parts that analyses use, its texts, and the way to detach.
 
-An attachment keeps the settings of its call, and the modules, sizes and kernels of the model. A
-later call of `attach` with equal settings, on a model that still has these, returns the attachment.
-Any other call renews it.
+An attachment stores the settings of the call of `attach`, and the modules, sizes and kernels of the
+model. A later call of `attach` with equal settings returns this attachment if the model still has
+the same modules, sizes and kernels. Any other call creates a new attachment.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -64,25 +64,27 @@ class Attached(ReadsText):
     """A model with points, until `remove()` or the end of a `with`; see `attach`.
 
     It reads texts for the model, and has the parts of `interp.protocol.LanguageModel`. The steps
-    and sizes are there if some blocks read a text alone. `unembed` is there if the modules after
-    them, the final norm first, give the logits in sequence, up to a factor and a soft cap. Weights
-    by our names are there if `models.from_hf` knows the family; they are read anew at each access.
+    and sizes exist if some blocks read only a text. `unembed` exists if the modules after the
+    blocks, from the final norm on, compute the logits one after the other, up to a factor and a
+    soft cap. The weights of `models.Transformer` (`W_Q` and so on) exist if `models.from_hf`
+    supports the family. They are read again at each access.
 
     Attributes:
         model: the model.
-        left_out: the usual points that the model, or some block, does not have, by the last parts
-            of their names, and why. Those of an encoder, a decoder or a tower begin with its name.
+        left_out: the reason for each usual point that is missing from the model or from some block,
+            by the last parts of its name. The names for an encoder, a decoder or a tower begin with
+            its name.
         forward: the forward of `base` while it is attached.
-        base: the model inside an adapter's wrapper; mostly the model itself.
-        uncached: the arguments of a run whose keys nobody needs later.
-        needed: the arguments of every run: none or, for a model that runs only without a cache,
-            `uncached`. Other models get none, because some compute another mask from positions
-            without a cache than with one.
+        base: the model inside an adapter's wrapper. Without an adapter, it is the model itself.
+        uncached: the arguments of a run that needs no cache of keys afterwards.
+        needed: the arguments that every run needs. They are `uncached` for a model that runs only
+            without a cache, and empty for all other models. With these arguments, some of the other
+            models would compute a different mask from positions.
         config: the sizes.
         blocks: the model's own blocks that read a text.
-        unembed: logits from a residual stream.
+        unembed: a function that returns the logits of a residual stream.
         layouts: the modules of the blocks.
-        settings: the settings of `attach`; None during it.
+        settings: the settings of `attach`. They are None while `attach` runs.
     """
 
     forward: Forward
@@ -96,7 +98,7 @@ class Attached(ReadsText):
         self.needed: dict[str, Any] = {}
         self.base = base_of(model)
         self._parameters = parameters_of(model)
-        # What texts are given as.
+        # The name of the argument for texts.
         self._reads = "input_ids" if "input_ids" in self._parameters else self._parameters[0]
         self._positions = PaddedPositions(self, "position_ids" in self._parameters)
         self._family = getattr(getattr(model, "config", None), "model_type", None)
@@ -105,12 +107,12 @@ class Attached(ReadsText):
         self._n_withs = 0
 
     def take_over(self) -> None:
-        """Give modules configs that ask for attention with points, and make the new forward."""
+        """Give the modules configs that ask for attention with points; create the forward."""
         self._configs = _own_configs(self.model)
         self.forward = Forward(self.base)
 
     def read_through(self, stacks: Sequence[Stack]) -> None:
-        """Take the first stack as the blocks of the texts, and let the model read texts."""
+        """Use the first stack as the blocks of the texts, and let the model read texts."""
         self.left_out |= absent_parts(self.model, stacks)
         text = stacks[0]
         if text.texts is not None:
@@ -136,7 +138,7 @@ class Attached(ReadsText):
         return f"Attached({type(self.model).__name__}, {points} points{left_out})"
 
     def remove(self) -> None:
-        """Take everything out of the model again, also if it was attached anew since.
+        """Remove all points from the model, also if the model was attached again in the meantime.
 
         A second call does nothing.
         """
@@ -155,10 +157,11 @@ class Attached(ReadsText):
             self.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_n_withs": 0}  # a copy is in no `with`
+        # A copy is not inside a `with`.
+        return vars(self) | {"_n_withs": 0}
 
     def restore_configs(self) -> None:
-        """Give modules the configs that they had, with the changes that these have had since."""
+        """Restore the configs of the modules, with the later changes of their copies."""
         done = set[int]()
         for module, (config, before) in self._configs.items():
             if id(config) not in done:
@@ -173,17 +176,17 @@ class Attached(ReadsText):
         return {kernel_name(config) for config, _ in self._configs.values()}
 
     def run(self, tokens: Tensor, **arguments: Any) -> Any:
-        """The model's output."""
+        """Return the model's output."""
         return self.model(**{self._reads: tokens, **self.uncached, **arguments})
 
     def run_base(self, tokens: Tensor, **arguments: Any) -> Any:
-        """The output of the model inside an adapter's wrapper."""
+        """Return the output of the model inside an adapter's wrapper."""
         return self.base(**{self._reads: tokens, **self.uncached, **arguments})
 
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        """Return the arguments of `forward`, with tokens and mask in place of texts.
+        """Return the arguments of `forward`, with tokens and a mask instead of texts.
 
-        Tensors are put on the model's device.
+        Tensors are moved to the model's device.
         """
         named = self._named(args, kwargs)
         texts = named.get(self._reads)
@@ -211,10 +214,10 @@ class Attached(ReadsText):
     def with_positions(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         """Return the arguments of `forward` with tokens, mask and positions of the new tokens.
 
-        Positions that the caller gives stay.
+        Positions from the caller are not changed.
 
         Raises:
-            ValueError: as for `to_tokens` and `positions_of`.
+            ValueError: if `to_tokens` or `positions_of` raises it.
         """
         args, kwargs = self.prepare_inputs(*args, **kwargs)
         named = self._named(args, kwargs)
@@ -228,9 +231,9 @@ class Attached(ReadsText):
         return args, kwargs | {name: value[:, -new.shape[1] :] for name, value in positions.items()}
 
     def _copies_text(self, named: Mapping[str, Any]) -> bool:
-        """Return whether a run gives the decoder no text of its own.
+        """Return whether the decoder gets no text in a run.
 
-        Labels [batch, pos] are a text; labels of classes are not.
+        Labels [batch, pos] are a text. Labels of classes are not.
         """
         if "decoder_input_ids" not in self._parameters:
             return False
@@ -244,10 +247,11 @@ class Attached(ReadsText):
 
     def _text_device(self) -> torch.device | None:
         device = next(self.model.parameters()).device
-        return None if device.type == "meta" else device  # weights may be kept elsewhere
+        # The weights may be stored elsewhere until they are needed.
+        return None if device.type == "meta" else device
 
     def positions_of(self, mask: Shaped[Tensor, "batch pos"]) -> dict[str, Tensor]:
-        """Positions for texts with padding before a token, for a model that takes them.
+        """Return positions for texts with padding before a token, if the model accepts positions.
 
         See `PaddedPositions.of`.
         """
@@ -258,13 +262,14 @@ class Attached(ReadsText):
     def is_causal(self) -> bool:
         """Return whether the logits at a position do not depend on later tokens.
 
-        Models that are not asked for logits at each position count as causal, and so do decoders
-        that an encoder feeds.
+        The answer is True for models that do not return logits at each position, and for decoders
+        that read an encoder.
         """
         if is_encoder_decoder(self.model) or table_of(self.model) is None:
             return True
         if any(map(is_fully_sharded, self.model.modules())):
-            return True  # this run may not be one that all processes take part in
+            # Other processes may not take part in this run, and it would wait for them.
+            return True
         tokens = tokens_for(self.model)
         changed = torch.cat([tokens[:, :-1], tokens[:, :1]], 1)
         with mode(self.model, training=False):
@@ -273,23 +278,25 @@ class Attached(ReadsText):
                     logits_of(hooks_disabled(self.run_base, part)) for part in (tokens, changed)
                 )
             except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
-                return True  # it needs more than tokens
+                # The model needs more arguments than tokens.
+                return True
         if logits.ndim != 3 or logits.shape[1] != tokens.shape[1]:
             return True
-        # In a causal model rounding may differ between the runs; a later token changes much more.
+        # In a causal model, only rounding may differ between the runs. In other models, a later
+        # token changes the logits much more.
         tolerance = logits_rounding(logits.dtype)
         return agree(logits[:, :-1], others[:, :-1], tolerance)
 
     @property
     def mask_token(self) -> int | None:
-        """The token that stands where a masked language model predicts, by the tokenizer or the config."""
+        """The mask token of a masked language model, from the tokenizer or else from the config."""
         token = super().mask_token
         config = getattr(self.model, "config", None)
         return getattr(config, "mask_token_id", None) if token is None else token
 
     @property
     def pad_token(self) -> int:
-        """The token of padding: of the config, which classifiers look for, or of the tokenizer."""
+        """The padding token, from the config, which classifiers use, or else from the tokenizer."""
         config = getattr(self.model, "config", None)
         named = [config, getattr(config, "get_text_config", lambda: None)(), self._tokenizer]
         table = table_of(self.model)
@@ -301,22 +308,22 @@ class Attached(ReadsText):
         return 0
 
     def context(self, tokens: Int[Tensor, "batch pos"], **arguments: Any) -> AttachedContext:
-        """Return the context of a run, which blocks read besides the stream: its arguments."""
+        """Return the context of a run: the arguments that blocks read besides the stream."""
         return AttachedContext(arguments)
 
     def context_of(
         self, calls: Sequence[Any], model_arguments: dict[str, Any]
     ) -> AttachedContext | None:
-        """The context of a run, from how it called the blocks.
+        """Return the context of a run, from the recorded calls of the blocks.
 
-        It is None if they cannot be called again.
+        The context is None if the blocks cannot be called again.
         """
         return repeatable_context(list(self.blocks), calls, model_arguments)
 
     def input_resid(
         self, tokens: Int[Tensor, "batch pos"], context: AttachedContext | None = None
     ) -> Float[Tensor, "batch pos d_model"]:
-        """The residual stream that enters the first block."""
+        """Return the residual stream that enters the first block."""
         with Session() as session:
             session.before(self.blocks[0], _stop)
             try:
@@ -328,7 +335,7 @@ class Attached(ReadsText):
     def run_block(
         self, layer: int, resid: Float[Tensor, "batch pos d_model"], context: AttachedContext
     ) -> Float[Tensor, "batch pos d_model"]:
-        """The residual stream leaving a block, from the one entering it.
+        """Return the residual stream that leaves a block, from the stream that enters it.
 
         The context is from `context_of`.
         """
@@ -337,7 +344,10 @@ class Attached(ReadsText):
     def logits(
         self, resid: Float[Tensor, "batch pos d_model"], last: int
     ) -> Float[Tensor, "batch _last vocab"]:
-        """Logits of the `last` positions; 0 means all. With hooks there, all are computed."""
+        """Return the logits of the `last` positions; 0 means all.
+
+        If a module of the unembedding has a hook, the logits of all positions are computed.
+        """
         after = getattr(self.unembed, "modules", ())
         if any(is_listened_to(part) for module in after for part in inside(module)):
             return self.unembed(resid)[:, -last:]
@@ -346,10 +356,10 @@ class Attached(ReadsText):
     def plain(self) -> Transformer | PlainView:
         """Return the model as a plain transformer, or as a `PlainView`.
 
-        A plain transformer shares the model's memory where layouts are the same.
+        A plain transformer shares the model's memory if the layouts of the weights are the same.
 
         Raises:
-            ValueError: as for `models.from_hf` or `PlainView`.
+            ValueError: if `models.from_hf` or `PlainView` raises it.
         """
         if self._family not in FAMILIES:
             return hooks_disabled(PlainView, self)
@@ -358,7 +368,10 @@ class Attached(ReadsText):
         return made
 
     def has(self, part: str) -> bool:
-        """Return whether there is a part of `LanguageModel`. To read a weight takes long."""
+        """Return whether a part of `LanguageModel` exists.
+
+        No weight is read, because that is slow.
+        """
         if part.startswith(("W_", "b_")):
             return self._family in FAMILIES and hasattr(BlockWeights, part)
         return hasattr(self, "blocks" if part in _STEPS else part)
@@ -370,9 +383,9 @@ class Attached(ReadsText):
 
 
 def detach(model: nn.Module) -> None:
-    """Take all points out of a model, also out of a copy of an attached one.
+    """Remove all points from a model, or from a copy of an attached model.
 
-    A model without points stays as it is.
+    A model without points does not change.
 
     >>> import copy
     >>> import torch
@@ -406,7 +419,7 @@ def detach(model: nn.Module) -> None:
 
 
 class _Reached(BaseException):
-    """Ends a run at the first block, and holds the stream.
+    """Ends a run at the first block, and carries the stream.
 
     `except Exception` in the model does not catch it.
     """
@@ -420,7 +433,7 @@ def _own_configs(model: nn.Module) -> dict[nn.Module, tuple[Any, Any]]:
     """Give every module of the model a copy of its config that asks for `hooked_attention`.
 
     Returns:
-        The config that each module had, and another copy of it.
+        The original config of each module, and a second copy of it.
     """
     had = configs_of(model)
     copies = dict[int, Any]()
@@ -433,7 +446,7 @@ def _own_configs(model: nn.Module) -> dict[nn.Module, tuple[Any, Any]]:
 
 
 def _carry_changes(changed: Any, before: Any, config: Any) -> None:
-    """Make the changes in `config` that a module's own copy has had since it was equal to `before`."""
+    """Copy to `config` each change of `changed` since it was equal to `before`."""
     for name, value in vars(changed).items():
         if name == "_attn_implementation_internal":
             is_set = not str(value).startswith(HOOKED)
@@ -450,20 +463,20 @@ def _carry_changes(changed: Any, before: Any, config: Any) -> None:
 def _same(one: Any, other: Any) -> bool:
     """Return whether two values of configs are equal.
 
-    Configs inside them count by what they hold.
+    Configs inside them are compared by their contents.
     """
     return repr(one) == repr(other)
 
 
 @dataclass(eq=False)
 class AttachSettings:
-    """Settings of a call of `attach`, and the model that it saw.
+    """The settings of a call of `attach`, and the state of the model in that call.
 
     Attributes:
         example, blocks, attn, mlp: see `attach`.
         modules: the modules of the attached model, points included, by name.
         shapes: the shape of each parameter, by name.
-        kernels: the attention kernel that each module with a config asks for.
+        kernels: the attention kernel of each module with a config.
     """
 
     example: Any
@@ -475,13 +488,13 @@ class AttachSettings:
     kernels: list[str] = field(default_factory=list)
 
     def note(self, model: nn.Module) -> None:
-        """Note the modules, sizes and kernels of a model that has its points."""
+        """Store the modules, sizes and kernels of a model that has its points."""
         self.modules = _modules(model)
         self.shapes = _shapes(model)
         self.kernels = _kernels(model)
 
     def hold_for(self, other: "AttachSettings", model: nn.Module) -> bool:
-        """Return whether other settings are equal, and the model is as it was at attach."""
+        """Return whether other settings are equal, and the model has not changed since `attach`."""
         names = ("blocks", "attn", "mlp")
         if any(getattr(self, name) != getattr(other, name) for name in names):
             return False
@@ -493,7 +506,7 @@ class AttachSettings:
 
 
 def _modules(model: nn.Module) -> dict[str, nn.Module]:
-    # Points of parts, such as dictionaries, come and go with their `with`.
+    # Points of parts, for example of dictionaries, exist only inside their `with`.
     return {
         name: module for name, module in model.named_modules() if not isinstance(module, PartPoint)
     }
@@ -514,7 +527,7 @@ def _are_equal(example: Any, other: Any) -> bool:
     if example is None or other is None:
         return False
     tensors, others = [*tensors_in(example)], [*tensors_in(other)]
-    # Tensors may be cut in the text of an example, so they are compared by themselves.
+    # `repr` may shorten tensors, so tensors are compared separately.
     return (
         repr(example) == repr(other)
         and len(tensors) == len(others)

@@ -1,11 +1,11 @@
-"""attach: puts hook points into a model of `transformers`, and checks what they promise.
+"""attach: puts hook points into a model of `transformers`, and checks that the points work.
 
-1. Run each example on the model as it is, and again with every call recorded (`_record`, with
+1. Run each example on the unchanged model, and again with every call recorded (`_record`, with
    `probe`).
 2. Find the stacks of blocks (`stacks`), and the parts of each block (`layout`).
-3. Place points there, and hooks that pass values through them (`points`).
-4. Check what each point promises (`checks`). A point that breaks its promise is taken out again,
-   with a reason.
+3. Add points to these parts, and hooks that pass values through the points (`points`).
+4. Check that each point has the value that its name promises (`checks`). A point that fails a check
+   is removed, and the reason is stored.
 5. Return the object that analyses use (`attached`).
 """
 
@@ -47,48 +47,50 @@ def attach(
 ) -> Attached:
     """Put hook points into a model of `transformers`, under the names of `models.Transformer`.
 
-    `HookedRunner(model)` and the analyses of `interp` then work as on a plain transformer. Weights,
-    state dict and outputs stay as they are. Where the points belong is found from a run on fourteen
-    tokens and checked by a few more, so no architecture needs to be known. Attention by code of its
-    own gets points if it is two products with a softmax between, or PyTorch's fused function. A
-    point is left out where the model does not show its value, or where an edit of it could not take
-    effect.
+    After this, `HookedRunner(model)` and the analyses of `interp` work as on a plain transformer.
+    The weights, the state dict and the outputs do not change. The points are found from a run on
+    fourteen tokens and checked by a few more runs, so no architecture needs to be known. A module
+    that computes attention in its own code gets points if it computes two products with a softmax
+    between them, or calls PyTorch's fused function. A point is left out if the model does not
+    expose its value, or if an edit of it could not take effect.
 
     An encoder and its decoder have points `encoder.blocks.*` and `decoder.blocks.*`, with `cross.*`
-    for attention to the encoder. With an `example` that has images or sounds, towers have points
-    `vision.blocks.*` and `audio.blocks.*`. Positions there are the tower's, `projected` is what it
-    gives, and `merged` the stream of the text with that in it.
+    for attention to the encoder. With an `example` that contains images or sounds, towers have
+    points `vision.blocks.*` and `audio.blocks.*`. Their positions are positions in the tower.
+    `projected` is the output of the tower, and `merged` is the stream of the text with this output
+    inserted.
 
-    A transformer of your own may be written with other classes: it needs an `nn.Embedding` or an
-    `example`, and blocks that run one on another. Where they or their sublayers are not found,
-    `blocks`, `attn` and `mlp` name them.
+    You can also attach a transformer that you wrote yourself, with other classes. The model needs
+    an `nn.Embedding` or an `example`, and blocks that each read the output of the block before. If
+    the blocks or their sublayers are not found, name them with `blocks`, `attn` and `mlp`.
 
-    A model that a tensor-parallel plan splits over processes is attached, run and edited by all of
-    them alike; points hold the heads and neurons of all.
+    If a tensor-parallel plan splits a model over processes, all processes must make the same calls
+    to attach, run and edit it. Points show the heads and neurons of all processes.
 
-    A second call for the same model returns its attachment. If other settings are given, or the
-    model has got other modules, sizes or attention since, the points are made anew. The model then
-    has a new attachment. If that fails, it has none.
+    A second call for the same model returns the existing attachment. If the settings are different,
+    or the modules, sizes or attention kernels of the model have changed, the points are created
+    again. The model then has a new attachment. If this fails, the model has none.
 
     Args:
         model: the model.
-        tokenizer: its tokenizer, such as one of `transformers`. With it the model also reads
-            strings. A second call without one keeps the tokenizer.
-        example: the arguments of a run, such as a processor gives, or the first one, a tensor.
-            Models that read no tokens need it, and those that read images or sounds beside tokens
-            for the points of their towers.
-        blocks: the names of the blocks, such as `layers.*`; by default a `ModuleList` is looked
-            for.
+        tokenizer: its tokenizer, for example from `transformers`. With a tokenizer, the model also
+            reads strings. A second call without a tokenizer keeps the first one.
+        example: the arguments of a run, for example the output of a processor, or only the first
+            argument, a tensor. Models that read no tokens need an example. Models that read images
+            or sounds besides tokens need one for the points of their towers.
+        blocks: the names of the blocks, for example `layers.*`. Default: a `ModuleList` is
+            searched.
         attn, mlp: the names of the sublayers inside a block.
 
     Raises:
-        ImportError: if `transformers` is not installed, or older than 5.6.
-        TypeError: if the tokenizer or the example is none.
-        HookError: if points that are made anew have hooks, which would be lost.
-        ValueError: if a part of the model or a model around it is attached already; or if the model
-            has other modules under our names, or no blocks, does not run on the example, gives NaN,
-            is split over processes and has a part that is all zeros, or a named sublayer is not
-            what is added to the stream; or a module cannot be read, which the error names.
+        ImportError: if `transformers` is not installed, or is older than 5.6.
+        TypeError: if the tokenizer or the example has a wrong type.
+        HookError: if points that must be created again have hooks, which would be lost.
+        ValueError: if a part of the model, or a model that contains it, is already attached; if the
+            model has other modules under the names of points, has no blocks, does not run on the
+            example, or returns NaN; if the model is split over processes and a part is all zeros;
+            if the output of a named sublayer is not added to the stream; or if a module cannot be
+            read. The error names the module.
 
     >>> import torch
     >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -135,16 +137,17 @@ def attach(
 
 
 def _require_attachable(model: nn.Module) -> None:
-    """Refuse a model that cannot get points: without weights, compiled, or in part attached.
+    """Require a model that can get points: with weights, not compiled, and without attached parts.
 
     Raises:
-        TypeError: if it is no module, a `models.Transformer` or a compiled model.
-        ValueError: if it has no weights, or a part of it or a model around it is attached.
+        TypeError: if it is not a module, or is a `models.Transformer` or a compiled model.
+        ValueError: if it has no weights, or if a part of it, or a model that contains it, is
+            attached.
     """
     require_module(model)
     if isinstance(model, Transformer):
         raise TypeError(
-            "a models.Transformer has its points already; got one: HookedRunner(model) runs it"
+            "a models.Transformer already has points; call HookedRunner(model) without attach"
         )
     if hasattr(model, "_orig_mod"):
         raise TypeError("attach must come before torch.compile; got a compiled model")
@@ -156,17 +159,18 @@ def _require_attachable(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if carried(module, "language_parts") is not None:
             raise ValueError(
-                f"no part of the model must be attached already; {name} is: detach(model.{name})"
+                f"no part of the model may be attached; {name} is attached: call "
+                f"detach(model.{name}) first"
             )
         if carried(module, "hook_points") is not None:
             raise ValueError(
-                "a model must not be part of one that is attached already: detach the whole one, "
-                f"whose points are in {name or 'it'}"
+                "the model must not be part of a larger attached model: detach that model first "
+                f"(its points are in {name or 'this model'})"
             )
 
 
 def _require_no_hooks(model: nn.Module) -> None:
-    """Refuse hooks on points, which would be lost if the points were made anew.
+    """Require points without hooks, because creating the points again would lose the hooks.
 
     Raises:
         HookError: if a point has a hook.
@@ -175,16 +179,16 @@ def _require_no_hooks(model: nn.Module) -> None:
         is_point = isinstance(module, HookPoint | HookPoints | Blocks | Tower)
         if is_point and hooks_of(module):
             raise HookError(
-                f"points must have no hooks when attach makes them anew; got a hook at {name}: "
-                "leave its with or remove its handle (HookedRunner(model).handles), then attach"
+                f"points must have no hooks when attach creates them again; got a hook at {name}: "
+                "leave its with block or remove its handle (HookedRunner(model).handles)"
             )
 
 
 def _require_free_names(model: nn.Module) -> None:
-    """Refuse a model with modules under the names of points.
+    """Require a model without modules under the names of points.
 
     Raises:
-        ValueError: naming the first.
+        ValueError: if there is such a module. The error names the first one.
     """
     parts = ("encoder", "decoder") if is_encoder_decoder(model) else ()
     owners = [model, *map(dict(model.named_children()).get, parts)]
@@ -195,15 +199,17 @@ def _require_free_names(model: nn.Module) -> None:
 def _record(attached: Attached, examples: list[ExampleArguments]) -> list[ProbeRun]:
     """Return a record of each example: the model's run on it, with every call of a module.
 
-    It gives the modules configs of their own before it records.
+    Before recording, this function replaces the configs of the modules by copies.
 
     Raises:
-        AttachError: if the model gives no numbers.
+        AttachError: if the logits are missing or NaN.
     """
     model = attached.model
     runs = [seen_alone(model, example) for example in examples]
     if runs[0].logits.is_meta or runs[0].logits.isnan().any():
-        raise AttachError(f"logits must be numbers; got NaN or none from {type(model).__name__}")
+        raise AttachError(
+            f"logits must be numbers; {type(model).__name__} returned NaN, or no values"
+        )
     if not examples[0].runs_with_cache(model):
         attached.needed = attached.uncached
     attached.take_over()
@@ -211,9 +217,13 @@ def _record(attached: Attached, examples: list[ExampleArguments]) -> list[ProbeR
 
 
 def _probed(attached: Attached, before: Alone, is_second: bool) -> ProbeRun:
-    """Return a record whose logits, and functions that compute attention, are the same as before."""
-    # Attention of a text is seen in one way or the other; a tower or an encoder may have another
-    # than the text.
+    """Return a record of an example, whose run on the unchanged model is `before`.
+
+    If the first record shows no attention, or the run differs from `before`, the configs are
+    restored and the run is recorded again while PyTorch's functions are watched.
+    """
+    # The attention of a text is found either from the attention function or by watching PyTorch.
+    # A tower or an encoder may use the other way, so its run is always watched.
     watch = is_second or is_encoder_decoder(attached.model)
     probe = probed(attached.model, before, watch)
     if not (probe.attention and probe.is_as(before)) and not is_second:

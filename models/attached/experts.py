@@ -1,17 +1,18 @@
 """Mixtures of experts: the modules of a block's experts, found in a run, and their points.
 
-1. The experts of a block are the module that is called with vectors, numbers of experts, [row
-   choice], and as many weights; or with all vectors once for each expert, already times their
-   weights (`Copies`: these have no numbers and weights).
-2. The router's logits are the last linear map before that call with a column for each expert.
-3. A shared expert is the module whose output, times a gate or not, is the rest of what the MLP adds
-   (`_wholes`).
-4. While somebody listens at `router`, the forward of the module that computes the logits runs under
-   a mode that passes them through the point.
-5. `routing` has the weights of all experts, 0 where one was not chosen. An expert that only an edit
-   gives a weight is appended to the chosen.
-6. `experts` comes from one more call, with weights 1. The change that an edit makes there is added
-   to the output, times its weight. Experts that read copies of all vectors show their outputs
+1. The experts of a block are a module that is called with vectors, expert indices [row choice] and
+   weights of the same shape. Or the module is called with a copy of all vectors for each expert,
+   already multiplied by the weights (`Copies`, without indices and weights).
+2. The router's logits are the output of the last linear map before that call with a column for each
+   expert.
+3. The shared expert is the module whose output, with or without a gate, is the rest of the MLP's
+   output (`_wholes`).
+4. If `router` has a hook, the forward of the module that computes the logits runs under a mode that
+   passes them through the point.
+5. `routing` contains the weights of all experts, with 0 for experts that were not selected. If an
+   edit gives a weight to another expert, this expert is appended to the selected ones.
+6. `experts` is computed by one more call, with weights 1. The change by an edit is multiplied by
+   the weight and added to the output. Experts that read copies of all vectors return these outputs
    directly.
 """
 
@@ -39,17 +40,16 @@ class Experts:
 
     Attributes:
         n: the number of experts.
-        module: the module that is called with numbers and weights, or with copies of all vectors;
-            None if experts are called in another way.
-        router: the module whose own code computes the logits; None if no map before the call has a
-            column for each.
-        shared: the output of the shared expert; None without one.
-        gate: the module whose output, through a sigmoid, that of the shared expert is multiplied
-            with.
-        factor: what the MLP multiplies the sum of its experts with.
-        has_rest: whether the MLP may add more than the experts and the shared one.
-        reads_copies: whether each expert reads all vectors, times its weight.
-        is_mapped: whether another map reads the sum of the experts before it is added.
+        module: the module that is called with indices and weights, or with copies of all vectors;
+            None if the experts are called in another way.
+        router: the module whose own code computes the logits; None if no linear map before the call
+            has a column for each expert.
+        shared: the output of the shared expert; None without a shared expert.
+        gate: the module whose output, after a sigmoid, multiplies the output of the shared expert.
+        factor: the factor by which the MLP multiplies the sum of its experts.
+        has_rest: whether the MLP may add more than the experts and the shared expert.
+        reads_copies: whether each expert reads all vectors, multiplied by its weight.
+        is_mapped: whether another module maps the sum of the experts before it is added.
     """
 
     n: int
@@ -64,37 +64,38 @@ class Experts:
 
     @property
     def has_outputs(self) -> bool:
-        """Return whether there is a point of what each expert adds."""
+        """Whether there is a point with the output of each expert."""
         return self.module is not None and not self.is_mapped
 
     @property
     def left_out(self) -> dict[str, str]:
-        """The reason for each point of the MLP that is not there, by its name."""
+        """The reason for each missing point of the MLP, by its name."""
         hidden = "the MLP is a mixture of experts, whose hidden layers have no points"
         why = {"mlp.pre": hidden, "mlp.post": hidden}
         if self.router is None:
-            why["mlp.router"] = "no linear map before the experts has a column for each"
+            why["mlp.router"] = "no linear map before the experts has a column for each expert"
         if self.module is None:
-            called = "experts are not called with vectors, numbers and weights"
+            called = "experts are not called with vectors, indices and weights"
             why |= dict.fromkeys(("mlp.routing", "mlp.chosen", "mlp.experts", "mlp.shared"), called)
         if self.reads_copies:
-            weighted = "experts read vectors that are already times their weights"
+            weighted = "experts read vectors that are already multiplied by their weights"
             why |= dict.fromkeys(("mlp.routing", "mlp.chosen"), weighted)
         if self.is_mapped:
-            why["mlp.experts"] = "another map reads what experts give before it is added"
+            why["mlp.experts"] = "another module maps the output of the experts before it is added"
         if self.module is not None and self.has_rest and self.shared is None:
             why["mlp.shared"] = (
-                "what the MLP adds beside its experts, if anything, is no module's output"
+                "the rest of the MLP's output, if any, is not the output of a module"
             )
         return why
 
 
 def experts_of(calls: Sequence[Call], added: Call | None) -> Experts | None:
-    """The experts of a block, if it has some.
+    """Return the experts of a block; None without experts.
 
     Args:
-        calls: those of modules inside the block.
-        added: the one that gives what the MLP adds, or a norm of that.
+        calls: the calls of modules inside the block.
+        added: the call whose output the MLP adds to the stream, or the call of a norm of that
+            output.
     """
     numbered = ((call, n, False) for call in calls if (n := _number_of(call)))
     copied = ((call, n, True) for call in calls if (n := _number_of_copies(call)))
@@ -107,11 +108,13 @@ def experts_of(calls: Sequence[Call], added: Call | None) -> Experts | None:
     if called is None or called.output is None:
         return Experts(n, None, router) if n else None
     given = called.output.view(n, *SHAPE, -1) if copies else called.output[None]
-    routed, sizes = given.sum(0), given.abs().sum(0)  # the model may add copies in another order
+    # The model may add the copies in another order, so the sizes are needed for the tolerance.
+    routed, sizes = given.sum(0), given.abs().sum(0)
     later = [call for call in calls if called.ended < call.began]
     wholes = _wholes(added, later)
     mapped = _mapped(routed, later)
-    factors = (1.0, *factors_of(*(call.module for call in calls)), 0.5)  # or a mean of two
+    # The factor 0.5 is for the mean of two parts.
+    factors = (1.0, *factors_of(*(call.module for call in calls)), 0.5)
     made = Experts(n, called.module, router, has_rest=True, reads_copies=copies)
     for (term, is_mapped), whole, factor in product(mapped, wholes, factors):
         if term.shape != whole.shape:
@@ -123,33 +126,34 @@ def experts_of(calls: Sequence[Call], added: Call | None) -> Experts | None:
             return replace(fitting, has_rest=False)
         for shared, gate in _beside(calls, scaled, whole, size, dict.fromkeys((1.0, factor))):
             return replace(fitting, shared=shared, gate=gate)
-    # What cannot be shown to be added as it is.
+    # The sum cannot be shown to be added without another map.
     is_other = mapped[-1][1] or not any(whole.shape == routed.shape for whole in wholes)
     return replace(made, is_mapped=bool(wholes) and is_other)
 
 
 def _wholes(added: Call | None, later: Sequence[Call]) -> list[Tensor]:
-    """The tensors that may be the whole sum: the one that is added, and those that norms or dropouts made it of.
+    """Return the tensors that may be the complete sum.
 
-    The last one comes first.
+    These are the tensor that is added, and the inputs of the norms or dropouts that computed it.
+    The last tensor comes first.
     """
     wholes = [] if added is None else [added.output, *added.inputs]
     for call in reversed(later):
-        # This asks for the same tensor, so rounding cannot change it.
+        # The call must return the same tensor, so there is no rounding.
         if any(is_same(call.output, whole) for whole in wholes):
             wholes += call.inputs
     return [whole for whole in wholes if whole is not None]
 
 
 def _mapped(routed: Tensor, later: Sequence[Call]) -> list[tuple[Tensor, bool]]:
-    """Return the sum of the experts, then the output of each module that reads the one before.
+    """Return the sum of the experts, then the output of each module that reads the value before.
 
-    The second value says whether the output differs from the sum.
+    The second element of a pair is True if the output differs from the sum.
     """
     terms = [(routed, False)]
     for call in later:
         value, is_other = terms[-1]
-        # As for `_wholes`.
+        # The module must read the same tensor, as in `_wholes`.
         if call.output is not None and any(is_same(read, value) for read in call.inputs):
             terms.append((call.output, is_other or not is_close(call.output, value)))
     return terms
@@ -166,9 +170,9 @@ def _number_of(call: Call) -> int | None:
 
 
 def _number_of_copies(call: Call) -> int | None:
-    """Return the number of experts of a call that reads a copy of all vectors for each.
+    """Return the number of experts of a call that reads a copy of all vectors for each expert.
 
-    A call of another kind gives None.
+    For any other call, the result is None.
     """
     if len(call.inputs) != 1 or call.output is None or call.output.ndim != 2:
         return None
@@ -183,7 +187,11 @@ def _number_of_copies(call: Call) -> int | None:
 def _beside(
     calls: Sequence[Call], routed: Tensor, whole: Tensor, size: Tensor, scales: Iterable[float]
 ) -> Iterator[tuple[Summand, nn.Module | None]]:
-    """The outputs that, times a gate or one of the scales, are what `whole` has besides `routed`, whose terms have a size."""
+    """Yield the outputs that explain the difference between `whole` and `routed`.
+
+    Each output is multiplied by a gate or by one of the scales. `size` is the size of the terms of
+    `routed`.
+    """
     outputs = [(call, call.output) for call in calls if call.output is not None]
     shares: list[tuple[nn.Module | None, float, Tensor | float]]
     shares = [(None, scale, scale) for scale in scales]
@@ -203,25 +211,25 @@ class ExpertPoints(nn.Module):
         super().__init__()
         self.n = experts.n
         if experts.router is not None:
-            meaning = "the router's logits, before anything is done with them"
+            meaning = "the router's logits, before any other operation"
             self.router = HookPoint("batch pos expert", meaning)
             experts.router.forward = RouterForward(self.router, experts.router, experts.n)
         if experts.reads_copies and experts.has_outputs:
-            meaning = "what each expert adds, 0 where it was not chosen"
+            meaning = "the output of each expert; 0 if it was not selected"
             self.experts = HookPoint("batch pos expert d_model", meaning)
         elif experts.module is not None and not experts.reads_copies:
-            meaning = "weights of the experts, 0 where one was not chosen"
+            meaning = "weights of the experts; 0 for experts that were not selected"
             self.routing = HookPoint("batch pos expert", meaning)
-            self.chosen = HookPoint("batch pos choice", "numbers of the chosen experts")
+            self.chosen = HookPoint("batch pos choice", "indices of the selected experts")
             if experts.has_outputs:
-                meaning = "what each chosen expert adds, before its weight"
+                meaning = "the output of each selected expert, before its weight"
                 self.experts = HookPoint("batch pos choice d_model", meaning)
         if experts.shared is not None:
-            self.shared = HookPoint("batch pos d_model", "what the shared expert adds")
+            self.shared = HookPoint("batch pos d_model", "the output of the shared expert")
 
 
 class RouterForward(Replaced):
-    """The forward of a module, which passes its linear map with `n` columns through a point.
+    """The forward of a module that passes its linear map with `n` columns through a point.
 
     Args:
         point: the point.
@@ -235,7 +243,7 @@ class RouterForward(Replaced):
         self._n = n
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The output of the module's own forward."""
+        """Return the output of the module's own forward."""
         if not is_listened_to(self._point):
             return self.inner(*args, **kwargs)
         with _Logits(self._point, self._n):
@@ -251,7 +259,7 @@ class _Logits(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """The function's result or, of the router's map, what the point gives."""
+        """Return the function's result; for the router's map, return the result of the point."""
         output = func(*args, **(kwargs or {}))
         is_map = getattr(func, "__name__", "") == "linear" and output.shape[-1] == self._n
         return fire(self._point, output) if is_map else output
@@ -259,14 +267,14 @@ class _Logits(TorchFunctionMode):
 
 @dataclass(eq=False)
 class Routing(Wire):
-    """Passes the experts that each position goes to, and their weights, through points."""
+    """Passes the selected experts of each position, and their weights, through points."""
 
     point: HookPoint
     chosen: HookPoint
     n: int
 
     def __call__(self, module: nn.Module, args: Any) -> Any:
-        """The arguments with what the points give."""
+        """Return the arguments with the results of the points."""
         places = {part.is_floating_point(): at for at, part in enumerate(args[1:], 1)}
         chosen = args[places[False]]
         weights = args[places[True]]
@@ -284,26 +292,26 @@ class Routing(Wire):
 
 
 def _others(chosen: Tensor, routing: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the experts that were not chosen and have a weight, and these weights.
+    """Return the experts that have a weight but were not selected, and their weights.
 
-    With gradients these are all experts, as any might get a weight.
+    If gradients are needed, these are all other experts, because any expert might get a weight.
     """
     is_other = torch.ones_like(routing, dtype=torch.bool).scatter(-1, chosen, False)
     if not routing.requires_grad:
         is_other &= routing != 0
     others = is_other.to(routing.dtype).topk(int(is_other.sum(-1).max()), -1).indices
-    # A row with fewer such experts than another row is filled with chosen ones, whose weight is 0.
+    # If a row has fewer of these experts than another row, selected experts with weight 0 fill it.
     return others, routing.gather(-1, others) * is_other.gather(-1, others)
 
 
 @dataclass(eq=False)
 class ChosenOutputs(Computed):
-    """Passes what each chosen expert gives, times a factor, through a point."""
+    """Passes the output of each selected expert, times a factor, through a point."""
 
     factor: float = 1.0
 
     def passed(self, module: Any, args: Any, output: Tensor) -> Tensor | None:
-        """The output with what the point changes; None if it changes nothing."""
+        """Return the output with the changes of the point; None if nothing changes."""
         x, (chosen, weights) = args[0], sorted(args[1:], key=torch.is_floating_point)
         n = chosen.shape[-1]
         size = x.shape[-1]
@@ -318,20 +326,20 @@ class ChosenOutputs(Computed):
         before, after = (
             (part * weights).sum(-2).view_as(output) for part in (outputs.detach(), new)
         )
-        # Alive through the point alone, or a gradient would count twice.
+        # Detach the old sum, so the gradient flows only through the point and is not counted twice.
         change = (after - before.detach()) / self.factor
         return (output.detach() if new.requires_grad else output) + change
 
 
 @dataclass(eq=False)
 class Copies(Computed):
-    """Passes what each expert gives, times a factor, through a point, where each reads all vectors."""
+    """Passes the output of each expert, times a factor, through a point, if experts read copies."""
 
     n: int
     factor: float = 1.0
 
     def passed(self, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
-        """The output with what the point changes; None if it changes nothing."""
+        """Return the output with the changes of the point; None if nothing changes."""
         outputs = output.view(self.n, *texts_read.get(), -1).movedim(0, -2) * self.factor
         new = fire(self.point, outputs)
         return None if new is outputs else (new / self.factor).movedim(-2, 0).reshape(output.shape)
@@ -344,7 +352,7 @@ class Gated(Computed):
     gate: nn.Module
 
     def passed(self, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
-        """The output with what the point changes; None if it changes nothing."""
+        """Return the output with the changes of the point; None if nothing changes."""
         share = self.gate.forward(args[0]).sigmoid()
         gated = output * share
         new = fire(self.point, gated)

@@ -1,22 +1,22 @@
 """The layout of a block of any architecture: its attention, MLPs and norms, found from a run.
 
-No architecture is named here. `layout_of` finds any block in three steps, from the tensors that its
-modules read and gave:
+This file names no architecture. `layout_of` finds the parts of a block in three steps, from the
+inputs and outputs of its modules:
 
-1. Candidates (`candidates_of`): the calls inside the block that see every position, and among them
-   the calls of attention, which call an attention function. Other attention is known by the user's
-   word for it, or by the name of its class.
-2. Terms (`terms_of`): the outputs, times a factor of the config, that are added to the stream, one
+1. Candidates (`candidates_of`): the calls inside the block that see every position. Among them are
+   the calls of attention, which call an attention function. Other attention is found by the user's
+   name for it, or by the name of its class.
+2. Terms (`terms_of`): the outputs, times a factor of the config, that are added to the stream one
    after the other. Their sum must be the stream that a later module reads. The same sums show where
-   the stream between two terms is read, and which norms read it. Attention to an encoder makes
-   three terms (`crossing_of`).
-3. Roles (`roles_of`): the first term whose call ended after attention began is attention's, the
-   next or last one the MLP's. A term without attention that is no MLP comes from another mixer of
-   positions.
+   the stream between two terms is read, and which norms read it. With attention to an encoder,
+   there are three terms (`crossing_of`).
+3. Roles (`roles_of`): the first term whose call ended after attention began belongs to attention.
+   The next term, or the last, belongs to the MLP. A term that belongs to neither comes from another
+   mixer of positions.
 
 `layout_of` assembles these into a `BlockLayout`, with the hidden layer and the experts of the MLP.
-To find a block of another form, such as one with two MLPs, add its sums to `terms_of` and its order
-to `roles_of`.
+To support a block of another form, for example with two MLPs, add its sums to `terms_of` and its
+order to `roles_of`.
 """
 
 import itertools
@@ -47,9 +47,9 @@ Term = tuple[Call, Summand]
 
 
 class Roles(NamedTuple):
-    """The names that a user gives: of the blocks in a model, and of the sublayers in a block.
+    """The names that a user gives: the blocks of a model, and the sublayers of a block.
 
-    A name is None if the user gives none. Then the role is found without it.
+    A name is None if the user does not give it. The part is then found without a name.
     """
 
     blocks: str | None = None
@@ -59,24 +59,24 @@ class Roles(NamedTuple):
 
 @dataclass
 class BlockLayout:
-    """The parts of one block; None or absent where structure does not show them.
+    """The parts of one block. A part that was not found is None or missing.
 
     Attributes:
         block: the module.
         attention: the module that calls the attention function.
         attn_out, mlp_out: the terms that the sublayers add.
         mixer_out: the term of a mixer of positions without attention, such as a state space or a
-            convolution, in place of attention or beside it.
+            convolution. A block may have attention too.
         cross: the module that attends to an encoder.
-        traced: `attention` and `cross`, if they compute attention by code of their own.
-        cross_out: the term that attention to an encoder adds.
+        traced: the modules among `attention` and `cross` that compute attention in their own code.
+        cross_out: the term of attention to an encoder.
         mid_in, mid_out: the module whose input, or output, is the stream between the sublayers.
         cross_in, crossed: the module whose input, or output, is the stream after attention to an
             encoder.
-        norms: by our names.
+        norms: the norms, by the names of `models.Transformer`.
         hidden: the MLP's hidden layer.
         experts: the experts.
-        reads_first: whether a norm reads the sum with the one sublayer that was found.
+        reads_first: whether only one sublayer was found, and a norm reads the sum with its term.
     """
 
     block: nn.Module
@@ -102,12 +102,12 @@ def layout_of(block: Call, probe: ProbeRun, roles: Roles, *configs: Any) -> Bloc
 
     Args:
         block: the call of the block.
-        probe: the run in which it was called.
+        probe: the run in which the block was called.
         roles: the sublayers that a user names.
-        configs: may hold factors of the terms.
+        configs: configs, which may contain factors of the terms.
 
     Raises:
-        AttachError: if a sublayer with a name is not what is added to the stream.
+        AttachError: if the output of a named sublayer is not added to the stream.
     """
     candidates = candidates_of(block, probe, roles)
     factors = [1.0, *factors_of(*block.module.modules(), *configs)]
@@ -117,7 +117,8 @@ def layout_of(block: Call, probe: ProbeRun, roles: Roles, *configs: Any) -> Bloc
     if not terms.added:
         terms = terms_of(candidates, factors)
     if len(candidates.attending) > 1 and terms.reads_first:
-        return BlockLayout(block.module)  # several blocks in one, as the stages of Swin
+        # This module contains several blocks, as the stages of Swin do.
+        return BlockLayout(block.module)
     return _assembled(candidates, terms, roles_of(candidates, terms))
 
 
@@ -128,12 +129,12 @@ class Candidates:
     Attributes:
         block: the call of the block.
         inside: the calls of modules that ran once.
-        whole: the calls among `inside` that see every position, unlike an expert of a list.
-        attending: the calls among `whole` that compute attention; empty if the user names attention.
-        attention: the module that computes attention, if it is one.
-        traced: the modules that compute attention by code of their own.
-        mixers: the calls by which the term of attention is known. Attention that is in no function
-            that we know shows in the name of a class alone.
+        whole: the calls among `inside` that see every position. An expert in a list does not.
+        attending: the calls in `whole` that compute attention; empty if the user names attention.
+        attention: the module that computes attention; None unless there is exactly one.
+        traced: the modules that compute attention in their own code.
+        mixers: the calls that identify the term of attention. Attention without a known function is
+            found only by the name of its class.
         named: the calls of the sublayers that a user names, by role.
     """
 
@@ -151,7 +152,7 @@ def candidates_of(block: Call, probe: ProbeRun, roles: Roles) -> Candidates:
     """Return the calls inside a block among which its parts are found.
 
     Raises:
-        AttachError: if a named sublayer did not run once.
+        AttachError: if a named sublayer did not run exactly once.
     """
     inside = [c for c in probe.single if block.began < c.began and c.ended < block.ended]
     lists = [part for part in block.module.modules() if isinstance(part, nn.ModuleList)]
@@ -187,14 +188,14 @@ def candidates_of(block: Call, probe: ProbeRun, roles: Roles) -> Candidates:
 
 
 def _is_chain(modules: nn.ModuleList, calls: Sequence[Call]) -> bool:
-    """Return whether each module of a list runs on the output of the last."""
+    """Return whether each module of a list runs on the output of the module before."""
     ran = [call for call in calls if call.module in {*modules}]
     is_whole = len(ran) == len(modules) > 1
     return is_whole and all(_runs_on(two, one) for one, two in itertools.pairwise(ran))
 
 
 def _runs_on(call: Call, earlier: Call) -> bool:
-    """Return whether a call reads the output of an earlier one, as a stream."""
+    """Return whether a call reads the output of an earlier call as its stream."""
     output = earlier.output
     if output is None or _stream_of(call, output) is None or earlier.ended >= call.began:
         return False
@@ -205,7 +206,7 @@ def _sublayer_named(name: str, block: Call, calls: Sequence[Call]) -> Call:
     """Return the call of the sublayer that a user names.
 
     Raises:
-        AttachError: if the block has none, or it did not run once.
+        AttachError: if the block does not contain it, or it did not run exactly once.
     """
     for call in calls:
         if call.name == f"{block.name}.{name}":
@@ -218,14 +219,14 @@ def _sublayer_named(name: str, block: Call, calls: Sequence[Call]) -> Call:
 
 @dataclass(frozen=True)
 class Terms:
-    """The terms that a block adds to its stream, and what the sums show of the stream between them.
+    """The terms that a block adds to its stream, and the facts that their sums show.
 
     Attributes:
         added: the terms, in order.
-        norms: the norms that read the stream, by our names.
+        norms: the norms that read the stream, by the names of `models.Transformer`.
         mid_in, mid_out: the module whose input, or output, is the stream between the terms.
-        reads_first: whether the second term is no module's output, so that only a norm that reads
-            the sum with the first shows.
+        reads_first: whether the second term is not the output of a module. Then only a norm that
+            reads the sum with the first term is found.
     """
 
     added: Sequence[Term]
@@ -238,11 +239,12 @@ class Terms:
 def terms_of(candidates: Candidates, factors: Sequence[float]) -> Terms:
     """Return the terms of a block, each times a factor, in the first of these forms that fits.
 
-    1. A later module reads the stream with a first term, or with two mixers side by side. A second
-       term is added to that.
-    2. The same, with norms that take the sums (BERT).
-    3. One term, or two side by side, are added to the stream that entered (parallel blocks).
-    4. Only a first term shows, with a norm that reads the sum.
+    1. A later module reads the sum of the stream and a first term, or of the stream and two mixers
+       side by side. A second term is added to this sum.
+    2. The same, but norms read the sums (BERT).
+    3. One term, or two side by side, are added to the stream that enters the block (parallel
+       blocks).
+    4. Only a first term is found, and a norm reads the sum.
     """
     calls = candidates.whole
     entering, leaving = candidates.block.inputs[0], candidates.block.output
@@ -257,7 +259,7 @@ def terms_of(candidates: Candidates, factors: Sequence[float]) -> Terms:
         first = summand(entering, between, before, factors)
         before_second = [first] if first else []
         if first is None and len(factors) > 1:
-            # Attention and another mixer of positions may stand side by side, each with a factor.
+            # Attention and another mixer of positions may be parallel, each with its own factor.
             before_second = parallel(entering, between, before, factors)
         if before_second and (second := summand(between, leaving, after, factors)):
             norms = _norms_of_readers({"ln1": entering, "ln2": between}, calls)
@@ -282,13 +284,13 @@ def terms_of(candidates: Candidates, factors: Sequence[float]) -> Terms:
 def _terms_before_norms(
     first: Term, norm: Call, leaving: Tensor, calls: Sequence[Call]
 ) -> Terms | None:
-    """Return two terms if norms take the sum of the stream and each of them.
+    """Return two terms if a norm reads the sum of the stream and each of them.
 
-    It is None if there is no second.
+    The result is None if there is no second term.
 
     Args:
         first: the first term.
-        norm: the call that reads the sum with it.
+        norm: the call that reads the sum with the first term.
         leaving: the stream that leaves the block.
         calls: the calls from `norm` on.
     """
@@ -307,7 +309,7 @@ def _terms_before_norms(
 def _norms(calls: Mapping[str, Call]) -> dict[str, TracedNorm]:
     """Return the norms that these calls compute, by their names.
 
-    A call that computes none is left out.
+    Calls that do not compute a norm are left out.
     """
     norms = {name: norm_of(call) for name, call in calls.items()}
     return {name: norm for name, norm in norms.items() if norm}
@@ -318,7 +320,7 @@ def _norms_of_readers(
 ) -> dict[str, TracedNorm]:
     """Return the first norm that reads each stream, by the name of the norm.
 
-    No norm has two names.
+    Each norm has a single name.
     """
     norms = dict[str, TracedNorm]()
     for name, stream in streams.items():
@@ -334,19 +336,17 @@ def _norms_of_readers(
 
 
 def _stream_of(call: Call, like: Tensor) -> Tensor | None:
-    """Return the first input with the shape of the stream; None without one.
+    """Return the first input with the shape of the stream; None if there is no such input.
 
-    An input of another precision counts only if it is the stream itself.
-
-    Here and below `is_same` asks whether a module reads that tensor or another; what was added to
-    it is for `summand`.
+    An input with another precision must be equal to the stream. Here and below, `is_same` checks
+    whether a module reads the same tensor. `summand` finds the term that was added to it.
     """
     streams = [t for t in call.inputs if t.shape == like.shape and t.is_floating_point()]
     return next((t for t in streams if t.dtype == like.dtype or is_same(t, like.to(t.dtype))), None)
 
 
 class TermsByRole(NamedTuple):
-    """The terms of a block by the sublayer that adds them; None where no term has this role."""
+    """The terms of a block by the sublayer that adds them; None if no term has the role."""
 
     attn: Term | None = None
     mlp: Term | None = None
@@ -356,10 +356,10 @@ class TermsByRole(NamedTuple):
 def roles_of(candidates: Candidates, terms: Terms) -> TermsByRole | None:
     """Return the sublayer of each term.
 
-    It is None if no sublayer can be told from the one term that there is.
+    The result is None if the sublayer of a single term cannot be determined.
 
     Raises:
-        AttachError: if a sublayer with a name is not what is added to the stream.
+        AttachError: if the output of a named sublayer is not added to the stream.
     """
     added, named = terms.added, candidates.named
     if "attn" in named:
@@ -368,7 +368,7 @@ def roles_of(candidates: Candidates, terms: Terms) -> TermsByRole | None:
         attn = next((term for term in added if _is_after(candidates.mixers, term[0])), None)
     is_alone = len(added) == 1 and not terms.reads_first
     if attn and is_alone and not any(is_in(mixer, attn[0]) for mixer in candidates.mixers):
-        # Attention adds zeros, and the term is the MLP's.
+        # Attention adds zeros, so the single term belongs to the MLP.
         _require_added(candidates, TermsByRole())
         return None
     found = dict[str, Term]()
@@ -392,25 +392,27 @@ def _is_after(mixers: Sequence[Call], call: Call) -> bool:
 
 
 def _gives(added: Call, sublayer: Call) -> bool:
-    """Return whether a term is a sublayer's output, or a norm or dropout of that."""
-    reads = any(is_same(x, sublayer.output) for x in added.inputs)  # the same tensor
+    """Return whether a term is the output of a sublayer, or a norm or dropout of this output."""
+    # Dropout and norms read the same tensor, so there is no rounding.
+    reads = any(is_same(x, sublayer.output) for x in added.inputs)
     is_plain = norm_of(added) is not None or not [*added.module.parameters()]
     return (reads and is_plain) or is_in(sublayer, added) or is_in(added, sublayer)
 
 
 def _require_added(candidates: Candidates, by_role: TermsByRole) -> None:
-    """Refuse a named sublayer that does not give what is added to the stream.
+    """Require that the output of each named sublayer is added to the stream.
 
     Raises:
-        AttachError: naming the sublayer.
+        AttachError: if it is not. The error names the sublayer.
     """
     block = candidates.block.name
     for role, sublayer in candidates.named.items():
         term: Term | None = getattr(by_role, role)
         if term is None or not _gives(term[0], sublayer):
             raise AttachError(
-                f"{sublayer.name.removeprefix(block)[1:]!r} must give what is added to the stream, up to a norm, dropout "
-                f"or a number of the block; in {block} the stream is no such sum"
+                f"{sublayer.name.removeprefix(block)[1:]!r} must be a sublayer whose output is "
+                "added to the stream, up to a norm, dropout or a factor of the config; in "
+                f"{block} it is not added"
             )
 
 
@@ -448,7 +450,10 @@ def _assembled(candidates: Candidates, terms: Terms, by_role: TermsByRole | None
 
 
 def _reader_of(norm: nn.Module, calls: Sequence[Call]) -> Call | None:
-    """Return the first call that reads the output of a norm: the MLP, where its term is no module's output."""
+    """Return the first call that reads the output of a norm.
+
+    This call is the MLP, if the MLP's term is not the output of a module.
+    """
     output = next(call.output for call in calls if call.module is norm)
     for call in calls:
         if call.inputs and call.output is not None and is_same(call.inputs[0], output):
@@ -460,7 +465,7 @@ class Addition(NamedTuple):
     """A term that is added to the stream.
 
     Attributes:
-        reader: the call that reads the sum; None if it leaves the block.
+        reader: the call that reads the sum; None if the sum leaves the block.
         term: the term.
         total: the sum.
     """
@@ -471,7 +476,7 @@ class Addition(NamedTuple):
 
 
 def crossing_of(candidates: Candidates, factors: Sequence[float]) -> BlockLayout | None:
-    """Return the layout of a block with attention to an encoder; None if it is no such block.
+    """Return the layout of a block with attention to an encoder; None for any other block.
 
     Attention to the encoder is the second of three terms.
     """
@@ -480,7 +485,8 @@ def crossing_of(candidates: Candidates, factors: Sequence[float]) -> BlockLayout
     layout = BlockLayout(
         candidates.block.module, attention=attention, cross=cross, traced=candidates.traced
     )
-    for is_normed in (False, True):  # norms may take the sums (BART)
+    # In some blocks, norms read the sums (BART).
+    for is_normed in (False, True):
         three = next(_three_additions(candidates, factors, is_normed), None)
         if three is None:
             continue
@@ -507,12 +513,12 @@ def crossing_of(candidates: Candidates, factors: Sequence[float]) -> BlockLayout
 def _three_additions(
     candidates: Candidates, factors: Sequence[float], is_normed: bool
 ) -> Iterator[tuple[tuple[Addition, Addition, Addition], list[Call]]]:
-    """Yield three terms that make the stream leaving a block, with the calls after the second.
+    """Yield three terms whose sum is the stream leaving a block, with the calls after the second.
 
     Args:
         candidates: the calls.
-        factors: of the terms.
-        is_normed: whether norms take the sums.
+        factors: the possible factors of the terms.
+        is_normed: whether norms read the sums.
     """
     calls, leaving = candidates.whole, candidates.block.output
     assert leaving is not None
@@ -543,7 +549,7 @@ def _additions(
 
 
 def _after(addition: Addition, calls: Sequence[Call], is_normed: bool) -> tuple[Tensor, list[Call]]:
-    """Return the stream that goes on after an addition, and the calls to come."""
+    """Return the stream after an addition, and the calls after it."""
     reader = addition.reader
     assert reader is not None
     if is_normed and reader.output is not None:

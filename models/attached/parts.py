@@ -1,9 +1,9 @@
 """Parts of a block that the tensors of a run reveal: terms, norms and hidden layers.
 
-1. A term is a module's output, times a factor, that was added to the stream (`summand`,
+1. A term is the output of a module, times a factor, that was added to the stream (`summand`,
    `parallel`).
-2. A norm is a module whose output is its input over a scale (`norm_of`).
-3. A hidden layer is the output of a module without weights, times a gate or not, that a later
+2. A norm is a module whose output is its input divided by a scale (`norm_of`).
+3. A hidden layer is the output of a module without weights, with or without a gate, that a later
    linear map reads (`hidden_of`).
 """
 
@@ -27,7 +27,10 @@ from models.attached.probe import Call
 class Summand:
     """A value that is added to the stream: `factor` times the output of a module.
 
-    The model may write into that output later.
+    Attributes:
+        module: the module.
+        factor: the factor.
+        is_overwritten: whether the model later writes into that output.
     """
 
     module: nn.Module
@@ -38,10 +41,10 @@ class Summand:
 def summand(
     before: Tensor, after: Tensor, calls: Iterable[Call], factors: Iterable[float] = (1.0,)
 ) -> tuple[Call, Summand] | None:
-    """The call whose output, times one of the factors, was added to `before` to give `after`.
+    """Return the call whose output, times one of the factors, turns `before` into `after`.
 
-    The sum is repeated in the model's precision, so that the right call gives the same bits. Of
-    several that do, the last is taken.
+    The sum is computed again in the model's precision, so the right call gives the same bits. If
+    several calls do, the function returns the last of them.
     """
     best = 4.0
     explained = None
@@ -61,15 +64,19 @@ def summand(
 def _explains(term: Tensor, change: Tensor) -> bool:
     """Return whether a term is most of a change.
 
-    Beside a large stream, half precision takes any small term for the right one.
+    Next to a large stream, any small term is equal to any other after rounding to half precision.
     """
     return bool((change - term).float().norm() <= 0.5 * change.float().norm())
 
 
 def _error(after: Tensor, *terms: Tensor) -> float:
-    """Return the largest error of a sum of terms, added in order, against `after`, in units of rounding."""
+    """Return the largest error of a sum of terms against `after`, in units of rounding.
+
+    The terms are added in order.
+    """
     error = 0.0
-    for part in (slice(1), slice(None)):  # one number rules out most sums
+    # A single number excludes most sums, so check it first.
+    for part in (slice(1), slice(None)):
         few = [term[part, part] for term in (*terms, after)]
         size = sum((term.abs() for term in few), torch.zeros_like(few[0]))
         roundings = (size * torch.finfo(after.dtype).eps).clamp(min=torch.finfo(after.dtype).tiny)
@@ -80,7 +87,7 @@ def _error(after: Tensor, *terms: Tensor) -> float:
 
 
 def factors_of(*owners: Any) -> list[float]:
-    """The numbers that modules and configs hold, which a model may multiply with."""
+    """Return the numbers in modules and configs by which a model may multiply."""
     held = [v for owner in owners for v in vars(owner).values() if isinstance(v, float)]
     return [value for value in dict.fromkeys(held) if abs(value) > 1e-3 and value != 1]
 
@@ -88,7 +95,10 @@ def factors_of(*owners: Any) -> list[float]:
 def parallel(
     pre: Tensor, post: Tensor, calls: Iterable[Call], factors: Sequence[float] = (1.0,)
 ) -> list[tuple[Call, Summand]]:
-    """The two calls whose outputs, each times one of the factors, are added to the stream together, in order."""
+    """Return the two calls, in order, whose outputs are added to the stream together.
+
+    Each output is multiplied by one of the factors.
+    """
     latest = sorted(calls, key=lambda call: call.ended, reverse=True)
     fitting = [
         c for c in latest if c.output is not None and c.output.shape == pre.shape == post.shape
@@ -113,7 +123,7 @@ def parallel(
 
 
 def _factors(terms: Sequence[Tensor], change: Tensor, factors: Sequence[float]) -> list[float]:
-    """The factors that are nearest to those with which terms come closest to a change."""
+    """Return the factors that are nearest to the least-squares fit of a change by the terms."""
     if len(factors) == 1:
         return [factors[0]] * len(terms)
     columns = torch.stack([term.double().flatten() for term in terms], 1)
@@ -128,7 +138,7 @@ class TracedNorm:
     Attributes:
         module: the norm.
         centered: whether the mean is subtracted.
-        eps: what is added to the mean square.
+        eps: the number that is added to the mean square.
         bias: whether the module's bias is added.
     """
 
@@ -138,11 +148,11 @@ class TracedNorm:
     bias: bool
 
     def scale(self, x: Tensor) -> Tensor:
-        """The scale that the norm divides by, [batch, pos, 1], in float32 at least."""
+        """Return the scale by which the norm divides, [batch, pos, 1], in float32 at least."""
         return (self._centered(x).square().mean(-1, keepdim=True) + self.eps).sqrt()
 
     def rescaled(self, output: Tensor, before: Tensor, after: Tensor) -> Tensor:
-        """The output if the scale were `after` instead of `before`."""
+        """Return the output with the scale `after` instead of `before`."""
         float32 = at_least_float32(output)
         bias = at_least_float32(self.module.bias) if self.bias else 0.0  # type: ignore[arg-type]
         return ((float32 - bias) * (before / after) + bias).to(output.dtype)
@@ -153,23 +163,27 @@ class TracedNorm:
 
 
 def norm_of(call: Call) -> TracedNorm | None:
-    """The norm that a module computed in this call, or None if it is none that we know."""
+    """Return the norm that a module computed in this call;
+
+    None if the module is not a known norm.
+    """
     module, output = call.module, call.output
     if output is None or len(call.inputs) != 1 or call.inputs[0].shape != output.shape:
         return None
     if any(True for _ in module.children()):
-        return None  # a sublayer and its norm, of which half precision may hide the first
+        # This is a sublayer with a norm inside. Half precision may hide the sublayer.
+        return None
     x, output = _in_float32(call)
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     for part in (weight, bias):
-        # On `meta` if it is kept elsewhere until the module runs.
+        # A parameter is on `meta` if it is stored elsewhere until the module runs.
         if isinstance(part, Tensor) and (part.is_meta or part.shape != x.shape[-1:]):
             return None
     gains: list[Tensor | float] = [1.0]
     if isinstance(weight, Tensor):
         gains = [at_least_float32(weight.to(x.device)), 1 + at_least_float32(weight.to(x.device))]
     shift = at_least_float32(bias.to(x.device)) if isinstance(bias, Tensor) else 0.0
-    # Families compute norms in float32, also of float64 streams.
+    # Families compute norms in float32, also for float64 streams.
     best = max(32 * torch.finfo(torch.float32).eps, 4 * torch.finfo(output.dtype).eps)
     norm = None
     if _hands_on(call, x, output):
@@ -191,7 +205,7 @@ def norm_of(call: Call) -> TracedNorm | None:
 def _in_float32(call: Call) -> tuple[Tensor, Tensor]:
     """Return the input and output of a module; in half precision, the output of a copy in float32.
 
-    Rounding to half precision hides what a norm does.
+    Rounding to half precision hides the operation of a norm.
     """
     x, output = call.inputs[0], call.output
     assert output is not None
@@ -204,8 +218,8 @@ def _in_float32(call: Call) -> tuple[Tensor, Tensor]:
 def _hands_on(call: Call, x: Tensor, output: Tensor) -> bool:
     """Return whether a module returns its input, as dropout does.
 
-    A norm of a normed input returns it too, up to rounding. But if that input is doubled, its
-    output stays the same.
+    A norm of a normalized input also returns its input, up to rounding. But if the input is
+    doubled, the output of a norm stays the same.
     """
     if not is_close(output, x):
         return False
@@ -216,9 +230,10 @@ def _hands_on(call: Call, x: Tensor, output: Tensor) -> bool:
 def _made_by_copy(module: nn.Module, x: Tensor) -> Tensor | None:
     """Return the output of a copy of a module on the CPU; None if the copy does not run.
 
-    It has the precision of the input.
+    The copy has the precision of the input.
     """
-    with contextlib.suppress(Exception):  # weights of a kind that is no number, for instance
+    # Weights may, for example, have a quantized dtype.
+    with contextlib.suppress(Exception):
         made = hooks_disabled(copy.deepcopy(module).cpu().to(x.dtype), x)
         if isinstance(made, Tensor):
             return made.detach()
@@ -226,7 +241,7 @@ def _made_by_copy(module: nn.Module, x: Tensor) -> Tensor | None:
 
 
 def _epsilons(module: nn.Module) -> list[float]:
-    """The module's own small numbers, and those that families write into their code."""
+    """Return the module's own small numbers, and the usual constants in the code of families."""
     small = [v for v in vars(module).values() if isinstance(v, float) and 0 <= v < 0.1]
     return list(dict.fromkeys([*small, 1e-5, 1e-6, 0.0]))
 
@@ -235,8 +250,9 @@ class Hidden(NamedTuple):
     """The modules of a hidden layer.
 
     Attributes:
-        act, post: the nonlinearity, and the map that reads what it makes.
-        linear: the module whose output the nonlinearity's is multiplied with; None without a gate.
+        act, post: the nonlinearity, and the map that reads the hidden layer.
+        linear: the module whose output is multiplied by the output of the nonlinearity; None
+            without a gate.
     """
 
     act: nn.Module
@@ -247,13 +263,13 @@ class Hidden(NamedTuple):
 def hidden_of(
     added: Call, calls: Sequence[Call], others: Sequence[Call], attention: nn.Module | None
 ) -> Hidden | None:
-    """The hidden layer of an MLP; None if it does not show.
+    """Return the hidden layer of an MLP; None if it is not found.
 
     Args:
-        added: the call that gives what the MLP adds.
-        calls: those of the block.
-        others: the calls whose outputs other sublayers add.
-        attention: the module that attends, which has no part in it.
+        added: the call whose output the MLP adds to the stream.
+        calls: the calls of the block.
+        others: the calls whose outputs the other sublayers add.
+        attention: the module that attends. Its calls are not part of a hidden layer.
     """
     began = max([call.ended for call in others if call.ended < added.began], default=-1)
     attending = [call for call in calls if call.module is attention]
@@ -268,24 +284,24 @@ def hidden_of(
 
 
 def is_in(inner: Call, outer: Call) -> bool:
-    """Return whether one call is part of another, or the same."""
+    """Return whether one call is part of another call, or the same call."""
     return outer.began <= inner.began and inner.ended <= outer.ended
 
 
 def _is_nonlinearity(call: Call, added: Call) -> bool:
-    """Return whether the module has no weights and computes something new of the same shape, but no norm."""
+    """Return whether a call computes a nonlinearity: no weights, the same shape, and not a norm."""
     x, y = call.inputs[0] if call.inputs else None, call.output
     if x is None or y is None or x.shape != y.shape:
         return False
     if added.output is None or x.shape[:2] != added.output.shape[:2]:
         return False
     plain = all(weight.numel() == 1 for weight in call.module.parameters())
-    # What hands on its input, as dropout does, computes nothing that could be rounded.
+    # A module that returns its input, as dropout does, does no arithmetic, so there is no rounding.
     return plain and not is_same(x, y) and norm_of(call) is None
 
 
 def _around(act: Call, calls: Sequence[Call], added: Call) -> Hidden | None:
-    """The hidden layer of a nonlinearity."""
+    """Return the hidden layer of a nonlinearity."""
     y = act.output
     assert y is not None
     for last in calls:
@@ -293,8 +309,8 @@ def _around(act: Call, calls: Sequence[Call], added: Call) -> Hidden | None:
         has_weights = any(True for _ in last.module.parameters())
         if hidden is None or last.began < act.ended or not has_weights or hidden.shape != y.shape:
             continue
-        # Where others add to it, as experts may, these are not all neurons. Without them it is the
-        # same tensor.
+        # The output must be the same tensor as the sum. If other modules, for example experts, are
+        # added to it, these are not all neurons.
         if not any(is_same(last.output, whole) for whole in (added.output, *added.inputs)):
             continue
         linear = None

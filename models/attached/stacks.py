@@ -1,14 +1,15 @@
-"""The stacks of blocks that a run goes through: of texts, of images and of sounds.
+"""The stacks of blocks in a run: for texts, for images and for sounds.
 
-1. A stack is a `ModuleList` outside all others whose modules run once each, every one on the output
-   of the last; or the modules that a user names (`stacks_of`).
-2. The blocks that read a position for each token have points without a prefix
-   (`require_position_of_each_token`). An encoder and its decoder have `encoder.` and `decoder.`,
-   towers `vision.` or `audio.`, after the path of their module.
+1. A stack is an outermost `ModuleList` whose modules run once each, every one on the output of the
+   module before. A user can also name the modules (`stacks_of`).
+2. The blocks whose stream has a position for each token have points without a prefix
+   (`require_position_of_each_token`). The points of an encoder and its decoder begin with
+   `encoder.` and `decoder.`. The points of towers begin with `vision.` or `audio.`, from the path
+   of their module.
 3. The points of a stack with a prefix are in a `Tower`, or in the model's own module of that name.
-4. A tower's features are put into the stream of the text: `merged` is that stream, and `projected`
-   the output of the tower for it (`features`).
-5. After the last block of a text, a norm and a linear map give the logits (`unembed_of`).
+4. The features of a tower are inserted into the stream of the text. `merged` is that stream, and
+   `projected` is the output of the tower that is inserted (`features`).
+5. After the last block of a text, a norm and a linear map compute the logits (`unembed_of`).
 """
 
 import fnmatch
@@ -51,9 +52,9 @@ class Stack:
     Attributes:
         name: the prefix of its points; empty for the blocks of the text.
         chain: the calls of its blocks.
-        probe: the run in which they were called, with rows and positions apart.
+        probe: the run in which the blocks were called, with rows and positions as two axes.
         layouts: the parts of its blocks.
-        left_out: the usual points that it does not have, and why.
+        left_out: the reason for each usual point that is missing.
     """
 
     name: str
@@ -64,7 +65,7 @@ class Stack:
 
     @property
     def path(self) -> str:
-        """The name of the module that holds its blocks."""
+        """The name of the module that contains its blocks."""
         name = self.chain[0].name
         return name.rpartition(".")[0] or name
 
@@ -75,24 +76,23 @@ class Stack:
 
     @property
     def texts(self) -> Tensor | None:
-        """The tokens [batch, pos] that its positions are of.
+        """The tokens [batch, pos] at its positions.
 
-        It is None for an encoder, a decoder or a tower, or without tokens.
+        They are None for an encoder, a decoder or a tower, or if the model reads no tokens.
         """
         return None if self.name else self.probe.example.tokens
 
     def root(self, model: nn.Module) -> nn.Module:
-        """The innermost module that runs all its blocks."""
+        """Return the innermost module that runs all its blocks."""
         around = around_of(self.probe, self.chain)
         return around[-1].module if around else model
 
     def owner(self, model: Any) -> Any:
-        """The module that holds its points."""
+        """Return the module that contains its points."""
         if not self.name:
             return model
-        children = dict(
-            model.named_children()
-        )  # a wrapper of adapters has more attributes than children
+        # A wrapper of adapters also has attributes that are not children.
+        children = dict(model.named_children())
         if self.name not in children:
             kind = Tower if self.name in ("encoder", "decoder") else OptionalTower
             children[self.name] = kind(self.root(model))
@@ -101,9 +101,9 @@ class Stack:
 
 
 class Tower(nn.Module):
-    """The points of a stack beside that of the text.
+    """The points of a stack other than the stack of the text.
 
-    `root` is the module that runs its blocks, and no child.
+    `root` is the module that runs its blocks. It is not a submodule of the tower.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -112,23 +112,26 @@ class Tower(nn.Module):
 
     @property
     def main_input_name(self) -> str:
-        """The name of the argument that an encoder reads, which a generation asks the model's `encoder` for."""
+        """The name of the encoder's main argument, which `generate` reads from `model.encoder`."""
         return str(getattr(vars(self)["root"], "main_input_name", "input_ids"))
 
 
 class OptionalTower(Tower, OptionalPoints):
-    """The points of a tower, which does not run where there is no image or sound."""
+    """The points of a tower, which does not run in texts without an image or a sound."""
 
 
 class OwnPart(Replaced):
-    """A model's `get_encoder` or `get_decoder`, which looks for the name that a `Tower` has."""
+    """A model's `get_encoder` or `get_decoder`.
+
+    The original method would find the `Tower`, because it has the name of the part.
+    """
 
     def __init__(self, model: Any, name: str) -> None:
         super().__init__(model, name)
         self.part = self.inner()
 
     def __call__(self, modality: Any = None) -> Any:
-        """The model's own module."""
+        """Return the model's own module."""
         return self.part if modality is None else self.inner(modality=modality)
 
 
@@ -139,12 +142,13 @@ def find_stacks(
 
     Args:
         model: the model.
-        probes: a run of texts, and one with images or sounds; or one of these.
-        roles: the modules that a user names.
+        probes: a run of texts, a run with images or sounds, or both.
+        roles: the modules that the user names.
         kernels: the names of the attention functions that the model asks for.
 
     Raises:
-        AttachError: if there is no stack, or a named sublayer is not what is added to the stream.
+        AttachError: if there is no stack, or the output of a named sublayer is not added to the
+            stream.
     """
     stacks = stacks_of(model, probes, roles.blocks)
     config = text_config(model)
@@ -166,9 +170,9 @@ def _left_out(model: nn.Module, stack: Stack, kernels: set[str]) -> dict[str, st
     inside = {module for call in stack.chain for module in call.module.modules()}
     times = max(stack.probe.attention[module] for module in inside)
     if times > 1 and stack.name:
-        why["attn"] = f"attention ran {times} times: an example needs one image or sound"
+        why["attn"] = f"attention ran {times} times; give an example with one image or sound"
     elif not stack.probe.attention:
-        what = "has no attention, or computes it in a way that is not recognised"
+        what = "has no attention, or computes attention in a way that is not recognised"
         why["attn"] = f"{type(model).__name__} {what}"
     for experts in filter(None, (layout.experts for layout in stack.layouts)):
         if stack.name:
@@ -176,7 +180,7 @@ def _left_out(model: nn.Module, stack: Stack, kernels: set[str]) -> dict[str, st
         else:
             why |= experts.left_out
     if any(weight.is_meta for weight in model.parameters()):
-        why["scale"] = "some norms' weights are kept elsewhere until they run"
+        why["scale"] = "the weights of some norms are stored elsewhere until they run"
     if others := [kernel for kernel in kernels if kernel not in ("eager", "sdpa")]:
         rule = "attn_implementation must be 'eager' or 'sdpa' for these"
         why["scores"] = why["pattern"] = f"{rule}; got {others[0]!r}"
@@ -184,22 +188,22 @@ def _left_out(model: nn.Module, stack: Stack, kernels: set[str]) -> dict[str, st
 
 
 def absent_parts(model: nn.Module, stacks: Sequence[Stack]) -> dict[str, str]:
-    """Return the reason for an encoder or a decoder that is no stack, by its name."""
+    """Return the reason for an encoder or a decoder that is not a stack, by its name."""
     expected = {"encoder", "decoder"} if is_encoder_decoder(model) else set[str]()
     absent = expected - {stack.name for stack in stacks}
-    return dict.fromkeys(absent, "its blocks do not run one on another")
+    return dict.fromkeys(absent, "its blocks do not each read the output of the block before")
 
 
 def stacks_of(model: nn.Module, probes: Sequence[ProbeRun], blocks: str | None) -> list[Stack]:
-    """The stacks of all runs: that of the text, if there is one, first.
+    """Return the stacks of all runs. If there is a stack of the text, it comes first.
 
     Args:
         model: the model.
-        probes: a run of texts, and one with images or sounds; or one of these.
-        blocks: the names of the blocks, a glob; None to look for them.
+        probes: a run of texts, a run with images or sounds, or both.
+        blocks: a glob that matches the names of the blocks. With None, the blocks are searched.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if there is no stack.
     """
     stacks = list[Stack]()
     for probe in probes:
@@ -207,13 +211,14 @@ def stacks_of(model: nn.Module, probes: Sequence[ProbeRun], blocks: str | None) 
         chains = _chains(probe, model, blocks)
         new = [(chain, seen) for chain, seen in chains if chain[0].module not in known]
         if is_encoder_decoder(model):
-            # The first of a name, which attends, where there are several.
+            # If several stacks have the same name, take the first one, which has attention.
             named = {
                 _name(chain, "encoder|decoder", "encoder"): n
                 for n, (chain, _) in reversed([*enumerate(new)])
             }
         else:
-            new = new[:1] if probe.example.is_text else new  # towers do not run on tokens alone
+            # Towers do not run on tokens alone, so a run of texts shows a single stack.
+            new = new[:1] if probe.example.is_text else new
             named = _named_towers(new, probe.example.tokens, has_text=bool(stacks))
         stacks += [Stack(name, *new[n]) for name, n in named.items()]
     return sorted(stacks, key=lambda stack: (stack.name != "", stack.chain[0].began))
@@ -222,7 +227,10 @@ def stacks_of(model: nn.Module, probes: Sequence[ProbeRun], blocks: str | None) 
 def _named_towers(
     stacks: Sequence[tuple[list[Call], ProbeRun]], tokens: Tensor | None, has_text: bool
 ) -> dict[str, int]:
-    """The numbers of stacks by the names of their points: empty for that of the text, if it is not known yet."""
+    """Return the indices of stacks by the prefix of their points.
+
+    The prefix is empty for the stack of the text, if this stack is not known yet.
+    """
     order = sorted(range(len(stacks)), key=lambda n: stacks[n][0][0].began)
     shapes = {n: stacks[n][0][0].inputs[0].shape[:2] for n in order}
     texts = [n for n, shape in shapes.items() if tokens is not None and shape == tokens.shape]
@@ -238,7 +246,7 @@ def _named_towers(
 
 
 def _name(chain: Sequence[Call], words: str, default: str) -> str:
-    """The first of some words in the path of a stack's blocks."""
+    """Return the first of some words that occurs in the path of a stack's blocks."""
     word = re.search(words, chain[0].name)
     return word.group() if word else default
 
@@ -248,9 +256,9 @@ def _chains(
 ) -> list[tuple[list[Call], ProbeRun]]:
     """Return the calls of the blocks of each stack, and the run as that stack sees it.
 
-    The stacks are the lists with attention, the largest first; or the largest list, if no attention
-    is recognised. The attention of an encoder or a decoder may not be recognised, so their other
-    lists follow.
+    The stacks are the lists with attention, the largest first. If no attention is recognised, the
+    stack is the largest list. The attention of an encoder or a decoder may not be recognised, so
+    their other lists follow.
 
     Raises:
         AttachError: if no list is a chain of blocks.
@@ -263,7 +271,7 @@ def _chains(
     if is_encoder_decoder(model):
         candidates += [listed for listed in ran if listed not in candidates]
     stacks = []
-    problem = "has none that runs"
+    problem = "has no list of blocks that runs"
     for listed in candidates or ran[:1]:
         calls_of_list = [call for call in probe.calls if call.module in {*listed}]
         times = Counter(call.module for call in calls_of_list)
@@ -272,12 +280,13 @@ def _chains(
         calls = {call.module: call for call in apart.calls}
         chain = [calls[block] for block in listed if block in calls]
         if why := _problem(chain, {times[block] for block in listed}):
-            problem = f"has some in {_list_of(model, listed)!r} that {why}"
+            problem = f"has blocks in {_list_of(model, listed)!r} that {why}"
         else:
             stacks.append((chain, apart))
     if not stacks:
         raise AttachError(
-            "the model must have a ModuleList of blocks that run once each, in order, on a stream [batch, pos, d_model]; "
+            "the model must have a ModuleList of blocks that run once each, in order, on a "
+            "stream [batch, pos, d_model]; "
             f"{type(model).__name__} {problem} ({ADVICE})"
         )
     return stacks
@@ -294,7 +303,7 @@ def _attends(blocks: Sequence[nn.Module], probe: ProbeRun) -> bool:
 
 
 def _list_of(model: nn.Module, blocks: Sequence[nn.Module]) -> str:
-    """The name of the module that holds some blocks."""
+    """Return the name of the module that contains some blocks."""
     name = next(name for name, module in model.named_modules() if module is blocks[0])
     return name.rpartition(".")[0] or name
 
@@ -302,13 +311,17 @@ def _list_of(model: nn.Module, blocks: Sequence[nn.Module]) -> str:
 def features(
     model: Any, probe: ProbeRun, text: Sequence[Call], towers: Sequence[Stack]
 ) -> tuple[nn.Module | None, dict[str, nn.Module]]:
-    """The module that reads the stream of the text with towers' features in it, and by tower the module that gives these.
+    """Find where the features of towers enter the stream of the text.
 
     Args:
         model: the model.
         probe: a run with features.
-        text: the blocks of the text, called in another run.
-        towers: the stacks beside.
+        text: the calls of the text's blocks in another run.
+        towers: the other stacks.
+
+    Returns:
+        The module that reads the stream with the features, and for each tower the module that
+        returns its features. Without features: None and an empty dict.
     """
     calls = {call.module: call for call in probe.calls}
     tokens = calls[embedding].output if (embedding := embedding_of(model)) in calls else None
@@ -319,20 +332,21 @@ def features(
         if merged is None or tokens is None or tokens.shape != merged.shape:
             continue
         put = merged[(merged != tokens).any(-1)]
+        # The features are copied into the stream, so the bits are equal.
         gives = {
             c.module: None
             for c in probe.calls
             if ended < c.began < call.began
             and c.output is not None
             and c.output.numel() == put.numel()
-            and is_same(c.output.reshape(put.shape), put)  # copied, not computed
+            and is_same(c.output.reshape(put.shape), put)
         }
         return call.module, {tower.name: [*gives][-1] for tower in towers if gives}
     return None, {}
 
 
 def around_of(probe: ProbeRun, chain: Sequence[Call]) -> list[Call]:
-    """The calls of modules that run all of a stack, from the outermost on."""
+    """Return the calls of modules that run all of a stack, the outermost call first."""
     first, last = chain[0], chain[-1]
     return [call for call in probe.calls if call.began < first.began and call.ended > last.ended]
 
@@ -353,20 +367,21 @@ def _named(model: nn.Module, blocks: str) -> list[nn.Module]:
     if not chosen:
         names = ", ".join(name for name, _ in model.named_children())
         raise AttachError(
-            f"blocks must be the names of modules, such as 'layers.*'; {blocks!r} matches none (the model has {names})"
+            f"blocks must be the names of modules, such as 'layers.*'; {blocks!r} matches no "
+            f"module (the model has {names})"
         )
     return chosen
 
 
 def _shape(stream: Tensor) -> tuple[int, int]:
-    """The rows and positions of a stream, which may share an axis."""
+    """Return the rows and positions of a stream, which may share an axis."""
     if stream.ndim == 2:
         return SHAPE if len(stream) == SHAPE[0] * SHAPE[1] else (1, len(stream))
     return (stream.shape[0], stream.shape[1]) if stream.ndim > 1 else SHAPE
 
 
 def _meaning(call: Call) -> str:
-    """The probable meaning of an output with four axes, as a remark."""
+    """Return a remark on the probable meaning of an output with four axes."""
     if call.output is None or call.output.ndim != 4:
         return ""
     kinds = (nn.Conv2d, nn.ConvTranspose2d)
@@ -378,31 +393,31 @@ def _meaning(call: Call) -> str:
 
 
 def _problem(chain: Sequence[Call], times: set[int]) -> str | None:
-    """The reason why calls are no chain of blocks, which ran so many times.
+    """Return the reason why calls are not a chain of blocks; None if they are.
 
-    It is None if they are one.
+    `times` contains how many times the blocks ran.
     """
     if times != {1}:
         return f"run {' or '.join(map(str, sorted(times)))} times"
     for call in chain:
         if not call.inputs or call.output is None or call.output.ndim != 3:
             if call.output is None:
-                return "give no tensor"
-            return f"give {[*call.output.shape]}{_meaning(call)}"
-    # Between blocks nothing is computed that could be rounded.
+                return "return no tensor"
+            return f"return {[*call.output.shape]}{_meaning(call)}"
+    # Nothing is computed between blocks, so there is no rounding.
     if any(not is_same(one.output, two.inputs[0]) for one, two in itertools.pairwise(chain)):
-        return "do not read what the last one gave"
+        return "do not read the output of the block before"
     return None
 
 
 def require_position_of_each_token(model: nn.Module, stack: Stack) -> None:
-    """Refuse a stack whose stream is not [batch, pos, d_model], with a position for each token.
+    """Require a stream [batch, pos, d_model] with a position for each token.
 
-    The stream of an encoder or a decoder may have others, as that of images. It must not have its
-    axes in another order.
+    The stream of an encoder or a decoder may have other positions, for example the positions of
+    images. Its axes must not have another order.
 
     Raises:
-        AttachError: saying what the positions are instead.
+        AttachError: if the positions are different. The error states what they are.
     """
     tokens = _tokens_of(stack)
     stream = stack.chain[0].inputs[0]
@@ -416,17 +431,18 @@ def require_position_of_each_token(model: nn.Module, stack: Stack) -> None:
         return
     elif base_of(model) is not model and _positions(base_of(model), stack, n_pos) == n_pos:
         why = f"an adapter puts {seen - n_pos} virtual tokens before each text"
-        advice = "attach its base model, and give the adapter as run="
+        advice = "attach its base model, and pass the adapter as run="
     else:
         why = _reason(n_pos, seen, _positions(model, stack, n_pos - 1))
     raise AttachError(
-        f"the stream must have a position for each of {n_pos} tokens of {rows} texts; got {[*stream.shape]} in "
+        f"the stream must have a position for each of {n_pos} tokens of {rows} texts; got "
+        f"{[*stream.shape]} in "
         f"{stack.path!r} of a {type(model).__name__}: {why} ({advice})"
     )
 
 
 def _tokens_of(stack: Stack) -> Tensor | None:
-    """The tokens that a stack reads; None for images and sounds."""
+    """Return the tokens that a stack reads; None for images and sounds."""
     example: ExampleArguments = stack.probe.example
     if stack.name == "decoder":
         decoded = example.kwargs.get("decoder_input_ids")
@@ -435,29 +451,29 @@ def _tokens_of(stack: Stack) -> Tensor | None:
 
 
 def _reason(n_pos: int, seen: int, shorter: int | None) -> str:
-    """The reason why a stream has other positions than tokens.
+    """Return the reason why a stream has other positions than the tokens.
 
     Args:
         n_pos: the number of tokens.
         seen: the number of positions.
-        shorter: the number of positions for one token less; None if it is not known.
+        shorter: the number of positions of a text with one token less; None if it is unknown.
     """
     if seen < n_pos:
         return f"it joins tokens, {n_pos} of them into {seen}"
     if shorter == seen - 1:
-        return f"it puts {seen - n_pos} positions of its own beside each text"
+        return f"it adds {seen - n_pos} positions to each text"
     if shorter == seen:
         return "it pads texts to a multiple of some length"
     if shorter is not None and shorter * n_pos == seen * (n_pos - 1):
         return f"it has {seen // n_pos} positions for each token, in several streams"
-    return "its positions are not those of the tokens"
+    return "its positions are not the positions of the tokens"
 
 
 @without_gradients
 def _positions(model: Any, stack: Stack, n_pos: int) -> int | None:
-    """Return the number of positions for texts of `n_pos` tokens.
+    """Return the number of positions for texts of `n_pos` tokens;
 
-    It is None if the model does not run.
+    None if the model does not run.
     """
     example = stack.probe.example
     found = list[int]()
@@ -476,18 +492,20 @@ def _positions(model: Any, stack: Stack, n_pos: int) -> int | None:
         with mode(model, training=False), Session() as session:
             session.before(stack.chain[0].module, see)
             model(*args, **kwargs)
-    except Exception:  # any, because the length of texts may be fixed
+    # Models raise different errors if the length of texts is fixed.
+    except Exception:
         return None
     return found[0] if found else None
 
 
 @dataclass(frozen=True)
 class Unembedding:
-    """Modules in sequence, then a factor and a soft cap.
+    """A sequence of modules, then a factor and a soft cap.
 
     Attributes:
-        modules: the final norm, if any, to the unembedding.
-        factor, cap: of the logits; a cap of 0 is none.
+        modules: the modules from the final norm, if there is one, to the unembedding.
+        factor: the factor of the logits.
+        cap: the soft cap of the logits; 0 means no cap.
     """
 
     modules: tuple[nn.Module, ...]
@@ -497,28 +515,28 @@ class Unembedding:
     def __call__(
         self, resid: Float[Tensor, "batch pos d_model"]
     ) -> Float[Tensor, "batch pos vocab"]:
-        """Logits from a residual stream, including the final norm."""
+        """Return the logits of a residual stream, with the final norm applied."""
         for module in self.modules:
             resid = module(resid)
         return self.finished(resid)
 
     def finished(self, logits: Tensor) -> Tensor:
-        """Logits from what the last module gives."""
+        """Return the logits, from the output of the last module."""
         logits = logits if self.factor == 1 else logits * self.factor
         return torch.tanh(logits / self.cap) * self.cap if self.cap else logits
 
 
 def unembed_of(model: Any, probe: ProbeRun, last: Call) -> Unembedding | None:
-    """The modules after the blocks, if they give the logits.
+    """Return the modules after the blocks, if they compute the logits.
 
-    A model without a head gives no logits.
+    The result is None for a model without a head, which has no logits.
     """
     if hasattr(model, "get_output_embeddings") and model.get_output_embeddings() is None:
         return None
     modules: list[nn.Module] = []
     at, after = last.output, last.ended
     for call in probe.single:
-        # The same tensor, handed on from module to module.
+        # Each module reads the same tensor that the module before returned.
         if call.began > after and call.inputs and is_same(call.inputs[0], at):
             modules.append(call.module)
             at, after = call.output, call.ended
@@ -529,9 +547,9 @@ def unembed_of(model: Any, probe: ProbeRun, last: Call) -> Unembedding | None:
     cap = getattr(config, "final_logit_softcapping", None) or 0.0
     held = factors_of(config)
     for factor in (1.0, *held, *(1 / value for value in held)):
-        for bound in dict.fromkeys(
-            (cap, 0.0)
-        ):  # a cap far above all logits changes less than rounding
+        for bound in dict.fromkeys((cap, 0.0)):
+            # A cap far above all logits changes less than rounding, so the run may also fit without
+            # it.
             unembedding = Unembedding(tuple(modules), factor, bound)
             if is_close(unembedding.finished(at), logits, at * factor):
                 return unembedding

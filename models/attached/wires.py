@@ -1,10 +1,10 @@
 """Forward hooks that pass values of an attached model through its points.
 
-1. A wire is a hook on one of the model's modules. It hands the module's input or output to a point,
-   and puts what the point gives in its place (`fire`).
-2. While nobody listens at the point nothing is computed, and the module's own tensor goes on.
-3. `Forward` (in `forward.py`) says which texts a run reads, for modules that see rows and positions
-   as one axis.
+1. A wire is a hook on one of the model's modules. It passes the module's input or output to a
+   point, and replaces it by the result of the point (`fire`).
+2. If no hook is active at the point, nothing is computed, and the module's own tensor is used.
+3. `Forward` (in `forward.py`) stores the texts of a run, for modules that see rows and positions as
+   one axis.
 """
 
 import math
@@ -20,26 +20,25 @@ from hooks.base import Shards, carried, tensors_in, with_first_tensor
 from hooks.shared import Wire, is_listened_to
 from models.attached.parts import TracedNorm
 
-# Dataclasses, because a copy of the model must have hooks that know the copy's points.
+# Wires are dataclasses, because a copy of the model needs hooks with the points of the copy.
 
 # The rows and positions of this run, for modules that see them as one axis.
 texts_read: ContextVar[tuple[int, ...]] = ContextVar("texts", default=())
 
 
 def rows_of(stream: Tensor) -> tuple[int, int]:
-    """The rows and positions of a stream.
+    """Return the rows and positions of a stream.
 
-    One row where both share an axis, as those of images of any sizes do.
+    If rows and positions share an axis, as for images of different sizes, there is one row.
     """
     return (stream.shape[0], stream.shape[1]) if stream.ndim > 2 else (1, len(stream))
 
 
 def fire(point: HookPoint, value: Tensor) -> Tensor:
-    """Return what the point makes of a value.
+    """Return the result of a point for a value.
 
-    Where rows and positions share an axis, it sees them apart.
-
-    It sees heads and neurons of all processes that the model is split over.
+    If rows and positions share an axis, the point sees them as two axes. It sees the heads and
+    neurons of all processes over which the model is split.
     """
     if not is_listened_to(point):
         return point(value) if value.ndim == len(point.axes) else value
@@ -51,7 +50,8 @@ def fire(point: HookPoint, value: Tensor) -> Tensor:
     shards: Shards | None = carried(point, "shards")
     whole = shards.joined(apart) if shards else apart
     new = point(whole)
-    texts_read.set(texts)  # a hook may have run a model
+    # A hook may have run a model, which changes this variable.
+    texts_read.set(texts)
     if new is whole:
         return value
     return (shards.part(new) if shards else new).view_as(value)
@@ -63,8 +63,8 @@ class Output(Wire):
 
     Attributes:
         point: the point.
-        factor: what the model multiplies the output with.
-        is_overwritten: whether the model writes into it later.
+        factor: the factor by which the model multiplies the output.
+        is_overwritten: whether the model later writes into the output.
     """
 
     point: HookPoint
@@ -72,7 +72,7 @@ class Output(Wire):
     is_overwritten: bool = False
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """The output with what the point gives."""
+        """Return the output with the result of the point; None if it does not change."""
         value = output if isinstance(output, Tensor) else next(tensors_in(output))
         if self.factor == 1 and not self.is_overwritten:
             new = fire(self.point, value)
@@ -87,10 +87,10 @@ class Output(Wire):
 
 @dataclass(eq=False)
 class Projected(Output):
-    """Passes the features that a tower gives for the stream of a text through a point."""
+    """Passes the features that a tower computes for the stream of a text through a point."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """The output with what the point gives."""
+        """Return the output with the result of the point; None if it does not change."""
         token = texts_read.set(rows_of(next(tensors_in(output))))
         try:
             return super().__call__(module, args, output)
@@ -100,24 +100,25 @@ class Projected(Output):
 
 @dataclass(eq=False)
 class Input(Wire):
-    """Passes what a module reads through a point.
+    """Passes the input of a module through a point.
 
     Attributes:
         point: the point.
-        is_shared: whether others read the same tensor later, and must see an edit too.
+        is_shared: whether other modules read the same tensor later, and must see an edit too.
     """
 
     point: HookPoint
     is_shared: bool = False
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """The arguments with what the point gives."""
+        """Return the arguments with the result of the point; None if they do not change."""
         value = next(tensors_in((args, kwargs)))
         if not self.is_shared:
             new = fire(self.point, value)
             return None if new is value else with_first_tensor((args, kwargs), new)
         if is_listened_to(self.point):
-            shown = value.clone()  # a cache may keep it
+            # A cache may store this tensor, and the model may write into the original.
+            shown = value.clone()
             new = fire(self.point, shown)
             if new is not shown:
                 value.copy_(new)
@@ -129,7 +130,7 @@ class BlockInput(Input):
     """Passes the stream that enters a block through a point."""
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """The arguments with what the point gives."""
+        """Return the arguments with the result of the point; None if they do not change."""
         if not torch.compiler.is_compiling():
             stream = next(tensors_in((args, kwargs)))
             if stream.ndim > 2 or len(stream) != math.prod(texts_read.get()):
@@ -139,12 +140,12 @@ class BlockInput(Input):
 
 @dataclass(eq=False)
 class Merged(Wire):
-    """Passes the embeddings that a model of text is given, instead of tokens, through a point."""
+    """Passes the embeddings that a model reads instead of tokens through a point."""
 
     point: HookPoint
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """The arguments with what the point gives."""
+        """Return the arguments with the result of the point; None if they do not change."""
         value = kwargs.get("inputs_embeds")
         new = value if value is None else fire(self.point, value)
         return None if new is value else (args, {**kwargs, "inputs_embeds": new})
@@ -152,13 +153,16 @@ class Merged(Wire):
 
 @dataclass(eq=False)
 class Scale(Wire):
-    """Passes what a norm divides by through a point. An edit rescales the norm's output."""
+    """Passes the scale by which a norm divides through a point.
+
+    An edit rescales the norm's output.
+    """
 
     point: HookPoint
     norm: TracedNorm
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Any:
-        """The output, rescaled if the point changes the scale."""
+        """Return the output, rescaled if the point changes the scale; None if it does not."""
         if not is_listened_to(self.point):
             return None
         scale = self.norm.scale(next(tensors_in((args, kwargs))))
@@ -168,12 +172,12 @@ class Scale(Wire):
 
 @dataclass(eq=False)
 class Computed(Wire):
-    """Passes something that is computed from an output through a point, if somebody listens there."""
+    """Passes a value that is computed from an output through a point, if the point has a hook."""
 
     point: HookPoint
 
     def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
-        """The output with what the point changes; None if it changes nothing."""
+        """Return the output with the changes of the point; None if nothing changes."""
         return self.passed(module, args, output) if is_listened_to(self.point) else None
 
     def passed(self, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
@@ -183,24 +187,27 @@ class Computed(Wire):
 
 @dataclass(eq=False)
 class PositionsWire(Computed):
-    """Passes the vectors of positions, which rows may share, through a point with a row for each text."""
+    """Passes position vectors through a point, with a row for each text.
+
+    In the model, all rows may share the vectors.
+    """
 
     def passed(self, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
-        """Return what the point gives."""
+        """Return the result of the point."""
         vectors = output.view(-1, *output.shape[-2:]).expand(*texts_read.get(), -1)
         return fire(self.point, vectors)
 
 
 class Replaced:
-    """A method that stands in for a module's own, such as `forward`, while the model is attached.
+    """A method that replaces a module's own method, for example `forward`, while it is attached.
 
     Args:
         module: the module.
         name: the name of the method.
 
     Attributes:
-        inner: the method.
-        replaced: the method that stood in its place before attach, if any.
+        inner: the method that is replaced.
+        replaced: the method in the module's own attributes before `attach`, or None.
     """
 
     def __init__(self, module: nn.Module, name: str = "forward") -> None:
@@ -209,7 +216,7 @@ class Replaced:
 
 
 def restore_methods(model: nn.Module) -> None:
-    """Give the modules in a model the methods back that they had before attach."""
+    """Give the modules of a model the methods that they had before `attach`."""
     for module in model.modules():
         for name in ("forward", "generate", "get_encoder", "get_decoder"):
             method = vars(module).get(name)

@@ -227,7 +227,7 @@ def test_virtual_tokens_of_prompt_tuning_are_positions_of_the_base_model():
         peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
     )
     tuned = peft.get_peft_model(made("llama"), chosen).eval()
-    with pytest.raises(ValueError, match="give the adapter as run="):
+    with pytest.raises(ValueError, match="pass the adapter as run="):
         attach(tuned)
     expected = tuned(tokens, output_hidden_states=True)
     with attach(tuned.get_base_model()) as attached:

@@ -253,7 +253,7 @@ def test_left_out_says_why():
         assert "numbers" in attached.left_out["mlp.routing"]
         assert "attn.router" in attached.left_out
     with attach(made("llama4_text")) as attached:
-        assert "times their weights" in attached.left_out["mlp.routing"]
+        assert "multiplied by their weights" in attached.left_out["mlp.routing"]
         assert "attn.router" not in attached.left_out
     with attach(made("doge")) as attached:
         assert {attached.left_out[name] for name in ("attn_out", "mlp.pre", "mlp_out")} == {

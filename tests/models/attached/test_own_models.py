@@ -182,9 +182,13 @@ def test_names_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"'attention' must .*n1, n2"):
         attach(mine(), attn="attention")
     for wrong in (dict(attn="n1"), dict(mlp="mixing.qkv")):
-        with pytest.raises(ValueError, match="must give what is added to the stream"):
+        with pytest.raises(
+            ValueError, match="must be a sublayer whose output is added to the stream"
+        ):
             attach(mine(), **wrong)
-    with pytest.raises(ValueError, match=r"'ffn' must give what is added to the stream"):
+    with pytest.raises(
+        ValueError, match=r"'ffn' must be a sublayer whose output is added to the stream"
+    ):
         attach(mine(scaled=True), attn="mixing", mlp="ffn")
 
 

@@ -23,7 +23,7 @@ MADE = {
             prompt_length=5,
             prompt_types=4,
         ),
-        r"\[2, 12, 24\].* 5 positions of its own",
+        r"\[2, 12, 24\].* adds 5 positions",
     ),
     "xlnet": (
         "XLNetLMHeadModel",
@@ -124,9 +124,9 @@ class Joining(nn.Module):
     ("positions", "reason"),
     [
         (lambda x: x[:, ::2], r"joins tokens, 7 of them into 4"),
-        (lambda x: torch.cat([x, x[:, :2] * 0], 1), "2 positions of its own"),
+        (lambda x: torch.cat([x, x[:, :2] * 0], 1), "adds 2 positions"),
         (lambda x: torch.cat([x, x * 2], 1), "2 positions for each token"),
-        (lambda x: torch.cat([x] * x.shape[1], 1), "not those of the tokens"),
+        (lambda x: torch.cat([x] * x.shape[1], 1), "not the positions of the tokens"),
     ],
 )
 def test_reasons_of_models_of_one_s_own(positions, reason):
