@@ -1,4 +1,4 @@
-"""Edits as texts of the command line: `blocks.1.attn.z zero head=3 pos=-1`."""
+"""Edits as texts on the command line: `blocks.1.attn.z zero head=3 pos=-1`."""
 
 import shlex
 from typing import Any
@@ -7,16 +7,18 @@ from hooks.base import unknown_name
 from interp import edits
 from interp.edits.edit import Edit
 
-KINDS = {"zero": 0, "scale": 1, "noise": 1}  # with how many numbers each takes
-NUMBERS = {"scale": "factor", "noise": "scale"}  # what the functions call that number
+# The kinds of edits, and the number of numbers after each kind.
+KINDS = {"zero": 0, "scale": 1, "noise": 1}
+# The name of this number in the functions of `interp.edits`.
+NUMBERS = {"scale": "factor", "noise": "scale"}
 
 
 def parsed(text: str) -> tuple[str, Edit]:
-    """The point and the edit of a text.
+    """Return the point and the edit of a text.
 
     Raises:
-        ValueError: if it is none; it says what is wrong.
-        UnknownNameError: if there is no such kind.
+        ValueError: if the text is not an edit. The error names the mistake.
+        UnknownNameError: if the kind of edit is unknown.
 
     >>> parsed("blocks.*.attn.z zero head=1,3 pos=4:")
     ('blocks.*.attn.z', edits.zero(head=[1, 3], pos=slice(4, None)))
@@ -24,38 +26,38 @@ def parsed(text: str) -> tuple[str, Edit]:
     try:
         words = shlex.split(text)
     except ValueError as error:
-        raise ValueError(f"quotes must be closed in an edit; got {text!r}: {error}") from None
+        raise ValueError(f"an edit must have matching quotes; got {text!r}: {error}") from None
     if len(words) < 2 or words[0] in KINDS:
-        rule = "an edit must be a point and a kind, as 'blocks.1.attn.z zero'"
+        rule = "an edit must be a point and a kind, for example 'blocks.1.attn.z zero'"
         raise ValueError(f"{rule}; got {text!r}")
     point, kind, *rest = words
     if kind not in KINDS:
         raise unknown_name(kind, KINDS, "kind of edit")
     plain = [part for part in rest if "=" not in part]
     if len(plain) != KINDS[kind]:
-        raise ValueError(f"{kind} takes {KINDS[kind]} numbers before axes; got {plain} in {text!r}")
+        raise ValueError(f"{kind} needs {KINDS[kind]} numbers before axes; got {plain} in {text!r}")
     try:
         numbers = [*map(float, plain)]
     except ValueError:
-        raise ValueError(f"an edit's number must be one; got {plain[0]!r}") from None
+        raise ValueError(f"{kind} needs a number; got {plain[0]!r}") from None
     options: dict[str, Any] = {}
     for name, value in (part.split("=", 1) for part in rest if "=" in part):
         if name in options:
-            raise ValueError(f"{name} must be given once; got it again in {text!r}")
+            raise ValueError(f"{name} must be given once; got it twice in {text!r}")
         options[name] = (
             _seed(value) if (kind, name) == ("noise", "seed") else _selection(name, value)
         )
     if NUMBERS.get(kind) in options:
         raise ValueError(
-            f"the number of {kind} stands alone, as in '{kind} 0.5'; got {NUMBERS[kind]}= in "
-            f"{text!r}"
+            f"the number of {kind} must be given without a name, as in '{kind} 0.5'; "
+            f"got {NUMBERS[kind]}= in {text!r}"
         )
     return point, getattr(edits, kind)(*numbers, **options)
 
 
 def _seed(text: str) -> int:
     if not text.isdecimal():
-        raise ValueError(f"seed must be one whole number; got {text!r}")
+        raise ValueError(f"seed must be an integer of at least 0; got {text!r}")
     return int(text)
 
 

@@ -1,4 +1,4 @@
-"""Picture: a figure that a notebook shows without any setting."""
+"""Picture: a figure that a notebook displays without settings."""
 
 import io
 import os
@@ -21,19 +21,22 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> None:
 
 
 class Picture(Figure):
-    """A figure of matplotlib. As the last line of a cell it shows itself."""
+    """A matplotlib figure, which a notebook displays as the last line of a cell."""
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the figure to a file, completely or not at all. The suffix, as `.png`, decides the format.
+        """Write the figure to a file, completely or not at all.
+
+        The suffix, such as `.png`, determines the format.
 
         Raises:
-            ValueError: if Matplotlib has no such format.
-            FileNotFoundError: if there is no such directory.
+            ValueError: if Matplotlib does not support the format.
+            FileNotFoundError: if the directory does not exist.
         """
         save(self, path)
 
     def _repr_png_(self) -> bytes:
-        # A fresh kernel knows no other way: matplotlib's own is set by `%matplotlib inline`.
+        # Without this method a new kernel could not display the figure until `%matplotlib inline`
+        # is run.
         buffer = io.BytesIO()
         self.savefig(buffer, format="png", dpi=self.get_dpi())
         return buffer.getvalue()

@@ -10,18 +10,21 @@ import torch
 from interp.pictures.parts import axis_part, thinned
 from interp.pictures.view import View, limit_of, visible, visible_title
 
-# What a browser draws without a pause.
+# The largest numbers that a browser draws without a pause.
 _MOST_EDGES, _MOST_CARDS, _MOST_NODES, _MOST_LINKS = 400, 12, 800, 8000
 
 
 def circuit(circuit: Any, curve: Any = None) -> View:
-    """Draw a circuit: layers upward, edges by their scores. A slider keeps the strongest that lead from input to output.
+    """Draw a circuit, with layers upward and edges by score.
 
-    Solid edges help the metric, dashed ones harm it. Only what is connected is drawn.
+    A slider keeps the strongest edges from input to output.
+
+    Solid edges help the metric, and dashed edges harm it. Only connected nodes are drawn.
 
     Args:
         circuit: a `Circuit`.
-        curve: of `interp.curve`; the slider shows the faithfulness of the nearest size measured.
+        curve: the result of `interp.curve`. The slider then shows the faithfulness of the nearest
+            measured size.
 
     >>> from interp import Circuit, graph
     >>> from models import load
@@ -33,11 +36,14 @@ def circuit(circuit: Any, curve: Any = None) -> View:
     order = sorted(edges, key=lambda edge: -abs(edge.score))
     kept = order[:_MOST_EDGES]
     part = {
-        "kind": "network", "title": "circuit", "rows": rows, "edges": [edge[:3] for edge in kept],
+        "kind": "network",
+        "title": "circuit",
+        "rows": rows,
+        "edges": [edge[:3] for edge in kept],
         "names": _meanings(rows),
         "scores": torch.tensor([edge.score for edge in kept], dtype=torch.float64),
         "note": thinned(len(order), len(kept), "edges"),
-    }  # fmt: skip
+    }
     if curve is not None:
         every = int(circuit.graph.allowed.sum())
         means = curve.absolute.mean().tolist()
@@ -47,7 +53,7 @@ def circuit(circuit: Any, curve: Any = None) -> View:
 
 
 def _meanings(rows: Sequence[Sequence[Any]]) -> list[str]:
-    """One example of the name of a head and one of the name of an MLP, with their meanings."""
+    """Return an example of a head's name and an example of an MLP's name, with their meanings."""
     names = [str(node) for row in reversed(rows) for node in row]
     head = next(filter(None, (re.fullmatch(r"a(\d+)\.h(\d+)", name) for name in names)), None)
     mlp = next(filter(None, (re.fullmatch(r"m(\d+)", name) for name in names)), None)
@@ -60,10 +66,11 @@ def _meanings(rows: Sequence[Sequence[Any]]) -> list[str]:
 
 
 def features(cards: Sequence[Any]) -> View:
-    """Draw cards of features: texts where each is active, how large it is how often, and the tokens that it moves.
+    """Draw cards of features: texts where a feature is active, the histogram of its size, and the
+    tokens whose logits it changes.
 
     Args:
-        cards: of `interp.features.feature_cards`.
+        cards: the cards, from `interp.features.feature_cards`.
 
     >>> from interp.features import FeatureCard
     >>> features([FeatureCard(7, 0.25, top=[("a", 1.5)])])
@@ -75,20 +82,34 @@ def features(cards: Sequence[Any]) -> View:
         mine: list[dict[str, Any]] = []
         for n, example in enumerate(card.examples):
             values = torch.tensor(example.activations)
-            mine.append({
-                "kind": "text", "title": "" if n else f"feature {card.index}", "values": values, "first": 0,
-                "tokens": [visible(token) for token in example.tokens], "unit": "", "signed": False,
-                "limit": card.largest or limit_of(values), "note": "",
-            })  # fmt: skip
+            mine.append(
+                {
+                    "kind": "text",
+                    "title": "" if n else f"feature {card.index}",
+                    "values": values,
+                    "first": 0,
+                    "tokens": [visible(token) for token in example.tokens],
+                    "unit": "",
+                    "signed": False,
+                    "limit": card.largest or limit_of(values),
+                    "note": "",
+                }
+            )
         moved = [*card.top, *card.bottom[::-1]]
         if moved and not math.isnan(moved[0][1]):
             mine.append(_chart("logits that a feature of 1 adds", "token", moved, "logits"))
         if any(card.histogram):
-            mine.append({
-                "kind": "histogram", "title": "how many positions have it, by its size", "unit": "positions",
-                "values": torch.tensor(card.histogram), "largest": card.largest, "xname": "activation",
-                "note": "How many positions have it, by its size.",
-            })  # fmt: skip
+            mine.append(
+                {
+                    "kind": "histogram",
+                    "title": "how many positions have it, by its size",
+                    "unit": "positions",
+                    "values": torch.tensor(card.histogram),
+                    "largest": card.largest,
+                    "xname": "activation",
+                    "note": "How many positions have it, by its size.",
+                }
+            )
         if mine:
             mine[0]["heading"] = f"Feature {card.index}, {card.frequency}"
         parts += mine
@@ -100,16 +121,20 @@ def features(cards: Sequence[Any]) -> View:
 
 
 def attribution(graph: Any, cards: Mapping[int, Sequence[Any]] | None = None) -> View:
-    """Draw an attribution graph: layers upward, tokens across. A click on a node draws and lists its links.
+    """Draw an attribution graph, with layers upward and tokens across.
 
-    Nodes can be pinned and put in groups; the pinned ones are drawn below as a graph of their own. Their names are in the
-    text at the end, in the form that files have. Circles are features, diamonds errors, squares embeddings and logits.
-    Triangles are heads whose attention decides a target, of a graph with `attention=True`: a click shows where the head looks, and
-    the pairs of sources that make the score.
+    A click on a node draws and lists its links.
+
+    Nodes can be pinned and put in groups. Pinned nodes are drawn again below, as a separate graph.
+    Their names are in the text at the end, in the format of files. Circles are features, diamonds
+    are errors, squares are embeddings and logits. Triangles are heads whose attention affects a
+    target, in a graph with `attention=True`. A click on a triangle shows the attention of the head,
+    and the pairs of sources that add up to the score.
 
     Args:
         graph: a `PrunedGraph`.
-        cards: of `interp.features.feature_cards`, by layer; each is shown beside its feature.
+        cards: the cards by layer, from `interp.features.feature_cards`. Each card is shown with its
+            feature.
 
     >>> from interp.tracing import Link, Node, PrunedGraph
     >>> nodes = [Node("E_3_0", "token", -1, 0, 3, "a"), Node("2_5_0", "logit", 1, 0, 5, "b")]
@@ -136,27 +161,33 @@ def attribution(graph: Any, cards: Mapping[int, Sequence[Any]] | None = None) ->
             ends.append((len(shown), kept[cell.target], cell.weight))
             shown.append(_shown_cell(cell, tokens, {node.id: node for node in nodes}))
     part = {
-        "kind": "attribution", "title": "attribution graph", "nodes": shown, "tokens": tokens,
+        "kind": "attribution",
+        "title": "attribution graph",
+        "nodes": shown,
+        "tokens": tokens,
         "links": [(source, target) for source, target, _ in ends],
         "weights": torch.tensor([weight for *_, weight in ends], dtype=torch.float64),
         "pins": [kept[name] for name in graph.pins if name in kept],
         "groups": [
-            (name, ids) for name, members in graph.supernodes.items()
+            (name, ids)
+            for name, members in graph.supernodes.items()
             if (ids := [kept[member] for member in members if member in kept])
         ],
-        "start": 0, "layers": max((node.layer for node in nodes), default=0), "note": " ".join(filter(None, notes)),
-    }  # fmt: skip
+        "start": 0,
+        "layers": max((node.layer for node in nodes), default=0),
+        "note": " ".join(filter(None, notes)),
+    }
     return View(f"attribution graph of “{''.join(tokens)[:60]}”", [part])
 
 
 def _by_influence(node: Any) -> tuple[bool, float]:
-    """The order of nodes: logits first, then by influence. NaN, which has no order, is last."""
+    """Return a sort key for nodes: logits first, then by influence. NaN is last."""
     influence = 0.0 if node.influence is None else node.influence
     return node.kind != "logit", math.inf if math.isnan(influence) else influence
 
 
 def _shown(node: Any, card: Any) -> dict[str, Any]:
-    """A node of an attribution graph, with what is told of it."""
+    """Return a node of an attribution graph, with its description."""
     raises = " ".join(visible(token) for token in node.raises)
     values = {
         "activation": node.activation,
@@ -171,14 +202,22 @@ def _shown(node: Any, card: Any) -> dict[str, Any]:
         label = label or f"raises {raises}"
     examples = card.examples if card and node.kind == "feature" else ()
     return {
-        "id": node.id, "kind": node.kind, "layer": node.layer, "pos": node.pos, "label": label,
-        "influence": node.influence, "about": about,
-        "examples": [([visible(token) for token in each.tokens], [*each.activations]) for each in examples[:4]],
-    }  # fmt: skip
+        "id": node.id,
+        "kind": node.kind,
+        "layer": node.layer,
+        "pos": node.pos,
+        "label": label,
+        "influence": node.influence,
+        "about": about,
+        "examples": [
+            ([visible(token) for token in each.tokens], [*each.activations])
+            for each in examples[:4]
+        ],
+    }
 
 
 def _shown_cell(cell: Any, tokens: Sequence[str], nodes: Mapping[str, Any]) -> dict[str, Any]:
-    """A head that looks at a key, with where it looks and the pairs behind its score."""
+    """Return a head that attends to a key, with its pattern and the pairs of its score."""
 
     def named(name: str) -> str:
         node = nodes.get(name)
@@ -191,19 +230,29 @@ def _shown_cell(cell: Any, tokens: Sequence[str], nodes: Mapping[str, Any]) -> d
     ]
     pairs = [(f"{value:+.3g}", f"{named(one)} with {named(two)}") for one, two, value in cell.pairs]
     return {
-        "id": f"{cell.layer}.{cell.head}", "kind": "head", "layer": cell.layer, "pos": cell.query, "influence": None,
+        "id": f"{cell.layer}.{cell.head}",
+        "kind": "head",
+        "layer": cell.layer,
+        "pos": cell.query,
+        "influence": None,
         "label": f"head {cell.head} of layer {cell.layer} looks at {cell.key} “{tokens[cell.key]}”",
         "about": [("kind", "attention"), ("position", f"{cell.query}"), *facts, *pairs],
         "examples": [(tokens, [*cell.pattern])],
-    }  # fmt: skip
+    }
 
 
 def _chart(title: str, axis: str, bars: Sequence[tuple[str, float]], unit: str) -> dict[str, Any]:
-    """Bars without intervals."""
+    """Return bars without intervals."""
     values = torch.tensor([value for _, value in bars])
     unknown = torch.full_like(values, torch.nan)
     labels = [visible(label) for label, _ in bars]
     return {
-        "kind": "bars", "title": title, "unit": unit, "values": values, "low": unknown, "high": unknown,
-        "axis": axis_part(axis, range(len(labels)), labels, len(labels)), "note": title[0].upper() + title[1:] + ".",
-    }  # fmt: skip
+        "kind": "bars",
+        "title": title,
+        "unit": unit,
+        "values": values,
+        "low": unknown,
+        "high": unknown,
+        "axis": axis_part(axis, range(len(labels)), labels, len(labels)),
+        "note": title[0].upper() + title[1:] + ".",
+    }

@@ -1,4 +1,6 @@
-"""Pictures of pairs of texts, of dictionaries and of their scores; each is the `view()` of its object."""
+"""Pictures of pairs of texts, dictionaries and scores of dictionaries, for the `view()` of these
+objects.
+"""
 
 from typing import Any
 
@@ -10,7 +12,10 @@ _MOST_PAIRS = 6
 
 
 def pairs(pairs: Any, write: Any) -> View:
-    """Draw the first pairs as tokens, with a mark at those that differ; `write` gives their text."""
+    """Draw the first pairs as tokens, and mark differing tokens.
+
+    `write` returns the text of tokens.
+    """
     parts = []
     for n in range(min(len(pairs), _MOST_PAIRS)):
         pair = pairs[n]
@@ -25,7 +30,7 @@ def pairs(pairs: Any, write: Any) -> View:
 
 
 def dictionary(dictionary: Any) -> View:
-    """Say what a dictionary is, and draw how long its rows are."""
+    """Draw the lengths of a dictionary's rows, below its description."""
     lengths = {"encoder": dictionary.W_enc.norm(dim=0), "decoder": dictionary.W_dec.norm(dim=1)}
     lines = {name: size.float().sort(descending=True).values for name, size in lengths.items()}
     shown = curves(lines, axis="features, by length", title="lengths of rows")
@@ -34,7 +39,7 @@ def dictionary(dictionary: Any) -> View:
 
 
 def dictionary_scores(scores: Any, losses: Any) -> View:
-    """Draw the losses, a `Result`, and how often each feature is active."""
+    """Draw the losses (a `Result`), and how often each feature is active."""
     parts = [{**part, "heading": "losses"} for part in effects(losses).parts]
     for name, point in scores.points.items():
         often = {name: point.density.sort(descending=True).values}

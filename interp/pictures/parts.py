@@ -1,4 +1,6 @@
-"""Parts of pictures in the form that the script reads: axes, tables, and notes of what was left out."""
+"""Parts of pictures in the form that the script reads: axes, tables, and notes about parts that are
+not drawn.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,14 +10,14 @@ from torch import Tensor
 
 from interp.pictures.view import limit_of, visible, visible_title
 
-# What a browser draws without a pause.
+# The largest numbers that a browser draws without a pause.
 MOST_WEIGHTS, MOST_COLUMNS = 1_300_000, 400
 
 
 def axis_part(
     name: str, labels: Sequence[Any], words: Sequence[str] | None, most: int
 ) -> dict[str, Any]:
-    """The last labels of an axis, and its words."""
+    """Return the last labels of an axis, and its words."""
     axis = {"name": name, "labels": [visible_title(str(label)) for label in labels[-most:]]}
     return axis | ({"words": [visible(word) for word in words[-most:]]} if words else {})
 
@@ -30,15 +32,24 @@ def grid_part(
     least: float = 0.0,
     **more: Any,
 ) -> dict[str, Any]:
-    """Tables as colours; `more` is what the script's function `grid` reads."""
+    """Return tables to draw as colours.
+
+    `more` are further fields for the script's function `grid`.
+    """
     return {
-        "kind": "grid", "title": title, "values": values, "rows": rows, "columns": columns,
-        "unit": unit, "limit": limit_of(values, least), "signed": bool((values < 0).any()),
-    } | more  # fmt: skip
+        "kind": "grid",
+        "title": title,
+        "values": values,
+        "rows": rows,
+        "columns": columns,
+        "unit": unit,
+        "limit": limit_of(values, least),
+        "signed": bool((values < 0).any()),
+    } | more
 
 
 def thinned(every: int, shown: int, what: str) -> str:
-    """The note of a picture that shows a part; empty if it shows all."""
+    """Return the note of a picture that shows only a part; empty if all is shown."""
     kept = "strongest" if what in ("edges", "links") else "last"
     if what == "points":
         return f"{shown} of {every} points are drawn." if shown < every else ""
@@ -46,7 +57,7 @@ def thinned(every: int, shown: int, what: str) -> str:
 
 
 def headline(result: Any) -> str:
-    """A title of a result: whether its effects are means, and the facts that a reader of a picture needs.
+    """Return a title for a result: whether its effects are means, and the facts about it.
 
     Hashes of texts, lists and the rounding gap of a sum are left out.
     """

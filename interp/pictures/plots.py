@@ -1,4 +1,6 @@
-"""Figures for papers, by matplotlib: effects, estimates over exact effects, faithfulness over the size of a circuit, lines."""
+"""Figures for papers, with matplotlib: effects, estimates over exact effects, faithfulness over
+circuit size, lines.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,15 +15,17 @@ from interp.pictures.parts import headline
 from interp.pictures.view import plotted_axes
 
 Labels = Mapping[str, Sequence[Any]]
-"""By the name of an axis, in order, a label for each index."""
+"""For the name of each axis, in order, a label for each index."""
 
 _COLOURS = {"signed": "#2166ac", "absolute": "#1b7837", "random": "grey"}
-_MOST_TICKS = 80  # along an axis
-_NAMED = 5  # of the places where estimates are furthest off
+# The largest number of ticks along an axis.
+_MOST_TICKS = 80
+# The number of places with the largest errors of estimates that get a name.
+_NAMED = 5
 
 
 def effects(result: Any, facet: str | None = None) -> Figure:
-    """The mean effects of a result; see `Result.plot`."""
+    """Plot the mean effects of a result; see `Result.plot`."""
     axes = plotted_axes(result.axes[:-1], facet)
     what = "mean effect" if result.values.shape[-1] > 1 else "effect"
     unit = f"{what} ({result.unit})" if result.unit else what
@@ -40,7 +44,7 @@ def effects(result: Any, facet: str | None = None) -> Figure:
 
 
 def _labels_with_words(result: Any, axis: str) -> list[Any]:
-    """The labels of an axis, with its words."""
+    """Return the labels of an axis, with its words."""
     labels = result.labels[axis]
     pairs = zip(labels, result.words.get(axis) or [""] * len(labels), strict=True)
     return [f"{label} {word!r}" if word else label for label, word in pairs]
@@ -54,20 +58,22 @@ def heat_maps(
     title: str,
     reach: float = 0.0,
 ) -> Figure:
-    """Tables as colours, one beside the other, all on one scale.
+    """Plot tables as colours, side by side, all on one scale.
 
-    White is 0. Colours reach `reach` at least, and below 0 only where a value is.
+    White is 0. The range of colours includes `reach`. It includes values below 0 only if a value is
+    below 0.
 
     Args:
         values: the tables.
-        labels: of the rows and of the columns.
-        names: one above each table.
-        unit: of the values, beside the scale.
-        title: above all.
-        reach: what the colours reach at least.
+        labels: the labels of the rows and of the columns.
+        names: the name above each table.
+        unit: the unit of the values, next to the scale.
+        title: the title above all tables.
+        reach: a value that the range of colours includes.
     """
     tables = values.numpy(force=True)
-    known = tables[tables == tables]  # NaN differs from itself
+    # NaN is not equal to itself.
+    known = tables[tables == tables]
     limit = max(abs(known).max(initial=0), reach) or 1
     colours, least = ("RdBu", -limit) if known.min(initial=0) < 0 else ("Blues", 0)
     across = math.ceil(len(tables) ** 0.5)
@@ -98,7 +104,7 @@ def bars(
     unit: str,
     title: str,
 ) -> Figure:
-    """Bars with intervals."""
+    """Plot bars with intervals."""
     places = range(len(values))
     figure, axes = _framed((min(max(0.3 * len(values) + 2, 4.0), 16.0), 4.0), title)
     axes.bar(places, values.numpy(force=True), color="#4393c3")
@@ -116,7 +122,7 @@ def scatter(
     unit: str,
     title: str,
 ) -> Figure:
-    """Estimated over exact effects, a dot for each place, and names of some."""
+    """Plot estimated over exact effects, with a dot for each place and the names of some places."""
     figure, axes = _framed((5.0, 5.0), title)
     axes.axhline(0, color="lightgrey", linewidth=0.8)
     axes.axvline(0, color="lightgrey", linewidth=0.8)
@@ -126,11 +132,11 @@ def scatter(
     apart = 0.05 * (right - left), 0.05 * (top - bottom)
     named_at: list[tuple[float, float]] = []
     for *at, name in named[:_NAMED]:
-        # Names of dots that almost coincide could not be read.
+        # Skip names of dots that almost coincide, because they would overlap.
         if any(abs(at[0] - x) < apart[0] and abs(at[1] - y) < apart[1] for x, y in named_at):
             continue
         named_at.append((at[0], at[1]))
-        # Towards the middle, so that no name is cut off.
+        # Write the name towards the middle, so that it is not cut off.
         side, shift = ("left", 4) if at[0] < (left + right) / 2 else ("right", -4)
         axes.annotate(
             name,
@@ -149,7 +155,9 @@ def scatter(
 def curves(
     shares: Sequence[float], heights: Mapping[str, Sequence[Float[Tensor, " share"]]], title: str
 ) -> Figure:
-    """Faithfulness over the share of edges that circuits keep: by name, the mean and both ends of its interval."""
+    """Plot faithfulness over the share of edges in circuits: for each name, the mean and both ends
+    of its interval.
+    """
     figure, axes = _framed((6.0, 4.0), title)
     axes.axhline(0, color="lightgrey", linewidth=0.8)
     axes.axhline(1, color="lightgrey", linewidth=0.8)
@@ -171,7 +179,7 @@ def lines(
     unit: str,
     title: str,
 ) -> Figure:
-    """Numbers over an axis, a line for each name."""
+    """Plot numbers over an axis, with a line for each name."""
     figure, axes = _framed((6.0, 4.0), title)
     for name, values in series.items():
         axes.plot(x.numpy(force=True), values.numpy(force=True), label=name)
@@ -201,15 +209,17 @@ def _label_columns(axes: Axes, name: str, labels: Sequence[Any], decisive: int) 
 
 
 def _decisive(table: Any, along: int) -> int:
-    """The index, along the other axis, of the largest value by size."""
+    """Return the index, along one axis, of the row or column with the largest absolute value."""
     sizes = np.nan_to_num(np.abs(table), nan=-1).max(along)
     return int(sizes.argmax()) if sizes.size else 0
 
 
 def _ticks(labels: Sequence[Any], decisive: int) -> tuple[list[int], list[str]]:
-    """Indices and texts of all labels or, of many, at most some of them and the decisive one."""
+    """Return the indices and texts of all labels; of many labels, only some, with the decisive
+    label.
+    """
     step = 1 + (len(labels) - 1) // _MOST_TICKS
-    # A label beside the decisive one would lie over it.
+    # A label next to the decisive label would overlap with it.
     at = [n for n in range(0, len(labels), step) if n == decisive or abs(n - decisive) >= step]
     at = sorted({*at, decisive}) if labels else []
     return at, [str(labels[n]) for n in at]

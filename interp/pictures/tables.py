@@ -1,4 +1,4 @@
-"""Pictures of numbers: effects as heat maps or bars, several of them, and lines."""
+"""Pictures of numbers: one or several results as heat maps or bars, and lines."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,19 +19,20 @@ from interp.pictures.parts import (
 )
 from interp.pictures.view import View, plotted_axes, visible_title
 
-# What a browser draws without a pause.
+# The largest numbers that a browser draws without a pause.
 _MOST_BARS, _MOST_POINTS = 60, 2000
 _MOST_PIXELS = 256
 
 
 def effects(result: Any, facet: str | None = None) -> View:
-    """Draw a `Result`: a heat map of two axes, or bars with 95% intervals of one.
+    """Draw a `Result`: a heat map for two axes, or bars with 95% intervals for one axis.
 
-    The pointer and the arrow keys read means and intervals. Scores of heads are a heat map with numbers.
+    The pointer and the arrow keys show means and intervals. Scores of heads are a heat map with
+    numbers.
 
     Args:
         result: the result, with one or two axes besides `example` and the facet.
-        facet: of three axes, the one that has a heat map for each label; by default the first.
+        facet: for three axes, the axis with a heat map for each label. Default: the first axis.
 
     Raises:
         UnknownNameError, ValueError: as for `Result.plot`.
@@ -86,13 +87,14 @@ def image(
     title: str = "patches",
     unit: str = "",
 ) -> View:
-    """Draw numbers of patches over the image that they are of, which is grey, so that colours are those of the numbers.
+    """Draw the values of patches as colours over their image, which is drawn in grey.
 
     Args:
-        pixels: the image, of any numbers; the smallest is drawn black, the largest white.
-        values: a number for each patch, from left to right and from top to bottom: without that of a token for the class.
-        grid: how many rows and columns of patches there are; by default as many of both.
-        title, unit: of the numbers.
+        pixels: the image, of any numbers; the smallest number is drawn black, the largest white.
+        values: a number for each patch, from left to right and from top to bottom, without a number
+            for a class token.
+        grid: the numbers of rows and columns of patches. Default: a square.
+        title, unit: the title and the unit of the numbers.
 
     Raises:
         ValueError: if the patches do not fill the grid.
@@ -104,9 +106,11 @@ def image(
     rows, columns = (side, side) if grid is None else grid
     if rows * columns != len(values):
         raise ValueError(
-            f"patches must fill grid=(rows, columns), {rows} by {columns}; got {len(values)} (a token for the class is none)"
+            f"values must fill grid=(rows, columns), {rows} by {columns}; got {len(values)} "
+            "numbers "
+            "(leave out the number of a class token)"
         )
-    # A browser stretches it; more pixels would only make the page large.
+    # A browser scales the image; more pixels would only make the page larger.
     size = min(_MOST_PIXELS, pixels.shape[1]), min(_MOST_PIXELS, pixels.shape[2])
     grey = pixels.detach().cpu().float().mean(0, keepdim=True)
     shown = adaptive_avg_pool2d(grey, size).expand(3, *size)
@@ -123,8 +127,8 @@ def together(title: str, results: Mapping[str, Any]) -> View:
     """Draw several results below each other, each with its heading.
 
     Args:
-        title: above all of them.
-        results: by heading; see `effects`.
+        title: the title above all results.
+        results: the results by heading; see `effects`.
 
     >>> from interp import Result
     >>> one = Result(torch.tensor([[1.0, 3.0, 2.0]]), ("layer", "example"), unit="logits")
@@ -150,14 +154,14 @@ def curves(
     """Draw numbers as lines: losses over steps, singular values of a spectrum, angles of subspaces.
 
     Args:
-        series: by name the numbers of each line.
-        x: where each of them is on the axis; by default they count from 0.
-        axis: its name.
-        unit: of the numbers.
-        title: above the plot.
+        series: the numbers of each line, by name.
+        x: the place of each number on the axis. Default: 0, 1, 2, ...
+        axis: the name of the axis.
+        unit: the unit of the numbers.
+        title: the title above the plot.
 
     Raises:
-        ValueError: if there is no line, or they differ in length.
+        ValueError: if there are no lines, or the lines differ in length.
 
     >>> from interp.spectral import svd
     >>> s = svd(torch.diag(torch.tensor([3.0, 2.0, 1.0]))).s
@@ -170,16 +174,21 @@ def curves(
     places = torch.as_tensor([] if places is None else places).double().cpu()
     if sizes != {tuple(places.shape)} or places.ndim != 1:
         raise ValueError(
-            f"lines must be one or more, each [x] of one length; got {[*map(list, sizes)]}"
+            "series must contain one or more lines [x] of the same length; got "
+            f"{[*map(list, sizes)]}"
         )
     step = -(-len(places) // _MOST_POINTS)
     at = [*range(0, len(places), step or 1)]
     at += [len(places) - 1] if at and at[-1] != len(places) - 1 else []
     part = {
-        "kind": "lines", "title": title, "x": places[at], "xname": axis, "unit": unit,
+        "kind": "lines",
+        "title": title,
+        "x": places[at],
+        "xname": axis,
+        "unit": unit,
         "series": {visible_title(name): values[at] for name, values in lines.items()},
         "note": thinned(len(places), len(at), "points"),
-    }  # fmt: skip
+    }
 
     def draw() -> Any:
         from interp.pictures.plots import lines as drawn
@@ -195,8 +204,12 @@ def _bars(axis: str, result: Any, means: Tensor, low: Tensor, high: Tensor) -> d
     words = result.words.get(axis)
     labels, texts = [result.labels[axis][n] for n in at], words and [words[n] for n in at]
     return {
-        "kind": "bars", "title": headline(result), "unit": result.unit,
+        "kind": "bars",
+        "title": headline(result),
+        "unit": result.unit,
         "axis": axis_part(axis, labels, texts, _MOST_BARS),
-        "values": means[at], "low": low[at], "high": high[at],
+        "values": means[at],
+        "low": low[at],
+        "high": high[at],
         "note": len(at) < len(means) and f"The {len(at)} largest of {len(means)} are shown.",
-    }  # fmt: skip
+    }

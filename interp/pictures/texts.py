@@ -1,4 +1,4 @@
-"""Pictures of texts: attention patterns, values of tokens, and what each layer would predict."""
+"""Pictures of texts: attention patterns, values of tokens, and predictions of each layer."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -13,7 +13,7 @@ from hooks.base import require_integer, text_of_inputs, writer_of
 from interp.pictures.parts import MOST_COLUMNS, MOST_WEIGHTS, axis_part, grid_part, thinned
 from interp.pictures.view import View, limit_of, visible
 
-# What a browser draws without a pause.
+# The largest numbers that a browser draws without a pause.
 _MOST_TOKENS, _MOST_CELLS = 4000, 4000
 
 
@@ -28,25 +28,29 @@ def patterns(
     head: tuple[int, int] | None = None,
     scores: Any = None,
 ) -> View:
-    """Draw the attention patterns of one text: heads as small pictures to click, the one chosen large.
+    """Draw the attention patterns of one text: a small picture of each head, and the selected head
+    in large.
 
-    With scores of heads, such as `head_scores(model, cache, "induction")`, the head with the largest is open first, and a button
-    sorts all heads by them. The pointer and the arrow keys read each weight. Another button swaps queries and keys. Of a long
-    text the last positions are drawn, fewer the more heads there are. Of a lazy cache one layer at a time is computed.
+    With scores of heads, such as `head_scores(model, cache, "induction")`, the head with the
+    largest score is shown first, and a button sorts the heads by score. The pointer and the arrow
+    keys show each weight. Another button swaps queries and keys. Only the last positions of a long
+    text are drawn; with more heads, fewer positions are drawn. For a lazy cache, one layer at a
+    time is computed.
 
     Args:
-        model: the model, to name tokens by their text; None to name them by number.
-        cache: the cache of a run of it that kept `pattern`.
-        example: the text, counted from 0.
-        queries, keys: a window of the text's positions; None for all.
-        heads: pairs (layer, head) to draw, in this order; None for all.
-        head: the one that is open first.
+        model: the model, to show the text of tokens; None to show their numbers.
+        cache: the cache of a run of the model that cached `pattern`.
+        example: the number of the text, counted from 0.
+        queries, keys: a window of the text's positions. Default: all positions.
+        heads: pairs (layer, head) to draw, in this order. Default: all heads.
+        head: the head that is shown first.
         scores: a `Result` of heads, with the axes `layer` and `head`.
 
     Raises:
-        TypeError: if the model and the cache have changed places.
+        TypeError: if the model and the cache are exchanged.
         UnknownNameError: if the cache has no patterns.
-        ValueError: if there is no such text or head, or nothing is in the window; or scores are not of these heads.
+        ValueError: if the text or a head does not exist, the window is empty, or scores are not of
+            these heads.
 
     >>> from hooks import HookedRunner
     >>> from models import load
@@ -57,7 +61,8 @@ def patterns(
     """
     if not isinstance(cache, ActivationCache):
         raise TypeError(
-            f"patterns are of (model, cache); got a {type(model).__name__} and a {type(cache).__name__}"
+            f"patterns needs (model, cache); got a {type(model).__name__} and a "
+            f"{type(cache).__name__}"
         )
     _require_heads(heads, [*cache.layer_names("pattern")])
     drawn = _weights(cache, example, (queries, keys), heads)
@@ -66,7 +71,7 @@ def patterns(
     if head is None and numbers is not None and numbers.isfinite().any():
         head = order[int(numbers.nan_to_num(-torch.inf).argmax())]
     if head is not None and head not in order:
-        raise ValueError(f"head must be one that is drawn, (layer, head); got {head}")
+        raise ValueError(f"head must be a drawn head (layer, head); got {head}")
     row = _tokens(cache, example, drawn.run_shape)
     words, are_texts = (None, False) if row is None else _words(model, row)
     part = grid_part(
@@ -92,10 +97,10 @@ def patterns(
 
 
 def _require_heads(heads: Sequence[Any] | None, layers: list[int]) -> None:
-    """Refuse heads that are no pairs of a layer and a head.
+    """Check that heads are pairs of a layer and a head.
 
     Raises:
-        ValueError: naming the layers.
+        ValueError: if they are not. The error names the layers.
     """
     if heads is None:
         return
@@ -105,15 +110,15 @@ def _require_heads(heads: Sequence[Any] | None, layers: list[int]) -> None:
 
 
 class _Drawn(NamedTuple):
-    """Weights that are drawn.
+    """The weights to draw.
 
     Attributes:
-        weights: by layer and head, [query, key].
+        weights: the weights [query, key] by layer and head.
         rows, columns: the positions of queries and of keys.
-        most: the most positions along an axis.
-        n_inside: how many positions the window has along its longer axis.
+        most: the largest number of positions along an axis.
+        n_inside: the number of positions along the longer axis of the window.
         n_heads: the number of heads in a layer.
-        run_shape: the numbers of texts and of keys of the run.
+        run_shape: the numbers of texts and of keys in the run.
     """
 
     weights: dict[tuple[int, int], Float[Tensor, "query key"]]
@@ -159,7 +164,7 @@ def _weights(
 
 
 def _tokens(cache: ActivationCache, example: int, shape: tuple[int, int]) -> list[int] | None:
-    """The tokens of one text; None if the cache does not know those of its keys."""
+    """Return the tokens of one text; None if the cache does not know the tokens of its keys."""
     text = text_of_inputs(cache.inputs)
     if text is None or text.tokens.shape != shape or cache.is_part:
         return None
@@ -170,14 +175,14 @@ def _tokens(cache: ActivationCache, example: int, shape: tuple[int, int]) -> lis
 def _scores_of(
     scores: Any, order: Sequence[tuple[int, int]], example: int
 ) -> Float[Tensor, " facet"]:
-    """The scores of heads on one text, in the order of the pictures."""
+    """Return the scores of heads on one text, in the order of the pictures."""
     if scores.axes != ("layer", "head", "example"):
-        raise ValueError(f"scores must be of layer, head and example; got {scores.axes}")
+        raise ValueError(f"scores must have the axes layer, head and example; got {scores.axes}")
     layers = [*scores.labels["layer"]]
     at = torch.tensor([(layers.index(layer), head) for layer, head in order if layer in layers])
     values = scores.values.detach().cpu()
     if len(at) != len(order) or int(at[:, 1].max()) >= values.shape[1]:
-        raise ValueError(f"scores must be of the heads that are drawn; got layers {layers}")
+        raise ValueError(f"scores must contain the drawn heads; got layers {layers}")
     return values[at[:, 0], at[:, 1], min(example, values.shape[2] - 1)]
 
 
@@ -188,16 +193,16 @@ def text(
     unit: str = "",
     title: str = "text",
 ) -> View:
-    """Draw a text whose tokens are coloured by a value each, such as a loss or a neuron's activation.
+    """Draw a text and colour each token by a value, such as a loss or a neuron's activation.
 
     Args:
-        tokens: the text of each token, as `model.to_pieces` gives them.
-        values: a number for each. Those that are not known are NaN.
-        unit: of the values.
-        title: above the text.
+        tokens: the text of each token, from `model.to_pieces`.
+        values: a number for each token; NaN if the number is unknown.
+        unit: the unit of the values.
+        title: the title above the text.
 
     Raises:
-        ValueError: if there are not as many values as tokens.
+        ValueError: if the number of values is not the number of tokens.
 
     >>> text(["Re", "turn"], [0.5, 2.0], unit="nats", title="loss")
     View of loss: .save("x.html") writes it, .show() opens it
@@ -205,24 +210,36 @@ def text(
     numbers = torch.as_tensor(values).detach().cpu()
     if numbers.shape != (len(tokens),):
         raise ValueError(
-            f"values must be one for each of the {len(tokens)} tokens; got {[*numbers.shape]}"
+            f"values must be [{len(tokens)}], one for each token; got {[*numbers.shape]}"
         )
     shown = [visible(token) for token in tokens[-_MOST_TOKENS:]]
     first = len(tokens) - len(shown)
-    return View(title, [{
-        "kind": "text", "title": title, "tokens": shown, "values": numbers[first:], "first": first,
-        "unit": unit, "limit": limit_of(numbers), "signed": bool((numbers < 0).any()),
-        "note": thinned(len(tokens), len(shown), "tokens"),
-    }])  # fmt: skip
+    return View(
+        title,
+        [
+            {
+                "kind": "text",
+                "title": title,
+                "tokens": shown,
+                "values": numbers[first:],
+                "first": first,
+                "unit": unit,
+                "limit": limit_of(numbers),
+                "signed": bool((numbers < 0).any()),
+                "note": thinned(len(tokens), len(shown), "tokens"),
+            }
+        ],
+    )
 
 
 def lens(readout: Any) -> View:
-    """Draw the likeliest next token of each layer at each position of the first text, coloured by its probability.
+    """Draw the likeliest next token of each layer at each position of the first text, coloured by
+    its probability.
 
-    The pointer reads the likeliest tokens with their probabilities.
+    The pointer shows the likeliest tokens with their probabilities.
 
     Args:
-        readout: a `LensReadout`, of `logit_lens`.
+        readout: a `LensReadout` from `logit_lens`.
 
     >>> from interp import logit_lens, run_with_cache
     >>> from models import load
@@ -263,7 +280,10 @@ def lens(readout: Any) -> View:
 def _window(
     n_queries: int, n_keys: int, queries: slice | None, keys: slice | None
 ) -> tuple[list[int], list[int]]:
-    """The positions of queries, which are the last of all, and of keys in a window."""
+    """Return the positions of queries and of keys in a window.
+
+    Queries are the last positions of the text.
+    """
     places, first = range(n_keys), n_keys - n_queries
     if not all(isinstance(chosen, slice | None) for chosen in (queries, keys)):
         raise ValueError(f"queries and keys must be slices of positions; got {queries} and {keys}")
@@ -271,15 +291,17 @@ def _window(
     columns = [*places[keys or slice(None)]]
     if not rows or not columns:
         at_most = f"{first} to {n_keys - 1} and keys of 0 to {n_keys - 1}"
-        raise ValueError(f"queries must be some of {at_most}; got {queries} and {keys}")
+        raise ValueError(f"queries must include positions of {at_most}; got {queries} and {keys}")
     return rows, columns
 
 
 def _words(model: nn.Module | None, row: Sequence[int]) -> tuple[list[str], bool]:
-    """The text of each token and True, or the numbers of tokens and False where there is no tokenizer."""
+    """Return the text of each token and True, or the numbers of tokens and False without a
+    tokenizer.
+    """
     write = None if model is None else writer_of(model)
     if write is not None:
-        # Numbers do as well for a token that the tokenizer does not know.
+        # Show numbers if the tokenizer does not know a token.
         with suppress(ImportError, ValueError):
             return write(row), True
     return [*map(str, row)], False

@@ -1,9 +1,11 @@
 """View: a picture as one page of HTML, which needs no other file and no network.
 
-1. A picture is a list of parts, `grid`, `text`, `bars`, `histogram`, `lines`, `network` or `attribution`, with their numbers as tensors.
-2. The numbers become typed arrays in base64: exact or, in a page above `BUDGET`, of 8 bits.
-3. The page holds them as JSON, a style and a script. Its policy allows these two alone, by their digests.
-   In this JSON, null stands for NaN and infinity outside of arrays.
+1. A picture is a list of parts, `grid`, `text`, `bars`, `histogram`, `lines`, `network` or
+   `attribution`, with their numbers as tensors.
+2. The numbers become typed arrays in base64. They are exact or, in a page larger than `BUDGET`,
+   have 8 bits.
+3. The page contains them as JSON, with a style and a script. Its policy allows only this style and
+   script, by their digests. In this JSON, null means NaN or infinity outside of arrays.
 """
 
 import base64
@@ -26,24 +28,27 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 BUDGET = 2_000_000
-"""The most bytes of a page whose numbers are exact."""
+"""The largest page with exact numbers, in bytes."""
 
 FIGURES = (".png", ".pdf", ".svg")
-"""The suffixes of figures of matplotlib."""
+"""The suffixes of matplotlib figures."""
 
 _EIGHT_BITS = "Numbers are rounded to 254 steps, because exact ones would exceed 2 MB."
-_LONGEST = 80  # characters of one token that are shown
-# A frame is as high as its page, which says so. Where no script runs, as in a notebook that is not trusted, it has a height
-# that is guessed; and room for a tip under the pointer.
+# The largest number of characters of a token that are shown.
+_LONGEST = 80
+# The page sends its height to the notebook, which sets the height of the frame. Without scripts, as
+# in a notebook that is not trusted, the height is an estimate, with space for a tip under the
+# pointer.
 _FIT = (
     "(frame => addEventListener('message', event => { if (event.source === frame.contentWindow) "
-    "frame.style.height = `${Math.max(240, +event.data)}px`; }))(document.currentScript.previousElementSibling)"
+    "frame.style.height = `${Math.max(240, +event.data)}px`; }))"
+    "(document.currentScript.previousElementSibling)"
 )
 _SIGNS = str.maketrans({" ": "·", "\n": "⏎", "\t": "⇥", "\r": "␍"})
 
 
 def visible(text: str) -> str:
-    """`text` with a visible sign for each invisible character, cut where it is very long.
+    """Return `text` with a visible sign for each invisible character, cut if it is very long.
 
     >>> visible("a b" + chr(10) + chr(7))
     'a·b⏎\\\\x07'
@@ -54,7 +59,10 @@ def visible(text: str) -> str:
 
 
 class Arrow(NamedTuple):
-    """An edge from one node to another, or to its part `q`, `k` or `v`; blue if its score is negative, which helps."""
+    """An edge from one node to another node, or to its part `q`, `k` or `v`.
+
+    It is blue if its score is negative, which helps.
+    """
 
     start: str
     end: str
@@ -63,12 +71,13 @@ class Arrow(NamedTuple):
 
 
 class View:
-    """A picture that a notebook shows as the last line of a cell, and that a script saves or opens.
+    """A picture that a notebook displays as the last line of a cell, and that a script saves or
+    opens.
 
     Args:
         title: one line above the picture.
-        parts: what it consists of; `interp.pictures` makes them.
-        plot: draws it with matplotlib, where it is a plot.
+        parts: the parts of the picture, from `interp.pictures`.
+        plot: a function that draws the picture with matplotlib; None if the picture is not a plot.
         says: lines below the title.
 
     >>> from interp import pictures
@@ -90,17 +99,17 @@ class View:
 
     @property
     def figure(self) -> "Figure":
-        """The picture of matplotlib, to print. It needs the extra `plots`.
+        """The picture as a matplotlib figure, for print. It needs the extra `plots`.
 
         Raises:
-            ValueError: if the picture is no plot.
+            ValueError: if the picture is not a plot.
         """
         if self._plot is None:
             raise ValueError(f"only plots have a figure; got {self.title}: use .save() or .show()")
         return self._plot()
 
     def html(self) -> str:
-        """The whole page: the title, and each part under its heading and what it says."""
+        """Return the whole page: the title, and each part below its heading and text."""
         said = html.escape("\n".join(self.says))
         places = [f"<pre>{said}</pre>"] if said else []
         for n, part in enumerate(self.parts):
@@ -113,14 +122,15 @@ class View:
         return whole if len(whole) <= BUDGET else _page(self.title, body, self.parts, exact=False)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the picture to a file, completely or not at all. The suffix decides the format.
+        """Write the picture to a file, completely or not at all. The suffix determines the format.
 
         Args:
-            path: the file. `.html` is the page. Of plots, `.png`, `.pdf` and `.svg` are the figure.
+            path: the file. `.html` is the page. For plots, `.png`, `.pdf` and `.svg` are the
+                figure.
 
         Raises:
-            ValueError: if the suffix is another one.
-            FileNotFoundError: if there is no such directory.
+            ValueError: if the suffix is not supported.
+            FileNotFoundError: if the directory does not exist.
         """
         suffix = storage.suffix_of(path, (".html", *(FIGURES if self._plot else ())))
         if suffix in FIGURES:
@@ -133,7 +143,7 @@ class View:
 
     def show(self) -> None:
         """Open the page in a browser. The file stays in the system's temporary directory."""
-        # Imported here, because it looks for the browsers of the system.
+        # Import this module only here, because it searches for the browsers of the system.
         import webbrowser
 
         path = Path(tempfile.mkdtemp(prefix="hookscope-")) / "view.html"
@@ -141,11 +151,13 @@ class View:
         webbrowser.open(path.as_uri())
 
     def _repr_html_(self) -> str:
-        # In a frame of its own, neither style nor script meets those of the notebook.
+        # In a separate frame, style and script do not interfere with the notebook's.
         height = min(900, 90 + 20 * len(self.says) + sum(map(_height, self.parts)))
         return (
-            # A notebook that is not trusted, and GitHub, take out the frame and the style, and show this line.
-            f'<p class="hookscope">{html.escape(visible_title(self.title))}: a picture, which trusted notebooks show</p>'
+            # GitHub and notebooks that are not trusted remove the frame and the style, and show
+            # this line.
+            f'<p class="hookscope">{html.escape(visible_title(self.title))}: '
+            "a picture, which trusted notebooks show</p>"
             "<style>.hookscope { display: none }</style>"
             f'<iframe sandbox="allow-scripts" title="{html.escape(self.title)}" '
             f'style="border: 0; height: {height}px; resize: vertical; width: 100%" '
@@ -157,13 +169,13 @@ class View:
 
 
 def visible_title(text: str) -> str:
-    """A line of prose with signs in place of control characters, cut where it is very long."""
+    """Return a line of prose with visible signs for control characters, cut if it is very long."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[:300])
 
 
 @cache
 def _file(name: str) -> tuple[str, str]:
-    """A file beside this one, and its digest for the policy."""
+    """Return the text of a file in this folder, and its digest for the policy."""
     text = Path(__file__).with_name(name).read_text(encoding="utf-8")
     digest = hashlib.sha256(text.encode()).digest()
     return text, f"'sha256-{base64.b64encode(digest).decode()}'"
@@ -178,7 +190,10 @@ def _page(title: str, body: str, parts: Sequence[Mapping[str, Any]], exact: bool
     )
     for sign in "<>&":
         data = data.replace(sign, f"\\u{ord(sign):04x}")
-    policy = f"default-src 'none'; style-src {of_style}; script-src {of_script}; img-src data:; base-uri 'none'; form-action 'none'"
+    policy = (
+        f"default-src 'none'; style-src {of_style}; script-src {of_script}; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -204,9 +219,14 @@ def _joined(part: Mapping[str, Any]) -> str:
 
 
 def _packed(value: Any, exact: bool) -> dict[str, Any]:
-    """A tensor as a little-endian array in base64. Of 8 bits, 0 to 254 are steps and 255 is NaN."""
+    """Return a tensor as a little-endian array in base64.
+
+    With 8 bits, 0 to 254 are steps and 255 is NaN.
+    """
     if not isinstance(value, Tensor):
-        raise TypeError(f"a picture holds tensors, texts and numbers; got a {type(value).__name__}")
+        raise TypeError(
+            f"a picture contains tensors, texts and numbers; got a {type(value).__name__}"
+        )
     double = value.detach().cpu().double()
     shape, known = [*value.shape], double[double.isfinite()]
     if exact:
@@ -229,22 +249,24 @@ def _base64(raw: bytes) -> str:
 
 
 def limit_of(values: Tensor, least: float = 0.0) -> float:
-    """The largest size of values, or `least`; 1 where all are 0: where colours end."""
+    """Return the end of the colour scale: the largest absolute value or `least`, or 1
+    if all are 0.
+    """
     known = values[values.isfinite()].abs()
     largest = max(known.max().item() if len(known) else 0.0, least)
     return largest if largest > 0 and math.isfinite(largest) else 1.0
 
 
 def plotted_axes(axes: Sequence[str], facet: str | None) -> list[str]:
-    """The axes of one picture of a result, one or two, without the facet.
+    """Return the one or two axes of each picture of a result, without the facet.
 
     Args:
-        axes: those of the result, without `example`.
-        facet: the one that has a picture for each label.
+        axes: the axes of the result, without `example`.
+        facet: the axis with a picture for each label.
 
     Raises:
-        UnknownNameError: if there is no such axis.
-        ValueError: if others are left.
+        UnknownNameError: if the axis does not exist.
+        ValueError: if not one or two axes are left.
     """
     if facet is not None and facet not in axes:
         raise unknown_name(facet, axes, "axis of this result")
@@ -270,32 +292,32 @@ def _height(part: Mapping[str, Any]) -> int:
 
 
 class Shown:
-    """A base of classes that have a picture; each says in `view` which."""
+    """The base of classes with a picture, which they return in `view`."""
 
     is_plot: ClassVar[bool] = False
-    """Whether the picture is a plot, so that it has a figure too."""
+    """Whether the picture is a plot, which also has a figure."""
 
     def view(self) -> View:
-        """The picture."""
+        """Return the picture."""
         raise NotImplementedError
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a file, completely or not at all. The suffix of the path decides the format.
+        """Write a file, completely or not at all. The suffix of the path determines the format.
 
-        `.html` is the picture as a page. Of plots, `.png`, `.pdf` and `.svg` are the figure. A class
-        with `load` writes the file that it reads under `.safetensors`, or under a name without a suffix.
-        A `Result` has `.json` and `.csv` too, which are not read again. The error lists what there is.
+        `.html` is the picture as a page. For plots, `.png`, `.pdf` and `.svg` are the figure. For a
+        class with `load`, `.safetensors` or a name without a suffix is the file that `load` reads.
+        A `Result` also supports `.json` and `.csv`, which cannot be loaded again.
 
         Raises:
-            ValueError: if the suffix is another one.
-            FileNotFoundError: if there is no such directory.
+            ValueError: if the suffix is not supported. The error lists the supported suffixes.
+            FileNotFoundError: if the directory does not exist.
             TypeError: if a fact does not fit JSON.
         """
         writers = self._writers()
         writers[storage.suffix_of(path, writers)](storage.path_of(path))
 
     def _writers(self) -> dict[str, Callable[[Path], object]]:
-        """The functions that write the object to a path, by the suffix."""
+        """Return the functions that write the object to a path, by suffix."""
         suffixes = (".html", *(FIGURES if self.is_plot else ()))
         return {suffix: lambda path: self.view().save(path) for suffix in suffixes}
 
@@ -304,7 +326,7 @@ class Shown:
 
 
 def told(facts: Mapping[str, Any]) -> Iterator[str]:
-    """Lines of the facts that are numbers, text or short lists of them."""
+    """Yield a line for each fact that is a number, a text or a short list of these."""
     for name, fact in facts.items():
         if isinstance(fact, str | int | float) or (
             isinstance(fact, list | tuple) and len(fact) < 9

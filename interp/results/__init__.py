@@ -1,5 +1,6 @@
-"""Tables of effects, one number for each place and example, with labels and intervals.
+"""Tables of effects, with one number for each place and example, labels and intervals.
 
-`node` has the names of a graph's nodes, which serve as labels; `entries` has the rows that a table prints. `result`
-has the table itself, `Result`: read it last, as it stands on the other two.
+`node` contains the names of a graph's nodes, which are used as labels. `entries` contains the rows
+that a table prints. `result` contains the table itself, `Result`. Read it last, because it imports
+the other two files.
 """

@@ -10,11 +10,12 @@ class Entry(NamedTuple):
     """One entry of a result.
 
     Attributes:
-        where: its labels by axis.
-        effect: its mean effect.
-        low, high: the 95% interval of the effect.
+        where: the labels by axis.
+        effect: the mean effect.
+        low, high: the ends of the 95% interval of the effect.
         words: the text at a label, by axis.
-        together: the layers that were changed together, such as `all 4 layers`; empty for one layer.
+        together: the layers that were changed together, such as `all 4 layers`; empty for one
+            layer.
     """
 
     where: Mapping[str, Any]
@@ -33,7 +34,7 @@ class Entry(NamedTuple):
 
 
 class Entries(tuple[Entry, ...]):
-    """Entries of a result. They print one a line."""
+    """Entries of a result, which are printed one per line."""
 
     __slots__ = ()
 

@@ -1,21 +1,27 @@
-"""Names of the nodes of a model's graph, which know what they name."""
+"""Names of the nodes of a model's graph, with the kind, the layer and the number of the node."""
 
 from typing import Any
 
-# The part of a block that each kind of node is: attention or MLP, and what there.
+# The name of each kind of node within its block: attention (`a`) or MLP (`m`), and the part of it.
 _PARTS = {"head": "a.h{}", **{kind: f"a.h{{}}<{kind}>" for kind in "qkv"}, "attn_bias": "a.bias"}
-_PARTS |= {"mlp": "m", "neuron": "m.n{}", "expert": "m.e{}", "shared": "m.shared", "mlp_bias": "m.bias"}  # fmt: skip
+_PARTS |= {
+    "mlp": "m",
+    "neuron": "m.n{}",
+    "expert": "m.e{}",
+    "shared": "m.shared",
+    "mlp_bias": "m.bias",
+}
 
 
 class NodeName(str):
-    """The name of what writes to the residual stream or reads it: text, as in `interp.graph.Graph`.
+    """The name of a writer or a reader of the residual stream, as text, as in `interp.graph.Graph`.
 
     Attributes:
-        kind: `head`, its readers `q`, `k` and `v`, `attn_bias`; `mlp`, `neuron`, `expert`, `shared`, `mlp_bias`. Of what is
-            outside of blocks, such as `embed`, the name.
+        kind: `head`, its readers `q`, `k` and `v`, `attn_bias`; `mlp`, `neuron`, `expert`,
+            `shared`, `mlp_bias`. For a node outside of blocks, such as `embed`, its name.
         part: the name without the number of the block, such as `a.h1` and `m`.
-        layer: the number of the block; None outside.
-        number: that of the head, the neuron or the expert.
+        layer: the number of the block; None outside of blocks.
+        number: the number of the head, the neuron or the expert.
     """
 
     kind: str
@@ -24,7 +30,9 @@ class NodeName(str):
     number: int | None
 
     def __new__(cls, name: str, **what: Any) -> "NodeName":
-        """The name of what is outside of blocks, or of anything with all attributes given."""
+        """Create the name of a node outside of blocks, or of any node if all attributes
+        are given.
+        """
         node = super().__new__(cls, name)
         vars(node).update({"kind": name, "part": name, "layer": None, "number": None} | what)
         return node
@@ -42,10 +50,10 @@ def node_name(layer: int, kind: str, number: int | None = None) -> NodeName:
 
 
 def as_fact(label: Any) -> Any:
-    """A label as JSON has it; `from_fact` reads it."""
+    """Return a label in a form for JSON, which `from_fact` reads."""
     return {"name": label, **vars(label)} if isinstance(label, NodeName) else label
 
 
 def from_fact(fact: Any) -> Any:
-    """The label that `as_fact` wrote."""
+    """Return the label that `as_fact` converted."""
     return NodeName(**fact) if isinstance(fact, dict) else fact

@@ -1,4 +1,4 @@
-"""Results: tables of effects, one number for each place and example, with labels and intervals."""
+"""Results: tables of effects, with one number for each place and example, labels and intervals."""
 
 import fnmatch
 import math
@@ -41,21 +41,22 @@ class Result(pictures.Shown):
     """Effects, metric(edited) - metric(base), at labelled places, for each example.
 
     Attributes:
-        values: the effects, in `unit`. The last axis is `example`. A place where one is NaN has no mean
-            and no interval, but NaN, and is the last of `top`.
+        values: the effects, in `unit`. The last axis is `example`. If an effect is NaN, the mean
+            and the interval of its place are NaN, and the place is the last in `top`.
         axes: the names of the axes of `values`.
-        base: the metric of the run that is edited; None where there is no such run.
-        target: the metric of the run that values come from; None where there is no such run.
-        labels: by axis, a label for each index, numbers or text. By default they count from 0.
-        words: by axis, the text at each index, such as the token at a position. `select` takes it too, where it is
-            there once.
-        unit: the unit of the metric, such as `logits`; values, base and target are in it.
+        base: the metric of the edited run; None without such a run.
+        target: the metric of the run that values are taken from; None without such a run.
+        labels: by axis, a number or a text for each index. Default: numbers from 0.
+        words: by axis, the text at each index, such as the token at a position. `select` accepts a
+            text that occurs once.
+        unit: the unit of the metric, such as `logits`; values, base and target have this unit.
         about: other facts that fit JSON, such as the metric, the direction and the site.
-        is_ratio: whether the unit is the mean of target - base over these same examples; see `normalized`.
-        bounds: the least and the largest number that a value may be, where there are such.
-        counts: where values are AUROCs of folds, how many different texts of each kind a fold has, the mean.
-        groups: the number of each example's text. Examples of one text share a number, and intervals
-            count them once. None if all examples have different texts.
+        is_ratio: whether the unit is the mean of target - base over the same examples; see
+            `normalized`.
+        bounds: the smallest and the largest possible value; None without bounds.
+        counts: for AUROCs of folds, the mean number of different texts of each kind in a fold.
+        groups: the number of each example's text. Examples of one text share a number, and
+            intervals count them once. None if all examples have different texts.
 
     Raises:
         ValueError: if axes, labels, base, target or groups do not fit the values, or there are no
@@ -98,26 +99,30 @@ class Result(pictures.Shown):
             self._runs()
 
     def __getitem__(self, index: Any) -> Any:
-        """Refuses an index, and says where the numbers are."""
+        """Raise an error that names the attributes with the numbers."""
         raise TypeError(
-            "a result has no items: .values[...] are its numbers, with the axes "
-            f"{' '.join(self.axes)}; .mean() and .top(k) read them"
+            "a result cannot be indexed: use .values[...] with the axes "
+            f"{' '.join(self.axes)}, or .mean() and .top(k)"
         )
 
     def mean(self) -> Float[Tensor, "*axes"]:
-        """The mean effect over examples."""
+        """Return the mean effect over examples."""
         return self.values.mean(-1)
 
     def interval(self, confidence: float = 0.95) -> Interval:
-        """The confidence interval of `mean()`: Student's, or Fieller's of a ratio, widened for skewed examples.
+        """Return the confidence interval of `mean()`:
 
-        Shares, AUROCs and other numbers with bounds have intervals that stay between these, such as Wilson's.
-        Examples of one text count once, see `groups`.
-        The ends are NaN below three texts, of `normalized()` below four, where nothing can be said. They are
-        infinite where target - base is so uncertain that a ratio has no bound. See `interp.numbers.intervals`.
+        Student's, or Fieller's for a ratio, widened for skewed examples.
+
+        Shares, AUROCs and other numbers with bounds have intervals inside these bounds, such as
+        Wilson's. Examples of one text count once, see `groups`. The ends are NaN with fewer than
+        three texts, or four texts for `normalized()`, because these are too few for an interval.
+        The ends are infinite if target - base is so uncertain that the ratio has no bound. See
+        `interp.numbers.intervals`.
 
         Args:
-            confidence: how often such an interval should hold the true mean, between 0 and 1.
+            confidence: the probability that the interval contains the true mean, between 0 and 1.
+                Default: 0.95.
 
         Raises:
             ValueError: if confidence is not between 0 and 1.
@@ -138,24 +143,28 @@ class Result(pictures.Shown):
 
     def _runs(self) -> tuple[Float[Tensor, " example"], Float[Tensor, " example"]]:
         if self.base is None or self.target is None:
-            raise ValueError("a result must have a base and a target to be normalized; it has not")
+            raise ValueError(
+                "normalized() needs a result with a base and a target; got a result without them"
+            )
         return self.base, self.target
 
     def normalized(self, per_example: bool = False) -> "Result":
-        """The effects as shares of target - base: 0 is the base run and 1 the target run.
+        """Return the effects as shares of target - base: 0 is the base run and 1 is the target run.
 
-        All values are divided by the mean of target - base, so means and intervals are those of the ratio. A mean
-        of each example's own shares would follow the examples where the two runs hardly differ.
+        All values are divided by the mean of target - base, so means and intervals belong to the
+        ratio. A mean of the shares of single examples would depend most on the examples with nearly
+        equal runs.
 
         Args:
-            per_example: divide the effects of each example by its own target - base instead.
+            per_example: whether to divide the effects of each example by its own target - base
+                instead.
 
-        Warns:
-            UserWarning: if base and target agree up to rounding. If their means do, shares are NaN. Of
-                shares per example, those are left out where they do.
+        Warns: UserWarning: if base and target are equal up to rounding. If their means are equal,
+            shares are NaN. With `per_example`,
+                examples with equal base and target are left out.
 
         Raises:
-            ValueError: if there is no base or no target, or they agree in all examples.
+            ValueError: if base or target is missing, or they are equal in all examples.
         """
         base, target = self._runs()
         gap, size = target - base, torch.maximum(target.abs(), base.abs())
@@ -182,16 +191,17 @@ class Result(pictures.Shown):
         return shares._at("example", (~agree).nonzero().flatten().tolist())
 
     def select(self, **where: Any) -> "Result":
-        """The part at some labels: `result.select(layer=3, head=[0, 5], component="m*")`.
+        """Return the part at some labels: `result.select(layer=3, head=[0, 5], component="m*")`.
 
-        One label drops its axis, and is noted in `about`. A list keeps the axis, and so does a pattern with the
-        wildcards `*` and `?`, which selects all labels that it matches.
+        A single label removes its axis and is recorded in `about`. A list keeps the axis. A pattern
+        with the wildcards `*` and `?` keeps the axis too, and selects all matching labels.
 
         Raises:
-            UnknownNameError: if the result has no such axis.
-            ValueError: if an axis has no such label, or several.
+            UnknownNameError: if the result does not have the axis.
+            ValueError: if an axis does not have the label, or has it more than once.
 
-        >>> Result(torch.zeros(2, 3, 5), ("layer", "head", "example")).select(layer=1, head=[0, 2]).axes
+        >>> result = Result(torch.zeros(2, 3, 5), ("layer", "head", "example"))
+        >>> result.select(layer=1, head=[0, 2]).axes
         ('head', 'example')
         """
         result = self
@@ -200,7 +210,9 @@ class Result(pictures.Shown):
         return result
 
     def _select(self, axis: str, asked: Any) -> "Result":
-        """The part at a label of an axis, without the axis; or at several labels, or at a pattern's."""
+        """Return the part at a label of an axis, without the axis; or at several labels or the
+        labels of a pattern.
+        """
         if axis not in self.axes:
             raise unknown_name(axis, self.axes, "axis of this result")
         is_list = isinstance(asked, (list, tuple, range))
@@ -214,7 +226,7 @@ class Result(pictures.Shown):
         return part._without(axis, values, about={**self.about, axis: part.labels[axis][0]})
 
     def _at(self, axis: str, indices: Sequence[int]) -> "Result":
-        """The part at some indices of an axis, which stays."""
+        """Return the part at some indices of an axis, and keep the axis."""
         indices = [*indices]
         values = self.values[(slice(None),) * self.axes.index(axis) + (indices,)]
         labels = {**self.labels, axis: [self.labels[axis][index] for index in indices]}
@@ -231,11 +243,11 @@ class Result(pictures.Shown):
             target=None if self.target is None else self.target[indices],
             groups=None if self.groups is None else tuple(self.groups[index] for index in indices),
         )
-        # Over fewer examples, the mean of target - base is another one.
+        # The mean of target - base changes when examples are removed.
         return part.normalized() if self.is_ratio else part
 
     def _without(self, axis: str, values: Tensor, **changes: Any) -> "Result":
-        """A result with these values, which lack an axis of this result."""
+        """Return a result with these values, which do not have one axis of this result."""
         labels = {other: known for other, known in self.labels.items() if other != axis}
         words = {other: known for other, known in self.words.items() if other != axis}
         return replace(
@@ -243,12 +255,16 @@ class Result(pictures.Shown):
         )
 
     def _is_pattern(self, axis: str, label: Any) -> bool:
-        """Whether a label is a pattern: no label or word of the axis, and with a wildcard."""
+        """Return whether a text is a pattern: it contains a wildcard, and is not a label or word of
+        the axis.
+        """
         is_name = label in self.labels[axis] or label in self.words.get(axis, ())
         return isinstance(label, str) and not is_name and ("*" in label or "?" in label)
 
     def _indices(self, axis: str, label: Any) -> list[int]:
-        """The index of a label or word, or the indices of all labels that a pattern matches."""
+        """Return the index of a label or word, or the indices of all labels that match
+        a pattern.
+        """
         known = self.labels[axis]
         if self._is_pattern(axis, label):
             matching = [n for n, name in enumerate(known) if fnmatch.fnmatchcase(str(name), label)]
@@ -261,24 +277,31 @@ class Result(pictures.Shown):
         raise ValueError(f"{axis} must be a unique label of {short(known)}; got {shown(label)}")
 
     def by(self, what: Literal["layer", "head", "neuron", "expert"]) -> "Result":
-        """Regroup entries of nodes, such as `a2.h1` and `m2`, into named axes: of components, and writers of a graph.
+        """Replace an axis of nodes, such as `a2.h1` and `m2`, by the axis `layer` and an axis
+        within the layer.
+
+        The nodes are components, or writers of a graph.
 
         Args:
-            what: `head` gives the heads as [layer, head], `neuron` the neurons as [layer, neuron], `expert` the experts likewise, and `layer` all
-                nodes of layers as [layer, part], with the names without the layer, such as `a.h1` and `m`.
+            what: the nodes to return. `head`: the heads as [layer, head]. `neuron`: the neurons as
+                [layer, neuron]. `expert`: the experts as [layer, expert]. `layer`: all nodes of
+                layers as [layer, part], where parts are names without the layer, such as `a.h1` and
+                `m`.
 
         Returns:
-            The result with these axes in place of that of the nodes. Other nodes, such as `embed`, are left out.
-            Nothing is added up. A node that only other layers have is NaN.
+            The result with the two axes instead of the axis of nodes. All other nodes, such as
+            `embed`, are left out. No values are added up. Values are NaN for a node that is missing
+            in a layer.
 
         Raises:
-            UnknownNameError: if there is no such way to regroup.
-            ValueError: if no axis has such nodes.
+            UnknownNameError: if `what` is unknown.
+            ValueError: if no axis has nodes of this kind.
 
         >>> from interp.results.node import NodeName, node_name
         >>> heads = [node_name(layer, "head", head) for layer in (0, 1) for head in (0, 1)]
         >>> nodes = [NodeName("embed"), *heads, node_name(0, "mlp"), node_name(1, "mlp")]
-        >>> result = Result(torch.arange(7.0)[:, None], ("component", "example"), labels={"component": nodes})
+        >>> values, axes = torch.arange(7.0)[:, None], ("component", "example")
+        >>> result = Result(values, axes, labels={"component": nodes})
         >>> result.by("head").mean()
         tensor([[1., 2.],
                 [3., 4.]])
@@ -314,9 +337,10 @@ class Result(pictures.Shown):
         )
 
     def _nodes(self, what: str) -> tuple[str, dict[tuple[int, Any], int]]:
-        """The first axis of nodes of a kind, or of any kind for `layer`; and their indices.
+        """Return the first axis with nodes of a kind, or of any kind for `layer`, and the indices
+        of the nodes.
 
-        The keys of the indices are the layer and the part of the block, or the number of the node.
+        The keys of the indices are the layer, and the part of the block or the number of the node.
         """
         for axis in self.axes[:-1]:
             index_of: dict[tuple[int, Any], int] = {}
@@ -330,31 +354,33 @@ class Result(pictures.Shown):
             if index_of:
                 return axis, index_of
         raise ValueError(
-            f"by({what!r}) needs an axis of nodes, with labels that know a {what} (NodeName); "
+            f"by({what!r}) needs an axis whose labels are nodes (NodeName) with a {what}; "
             f"got {self.axes}"
         )
 
     def sum(self, axis: str) -> "Result":
-        """The effects added up along an axis, such as those of all heads.
+        """Return the effects added up along an axis, for example over all heads.
 
         Raises:
-            UnknownNameError: if there is no such axis.
-            ValueError: if it is `example`, which has means.
+            UnknownNameError: if the axis does not exist.
+            ValueError: if the axis is `example`, for which there is `mean`.
         """
         if axis not in self.axes:
             raise unknown_name(axis, self.axes, "axis of this result")
         if axis == "example":
-            raise ValueError("examples are not added up: mean() is their mean")
+            raise ValueError("axis must not be 'example': use mean() for the mean over examples")
         values = self.values.sum(self.axes.index(axis))
         return self._without(axis, values, bounds=None, counts=None)
 
     def __sub__(self, other: "Result") -> "Result":
-        """The difference of the effects of each example, where both have the same axes, labels, unit and texts.
+        """Return the difference of the effects of each example, for results with the same axes,
+        labels, unit and texts.
 
-        It has the base, the target and the facts that both share.
+        The difference has the base, the target and the facts that are the same in both results.
 
         Raises:
-            ValueError: if the two differ in one of these, or are normalized by other runs.
+            ValueError: if axes, labels, unit or texts differ, or the results are normalized by
+                different runs.
         """
         if not isinstance(other, Result):
             return NotImplemented
@@ -366,12 +392,15 @@ class Result(pictures.Shown):
                 )
         texts = [result.about["texts"] for result in (self, other) if "texts" in result.about]
         if len(texts) == 2 and texts[0] != texts[1]:
-            raise ValueError("both must be of the same texts, example for example; got others")
+            raise ValueError(
+                "both results must have the same texts in the same order; got different texts"
+            )
         base = _same(self.base, other.base)
         target = _same(self.target, other.target)
         if self.is_ratio and (base is None or target is None):
             raise ValueError(
-                "shares must be of the same runs: subtract effects, and then normalize"
+                "shares must be normalized by the same runs: subtract the effects first, then "
+                "normalize"
             )
         bounds = None
         if self.bounds is not None and other.bounds is not None:
@@ -393,7 +422,7 @@ class Result(pictures.Shown):
         )
 
     def top(self, k: int = 10) -> Entries:
-        """The `k` places with the largest mean effects, by absolute value, with their 95% intervals.
+        """Return the `k` places with the largest absolute mean effects, with their 95% intervals.
 
         Raises:
             ValueError: if `k` is below 1.
@@ -403,7 +432,7 @@ class Result(pictures.Shown):
         return self.places(size.argsort(descending=True, stable=True)[:k].tolist())
 
     def places(self, indices: Sequence[int]) -> Entries:
-        """The entries at some indices, counted over all axes but `example`."""
+        """Return the entries at some indices, counted over all axes except `example`."""
         rows = self.values.reshape(-1, self.values.shape[-1])[indices]
         low, high = self._interval(rows)
         means = self.mean().flatten()[indices]
@@ -418,16 +447,17 @@ class Result(pictures.Shown):
         return Entries(places)
 
     def plot(self, facet: str | None = None) -> "Figure":
-        """The mean effects: a heat map of two axes, or bars with 95% intervals of one.
+        """Plot the mean effects: a heat map for two axes, or bars with 95% intervals for one axis.
 
-        White is 0. Colours reach at least the difference of target and base, where there are both, and have
-        no range below 0 where no mean is. It needs the extra `plots`.
+        White is 0. If target and base exist, the range of colours includes at least their
+        difference. It includes values below 0 only if a mean is below 0. This needs the extra
+        `plots`.
 
         Args:
-            facet: of three axes, the one that has a heat map for each label.
+            facet: for three axes, the axis with a heat map for each label.
 
         Raises:
-            UnknownNameError: if there is no such axis.
+            UnknownNameError: if the axis does not exist.
             ValueError: if there are not one or two axes besides `example` and the facet.
         """
         from interp.pictures.plots import effects
@@ -435,7 +465,9 @@ class Result(pictures.Shown):
         return effects(self, facet)
 
     def to_dataframe(self) -> Any:
-        """A table of pandas, with a row for each place: its labels and words, mean effect and 95% interval."""
+        """Return a pandas table with a row for each place: labels and words, mean effect and 95%
+        interval.
+        """
         import pandas
 
         rows = []
@@ -446,7 +478,9 @@ class Result(pictures.Shown):
         return pandas.DataFrame(rows)
 
     def as_json(self) -> dict[str, Any]:
-        """Axes, labels, values, base, target, unit and facts for JSON. None stands for NaN and infinity."""
+        """Return axes, labels, values, base, target, unit and facts for JSON, with None for NaN and
+        infinity.
+        """
         tensors = {name: _numbers(getattr(self, name)) for name in ("values", "base", "target")}
         facts = {
             "axes": [*self.axes],
@@ -480,10 +514,10 @@ class Result(pictures.Shown):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Result":
-        """Reads a result that `save` wrote.
+        """Load a result that `save` wrote.
 
         Raises:
-            FileNotFoundError: if there is no such file.
+            FileNotFoundError: if the file does not exist.
             CacheError: if the file is damaged, or `save` did not write it.
         """
         with storage.opened(storage.path_of(path), _FORMAT) as (tensors, facts):
@@ -493,7 +527,7 @@ class Result(pictures.Shown):
             return cls(**tensors, **facts | tuples)
 
     def view(self) -> pictures.View:
-        """Its means: bars, a heat map or several; of more axes, the largest ones as text."""
+        """Draw the means as bars or heat maps; with more axes, return the largest means as text."""
         if 2 <= len(self.axes) <= 4:
             return pictures.effects(self)
         return pictures.View("mean effects", [], says=repr(self).splitlines())
@@ -514,10 +548,10 @@ class Result(pictures.Shown):
 
 
 def _check(result: Result) -> None:
-    """Refuse axes, labels, words, base, target or groups that do not fit the values.
+    """Check that axes, labels, words, base, target and groups fit the values.
 
     Raises:
-        ValueError: if they do not, or there are no values.
+        ValueError: if one of them does not fit, or there are no values.
     """
     axes, shape = result.axes, result.values.shape
     if len(axes) != len(shape) or axes[-1:] != ("example",) or len(set(axes)) < len(axes):
@@ -534,7 +568,8 @@ def _check(result: Result) -> None:
             )
     if result.groups is not None and len(result.groups) != shape[-1]:
         raise ValueError(
-            f"groups must have a number for each example, {shape[-1]}; got {len(result.groups)}"
+            f"groups must contain {shape[-1]} numbers, one for each example; got "
+            f"{len(result.groups)}"
         )
     sizes = dict(zip(axes, shape, strict=True))
     for axis, labels in [*result.labels.items(), *result.words.items()]:
@@ -547,14 +582,14 @@ def _check(result: Result) -> None:
 
 
 def _same(ours: Tensor | None, theirs: Tensor | None) -> Tensor | None:
-    """Our metric of a run, where both results have it and it is the same; None otherwise."""
+    """Return the metric of a run if both results have the same metric; None otherwise."""
     if ours is None or theirs is None or not torch.allclose(ours, theirs):
         return None
     return ours
 
 
 def _numbers(values: Tensor | None) -> Any:
-    """The numbers of a tensor in lists; None, JSON's null, in place of NaN and infinity."""
+    """Return the numbers of a tensor as lists, with None (JSON's null) for NaN and infinity."""
     if values is None:
         return None
     flat = values.detach().cpu().double().numpy()

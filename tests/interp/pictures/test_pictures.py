@@ -269,7 +269,7 @@ def test_patterns_open_on_the_head_that_is_asked_for(bundled, cache):
     with pytest.raises(ValueError, match=r"\(layer, head\); got \(1, 1\)"):
         pictures.patterns(bundled, cache, heads=some, head=(1, 1))
     for wrong in (Result(values[:3], scores.axes), Result(values[:, :1], scores.axes)):
-        with pytest.raises(ValueError, match="of the heads that are drawn"):
+        with pytest.raises(ValueError, match="must contain the drawn heads"):
             pictures.patterns(bundled, cache, scores=wrong)
     with pytest.raises(ValueError, match="layer, head and example"):
         pictures.patterns(bundled, cache, scores=Result(values[0], ("head", "example")))

@@ -227,7 +227,7 @@ def test_what_cannot_be_explained_is_refused():
     for point in ("q", "k", "v", "pattern"):
         with HookedRunner(model).hooks({f"blocks.1.attn.{point}": edits.scale(2.0)}):
             edited = HookedRunner(model).run_with_cache(TEXT)[1]
-        with pytest.raises(CacheError, match=r"head \(1, 0\) must do in the run"):
+        with pytest.raises(CacheError, match=r"head \(1, 0\) must have the same output in the run"):
             why_attends(model, edited, (1, 0))
     hooks = {"blocks.0.mlp_out": edits.scale(1.5, pos=2)}
     with HookedRunner(model).hooks({"blocks.1.resid_pre": edits.scale(2.0)}):

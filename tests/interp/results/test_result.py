@@ -531,7 +531,7 @@ def test_sums_along_an_axis(result):
         assert axis not in {**added.labels, **added.words}
         assert (added.about, added.unit) == (result.about, result.unit)
         torch.testing.assert_close(added.base, result.base)
-    with pytest.raises(ValueError, match=r"mean\(\) is their mean"):
+    with pytest.raises(ValueError, match=r"use mean\(\) for the mean over examples"):
         result.sum("example")
     with pytest.raises(UnknownNameError, match="axis of this result"):
         result.sum("heads")
