@@ -2,13 +2,13 @@
 
 The analyses are in `effects` (values are changed), `reading` (caches are read), `spectral`
 (singular values and weights), `features` (dictionaries), `directions`, `alignment` and `tracing`
-(attribution graphs); `store` keeps values of many texts. Read `protocol` first, which says what a
-model must have; then `inputs` (texts and positions in them), `metrics`, `pairs` of texts, `edits`
-and `results`, the tables that `pictures` draws; and then the `graph` of a model and `runs` (sweeps,
-masked runs, gradients). Every analysis stands on these and on `numbers`, and can be read alone
-after them; `cli` has a file for each command.
+(attribution graphs). `store` saves the values of many texts. Read `protocol` first, which defines
+the parts that a model needs. Then read `inputs` (texts and positions in them), `metrics`, `pairs`
+of texts, `edits` and `results`, the tables that `pictures` draws. Then read the `graph` of a model
+and `runs` (sweeps, masked runs, gradients). All analyses use these packages and `numbers`. After
+them, each analysis can be read separately. `cli` has a file for each command.
 
-A name is imported when it is first used. `__init__.pyi` says where each is.
+A name is imported when it is first used. `__init__.pyi` contains the module of each name.
 """
 
 import ast as _ast
@@ -22,7 +22,7 @@ from interp import shadowed as _shadowed
 
 
 def _modules() -> dict[str, str]:
-    """The module of each public name, as `__init__.pyi` imports it."""
+    """Return the module of each public name, from the imports in `__init__.pyi`."""
     stub = _Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")
     modules = {}
     for statement in _ast.parse(stub).body:
@@ -40,10 +40,10 @@ def __getattr__(name: str) -> _Any:
     """Import a public name, or a module of this package.
 
     Raises:
-        AttributeError: if there is none; with close matches.
+        AttributeError: if the name does not exist. The error names close matches.
     """
     module = _importlib.import_module(_MODULES.get(name, __name__))
-    # A name of a module may not be imported yet by the package that has it.
+    # The name may be a module that its package has not imported yet.
     if name in vars(module):
         value = vars(module)[name]
     elif not name.startswith("_") and _find_spec(f"{module.__name__}.{name}"):
@@ -60,7 +60,7 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-# The command line makes these checks itself, and prints their errors without a traceback.
+# The command line runs these checks itself, to print their errors without a traceback.
 if _sys.argv[:1] != ["-m"]:
     _shadowed.require_own("hooks")
     _shadowed.warn_of_another_models()

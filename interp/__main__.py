@@ -1,4 +1,7 @@
-"""Start the command line, as `hookscope report` or `python -m interp report`. Its commands are in `interp.cli`."""
+"""Start the command line, as `hookscope report` or `python -m interp report`.
+
+The commands are in `interp.cli`.
+"""
 
 import os
 import signal
@@ -11,9 +14,9 @@ from interp.shadowed import require_own
 def script() -> int:
     """Run the installed command `hookscope`."""
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
-    # A shell may have told its background processes to ignore Ctrl-C.
+    # A shell may start its background processes with Ctrl-C ignored. Keep this setting.
     is_interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    # During the imports Ctrl-C ends the process itself, because an exception there would end in a traceback.
+    # During the imports, Ctrl-C ends the process directly. An exception would print a traceback.
     if is_interruptible:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
@@ -31,7 +34,7 @@ def script() -> int:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
     except KeyboardInterrupt:
         status = 130
-    # At exit, Python would try again to write what it could not.
+    # After an error, discard the output that is left. Python would try to write it again at exit.
     if status:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return status

@@ -1,6 +1,7 @@
-"""Hints for errors: names of TransformerLens, features without a dictionary, and the calls that make objects.
+"""Hints for errors: names of TransformerLens, features without a dictionary, and the calls that
+create objects.
 
-`hooks.base.hints` reads `HINTS` when it makes an error.
+`hooks.base.hints` reads `HINTS` when an error is raised.
 """
 
 from collections.abc import Collection
@@ -21,7 +22,7 @@ _MAKERS = {
 
 
 def _only_inside(name: str, known: Collection[str], what: str) -> UnknownNameError | None:
-    """The error for features where no dictionary is spliced in."""
+    """Return the error for features if no dictionary is spliced in."""
     if not name.endswith("features"):
         return None
     error = unknown_name(name, known, what)

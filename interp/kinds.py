@@ -1,7 +1,8 @@
-"""One check of the arguments of analyses: a cache, a circuit, a graph, scores, dictionaries.
+"""Checks of the arguments of analyses: a cache, a circuit, a graph, scores, dictionaries.
 
-Each says what was given, what is needed and, from `hints`, the call that makes it. A model is checked by `protocol.of` and
-`protocol.runner_of`, and pairs by `pairs.pairs.pairs_for`, in the same words.
+Each error names the given value, the class that is needed and, from `hints`, the call that creates
+it. `protocol.of` and `protocol.runner_of` check models, and `pairs.pairs.pairs_for` checks pairs,
+with the same form of errors.
 """
 
 from typing import Any
@@ -13,19 +14,20 @@ from hooks.base import require_kind
 
 
 def require_cache(cache: object, model: nn.Module | None = None) -> None:
-    """Refuse what is no cache of a model's run, such as a text, tokens, logits or the model.
+    """Raise an error for arguments that are not the cache of a run, such as a text, tokens, logits
+    or the model.
 
     Args:
-        cache: what was given.
-        model: the model that the values must be of; None if any will do.
+        cache: the given value.
+        model: the model that the cache must belong to. Default: any model.
 
     Raises:
-        TypeError: if it is no cache; the error says the call that makes one.
-        CacheError: if it is of another model.
+        TypeError: if the value is not a cache. The error contains the call that creates a cache.
+        CacheError: if the cache is of another model.
 
-    >>> require_cache("def f(x):")
+    >>> require_cache("def f(x):")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    TypeError: cache must be an ActivationCache; got 'def f(x):'; HookedRunner(model).run_with_cache('def f(x):')[1] gives one
+    TypeError: cache must be an ActivationCache; got 'def f(x):'; HookedRunner(model)...
     """
     require_kind("cache", cache, ActivationCache, "an ActivationCache")
     assert isinstance(cache, ActivationCache)
@@ -34,10 +36,12 @@ def require_cache(cache: object, model: nn.Module | None = None) -> None:
 
 
 def require_made(name: str, value: object, kind: type[Any]) -> None:
-    """Refuse what is none of this package's objects, such as a list of edges for a circuit.
+    """Raise an error for an argument of another class, such as a list of edges instead of a
+    circuit.
 
     Raises:
-        TypeError: naming the argument, its class, what was given and the call that makes one.
+        TypeError: if the argument has another class. The error names the argument, its class, the
+            given value and the call that creates it.
 
     >>> from interp.results.result import Result
     >>> require_made("scores", 3, Result)

@@ -25,21 +25,22 @@ from interp.numbers.precision import divergence
 
 
 def logit_diff(right: SeveralTokens, wrong: SeveralTokens, pos: Tokens = -1) -> Metric:
-    """A metric: the logit of the right token minus that of the wrong one.
+    """Return a metric: the logit of the right token minus the logit of the wrong token.
 
-    All metrics here are in float32 when the logits are in half precision.
+    All metrics of this file are in float32 when the logits are in half precision.
 
     Args:
-        right, wrong: one token, or one for each example. Of several tokens for each example,
-            [batch, n], the mean of their logits counts. A token may be a text, such as `" Mary"`,
-            which analyses read by the model's tokenizer.
+        right, wrong: one token, or one for each example. For several tokens per example, [batch,
+            n], the metric uses the mean of their logits. A token may be a text, such as `" Mary"`,
+            which analyses convert with the model's tokenizer.
         pos: one position, or one for each example (for `edits`, a list means all of its columns).
-            -1 is an example's last real token. Positions from 0 count columns; one that is padding
-            is an error.
+            -1 is an example's last real token. Positions from 0 count columns, and must not be
+            padding.
 
     Raises:
-        ValueError: if a token is negative, or positions count from both ends; when called, if the
-            logits have another number of examples, or too small a vocabulary or too few positions.
+        ValueError: if a token is negative, or positions count from both ends. When called, if the
+            logits have another number of examples, a vocabulary that is too small, or too few
+            positions.
 
     >>> logits = torch.tensor([[[0.0, 1.0, 3.0]], [[2.0, 2.0, 2.0]]])  # [batch, pos, vocab]
     >>> logit_diff(right=2, wrong=0)(logits)
@@ -53,7 +54,7 @@ def logit_diff(right: SeveralTokens, wrong: SeveralTokens, pos: Tokens = -1) -> 
 
 
 def log_prob(token: Tokens, pos: Tokens = -1) -> Metric:
-    """A metric: the log-probability of a token, in nats.
+    """Return a metric: the log-probability of a token, in nats.
 
     Args:
         token: one token, or one for each example.
@@ -70,7 +71,9 @@ def log_prob(token: Tokens, pos: Tokens = -1) -> Metric:
 
 
 def accuracy(token: Tokens, pos: Tokens = -1) -> Metric:
-    """A metric: 1 where the token is the likeliest, else 0. Of equals the lowest token is
+    """Return a metric:
+
+    1 if the token is the likeliest, and 0 otherwise. Of equally likely tokens, the lowest is the
     likeliest.
 
     Args:
@@ -88,8 +91,9 @@ def accuracy(token: Tokens, pos: Tokens = -1) -> Metric:
 
 
 def rank(token: Tokens, pos: Tokens = -1) -> Metric:
-    """A metric: how many tokens have a larger logit, so 0 is the likeliest. Equal logits do not
-    count.
+    """Return a metric: the number of tokens with a larger logit;
+
+    0 for the likeliest token. Equal logits are not counted.
 
     Args:
         token: one token, or one for each example.
@@ -106,16 +110,16 @@ def rank(token: Tokens, pos: Tokens = -1) -> Metric:
 
 
 def cross_entropy(tokens: Texts, *, attention_mask: Mask | None = None) -> Metric:
-    """A metric: the mean negative log-probability of each example's next tokens, in nats.
+    """Return a metric: the mean negative log-probability of each example's next tokens, in nats.
 
     Args:
         tokens: the texts that the model reads, [batch, pos] or, for analyses, in any form.
-        attention_mask: True or 1 at real tokens. Only predictions of a real token from a real one
-            count. Padded texts need it here too, beside the analysis.
+        attention_mask: True or 1 at real tokens. Only predictions of a real token from a real token
+            are used. Padded texts need the mask both here and in the analysis.
 
     Raises:
-        ValueError: if an example has no prediction, the mask has another shape, or, when called,
-            the logits do.
+        ValueError: if an example has no prediction, or the mask has another shape. When called,
+            if the logits have another shape.
 
     >>> cross_entropy(torch.tensor([[3, 0, 4]]))(torch.zeros(1, 3, 5)).exp()
     tensor([5.])
@@ -137,7 +141,7 @@ def cross_entropy(tokens: Texts, *, attention_mask: Mask | None = None) -> Metri
     def metric(logits: Tensor) -> Tensor:
         if logits.shape[:2] != tokens.shape:
             raise ValueError(
-                f"logits must have the shape of the tokens {tuple(tokens.shape)} and a vocabulary; "
+                f"logits must be [batch, pos, vocab] with the tokens' shape {tuple(tokens.shape)}; "
                 f"got {tuple(logits.shape)}"
             )
         here = to_device(counted, logits.device)
@@ -160,15 +164,17 @@ def kl_divergence(
     *,
     attention_mask: Mask | None = None,
 ) -> Metric:
-    """A metric: KL(reference ‖ model), the divergence of the next-token predictions, in nats.
+    """Return a metric:
 
-    It is the mean of log(p_reference / p_model) under p_reference: what is lost when the model's
-    prediction stands in for the reference's.
+    KL(reference ‖ model), the divergence of the next-token predictions, in nats.
+
+    It is the mean of log(p_reference / p_model) under p_reference: the loss when the model's
+    prediction replaces the reference's prediction.
 
     Args:
-        reference: logits of the run to compare with.
+        reference: the logits of the run to compare with.
         pos: see `logit_diff`; None for the mean over all real positions.
-        attention_mask: True or 1 at real tokens. Padded texts need it here too, beside the
+        attention_mask: True or 1 at real tokens. Padded texts need the mask both here and in the
             analysis.
 
     Raises:
@@ -216,7 +222,9 @@ def _of_tokens(
     score: Callable[..., Tensor],
     most: int = 1,
 ) -> Metric:
-    """A metric that scores tokens, each [batch, n], by the logits [batch, vocab] at one position."""
+    """Return a metric that scores tokens [batch, n] by the logits [batch, vocab] at one
+    position.
+    """
     at = Position(pos)
     call = f"{name}({', '.join(map(short, tokens))}, pos={short(pos)})"
     if is_worded(tokens):
@@ -242,5 +250,7 @@ def _of_tokens(
 
 
 def _unless_nan(values: Tensor, logits: Tensor) -> Tensor:
-    """Values in the dtype of logits. A comparison with NaN is false in silence, so NaN there too."""
+    """Return values in the dtype of logits, with NaN if logits are NaN, because comparisons with
+    NaN are False.
+    """
     return values.to(logits.dtype).where(~logits.isnan().any(-1), torch.nan)

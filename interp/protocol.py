@@ -1,4 +1,4 @@
-"""The parts of a model that analyses need besides its hook points, and its runs."""
+"""The parts of a model that analyses need in addition to its hook points, and runs of a model."""
 
 from typing import Any, Protocol
 
@@ -9,11 +9,14 @@ from hooks import ActivationCache, HookedRunner, ModeError
 from hooks.base import is_compiled, is_fully_sharded, language_of, require_module, uncompiled
 
 STACKS = ("encoder", "decoder", "vision", "audio")
-"""The first parts of names whose positions are not those of the texts that a model reads. Further ones have numbers."""
+"""The prefixes of points whose positions are not positions of the model's texts.
+
+Further stacks have numbers.
+"""
 
 
 def is_of_text(name: str) -> bool:
-    """Whether the positions of a point are those of the texts.
+    """Return whether the positions of a point are the positions of the texts.
 
     >>> is_of_text("blocks.3.resid_pre"), is_of_text("vision.blocks.3.resid_pre")
     (True, False)
@@ -34,18 +37,20 @@ class Sizes(Protocol):
 class LanguageModel(Protocol):
     """The parts of a model that analyses use. `models.Transformer` has all of them.
 
-    Your own model needs only the parts that the analysis uses. Weights multiply row vectors, `x @ W`.
-    Several heads may share the key and value weights of one `kv_head`.
+    Your own model needs only the parts that the analysis uses. Weights multiply row vectors,
+    `x @ W`. Several heads may share the key and value weights of one `kv_head`.
 
-    A graph (`interp.graph`, circuits) also needs blocks that declare their `branches` (see `models.block.Branch`):
-    attention, and then the MLP if there is one. Each adds `added(after(sublayer(norm(stream))))` to the stream,
-    which it reads at the point `reads`, before or after what attention adds; `added` is a point too.
+    A graph (`interp.graph`, circuits) also needs blocks that declare their `branches` (see
+    `models.block.Branch`): attention, and then the MLP if there is one. Each branch adds
+    `added(after(sublayer(norm(stream))))` to the stream. It reads the stream at the point `reads`,
+    before or after the output of attention is added; `added` is a point too.
 
-    The `sublayer` of attention is `mix(*project(x), context)`. `project` gives the queries, keys and values of
-    each head, linear in what it reads, by `W_Q`, `b_Q` and their like; `mix` makes of them what attention adds, by
-    a point `z` and by `W_O` and `b_O`. A norm is a LayerNorm or an RMSNorm with a point `scale` of what it
-    divides by, or an identity. Beside PyTorch's own it must have `centres`, whether it subtracts the mean; `weight`
-    and `bias` are its gain and its bias, or None.
+    The `sublayer` of attention is `mix(*project(x), context)`. `project` returns the queries, keys
+    and values of each head, which are linear in `x`, by `W_Q`, `b_Q` and so on. `mix` computes the
+    output of attention from them, through a point `z` and with `W_O` and `b_O`. A norm is an
+    identity, or a LayerNorm or RMSNorm with a point `scale`, the number that it divides by. Norms
+    that are not PyTorch's classes need `centres`, whether the norm subtracts the mean. `weight` and
+    `bias` are the gain and the bias of a norm, or None.
     """
 
     config: Sizes
@@ -58,44 +63,50 @@ class LanguageModel(Protocol):
     W_U: Float[Tensor, "d_model vocab"]
 
     def context(self, tokens: Int[Tensor, "batch pos"], *, attention_mask: Any = None) -> Any:
-        """The context that blocks read besides the residual stream: masks and positions."""
+        """Return the context that blocks read in addition to the residual stream: masks and
+        positions.
+        """
 
     def input_resid(
         self, tokens: Int[Tensor, "batch pos"], context: Any = None
     ) -> Float[Tensor, "batch pos d_model"]:
-        """The residual stream that enters the first block."""
+        """Return the residual stream that enters the first block."""
 
     def run_block(
         self, layer: int, resid: Float[Tensor, "batch pos d_model"], context: Any
     ) -> Float[Tensor, "batch pos d_model"]:
-        """The residual stream that leaves a block, from the one that enters it."""
+        """Return the residual stream after a block, from the stream that enters it."""
 
     def logits(
         self, resid: Float[Tensor, "batch pos d_model"], last: int
     ) -> Float[Tensor, "batch _last vocab"]:
-        """Logits of the `last` positions, from the stream after the last block; 0 means all."""
+        """Return the logits of the `last` positions, from the stream after the last block;
+
+        0 means all.
+        """
 
     def unembed(
         self, resid: Float[Tensor, "batch pos d_model"]
     ) -> Float[Tensor, "batch pos vocab"]:
-        """Logits from a residual stream, including the final norm."""
+        """Return the logits of a residual stream, including the final norm."""
 
 
 # Not `-> LanguageModel`: a type check at run time would then require all parts.
 def of(model: nn.Module, *parts: str) -> Any:
-    """The parts of `LanguageModel` that are used: `model` itself, or what an attached model carries.
+    """Return the object with the parts of `LanguageModel`: the model itself, or the object of an
+    attached model.
 
     Args:
         model: any module.
         parts: the names in `LanguageModel` that the analysis needs.
 
     Raises:
-        TypeError: if the model lacks one of them, or is no module.
+        TypeError: if a part is missing, or the model is not a module.
     """
     require_module(model)
     require_uncompiled(model)
     language = language_of(model)
-    # The class first, because reading a weight view from the instance computes it.
+    # Check the class first, because reading a weight view from the instance computes it.
     has = getattr(language, "has", lambda p: hasattr(type(model), p) or hasattr(model, p))
     lacking = [part for part in parts if not has(part)]
     if lacking:
@@ -114,10 +125,11 @@ def of(model: nn.Module, *parts: str) -> Any:
 
 
 def require_uncompiled(model: nn.Module) -> None:
-    """Refuse a compiled model: its code was made once, and does not see the hooks that analyses set.
+    """Raise an error for a compiled model, whose compiled code ignores the hooks that analyses
+    register.
 
     Raises:
-        TypeError: saying which model to give.
+        TypeError: if the model is compiled. The error names the model to use instead.
     """
     if is_compiled(model):
         inner = uncompiled(model)
@@ -125,13 +137,14 @@ def require_uncompiled(model: nn.Module) -> None:
             "compiled._orig_mod, the model inside" if inner is not model else "a copy that is not"
         )
         raise TypeError(
-            "the model must not be compiled, because analyses set other hooks in each run; got a compiled "
-            f"{type(inner).__name__}: give {remedy}"
+            "the model must not be compiled, because analyses register different hooks in each "
+            "run; "
+            f"got a compiled {type(inner).__name__}: give {remedy}"
         )
 
 
 def n_logits(model: nn.Module) -> int:
-    """Return the size of the output vocabulary, which most models share with the input's.
+    """Return the size of the output vocabulary, which is the input vocabulary in most models.
 
     Raises:
         TypeError: if the model has no `config`.
@@ -141,47 +154,52 @@ def n_logits(model: nn.Module) -> int:
 
 
 def require_points(runner: HookedRunner) -> None:
-    """Refuses a model without any hook point, whose values have none of our names.
+    """Raise an error for a model without hook points, whose values do not have this project's
+    names.
 
     Raises:
-        TypeError: if it has none.
+        TypeError: if the model has no hook points.
     """
     if not any(point.axes for point in runner.points.values()):
         raise TypeError(
             f"the model must have hook points; got {type(runner.model).__name__} without any "
-            "(models.attach gives a transformers model our points)"
+            "(models.attach adds hook points to a transformers model)"
         )
 
 
 def plain(model: nn.Module, *parts: str) -> Any:
-    """A model whose blocks and norms have weights under our names: `model`, or for an attached one a plain view.
+    """Return a model whose weights have this project's names: the model itself, or a plain view of
+    an attached model.
 
-    That is made at each call, and may share memory with the attached one: do not write into its weights. Its
-    points have the names that the attached model's have.
+    The view is created at each call, and may share memory with the attached model, so do not change
+    its weights. Its points have the names of the attached model's points.
 
     Raises:
-        TypeError: if the model lacks one of the parts, or its weights are sharded (FSDP).
-        ValueError: if it is attached, and `models.from_hf` refuses its config or, where that does not know its
-            family, a part of its blocks was not found.
+        TypeError: if a part is missing, or the weights are sharded (FSDP).
+        ValueError: if the model is attached, and `models.from_hf` does not support its config or,
+            for a family that it does not know, a part of a block was not found.
     """
     language = of(model, *parts)
     if any(map(is_fully_sharded, model.modules())):
         raise TypeError(
-            "a model whose parts are computed alone must have whole weights; "
-            f"{type(model).__name__} is sharded by FSDP: load its full state dict into a model "
-            "without FSDP, and use that"
+            "the parts of a model can be computed only from whole weights; got "
+            f"{type(model).__name__}, sharded by FSDP: load its full state dict into a model "
+            "without FSDP"
         )
     return language if language is model else language.plain()
 
 
 def logits_of(output: Any) -> Float[Tensor, "batch pos vocab"]:
-    """The logits of a model's output: the output itself, or its attribute `logits`. Those of a classifier are one position's."""
+    """Return the logits of a model's output: the output itself, or its attribute `logits`.
+
+    A classifier's logits have one position.
+    """
     logits: Tensor = output if isinstance(output, Tensor) else output.logits
     return logits[:, None] if logits.ndim == 2 else logits
 
 
 def run_with_cache(model: nn.Module, *args: Any, **options: Any) -> tuple[Any, ActivationCache]:
-    """The model's output with a cache; see `HookedRunner.run_with_cache`.
+    """Return the model's output and a cache; see `HookedRunner.run_with_cache`.
 
     Args:
         model: any module.
@@ -196,10 +214,10 @@ def run_with_cache(model: nn.Module, *args: Any, **options: Any) -> tuple[Any, A
 
 
 def runner_of(model: nn.Module) -> HookedRunner:
-    """A runner for comparable runs of a model, without dropout.
+    """Return a runner for comparable runs of a model, without dropout.
 
     Raises:
-        TypeError: if it is no module.
+        TypeError: if the model is not a module.
         ModeError: if any part of the model is in training mode.
     """
     require_module(model)

@@ -1,9 +1,11 @@
-"""The report: one page about what happens inside a model on a text, put together from views.
+"""The report: one page about the computation of a model on a text, composed of views.
 
-1. Run the text, and a corrupted one that the model continues differently; make that one if none is given.
-2. Patch values of the clean run into the corrupted one, at each site.
-3. Read the clean run: direct attribution, attention patterns, scores of heads, the logit lens, losses.
-4. Draw each result under its heading, and print the largest entries.
+1. Run the text and a corrupted text that the model continues differently. Without a corrupted text,
+   derive one.
+2. Patch values of the clean run into the corrupted run, at each site.
+3. Read the clean run: direct attribution, attention patterns, scores of heads, the logit lens,
+   losses.
+4. Draw each result below its heading, and print the largest entries.
 """
 
 import math
@@ -40,32 +42,49 @@ SITES = {
 # A smaller difference of metrics, in nats, may be float32 rounding.
 LEAST_GAP = 1e-4
 _TOKENS_PER_FORWARD = 16_384
-# What stands below each heading.
+# The text below each heading.
 _SAYS = {
-    "Activation patching": "Which values carry the answer: each cell is a run on the corrupted prompt with one value taken "
-    "from the clean run, and shows the share of the difference in log-probability that this restores. 0 is the corrupted "
-    "run, 1 the clean one. Heimersheim & Nanda 2024, arXiv:2404.15255; the denoising direction.",
-    "Direct attribution": "What each part of the model adds by itself to the logit of the answer. Elhage et al. 2021, A "
-    "mathematical framework for transformer circuits.",
-    "Attention patterns": "How much each token (a row, the query) reads from each token before it (a column, the key). Rows "
-    "sum to 1. Choose a head among the small pictures. Vaswani et al. 2017, arXiv:1706.03762.",
-    "Induction heads": "Attention to what followed the same token earlier, over random tokens given twice, 0 to 1. A click, "
-    "or Enter, shows the head's pattern. Olsson et al. 2022, arXiv:2209.11895.",
-    "Previous-token heads": "Attention to the token just before, over this prompt, 0 to 1. Elhage et al. 2021.",
-    "Logit lens": "The next token that the model would predict if it ended early, shaded by its probability. Point at a cell "
-    "for the likeliest ones. nostalgebraist 2020, interpreting GPT: the logit lens.",
-    "Loss of each token": "The cross-entropy -ln p(token | all before it), in nats. The first token has nothing before it "
-    "and no loss.",
+    "Activation patching": (
+        "The values that carry the answer. Each cell is a run on the corrupted prompt with one "
+        "value taken from the clean run. It shows the share of the difference in log-probability "
+        "that this value restores: 0 is the corrupted run, 1 is the clean run. "
+        "Heimersheim & Nanda 2024, arXiv:2404.15255; the denoising direction."
+    ),
+    "Direct attribution": (
+        "The direct contribution of each part of the model to the logit of the answer. Elhage "
+        "et al. 2021, A mathematical framework for transformer circuits."
+    ),
+    "Attention patterns": (
+        "The attention of each token (a row, the query) to itself and each token before it (a "
+        "column, the key). Rows sum to 1. Select a head in the small pictures. Vaswani et al. "
+        "2017, arXiv:1706.03762."
+    ),
+    "Induction heads": (
+        "Attention to the token after the same token earlier, over repeated random tokens, 0 to "
+        "1. A click, or Enter, shows the head's pattern. Olsson et al. 2022, arXiv:2209.11895."
+    ),
+    "Previous-token heads": (
+        "Attention to the token before the query, over this prompt, 0 to 1. Elhage et al. 2021."
+    ),
+    "Logit lens": (
+        "The next token that the model would predict if it ended at each layer, shaded by its "
+        "probability. Point at a cell for the likeliest tokens. nostalgebraist 2020, "
+        "interpreting GPT: the logit lens."
+    ),
+    "Loss of each token": (
+        "The cross-entropy -ln p(token | all tokens before it), in nats. The first token has no "
+        "loss, because no token comes before it."
+    ),
 }
 
 
 @dataclass(frozen=True)
 class Report:
-    """A page about a text, and what it says in a few lines.
+    """A page about a text, and its summary in a few lines.
 
     Attributes:
         summary: the texts, and the largest entry of each result.
-        results: what the page shows, by heading.
+        results: the results on the page, by heading.
         view: the page.
     """
 
@@ -78,19 +97,21 @@ class Report:
 def derive_corruption(
     model: nn.Module, clean: Int[Tensor, "1 pos"], metric: Metric
 ) -> Int[Tensor, "1 pos"]:
-    """The prompt with one token replaced, by the replacement that lowers the metric most.
+    """Return the prompt with one token replaced. Of all replacements, it lowers the metric most.
 
-    It tries each position but the last once. The replacement is the next token of the prompt that
-    differs, with the search continuing at the beginning of the prompt. The metric gets the logits of
-    the last position only, because those of all positions need far more memory than the model.
+    Each position except the last is tried once. The replacement is the next different token of the
+    prompt; the search continues at the beginning of the prompt. The metric is called with the
+    logits of the last position only, because the logits of all positions need far more memory than
+    the model.
 
     Raises:
-        ValueError: if the prompt is one token repeated.
+        ValueError: if all tokens of the prompt are the same.
     """
     row = clean[0]
     if bool((row == row[0]).all()):
         raise ValueError(
-            "the prompt must have two different tokens to derive a corrupted one from; got one token "
+            "the prompt must have two different tokens to derive a corrupted prompt; got the "
+            "same token "
             f"{len(row)} times: give a corrupted prompt"
         )
     tried = row.repeat(len(row) - 1, 1)
@@ -119,18 +140,22 @@ def report(
     name: str = "a model",
     period: int = 40,
 ) -> Report:
-    """Run a model on two prompts, and put what happened on a page. Patching takes at most 1 GiB beyond the model.
+    """Run a model on two prompts, and draw the results on a page.
+
+    Patching needs at most 1 GiB in addition to the model.
 
     Args:
         model: a model in evaluation mode with the usual points, `unembed` and `config`.
         clean: the prompt that the page is about.
-        corrupted: a prompt of the same length that the model continues differently; None to derive one.
+        corrupted: a prompt of the same length that the model continues differently. Default: derive
+            it from `clean`.
         name: the model's name.
-        period: the number of random tokens that repeat, for induction scores. Twice as many must fit the model's context.
+        period: the number of random tokens that are repeated for induction scores. The context of
+            the model must be at least twice as long.
 
     Raises:
-        ValueError: if a prompt has fewer than two tokens, the two differ in length, or the metric is
-            the same for both.
+        ValueError: if a prompt has fewer than two tokens, the two differ in length, or the metric
+            is the same for both.
         ModeError: if the model is in training mode.
     """
     runner = runner_of(model)
@@ -145,7 +170,8 @@ def report(
     other = logits_of(model(corrupted, **arguments))
     _check_gap(metric(logits).item(), metric(other).item())
     results = _patches(model, Pairs(clean, corrupted, metric=metric))
-    with suppress(TypeError, ValueError, HookError):  # some models have none
+    # Some models do not support direct attribution.
+    with suppress(TypeError, ValueError, HookError):
         results["Direct attribution"] = direct_logit_attribution(model, cache, right=answer, pos=-1)
     results["Attention patterns"] = pictures.patterns(model, cache)
     results["Induction heads"] = _induction(runner, logits.shape[-1], period)
@@ -173,9 +199,9 @@ def report(
 
 
 def _patches(model: nn.Module, pairs: Pairs) -> dict[str, Any]:
-    """Effects of patching at each site that the model has, by heading."""
+    """Return the effects of patching at each site of the model, by heading."""
     ends = {point.rpartition(".")[2] for point in runner_of(model).points}
-    # A model of attention only has no `mlp_out`.
+    # An attention-only model has no `mlp_out`.
     return {
         f"Patching: {heading}": activation_patching(model, pairs, site).normalized()
         for site, heading in SITES.items()
@@ -184,21 +210,21 @@ def _patches(model: nn.Module, pairs: Pairs) -> dict[str, Any]:
 
 
 def _likeliest(logits: Float[Tensor, " vocab"], write: Callable[[list[int]], Any]) -> str:
-    """The likeliest next tokens, in a line."""
+    """Return the likeliest next tokens, in one line."""
     chances = logits.softmax(-1).topk(min(5, len(logits)))
     guesses = zip(write(chances.indices.tolist()), chances.values.tolist(), strict=True)
     return "next token " + ", ".join(f"{text!r} {chance:.1%}" for text, chance in guesses)
 
 
 def _findings(results: Mapping[str, Any]) -> list[str]:
-    """The largest entry of each table."""
+    """Return the largest entry of each table."""
     tops = {heading: each.top(1) for heading, each in results.items() if isinstance(each, Result)}
     width = max(map(len, tops))
     return [f"{heading:<{width}}  {top}" for heading, top in tops.items()]
 
 
 def _parts(results: Mapping[str, Any], changed: list[int]) -> list[Mapping[str, Any]]:
-    """The parts of the page. A click on a head's cell shows the head among the patterns."""
+    """Return the parts of the page. A click on the cell of a head shows the pattern of the head."""
     parts: list[Mapping[str, Any]] = []
     patterns = [*results].index("Attention patterns")
     for heading, result in results.items():
@@ -224,22 +250,22 @@ def _check_texts(clean: Tensor, corrupted: Tensor | None) -> None:
         raise ValueError(f"a prompt must have at least 2 tokens; got {clean.shape[1]}")
     if corrupted is not None and clean.shape != corrupted.shape:
         raise ValueError(
-            "the clean and the corrupted prompt must have equally many tokens; "
+            "the clean and the corrupted prompt must have the same number of tokens; "
             f"got {clean.shape[1]} and {corrupted.shape[1]}"
         )
 
 
 def _check_gap(target: float, base: float) -> None:
-    # In this form, NaN is also refused.
+    # With `not >=` instead of `<`, NaN is an error too.
     if not abs(target - base) >= LEAST_GAP:
         raise ValueError(
             "the clean and the corrupted prompt must differ in the metric by at least "
-            f"{LEAST_GAP} nats, or patching has nothing to restore; got {target:.6f} and {base:.6f}"
+            f"{LEAST_GAP} nats for patching; got {target:.6f} and {base:.6f}"
         )
 
 
 def _induction(runner: HookedRunner, vocab: int, period: int) -> Result:
-    """The induction scores of heads on repeated random tokens."""
+    """Return the induction scores of heads on repeated random tokens."""
     device = next(runner.model.parameters()).device
     repeated = repeated_tokens(vocab, period).to(device)
     arguments = Text(repeated).arguments(runner.model)

@@ -1,6 +1,7 @@
-"""Checks that `hooks` and `models` are the packages of this project and no modules of the user with their names.
+"""Checks that `hooks` and `models` are the packages of this project, and not modules of the user
+with the same names.
 
-They import nothing.
+The checks do not import the packages.
 """
 
 import importlib.util
@@ -12,40 +13,41 @@ _FOLDER = Path(__file__).resolve().parent.parent
 
 
 def require_own(package: str) -> None:
-    """Refuse a module of the user that has the name of a package of this project.
+    """Raise an error if a module of the user has the name of a package of this project.
 
     Args:
         package: `hooks` or `models`.
 
     Raises:
-        ImportError: naming the module and the remedy.
+        ImportError: if the import finds another module. The error names the module and the remedy.
     """
     place = _place_of(package)
     if place is None or not _is_own(place, package):
         raise ImportError(
             f"the package `{package}` must be hookscope's; got {place}: "
-            "rename or move that one, or put hookscope before it on sys.path"
+            "rename or move that module, or put hookscope before it on sys.path"
         )
 
 
 def warn_of_another_models() -> None:
-    """Warn if `import models` gives a module of the user.
+    """Warn if `import models` imports a module of the user.
 
-    It is no error, because `interp` works without `models`.
+    This is not an error, because `interp` works without `models`.
     """
     if not (_FOLDER / "models" / "__init__.py").is_file():
         return
     place = _place_of("models")
     if place is None or not _is_own(place, "models"):
         warnings.warn(
-            f"`import models` gives {place or 'a folder without __init__.py'}, not hookscope's package: "
-            "rename that one, or put it into a package of your own (mine/models.py, from mine import models)",
+            f"`import models` imports {place or 'a folder without __init__.py'}, not hookscope's "
+            "package: rename that module, or put it into a package of your own "
+            "(mine/models.py, from mine import models)",
             stacklevel=3,
         )
 
 
 def _place_of(package: str) -> str | None:
-    """The file that an import of a package gives."""
+    """Return the file that an import of a package finds."""
     loaded = sys.modules.get(package)
     if loaded is not None:
         return getattr(loaded, "__file__", None)

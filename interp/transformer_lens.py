@@ -1,8 +1,10 @@
-"""Names of TransformerLens' points, each with what it is called here.
+"""Names of TransformerLens' points, with the names of the same values in this project.
 
-1. A name is made full, as its `get_act_name` does, and its layer is taken out: `q3` is `blocks.*.attn.hook_q`.
-2. A table says which of our points has that value. Where that depends on the model, it says on what of its config.
-3. Where none has it, the error says how to get it from those there are.
+1. Expand a name like `get_act_name` of TransformerLens, and separate its layer: `q3` becomes
+   `blocks.*.attn.hook_q`.
+2. Look up our point with this value in a table. For some values, the table contains conditions on
+   the model's config.
+3. If no point has the value, the error explains how to compute it from our points.
 """
 
 import json
@@ -18,7 +20,8 @@ from torch import nn
 from hooks import UnknownNameError
 from hooks.base import require_choice, require_kind, unknown_name
 
-# Short names in TransformerLens: those that stand for others, and those that are the ends of no name of ours.
+# Short names in TransformerLens. `_ALIASES` maps short names to other short names. Our points have
+# no names that end with a name in `_SHORT`.
 _ALIASES = {"attn": "pattern", "attn_logits": "attn_scores", "key": "k", "query": "q", "value": "v"}
 _ALIASES |= {"mlp_pre": "pre", "mlp_mid": "mid", "mlp_post": "post"}
 _PARTS = {"a": "attn", "attention": "attn", "m": "mlp", "b": "", "block": "", "blocks": ""}
@@ -31,11 +34,12 @@ class _Row:
     """A value that has a name in TransformerLens.
 
     Attributes:
-        ours: our point, with `*` for the layer; empty if none has the value.
-        note: what their value is, where ours is another.
-        conditions: fields of a config and their values, `!` for any other: our point has the value in a model that
-            has all of one mapping. None for every model.
-        usual: whether it has the value where the model is not known.
+        ours: our point, with `*` for the layer; empty if no point has the value.
+        note: an explanation of their value, if our value is different.
+        conditions: mappings from fields of a config to values; `!` before a value means any other
+            value. Our point has the value in models whose config matches all fields of at least one
+            mapping. None: it has the value in every model.
+        usual: whether our point has the value if the model is not known.
     """
 
     ours: str = ""
@@ -44,12 +48,13 @@ class _Row:
     usual: bool = False
 
     def has_value_in(self, model: nn.Module | None) -> bool:
-        """Whether our point has the value in this model, as far as that is known."""
+        """Return whether our point has the value in this model, or `usual` for an unknown model."""
         if self.conditions is None:
             return bool(self.ours)
         config = getattr(model, "config", None)
         if not all(hasattr(config, field) for fields in self.conditions for field in fields):
-            return self.usual  # no model, or one whose config has other fields
+            # The model is not given, or its config has other fields.
+            return self.usual
         return any(
             all(_fits(getattr(config, field), value) for field, value in fields.items())
             for fields in self.conditions
@@ -64,7 +69,9 @@ def _fits(value: Any, wanted: Any) -> bool:
 
 @cache
 def _tables() -> dict[int, dict[str, _Row]]:
-    """The points of `HookedTransformer` (2), and those of `TransformerBridge` (4), which also knows the others."""
+    """Return the points of `HookedTransformer` (2), and of `TransformerBridge` (4), which also
+    supports the former names.
+    """
     text = Path(__file__).with_suffix(".json").read_text(encoding="utf-8")
     tables = {
         int(version): {
@@ -86,21 +93,22 @@ def hooks_name(
     model: nn.Module | None = None,
     version: int = 2,
 ) -> str:
-    """Our name of a value that has a name in TransformerLens.
+    """Return our name of a value that has a name in TransformerLens.
 
     Args:
-        name: a full name, one with `*` for the layer, or a short name; or a tuple of these arguments.
-        layer, layer_type: as for its `get_act_name`: `("scale", 0, "ln1")`.
-        model: our model, a `models.Transformer`, where the answer depends on its config: ours are the
-            queries after rotation, for instance. Without it, values that differ in many models are
-            refused; those that differ in few (a norm of the embeddings, biases of a gated MLP) are taken to be
-            the same.
+        name: a full name, a full name with `*` for the layer, or a short name; or a tuple of these
+            arguments.
+        layer, layer_type: the arguments of TransformerLens' `get_act_name`: `("scale", 0, "ln1")`.
+        model: our model, a `models.Transformer`, for names that depend on its config. Our queries
+            are queries after rotation, for example. Without a model, values that differ in many
+            models raise an error, and values that differ in few models (a norm of the embeddings,
+            biases of a gated MLP) are assumed to be the same.
         version: 2 for `HookedTransformer`, 4 for `TransformerBridge`.
 
     Raises:
-        UnknownNameError: if TransformerLens has no such name, or none of our points is known to have that
-            value; then it says what the value is.
-        ValueError: if the version is another.
+        UnknownNameError: if TransformerLens does not have the name, or no point of ours is known to
+            have the value. In the second case the error explains the value.
+        ValueError: if the version is not 2 or 4.
 
     >>> hooks_name("blocks.3.attn.hook_rot_q"), hooks_name("pattern", 3), hooks_name("resid_pre")
     ('blocks.3.attn.q', 'blocks.3.attn.pattern', 'blocks.*.resid_pre')
@@ -119,12 +127,13 @@ def hooks_name(
 
 
 def name_hint(name: str, known: Collection[str], what: str) -> UnknownNameError | None:
-    """The error for a name of TransformerLens, with ours."""
-    # Quick, because `in` asks it for every name.
+    """Return the error for a name of TransformerLens, with our name."""
+    # Return early, because `in` calls this function for every name.
     if not ("hook_" in name or name in _ALIASES or name in _SHORT):
         return None
     key, layers = _key(_full(name), _tables()[4])
-    if key is None or any("hook_" in other for other in known):  # it may be a model of theirs
+    # If other points have `hook_` in their names, the model may be a model of TransformerLens.
+    if key is None or any("hook_" in other for other in known):
         return None
     version = 2 if key in _tables()[2] else 4
     explained = _explained(version, _tables()[version][key], layers, known=False)
@@ -133,7 +142,9 @@ def name_hint(name: str, known: Collection[str], what: str) -> UnknownNameError 
 
 
 def _explained(version: int, row: _Row, layers: str, known: bool = True) -> str:
-    """The meaning of a value of theirs; with `known=False` in a model that is not known."""
+    """Return the meaning of a value of TransformerLens; with `known=False` for a model that is not
+    known.
+    """
     ours = _in_layer(row.ours, layers)
     note = _in_layer(row.note.format(ours=ours), layers)
     if not note or (row.usual and not known):
@@ -146,7 +157,10 @@ def _in_layer(text: str, layers: str) -> str:
 
 
 def _key(theirs: str, table: Iterable[str]) -> tuple[str | None, str]:
-    """The name in the table, and what stands for the layer. A name without its first parts may be in any."""
+    """Return the name in the table, and the layer or `*`.
+
+    A name without its first parts matches if only one entry ends with it.
+    """
     match = re.match(r"blocks\.([^.]+)\.", theirs)
     layers = match[1] if match else "*"
     pattern = re.sub(
@@ -160,7 +174,9 @@ def _key(theirs: str, table: Iterable[str]) -> tuple[str | None, str]:
 
 
 def _full(name: str, layer: int | str | None = None, layer_type: str | None = None) -> str:
-    """The name that their `get_act_name` gives, without the place in a block if that is not said."""
+    """Return the name that TransformerLens' `get_act_name` returns, without the part of a block if
+    it is not given.
+    """
     if "hook_" in name or ("." in name and layer is None):
         return name
     if match := re.fullmatch(r"([a-z_]+)(\d+)(.*)", name):

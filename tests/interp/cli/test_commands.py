@@ -395,7 +395,7 @@ def test_edits_are_parsed(text, expected):
         ),
         ("lens --text-file no/such", "No such file"),
         ("lens --prompt a --model no/such", "no file, directory or model"),
-        ("patch --prompt ab --corrupted abc --answers a", "equally many tokens"),
+        ("patch --prompt ab --corrupted abc --answers a", "the same number of tokens"),
         ("patch --prompt ab --corrupted ac --answers a b c", "one or two"),
         ("patch --prompt ab --corrupted ac --answers a --site zz", "zz"),
         ("lens", "--prompt"),
