@@ -1,8 +1,9 @@
-"""Runs of pairs of texts, which every analysis that intervenes begins with, and runs of one batch.
+"""Runs of pairs of texts and of single batches, used by every analysis that intervenes.
 
-Read `runs` first, then its ways: `sweep`, which stacks edited runs as `rows` of a batch and begins
-them (`resume`) where they first differ from the run in `unedited`; and `gradients`, which takes
-gradients at the points of one run. On these stand `sites`, where two runs are compared; `estimates`
-at sites, from gradients, and means along paths (`trapezoid`); `masked`, which runs circuits, and
-`circuit_runs`, which compares them; and `path_edits`, which moves values along edges.
+Read `runs` first, then the two ways to run. `sweep` stacks edited runs as `rows` of a batch and
+starts them (`resume`) where they first differ from the run in `unedited`. `gradients` takes
+gradients at the points of one run. The other files use these two: `sites` are the places where two
+runs are compared; `estimates` are computed at sites from gradients, and `trapezoid` takes means
+along paths; `masked` runs circuits, and `circuit_runs` compares them; `path_edits` moves values
+along edges.
 """

@@ -1,4 +1,4 @@
-"""Runs of circuits on the same texts, on a scale from the empty circuit to the whole model."""
+"""Runs of circuits on the same texts, scaled from the empty circuit to the whole model."""
 
 from collections.abc import Iterable
 
@@ -21,16 +21,17 @@ class CircuitRuns(MaskedRuns):
     Args:
         model: the model of the circuit's graph.
         pairs, source, max_bytes: see `run_circuit`.
-        circuit: one of the circuits.
+        circuit: a circuit, whose graph all circuits must have.
 
     Attributes:
-        none, whole: the metric of the circuit without edges, and of the whole model.
+        none: the metric of the circuit without edges.
+        whole: the metric of the whole model.
 
     Raises:
-        ValueError: if the metric is the same for both, or as for `run_circuit`.
+        ValueError: if both metrics are equal, or for the reasons of `run_circuit`.
 
     Warns:
-        UserWarning: if texts are among those that the circuit was found on.
+        UserWarning: if some of the texts were used to find the circuit.
     """
 
     def __init__(
@@ -48,26 +49,29 @@ class CircuitRuns(MaskedRuns):
         seen = sum(digest in circuit.found_on for digest in digests)
         if seen:
             warn(
-                f"the circuit was found on {seen} of these {len(digests)} pairs: others show how good it is",
+                f"the circuit was found on {seen} of these {len(digests)} pairs; measure it on "
+                "other pairs",
             )
         whole = circuit | ~circuit
         self.none, self.whole = self(whole - whole), self(whole)
         gap, size = self.whole - self.none, torch.maximum(self.whole.abs(), self.none.abs())
         if is_cancelled(gap.mean(), size.mean()):
-            raise ValueError("the metric must differ between the whole model and none of it")
+            raise ValueError(
+                "the metric must differ between the whole model and the empty circuit; got equal"
+            )
 
     @without_gradients
     def __call__(self, circuit: Circuit) -> Float[Tensor, " example"]:
-        """Return the metric of a run in which only the circuit's edges have their own values."""
+        """Return the metric of a run in which all edges outside the circuit are replaced."""
         return self.metric(circuit)
 
     def shares(self, values: Tensor, axis: str, labels: Iterable[object]) -> Result:
-        """Return differences of the metric as shares of the whole scale.
+        """Return differences of the metric as shares of `whole - none`.
 
         Args:
             values: the differences, [axis, example].
-            axis: the name of their first axis.
-            labels: its labels.
+            axis: the name of the first axis.
+            labels: the labels of the first axis.
         """
         effects = Result(
             values,

@@ -3,11 +3,11 @@
 For `z` [batch, pos, head, d_head] over `layer` and `head`, in a model of 2 layers:
 
 1. `compared` lists the places of two runs (`sites`), `layer` among them.
-2. `replacements` are the values that would take the place of `blocks.0.attn.z`: the other run's
-   value.
-3. `effects` multiplies their change with the gradient there, and sums over `pos` and `d_head`:
+2. `replacements` returns the values that would replace `blocks.0.attn.z`: here the value of the
+   other run.
+3. `effects` multiplies the change by the gradient at this point, and sums over `pos` and `d_head`:
    [head, example].
-4. `of_layers` stacks the layers to [layer, head, example], and makes a `Result` of them.
+4. `of_layers` stacks the layers to [layer, head, example], and makes a `Result`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,11 +29,13 @@ def compared(runs: Runs, choice: Choice) -> Sites:
     """Return the places of two runs where effects are estimated.
 
     Raises:
-        ValueError: if there are several layers and no axis for them; or as for `Sites`.
+        ValueError: if there are several layers but no axis `layer`, or for the reasons of `Sites`.
     """
     sites = Sites(runs, choice)
     if "layer" not in sites.places and len(sites.names) > 1:
-        raise ValueError(f"over must have 'layer' where there are several; got {(*sites.places,)}")
+        raise ValueError(
+            f"over must contain 'layer' if there are several layers; got {(*sites.places,)}"
+        )
     return sites
 
 
@@ -43,14 +45,14 @@ def effects(
     """Estimate the effect of each place of one point: (target - base) · gradient.
 
     Args:
-        sites: the places, and the values of the run that values come from.
-        name: the point.
-        base: its value in the run that is edited.
-        gradient: the gradient of the metric there.
+        sites: the places, and the values of the source run.
+        name: the name of the point.
+        base: the value of the point in the edited run.
+        gradient: the gradient of the metric at the point.
 
     Returns:
-        Estimated effects [*axes, example] in float32 at least: the axes of the places without
-        `layer`.
+        Estimated effects [*axes, example] in at least float32. The axes are the axes of the places
+        without `layer`.
     """
     gradient = at_least_float32(gradient)
     axes = sites.points[name].axes
@@ -59,10 +61,10 @@ def effects(
 
 
 def replacements(sites: Sites, name: str, base: Float[Tensor, "..."]) -> list[Float[Tensor, "..."]]:
-    """Return the values that replace a point's value `base`: one for each span, or one for all.
+    """Return the values that replace `base`, the value of a point.
 
-    Without spans that is the other run's value; with spans it is for each span the base value with
-    this span replaced.
+    Without spans, there is one replacement: the value of the other run. With spans, there is one
+    replacement for each span: the base value with this span replaced.
     """
     if "span" not in sites.places:
         return [sites.values[name]]
@@ -72,7 +74,7 @@ def replacements(sites: Sites, name: str, base: Float[Tensor, "..."]) -> list[Fl
 
 
 def by_place(sites: Sites, effects: list[Float[Tensor, "..."]]) -> Float[Tensor, "..."]:
-    """Return the effects of each of the `replacements` as one tensor [*axes, example]."""
+    """Return the effects of all `replacements` as one tensor [*axes, example]."""
     axes = [axis for axis in sites.places if axis != "layer"]
     return torch.stack(effects, axes.index("span")) if "span" in axes else effects[0]
 
@@ -80,10 +82,10 @@ def by_place(sites: Sites, effects: list[Float[Tensor, "..."]]) -> Float[Tensor,
 def summed(
     sites: Sites, axes: Sequence[str], *factors: Float[Tensor, "..."]
 ) -> Float[Tensor, "..."]:
-    """Return the product of the factors, summed over all axes that no place selects along.
+    """Return the product of the factors, summed over all axes without places.
 
     Args:
-        sites: the places; those along `layer` and `span` do not count.
+        sites: the places. The axes `layer` and `span` are ignored.
         axes: the axes of each factor.
         factors: tensors with these axes.
 
@@ -105,7 +107,7 @@ def summed(
 
 
 def _grouped(values: Tensor, at: int, indices: list[int | slice]) -> Tensor:
-    """The sum of `values` along one axis for each index: a number, or a slice of several."""
+    """Return the sum of `values` along one axis for each index, a number or a slice."""
     chosen = [range(i, i + 1) if isinstance(i, int) else range(i.start, i.stop) for i in indices]
     members = [(n, member) for n, several in enumerate(chosen) for member in several]
     if [(n, n) for n in range(values.shape[at])] == members:
@@ -123,16 +125,16 @@ def of_layers(
 
     Args:
         sites: the places.
-        by_point: the effects [*places, example] of each point that a backward pass reached, in its
-            order.
-        base: the metric of the run to be edited.
+        by_point: the effects [*places, example] of each point that a backward pass reached, in the
+            order of the backward pass.
+        base: the metric of the run to edit.
         about: more facts.
 
     Raises:
         ValueError: if an effect is NaN.
 
     Warns:
-        UserWarning: if a point was not reached. Its effects are 0.
+        UserWarning: if the backward pass did not reach a point. The effects of the point are 0.
     """
     for name, values in by_point.items():
         require_numbers(name, values)

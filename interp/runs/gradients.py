@@ -1,11 +1,12 @@
 """Gradients of a metric at the points of one run, and the checks of these gradients.
 
-1. Run the model once, with a function of autograd at each point that passes the value on
+1. Run the model once with an autograd function at each point, which returns the value unchanged
    (`Gradients`).
-2. A backward pass (`Gradients.backward`) hands the gradient at each point to the caller, from the
-   last point to the first. It can be repeated, for example with points that pass no gradient on.
-3. Check the gradients: NaN is an error (`require_numbers`); a point that no gradient reached is a
-   warning (`warn_of_unread`), and so is a metric that is flat at this run (`warn_of_flat`).
+2. A backward pass (`Gradients.backward`) passes the gradient at each point to the caller, from
+   the last point to the first. It can be repeated, for example with points that block the gradient.
+3. Check the gradients: NaN is an error (`require_numbers`). A point that no gradient reached is a
+   warning (`warn_of_unread`). A metric whose gradient is 0 at this run is a warning
+   (`warn_of_flat`).
 """
 
 import warnings
@@ -34,29 +35,29 @@ from interp.measuring import Metric, evaluate, last_of
 from interp.protocol import logits_of
 
 Receive = Callable[[str, Tensor], object]
-"""Called with the name of a point and the gradient there, of the shape of its value."""
+"""A function that is called with the name of a point and the gradient at the point."""
 
 
 class Gradients:
-    """A run of a model, and the gradients of the summed metric at some points of it.
+    """A run of a model, and the gradients of the summed metric at some of its points.
 
-    A text does not affect the metric of another text, so the gradient of the sum holds the gradient
-    of each example. Weights need no gradients and get none.
+    A text does not affect the metric of another text, so the gradient of the sum contains the
+    gradient of each example. The weights need no gradients and receive none.
 
     Args:
         runner: the runner of the model.
-        text: what the model reads.
-        metric: a function from logits to a number per example.
+        text: the texts of the run.
+        metric: a function from logits to one number for each example.
         names: exact names of points or other modules.
 
     Attributes:
-        base: the metric of the run, in float32 at least.
+        base: the metric of the run, in at least float32.
         values: the value at each point.
 
     Raises:
-        ValueError: if PyTorch's inference mode is on, or the metric has no gradient.
-        HookError: if a point fires twice, its value has no floating dtype, or gradients are off
-            there.
+        ValueError: if PyTorch's inference mode is active, or the metric has no gradient.
+        HookError: if a point fires twice, its value has no floating dtype, or gradients are
+            disabled at the point.
         NeverFiredError: if the run does not reach a point.
     """
 
@@ -66,10 +67,11 @@ class Gradients:
         self, runner: HookedRunner, text: Text, metric: Metric, names: Iterable[str]
     ) -> None:
         if torch.is_inference_mode_enabled():
-            raise ValueError("gradients must be possible; got PyTorch's inference mode")
+            raise ValueError("gradients must be enabled; got PyTorch's inference mode")
         self.values: dict[str, Tensor] = {}
         self._router = _GradientRouter()
-        # The graph reaches every point from here, also where no weight needs a gradient.
+        # Every point depends on this tensor, so gradients reach points even if no weight needs a
+        # gradient.
         self._start = torch.zeros((), requires_grad=True)
         points = [_point(runner, name) for name in dict.fromkeys(names)]
         with torch.enable_grad(), Session() as session:
@@ -85,26 +87,27 @@ class Gradients:
             self._total = metrics.sum()
         if not self._total.requires_grad:
             raise ValueError(
-                f"the metric must depend on the points through a graph; got none from {metric!r}"
+                "the metric must be differentiable with respect to the points; got no graph from "
+                f"{metric!r}"
             )
         self.base = metrics.detach()
 
     def backward(self, receive: Receive, dropped: Collection[str] = (), last: bool = True) -> None:
-        """Run one backward pass, and hand on the gradient at each point, the last point first.
+        """Run one backward pass, and pass on the gradient at each point, the last point first.
 
-        A point that the metric does not depend on is left out.
+        A point that the metric does not depend on is skipped.
 
         Args:
-            receive: called with each name and gradient.
-            dropped: points that pass no gradient on. They receive zeros.
-            last: whether no further backward pass follows, so that memory can be freed on the way.
+            receive: a function that is called with each name and gradient.
+            dropped: points that block the gradient. They receive zeros.
+            last: whether this is the last backward pass, so that memory can be freed.
 
         Raises:
-            HookError: if a kernel, such as one of quantised weights, would drop gradients.
+            HookError: if a kernel would drop gradients, such as a kernel for quantised weights.
         """
         self._router.receive, self._router.dropped = receive, dropped
         with warnings.catch_warnings():
-            # PyTorch only warns, once, and takes the gradient of such a kernel for 0.
+            # PyTorch only warns once, and uses 0 as the gradient of the kernel.
             warnings.filterwarnings("error", ".*an autograd kernel was not registered", UserWarning)
             try:
                 torch.autograd.grad(
@@ -113,28 +116,34 @@ class Gradients:
             except UserWarning as dropping:
                 kernel = str(dropping).partition(": ")[0]
                 raise HookError(
-                    f"gradients must pass through all kernels; {kernel} drops them"
+                    f"all kernels must propagate gradients; {kernel} drops them"
                 ) from None
             finally:
                 self._router.receive = None
 
     def is_flat(self) -> bool:
-        """Whether the last backward pass began with a gradient at the logits that is rounding of 0."""
+        """Return whether the gradient at the logits was 0 up to rounding in the last
+        backward pass.
+        """
         steepest = self._router.steepest
-        if steepest is None:  # the metric does not read the logits
+        # The metric does not read the logits.
+        if steepest is None:
             return False
         return float(steepest) <= module_rounding(wide_dtype(steepest.dtype))
 
     def _watch(self, point: Point, output: Any) -> Any:
         value = first_tensor(output, point)
         if not value.is_floating_point():
-            raise HookError(f"gradients need floating values; got {value.dtype} at {point}")
+            raise HookError(
+                f"gradients need values with a floating dtype; got {value.dtype} at {point}"
+            )
         if not torch.is_grad_enabled():
             raise HookError(
-                f"gradients must be on at {point}; got no_grad, or checkpointing with use_reentrant=True"
+                f"gradients must be enabled at {point}; got no_grad, "
+                "or checkpointing with use_reentrant=True"
             )
         if point.name in self.values:
-            raise HookError(f"{point.name} fired twice; a run has one value per name")
+            raise HookError(f"each point must fire once in a run; {point.name} fired twice")
         self.values[point.name] = value.detach()
         on_the_way = partial(self._router.passed, point.name)
         node = _node(value, to_device(self._start, value.device), on_the_way)
@@ -147,14 +156,17 @@ def _point(runner: HookedRunner, name: str) -> Point:
 
 
 class _GradientRouter:
-    """Receiver of the gradients at points. The graph holds it, so it must not hold the graph."""
+    """The receiver of gradients at points.
+
+    The autograd graph refers to the receiver, so the receiver must not refer to the graph.
+    """
 
     receive: Receive | None = None
     dropped: Collection[str] = ()
     steepest: Tensor | None = None
 
     def left(self, gradient: Tensor) -> None:
-        """The way back begins at the logits."""
+        """Record the largest gradient at the logits, where the backward pass begins."""
         self.steepest = gradient.abs().amax()
 
     def passed(self, name: str, gradient: Tensor) -> Tensor:
@@ -166,7 +178,7 @@ class _GradientRouter:
 
 
 class _Node(torch.autograd.Function):
-    """A value, whose gradient is handed to a function on its way back."""
+    """An identity whose gradient is passed through a function in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, start: Tensor, on_the_way: Any) -> Tensor:
@@ -182,26 +194,32 @@ _node: Callable[..., Tensor] = _Node.apply
 
 
 def require_numbers(name: str, effects: Float[Tensor, "..."]) -> None:
-    """Refuse NaN. In the order of a backward pass, the error names the point where NaN began.
+    """Raise an error if a number is NaN.
+
+    Call this in the order of a backward pass, so that the error names the point where NaN began.
 
     Raises:
         ValueError: if a number is NaN.
     """
     if effects.isnan().any():
-        raise ValueError(f"gradients must be numbers; going back, the first NaN is at {name}")
+        raise ValueError(
+            f"gradients must not be NaN; in the backward pass, the first NaN is at {name}"
+        )
 
 
 def warn_of_unread(names: Sequence[str]) -> None:
-    """Warn once of points that no gradient reached."""
+    """Warn once about all points that no gradient reached."""
     if names:
         more = f" and {len(names) - 1} more points" if len(names) > 1 else ""
-        warn(f"the metric does not depend on {names[0]}{more}: effects there are 0")
+        warn(f"the metric does not depend on {names[0]}{more}; their effects are 0")
 
 
 def warn_of_flat(run: Gradients) -> None:
-    """Warn if the metric has no gradient at the run, after a backward pass."""
+    """Warn after a backward pass if the gradient of the metric is 0 at the run."""
     if run.is_flat():
         warn(
-            "the metric has no gradient at the base run, where it is smallest or largest: these estimates are "
-            "rounding. integrated_gradients, or method='eap_ig_inputs' of edges, takes gradients along the way",
+            "the metric has a minimum or maximum at the base run, so its gradient is 0 and these "
+            "estimates are "
+            "rounding; use integrated_gradients, or method='eap_ig_inputs' for edges, which take "
+            "gradients along a path",
         )

@@ -1,17 +1,17 @@
-"""Masked runs: forward passes in which each reader sees some writers as in another run.
+"""Masked runs: forward passes in which some edges carry values of another run.
 
 The algorithm, after the edge masks of Bhaskar et al. 2024, "Finding Transformer Circuits with Edge
 Pruning":
 
-1. Take from the source what each writer adds there [writer, batch, pos, d_model].
-2. Go through the blocks of the model with the plain residual stream (`_stream_after`), and after
-   each writer keep its difference, source - current (`_Streams.append`).
-3. Before each block, give every head its own stream: the plain one plus the sum over writers of
-   mask [writer, reader] times difference. One matrix product makes the streams of all heads
-   (`_Streams.seen`).
-4. Norm and project each head's stream, run attention once, and give the MLP its own stream
-   likewise.
-5. Read the logits from the stream that the unembedding sees.
+1. Compute the output of each writer in the source run [writer, batch, pos, d_model].
+2. Run the blocks of the model on the plain residual stream (`_stream_after`). After each writer,
+   store its difference, source - current (`_Streams.append`).
+3. Before each block, compute a separate stream for every head: the plain stream plus the sum over
+   writers of mask [writer, reader] times difference. One matrix product computes the streams of all
+   heads (`_Streams.seen`).
+4. Normalise and project the stream of each head, and run attention once. The MLP also has a
+   separate stream.
+5. Compute the logits from the separate stream of the unembedding.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -42,19 +42,22 @@ from interp.runs.rows import Batch
 from interp.runs.runs import Runs
 
 EdgeMask = Shaped[Tensor, "writer reader"] | Shaped[Tensor, "writer reader pos"]
-"""For each edge how much of it is replaced: numbers from 0, none, to 1, all. Entries that are no
-edge do not count.
+"""The replaced share of each edge, from 0 (nothing) to 1 (everything).
+
+Entries without an edge are ignored.
 """
 
 CircuitSource = (
     Literal["pair", "zero"] | ActivationCache | Float[Tensor, "writer _batch pos d_model"]
 )
-"""The source of replaced values: the other text of each pair, another run of texts with the same
-positions, what each writer adds (`Graph.contributions`, or `Graph.mean` of several texts), or
-zeros.
+"""The source of the replaced values.
+
+The source is the other text of each pair, a cache of texts with the same positions, the outputs of
+the writers (`Graph.contributions`, or `Graph.mean` of several texts), or zeros.
 """
 
-# More examples at a time are slower: what the readers of a block see leaves the processor's cache.
+# More examples at a time are slower, because the streams of a block do not fit into the processor's
+# cache.
 _QUICK = 2**28
 
 
@@ -68,36 +71,40 @@ def run_circuit(
     split_embeddings: bool = False,
     max_bytes: int = 2**30,
 ) -> Float[Tensor, "batch pos vocab"]:
-    """Run a circuit, and return the logits: every edge outside of it carries values of another run.
+    """Run a circuit and return the logits. All other edges carry values of another run.
 
-    Each reader sees the stream plus, over the edges to it, `mask * (source - current)` of the
-    writer. So a run without masked edges is that of the text, one with every edge masked is that of
-    the source, and any number of edges take one forward pass. What a reader passes on is computed
-    from what it saw.
+    Each reader sees the stream plus the sum of `mask * (source - current)` over its edges. So a run
+    without masked edges equals the run of the text, and a run with all edges masked equals the
+    source run. Any number of edges takes one forward pass. The output of a node is computed from
+    the stream that its readers see.
 
     Args:
         model: a model that has a `Graph`, in evaluation mode.
-        pairs: the texts. Corrupted ones are needed if the source is `pair`.
+        pairs: the texts. Corrupted texts are needed if the source is `pair`.
         circuit: the edges to keep, as a `Circuit` or by name, or a mask of the edges to replace.
-            Gradients flow to a mask; freeze the model's weights if theirs are not wanted.
-        source: where replaced values come from; see `CircuitSource`.
-        direction: noising runs the clean texts, denoising the corrupted ones.
+            Gradients flow to a mask. Freeze the weights of the model if you do not need their
+            gradients.
+        source: the source of the replaced values; see `CircuitSource`. Default: the other text of
+            each pair.
+        direction: `noising` runs the clean texts, `denoising` runs the corrupted texts.
         split_embeddings: see `Graph`.
-        max_bytes: bounds the memory beyond the model, the source and the result, where no gradient
-            is recorded. Examples that do not fit together run one after another.
+        max_bytes: a bound on the memory in bytes, not counting the model, the source and the
+            result. It applies if no gradient is recorded. Examples that do not fit together are run
+            one after another.
 
     Raises:
-        ValueError: if circuit, mask or source do not fit, a source for all examples meets padding
-            on the left, or `max_bytes` is too small for one example.
+        ValueError: if circuit, mask or source do not fit, texts have padding on the left but one
+            source is given for all examples, or `max_bytes` is too small for one example.
         UnknownNameError: if the circuit has a node that the model lacks.
-        HookError: if hooks act on the model, because a value is not computed once here.
+        HookError: if hooks are active on the model, because this function computes values several
+            times.
         ModeError: if the model is in training mode.
 
     >>> from models import Transformer, TransformerConfig
     >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=2, n_heads=2, d_model=4)
     >>> model = Transformer(config).eval()
     >>> clean, corrupted = torch.tensor([[3, 1, 4]]), torch.tensor([[2, 1, 5]])
-    >>> logits = run_circuit(model, Pairs(clean, corrupted), circuit=[])  # every edge is replaced
+    >>> logits = run_circuit(model, Pairs(clean, corrupted), circuit=[])
     >>> torch.allclose(logits, model(corrupted), atol=1e-5)
     True
     """
@@ -106,7 +113,7 @@ def run_circuit(
 
 
 class MaskedRuns:
-    """Masked runs of the same texts.
+    """Masked runs of the same texts with different circuits.
 
     Args:
         graph: the graph of the model.
@@ -130,20 +137,22 @@ class MaskedRuns:
         self._text = self.runs.text
         self._source = self._checked(source)
         self.runs.reads_other = isinstance(source, str) and source == "pair"
-        self._held: Tensor | None = None  # the source of all examples, if these run together
+        # The source of all examples, if all examples run together.
+        self._held: Tensor | None = None
 
     def logits(self, circuit: EdgeMask | Iterable[str]) -> Float[Tensor, "batch pos vocab"]:
         """Return the logits of one circuit."""
         return self._run(circuit, self._model.unembed)
 
     def metric(self, circuit: EdgeMask | Iterable[str]) -> Float[Tensor, " batch"]:
-        """Return the metric of one circuit, from logits only where the metric reads them.
+        """Return the metric of one circuit. Logits are computed only where the metric reads them.
 
         Args:
             circuit: see `run_circuit`.
 
         Raises:
-            ValueError: as for `run_circuit`, or if the metric is not one number per example.
+            ValueError: for the reasons of `run_circuit`, or if the metric is not one number for
+                each example.
         """
         metric = self.runs.metric
         batch = Batch(self._text, metric)
@@ -161,7 +170,9 @@ class MaskedRuns:
             has_other = self.runs.pairs.corrupted is not None
             if source == "pair" and not (has_other and self._text.is_aligned_with(self.runs.other)):
                 raise ValueError(
-                    "source='pair' needs corrupted texts whose positions correspond: give those, or another source"
+                    "source='pair' needs corrupted texts whose positions correspond; pass "
+                    "corrupted texts "
+                    "or another source"
                 )
             return source
         sources = (ActivationCache, Tensor)
@@ -176,27 +187,30 @@ class MaskedRuns:
         real = self._text.real
         if len(added[0]) < size and (real[:, 1:] & ~real[:, :-1]).any():
             raise ValueError(
-                "a source for all examples needs texts padded on the right; got padding before a token"
+                "one source for all examples needs texts padded on the right; got padding before "
+                "a token"
             )
         return added
 
     def _mask(self, circuit: EdgeMask | Iterable[str]) -> Tensor:
-        """The mask of what is replaced, 0 where there is no edge."""
+        """Return the mask of replaced edges, with 0 where there is no edge."""
         if isinstance(circuit, Circuit):
             self.graph.require(circuit.graph.identity)
         mask = circuit if isinstance(circuit, Tensor) else self.graph.mask(circuit)
         shape, n_pos = self.graph.allowed.shape, self._text.tokens.shape[1]
         if mask.shape not in (shape, (*shape, n_pos)):
             raise ValueError(
-                f"a mask must be [writer, reader], {[*shape]}, or with a last axis of {n_pos} positions; "
+                f"a mask must be [writer, reader], {[*shape]}, with an optional axis of {n_pos} "
+                "positions; "
                 f"got {[*mask.shape]}"
             )
         if mask.dtype == torch.bool:
             raise ValueError(
-                "a mask must be of numbers, 1 where an edge is replaced; got booleans: give the Circuit itself"
+                "a mask must be numbers, 1 if an edge is replaced; got booleans; pass the "
+                "Circuit instead"
             )
         if not ((mask >= 0) & (mask <= 1)).all():
-            raise ValueError("a mask must be of numbers from 0 to 1; got others")
+            raise ValueError("a mask must be numbers from 0 to 1; got numbers outside this range")
         weight = self._model.blocks[0].attn.W_O
         mask = to_device(mask, weight.device).to(weight.dtype)
         allowed = to_device(self.graph.allowed, weight.device)
@@ -205,7 +219,7 @@ class MaskedRuns:
     def _run(
         self, circuit: EdgeMask | Iterable[str], read: Callable[[Tensor], Tensor]
     ) -> Float[Tensor, "batch pos _size"]:
-        """Apply `read` to the stream that the logits see, some examples at a time."""
+        """Apply `read` to the stream before the unembedding, some examples at a time."""
         self.graph.runner()
         mask, results = self._mask(circuit), []
         size, bytes_each = len(self._text.tokens), self._bytes_of_one()
@@ -221,27 +235,28 @@ class MaskedRuns:
         return torch.cat(results)
 
     def _bytes_of_one(self) -> int:
-        """The memory that one example takes.
+        """Return the memory of one example in bytes.
 
         Raises:
-            ValueError: if that is more than there may be.
+            ValueError: if the memory is larger than `max_bytes`.
         """
         weight, layers = self._model.blocks[0].attn.W_O, self.graph.layers
         readers, width = layers[0].v.stop, weight.shape[-1]
-        # Source and differences; a cache of the source; what the heads of a block read, before and
-        # after the norm.
+        # Count the source and the differences, a cache of the source, and the streams of the heads
+        # of a block before and after the norm.
         vectors = 2 * len(self.graph.writers) + 2 * len(layers) + 4 * readers + 12
         hidden = 4 * getattr(self._model.config, "d_mlp", 0)
         bytes_each = (vectors * width + hidden) * self._text.tokens.shape[1] * weight.element_size()
         if bytes_each > self.runs.max_bytes:
             raise ValueError(
-                f"max_bytes must be at least {bytes_each:,} for one example; got {self.runs.max_bytes:,}"
+                f"max_bytes must be at least {bytes_each:,} for one example; got "
+                f"{self.runs.max_bytes:,}"
             )
         return int(bytes_each)
 
     @without_gradients
     def _source_of(self, rows: slice) -> Tensor:
-        """Return what the writers add in the other run."""
+        """Return the outputs of the writers in the source run."""
         if isinstance(self._source, Tensor):
             return _examples(self._source, rows)
         if self._source == "zero":
@@ -251,7 +266,7 @@ class MaskedRuns:
         return self.graph.added(self.runs.capture(text, self.graph.needed))
 
     def _stream(self, rows: slice, source: Tensor, mask: Tensor) -> Tensor:
-        """The stream that the logits read."""
+        """Return the stream before the unembedding."""
         text, values = self._text.rows(rows), dict[nn.Module, Tensor]()
         context = self._model.context(text.tokens, **text.kwargs)
         with Session() as session:
@@ -276,14 +291,14 @@ def _examples(source: Tensor, rows: slice) -> Tensor:
 def _stream_after(
     layer: Layer, before: Tensor, context: Any, streams: "_Streams", values: dict[nn.Module, Tensor]
 ) -> Tensor:
-    """Run a block whose readers see streams of their own, and return the plain stream after it.
+    """Run a block with a separate stream for each reader, and return the plain stream after it.
 
     Args:
         layer: the block.
-        before: the plain stream before it.
-        context: what blocks read besides.
-        streams: the streams as readers see them; the writers of this block join them.
-        values: values of the points of the block, after it has run.
+        before: the plain stream before the block.
+        context: the other inputs of blocks.
+        streams: the streams of the readers. The writers of this block are added to them.
+        values: the values of the points of the block, after it has run.
     """
     attention, mlp = layer.attention, layer.mlp
     q, k, v = streams.projected(layer, before)
@@ -299,27 +314,28 @@ def _stream_after(
 
 
 class _Streams:
-    """Streams as each reader sees them, while the writers write one after another.
+    """The streams of all readers, updated after each writer.
 
     Args:
-        source: what the writers add in the other run, [writer, batch or 1, pos, d_model].
-        mask: how much of each edge is replaced, [writer, reader] or [writer, reader, pos].
-        stream: the plain stream, which gives the shape.
+        source: the outputs of the writers in the source run, [writer, batch or 1, pos, d_model].
+        mask: the replaced share of each edge, [writer, reader] or [writer, reader, pos].
+        stream: the plain stream, which determines the shape.
     """
 
     def __init__(self, source: Tensor, mask: Tensor, stream: Tensor) -> None:
         self.source, self.mask = all_to_device((source, mask), stream.device)
         self.n = 0
-        # Other - current. A graph keeps what was multiplied, so there it may not be written into.
+        # The differences, source - current. With gradients, autograd stores the factors of
+        # products, so the memory must not be overwritten.
         self.space = stream.new_empty(0 if mask.requires_grad else len(mask), *stream.shape)
 
     def move(self, device: torch.device) -> None:
-        """Go on on another device."""
+        """Move all tensors to another device."""
         held = self.source, self.mask, self.space
         self.source, self.mask, self.space = all_to_device(held, device)
 
     def append(self, current: Float[Tensor, "writer batch pos d_model"]) -> None:
-        """Take what the next writers add in this run into account."""
+        """Store the differences of the next writers from their outputs in this run."""
         rows = slice(self.n, self.n + len(current))
         self.n = rows.stop
         if self.mask.requires_grad:
@@ -328,7 +344,7 @@ class _Streams:
             torch.sub(self.source[rows], current, out=self.space[rows])
 
     def seen(self, stream: Tensor, readers: slice) -> Float[Tensor, "reader batch pos d_model"]:
-        """Return the stream as some readers see it."""
+        """Return the streams of some readers."""
         mask, differences = self.mask[: self.n, readers], self.space[: self.n]
         if mask.ndim == 3:
             return stream + torch.einsum("wrp,wbpd->rbpd", mask, differences)
@@ -336,9 +352,9 @@ class _Streams:
         return flat.view(-1, *stream.shape)
 
     def projected(self, layer: Layer, stream: Tensor) -> Iterator[Tensor]:
-        """Yield the queries, keys and values, each head from the stream as it sees it."""
+        """Yield the queries, keys and values. Each head is computed from its separate stream."""
         attn = layer.attention.sublayer
-        # All at once: the matrix product is bound by reading the differences.
+        # Compute all streams at once, because reading the differences takes most of the time.
         seen = self.seen(stream, slice(layer.q.start, layer.v.stop))
         read = layer.attention.norm(seen.flatten(0, 1)).view(len(seen), -1, stream.shape[-1])
         weights = (attn.W_Q, attn.b_Q), (attn.W_K, attn.b_K), (attn.W_V, attn.b_V)

@@ -1,17 +1,17 @@
-"""Path edits: values that change where a writer's output of another run takes some paths only.
+"""Path edits: the changed values if a writer's output of another run takes some paths only.
 
 The algorithm (Goldowsky-Dill et al. 2023, "Localizing Model Behavior with Path Patching"; for
 `through` Wang et al. 2022, "Interpretability in the Wild"):
 
-1. Run both texts once. `moved` is for each writer what it adds in the other run less what it adds
-   in this one.
+1. Run both texts once. `moved` is the output of each writer in the other run minus its output in
+   this run.
 2. For one edge (`over_edge`): add the writer's `moved` to the stream that the reader reads, and
-   compute this reader's sublayer alone. What it adds then is the edit.
+   compute this reader's sublayer alone. The new output of the sublayer is the edit.
 3. For paths from a sender to receivers (`through`): carry the sender's `moved` from block to block.
-   No head adds to it; MLPs do if they are recomputed. Compute the receivers from the stream with
-   `moved`; their values are the edits.
-4. If the logits are the reader, their stream itself has changed, and needs only the unembedding.
-5. Otherwise run the edits as a sweep, which computes everything after them.
+   Heads do not change it. MLPs change it if they are recomputed. Compute the receivers from the
+   stream plus `moved`; their values are the edits.
+4. If the reader is the logits, the last stream has changed, and only the unembedding is computed.
+5. Otherwise run the edits as a sweep, which computes everything after the edits.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,11 +31,11 @@ from interp.runs.rows import Batch
 from interp.runs.runs import Runs
 
 Carried = dict[str, edits.Edit] | Tensor
-"""The change along one path: edits of points, by name, or the stream that the logits read."""
+"""The change along one path: edits by the names of points, or the stream before the logits."""
 
 
 class PathEdits:
-    """A run that is edited, and how much more each writer adds in the other one.
+    """An edited run, and the change of each writer between this run and the other run.
 
     Args:
         graph: the graph of the model.
@@ -43,7 +43,7 @@ class PathEdits:
 
     Attributes:
         graph: the graph of the model.
-        moved: for each writer what it adds in the other run less what it adds in this one.
+        moved: the output of each writer in the other run minus its output in this run.
     """
 
     def __init__(
@@ -53,7 +53,9 @@ class PathEdits:
         self.runs = runs = Runs(graph.runner().model, pairs, direction, max_bytes // 2)
         text = runs.text
         if not text.is_aligned_with(runs.other):
-            raise ValueError("paths need texts whose positions correspond; got others")
+            raise ValueError(
+                "paths need texts whose positions correspond; got texts that are not aligned"
+            )
         read = {branch.reads for block in self.model.blocks for branch in block.branches}
         source = runs.source(graph.needed)
         self.cache = runs.cache([*graph.needed, *(graph.names[point] for point in read)])
@@ -62,7 +64,7 @@ class PathEdits:
         self.contexts = {n.device: all_to_device(context, n.device) for n in graph.layers}
         self.batch = Batch(text, runs.metric)
         # Nothing changes before the first difference of the two texts, unless earlier positions
-        # read later ones.
+        # read later positions.
         differ = (text.tokens != runs.other.tokens).any(0).nonzero()
         is_causal = getattr(context, "is_causal", True)
         self.later = slice(int(differ[0]) if len(differ) and is_causal else 0, None)
@@ -72,7 +74,7 @@ class PathEdits:
         return self.cache[self.graph.names[point]]
 
     def replaced(self, point: nn.Module, value: Tensor, **where: Any) -> dict[str, edits.Edit]:
-        """Return an edit that puts a value in a point's place, by its name."""
+        """Return an edit that replaces the value of a point, by the name of the point."""
         return {self.graph.names[point]: edits.replace(value, pos=self.later, **where)}
 
     def over_edge(self, writer: int, reader: int) -> Carried:
@@ -92,11 +94,11 @@ class PathEdits:
         return self._sum(self.graph.points[-1], moved)
 
     def seen(self, branch: Any, moved: Tensor | None = None) -> Tensor:
-        """Return the stream that a branch reads, after it has moved."""
+        """Return the input stream of a branch plus `moved`."""
         return self._sum(branch.reads, moved)
 
     def projected(self, attention: Any, moved: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Return queries, keys and values of a stream that has moved."""
+        """Return the queries, keys and values of the input stream plus `moved`."""
         return attention.sublayer.project(attention.norm(self.seen(attention, moved)))
 
     def _sum(self, point: nn.Module, moved: Tensor | None) -> Tensor:
@@ -104,7 +106,7 @@ class PathEdits:
         return value if moved is None else value + to_device(moved, value.device)
 
     def through(self, sender: int, receivers: set[int], recomputed: bool) -> Carried:
-        """Return the changes at receivers that a sender makes by paths that pass no other head."""
+        """Return the changes of the receivers by a sender along paths that pass no other head."""
         graph, changes = self.graph, dict[str, edits.Edit]()
         moved: Tensor | None = self.moved[sender] if sender < graph.layers[0].heads.start else None
         for layer in graph.layers:
@@ -130,7 +132,7 @@ class PathEdits:
         return changes
 
     def _heads(self, layer: Layer, moved: Tensor, receivers: set[int]) -> dict[str, edits.Edit]:
-        """The receivers among the heads of a block, from a stream that has moved."""
+        """Return the edits of the receivers among the heads of a block, given a moved stream."""
         attn, values = layer.attention.sublayer, dict[str, Tensor]()
         heads = {
             part: [n - at.start for n in range(at.start, at.stop) if n in receivers]
@@ -152,7 +154,7 @@ class PathEdits:
     def result(
         self, jobs: Iterator[tuple[int, Carried]], axis: str, labels: Sequence[str], **about: Any
     ) -> Result:
-        """Return the effect of each of the jobs, which have the numbers of the labels."""
+        """Return the effects of all jobs. The number of a job is the index of its label."""
         base = self.runs.base
         values = base.new_empty(len(labels), len(base))
         waiting: dict[int, dict[str, edits.Edit]] = {}

@@ -1,15 +1,15 @@
-"""Resumed runs: edited runs that begin at the first block and the first position that they change.
+"""Resumed runs: edited runs that begin at their first edited block and position.
 
 The algorithm, for the edited runs of a sweep:
 
 1. Find the first block and the first position of each run (`_place`).
-2. Group the runs by their first position; a group with too few tokens joins the one that begins
+2. Group the runs by their first position. A group with too few tokens joins the group that begins
    earlier.
 3. Measure the memory of one run, and divide each group into chunks that fit (`_divided`).
-4. For each chunk go from block to block with one batch [run * batch, pos, d_model]. A run joins it
-   at its first block, with the unedited stream; earlier keys and values come from the unedited run
-   (`_stream_of`).
-5. Unembed some runs at a time, only where the metric reads (`_measured`).
+4. Compute each chunk block by block as one batch [run * batch, pos, d_model]. A run joins the batch
+   at its first block with the unedited stream. Earlier keys and values are taken from the unedited
+   run (`_stream_of`).
+5. Unembed some runs at a time, only at the positions that the metric reads (`_measured`).
 """
 
 import itertools
@@ -25,20 +25,22 @@ from hooks.shared import Edits, inside
 from interp.runs.rows import Done, Job, acting, copied, stacked, too_small
 from interp.runs.unedited import Unedited
 
-# A matrix product with fewer rows reads the weights for too little work.
+# A matrix product with fewer rows spends most of its time reading the weights.
 _ENOUGH = 256
 
 
 class Resumed:
-    """Edited runs that share what their edits do not change.
+    """Edited runs that share all values that their edits do not change.
 
-    A run begins at its first edited block, with the positions from its first edited one on. Runs
-    that begin at the same position are rows of one batch, which grows from block to block.
+    A run begins at its first edited block, and computes the positions from its first edited
+    position on. Runs that begin at the same position are rows of one batch, which grows from block
+    to block.
 
     Args:
         unedited: the model's unedited run.
         jobs: the edited runs.
-        max_bytes: bounds the memory beyond the model and the logits of the unedited run.
+        max_bytes: a bound on the memory in bytes, not counting the model and the logits of the
+            unedited run.
 
     Attributes:
         forwards: the work of all runs, in forward passes of the batch.
@@ -66,14 +68,15 @@ class Resumed:
             yield from self._measured(jobs, self._stream_of(jobs, done), read_at_once)
 
     def _place(self, job: Job) -> None:
-        """Find where a run begins."""
+        """Find the block and the position where a run begins."""
         stages = set().union(*(self.base.stages[edited.point.module] for edited in job.edits))
         blocks = len(self._inside)
         job.before_blocks = -1 in stages
         job.after_blocks = blocks - 0.5 in stages
         edited_layers = [layer for layer in range(blocks) if layer in stages]
         job.layer = 0 if job.before_blocks else min(edited_layers, default=blocks)
-        if job.after_blocks:  # edits of the unembedding are given whole texts
+        # Edits of the unembedding receive whole texts.
+        if job.after_blocks:
             job.pos = 0
 
     def _work(self, job: Job) -> float:
@@ -81,7 +84,7 @@ class Resumed:
         return layers / len(self._inside) * positions / self.n_pos
 
     def _divided(self, jobs: Sequence[Job], max_bytes: int) -> Iterator[tuple[list[Job], int]]:
-        """Jobs whose blocks run together, with how many of them are unembedded together."""
+        """Yield jobs whose blocks run together, and the number of jobs to unembed together."""
         base = self.base
         held_bytes = sum(tensor.nbytes for tensor in (*base.streams, *itertools.chain(*base.past)))
         free, stream = max_bytes - held_bytes, base.streams[0].nbytes
@@ -89,13 +92,11 @@ class Resumed:
         block, unembed, metric = self._peaks(jobs)
 
         def running(pos: int) -> int:
-            """The streams before and after one more run begins, what a block makes, and joined
-            keys.
-            """
+            """Return the bytes of one more run: its streams before and after, a block and keys."""
             return (2 * stream + block) * (self.n_pos - pos) // self.n_pos + (past if pos else 0)
 
-        # A run that edits before the blocks computes its own first stream, and one run at a time is
-        # measured.
+        # A run that edits before the blocks computes a separate first stream. The metric is
+        # computed for one run at a time.
         once = metric + stream * any(job.before_blocks for job in jobs)
         least = max(max(running(job.pos), stream + unembed) for job in jobs) + once
         if free < least:
@@ -108,9 +109,9 @@ class Resumed:
                 yield some, max(1, left // unembed)
 
     def _peaks(self, jobs: Sequence[Job]) -> tuple[int, int, int]:
-        """The bytes that a block, the unembedding and the metric take for one run of the batch."""
+        """Return the bytes of a block, the unembedding and the metric for one run of the batch."""
         base, edited = self.base, {edited.point.module for job in jobs for edited in job.edits}
-        # One block stands for all: the one with the most edits.
+        # Measure only the block with the most edits.
         layer = max(range(len(self._inside)), key=lambda n: len(self._inside[n] & edited))
         copying: Edits = [(module, copied) for module in edited]
         with acting(copying):
@@ -124,8 +125,9 @@ class Resumed:
         return block, unembed + base.logits.nbytes, metric
 
     def _together(self, jobs: Sequence[Job]) -> list[list[Job]]:
-        """The runs that begin at the same position, by layer. Small groups begin earlier, with
-        another.
+        """Return groups of runs that begin at the same position, sorted by layer.
+
+        A small group joins another group that begins earlier.
         """
         ordered = sorted(jobs, key=lambda job: job.pos, reverse=True)
         groups: list[list[Job]] = []
@@ -140,15 +142,15 @@ class Resumed:
         return [sorted(group, key=lambda job: job.layer) for group in groups]
 
     def _stream_of(self, jobs: list[Job], done: Done) -> Tensor:
-        """The stream that leaves the last block in each of these runs, from their first position
-        on.
+        """Return the output of the last block in each of these runs, from their first
+        position on.
         """
         blocks, pos = self.model.blocks, jobs[0].pos
         contexts, context = self.base.contexts_from(pos), None
         running: list[Job] = []
         stream: list[Tensor] = []
         for layer in range(jobs[0].layer, len(blocks) + 1):
-            # Blocks may be on several devices.
+            # Blocks may be on different devices.
             here = self.base.streams[layer].device
             stream = [to_device(part, here) for part in stream]
             joining = [job for job in jobs if job.layer == layer]
@@ -166,10 +168,10 @@ class Resumed:
         return stream[0]
 
     def _entering(self, job: Job) -> Tensor:
-        """The stream that enters the first block of a run, at all positions."""
+        """Return the input of the first block of a run, at all positions."""
         if not job.before_blocks:
             return self.base.streams[job.layer]
-        # The unedited run has checked the texts.
+        # The unedited run has already checked the texts.
         with trusted(), acting(stacked([job], self.batch)):
             resid = self.model.input_resid(self.batch.tokens, self.base.contexts[0])
         return to_device(resid, self.base.streams[0].device)
@@ -177,7 +179,7 @@ class Resumed:
     def _measured(
         self, jobs: list[Job], stream: Tensor, read_at_once: int
     ) -> Iterator[tuple[Job, Tensor]]:
-        """Each run with its metric."""
+        """Yield each run with its metric."""
         pos = jobs[0].pos
         streams = dict(zip(jobs, stream.split(self.size), strict=True))
         for job in [job for job in jobs if job.after_blocks]:
@@ -193,7 +195,7 @@ class Resumed:
                 yield job, self.batch.measure(torch.cat([before, rows], 1))
 
     def _read(self, stream: Tensor, pos: int) -> Tensor:
-        """The stream where the metric reads it, from one that begins at `pos`."""
+        """Return the stream at the positions that the metric reads; `stream` begins at `pos`."""
         if pos > self._first_read:
             stream, pos = torch.cat([self.base.streams[-1][:, :pos], stream], 1), 0
         return self.batch.read(stream, pos)

@@ -1,16 +1,16 @@
 """Edited runs of one batch as rows of larger batches.
 
-Two runs of a batch of 3 texts with 5 positions, one that zeros head 2 of `blocks.1.attn.z` and one
-that scales `blocks.1.mlp_out`, are one forward pass of 6 rows: rows 0 to 2 are the first run, 3 to
-5 the second (`Text.repeated`).
+Example: a batch has 3 texts with 5 positions. The first run zeros head 2 of `blocks.1.attn.z`, the
+second run scales `blocks.1.mlp_out`. Both are one forward pass of 6 rows: rows 0 to 2 are the first
+run, rows 3 to 5 the second run (`Text.repeated`).
 
-1. At `blocks.1.attn.z` the hook gets [6, 5, head, d_head] and gives rows 0 to 2 to the first run's
-   edit, as if they were a batch of their own; at `blocks.1.mlp_out` rows 3 to 5 go to the second's
-   (`stacked`, `_edit_rows`).
-2. The logits where the metric reads them are divided again, and the metric is called for each run
-   with 3 rows (`Batch.read`, `Batch.measure`).
-3. A value without 6 rows, such as the weights of a mask for all texts, cannot be divided: its runs
-   go one by one.
+1. At `blocks.1.attn.z`, the hook receives [6, 5, head, d_head] and passes rows 0 to 2 to the edit
+   of the first run, as if they were a separate batch. At `blocks.1.mlp_out`, rows 3 to 5 are passed
+   to the edit of the second run (`stacked`, `_edit_rows`).
+2. The logits at the positions that the metric reads are split again, and the metric is called for
+   each run with 3 rows (`Batch.read`, `Batch.measure`).
+3. A value without 6 rows, such as the weights of a mask for all texts, cannot be split. Its runs
+   are computed one by one.
 """
 
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -42,7 +42,7 @@ from interp.measuring import Metric, last_of, per_example
 from interp.protocol import logits_of
 
 Done = Callable[[float], object]
-"""Called with the work just done, in forward passes of one batch."""
+"""A function that is called with the work just done, in forward passes of one batch."""
 
 
 @dataclass(eq=False)
@@ -50,12 +50,12 @@ class Job:
     """An edited run of the batch.
 
     Attributes:
-        index: its number in the sweep.
-        edits: what it edits.
-        pos: the first position that it runs.
-        layer: the first block that it runs.
-        before_blocks, after_blocks: whether it edits the model before and after its blocks.
-        fired: the names of the edited points that it reached.
+        index: the number of the run in the sweep.
+        edits: the edited points.
+        pos: the first position that the run computes.
+        layer: the first block that the run computes.
+        before_blocks, after_blocks: whether the run edits the model before and after its blocks.
+        fired: the names of the edited points that the run has reached.
     """
 
     index: int
@@ -67,22 +67,22 @@ class Job:
     fired: set[str] = field(default_factory=set)
 
     def require_fired(self) -> None:
-        """Raise a NeverFiredError if the run missed an edited point."""
+        """Raise a NeverFiredError if the run did not reach an edited point."""
         require_fired([edited.point.name for edited in self.edits], self.fired, NEVER_FIRED)
 
 
 class Batch:
-    """The texts of a sweep, and its metric.
+    """The texts and the metric of a sweep.
 
     Args:
         text: the texts.
-        metric: a function from logits to a number per example.
+        metric: a function from logits to one number for each example.
 
     Attributes:
         text, tokens: the texts.
         columns: the positions that the metric reads, Int[batch last]; None for all.
-        axes: for each edited module, the axis of its value with a row for each text; None if there
-            is none.
+        axes: the axis with a row for each text in the value of each edited module; None if the
+            value has no such axis.
     """
 
     def __init__(self, text: Text, metric: Metric) -> None:
@@ -96,11 +96,11 @@ class Batch:
         self.axes: dict[nn.Module, int | None] = {}
 
     def reading(self, start: int | None = None) -> AbstractContextManager[None]:
-        """Return a `with` in which edits know where runs start, and which columns are padding."""
+        """Return a context in which edits know the start of runs and the columns of padding."""
         return reading(self._pieces.setdefault(start, Piece(start, self.text.attention_mask)))
 
     def note(self, point: Point, value: Tensor) -> None:
-        """Note which axis of a value of the unedited run has a row for each text."""
+        """Record the axis of a value of the unedited run that has a row for each text."""
         at = point.axes.index("batch") if "batch" in point.axes else None if point.axes else 0
         if at is not None and value.shape[at : at + 1] != (len(self.tokens),):
             at = None
@@ -111,17 +111,18 @@ class Batch:
         self, values: Float[Tensor, "rows pos d"], start: int = 0
     ) -> Float[Tensor, "rows _read d"]:
         """Return the positions that the metric reads, from copies of the batch cut at `start`."""
-        if self.columns is None or values.shape[1] == 1:  # a classifier's
+        # The logits of a classifier have one position.
+        if self.columns is None or values.shape[1] == 1:
             return values
         columns = to_device(self.columns - start, values.device)
         columns = columns.repeat(len(values) // len(columns), 1)[..., None]
         return values.gather(1, columns.expand(-1, -1, values.shape[-1]))
 
     def measure(self, logits: Float[Tensor, "batch _read vocab"]) -> Float[Tensor, " batch"]:
-        """Return the metric of one run. It may be NaN.
+        """Return the metric of one run, which may be NaN.
 
         Raises:
-            ValueError: if the metric does not return one number per example.
+            ValueError: if the metric does not return one number for each example.
         """
         return per_example(self.metric, logits, len(self.tokens))
 
@@ -132,7 +133,7 @@ def stacked(jobs: Sequence[Job], batch: Batch, inside: Container[nn.Module] | No
     Args:
         jobs: the runs, in the order of the copies.
         batch: the batch.
-        inside: only these modules are edited; None for all.
+        inside: the modules that may be edited. Default: all.
     """
     places: dict[nn.Module, list[tuple[int, Job, EditedPoint]]] = {}
     for n, job in enumerate(jobs):
@@ -148,17 +149,18 @@ def _edit_rows(
 ) -> Any:
     point, value = places[0][2].point, first_tensor(output, places[0][2].point)
     call = calls.next(point.name)
-    if copies == 1:  # which axis is the batch does not matter
+    # With one copy, the axis of the batch does not matter.
+    if copies == 1:
         [(_, job, edited)] = places
         job.fired.add(edited.point.name)
         return with_first_tensor(output, edited.apply(value, call))
     at, size = batch.axes[point.module], len(batch.tokens)
-    # Only what grew with the number of copies has their rows: another axis may be of that size by
-    # chance.
+    # Check that the axis grew with the number of copies, because an axis may have the size of the
+    # batch by chance.
     if at is None or value.shape[at : at + 1] != (copies * size,):
         raise NoRowsError(f"{point} must have a row for each text")
     value = value.clone()
-    # Each edit is given the rows of one batch.
+    # Each edit receives the rows of one batch.
     with reading(piece_read().first(size)):
         for n, job, edited in places:
             rows = value.narrow(at, n * size, size)
@@ -168,7 +170,7 @@ def _edit_rows(
 
 
 class NoRowsError(HookError):
-    """A value that several runs edit does not have their rows."""
+    """An edited value does not have a row for each text of each run."""
 
 
 class WholeRuns:
@@ -178,7 +180,8 @@ class WholeRuns:
         model: any model.
         batch: the texts and the metric.
         jobs: the edited runs.
-        max_bytes: bounds the memory beyond the model; None for one run at a time.
+        max_bytes: a bound on the memory in bytes, not counting the model; None for one run at a
+            time.
 
     Attributes:
         forwards: the work of all runs, in forward passes of the batch.
@@ -221,14 +224,14 @@ class WholeRuns:
             yield from zip(jobs, values, strict=True)
 
     def _measured(self, jobs: Sequence[Job]) -> list[Tensor]:
-        # The unedited run has checked the texts.
+        # The unedited run has already checked the texts.
         with trusted(), acting(stacked(jobs, self.batch)):
             logits = self.batch.read(self._logits(self.batch.text.repeated(len(jobs))))
         return list(map(self.batch.measure, logits.split(len(self.batch.tokens))))
 
 
 def acting(edits: Edits) -> Session:
-    """Return a `with` in which the edits act, in cached runs too."""
+    """Return a context in which the edits are active, also in runs with a KV cache."""
     session = Session()
     for module, edit in edits:
         session.after(module, edit, edit)
@@ -236,7 +239,7 @@ def acting(edits: Edits) -> Session:
 
 
 def copied(output: Any) -> Any:
-    """Return a copy of a tensor; for a moment there are two copies, as in an edit."""
+    """Return a copy of a tensor. For a moment there are two copies, as in an edit."""
     if not isinstance(output, Tensor):
         return output
     copies = output.clone(), output.clone()
@@ -244,7 +247,7 @@ def copied(output: Any) -> Any:
 
 
 def too_small(max_bytes: int, needed: int) -> ValueError:
-    """Return the error of a bound that no run fits."""
+    """Return the error for a bound that is too small for one run."""
     return ValueError(
         f"max_bytes must be at least {needed:,} for one edited run of this batch; got {max_bytes:,}"
     )

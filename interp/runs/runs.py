@@ -1,4 +1,4 @@
-"""Runs of pairs: the texts that they share, and the ways to run them."""
+"""Runs of pairs: the shared texts, and the ways to run them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -19,30 +19,31 @@ from interp.runs.sweep import measured
 
 
 class Runs:
-    """Runs of one batch: the texts that are run, the texts that give values, metric and memory.
+    """Runs of one batch: the edited texts, the source texts, the metric and the memory bound.
 
-    Texts are read once, here. There is no base run for all: the base run of `edited` is without
-    gradients, the base run of `gradients` holds the graph, and masked runs (`masked`) compute the
-    blocks themselves, so they refuse hooks that other runs let act.
+    The texts are read once, here. Each method runs its own baseline: the baseline of `edited` has
+    no gradients, and the baseline of `gradients` needs an autograd graph. Masked runs (`masked`)
+    compute the blocks themselves. So they raise an error if hooks are active, while other runs
+    allow hooks.
 
     Args:
         model: the model, in evaluation mode.
         pairs: the texts and the metric.
-        direction: denoising runs the corrupted texts and noising the clean ones, each with values
-            of the others. None for clean texts alone.
-        max_bytes: bounds the memory of edited and masked runs; see `sweep` and `run_circuit`.
+        direction: `denoising` runs the corrupted texts with values of the clean texts; `noising`
+            runs the clean texts with values of the corrupted texts. None runs only the clean texts.
+        max_bytes: a bound on the memory of edited and masked runs; see `sweep` and `run_circuit`.
 
     Attributes:
         runner: the runner of the model.
         pairs: the pairs as tokens.
-        text: the texts that are run.
-        base: the metric of these texts, after `cache`.
-        target: the metric of the texts that values come from, after `source`.
-        reads_other: whether values come from the other texts.
+        text: the texts that are run and edited.
+        base: the metric of these texts; set by `cache`.
+        target: the metric of the source texts; set by `source`.
+        reads_other: whether values of the source texts are used.
 
     Raises:
-        TypeError: if the pairs are something else.
-        ValueError: if there is no such direction, or the texts to run are missing.
+        TypeError: if `pairs` is not a `Pairs`.
+        ValueError: if the direction does not exist, or the texts to run are missing.
         ModeError: if the model is in training mode.
     """
 
@@ -67,18 +68,18 @@ class Runs:
 
     @property
     def other(self) -> Text:
-        """The texts that values come from.
+        """The source texts, whose values replace values of `text`.
 
         Raises:
-            ValueError: if there are none.
+            ValueError: if there are no source texts.
         """
         return self.pairs.texts(self.direction or "noising")[1]
 
     @property
     def groups(self) -> tuple[int, ...] | None:
-        """The number of each example's text, or of its pair of texts if both are read.
+        """The group of each example. Examples with the same text, or pair of texts, form a group.
 
-        None if there are no copies.
+        None if no text occurs twice.
         """
         return groups(self.pairs.digests() if self.reads_other else digests(self.text))
 
@@ -88,19 +89,19 @@ class Runs:
         return self.pairs.metric
 
     def capture(self, text: Text, names: str | Iterable[str]) -> ActivationCache:
-        """Return values of a text at some points, from a run that stops after the last of them."""
+        """Return values of a text at some points. The run stops after the last point."""
         names = names if isinstance(names, str) else [*names]
         return self.runner.capture(text.tokens, names=names, **text.arguments(self.model))
 
     @without_gradients
     def source(self, names: Iterable[str]) -> ActivationCache:
-        """Return values at some points of the run that values come from, and set `target`."""
+        """Return values at some points of the source run, and set `target`."""
         self.target, cache = self._measured(self.other, names)
         return cache
 
     @without_gradients
     def cache(self, names: Iterable[str]) -> ActivationCache:
-        """Return values at some points of the run that is edited, and set `base`."""
+        """Return values at some points of the run to edit, and set `base`."""
         self.base, cache = self._measured(self.text, names)
         return cache
 
@@ -112,17 +113,18 @@ class Runs:
     def edited(
         self, edits: Sequence[Hooks]
     ) -> tuple[Float[Tensor, " example"], Float[Tensor, "edit example"]]:
-        """Return the metric of the unedited run, and what each edit adds to it; see `sweep`.
+        """Return the metric of the unedited run, and the effect of each edit; see `sweep`.
 
         Args:
-            edits: for each run what `run_with_hooks` takes as `hooks`.
+            edits: the hooks of each run, in the form of the argument `hooks` of `run_with_hooks`.
         """
         base, values = self._swept(edits)
         effects = values - base
         if effects.isnan().any():
             wrong = effects.isnan().any(1).nonzero()[:, 0].tolist()
             warn(
-                f"{len(wrong)} of {len(edits)} edits have no effect that is a number (NaN), the first is edit {wrong[0]}",
+                f"the effects of {len(wrong)} of {len(edits)} edits are NaN; the first is edit "
+                f"{wrong[0]}",
             )
         return base, effects
 
@@ -135,13 +137,13 @@ class Runs:
     def logits(
         self, hooks: Hooks, rows: slice | Int[Tensor, " row"] = slice(None)
     ) -> Float[Tensor, "row pos vocab"]:
-        """Return the logits of an edited run of some examples, through which gradients flow."""
+        """Return the logits of an edited run of some examples. Gradients flow through the run."""
         text = self.text.rows(rows)
         arguments = text.arguments(self.model)
         return logits_of(self.runner.run_with_hooks(text.tokens, hooks=hooks, **arguments))
 
     def gradients(self, names: Iterable[str]) -> Gradients:
-        """Return a run that holds the gradients of the metric at some points."""
+        """Return a run for gradients of the metric at some points."""
         return Gradients(self.runner, self.text, self.metric, names)
 
     def result(
@@ -152,14 +154,14 @@ class Runs:
         has_words: bool = True,
         **about: Any,
     ) -> Result:
-        """Return effects with labels for each axis, the metric of the unedited run, and more facts.
+        """Return a `Result` of effects, with labels, the metric of the unedited run and more facts.
 
         Args:
-            values: the effects, of the axes of `labels`.
-            labels: by axis.
-            base: the metric.
-            has_words: whether positions are those of the texts.
-            about: the facts.
+            values: the effects, with the axes of `labels`.
+            labels: the labels by axis.
+            base: the metric of the unedited run.
+            has_words: whether positions are positions of the texts.
+            about: more facts.
         """
         facts: dict[str, Any] = {"metric": repr(self.metric)}
         texts = [self.text]

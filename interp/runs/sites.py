@@ -1,16 +1,16 @@
-"""Sites: where runs are compared, and over which axes.
+"""Sites: the places where runs are compared, and the axes of the result.
 
 Activation patching of `resid_pre` over `layer` and `pos`, in a model of 2 layers and texts of 3
 tokens:
 
 1. `named` finds the points: `{0: "blocks.0.resid_pre", 1: "blocks.1.resid_pre"}`.
-2. `Sites.places` lists the places along each axis, a label and what is selected there:
+2. `Sites.places` lists the places along each axis. A place is a label and its selection:
    `{"layer": [(0, {"layer": "blocks.0.resid_pre"}), (1, ...)],
    "pos": [(0, {"pos": slice(0, 1)}), (1, ...), (2, ...)]}`.
-3. `Sites.edits` makes the six edits of their product, in order: layer 0 at positions 0, 1, 2, then
-   layer 1.
-4. `Sites.result` gives the six effects the shape [layer, pos, example], and positions the words of
-   both texts.
+3. `Sites.edits` makes six edits, one for each pair of a layer and a position, in order: layer 0 at
+   positions 0, 1, 2, then layer 1.
+4. `Sites.result` reshapes the six effects to [layer, pos, example], and labels positions with the
+   words of both texts.
 """
 
 import itertools
@@ -41,9 +41,9 @@ SELECTS = {
     "key": ("key",),
     "encoder_pos": ("encoder_pos",),
 }
-"""The axes of a result besides `layer`, each with the axes of a point that it may be."""
+"""The axes of a result besides `layer`, with the matching axes of points."""
 PatchPlace = tuple[int | str, dict[str, Any]]
-"""A label, and what is selected there: along `layer` a point's name."""
+"""A label and its selection by axis. The selection along `layer` is the name of a point."""
 Some = int | Sequence[int] | None
 """One layer or head, several of them, or None for all."""
 T = TypeVar("T")
@@ -51,13 +51,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Choice:
-    """A choice of the places that are compared: arguments that analyses of sites share.
+    """A choice of places to compare, from the arguments that all analyses of sites share.
 
     Attributes:
         site: the point, such as `resid_pre` of each layer.
         over: the axes of the result; None for the usual axes of the site.
-        layers, heads: only these; None for all.
-        neurons: how many neighbouring neurons are one place; None for 1.
+        layers, heads: the layers or heads to select; None for all.
+        neurons: the number of neighbouring neurons in one place; None for 1.
     """
 
     site: str = "resid_pre"
@@ -68,28 +68,33 @@ class Choice:
 
 
 def named(runner: HookedRunner, choice: Choice) -> dict[int, str]:
-    """Return the names of a choice's points by layer. Points in no layer, as `embed`, are under 0.
+    """Return the names of the points of a choice by layer.
+
+    A point outside the layers, such as `embed`, has the key 0.
 
     Raises:
-        TypeError: if the site is no name, or the model has no points yet.
-        UnknownNameError: if the model has no such point.
-        ValueError: if a layer is not there.
+        TypeError: if the site is not a name, or the model has no points yet.
+        UnknownNameError: if the model does not have the point.
+        ValueError: if a layer does not exist.
     """
     if not isinstance(choice.site, str):
         raise TypeError(
-            f"site must be a name, such as 'resid_pre'; got {shown(choice.site)} (a metric belongs into Pairs)"
+            f"site must be a name, such as 'resid_pre'; got {shown(choice.site)} "
+            "(pass a metric to Pairs instead)"
         )
     points = runner.points
     if choice.site in points and layer_of(choice.site) is None:
         if choice.layers is not None:
             raise ValueError(
-                f"layers must be None for {choice.site!r}, which has none; got {choice.layers}"
+                f"layers must be None for {choice.site!r}, which is not in a layer; got "
+                f"{choice.layers}"
             )
         return {0: choice.site}
     try:
         by_layer = names_by_layer(choice.site, points)
     except UnknownNameError:
-        if any(name.endswith(f".{choice.site}") for name in points):  # several in a layer
+        # A layer has several points with this name.
+        if any(name.endswith(f".{choice.site}") for name in points):
             raise
         require_points(runner)
         in_layers = (name.partition(f".{layer_of(name)}.")[2] or name for name in points)
@@ -98,16 +103,16 @@ def named(runner: HookedRunner, choice: Choice) -> dict[int, str]:
 
 
 class Sites:
-    """Places of one site where two runs are compared, or where an edit is made.
+    """The places of one site where two runs are compared, or where an edit is made.
 
     1. Find the points of the site by layer.
-    2. Take their values from the run that values come from. Of an edit, which brings its own, one
-       value of the run that is edited gives the sizes.
-    3. Along each axis of the result list the places: labels, each with what is selected there.
+    2. Cache their values in the source run. An edit has its own values; then one value of the
+       edited run is cached to find the sizes.
+    3. List the places along each axis of the result. A place is a label and its selection.
 
     Args:
-        runs: the two runs; without a direction an edit is made.
-        choice: which places.
+        runs: the two runs. Runs without a direction are for edits.
+        choice: the choice of places.
 
     Attributes:
         runs: the two runs.
@@ -117,9 +122,9 @@ class Sites:
         places: the places along each axis.
 
     Raises:
-        TypeError, UnknownNameError: as for `named`.
-        ValueError: as for `named`, if the axes are not those of the site, if places do not
-            correspond, or if two runs are compared and there are no other texts.
+        TypeError, UnknownNameError: for the reasons of `named`.
+        ValueError: for the reasons of `named`, if the site does not have the axes, if places do not
+            correspond, or if two runs are compared and the texts of one run are missing.
     """
 
     def __init__(self, runs: Runs, choice: Choice) -> None:
@@ -141,10 +146,10 @@ class Sites:
         return {axis: [label for label, _ in along] for axis, along in self.places.items()}
 
     def edits(self, put: Callable[..., Edit]) -> list[list[tuple[list[str], Edit]]]:
-        """Return for each place, in order, the edit that `put` makes there, as `sweep` takes it.
+        """Return the edits of all places in order, in the form that `sweep` needs.
 
         Args:
-            put: makes an edit of a place that is selected by axis names.
+            put: a function that makes the edit of a place from its selection by axis names.
         """
         jobs = []
         for chosen in itertools.product(*self.places.values()):
@@ -154,7 +159,7 @@ class Sites:
         return jobs
 
     def _layers(self) -> str:
-        """The layers that are changed together, in words."""
+        """Return the layers that are changed together, as text."""
         if self._choice.layers is None:
             return f"all {len(self.names)} layers"
         return f"layers {', '.join(map(str, self.names))}"
@@ -162,12 +167,12 @@ class Sites:
     def result(
         self, base: Float[Tensor, " example"], effects: Float[Tensor, "... example"], **about: Any
     ) -> Result:
-        """Return effects with the labels of the places, whose other axes may be flat.
+        """Return a `Result` of effects with the labels of the places.
 
         Args:
             base: the metric of the unedited run.
-            effects: one for each place, in order.
-            about: facts for the result.
+            effects: the effects of all places in order. The axes of places may be flattened.
+            about: more facts for the result.
         """
         facts: dict[str, Any] = {"site": self._choice.site}
         if "layer" not in self.places and len(self.names) == 1:
@@ -181,7 +186,7 @@ class Sites:
         return self.runs.result(values, self.labels, base, has_words, **facts, **about)
 
     def _over(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
-        """The axes of the result.
+        """Return the axes of the result.
 
         Args:
             sizes: the axes of the first point, with their sizes.
@@ -189,31 +194,34 @@ class Sites:
         name, choice = next(iter(self.names.values())), self._choice
         layered = layer_of(name) is not None
         over = _usual_axes(sizes, layered) if choice.over is None else choice.over
-        require_kind("over", over, (str, tuple, list), "a name of an axis, or several")
+        require_kind("over", over, (str, tuple, list), "a name of an axis, or several names")
         over = (over,) if isinstance(over, str) else tuple(over)
         if "layer" in over and not layered:
-            raise ValueError(f"over must not have 'layer' at {name}, which is in none; got {over}")
+            raise ValueError(
+                f"over must not contain 'layer' at {name}, which is not in a layer; got {over}"
+            )
         if not over or len(set(over)) < len(over):
-            raise ValueError(f"over must be different axes, at least one; got {over}")
+            raise ValueError(f"over must be at least one axis, without repetition; got {over}")
         if {"pos", "span"} <= {*over}:
-            raise ValueError(f"over must have 'pos' or 'span', not both; got {over}")
+            raise ValueError(f"over must contain 'pos' or 'span', not both; got {over}")
         for axis, wanted in (("head", choice.heads), ("neuron", choice.neurons)):
             if wanted is not None and axis not in over:
-                raise ValueError(f"over must have {axis!r} where {axis}s= is given; got {over}")
+                raise ValueError(f"over must contain {axis!r} if {axis}s= is given; got {over}")
         is_aligned = self._source is None or self.runs.text.is_aligned_with(self._source)
         if "span" not in over and not is_aligned:
-            raise ValueError(f"over must have 'span' where positions do not correspond; got {over}")
+            raise ValueError(f"over must contain 'span' if positions do not correspond; got {over}")
         return over
 
     def _along(self, axis: str, sizes: Mapping[str, int]) -> list[PatchPlace]:
-        """The places along one axis of the result; along `feature` the active features alone."""
+        """Return the places along one axis of the result. For `feature`, only active features."""
         if axis == "layer":
             return [(layer, {"layer": name}) for layer, name in self.names.items()]
         point_axis = next((name for name in SELECTS.get(axis, ()) if name in sizes), None)
         if point_axis is None:
             has = [name for name, axes in SELECTS.items() if not sizes.keys().isdisjoint(axes)]
             raise ValueError(
-                f"over must be of layer, {', '.join(has)} at {self._choice.site}; got {shown(axis)}"
+                f"over may contain layer, {', '.join(has)} at {self._choice.site}; got "
+                f"{shown(axis)}"
             )
         if axis == "span":
             return self._spans(point_axis)
@@ -224,35 +232,35 @@ class Sites:
         indices = {n: n for n in range(sizes[point_axis])}
         if axis == "head":
             return [(n, {point_axis: n}) for n in _some("heads", indices, self._choice.heads)]
-        # A slice may hold padding, where a column may not.
+        # A slice may include padding; a single column that is padding raises an error.
         return [(n, {point_axis: slice(n, n + 1)}) for n in indices]
 
     def _spans(self, point_axis: str) -> list[PatchPlace]:
-        """The named spans of the texts, each with the positions of the source that come there."""
+        """Return the named spans of the texts, with the matching positions of the source."""
         spans = self.runs.text.spans
         if not spans:
-            raise ValueError("over=['span'] needs Pairs with spans; got none")
+            raise ValueError("over=['span'] needs Pairs with spans; got pairs without spans")
         if self._source is None:
             return [(name, {point_axis: at}) for name, at in spans.items()]
         there = self._source.spans
         return [(name, {point_axis: at, "source_pos": there[name]}) for name, at in spans.items()]
 
     def _groups_of_neurons(self, point_axis: str, n_neurons: int) -> list[PatchPlace]:
-        """Neighbouring neurons, as many as the choice says in each group."""
+        """Return groups of neighbouring neurons, with the group size of the choice."""
         size = 1 if self._choice.neurons is None else self._choice.neurons
         require_integer("neurons", size)
         groups = [range(n_neurons)[n : n + size] for n in range(0, n_neurons, size)]
         return [(_label(group), {point_axis: slice(group.start, group.stop)}) for group in groups]
 
     def _active_features(self) -> list[int]:
-        """The features that are not 0 somewhere, in the text that is run or in the cache of values."""
+        """Return the features that are not 0 somewhere in the text or in the cached values."""
         names = [*self.names.values()]
         run = self.runs.capture(self.runs.text, names)
         values = [cache[name] for cache in (run, self.values) for name in names if name in cache]
         sizes = {value.shape[-1] for value in values}
         if len(sizes) > 1:
             raise ValueError(
-                f"features of several dictionaries must be as many in each; got {sizes}: choose layers="
+                f"all layers must have the same number of features; got {sizes}; choose layers="
             )
         active = torch.stack([(value != 0).flatten(0, -2).any(0).cpu() for value in values])
         if not active.any():
@@ -262,7 +270,7 @@ class Sites:
 
 
 def _usual_axes(sizes: Mapping[str, int], layered: bool) -> tuple[str, ...]:
-    """The usual axes of a result: the layer, and the feature, expert, head or position."""
+    """Return the usual axes of a result: the layer, and the feature, expert, head or position."""
     axes = ("feature", "expert", "head", "pos")
     usual = [axis for axis in axes if not sizes.keys().isdisjoint(SELECTS[axis])]
     return (*["layer"][:layered], *usual[:1])
@@ -273,10 +281,10 @@ def _label(group: range) -> int | str:
 
 
 def _some(what: str, known: Mapping[int, T], wanted: Some) -> dict[int, T]:
-    """Select the wanted entries of `known`; all if `wanted` is None."""
+    """Select the wanted entries of `known`, or all entries if `wanted` is None."""
     if wanted is None:
         return dict(known)
     wanted = [wanted] if isinstance(wanted, int) else wanted
     if not wanted or not known.keys() >= set(wanted):
-        raise ValueError(f"{what} must be of {[*known]}; got {[*wanted]}")
+        raise ValueError(f"{what} must be among {[*known]}; got {[*wanted]}")
     return {n: known[n] for n in wanted}

@@ -1,14 +1,14 @@
-"""Sweeps: many edited runs of one batch, computed as rows of few forward passes.
+"""Sweeps: many edited runs of one batch, computed as rows of a few forward passes.
 
-The algorithm (no paper; the result is that of separate runs):
+The algorithm (no paper; the result equals the result of separate runs):
 
-1. Run the model once without edits. Keep the stream before each block, and each block's keys and
-   values; try each edit on the values of this run, so that errors come before long work
-   (`unedited`).
-2. Find for each edit the first block and the first position that it may change.
-3. Begin each edited run there, and run those that begin at the same position as rows of one batch,
-   as many as the memory allows (`resume`). Each edit acts on its own rows (`rows`).
-4. Where the model has no such steps, give each edited run rows of a whole forward pass
+1. Run the model once without edits. Cache the stream before each block, and the keys and values of
+   each block. Try each edit on the values of this run, so that errors are raised before the edited
+   runs (`unedited`).
+2. For each edit, find the first block and the first position that it may change.
+3. Begin each edited run there. Runs that begin at the same position are rows of one batch, as many
+   as the memory allows (`resume`). Each edit changes only its own rows (`rows`).
+4. If the model cannot be resumed, each edited run is some rows of a whole forward pass
    (`rows.WholeRuns`).
 5. Unembed only the positions that the metric reads, and subtract the metric of the unedited run.
 """
@@ -31,7 +31,7 @@ from interp.runs.unedited import Unedited
 def measured(
     runner: HookedRunner, batch: Batch, edits: Sequence[Hooks], max_bytes: int
 ) -> tuple[Float[Tensor, " batch"], Float[Tensor, "edit batch"]]:
-    """Return the metric of the unedited run, and of each edited run.
+    """Return the metrics of the unedited run and of each edited run.
 
     Args:
         runner: the runner of the model.
@@ -41,9 +41,11 @@ def measured(
     model, (size, n_pos) = runner.model, batch.tokens.shape[:2]
     jobs = [Job(index, runner.edits(hooks)) for index, hooks in enumerate(edits)]
     for job in jobs:
-        if batch.tokens.ndim == 2:  # images and sounds have positions of their own
+        # The inputs of images and sounds have other positions than the activations.
+        if batch.tokens.ndim == 2:
             job.pos = min((_first(edited, n_pos) for edited in job.edits), default=0)
-    # Hooks that act already may depend on which rows are which, as scales of quantised values do.
+    # The result of a hook that is already active may depend on the other rows of the batch. An
+    # example is the scale of quantised values.
     alone = is_listened_to(model, parts=False) or any(map(_mixes_rows, model.modules()))
     unedited = Unedited(runner, batch, jobs)
     base = evaluate(batch.metric, unedited.logits, size)
@@ -54,7 +56,8 @@ def measured(
         runs = WholeRuns(model, batch, jobs, None if alone else max_bytes)
     else:
         if not all(getattr(context, "is_causal", True) for context in unedited.contexts):
-            for job in jobs:  # earlier positions read later ones
+            # Earlier positions read later positions, so all positions are computed.
+            for job in jobs:
                 job.pos = 0
         runs = Resumed(unedited, jobs, max_bytes)
     values = base.new_empty(len(jobs), size)
@@ -67,14 +70,17 @@ def measured(
 
 
 def _mixes_rows(module: nn.Module) -> bool:
-    """Whether a module quantises rows together, by one scale or with outliers found in all rows."""
+    """Return whether a module quantises rows together, with one scale or with shared outliers."""
     is_dynamic = type(module).__module__.startswith("torch.ao.nn.quantized.dynamic")
-    # Maps of bitsandbytes in 8 bits find outliers by a threshold, which their state holds.
+    # The 8-bit linear maps of bitsandbytes find outliers by the threshold in their state.
     finds_outliers = hasattr(getattr(module, "state", None), "threshold")
     return is_dynamic or finds_outliers
 
 
 def _first(edited: EditedPoint, n_pos: int) -> int:
-    """The first position that the edits at a point may change. A function may change any."""
+    """Return the first position that the edits at a point may change.
+
+    A function may change any position.
+    """
     hooks = edited.hooks
     return min(h.first(edited.point, n_pos) if isinstance(h, Edit) else 0 for h in hooks)

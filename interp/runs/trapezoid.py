@@ -1,12 +1,14 @@
-"""Means of functions along paths by the trapezoid rule, with as many steps as a known sum needs.
+"""Means of functions along paths by the trapezoid rule, with enough steps for a known sum.
 
-A path leads from one run to another, at share 0 to 1. The function is a gradient on the way, and
-`added` says what its mean should add up to: the change of the metric between both ends.
+A path leads from one run (share 0) to another run (share 1). The function is a gradient on the
+path. `added` computes the sum of its mean, which should equal the change of the metric from start
+to end.
 
-1. Compute the function at both ends, and half their sum.
-2. Add the function at the shares between that no earlier round has computed.
-3. The gap of a path is how far its mean is from adding up to the change. With `steps="auto"` double
-   the steps of the paths whose gap is too large, and go on with 2.
+1. Compute the function at both ends, and take half of the sum.
+2. Add the function at the shares between the ends, except the shares of earlier rounds.
+3. The gap of a path is the difference between the sum of its mean and the change of the metric.
+   With `steps="auto"`, double the steps of the paths whose gap is too large, and repeat from step
+   2.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,26 +20,27 @@ from torch import Tensor
 from hooks.base import progress_of, require_integer, to_device
 
 TOLERANCE = 0.01
-"""How large a gap may be without a warning."""
+"""The largest gap without a warning."""
 
 _FIRST, _MOST = 4, 1024
 
 Steps = int | Literal["auto"]
-"""The steps of each path; `auto` doubles them until its gap is within `TOLERANCE`, at most 1024."""
+"""The steps of each path. `auto` doubles them until the gap is at most `TOLERANCE`, up to 1024."""
 
 AtShare = Callable[
     [Sequence[int], float], tuple[Float[Tensor, "_some *axes"], Float[Tensor, "_some batch"]]
 ]
-"""The values on some paths, by index, after a share of them, and the metrics there."""
+"""A function from the indices of some paths and a share to the values and metrics there."""
 
 
 class Mean(NamedTuple):
-    """Means of values along paths.
+    """The means of values along paths.
 
     Attributes:
         values: the mean on each path.
-        steps: how many steps it took.
-        gaps: how far the means are from adding up to the change of the metric, as a share.
+        steps: the number of steps of each path.
+        gaps: the differences between the sums of the means and the changes of the metric, as shares
+            of `size`.
     """
 
     values: Float[Tensor, "path *axes"]
@@ -56,11 +59,12 @@ def averaged(
     """Return the mean of a function along each path. No value is computed twice.
 
     Args:
-        at: gives the function.
-        first, base: its values at the start, and the metric there.
-        added: gives the sum that means add up to, which should be the change of the metric.
+        at: the function.
+        first: the values of the function at the start.
+        base: the metric at the start.
+        added: a function from the means to their sums, which should equal the change of the metric.
         steps: see `Steps`.
-        size: the whole that gaps are a share of; by default the mean absolute change of the metric.
+        size: the number by which gaps are divided. Default: the mean absolute change of the metric.
 
     Raises:
         ValueError: if steps are less than 1, or the metric is not finite at an end.
@@ -74,7 +78,7 @@ def averaged(
     last, end = at(range(len(first)), 1.0)
     change = to_device(end - base, first.device)
     if not change.isfinite().all():
-        raise ValueError("the metric must be finite at both ends of a path; got others")
+        raise ValueError("the metric must be finite at both ends of a path; got infinity or NaN")
     size = change.abs().mean() if size is None else size
     sums = (first + last) / 2
     paths = [*range(len(first))]
@@ -88,7 +92,8 @@ def averaged(
         for path in paths:
             taken[path] = n_steps
         means = sums / sums.new_tensor(taken).view(-1, *[1] * (sums.ndim - 1))
-        gaps = ((added(means) - change).abs() / size).nan_to_num()  # 0 / 0, where nothing changes
+        # The gap is 0 / 0 if the metric does not change.
+        gaps = ((added(means) - change).abs() / size).nan_to_num()
         largest = gaps.amax(1).tolist()
         paths = [path for path in paths if largest[path] > TOLERANCE]
         if steps != "auto" or n_steps == _MOST or not paths:

@@ -15,23 +15,26 @@ from interp.runs.rows import Batch, Job
 
 
 class Unedited:
-    """The unedited run of a batch, which keeps what edited runs share with it.
+    """The unedited run of a batch. It caches the values that edited runs share with it.
 
-    It tries each `Edit` on the values of this run, so that errors come before long work.
+    Each `Edit` is tried on the values of this run, so that errors are raised before the edited
+    runs.
 
     Args:
         runner: the runner of the model.
         batch: the texts and the metric.
-        jobs: the edited runs to come.
+        jobs: the edited runs that will follow.
 
     Attributes:
-        logits: what the metric reads, [batch, read, vocab].
-        stages: when each edited module ran: -1 before the blocks, n in block n, n + 0.5 after it.
-        streams: what entered each block, and what left the last one, [batch, pos, d_model].
+        logits: the logits that the metric reads, [batch, read, vocab].
+        stages: the stages at which each edited module ran: -1 before the blocks, n in block n, and
+            n + 0.5 after block n.
+        streams: the inputs of all blocks and the output of the last block, [batch, pos, d_model].
         past: the keys and values of each block, [batch, kv_head, pos, d_head]; empty if no edited
             run begins after the first position.
-        contexts: what each block reads besides the stream. Blocks on one device share it.
-        language: the model's parts; see `interp.protocol.of`.
+        contexts: the other inputs of each block besides the stream. Blocks on one device share a
+            context.
+        language: the parts of the model; see `interp.protocol.of`.
 
     Raises:
         EditError: if an edit does not fit.
@@ -53,7 +56,7 @@ class Unedited:
         self._outputs: list[Any] = []
         self.language: Any = of(runner.model)
         self._arguments = batch.text.arguments(runner.model)
-        # An attached model knows the arguments of its blocks, cached keys included.
+        # An attached model knows the arguments of its blocks, including cached keys.
         self._finds_context = hasattr(self.language, "context_of")
         with Session() as session:
             self._listen(session, runner, jobs)
@@ -62,8 +65,8 @@ class Unedited:
         self._require_fired(jobs)
 
     def _listen(self, session: Session, runner: HookedRunner, jobs: Sequence[Job]) -> None:
-        """Try the edits and record the blocks in the run that follows."""
-        # Before the blocks' own hooks, so that the output of a block counts as inside.
+        """Register hooks that try the edits and record the blocks in the next run."""
+        # Register these before the hooks on blocks, so that the output of a block counts as inside.
         for module, edited in _by_module(jobs).items():
             session.after(module, partial(self._try, module, edited))
         for layer, block in enumerate(getattr(self.language, "blocks", ())):
@@ -74,7 +77,7 @@ class Unedited:
                     session.after(point, self._keep)
 
     def _require_fired(self, jobs: Sequence[Job]) -> None:
-        """Refuse a run that did not reach an edited point."""
+        """Raise an error if the run did not reach an edited point."""
         for job in jobs:
             job.fired = {e.point.name for e in job.edits if e.point.module in self.stages}
             job.require_fired()
@@ -85,11 +88,11 @@ class Unedited:
         call = self._fired.next(point.name)
         self.batch.note(point, value)
         self.stages.setdefault(module, set()).add(self._stage)
-        # Before and after the blocks each edited run is computed alone.
+        # Before and after the blocks, each edited run is computed alone.
         is_in_block = self._stage in range(len(self._calls))
         self._by_rows &= not is_in_block or self.batch.axes[point.module] is not None
         for edited in edits:
-            # Functions may have a state, and must not run once more.
+            # A function may have a state, so it must not be called an additional time.
             if all(isinstance(hook, Edit) for hook in edited.hooks):
                 edited.apply(value, call)
 
@@ -106,13 +109,13 @@ class Unedited:
         self._outputs.append(next(tensors_in(output), None))
 
     def _keep(self, value: Tensor) -> None:
-        # Contiguous, because queries, keys and values may share one tensor.
+        # Copy the value, because queries, keys and values may be views of one tensor.
         self.past[-1].append(value.detach().transpose(1, 2).contiguous())
 
     def is_resumable(self) -> bool:
-        """Return whether the forward pass has steps from which an edited run can begin inside.
+        """Return whether an edited run can begin at a step inside the forward pass.
 
-        If it has, `streams`, `past` and `contexts` are theirs.
+        If so, this method also sets `streams` and `contexts`, and `past` if the context has it.
         """
         language, calls, outputs = self.language, self._calls, self._outputs
         n_blocks = len(getattr(language, "blocks", ()))
@@ -125,7 +128,7 @@ class Unedited:
             set().union(*self.stages.values()) <= known
             and all(hasattr(c, part) for c in self.contexts for part in ("repeated", "after"))
             and all(len(kept) == self._kept for kept in self.past)
-            # No block wrote into the stream that it was given.
+            # No block changed its input stream in place.
             and all(version(stream) == before for _, _, stream, before in calls)
             and all(map(_are_close, outputs, self.streams[1:]))
             and all(hasattr(language, step) for step in ("input_resid", "run_block", "unembed"))
@@ -136,7 +139,7 @@ class Unedited:
         )
 
     def contexts_from(self, pos: int) -> list[Any]:
-        """Return `contexts` from a position on. Blocks that share one still do."""
+        """Return `contexts` from a position on. Blocks that shared a context still share it."""
         if not pos:
             return self.contexts
         past = [tuple(part[:, :, :pos] for part in parts) for parts in self.past]
@@ -145,7 +148,10 @@ class Unedited:
         return [later[id(context)] for context in self.contexts]
 
     def _contexts(self) -> list[Any]:
-        """Return what each block reads besides the stream; None if it cannot run again."""
+        """Return the other inputs of each block besides the stream.
+
+        The context is None for a block that cannot run again.
+        """
         if self._finds_context:
             calls = [(args, kwargs) for args, kwargs, _, _ in self._calls]
             context = self.language.context_of(calls, self._arguments)
@@ -158,7 +164,7 @@ class Unedited:
 
 
 def _keys_and_values(block: nn.Module, runner: HookedRunner) -> list[nn.Module]:
-    """The block's points `k` and `v`."""
+    """Return the modules of the block's points `k` and `v`."""
     reached = inside(block)
     ends = {
         p.name.rpartition(".")[2]: p.module for p in runner.points.values() if p.module in reached
