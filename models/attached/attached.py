@@ -67,7 +67,7 @@ class Attached(ReadsText):
     and sizes exist if some blocks read only a text. `unembed` exists if the modules after the
     blocks, from the final norm on, compute the logits one after the other, up to a factor and a
     soft cap. The weights of `models.Transformer` (`W_Q` and so on) exist if `models.from_hf`
-    supports the family. They are read again at each access.
+    supports the family. These weights are read again at each access.
 
     Attributes:
         model: the model.
@@ -84,7 +84,7 @@ class Attached(ReadsText):
         blocks: the model's own blocks that read a text.
         unembed: a function that returns the logits of a residual stream.
         layouts: the modules of the blocks.
-        settings: the settings of `attach`. They are None while `attach` runs.
+        settings: the settings of `attach`. The value is None while `attach` runs.
     """
 
     forward: Forward

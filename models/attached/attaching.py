@@ -147,7 +147,7 @@ def _require_attachable(model: nn.Module) -> None:
     require_module(model)
     if isinstance(model, Transformer):
         raise TypeError(
-            "a models.Transformer already has points; call HookedRunner(model) without attach"
+            "a models.Transformer already has points; use HookedRunner(model) without attach"
         )
     if hasattr(model, "_orig_mod"):
         raise TypeError("attach must come before torch.compile; got a compiled model")

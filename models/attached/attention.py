@@ -1,17 +1,17 @@
 """Attention of an attached model, which passes its values through points.
 
-1. Most modules call an attention function of `transformers`, which is replaced by
-   `hooked_attention`. The model's own kernel computes z while nobody listens at `scores` or
-   `pattern` (`AttentionPoints`).
-2. A module may compute attention by code of its own. While somebody listens at a point of it, its
-   forward runs under a mode that sees PyTorch's functions (`TracedPoints`).
-3. There the first product of batches of matrices is of queries and keys, the softmax gives the
-   pattern, the second product is of pattern and values. `F.scaled_dot_product_attention` is all
-   three.
-4. Each value goes to its point with the point's axes; the result of the point goes on in the
-   module's own layout.
-5. The module may scale the product later, and add to it. `slope_of` finds the scale, once, at
-   attach.
+1. Most modules call an attention function of `transformers`. It is replaced by `hooked_attention`.
+   If neither `scores` nor `pattern` has a hook, the model's own kernel computes z
+   (`AttentionPoints`).
+2. A module may compute attention in its own code. If one of its points has a hook, its forward runs
+   under a mode that sees PyTorch's functions (`TracedPoints`).
+3. In this mode, the first product of batches of matrices is the product of queries and keys, the
+   softmax returns the pattern, and the second product is the product of pattern and values.
+   `F.scaled_dot_product_attention` is all three.
+4. Each value is passed to its point with the point's axes. The result of the point is converted to
+   the module's own layout.
+5. The module may scale the product later, and add to it. `slope_of` finds the scale, once, in
+   `attach`.
 """
 
 import math
@@ -48,7 +48,7 @@ Heads = Float[Tensor, "batch head query d_head"]
 
 
 def register(kernels: Iterable[str]) -> None:
-    """Tell `transformers` of this function, under a name of its own for each of the models' kernels.
+    """Register `hooked_attention` in `transformers`, under a separate name for each kernel.
 
     Raises:
         ImportError: if `transformers` is missing, or older than 5.6.
@@ -68,8 +68,12 @@ def register(kernels: Iterable[str]) -> None:
 def hooked_attention(
     module: nn.Module, query: Heads, key: Keys, value: Keys, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, Any]:
-    """Attention of one module, through its points if it has any; see `AttentionPoints`."""
-    if isinstance(attention_mask, Tensor):  # some families make it longer
+    """Compute the attention of one module, through its points if it has any.
+
+    See `AttentionPoints`.
+    """
+    # In some families, the mask is longer than the keys.
+    if isinstance(attention_mask, Tensor):
         attention_mask = attention_mask[..., : key.shape[2]]
     points: AttentionPoints | None = carried(module, "hook_points")
     if points is None:
@@ -83,11 +87,11 @@ class KernelOptions:
 
     Attributes:
         is_causal: whether queries see no later keys if there is no mask.
-        scaling: the factor of q·k; None is one over the root of d_head.
-        dropout: the share of the pattern that training drops.
-        softcap: the bound of the scores; None without one.
+        scaling: the factor of q·k. Default: one over the square root of d_head.
+        dropout: the dropout probability of the pattern in training.
+        softcap: the bound of the scores; None without a bound.
         s_aux: the score of the sink of each head, [head]; None without sinks (gpt-oss).
-        position_bias: added to the scores; None without one.
+        position_bias: a bias that is added to the scores; None without a bias.
     """
 
     is_causal: bool
@@ -99,7 +103,7 @@ class KernelOptions:
 
     @classmethod
     def of(cls, module: nn.Module, kwargs: Mapping[str, Any]) -> "KernelOptions":
-        """Return the options among the arguments that a module gives its attention function."""
+        """Return the options among the arguments of a module's attention function."""
         names = ("scaling", "dropout", "softcap", "s_aux", "position_bias")
         known = {name: kwargs[name] for name in names if name in kwargs}
         is_causal = kwargs.get("is_causal")
@@ -110,22 +114,22 @@ class KernelOptions:
 class AttentionPoints(HookPoints):
     """The points of one attention module.
 
-    While nobody listens at `scores` or `pattern`, the model's own kernel computes z. Kernels other
-    than eager and sdpa may have rules of their own beside the mask, so there these two are left
-    out.
+    If neither `scores` nor `pattern` has a hook, the model's own kernel computes z. Kernels other
+    than eager and sdpa may use other rules besides the mask, so these two points are left out for
+    them.
 
     Args:
         module: the attention module.
-        kernel: its attention function; the one that its config asks for, if not given.
+        kernel: its attention function. Default: the function that its config asks for.
 
     Attributes:
-        kernel: see above.
+        kernel: the attention function.
         is_lent: whether later modules attend to the same keys and values.
     """
 
     is_lent = False
     keys = "pos", "key"
-    """What the axis of keys is called, at keys and values and at scores."""
+    """The names of the axis of keys: in keys and values, and in scores."""
 
     def __init__(self, module: nn.Module, kernel: Kernel | None = None) -> None:
         super().__init__(module)
@@ -136,7 +140,8 @@ class AttentionPoints(HookPoints):
         self.v = HookPoint(f"batch {pos} kv_head d_head", "values")
         if kernel or kernel_name(module.config) in ("eager", "sdpa"):
             self.scores = HookPoint(
-                f"batch head query {key}", "q·k·scale before the mask: not zero above the diagonal"
+                f"batch head query {key}",
+                "q·k·scale before the mask: not zero above the diagonal",
             )
             self.pattern = HookPoint(
                 f"batch head query {key}", "softmax of the masked scores over keys"
@@ -144,7 +149,7 @@ class AttentionPoints(HookPoints):
         self.z = HookPoint("batch pos head d_head", "pattern·v, before the output projection")
 
     def plain(self, argument: Any) -> Any:
-        """The part that a later run of the module needs of a cache of keys and values.
+        """Return the part of a cache of keys and values that a later run of the module needs.
 
         See `past_of`.
         """
@@ -153,7 +158,7 @@ class AttentionPoints(HookPoints):
     def attend(
         self, module: nn.Module, query: Heads, key: Keys, value: Keys, mask: Any, **kwargs: Any
     ) -> tuple[Tensor, Any]:
-        """z, [batch, query, head, d_head], and the pattern or None."""
+        """Return z, [batch, query, head, d_head], and the pattern or None."""
         cache, held, new = self.cached(key, query.shape[2])
         query = fire(self.q, query.transpose(1, 2)).transpose(1, 2)
         key = passed(self.k, key, new, getattr(held, "keys", None), cache, self.is_lent)
@@ -162,7 +167,8 @@ class AttentionPoints(HookPoints):
         if hasattr(self, "scores") and (
             is_listened_to(self.scores) or is_listened_to(self.pattern)
         ):
-            end = new.stop  # no free places
+            # Leave out the free places of a static cache.
+            end = new.stop
         if end < key.shape[2]:
             key, value = key[:, :, :end], value[:, :, :end]
             mask = mask[..., :end] if isinstance(mask, Tensor) else mask
@@ -171,7 +177,9 @@ class AttentionPoints(HookPoints):
         return fire(self.z, z), pattern
 
     def cached(self, key: Keys, n_pos: int) -> tuple[Any, Any, range]:
-        """The cache of this call, its part that holds these keys, and the places of those of the `n_pos` new positions."""
+        """Return the cache of this call, its layer, and the indices of the `n_pos` new
+        positions.
+        """
         cache = take_cache()
         layer = number_of(self.module)
         held = None if isinstance(cache, AttachedPast) else cached_layer(cache, layer)
@@ -187,7 +195,8 @@ class AttentionPoints(HookPoints):
     ) -> tuple[Tensor, Any]:
         """Return z and the pattern.
 
-        These are the operations of the eager kernels, in their order, so that numbers are the same.
+        These are the operations of the eager kernels, in the same order, so the numbers are the
+        same.
         """
         require_room_for_scores(query, key)
         options = KernelOptions.of(module, kwargs)
@@ -213,16 +222,16 @@ class AttentionPoints(HookPoints):
 
 
 class CrossPoints(AttentionPoints):
-    """The points of attention to an encoder, whose keys are along an axis `encoder_pos`: the encoder's positions, padding included.
+    """The points of attention to an encoder.
 
-    A cache keeps its keys as the encoder gave them, so an edit acts in each step of a generation
-    anew.
+    The axis of keys is `encoder_pos`: the encoder's positions, padding included. A cache stores the
+    keys as they were before edits, so an edit acts again in each step of a generation.
     """
 
     keys = "encoder_pos", "encoder_pos"
 
     def cached(self, key: Keys, n_pos: int) -> tuple[Any, Any, range]:
-        """No cache: all keys are there in each call."""
+        """Return no cache, because all keys are present in each call."""
         take_cache()
         return None, None, range(key.shape[2])
 
@@ -230,10 +239,11 @@ class CrossPoints(AttentionPoints):
 def queries_without_keys(
     scores: Float[Tensor, "batch head query key"], masked: Float[Tensor, "batch head query key"]
 ) -> Bool[Tensor, "batch head query 1"]:
-    """Return the queries for which edits of the scores left no key that the mask lets them see.
+    """Return the queries for which edits of the scores left no visible key.
 
-    Softmax would give NaN there or, because the kernels mask with the lowest finite number, attend
-    to masked keys. These queries attend to nothing instead, as in a plain transformer.
+    Softmax would return NaN for them. Or, because the kernels mask with the lowest finite number,
+    they would attend to masked keys. Instead, the pattern of these queries is 0, as in a plain
+    transformer.
 
     Args:
         scores: edited scores. Edits set keys to -inf, as `edits.knockout` does.
@@ -249,8 +259,8 @@ def _repeated(part: Tensor, groups: int) -> Tensor:
 
 
 def _causal(scores: Tensor) -> Tensor:
-    # Where there is no mask, queries and keys begin at the same position; more keys are free
-    # places.
+    # Without a mask, queries and keys begin at the same position. Any further keys are free places
+    # of a static cache.
     return torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
 
 
@@ -264,7 +274,7 @@ def _masked_scores(
     softcap, bias = options.softcap, options.position_bias
     masked = scores if softcap is None else torch.tanh(scores / softcap) * softcap
     if is_edited:
-        # The cap would make a key that an edit has set to -inf visible again.
+        # Set the key again to -inf, because the cap makes it finite.
         masked = masked.masked_fill(torch.isneginf(scores), -torch.inf)
     if mask is None and options.is_causal and scores.shape[-2] > 1:
         mask = _causal(masked)
@@ -272,13 +282,13 @@ def _masked_scores(
     if mask is None:
         return masked
     if mask.dtype == torch.bool:
-        # A row without keys becomes uniform, as in the eager kernels.
+        # A query without visible keys gets a uniform pattern, as in the eager kernels.
         return masked.masked_fill(~mask, torch.finfo(masked.dtype).min)
     return masked + mask
 
 
 def _softmax_with_sink(scores: Tensor, sink: Tensor) -> Tensor:
-    """The weights of the keys where each head has a sink that takes the rest (gpt-oss)."""
+    """Return the weights of the keys if each head has a sink that gets the rest (gpt-oss)."""
     sink = sink.view(1, -1, 1, 1).expand(*scores.shape[:-1], 1).to(scores.dtype)
     joined = torch.cat([scores, sink], -1)
     joined = joined - joined.amax(-1, keepdim=True)
@@ -290,14 +300,14 @@ OPERANDS = ("batch1", "batch2", "mat2", "other", "tensor2")
 
 
 class TracedPoints(AttentionPoints):
-    """The points of an attention module with code of its own.
+    """The points of an attention module with its own attention code.
 
     Args:
         module: the attention module.
 
     Attributes:
-        scale: what the module multiplies the product of queries and keys with; NaN where it makes
-            none.
+        scale: the factor by which the module multiplies the product of queries and keys; NaN if
+            there is no single factor. None before the first run with hooks.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -307,11 +317,11 @@ class TracedPoints(AttentionPoints):
 
 
 class TracedCross(CrossPoints, TracedPoints):
-    """The points of attention to an encoder, with code of its own."""
+    """The points of attention to an encoder in a module with its own attention code."""
 
 
 class TracedForward(Replaced):
-    """The forward of an attention module, which passes its values through points while somebody listens.
+    """The forward of an attention module, which passes its values through points with hooks.
 
     Args:
         points: the points.
@@ -322,15 +332,16 @@ class TracedForward(Replaced):
         self._points = points
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The output of the module's own forward.
+        """Return the output of the module's own forward.
 
         Raises:
-            HookError: if it does not compute attention as it did at attach.
+            HookError: if the module does not compute attention as it did in `attach`.
         """
         if not is_listened_to(self._points):
             take_cache()
             return self.inner(*args, **kwargs)
-        if self._points.scale is None:  # at attach
+        # The factor is still unknown in the first run, which is in `attach`.
+        if self._points.scale is None:
             self._points.scale = slope_of(self.inner, args, kwargs)
         passing = _Passing(self._points, next(tensors_in((args, kwargs))))
         with passing:
@@ -343,7 +354,7 @@ class TracedForward(Replaced):
 def _changed(points: TracedPoints) -> HookError:
     what = type(points.module).__name__
     return HookError(
-        f"attention must be computed by the functions it had at attach; {what} has others"
+        f"attention must call the same functions as in attach; {what} calls different ones"
     )
 
 
@@ -352,10 +363,10 @@ class _Passing(TorchFunctionMode):
 
     Args:
         points: the points.
-        stream: what the module reads, [batch, pos, d_model].
+        stream: the input of the module, [batch, pos, d_model].
 
     Attributes:
-        left: the functions to come.
+        left: the kinds of functions that are still expected.
     """
 
     def __init__(self, points: TracedPoints, stream: Tensor) -> None:
@@ -365,14 +376,14 @@ class _Passing(TorchFunctionMode):
         self._batch, self._n_pos = rows_of(stream)
         self._dtype = stream.dtype
         self._new: range | None = None
-        # The scores, if a hook has changed them.
+        # The scores after a hook; None if no hook has changed them.
         self._edited: Tensor | None = None
         self._steps = (self._scores, self._pattern, self._z)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """The function's result, with what the points give."""
+        """Return the function's result, with the changes of the points."""
         kwargs, kind = kwargs or {}, kind_of(func, args, kwargs)
         if kind == FUSED and self.left == ATTENTION:
             self.left = ()
@@ -415,24 +426,27 @@ class _Passing(TorchFunctionMode):
         assert self._new is not None
         self._edited = self._by_head(new)[..., : self._new.stop]
         new = new / points.scale
-        beta = kwargs.get("beta", 1) if added else 0  # with 0 the first argument may hold anything
+        # If `beta` is 0, the first argument may contain any numbers, even NaN.
+        beta = kwargs.get("beta", 1) if added else 0
         return new + added[0] * beta if beta else new
 
     def _pattern(self, func: Any, *args: Any, **kwargs: Any) -> Tensor:
         weights = self._softmax(func, *args, **kwargs)
-        if weights.numel() != self._n_places:  # of a hook inside the module
+        # This softmax is not from the attention, but from a hook inside the module.
+        if weights.numel() != self._n_places:
             raise _changed(self.points)
-        pattern = weights.to(self._dtype)  # most modules do so next
+        # Most modules convert the weights next, so the point shows the converted ones.
+        pattern = weights.to(self._dtype)
         new = self._over_keys(self.points.pattern, pattern)
         return weights if new is pattern else new.to(weights.dtype)
 
     def _softmax(self, func: Any, masked: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """The module's softmax. Queries that lost all keys by an edit attend to nothing."""
+        """Return the module's softmax. If an edit removed all keys of a query, its pattern is 0."""
         edited = self._edited
         if edited is None or masked.numel() != self._n_places:
             return func(masked, *args, **kwargs)
         by_head = self._by_head(masked)
-        # The module may have capped scores, which makes a key at -inf visible again.
+        # If the module caps scores, a key at -inf becomes finite, so mask it again.
         free = by_head.shape[-1] - edited.shape[-1]
         removed = pad(torch.isneginf(edited), [0, free], value=False)
         by_head = by_head.masked_fill(removed, -torch.inf)
@@ -447,7 +461,7 @@ class _Passing(TorchFunctionMode):
         return self._by_position(self.points.z, func(*others, value, **kwargs))
 
     def _by_head(self, value: Tensor) -> Tensor:
-        """With rows and heads apart, which some modules have as one axis."""
+        """Return a value with rows and heads as two axes. Some modules join them in one axis."""
         return value if value.ndim == 4 else value.unflatten(0, (self._batch, -1))
 
     def _by_position(self, point: HookPoint, value: Tensor) -> Tensor:
@@ -457,7 +471,7 @@ class _Passing(TorchFunctionMode):
 
     def _over_keys(self, point: HookPoint, value: Tensor) -> Tensor:
         assert self._new is not None
-        # Places after the last position are free, in a static cache.
+        # In a static cache, the places after the last position are free.
         shown, free = self._by_head(value).tensor_split([self._new.stop], -1)
         new = fire(point, shown)
         return value if new is shown else torch.cat([new, free], -1).reshape(value.shape)
@@ -466,8 +480,11 @@ class _Passing(TorchFunctionMode):
         keys = self._by_head(operand)
         held = getattr(self._held, name, None)
         if isinstance(held, Tensor) and held.shape == keys.shape and held.dtype != keys.dtype:
-            keys = held  # the operand is a copy in another precision
-        if self._new is None:  # not yet for values, of which the cache's keys are no part
+            # The operand is a copy in another precision.
+            keys = held
+        # The range is computed from the keys. It cannot be computed from the values, because they
+        # are not part of the cache's keys.
+        if self._new is None:
             start = first_new(keys, self._n_pos, self._cache, self._number)
             self._new = range(start, start + self._n_pos)
         after = passed(point, keys, self._new, held, self._cache, self.points.is_lent)
@@ -483,9 +500,9 @@ def _fused(
 
 
 def slope_of(forward: Callable[..., Any], args: Any, kwargs: Any) -> float:
-    """The factor that a module's forward puts on the product of queries and keys.
+    """Return the factor by which a module's forward multiplies the product of queries and keys.
 
-    NaN if that is not one number.
+    The result is NaN if there is no single factor.
     """
     try:
         with torch.enable_grad(), _Slope():
@@ -496,11 +513,11 @@ def slope_of(forward: Callable[..., Any], args: Any, kwargs: Any) -> float:
 
 
 class _SoftmaxReached(BaseException):
-    """Ends a run at the softmax, and holds the slope there."""
+    """Ends a run at the softmax, and carries the factor."""
 
 
 class _Slope(TorchFunctionMode):
-    """Finds the derivative of what the softmax reads by the product, where the pattern is not zero."""
+    """Finds the derivative of the softmax's input by the product, where the pattern is not zero."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -509,10 +526,11 @@ class _Slope(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """The function's result.
+        """Return the function's result.
 
         Raises:
-            _SoftmaxReached: at the softmax, with the derivative if it is one number.
+            _SoftmaxReached: at the softmax. It carries the derivative, or NaN if that is not one
+                number.
         """
         output = func(*args, **(kwargs or {}))
         kind = kind_of(func, args, kwargs)
@@ -522,7 +540,7 @@ class _Slope(TorchFunctionMode):
         if kind != "softmax" or self._product is None:
             return output
         scores = args[0]
-        # Different weights, so that no other order of the places has the same slopes.
+        # Use different weights, so that no other order of the elements has the same slopes.
         weights = torch.linspace(1, 2, scores.numel(), dtype=scores.dtype, device=scores.device)
         weights = weights.view(scores.shape)
         (slopes,) = torch.autograd.grad(scores, self._product, weights)

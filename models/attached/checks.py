@@ -1,15 +1,16 @@
-"""Checks of the points of an attached model. A point that breaks its promise is taken out again.
+"""Checks of the points of an attached model. A point that fails its check is removed.
 
 Each check is a run on a few tokens:
 
-1. Attention by code of its own: pattern, scores and z are what their names say, also after edits
-   (`_check_own_attention`).
-2. Streams: an edit of `resid_mid` reaches what comes after (`_check_streams`).
-3. Mixers other than attention: positions mix, or it is an MLP (`_check_mixers`).
-4. Experts: their parts add up, and edits of the router act (`_check_experts`).
-5. Attention through the library: with everything listened at, the logits are the model's
+1. Attention in a module's own code: pattern, scores and z have the values that their names promise,
+   also after edits (`_check_own_attention`).
+2. Streams: an edit of `resid_mid` changes the later stream (`_check_streams`).
+3. Mixers other than attention: the mixer moves information between positions. Otherwise it is an
+   MLP (`_check_mixers`).
+4. Experts: their outputs add up, and edits of the router have an effect (`_check_experts`).
+5. Attention through the library: with a hook on every point, the logits are the model's
    (`_check_attention`).
-6. Each usual point that is not there gets a reason (`_reasons_of_missing_points`).
+6. Each usual point that is missing gets a reason (`_reasons_of_missing_points`).
 """
 
 import contextlib
@@ -43,14 +44,14 @@ from models.mode import mode
 
 
 def check_points(wiring: Wiring) -> dict[str, str]:
-    """Check the points of one stack, and take out the ones that break their promise.
+    """Check the points of one stack, and remove the points that fail.
 
     Args:
         wiring: the points of the stack, with their hooks.
 
     Returns:
-        The reason for each usual point that the stack, or some block of it, does not have, by its
-            name.
+        The reason for each usual point that is missing from the stack, or from some block of it, by
+        the name of the point.
 
     Raises:
         AttachError: if hooks change the logits.
@@ -67,7 +68,7 @@ def check_points(wiring: Wiring) -> dict[str, str]:
 
 
 def _check_own_attention(wiring: Wiring) -> None:
-    """Leave out the points of attention by code of its own that break their promises."""
+    """Remove the points of attention in a module's own code if their values are wrong."""
     traced = [
         (block, name, points)
         for block in wiring.blocks
@@ -81,7 +82,8 @@ def _check_own_attention(wiring: Wiring) -> None:
         try:
             with torch.inference_mode(False):
                 problem = _problem_of(points.module, *arguments[points.module])
-        except Exception as error:  # tensors in another layout may raise any error
+        # Tensors in another layout may raise any error.
+        except Exception as error:
             problem = str(error)
         if problem:
             wiring.drop_attention(block, name)
@@ -89,7 +91,7 @@ def _check_own_attention(wiring: Wiring) -> None:
 
 
 def _check_streams(wiring: Wiring) -> None:
-    """Leave out `resid_mid` where the stream goes on from a copy, which an edit does not reach."""
+    """Remove `resid_mid` if the later stream is computed from a copy, which edits do not change."""
     layouts = wiring.stack.layouts
     shared = [n for n, layout in enumerate(layouts) if layout.mid_in is not None]
     if not shared:
@@ -104,16 +106,19 @@ def _check_streams(wiring: Wiring) -> None:
         mid, added, post = (cache[wiring.name_of(n, part)] for part in parts)
         if not is_close(mid + added, post, mid, added):
             wiring.drop(wiring.blocks[n], "resid_mid")
-            wiring.stack.left_out["resid_mid"] = "the stream goes on from a copy of it"
+            wiring.stack.left_out["resid_mid"] = "the later stream is computed from a copy of it"
 
 
 def _rolled(value: Tensor, point: object) -> Tensor:
-    """Move all numbers along the last axis on by one: an edit that keeps their sizes."""
+    """Shift all numbers along the last axis by one. This edit does not change their sizes."""
     return value.roll(1, -1)
 
 
 def _check_mixers(wiring: Wiring) -> None:
-    """Rename `mixer_out` where positions do not mix: that is an MLP in a block of its own."""
+    """Rename `mixer_out` to `mlp_out` if positions do not mix.
+
+    In this case, the sublayer is an MLP in its own block.
+    """
     layouts = wiring.stack.layouts
     unknown = [n for n, layout in enumerate(layouts) if layout.mixer_out is not None]
     for find_mixing in (_mixing_by_slopes, _mixing_by_values):
@@ -131,9 +136,9 @@ def _check_mixers(wiring: Wiring) -> None:
 
 
 def _mixing_by_slopes(wiring: Wiring, blocks: Sequence[int]) -> set[int]:
-    """Return the blocks whose mixers show a derivative of later positions by the first.
+    """Return the blocks in whose mixers later positions have a derivative by the first position.
 
-    Without mixing, this derivative is a sum of products with 0, and rounding cannot change that. So
+    Without mixing, this derivative is a sum of products with 0, which rounding cannot change. So
     any other number shows mixing, in any precision.
     """
     entering = dict[int, Tensor]()
@@ -145,7 +150,8 @@ def _mixing_by_slopes(wiring: Wiring, blocks: Sequence[int]) -> set[int]:
 
     model = wiring.model
     example = wiring.stack.probe.example
-    with contextlib.suppress(Exception), Session() as session:  # code without derivatives
+    # Some code has no derivatives.
+    with contextlib.suppress(Exception), Session() as session:
         for n in blocks:
             session.after(wiring.blocks[n].resid_pre, partial(begin, n))
             session.after(wiring.blocks[n].mixer_out, partial(leaving.__setitem__, n))
@@ -155,22 +161,23 @@ def _mixing_by_slopes(wiring: Wiring, blocks: Sequence[int]) -> set[int]:
 
 
 def _reaches(entering: Tensor, leaving: Tensor) -> bool:
-    """Return whether later positions that leave have a derivative by the first that enters."""
+    """Return whether later positions of `leaving` have a derivative by the first of `entering`."""
     later = leaving[:, 1:]
-    # Different weights, because a norm makes sums without derivatives.
+    # Use different weights, because the plain sum after a norm has no derivative.
     weights = torch.linspace(1, 2, later.numel(), dtype=later.dtype, device=later.device)
     try:
         (slopes,) = torch.autograd.grad((later * weights.view(later.shape)).sum(), entering)
-    except Exception:  # code without derivatives
+    except Exception:
+        # Some code has no derivatives.
         return False
     return bool(slopes[:, 0].any())
 
 
 def _mixing_by_values(wiring: Wiring, blocks: Sequence[int]) -> set[int]:
-    """Return the blocks whose mixers change later positions if the first one changes.
+    """Return the blocks whose mixers change later positions if the first position changes.
 
-    Rounding alone changes some of them: an expert multiplies all its positions at once, and the
-    first one may go to another expert.
+    The comparison has a tolerance, because rounding also changes later positions. An expert
+    multiplies all its positions at once, and the first position may go to another expert.
     """
     streams = {n: wiring.name_of(n, "resid_pre") for n in blocks}
     added = {n: wiring.name_of(n, "mixer_out") for n in blocks}
@@ -179,18 +186,19 @@ def _mixing_by_values(wiring: Wiring, blocks: Sequence[int]) -> set[int]:
     def first_changed(stream: Tensor, value: Tensor, point: object) -> Tensor:
         return torch.cat([stream[:, :1].roll(1, -1), stream[:, 1:]], 1)
 
-    # Each block reads its stream of the first run, so that blocks do not change one another.
+    # Each block reads its stream from the first run, so that an edit in one block does not change
+    # the next.
     hooks = {name: partial(first_changed, before[name]) for name in streams.values()}
     _, after = _run(wiring, [*added.values()], hooks)
     return {n for n, name in added.items() if not agree(after[name][:, 1:], before[name][:, 1:])}
 
 
 Broken = Iterator[tuple[int, str, str]]
-"""Points of experts that do not hold what they promise, each with its block and the reason."""
+"""Points of experts that fail a check, each with its block and the reason."""
 
 
 def _check_experts(wiring: Wiring) -> None:
-    """Leave out points of experts whose values do not add up, or whose edits do not act."""
+    """Remove points of experts if their values do not add up, or their edits have no effect."""
     layouts = wiring.stack.layouts
     mixtures = {n: layout.experts for n, layout in enumerate(layouts) if layout.experts}
     broken = _unequal_experts(wiring, mixtures), _inert_routers(wiring, mixtures)
@@ -216,8 +224,9 @@ def _unequal_experts(wiring: Wiring, mixtures: Mapping[int, Experts]) -> Broken:
     parts = ("routing", "chosen", "experts")
     try:
         _, cache = _run(wiring, [f"blocks.{n}.mlp.{part}" for n in modules for part in parts])
-    except Exception as error:  # code that takes no row with one expert alone (LongCat)
-        why = f"they do not run one by one: {error}"
+    # Some code does not accept rows with a single expert (LongCat).
+    except Exception as error:
+        why = f"the experts do not run one by one: {error}"
         yield from ((n, "experts", why) for n in modules)
         return
     arguments = _arguments_of(wiring, [*modules.values()])
@@ -227,15 +236,15 @@ def _unequal_experts(wiring: Wiring, mixtures: Mapping[int, Experts]) -> Broken:
         with torch.no_grad():
             output = module(*arguments[module][0])
         if not agree(total.view_as(output), output * mixtures[n].factor, 1e-4):
-            yield n, "experts", "what each gives, times its weight, is not what they give together"
+            yield n, "experts", "the weighted sum of the experts' outputs is not their joint output"
 
 
 def _inert_routers(wiring: Wiring, mixtures: Mapping[int, Experts]) -> Broken:
-    """Yield the points `router` whose edits change nothing, by runs of one router of each kind.
+    """Yield the points `router` whose edits change nothing.
 
-    If an edit reaches nothing, both runs do the same arithmetic and give the same bits. So rounding
-    cannot make it look as if it acted. The weights of the experts show that it acts even if all
-    experts compute the same.
+    One router of each class is tested with two runs. If an edit has no effect, both runs do the
+    same arithmetic and give the same bits, so rounding cannot look like an effect. The runs compare
+    the weights of the experts, which change even if all experts compute the same function.
     """
     acts: dict[type[nn.Module], bool] = {}
     for n, experts in mixtures.items():
@@ -248,20 +257,20 @@ def _inert_routers(wiring: Wiring, mixtures: Mapping[int, Experts]) -> Broken:
             before, after = (_run(wiring, [name], hooks)[1][name] for hooks in ({}, hook))
             acts[kind] = not is_same(before, after)
         if not acts[kind]:
-            yield n, "router", "an edit of the logits does not reach what is chosen"
+            yield n, "router", "an edit of the logits does not change which experts are selected"
 
 
 def _reordered(logits: Tensor, point: object) -> Tensor:
-    """Make other logits the largest: an edit that acts also where all were equal."""
+    """Change which logits are the largest. This edit also has an effect if all logits are equal."""
     steps = torch.arange(logits.shape[-1], dtype=logits.dtype, device=logits.device)
     return logits.roll(1, -1) + steps
 
 
 def _check_attention(wiring: Wiring) -> None:
-    """Leave out `scores` and `pattern` where attention has terms that `AttentionPoints` lacks.
+    """Remove `scores` and `pattern` if attention has terms that `AttentionPoints` lacks.
 
     Raises:
-        AttachError: if the logits differ without these points too.
+        AttachError: if the logits differ even without these points.
     """
     stack, reference = wiring.stack, wiring.stack.probe.reference
     attention = [p for p in wiring.blocks.modules() if isinstance(p, AttentionPoints)]
@@ -275,7 +284,9 @@ def _check_attention(wiring: Wiring) -> None:
     for points in wrong:
         wiring.drop(points, "scores")
         wiring.drop(points, "pattern")
-        stack.left_out["scores"] = stack.left_out["pattern"] = "attention has terms of its own"
+        stack.left_out["scores"] = stack.left_out["pattern"] = (
+            "attention adds terms that are not supported"
+        )
     top = {part for name, part in wiring.owner.named_children() if name in TOP}
     of_top = {module for part in top for module in part.modules()}
     known = HookedRunner(wiring.model).points
@@ -283,14 +294,15 @@ def _check_attention(wiring: Wiring) -> None:
     others = [name for name in others if not name.endswith(("scores", "pattern"))]
     if not agree(_run(wiring, others)[0], reference, 1e-3):
         kind = type(wiring.model).__name__
-        raise AttachError(f"hooks must not change the logits; got others from {kind}")
+        raise AttachError(f"hooks must not change the logits; the logits of {kind} changed")
 
 
 def _adds_terms(points: AttentionPoints, arguments: Any) -> bool | None:
     """Return `_has_other_terms`; None for a module that cannot be copied, or did not run."""
     try:
         return _has_other_terms(points.module, *arguments[points.module])
-    except Exception:  # weights of a kind that is no number, for instance
+    # Weights may, for example, have a quantized dtype.
+    except Exception:
         return None
 
 
@@ -305,7 +317,7 @@ def _arguments_of(wiring: Wiring, modules: Sequence[nn.Module]) -> dict[nn.Modul
 def _run(
     wiring: Wiring, names: Sequence[str] | None = None, hooks: Any = ()
 ) -> tuple[Tensor, ActivationCache]:
-    """Return the logits and the cache of a run of a few tokens, under hooks."""
+    """Return the logits and the cache of a run of a few tokens with hooks."""
     runner = HookedRunner(wiring.model)
     with mode(wiring.model, training=False), runner.hooks(hooks):
         example = wiring.stack.probe.example
@@ -319,9 +331,8 @@ POINTS = ("q", "k", "v", "scores", "pattern", "z")
 def _in_float32(module: nn.Module, args: Any, kwargs: Any) -> tuple[nn.Module, Any, Any]:
     """Return a copy of a module in half precision, with its arguments, in float32.
 
-    A precise module and its arguments are returned themselves.
-
-    In half precision rounding may hide a term of attention, or look like one.
+    A module with higher precision is returned unchanged, with its arguments. In half precision,
+    rounding may hide a term of attention, or look like a term.
     """
     held = [*module.parameters(), *tensors_in((args, kwargs))]
     if not any(tensor.dtype in HALF for tensor in held):
@@ -336,7 +347,7 @@ def _in_float32(module: nn.Module, args: Any, kwargs: Any) -> tuple[nn.Module, A
 
 @without_gradients
 def _has_other_terms(module: nn.Module, args: Any, kwargs: Any) -> bool:
-    """Return whether attention gives something else while its pattern is listened to."""
+    """Return whether the output of attention changes if its pattern has a hook."""
     module, args, kwargs = _in_float32(module, args, kwargs)
     points: Any = carried(module, "hook_points")
     output = next(tensors_in(module(*args, **kwargs)))
@@ -348,7 +359,9 @@ def _has_other_terms(module: nn.Module, args: Any, kwargs: Any) -> bool:
 
 @without_gradients
 def _problem_of(module: nn.Module, args: Any, kwargs: Any) -> str | None:
-    """Return the promise that points of attention by code of its own break; None if they keep all.
+    """Return the first error in the points of attention in a module's own code;
+
+    None without errors.
 
     Args:
         module: the attention module, with `TracedPoints`.
@@ -365,9 +378,9 @@ def _problem_of(module: nn.Module, args: Any, kwargs: Any) -> str | None:
 def _values_of(
     module: nn.Module, args: Any, kwargs: Any, edits: bool
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """The values at the points of one run, and what modules read, or may read, of it.
+    """Return the values at the points of one run, and the tensors that modules may read from it.
 
-    Edits turn what can be edited.
+    With `edits`, the values at all points except `scores` and `z` are rolled.
     """
     points: Any = carried(module, "hook_points")
     values: dict[str, Tensor] = {}
@@ -384,7 +397,10 @@ def _values_of(
 
 
 def _broken(values: Mapping[str, Tensor], read: Sequence[Tensor] | None = None) -> str | None:
-    """The first promise that values break. One of the tensors that are `read` must be z."""
+    """Return the first error in the values; None without errors.
+
+    One of the tensors in `read` must be z.
+    """
     eps = torch.finfo(values["z"].dtype).eps
     q, k, v, scores, pattern, z = (values[name].float().cpu() for name in POINTS)
     k, v = (part.repeat_interleave(q.shape[2] // part.shape[2], 2) for part in (k, v))
@@ -395,29 +411,31 @@ def _broken(values: Mapping[str, Tensor], read: Sequence[Tensor] | None = None) 
     joined = z.flatten(2)
     flat = [part.reshape(joined.shape) for part in read or () if part.numel() == joined.numel()]
     checks = {
-        "scores are no multiple of q·k": equal(products * scale, scores),
+        "scores are not a multiple of q·k": equal(products * scale, scores),
         "rows of pattern do not sum to 1": equal(sums, torch.ones_like(sums)),
         "z is not pattern·v": equal(torch.einsum("bhqk,bkhd->bqhd", pattern, v), z),
-        "no map reads z": read is None or any(equal(part.float().cpu(), joined) for part in flat),
+        "no module reads z": read is None
+        or any(equal(part.float().cpu(), joined) for part in flat),
     }
     return next((problem for problem, holds in checks.items() if not holds), None)
 
 
 USUAL = (
-    *("resid_pre", "ln1.scale", "ln1.normalized", "attn.q", "attn.k", "attn.v", "attn.scores", "attn.pattern", "attn.z"),
-    *("attn_out", "resid_mid", "ln2.scale", "ln2.normalized", "mlp.pre", "mlp.post", "mlp_out", "resid_post"),
-)  # fmt: skip
+    *("resid_pre", "ln1.scale", "ln1.normalized"),
+    *("attn.q", "attn.k", "attn.v", "attn.scores", "attn.pattern", "attn.z", "attn_out"),
+    *("resid_mid", "ln2.scale", "ln2.normalized", "mlp.pre", "mlp.post", "mlp_out", "resid_post"),
+)
 """The points of a usual block, by the last parts of their names."""
 
 ADDED = ("attn_out", "mixer_out", "mlp_out")
 SUMMED = ("attn_out", "resid_mid", "ln2.scale", "ln2.normalized", "mlp.pre", "mlp.post", "mlp_out")
-"""Those that say what is added to the stream, and those that are found by such sums."""
+"""The points with terms of the stream, and the points that are found by sums of terms."""
 
 
 def _reasons_of_missing_points(wiring: Wiring) -> dict[str, str]:
-    """Return the reason for each usual point that is not there, by its name.
+    """Return the reason for each usual point that is missing, by its name.
 
-    A point with a known reason is left out.
+    Points with a known reason are not included.
     """
     stack, prefix = wiring.stack, wiring.stack.prefix
     points = HookedRunner(wiring.model).points
@@ -430,9 +448,9 @@ def _reasons_of_missing_points(wiring: Wiring) -> dict[str, str]:
     attentions = [layout.attention for layout in stack.layouts if layout.attention is not None]
     inside = (name.split(".") for attention in attentions for name, _ in attention.named_modules())
     if any("router" in parts for parts in inside):
-        reasons["attn.router"] = "attention chooses among experts by a router of its own"
+        reasons["attn.router"] = "attention selects experts with its own router"
     if f"{prefix}ln_final.normalized" not in points:
-        reasons["ln_final"] = "no norm of one module comes after the last block"
+        reasons["ln_final"] = "no single module after the last block is a norm"
     return reasons
 
 
@@ -445,8 +463,8 @@ def _reason(wiring: Wiring, name: str, without: Sequence[int], points: Mapping[s
     if name.startswith("attn") and has_mixers:
         return f"{some} has another mixer of positions, mixer_out"
     if name in SUMMED and not has_terms:
-        return "the stream that leaves the block is no sum of what entered and modules' outputs"
+        return "the stream that leaves the block is not the sum of its input and outputs of modules"
     if name in ("mlp_out", "resid_mid") and all(layouts[n].reads_first for n in without):
-        return "what is added after attention is scaled, or a sum of several"
+        return "the term after attention is scaled, or is a sum of several outputs"
     where = "any block" if len(without) == len(layouts) else some
-    return f"no module of {where} takes it in or gives it out"
+    return f"it is not the input or output of a module in {where}"

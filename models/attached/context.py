@@ -1,11 +1,12 @@
 """Values that blocks read besides the residual stream: cached keys and values, masks and positions.
 
-1. `passed` hands the new keys or values of a run to their point, and an edited one on to the cache.
-2. `AttachedContext` keeps the arguments of each block of one run, so that blocks can run again on
+1. `passed` passes the new keys or values of a run through their point, and writes edited ones to
+   the cache.
+2. `AttachedContext` stores the arguments of each block of one run, so that blocks can run again on
    other streams: on copies of the texts (`repeated`), or from a later position on (`after`), with
    earlier keys in an `AttachedPast`.
-3. `repeatable_context` makes one from the recorded calls, if every argument of the blocks has a
-   known meaning.
+3. `repeatable_context` creates a context from the recorded calls, if every argument of the blocks
+   has a known meaning.
 """
 
 import inspect
@@ -26,25 +27,30 @@ from models.attached.forward import is_cache, own_cache
 from models.attached.wires import fire
 from models.running.context import joined
 
-# Values may be narrower than keys, and there may be copies of the rows.
+# The axes have names with underscores, because values may be narrower than keys, and rows may be
+# repeated.
 Keys = Float[Tensor, "_rows _kv_head _key _d_head"]
 
-# The cache that the attention module which runs now was given.
+# The cache argument of the attention module that runs now.
 _cache: ContextVar[Any] = ContextVar("cache", default=None)
 
 
 def take_cache() -> Any:
-    """The cache that the running attention module was given, or None. A second call gives None."""
+    """Return the cache argument of the running attention module, or None.
+
+    The cache is returned once. A second call returns None.
+    """
     if torch.compiler.is_compiling():
         return None
     cache = _cache.get()
-    _cache.set(None)  # or it would live as long as the thread
+    # Otherwise the cache would stay in memory as long as the thread.
+    _cache.set(None)
     return cache
 
 
 @dataclass(eq=False)
 class CacheGiven(Wire):
-    """A hook before an attention module: notes the cache among its arguments."""
+    """A hook before an attention module that stores the cache among its arguments."""
 
     point: HookPoint
 
@@ -55,33 +61,36 @@ class CacheGiven(Wire):
 
 
 class AttachedPast:
-    """Keys and values of one layer, to which a call adds its own without changing them.
+    """Keys and values of one layer. A call appends its own without changing them.
 
     Args:
-        keys, values: of earlier positions. A call may have several copies of their rows.
+        keys, values: the keys and values of earlier positions. A call may have several copies of
+            their rows.
     """
 
     def __init__(self, keys: Keys, values: Keys) -> None:
         self.keys, self.values = keys, values
 
     def get_seq_length(self, *args: Any) -> int:
-        """The number of earlier positions."""
+        """Return the number of earlier positions."""
         return self.keys.shape[2]
 
     def update(self, keys: Keys, values: Keys, *args: Any, **kwargs: Any) -> tuple[Keys, Keys]:
-        """Earlier and new keys and values."""
+        """Return the earlier and new keys and values."""
         return joined(self.keys, keys), joined(self.values, values)
 
 
 def past_of(cache: Any, layer: int | None) -> AttachedPast | None:
-    """A copy of what a cache holds for a layer; None if it is empty.
+    """Return a copy of the keys and values of a layer in a cache; None if the cache is empty.
 
     Raises:
-        HookError: if that is more than keys and values of the last positions, or no cache was
-            given.
+        HookError: if the cache contains more than keys and values of the last positions, or is not
+            a cache.
     """
     if not is_cache(cache):
-        raise HookError(f"lazy=True needs plain arguments; got a {type(cache).__name__}")
+        raise HookError(
+            f"lazy=True needs arguments without other objects; got a {type(cache).__name__}"
+        )
     held = cached_layer(cache, layer)
     if held is not None and not held.get_seq_length():
         return None
@@ -92,50 +101,52 @@ def past_of(cache: Any, layer: int | None) -> AttachedPast | None:
 
 
 def keeps_only_keys(held: Any) -> bool:
-    """Return whether the part of a cache for one layer is keys and values, and no state of a recurrence."""
+    """Return whether a layer of a cache contains only keys and values, and no recurrent state."""
     return type(held).__name__ in ("DynamicLayer", "DynamicSlidingWindowLayer")
 
 
 def number_of(attention: nn.Module) -> Any:
-    """The number of an attention module's layer in a cache, or None."""
+    """Return the index of an attention module's layer in a cache, or None."""
     return getattr(attention, "layer_idx", getattr(attention, "layer_id", None))
 
 
 def cached_layer(cache: Any, layer: Any) -> Any:
-    """The part of a cache for one layer, or None."""
+    """Return the part of a cache for one layer, or None."""
     layers = getattr(own_cache(cache), "layers", ())
     return layers[layer] if isinstance(layer, int) and 0 <= layer < len(layers) else None
 
 
 def first_new(keys: Keys, new: int, cache: Any, layer: Any) -> int:
-    """The place where the keys of the `new` positions begin.
+    """Return the index at which the keys of the `new` positions begin.
 
-    Behind the keys, a static cache has free places.
+    A static cache has free places after the keys.
     """
     held = cached_layer(cache, layer)
     if type(held).__name__.startswith("Static") and _is_part(held.keys, keys):
-        # A window that is full moves on, and the new ones are its last.
+        # A full window drops its oldest keys, and the new keys are at its end.
         return min(start_of_piece() or 0, keys.shape[2] - new)
     return keys.shape[2] - new
 
 
 def passed(point: HookPoint, keys: Keys, new: range, held: Any, cache: Any, is_lent: bool) -> Keys:
-    """All keys or values, of which the `new` positions' went through a point.
+    """Return all keys or values, after the keys or values of the `new` positions went through a
+    point.
 
     Args:
         point: the point.
-        keys: those of all positions that a query may see.
-        new: which places are new.
-        held: the tensor of the cache that needs edited ones for later calls.
+        keys: the keys or values of all positions that a query may see.
+        new: the indices of the new positions.
+        held: the tensor of the cache that must receive edited keys or values for later calls.
         cache: the cache, or None.
         is_lent: whether later modules use the same tensor, and must see an edit too.
 
     Raises:
-        HookError: if the cache cannot take edited ones.
+        HookError: if edited keys or values cannot be stored in the cache.
     """
     before = keys[:, :, new.start : new.stop].transpose(1, 2)
     if (held is not None or is_lent) and is_listened_to(point):
-        before = before.clone()  # a hook's cache may keep it, and this memory may be written into
+        # A hook may store this tensor, and the model may write into its memory.
+        before = before.clone()
     after = fire(point, before)
     if after is before:
         return keys
@@ -144,8 +155,11 @@ def passed(point: HookPoint, keys: Keys, new: range, held: Any, cache: Any, is_l
             return after.transpose(1, 2)
         return torch.cat([keys[:, :, : new.start], after.transpose(1, 2)], 2)
     if not is_lent and not _is_part(held, keys):
-        what = "keys and values of this model cannot be edited where a cache keeps them, as it keeps others"
-        raise HookError(f"{what} (use_cache=False helps)")
+        what = (
+            "keys and values of this model cannot be edited in a run with a cache, because its "
+            "cache stores other tensors"
+        )
+        raise HookError(f"{what} (run with use_cache=False)")
     keys[:, :, new.start : new.stop] = after.transpose(1, 2)
     return keys
 
@@ -154,7 +168,7 @@ def _is_part(held: Any, keys: Keys) -> bool:
     return isinstance(held, Tensor) and memory_of(held) == memory_of(keys)
 
 
-# The arguments whose meaning is known, with their axes over texts and over queries. Positions of
+# The arguments with a known meaning, with their axes over texts and over queries. Positions of
 # several sections (m-rope) are [section, batch, pos], so axes are counted from the end.
 AXES: dict[str, tuple[int | None, int]] = {
     "attention_mask": (-4, -2),
@@ -170,10 +184,10 @@ class AttachedContext(NamedTuple):
 
     Attributes:
         given: the model's arguments besides the tokens.
-        n_pos: how many positions the texts have.
-        calls: for each block its arguments by name, besides the stream and cached keys.
-        held: for each block the keys and values that its cache has.
-        past: for each block the keys and values before the first position.
+        n_pos: the number of positions of the texts.
+        calls: for each block, its arguments by name, besides the stream and cached keys.
+        held: for each block, the keys and values in its cache.
+        past: for each block, the keys and values before the first position.
     """
 
     given: dict[str, Any]
@@ -183,7 +197,7 @@ class AttachedContext(NamedTuple):
     past: tuple[Any, ...] = ()
 
     def arguments(self, layer: int) -> dict[str, Any]:
-        """The arguments of a block besides the stream."""
+        """Return the arguments of a block besides the stream."""
         kwargs = dict(self.calls[layer])
         if self.past:
             kwargs[next(name for name in CACHES if name in kwargs)] = AttachedPast(
@@ -192,15 +206,18 @@ class AttachedContext(NamedTuple):
         return kwargs
 
     def repeated(self, n: int) -> "AttachedContext":
-        """The context of `n` copies of the texts in sequence: row `copy * batch + row`."""
-        tiled: dict[int, Tensor] = {}  # blocks share masks
+        """Return the context of `n` copies of the texts in sequence: row `copy * batch + row`."""
+        # Blocks share masks, so copy each mask only once.
+        tiled: dict[int, Tensor] = {}
         batch = len(self.held[0][0]) if self.held else 0
 
         def tile(name: str, leaf: Any) -> Any:
             axis = _axis_of_texts(name, leaf)
-            if axis is None or (leaf.shape[axis] == 1 and batch != 1):  # for all texts
+            # One row is for all texts.
+            if axis is None or (leaf.shape[axis] == 1 and batch != 1):
                 return leaf
-            if leaf.shape[axis] == 1:  # some blocks want a row for each
+            # Some blocks need a row for each text.
+            if leaf.shape[axis] == 1:
                 return leaf.expand(*leaf.shape[:axis], n, *leaf.shape[axis + 1 :])
             if id(leaf) not in tiled:
                 tiled[id(leaf)] = torch.cat([leaf] * n, axis)
@@ -212,11 +229,12 @@ class AttachedContext(NamedTuple):
         return self._replace(calls=tuple(map(tiled_call, self.calls)))
 
     def after(self, pos: int, past: Sequence[Sequence[Tensor]]) -> "AttachedContext":
-        """The context of the same texts from position `pos` on.
+        """Return the context of the same texts from position `pos` on.
 
         Args:
             pos: the first position.
-            past: for each block the keys and values before it, as its cache holds them.
+            past: for each block, the keys and values before this position, in the layout of its
+                cache.
         """
         new = self.n_pos - pos
         calls = list[dict[str, Any]]()
@@ -230,7 +248,8 @@ def _later(name: str, value: Any, pos: int, new: int, device: torch.device) -> A
     if name not in AXES:
         return value
     if name == "attention_mask" and value is None and new > 1:
-        # Without a mask the kernels take the first key for the first query's.
+        # Without a mask, the kernels assume that the first key is at the position of the first
+        # query.
         return torch.ones(1, 1, new, pos + new, dtype=torch.bool, device=device).tril(pos)
 
     def cut(leaf: Any) -> Any:
@@ -240,9 +259,9 @@ def _later(name: str, value: Any, pos: int, new: int, device: torch.device) -> A
 
 
 def _axis_of_texts(name: str, leaf: Any) -> int | None:
-    """The axis of an argument that has a row for each text, or one for all of them.
+    """Return the axis of an argument that has a row for each text, or one row for all texts.
 
-    An argument without such an axis gives None.
+    For an argument without this axis, the result is None.
     """
     axis = AXES[name][0] if name in AXES else None
     if not isinstance(leaf, Tensor) or axis is None or leaf.ndim < -axis:
@@ -251,22 +270,23 @@ def _axis_of_texts(name: str, leaf: Any) -> int | None:
 
 
 def _has_known_axes(name: str, leaf: Tensor, batch: int, n_pos: int) -> bool:
-    """Return whether an argument has its texts and its queries along the axes that are known."""
+    """Return whether the texts and queries of an argument are along the known axes."""
     if leaf.ndim < -AXES[name][1] or leaf.shape[AXES[name][1]] != n_pos:
         return False
     if (axis := _axis_of_texts(name, leaf)) is None:
-        return leaf.ndim == -AXES[name][1]  # no axis comes before, so all texts share it
-    # Where all texts share a row, no axis before it may be the texts'.
+        # There is no axis before this one, so all texts share the argument.
+        return leaf.ndim == -AXES[name][1]
+    # If all texts share a row, no axis before it may have the size of the batch.
     return leaf.shape[axis] == batch or (leaf.shape[axis] == 1 and batch not in leaf.shape[:axis])
 
 
 def repeatable_context(
     blocks: Sequence[nn.Module], calls: Sequence[tuple[Any, Any]], model_arguments: dict[str, Any]
 ) -> AttachedContext | None:
-    """The context of a run, from how it called the blocks; None if they cannot be called again.
+    """Return the context of a run, from its calls of the blocks; None if these cannot be repeated.
 
-    They can if each is causal, has no tensors among its arguments but those in `AXES`, with these
-    axes, and has put all its keys and values into a cache.
+    The calls can be repeated if each block is causal, has no tensors among its arguments except the
+    arguments in `AXES`, with these axes, and has put all its keys and values into a cache.
     """
     arguments, held = [], []
     for block, (args, kwargs) in zip(blocks, calls, strict=True):
@@ -298,7 +318,7 @@ def _is_causal(block: nn.Module, kwargs: dict[str, Any], n_pos: int) -> bool:
         return all(getattr(module, "is_causal", True) for module in block.modules())
     if not isinstance(mask, Tensor) or mask.shape[-2:] != (n_pos, n_pos):
         return False
-    # What is added to a score that is seen may be a bias, and not 0.
+    # The mask may contain a bias for a visible key, and not only 0.
     least = torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else 0
     seen = mask > least
     return not bool(seen.triu(1).any())

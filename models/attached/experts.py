@@ -300,7 +300,8 @@ def _others(chosen: Tensor, routing: Tensor) -> tuple[Tensor, Tensor]:
     if not routing.requires_grad:
         is_other &= routing != 0
     others = is_other.to(routing.dtype).topk(int(is_other.sum(-1).max()), -1).indices
-    # If a row has fewer of these experts than another row, selected experts with weight 0 fill it.
+    # All rows need the same number of experts. Shorter rows are filled with selected experts, whose
+    # weight here is 0.
     return others, routing.gather(-1, others) * is_other.gather(-1, others)
 
 

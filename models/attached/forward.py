@@ -1,17 +1,17 @@
 """The forward of an attached model: it reads texts, their padding, and pieces of texts.
 
-A run continues an earlier one if it is given the cache or the state of that run. Where its piece
-starts, so that edits count positions from the start of the text, is known by the first of these
-that is there:
+A run continues an earlier run if its arguments contain the cache or the state of that run. The
+position at which its piece starts is needed so that edits count positions from the start of the
+text. It is read from the first of these that exists:
 
-1. a mask of more columns than there are new tokens;
-2. a cache of keys, which says how many positions it has seen;
-3. any other object, or list of tensors, that an earlier run was given or gave: the state of a model
-   without keys.
+1. a mask with more columns than there are new tokens;
+2. a cache of keys, which counts the positions that it has seen;
+3. any other object, or list of tensors, that was an argument or an output of an earlier run: the
+   state of a model without keys.
 
-Virtual tokens, which an adapter puts before every text (prefix tuning), do not count.
-`PaddedPositions` tries, in runs of a few tokens, how the model counts positions beside padding, and
-refuses padding that changes the output of a text.
+Virtual tokens, which an adapter adds before every text (prefix tuning), do not count.
+`PaddedPositions` tests in runs of a few tokens how the model counts positions next to padding. It
+raises an error for padding that changes the output of a text.
 """
 
 import inspect
@@ -47,7 +47,10 @@ from models.attached.wires import Output, Replaced, texts_read
 from models.mode import mode
 
 NEW_CACHE, OLD_CACHES = "cache", ("past_key_values", "cache_params")
-"""The argument for a cache: its name from version 5.24 of `transformers` on, which warns of the older ones."""
+"""The names of the cache argument: since `transformers` 5.24, and before.
+
+The newer versions warn about the old names.
+"""
 
 _generation = Scoped[dict[str, int] | None]("generation", None)
 
@@ -55,7 +58,7 @@ _generation = Scoped[dict[str, int] | None]("generation", None)
 class Generate(Replaced):
     """A model's `generate`.
 
-    Runs in it know how long the prompt was, also where each reads the whole text again.
+    Runs inside it know the length of the prompt, even if each run reads the whole text again.
 
     Args:
         model: the model.
@@ -74,20 +77,22 @@ class Generate(Replaced):
 class StackForward(Replaced):
     """The forward of a module that runs a stack of blocks.
 
-    It tells points which piece of which texts they see.
+    It stores which piece of which texts the points see.
 
     Args:
         model: the module.
-        grows: whether a run may go on from another. Otherwise it reads whole texts.
+        grows: whether a run may continue another run. Otherwise each run reads whole texts.
+            Default: True.
 
     Attributes:
-        embedded: the hook of `embed`, for a run that is given embeddings instead of tokens.
-        virtual: how many virtual tokens come before each text; None before the first run.
+        embedded: the hook of `embed`, for a run with embeddings instead of tokens.
+        virtual: the number of virtual tokens before each text; None before the first run.
     """
 
     def __init__(self, model: nn.Module, grows: bool = True) -> None:
         super().__init__(model)
-        self.__wrapped__ = self.inner  # its signature is this one's
+        # `inspect.signature` then returns the signature of the original forward.
+        self.__wrapped__ = self.inner
         names = [*inspect.signature(self).parameters, "attention_mask"]
         self._mask = names.index("attention_mask")
         self._grows = grows
@@ -95,11 +100,12 @@ class StackForward(Replaced):
         self.embedded: Output | None = None
         self.virtual: int | None = None
         self._left: tuple[int, ...] | None = None
-        # The memory of a list of tensors that the last run left, and how many columns it has read.
+        # The memory of a list of tensors from the last run, and the number of columns that it has
+        # read.
         self._end_of_list: tuple[list[int], int] = ([], 0)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The output of the module's own forward."""
+        """Return the output of the module's own forward."""
         if torch.compiler.is_compiling():
             return self.inner(*args, **kwargs)
         embeddings = kwargs.get("inputs_embeds")
@@ -109,7 +115,8 @@ class StackForward(Replaced):
         named = [kwargs.get(name) for name in ("input_ids", "inputs_embeds")]
         tokens = next(tensors_in((args, named)), torch.empty(0, 0))
         if tokens.ndim == 3 and not tokens.is_floating_point():
-            tokens = tokens.flatten(0, 1)  # several choices for each text, which blocks see as rows
+            # Each text has several choices, which blocks see as rows.
+            tokens = tokens.flatten(0, 1)
         texts = tokens.shape[:2]
         token = texts_read.set(texts)
         mask = kwargs.get("attention_mask", args[self._mask] if len(args) > self._mask else None)
@@ -137,7 +144,7 @@ class StackForward(Replaced):
         args: Any,
         kwargs: Any,
     ) -> Any:
-        """The output of a run that may go on from another."""
+        """Return the output of a run that may continue another run."""
         cache = next(filter(is_cache, (*args, *kwargs.values())), None)
         moved = cache is not None and self._left not in (None, _mark(cache)) and bool(_held(cache))
         start = self._start(texts[1], real, [*args, *kwargs.values()])
@@ -146,7 +153,7 @@ class StackForward(Replaced):
         if self.virtual and start is not None:
             start = start - self.virtual
             real = None if real is None else real[:, self.virtual :]
-        # A model that is told to cache may make the cache itself, for the first piece of a text.
+        # With `use_cache`, the model may create the cache itself, for the first piece of a text.
         began = None
         if start is None and (generation := _generation.get()) is not None:
             start = 0
@@ -160,9 +167,9 @@ class StackForward(Replaced):
         return output
 
     def _start(self, n_pos: int, real: Tensor | None, given: list[Any]) -> int | None:
-        """The first column of the piece, virtual tokens included.
+        """Return the first column of the piece, virtual tokens included.
 
-        It is None if the run goes on from no other.
+        The result is None if the run does not continue another run.
         """
         if real is not None and real.shape[1] > n_pos:
             return real.shape[1] - n_pos
@@ -184,19 +191,23 @@ class StackForward(Replaced):
             if isinstance(state, list | tuple):
                 self._end_of_list = [*map(memory_of, tensors_in(state))], end
             elif not _held(state):
-                vars(state)[_END] = end  # so that a copy of it knows it too
+                # An attribute is also copied with the state.
+                vars(state)[_END] = end
 
 
 class Forward(StackForward):
-    """The forward of an attached model, which makes tokens of texts and checks that the model is the one that was attached.
+    """The forward of an attached model.
+
+    It turns texts into tokens, and checks that the modules are still the attached ones.
 
     Args:
         model: the model.
 
     Attributes:
-        places: the modules that points listen to, each with its parent and its name there.
-        prepare: makes tokens of texts among the arguments.
-        reads_texts: whether its blocks read the texts; not where an encoder and a decoder do.
+        places: the modules with hooks of points, each with its parent and its name there.
+        prepare: a function that replaces texts among the arguments by tokens.
+        reads_texts: whether its blocks read the texts. In a model with an encoder and a decoder,
+            they do not.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -204,11 +215,11 @@ class Forward(StackForward):
         self._config = vars(model).get("config")
         self._words = Words(self, *forwards_in(model))
         self._model = type(model).__name__
-        # `generate` gives a mask to every model, and the mask says where padding is.
+        # `generate` passes a mask to every model, and the mask marks the padding.
         self._words.known.add("attention_mask")
         parameters = inspect.signature(self).parameters
-        # Adapters, and code for older versions, give the cache by a name that the model has no
-        # more.
+        # Adapters, and code for older versions, pass the cache under a name that the model no
+        # longer has.
         self._old_names = set(OLD_CACHES) - parameters.keys() if NEW_CACHE in parameters else set()
         self._words.known |= self._old_names
         self.places: list[tuple[nn.Module, str, nn.Module]] = []
@@ -216,25 +227,26 @@ class Forward(StackForward):
         self.reads_texts = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The output of the model's own forward.
+        """Return the output of the model's own forward.
 
         Raises:
-            HookError: if a module that a point listens to was replaced, as adapters do, or
-                attention is computed in another way than at `attach`.
+            HookError: if a module with the hook of a point was replaced, as adapters do, or the
+                attention function has changed since `attach`.
             TypeError: if the model's forward does not know an argument.
         """
         for parent, name, module in self.places:
             if getattr(parent, name, None) is not module:
                 raise HookError(
-                    f"the model's modules must be those that were there at attach; {name!r} of a "
-                    f"{type(parent).__name__} is another: attach(model) again"
+                    f"the model's modules must not change after attach; {name!r} of a "
+                    f"{type(parent).__name__} was replaced: call attach(model) again"
                 )
         if torch.compiler.is_compiling():
             return self.inner(*args, **kwargs)
         kernel = str(getattr(self._config, "_attn_implementation", HOOKED))
         if not kernel.startswith(HOOKED):
             raise HookError(
-                f"attention must be computed as at attach; it was set to {kernel!r} since: detach(model), then attach(model)"
+                f"the attention function must not change after attach; it was set to {kernel!r}: "
+                "call detach(model), then attach(model)"
             )
         for name in self._old_names & kwargs.keys() if NEW_CACHE not in kwargs else ():
             kwargs[NEW_CACHE] = kwargs.pop(name)
@@ -245,7 +257,7 @@ class Forward(StackForward):
         return call(*args, **kwargs)
 
 
-# The attribute of a state that says how many columns have been read.
+# The attribute of a state that contains the number of columns that have been read.
 _END = "_columns_read"
 
 
@@ -255,15 +267,15 @@ def is_cache(value: Any) -> bool:
 
 
 def own_cache(cache: Any) -> Any:
-    """The part of a cache that attention among the model's own positions uses.
+    """Return the part of a cache for attention among the model's own positions.
 
-    The cache of a decoder with an encoder has two.
+    The cache of a decoder with an encoder has two parts.
     """
     return getattr(cache, "self_attention_cache", cache)
 
 
 def _states(values: list[Any]) -> Iterator[Any]:
-    """Yield the values that a run may leave to another: objects, and lists of tensors."""
+    """Yield the values that a run may pass to another run: objects, and lists of tensors."""
     for value in values:
         is_object = hasattr(value, "__dict__") and not isinstance(value, Tensor | Mapping)
         is_list = isinstance(value, list) and all(isinstance(part, Tensor) for part in value)
@@ -282,40 +294,40 @@ def _fields(output: Any) -> list[Any]:
 
 
 def _mark(cache: Any) -> tuple[int, ...]:
-    """The memory of a cache's keys.
+    """Return the memory addresses of a cache's keys.
 
-    It is another after its rows were chosen anew, as in a beam search.
+    They change when the rows of the cache are reordered, as in a beam search.
     """
     keys = (getattr(layer, "keys", None) for layer in getattr(own_cache(cache), "layers", ()))
     return id(cache), *(memory_of(key) for key in keys if isinstance(key, Tensor))
 
 
 def _held(cache: Any) -> int:
-    """The number of positions that a cache has seen.
+    """Return the number of positions that a cache has seen.
 
-    Layers that keep no keys, as linear attention, do not count.
+    Layers without keys, such as linear attention, do not count.
     """
     layers = [x for x in getattr(own_cache(cache), "layers", ()) if hasattr(x, "get_seq_length")]
     return max((int(layer.get_seq_length()) for layer in layers), default=0)
 
 
 def _is_fresh(state: Any) -> bool:
-    """Return whether a state was reset, by the word of its layers."""
+    """Return whether all layers of a state report that it was reset."""
     before = [getattr(layer, "has_previous_state", None) for layer in getattr(state, "layers", ())]
     known = [any(each.values()) if isinstance(each, dict) else each for each in before]
     return bool(known) and not any(known)
 
 
-# Whether a run is one that finds out how the model counts positions.
+# Whether the current run tests how the model counts positions.
 _alone = Scoped("alone", False)
 
 
 class PaddedPositions:
-    """The positions that a model must be given where texts are padded.
+    """The positions that a model needs if texts are padded.
 
     Args:
         attached: the model's parts.
-        takes_positions: whether it has an argument for them.
+        takes_positions: whether the model has an argument for positions.
     """
 
     def __init__(self, attached: Any, takes_positions: bool) -> None:
@@ -323,22 +335,25 @@ class PaddedPositions:
         self._reads_padding: dict[tuple[str, bool], bool] = {}
 
     def of(self, mask: Shaped[Tensor, "batch pos"], copies_text: bool = False) -> dict[str, Tensor]:
-        """Return positions for texts with padding before a token, if the model takes positions: columns without padding.
+        """Return positions for texts with padding before a token, if the model accepts positions.
+
+        The positions count only columns without padding.
 
         Args:
             mask: True at real tokens.
-            copies_text: whether the run gives no text to the decoder, so that some models copy the
-                text of their encoder.
+            copies_text: whether the decoder gets no text in the run, so that some models copy the
+                text of their encoder. Default: False.
 
         Raises:
-            ValueError: if the model takes none, and counts padding; or if its output reads padding.
+            ValueError: if the model accepts no positions and counts padding, or if padding changes
+                its output.
         """
         if _alone.get() or mask.is_meta or isinstance(mask, FakeTensor):
             return {}
         real = mask.bool()
         is_start = real[:, 1:] & ~real[:, :-1]
         is_end = real[:, :-1] & ~real[:, 1:]
-        # Together, so that an accelerator is waited for once.
+        # Compute both together, so that an accelerator is synchronized only once.
         has_left, has_right = torch.stack([is_start.any(), is_end.any()]).tolist()
         if has_left:
             self._require_unread("left", copies_text)
@@ -350,19 +365,21 @@ class PaddedPositions:
             return {"position_ids": self._counted(mask, first)}
         if self._counts_padding:
             raise ValueError(
-                f"texts must be padded on the right for a {type(self._attached.model).__name__}, which takes no positions and "
+                f"texts must be padded on the right for a {type(self._attached.model).__name__}, "
+                "which accepts no positions and "
                 "counts padding; got padding before a token"
             )
         return {}
 
     def _require_unread(self, side: str, copies_text: bool) -> None:
-        """Raise an error if padding on a side changes the output of a text.
+        """Require that padding on a side does not change the output of a text.
 
-        A classifier may read the first column, a convolution reads across the end of a text, and a
+        A classifier may read the first column, a convolution reads past the end of a text, and a
         decoder that copies the text of its encoder also reads the padding in it.
 
         Raises:
-            ValueError: saying which texts the model can read.
+            ValueError: if padding changes the output. The error states which texts the model can
+                read.
         """
         if not self._is_read(side, copies_text):
             return
@@ -370,7 +387,8 @@ class PaddedPositions:
         other = "left" if side == "right" else "right"
         if copies_text and not self._is_read(side, copies_text=False):
             raise ValueError(
-                f"a padded {type(model).__name__} must be given decoder_input_ids, because without them its decoder reads "
+                f"a padded {type(model).__name__} must be given decoder_input_ids, because "
+                "without them its decoder reads "
                 f"input_ids with the padding; got padding on the {side}"
             )
         if not self._is_read(other, copies_text):
@@ -380,12 +398,15 @@ class PaddedPositions:
         else:
             rule = "must have one length"
         raise ValueError(
-            f"texts {rule}, because padding on the {side} changes the output of a {type(model).__name__}; "
+            f"texts {rule}, because padding on the {side} changes the output of a "
+            f"{type(model).__name__}; "
             "got padding there"
         )
 
     def _is_read(self, side: str, copies_text: bool) -> bool:
-        """Return `_changes_output`, which runs the model once for each question."""
+        """Return the result of `_changes_output`, which is computed once for each pair of
+        arguments.
+        """
         question = (side, copies_text)
         if question not in self._reads_padding:
             self._reads_padding[question] = self._changes_output(*question)
@@ -397,9 +418,11 @@ class PaddedPositions:
         attached = self._attached
         model = attached.model
         if any(map(is_fully_sharded, model.modules())):
-            return False  # other processes may have no padding, and would not take part in this run
+            # Other processes may have no padding. Then they do not take part in this run.
+            return False
         if table_of(model) is None:
-            return False  # it reads no tokens
+            # The model reads no tokens.
+            return False
         pad = attached.pad_token
         tokens = tokens_for(model)[:1]
         # A classifier may find the end of a text by the first padding token.
@@ -419,8 +442,8 @@ class PaddedPositions:
                 more["position_ids"] = self._counted(mask, self._first_position)
             beside = self._logits_alone(padded, attention_mask=mask, **more)
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
-            # The model needs more than these tokens. A copied text keeps its padding on the left
-            # all the same.
+            # The model needs more arguments than these tokens. A copied text has its padding on the
+            # left in any case.
             return copies_text and side == "left"
         if beside.shape[1:2] == (n_pos + 1,) and alone.shape[1:2] == (n_pos,):
             beside = beside[:, 1:] if side == "left" else beside[:, :-1]
@@ -428,14 +451,14 @@ class PaddedPositions:
         return beside.shape == alone.shape and not agree(beside, alone, tolerance)
 
     def _counted(self, mask: Tensor, first: int) -> Tensor:
-        """Positions of real tokens, the first of which has the number `first`."""
+        """Return the positions of real tokens, counted from `first`."""
         return (mask.long().cumsum(1) - 1).clamp(min=0) + first
 
     @cached_property
     def _first_position(self) -> int | None:
-        """The position that the model gives the first token by itself.
+        """The position that the model uses by default for the first token.
 
-        It is None if it takes no positions, or counts otherwise.
+        It is None if the model accepts no positions, or counts differently.
         """
         if not self._takes_positions:
             return None
@@ -456,7 +479,7 @@ class PaddedPositions:
     @cached_property
     @without_gradients
     def _counts_padding(self) -> bool:
-        """Return whether a column of padding before a text changes its logits."""
+        """Whether a column of padding before a text changes its logits."""
         attached = self._attached
         tokens = tokens_for(attached.model)
         mask = torch.ones_like(tokens).index_fill(1, tokens.new_zeros(1), 0)
@@ -477,6 +500,6 @@ class PaddedPositions:
 
     @without_gradients
     def _logits_alone(self, tokens: Tensor, **arguments: Any) -> Tensor:
-        """Return the logits of a run without hooks, with the given positions only."""
+        """Return the logits of a run without hooks, with only the given positions."""
         with mode(self._attached.model, training=False), _alone.set(True):
             return logits_of(hooks_disabled(self._attached.run_base, tokens, **arguments))

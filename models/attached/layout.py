@@ -11,8 +11,8 @@ inputs and outputs of its modules:
    the stream between two terms is read, and which norms read it. With attention to an encoder,
    there are three terms (`crossing_of`).
 3. Roles (`roles_of`): the first term whose call ended after attention began belongs to attention.
-   The next term, or the last, belongs to the MLP. A term that belongs to neither comes from another
-   mixer of positions.
+   The next term, or the last, belongs to the MLP. Any other term comes from another mixer of
+   positions.
 
 `layout_of` assembles these into a `BlockLayout`, with the hidden layer and the experts of the MLP.
 To support a block of another form, for example with two MLPs, add its sums to `terms_of` and its
@@ -49,7 +49,7 @@ Term = tuple[Call, Summand]
 class Roles(NamedTuple):
     """The names that a user gives: the blocks of a model, and the sublayers of a block.
 
-    A name is None if the user does not give it. The part is then found without a name.
+    If a name is None, the part is found without a name.
     """
 
     blocks: str | None = None
@@ -66,7 +66,7 @@ class BlockLayout:
         attention: the module that calls the attention function.
         attn_out, mlp_out: the terms that the sublayers add.
         mixer_out: the term of a mixer of positions without attention, such as a state space or a
-            convolution. A block may have attention too.
+            convolution. The block may also have attention.
         cross: the module that attends to an encoder.
         traced: the modules among `attention` and `cross` that compute attention in their own code.
         cross_out: the term of attention to an encoder.

@@ -1,9 +1,9 @@
-"""A model before points are put in: its configs, and the arguments that it runs on.
+"""A model before points are added: its configs, and the arguments that it runs on.
 
-1. A module's config names an attention function of `transformers`, its kernel (`kernel_of`). While
-   the model is attached, a config of its own asks for attention with points instead.
-2. The model runs on fourteen tokens, or on the example of the user (`examples_of`).
-3. `AttachError` names the module that cannot be read, and says what the user can do.
+1. The config of a module names an attention function of `transformers`, its kernel (`kernel_of`).
+   While the model is attached, a copy of the config asks for attention with points instead.
+2. The model runs on fourteen tokens, or on the user's example (`examples_of`).
+3. `AttachError` names the module that cannot be read, and suggests a solution to the user.
 """
 
 import contextlib
@@ -23,32 +23,42 @@ from hooks.base import Words, forwards_in, library, tensors_in, without_gradient
 from models.mode import mode
 
 Kernel = Callable[..., tuple[Tensor, Any]]
-"""An attention function of `transformers`. It returns z, [batch, query, head, d_head], and weights or None."""
+"""An attention function of `transformers`.
+
+It returns z, [batch, query, head, d_head], and the weights or None.
+"""
 
 HOOKED = "hooked_"
-"""Before the name of the model's own kernel: `transformers` knows `hooked_attention` by these names."""
+"""The prefix of the names under which `hooked_attention` is registered in `transformers`.
+
+After the prefix comes the name of the model's own kernel.
+"""
 
 
 def configs_of(model: nn.Module) -> dict[nn.Module, Any]:
-    """The config of each module that has one."""
+    """Return the config of each module that has one."""
     held = {module: vars(module).get("config") for module in model.modules()}
     return {module: config for module, config in held.items() if is_config(config)}
 
 
 def kernel_name(config: Any) -> str:
-    """The name of the kernel that a config asks for."""
+    """Return the name of the kernel that a config asks for."""
     return str(config._attn_implementation or "sdpa").removeprefix(HOOKED)
 
 
 def base_of(model: Any) -> Any:
-    """The model inside an adapter's wrapper, which hands its arguments on to it, or calls it alone, as in generation."""
+    """Return the model inside an adapter's wrapper.
+
+    The wrapper passes its arguments on to this model. In generation, only this model is called.
+    """
     return getattr(model, "get_base_model", lambda: model)()
 
 
 def text_config(model: Any) -> Any:
-    """Return the part of a model's config about its text blocks; the whole one without parts.
+    """Return the part of a model's config about its text blocks; the whole config if it has no
+    parts.
 
-    Without a config it is the model itself.
+    For a model without a config, the result is the model itself.
     """
     config = getattr(model, "config", model)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -60,7 +70,7 @@ def is_config(value: Any) -> bool:
 
 
 def kernel_of(module: nn.Module) -> Kernel:
-    """The function that the module would call if the model were not attached."""
+    """Return the function that the module would call if the model were not attached."""
     name = kernel_name(module.config)
     eager = None
     for kind in type(module).__mro__:
@@ -74,11 +84,11 @@ LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of an attached model, under our names.
+    """The sizes of an attached model, under the names of `models.TransformerConfig`.
 
     Attributes:
         vocab_size: the number of logits.
-        n_ctx: the longest text; a model that does not say reads any.
+        n_ctx: the longest text. If the config does not contain this length, any length is allowed.
         n_layers, n_heads, d_model, logit_cap: as in `models.TransformerConfig`.
     """
 
@@ -91,7 +101,7 @@ class Sizes:
 
 
 def sizes_of(model: Any, vocab_size: int, n_layers: int, d_model: int, logit_cap: float) -> Sizes:
-    """The sizes of a model, some of which its config says."""
+    """Return the sizes of a model. Some sizes are read from its config."""
     config = text_config(model)
     n_ctx = next((n for name in LENGTHS if (n := getattr(config, name, None))), sys.maxsize)
     n_heads = getattr(config, "num_attention_heads", 0)
@@ -113,12 +123,12 @@ class ExampleArguments:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def run(self, model: nn.Module) -> Any:
-        """The model's output."""
+        """Return the model's output."""
         return model(*self.args, **self.kwargs)
 
     @without_gradients
     def logits(self, model: nn.Module) -> Tensor:
-        """The model's logits.
+        """Return the model's logits.
 
         Raises:
             ValueError: if the model does not run on these arguments.
@@ -129,40 +139,42 @@ class ExampleArguments:
             except Exception as error:
                 shapes = {n: [*x.shape] for n, x in self.kwargs.items() if isinstance(x, Tensor)}
                 raise AttachError(
-                    f"the model must run on {shapes or 'its first argument'} alone; {type(model).__name__} raised "
-                    f"{brief(error)} (example= gives other arguments)"
+                    f"the model must run on only {shapes or 'its first argument'}; "
+                    f"{type(model).__name__} raised "
+                    f"{brief(error)} (use example= for other arguments)"
                 ) from error
         return logits_of(output)
 
     @without_gradients
     def runs_with_cache(self, model: nn.Module) -> bool:
-        """Return whether the model also runs without `use_cache=False`, with a cache of its own making."""
+        """Return whether the model runs without `use_cache=False`, and creates a cache."""
         if self.kwargs.get("use_cache") is not False:
             return True
         kwargs = {name: value for name, value in self.kwargs.items() if name != "use_cache"}
         with mode(model, training=False):
             try:
                 ExampleArguments(self.args, kwargs).run(model)
-            except Exception:  # each model has an error of its own
+            # Models raise different errors here.
+            except Exception:
                 return False
         return True
 
     @property
     def tokens(self) -> Tensor | None:
-        """The tokens [batch, pos] that the model reads; None where it reads none."""
+        """The tokens [batch, pos] that the model reads; None if it reads no tokens."""
         tokens = self.kwargs.get("input_ids", next(tensors_in(self.args), None))
         is_text = isinstance(tokens, Tensor) and tokens.ndim == 2 and not tokens.is_floating_point()
         return tokens if is_text else None
 
     @property
     def is_text(self) -> bool:
-        """Return whether it is tokens alone."""
+        """Whether the arguments are only tokens, with or without a mask."""
         others = {name for name, value in self.kwargs.items() if isinstance(value, Tensor)}
         return self.tokens is not None and others <= {"input_ids", "attention_mask"}
 
 
 def examples_of(model: nn.Module, example: Any) -> list[ExampleArguments]:
-    """Return the runs that show the points: on tokens alone, and on the user's example.
+    """Return the runs in which the points are found: only tokens, and the user's example.
 
     Raises:
         TypeError: if the example is neither a mapping nor a tensor.
@@ -175,7 +187,8 @@ def examples_of(model: nn.Module, example: Any) -> list[ExampleArguments]:
         lacks = "" if table_of(model) is not None else " without an nn.Embedding of tokens"
         kind = type(model).__name__
         raise ValueError(
-            f"attach needs example=, the arguments of a run, for a {kind}{lacks}, which reads {reads}"
+            f"attach needs example=, the arguments of a run, for a {kind}{lacks}, which reads "
+            f"{reads}"
         )
     if given is None or default is None or is_encoder_decoder(model):
         return [run for run in (given, default) if run][:1]
@@ -183,24 +196,26 @@ def examples_of(model: nn.Module, example: Any) -> list[ExampleArguments]:
         return [given]
     try:
         default.logits(model)
-    except ValueError:  # it needs images beside tokens
+    # The model needs images besides tokens.
+    except ValueError:
         return [given]
     return [default, given]
 
 
 def _example_of(model: nn.Module, example: Any = None) -> ExampleArguments | None:
-    """Return the example of the user, or a few tokens without one.
+    """Return the user's example, or a few tokens if there is no example.
 
-    None for a model that reads no tokens, or has no embedding of tokens.
+    For a model that reads no tokens, or has no embedding of tokens, the result is None.
 
     Raises:
-        TypeError: if it is neither a mapping nor a tensor.
+        TypeError: if the example is neither a mapping nor a tensor.
     """
     config = getattr(model, "config", None)
     names = parameters_of(model)
     if example is not None and not isinstance(example, Mapping | Tensor):
         raise TypeError(
-            f"example must be a mapping of arguments, as a processor gives, or a tensor; got a {type(example).__name__}"
+            "example must be a tensor or a mapping of arguments, for example the output of a "
+            f"processor; got a {type(example).__name__}"
         )
     if isinstance(example, Tensor):
         return ExampleArguments((example,))
@@ -214,14 +229,13 @@ def _example_of(model: nn.Module, example: Any = None) -> ExampleArguments | Non
         tokens = tokens_for(model)
         example = {"input_ids": tokens}
         if is_encoder_decoder(model):
-            example["decoder_input_ids"] = tokens[
-                :, :5
-            ]  # fewer, so that the streams differ in size
+            # Use fewer tokens here, so that the two streams differ in size.
+            example["decoder_input_ids"] = tokens[:, :5]
     return ExampleArguments(kwargs={**uncached(model), **example})
 
 
 def uncached(model: nn.Module) -> dict[str, Any]:
-    """The arguments of a run whose keys nobody needs later."""
+    """Return the arguments of a run that needs no cache of keys afterwards."""
     knows_cache = "use_cache" in Words(model.forward, *forwards_in(model)).known
     return {"use_cache": False} if knows_cache else {}
 
@@ -232,7 +246,7 @@ def is_encoder_decoder(model: nn.Module) -> bool:
 
 
 def parameters_of(model: Any) -> list[str]:
-    """The names of the arguments of a model's forward."""
+    """Return the names of the arguments of a model's forward."""
     return [*inspect.signature(base_of(model).forward).parameters]
 
 
@@ -243,19 +257,20 @@ def logits_of(output: Any) -> Tensor:
 
 
 def embedding_of(model: Any) -> Any:
-    """The embedding of a model's tokens: the one that it names, or else its first.
+    """Return the embedding of a model's tokens: the one that the model names, or else its first.
 
-    A model without an embedding gives None.
+    For a model without an embedding, the result is None.
     """
     with contextlib.suppress(AttributeError, NotImplementedError):
         named = model.get_input_embeddings()
-        if named is None or isinstance(named, nn.Module):  # some name a parameter
+        # Some models return a parameter instead of a module.
+        if named is None or isinstance(named, nn.Module):
             return named
     return next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
 
 
 def table_of(model: Any) -> Tensor | None:
-    """The vectors of a model's tokens [vocab, d]; None without an embedding of tokens."""
+    """Return the vectors of a model's tokens [vocab, d]; None without an embedding of tokens."""
     embeddings = (module for module in model.modules() if isinstance(module, nn.Embedding))
     for module in (embedding_of(model), *embeddings):
         weight = getattr(module, "weight", None)
@@ -265,22 +280,23 @@ def table_of(model: Any) -> Tensor | None:
 
 
 def tokens_for(model: Any) -> Tensor:
-    """Different tokens, [2, 7], on the device of the model's embedding.
+    """Return different tokens, [2, 7], on the device of the model's embedding.
 
     Raises:
-        ValueError: if the model has none.
+        ValueError: if the model has no embedding.
     """
     if (weight := table_of(model)) is None:
         raise ValueError(
-            f"attach needs example=, the input of a run, for a {type(model).__name__} without an nn.Embedding"
+            f"attach needs example=, the input of a run, for a {type(model).__name__} without an "
+            "nn.Embedding"
         )
-    # A weight that is elsewhere until it is needed has no device; whoever brings it moves tokens
-    # too.
+    # A weight that is stored elsewhere until it is needed has no device. The code that loads the
+    # weight also moves the tokens.
     device = "cpu" if weight.is_meta else weight.device
     n_tokens = math.prod(SHAPE)
     numbers = (torch.arange(2 * n_tokens, device=device) * 5 + 1).remainder(len(weight))
-    # Models that count positions or find the end of a text by the padding token would see padding
-    # here.
+    # Put the padding token last. Models that count positions or find the end of a text by this
+    # token would treat it as padding.
     pad = getattr(getattr(model, "config", None), "pad_token_id", None)
     if isinstance(pad, int):
         numbers = torch.cat([numbers[numbers != pad], numbers[numbers == pad]])
@@ -292,22 +308,23 @@ ADVICE = f"name blocks=, attn= and mlp=, give example=, or {WITHOUT_ATTACH}"
 
 
 class AttachError(ValueError):
-    """A model cannot be attached; the message says why."""
+    """An error for a model that cannot be attached. The message contains the reason."""
 
 
 @contextmanager
 def reading(model: Any, name: str) -> Iterator[None]:
-    """A `with` in which errors say which part of a model could not be read.
+    """Return a context manager in which errors name the part of a model that could not be read.
 
-    A model of another kind may break any step, so any error may come. An `AttachError` stays,
-    because it says more, and so do errors of memory and warnings that the user turned into errors.
+    An unusual model may fail in any step, so any type of error is caught. An `AttachError` is
+    raised unchanged, because it contains more details. Errors of memory, and warnings that the user
+    turned into errors, are also raised unchanged.
 
     Args:
         model: the model.
         name: the module that is read; empty for the model itself.
 
     Raises:
-        AttachError: naming the module.
+        AttachError: if another error is raised inside. It names the module.
     """
     try:
         yield
@@ -316,18 +333,18 @@ def reading(model: Any, name: str) -> Iterator[None]:
     except Exception as error:
         part = f"{name!r} of a {type(model).__name__}" if name else f"a {type(model).__name__}"
         raise AttachError(
-            f"attach must know what each module does, and cannot read {part}: {brief(error)} ({ADVICE})"
+            f"attach must read each module, but cannot read {part}: {brief(error)} ({ADVICE})"
         ) from error
 
 
 def brief(error: Exception) -> str:
     """Return an error as one line.
 
-    An error of this package loses its advice, which is for callers of other functions.
+    The advice in an error of this package is removed, because it is for callers of other functions.
 
     >>> brief(KeyError("blocks"))
     "KeyError: 'blocks'"
-    >>> brief(HookError("embed fired twice; a cache keeps one value per name (calls='all' keeps each)"))
+    >>> brief(HookError("embed fired twice; a cache keeps one value per name (use calls='all')"))
     'HookError: embed fired twice; a cache keeps one value per name'
     """
     line = " ".join(str(error).split())

@@ -1,11 +1,11 @@
-"""The points of an attached model, placed where its layouts say (`place_points`).
+"""The points of an attached model, at the modules of its layouts (`place_points`).
 
-1. The model gets its new forward, and each stack a `Wiring`: the module that holds its points, and
-   the hooks on the model's own modules.
-2. `Wiring.block` makes the points of one block, each with a hook (`wires`) on the module that has
-   the value. Attention and experts have points of their own kind (`attention`, `experts`).
-3. `Wiring.embeddings` and `Wiring.final_norm` make the points before and after the blocks.
-4. Points are placed where the features of towers enter the stream of the text (`_place_features`).
+1. The model gets its new forward. Each stack gets a `Wiring`, which contains the module with its
+   points, and the hooks on the model's own modules.
+2. `Wiring.block` creates the points of one block, each with a hook (`wires`) on the module with the
+   value. Attention and experts have their own kinds of points (`attention`, `experts`).
+3. `Wiring.embeddings` and `Wiring.final_norm` create the points before and after the blocks.
+4. Points are added where the features of towers enter the stream of the text (`_place_features`).
 5. If a plan splits heads or neurons over processes, points join the parts (`_join_shards`).
 """
 
@@ -58,7 +58,7 @@ SPLIT_AXES = {"head", "kv_head", "d_mlp"}
 """The axes that tensor-parallel plans split."""
 
 TOP = ("embed", "pos_embed", "blocks", "ln_final", "merged", "projected")
-"""The names beside those of blocks."""
+"""The names of the modules in a model that contain points."""
 
 
 class Blocks(nn.ModuleList):
@@ -69,26 +69,27 @@ class BlockPoints(HookPoints):
     """The points of a block.
 
     Attributes:
-        layer: the number of its attention in a cache; None without attention.
+        layer: the index of its attention in a cache; None without attention.
     """
 
     layer: int | None = None
 
     def plain(self, argument: Any) -> Any:
-        """The part that a lazy cache keeps of a cache of keys and values; see `past_of`."""
+        """Return the part of a cache of keys and values that a lazy cache stores; see `past_of`."""
         return past_of(argument, self.layer)
 
 
 def place_points(
     model: Any, forward: Forward, stacks: Sequence[Stack], probes: Sequence[ProbeRun]
 ) -> list["Wiring"]:
-    """Put points into a model where its layouts say, and hooks that pass values through them.
+    """Add points to a model at the modules of its layouts, with hooks that pass values through
+    them.
 
     Args:
         model: the model.
         forward: the new forward of the model inside an adapter's wrapper.
         stacks: the stacks.
-        probes: the runs that they were found in.
+        probes: the runs in which the stacks were found.
 
     Returns:
         The points of each stack, with their hooks.
@@ -133,13 +134,13 @@ def _placed(model: Any, base: nn.Module, forward: Forward, stack: Stack) -> "Wir
 
 
 def _place_features(model: Any, probe: ProbeRun, wirings: Sequence["Wiring"]) -> None:
-    """Put points where the features of towers go into the stream of the text."""
+    """Add points where the features of towers enter the stream of the text."""
     text, *towers = wirings
     merged, projected = features(
         model, probe, text.stack.chain, [wiring.stack for wiring in towers]
     )
     if merged is None:
-        why = "no module reads the embeddings with the features in them"
+        why = "no module reads the embeddings that contain the features"
         text.stack.left_out["merged"] = why
     else:
         text.merged(merged)
@@ -147,15 +148,16 @@ def _place_features(model: Any, probe: ProbeRun, wirings: Sequence["Wiring"]) ->
         if tower.stack.name in projected:
             tower.projected(projected[tower.stack.name])
         else:
-            why = "what goes into the stream is no module's output"
+            why = "the features that enter the stream are not the output of a module"
             tower.stack.left_out["projected"] = why
 
 
 def _join_shards(model: nn.Module, example: ExampleArguments) -> None:
-    """Make points join what processes hold, where a tensor-parallel plan splits heads or neurons.
+    """Let points join the parts of all processes if a tensor-parallel plan splits heads or neurons.
 
     Raises:
-        AttachError: if a part has equal numbers only, which do not show whether it is split.
+        AttachError: if all numbers of a part are equal, because they do not show whether it is
+            split.
     """
     if (mesh := mesh_of(model)) is None:
         return
@@ -171,24 +173,26 @@ def _join_shards(model: nn.Module, example: ExampleArguments) -> None:
                 session.after(point.module, hook)
         example.logits(model)
     for name, group in groups.items():
-        # Together, because parts that are zero are the same everywhere.
+        # Check the points of a group together, because parts that are zero are equal on all
+        # processes.
         if not all(is_whole(part, mesh) for _, _, part in group):
             for point, axis_at, part in group:
                 vars(point.module)["shards"] = Shards.of(part, axis_at, mesh)
         elif group[0][2].min() == group[0][2].max():
             raise AttachError(
-                f"{name} must have numbers that differ, to show whether {mesh.size()} processes hold parts of "
-                f"them; got only {float(group[0][2].min())}"
+                f"{name} must have different numbers, to show whether they are split over "
+                f"{mesh.size()} processes; "
+                f"got only {float(group[0][2].min())}"
             )
 
 
 class Wiring:
-    """Points at the places of a layout, and the hooks on the model's modules.
+    """The points of a stack, and the hooks on the model's modules.
 
     Attributes:
         model: the model.
         stack: the stack whose points these are.
-        owner: the module that holds the points; the model for a stack without a prefix.
+        owner: the module that contains the points. For a stack without a prefix, it is the model.
     """
 
     def __init__(self, model: Any, stack: Stack) -> None:
@@ -208,9 +212,9 @@ class Wiring:
         return f"{self.stack.prefix}blocks.{n}.{point}"
 
     def places(self) -> list[tuple[nn.Module, str, nn.Module]]:
-        """Each module with a hook, with its parent and its name there.
+        """Return each module with a hook, with its parent and its name there.
 
-        Hooks that keep outputs come after ours.
+        Hooks that store outputs are moved behind the hooks of points.
         """
         listening = {*self._modules}
         for module in listening:
@@ -223,14 +227,14 @@ class Wiring:
         ]
 
     def drop(self, parent: nn.Module, name: str) -> None:
-        """Take one point out."""
+        """Remove one point."""
         handle = self._handles.pop(getattr(parent, name), None)
         if handle is not None:
             handle.remove()
         delattr(parent, name)
 
     def drop_attention(self, block: Any, name: str) -> None:
-        """Take the points of one attention of a block out."""
+        """Remove the points of one attention of a block."""
         points = getattr(block, name)
         restore_methods(points.module)
         for point in [point for point, _ in points.named_children()]:
@@ -253,17 +257,18 @@ class Wiring:
         return point
 
     def embeddings(self, root: nn.Module) -> Output | None:
-        """Add `embed`, and `pos_embed` where positions have vectors, from what enters the first block.
+        """Add `embed`, and `pos_embed` if there are position vectors, from the input of the first
+        block.
 
         Args:
-            root: the module whose embeddings are meant.
+            root: the module that contains the embeddings.
 
         Returns:
-            The hook of `embed` for embeddings that `root` is given instead of tokens; None if it is
-                not there, or acts on them.
+            The hook of `embed` for runs in which `root` gets embeddings instead of tokens. It is
+            None if there is no `embed`, or if its hook already sees these embeddings.
 
         Raises:
-            AttachError: if the stream of a text has not a position for each token.
+            AttachError: if the stream of a text does not have a position for each token.
         """
         probe = self.stack.probe
         first = self.stack.chain[0]
@@ -286,27 +291,31 @@ class Wiring:
                 self._listen(call.module, PositionsWire(self.owner.pos_embed))
                 break
         self.owner.embed = self._added(HookPoint(STREAM, "token embeddings"), added)
-        # Where the embedding runs before `root`, that is always given embeddings, which have passed
-        # the point.
+        # If the embedding runs before `root`, then `root` always gets embeddings, which have
+        # already passed through the point.
         began = next((call.began for call in probe.calls if call.module is root), -1)
         if tokens.began < began:
             return None
         return Output(self.owner.embed, added.factor, added.is_overwritten)
 
     def merged(self, module: nn.Module) -> None:
-        """Add `merged` where a module reads the embeddings with the features of towers among them."""
+        """Add `merged` at a module that reads the embeddings with the features of towers."""
         self.owner.merged = HookPoint(
             STREAM, "embeddings with the features of images or sounds in their places"
         )
         self._listen(module, Merged(self.owner.merged))
 
     def projected(self, module: nn.Module) -> None:
-        """Add `projected` where a module gives a tower's features for the stream of the text."""
-        self.owner.projected = HookPoint(STREAM, "what is put into the stream of the text")
+        """Add `projected` at a module that returns a tower's features for the stream of
+        the text.
+        """
+        self.owner.projected = HookPoint(
+            STREAM, "the features that are inserted into the stream of the text"
+        )
         self._listen(module, Projected(self.owner.projected))
 
     def block(self, layout: BlockLayout) -> BlockPoints:
-        """The points of one block."""
+        """Return the points of one block."""
         points: Any = BlockPoints(layout.block)
         points.resid_pre = HookPoint(STREAM, "residual stream entering the block")
         self._listen(layout.block, BlockInput(points.resid_pre))
@@ -358,7 +367,9 @@ class Wiring:
             self._listen(layout.crossed, Output(points.resid_mid_cross))
 
     def _mlp(self, layout: BlockLayout) -> nn.Module:
-        """Return the points of an MLP: of its experts if it has some, or of its hidden layer."""
+        """Return the points of an MLP: of its experts, or of its hidden layer if it has
+        no experts.
+        """
         if layout.experts is not None:
             return self._experts(layout.experts)
         points: Any = nn.Module()
@@ -400,11 +411,11 @@ class Wiring:
         return points
 
     def final_norm(self, root: nn.Module) -> None:
-        """Add `ln_final` where a norm reads the stream that leaves the last block, while `root` runs."""
+        """Add `ln_final` at a norm inside `root` that reads the stream from the last block."""
         probe, last = self.stack.probe, self.stack.chain[-1]
         end = next((c.ended for c in probe.calls if c.module is root), math.inf)
         for call in (c for c in probe.single if last.ended < c.began < end):
-            # The same tensor: nothing is computed between.
+            # The norm must read the same tensor, because nothing is computed between.
             if call.inputs and is_same(call.inputs[0], last.output) and (norm := norm_of(call)):
                 points = HookPoints(norm.module)
                 self.owner.ln_final = self._around(points, norm)
@@ -412,12 +423,15 @@ class Wiring:
 
 
 def _keep_outputs_last(module: nn.Module) -> None:
-    """Move the hooks by which `transformers` collects hidden states behind all others, or they miss edits."""
+    """Move the hooks with which `transformers` collects hidden states behind all other hooks.
+
+    Otherwise the hidden states would not contain edits.
+    """
     hooks_last(module, lambda hook: hook.__module__ == "transformers.utils.output_capturing")
 
 
 def _for_each_text(vectors: Tensor | None, like: Tensor) -> Tensor | None:
-    """Vectors of positions, a row for each text; None if they are something else."""
+    """Return position vectors with a row for each text; None if the tensor is something else."""
     if vectors is None or vectors.ndim < 2 or vectors.shape[-2:] != like.shape[-2:]:
         return None
     return vectors.view(-1, *vectors.shape[-2:]).expand_as(like)

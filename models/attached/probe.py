@@ -1,12 +1,13 @@
-"""One run of a model on a few inputs, with what went into each module and what came out.
+"""One run of a model on a few inputs, with the inputs and outputs of each module.
 
-1. Every module gets two hooks, which copy its tensors, and note when it began and ended.
-2. The attention function is replaced by one that notes who called it, and calls the model's own.
-3. Where attention is code of the module's own, a mode of PyTorch notes products and softmaxes in
-   place of that (`Watching`).
-4. All hooks go, and the record stays.
-5. A stack of blocks may see rows and positions as one axis. `ProbeRun.apart` gives the record with
-   two.
+1. Every module gets two hooks, which copy its tensors, and record when it began and ended.
+2. The attention function is replaced by a function that records its caller, and calls the model's
+   own function.
+3. If a module computes attention in its own code, a mode of PyTorch records products and softmaxes
+   instead (`Watching`).
+4. All hooks are removed, and the record remains.
+5. A stack of blocks may see rows and positions as one axis. `ProbeRun.apart` returns the record
+   with two axes.
 """
 
 import math
@@ -28,13 +29,13 @@ from models.mode import mode
 
 PRODUCTS = ("matmul", "bmm", "baddbmm")
 ATTENTION, FUSED = ("product", "softmax", "product"), "fused"
-"""The kinds of functions that attention by code of its own calls: three in order, or one."""
+"""The kinds of functions in a module with its own attention code: three in order, or one."""
 
 
 def kind_of(func: Any, *arguments: Any) -> str | None:
-    """The part of attention that a function of PyTorch may compute.
+    """Return the part of attention that a function of PyTorch may compute.
 
-    A product with a weight is none.
+    For a product with a weight, the result is None.
     """
     name = getattr(func, "__name__", "")
     if name == "softmax":
@@ -50,13 +51,13 @@ class Call:
     """One call of a module.
 
     Attributes:
-        name, module: which.
+        name, module: the name of the module, and the module.
         inputs: copies of the tensors among its arguments.
-        output: likewise of the first tensor that it returned; None until it returns, or without
-            one.
-        began, ended: when, in calls and returns of all modules.
-        recorded: how many parts of attention were computed before.
-        maps: the number of columns of each linear map that the module's own code computes.
+        output: a copy of the first tensor that it returned. It is None until the module returns, or
+            if it returns no tensor.
+        began, ended: the times of the call, counted in calls and returns of all modules.
+        recorded: the number of parts of attention that were computed before.
+        maps: the number of columns of each linear map in the module's own code.
     """
 
     name: str
@@ -72,12 +73,12 @@ class Call:
 
     @property
     def is_overwritten(self) -> bool:
-        """Return whether the model wrote into the output later."""
+        """Whether the model later wrote into the output."""
         return self._returned is not None and version(self._returned) != self._written
 
 
 def _on_cpu(tensor: Tensor) -> Tensor:
-    """A copy on the CPU, because modules may be on several devices."""
+    """Return a copy on the CPU, because modules may be on several devices."""
     return tensor.detach().to("cpu", copy=True)
 
 
@@ -86,16 +87,17 @@ class ProbeRun:
     """A record of a run.
 
     Attributes:
-        calls: every call, in the order in which they began.
-        attention: how often each module called the attention function, or computed attention by
+        calls: every call, in the order in which the calls began.
+        attention: how many times each module called the attention function, or computed attention
             itself.
         logits: the first tensor of the output.
-        keys: the modules that called it, in order, each with its keys.
+        keys: the modules that called the attention function, in order, each with its keys.
         example: the arguments of the run.
-        reference: the logits that it gave before anything was put into the model.
-        copied: makes the copies of tensors.
-        parts: the parts of attention that any code computed, in order; None if nobody watched.
-        functions: the names of the functions that computed them.
+        reference: the logits of the same run before the model was changed.
+        copied: the function that copies tensors.
+        parts: the parts of attention that any code computed, in order. They are None if PyTorch's
+            functions were not watched.
+        functions: the names of the functions that computed these parts.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -113,20 +115,26 @@ class ProbeRun:
 
     @property
     def single(self) -> list[Call]:
-        """The calls of modules that ran once. Hooks on others could not tell which run is meant."""
+        """The calls of modules that ran once.
+
+        A hook on any other module could not tell its runs apart.
+        """
         counts = Counter(call.module for call in self.calls)
         return [call for call in self.calls if counts[call.module] == 1]
 
     @property
     def sharing(self) -> set[nn.Module]:
-        """The modules whose keys and values later ones attend to as well."""
+        """The modules whose keys and values are also used by later modules."""
         lending: dict[int, list[nn.Module]] = {}
         for module, keys in self.keys:
             lending.setdefault(memory_of(keys), []).append(module)
         return {modules[0] for modules in lending.values() if len(modules) > 1}
 
     def apart(self, shape: tuple[int, int]) -> "ProbeRun":
-        """The record of a stack whose stream has this shape: where rows and positions share an axis, it is split in two."""
+        """Return the record of a stack whose stream has this shape.
+
+        If rows and positions share an axis, this axis is split in two.
+        """
 
         def by_text(tensor: Tensor) -> Tensor:
             is_joined = tensor.ndim == 2 and len(tensor) == math.prod(shape)
@@ -143,10 +151,11 @@ class ProbeRun:
         return replace(self, calls=calls)
 
     def is_as(self, before: "Alone") -> bool:
-        """Return whether logits, and functions that compute attention, are those of a run that was not recorded.
+        """Return whether the logits and the attention functions are equal to a run without a
+        record.
 
-        A record only copies, and calls the same functions on the same tensors, so rounding is the
-        same in both runs.
+        Recording only copies tensors. Both runs call the same functions on the same tensors, so
+        rounding is the same.
         """
         same = self.logits is not None and torch.equal(self.logits, before.logits.cpu())
         return same and self.functions == before.functions
@@ -175,33 +184,31 @@ class ProbeRun:
         call.ended = self._clock
         self._clock += 1
         parts = (self.parts or [])[call.recorded :]
-        if call.recorded >= self._recorded and parts in (
-            [*ATTENTION],
-            [FUSED],
-        ):  # no module inside did
+        # Count these parts only for the innermost module that computed them.
+        if call.recorded >= self._recorded and parts in ([*ATTENTION], [FUSED]):
             self.attention[module] += 1
             self._recorded = call.recorded + len(parts)
 
     def attend(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Compute attention, and note which module asked for it."""
+        """Compute attention, and record the module that called it."""
         self.attention[module] += 1
         self.keys.append((module, args[1]))
         output = kernel_of(module)(module, *args, **kwargs)
-        self._recorded = len(
-            self.parts or ()
-        )  # the kernel's own, which no module computes by itself
+        # The parts so far are from the kernel. No module computes them in its own code.
+        self._recorded = len(self.parts or ())
         return output
 
 
 class Watching(TorchFunctionMode):
-    """A `with` that notes which parts of attention are computed.
+    """A context manager that records which parts of attention are computed.
 
     Args:
-        probe: notes the linear maps of the calls that are open; None for nobody.
+        probe: the record that stores the linear maps of open calls. Default: None, which does not
+            store them.
 
     Attributes:
-        parts: their kinds, in order.
-        functions: the names of PyTorch's functions that computed them.
+        parts: the kinds of the parts, in order.
+        functions: the names of PyTorch's functions that computed the parts.
     """
 
     def __init__(self, probe: ProbeRun | None = None) -> None:
@@ -213,7 +220,7 @@ class Watching(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """The function's result."""
+        """Return the function's result."""
         if kind := kind_of(func, args, kwargs):
             self.parts.append(kind)
             self.functions.append(func.__name__)
@@ -228,7 +235,7 @@ class Alone(NamedTuple):
 
     Attributes:
         example: its arguments.
-        logits: what it gave.
+        logits: its logits.
         functions: the names of the functions that computed attention.
     """
 
@@ -238,7 +245,7 @@ class Alone(NamedTuple):
 
 
 def seen_alone(model: nn.Module, example: ExampleArguments) -> Alone:
-    """A run of an example whose functions of attention are noted."""
+    """Return a run of an example, with the names of its attention functions."""
     with Watching() as watching:
         logits = example.logits(model)
     return Alone(example, logits, watching.functions)
@@ -246,7 +253,10 @@ def seen_alone(model: nn.Module, example: ExampleArguments) -> Alone:
 
 @without_gradients
 def probed(model: Any, before: Alone, watch: bool = False) -> ProbeRun:
-    """The record of a run of the model, whose attention must be `hooked_attention` or is watched."""
+    """Return the record of a run of the model.
+
+    Attention is recorded if it calls `hooked_attention`, or if `watch` is True.
+    """
     probe = ProbeRun(example=before.example, reference=before.logits)
     watching = Watching(probe)
     probe.parts = watching.parts if watch else None
@@ -267,7 +277,7 @@ def probed(model: Any, before: Alone, watch: bool = False) -> ProbeRun:
 def arguments_of(
     modules: Sequence[nn.Module], run: Callable[[], object]
 ) -> dict[nn.Module, tuple[Any, Any]]:
-    """The arguments of modules in a run."""
+    """Return the arguments of modules in a run."""
     calls: dict[nn.Module, tuple[Any, Any]] = {}
     with Session() as session:
         for module in modules:

@@ -1,7 +1,7 @@
 """The stacks of blocks in a run: for texts, for images and for sounds.
 
-1. A stack is an outermost `ModuleList` whose modules run once each, every one on the output of the
-   module before. A user can also name the modules (`stacks_of`).
+1. A stack is an outermost `ModuleList`. Its modules run once each, and each module reads the output
+   of the module before. A user can also name the modules (`stacks_of`).
 2. The blocks whose stream has a position for each token have points without a prefix
    (`require_position_of_each_token`). The points of an encoder and its decoder begin with
    `encoder.` and `decoder.`. The points of towers begin with `vision.` or `audio.`, from the path
@@ -417,7 +417,8 @@ def require_position_of_each_token(model: nn.Module, stack: Stack) -> None:
     images. Its axes must not have another order.
 
     Raises:
-        AttachError: if the positions are different. The error states what they are.
+        AttachError: if the positions are different. The error describes the positions of the
+            stream.
     """
     tokens = _tokens_of(stack)
     stream = stack.chain[0].inputs[0]

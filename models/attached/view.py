@@ -1,26 +1,26 @@
-"""A view of an attached decoder as blocks with branches and weights, for graphs and sums of components.
+"""A view of an attached decoder as blocks with branches and weights.
 
-`models.from_hf` rewrites the families that it knows. For any other the view is made from a run on
-fourteen tokens:
+It is used for graphs and sums of components. `models.from_hf` converts the families that it
+supports. For any other family, the view is created from a run on fourteen tokens:
 
-1. Record what each module reads and gives (`_recorded`).
+1. Record the inputs and outputs of each module (`_recorded`).
 2. The modules that read the same tensor as attention are its projections, and the module that reads
    z is its output map. They are linear, so unit vectors give their weights (`_weights_of`).
-3. The columns of the projections on which a head's queries, keys or values depend are that head's,
-   by autograd (`_columns_of`).
-4. A norm is one of ours with the same gain, bias and epsilon. The MLP is the module that reads its
-   norm and gives what is added.
-5. The view's attention puts its queries, keys and values in the place of the projections' outputs,
-   runs the model's own module, and takes z from what the output map reads. So rotation, norms of
+3. The columns of the projections on which a head's queries, keys or values depend belong to this
+   head. They are found by autograd (`_columns_of`).
+4. A norm is replaced by a norm of `models` with the same gain, bias and epsilon. The MLP is the
+   module that reads its norm and returns the term for the stream.
+5. The view's attention replaces the outputs of the projections by its queries, keys and values,
+   runs the model's own module, and reads z from the input of the output map. So rotation, norms of
    queries, masks and kernels are the model's.
-6. The view must give the model's logits. Otherwise it is refused.
+6. The view must return the model's logits. Otherwise an error is raised.
 
-The view computes nothing a second time. `ViewAttention` runs the attached attention module with its
-points, and `ViewMLP` runs the model's own modules. They are classes of their own because graphs
-need two things that no attached module has: a sublayer that is called on the normalized stream
-alone, while a block of `transformers` calls it with masks and positions; and attention in linear
-pieces, `project`, `mix` and `W_O`, while the points show queries and keys after rotation, where
-they are no linear map of the stream any more. Weights are copies.
+The view does not compute any value twice. `ViewAttention` runs the attached attention module with
+its points, and `ViewMLP` runs the model's own modules. They are separate classes because graphs
+need two things that no attached module has. First, a sublayer must be called on only the normalized
+stream, while a block of `transformers` calls it with masks and positions. Second, attention must be
+available in linear pieces, `project`, `mix` and `W_O`. The points show queries and keys after
+rotation, where they are no longer a linear map of the stream. Weights are copies.
 """
 
 from collections.abc import Sequence
@@ -45,14 +45,17 @@ from models.norm import LayerNorm, RMSNorm
 
 STREAM = "batch pos d_model"
 TOLERANCE = 1e-4
-"""Of the largest logit, in float32. A part of another kind changes logits by far more."""
+"""The tolerance in float32, relative to the largest logit.
+
+A wrong part changes the logits by far more.
+"""
 
 
 class ViewContext(NamedTuple):
     """The values that attention reads besides the stream, in a run of some texts.
 
     Attributes:
-        arguments: the model's, besides the tokens.
+        arguments: the model's arguments besides the tokens.
         calls: the arguments of each attention module, in the order of the blocks.
     """
 
@@ -61,18 +64,18 @@ class ViewContext(NamedTuple):
 
 
 class PlainView(nn.Module):
-    """The view of an attached model; see above.
+    """The view of an attached model; see the docstring of the file.
 
     Args:
         language: the attached model's parts.
 
     Attributes:
         config: its sizes.
-        blocks: with branches, as those of `models.Transformer`.
+        blocks: the blocks, with branches as in `models.Transformer`.
         ln_final: the norm that the unembedding reads.
 
     Raises:
-        ValueError: naming the part that was not found, or if the view has other logits.
+        ValueError: if a part is not found, which the error names, or if the view has other logits.
     """
 
     language: Any
@@ -85,7 +88,8 @@ class PlainView(nn.Module):
         super().__init__()
         model = language.model
         layouts = language.layouts
-        # Not as submodules, whose points and parameters would be the view's.
+        # Do not register these as submodules. Otherwise their points and parameters would belong to
+        # the view.
         vars(self).update(_model=model, language=language, config=language.config)
         self.tokenizer = language.tokenizer
         for name in ("embed", "pos_embed"):
@@ -113,7 +117,7 @@ class PlainView(nn.Module):
             raise _not_found(None, "blocks that are sums of their parts")
 
     def forward(self, tokens: Int[Tensor, "batch pos"], **arguments: Any) -> Tensor:
-        """The model's logits, from its parts."""
+        """Return the model's logits, computed from its parts."""
         context = self.context(tokens, **arguments)
         mask = arguments.get("attention_mask")
         real = mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
@@ -124,7 +128,9 @@ class PlainView(nn.Module):
             return self.unembed(resid)
 
     def context(self, tokens: Int[Tensor, "batch pos"], **arguments: Any) -> ViewContext:
-        """Return what attention reads besides the stream, from a run of the model itself."""
+        """Return the values that attention reads besides the stream, from a run of the model
+        itself.
+        """
         if isinstance(mask := arguments.get("attention_mask"), Tensor) and mask.ndim == 2:
             arguments = {**self.language.positions_of(mask), **arguments}
         layouts = self.language.layouts
@@ -134,13 +140,13 @@ class PlainView(nn.Module):
     def input_resid(
         self, tokens: Int[Tensor, "batch pos"], context: ViewContext
     ) -> Float[Tensor, "batch pos d_model"]:
-        """The residual stream that enters the first block."""
+        """Return the residual stream that enters the first block."""
         return self.language.input_resid(tokens, AttachedContext(context.arguments))
 
     def unembed(
         self, resid: Float[Tensor, "batch pos d_model"]
     ) -> Float[Tensor, "batch pos vocab"]:
-        """Logits from a residual stream."""
+        """Return the logits of a residual stream."""
         resid = self.ln_final(resid)
         for module in self._head:
             resid = module(resid)
@@ -148,12 +154,12 @@ class PlainView(nn.Module):
 
     @property
     def W_U(self) -> Float[Tensor, "d_model vocab"]:
-        """The unembedding, with the model's factor of logits, a copy."""
+        """A copy of the unembedding, with the model's factor of logits."""
         return self._unembedding()[0]
 
     @property
     def b_U(self) -> Float[Tensor, " vocab"]:
-        """The bias of the unembedding, likewise."""
+        """A copy of the bias of the unembedding, with the model's factor of logits."""
         return self._unembedding()[1]
 
     @without_gradients
@@ -168,21 +174,23 @@ class PlainView(nn.Module):
     def logits(
         self, resid: Float[Tensor, "batch pos d_model"], last: int
     ) -> Float[Tensor, "batch _last vocab"]:
-        """Logits of the `last` positions; 0 means all."""
+        """Return the logits of the `last` positions; 0 means all."""
         return self.unembed(resid)[:, -last:]
 
 
 def _require_parts(language: Any) -> None:
-    """Refuse an attached model of which a block is no sum of attention with heads and an MLP.
+    """Require that every block is a sum of attention with heads and an MLP.
 
     Raises:
-        ValueError: naming the part that was not found.
+        ValueError: if it is not. The error names the missing part.
     """
     for n, layout in enumerate(language.layouts):
         if layout.mixer_out is not None:
             raise _not_found(n, "attention as its only mixer of positions, without mixer_out,")
         if layout.mid_out is not None:
-            raise _not_found(n, "norms of what its sublayers read, not of the sum with the stream,")
+            raise _not_found(
+                n, "norms of the inputs of its sublayers, not of the sum with the stream,"
+            )
         if layout.attention is None or layout.attn_out is None:
             raise _not_found(
                 n, "attention at points (attn.q, ...) whose output is added (attn_out)"
@@ -190,7 +198,7 @@ def _require_parts(language: Any) -> None:
         if shards := carried(language.model.blocks[n].attn.z, "shards"):
             raise _not_found(n, f"heads that are not split over {shards.mesh.size()} processes")
     if not language.has("unembed"):
-        raise _not_found(None, "an unembedding that reads the stream alone")
+        raise _not_found(None, "an unembedding that reads only the stream")
 
 
 class ViewBlock(nn.Module):
@@ -199,9 +207,9 @@ class ViewBlock(nn.Module):
     Args:
         n: its index.
         layout: its modules.
-        points: those of the attached block.
-        calls: what each module read and gave.
-        context: of the recorded run.
+        points: the points of the attached block.
+        calls: the recorded inputs and outputs of each module.
+        context: the context of the recorded run.
     """
 
     def __init__(
@@ -244,7 +252,7 @@ class ViewBlock(nn.Module):
     def forward(
         self, resid: Float[Tensor, "batch pos d_model"], context: ViewContext
     ) -> Float[Tensor, "batch pos d_model"]:
-        """The residual stream leaving the block."""
+        """Return the residual stream that leaves the block."""
         resid = self.resid_pre(resid)
         attention, *mlps = self.branches
         mid = resid + attention(resid, context)
@@ -257,19 +265,19 @@ class ViewBlock(nn.Module):
 
 
 class ViewAttention(nn.Module):
-    """Attention of the view: the model's own module between linear maps of ours.
+    """Attention of the view: the model's own module between linear maps of the view.
 
     Args:
         layer: the index of the block.
         layout: the block's modules.
         points: the attached model's points of this attention, which fire as the module runs.
-        read: what attention read in the recorded run, [batch, pos, d_model].
-        calls: what each module read and gave.
-        context: of that run.
+        read: the input of attention in the recorded run, [batch, pos, d_model].
+        calls: the recorded inputs and outputs of each module.
+        context: the context of the recorded run.
 
     Attributes:
-        qkv: the projections, joined: query heads, key heads, value heads.
-        output: the output map, with the factor of what is added.
+        qkv: the joined projections: query heads, key heads, value heads.
+        output: the output map, with the factor of the term.
     """
 
     module: Any
@@ -293,8 +301,8 @@ class ViewAttention(nn.Module):
         inside = [calls[part] for part in module.modules() if part in calls and part is not module]
         projections = _outermost([c for c in inside if _is_projection(c, read)])
         if not projections:
-            raise _not_found(layer, "projections that read what attention reads")
-        # Not a submodule: its parameters are not the view's.
+            raise _not_found(layer, "projections that read the input of attention")
+        # Do not register this as a submodule, because its parameters do not belong to the view.
         vars(self).update(module=module, projections=[c.module for c in projections])
         leaves = [c.output.to(read).requires_grad_() for c in projections if c.output is not None]
         values = self._values(leaves, read, context)
@@ -306,7 +314,7 @@ class ViewAttention(nn.Module):
         vars(self)["map"] = maps[-1].module
         columns = _columns_of((q, k, v), leaves)
         if columns is None:
-            raise _not_found(layer, "projections each of whose columns belongs to one head")
+            raise _not_found(layer, "projections in which each column belongs to one head")
         self.places = columns.argsort().split([leaf.shape[-1] for leaf in leaves])
         parts = [_weights_of(c.module, read.shape[-1], q) for c in projections]
         weight, bias = (torch.cat(part, -1) for part in zip(*parts, strict=True))
@@ -318,7 +326,7 @@ class ViewAttention(nn.Module):
     def _values(
         self, leaves: Sequence[Tensor], x: Tensor, context: ViewContext
     ) -> dict[str, Float[Tensor, "batch pos _head d_head"]]:
-        """Queries, keys, values and z of outputs of the projections, with their graph."""
+        """Return queries, keys, values and z for outputs of the projections, with their graph."""
         values: dict[str, Tensor] = {}
         with torch.enable_grad(), Session() as session:
             for module, leaf in zip(self.projections, leaves, strict=True):
@@ -335,7 +343,10 @@ class ViewAttention(nn.Module):
         self.module(*args, **kwargs)
 
     def project(self, x: Float[Tensor, "batch pos d_model"]) -> tuple[Tensor, ...]:
-        """Queries, keys and values [batch, pos, head, d_head] of the normalized stream: linear in `x`."""
+        """Return queries, keys and values [batch, pos, head, d_head] of the normalized stream.
+
+        They are linear in `x`.
+        """
         return self.qkv(x).unflatten(-1, (sum(self.heads), -1)).split(self.heads, 2)
 
     def mix(
@@ -345,7 +356,7 @@ class ViewAttention(nn.Module):
         v: Float[Tensor, "batch pos kv_head d_head"],
         context: ViewContext,
     ) -> Float[Tensor, "batch pos d_model"]:
-        """Return what attention adds to the residual stream, from the results of `project`."""
+        """Return the output of attention for the residual stream, from the results of `project`."""
         joined = torch.cat([q, k, v], 2).flatten(2)
         read: list[Tensor] = []
         with Session() as session:
@@ -358,48 +369,48 @@ class ViewAttention(nn.Module):
         return self.output(read[0])
 
     def forward(self, x: Float[Tensor, "batch pos d_model"], context: ViewContext) -> Tensor:
-        """Return what attention adds to the residual stream."""
+        """Return the output of attention for the residual stream."""
         q, k, v = self.project(x)
         return self.mix(q, k, v, context)
 
     @property
     def W_O(self) -> Float[Tensor, "head d_head d_model"]:
-        """Output projections."""
+        """The output projections."""
         return self.output.weight.T.unflatten(0, (self.heads[0], -1))
 
     @property
     def b_O(self) -> Float[Tensor, " d_model"]:
-        """Output bias."""
+        """The output bias."""
         return self.output.bias
 
     @property
     def W_Q(self) -> Float[Tensor, "head d_model d_head"]:
-        """Query projections."""
+        """The query projections."""
         return self._weights()[0]
 
     @property
     def W_K(self) -> Float[Tensor, "kv_head d_model d_head"]:
-        """Key projections."""
+        """The key projections."""
         return self._weights()[1]
 
     @property
     def W_V(self) -> Float[Tensor, "kv_head d_model d_head"]:
-        """Value projections."""
+        """The value projections."""
         return self._weights()[2]
 
     @property
     def b_Q(self) -> Float[Tensor, "head d_head"]:
-        """Query biases."""
+        """The query biases."""
         return self._biases()[0]
 
     @property
     def b_K(self) -> Float[Tensor, "kv_head d_head"]:
-        """Key biases."""
+        """The key biases."""
         return self._biases()[1]
 
     @property
     def b_V(self) -> Float[Tensor, "kv_head d_head"]:
-        """Value biases."""
+        """The value biases."""
         return self._biases()[2]
 
     def _weights(self) -> list[Tensor]:
@@ -413,7 +424,7 @@ class ViewAttention(nn.Module):
 
 
 class ViewMLP(nn.Module):
-    """The model's own modules, one after the other, and the factor of what they add."""
+    """The modules of the model's MLP, one after the other, and the factor of their output."""
 
     parts: Sequence[nn.Module]
     factor: float
@@ -423,25 +434,26 @@ class ViewMLP(nn.Module):
         vars(self).update(parts=modules, factor=factor)
 
     def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
-        """Return what the MLP gives."""
+        """Return the output of the MLP."""
         shape = x.shape
         for module in self.parts:
             x = next(tensors_in(module(x)))
-        x = x.view(shape)  # experts may see rows and positions as one axis
+        # Experts may see rows and positions as one axis, so restore the shape.
+        x = x.view(shape)
         return x if self.factor == 1 else x * self.factor
 
 
 def _not_found(n: int | None, what: str) -> ValueError:
-    """The error for a part that was not found in block `n`, or in the model."""
+    """Return the error for a part that was not found in block `n`, or in the model."""
     where = "a decoder" if n is None else f"block {n}"
     return ValueError(
-        f"{where} must have {what} for graphs and sums of components; none was found, and models.from_hf does "
-        "not know the family"
+        f"{where} must have {what} for graphs and sums of components; this part was not found, and "
+        "models.from_hf does not support the family"
     )
 
 
 def _recorded(language: Any, tokens: Tensor) -> tuple[dict[nn.Module, Call], Tensor]:
-    """Return what each module that runs once read and gave, and the logits."""
+    """Return the inputs and outputs of each module that runs once, and the logits."""
     probe = ProbeRun(copied=lambda tensor: tensor.detach().clone())
 
     def run() -> Tensor:
@@ -456,14 +468,14 @@ def _recorded(language: Any, tokens: Tensor) -> tuple[dict[nn.Module, Call], Ten
 def _view_context_of(
     language: Any, attention: Sequence[Any], tokens: Tensor, arguments: dict[str, Any]
 ) -> ViewContext:
-    """The arguments of attention modules in a run of the model."""
+    """Return the arguments of attention modules in a run of the model."""
     run = partial(language.run, tokens, **arguments)
     calls = hooks_disabled(arguments_of, attention, run)
     return ViewContext(arguments, tuple(calls[module] for module in attention))
 
 
 def _norm_like(call: Call | None) -> nn.Module:
-    """Return one of our norms with the output of a recorded one; an identity for None."""
+    """Return a norm of `models` with the output of a recorded norm; an identity for None."""
     if call is None:
         return Identity()
     norm = norm_of(call)
@@ -471,12 +483,12 @@ def _norm_like(call: Call | None) -> nn.Module:
     assert call.output is not None
     size = call.output.shape[-1]
     weight = getattr(norm.module, "weight", None)
-    # Some blocks see rows and positions as one axis.
+    # Some blocks see rows and positions as one axis, so reshape their tensors.
     x, output = (part.view(1, -1, size) for part in (call.inputs[0], call.output))
     gains = [None] if weight is None else [weight, 1 + weight]
     bias: Any = norm.module.bias if norm.bias else None
     if bias is not None and not norm.centered:
-        raise _not_found(None, "norms without a bias where no mean is subtracted")
+        raise _not_found(None, "norms without a bias if they subtract no mean")
     made = []
     for gain in gains:
         has_gain = gain is not None
@@ -494,7 +506,11 @@ def _norm_like(call: Call | None) -> nn.Module:
 def _mlp_modules(
     n: int, layout: BlockLayout, calls: dict[nn.Module, Call], norms: Sequence[Call | None]
 ) -> tuple[list[nn.Module], Call | None]:
-    """Return the chain of modules of an MLP, from its norm or the stream to what it adds, and that norm."""
+    """Return the chain of modules of an MLP, and its norm.
+
+    The chain begins at the norm, or at the stream if there is no norm. It ends at the term for the
+    stream.
+    """
     added = layout.mlp_out
     after = layout.norms.get("ln2_post")
     assert added is not None
@@ -505,11 +521,14 @@ def _mlp_modules(
     for norm, read in [*((norm, norm.output) for norm in norms if norm), (None, stream)]:
         if modules := _chain(read, wanted, inside):
             return modules, norm
-    raise _not_found(n, "modules that read the norm and give what the MLP adds")
+    raise _not_found(n, "modules that read the norm and return the output of the MLP")
 
 
 def _chain(read: Tensor | None, wanted: Tensor | None, calls: Sequence[Call]) -> list[nn.Module]:
-    """Modules, each of what the last one gave, from one that reads a value to one that gives another."""
+    """Return a chain of modules from the tensor `read` to the tensor `wanted`.
+
+    Each module reads the output of the module before. Without a chain, the list is empty.
+    """
     for n, call in enumerate(calls):
         if not call.inputs or call.output is None or not agree(call.inputs[0], read):
             continue
@@ -521,14 +540,14 @@ def _chain(read: Tensor | None, wanted: Tensor | None, calls: Sequence[Call]) ->
 
 
 def _is_projection(call: Call, read: Tensor) -> bool:
-    """Return whether a module with weights read this, and gave a vector for each position."""
+    """Return whether a module with weights read this tensor, and returned a vector per position."""
     fits = bool(call.inputs) and call.output is not None and call.output.ndim == 3
-    # The same tensor: nothing is computed between.
+    # The module must read the same tensor, because nothing is computed between.
     return fits and any(True for _ in call.module.parameters()) and is_same(call.inputs[0], read)
 
 
 def _outermost(calls: Sequence[Call]) -> list[Call]:
-    """The calls of modules that are not inside another of these."""
+    """Return the calls of modules that are not inside the module of another call."""
     inner = {part for call in calls for part in call.module.modules() if part is not call.module}
     return [call for call in calls if call.module not in inner]
 
@@ -537,9 +556,10 @@ def _columns_of(
     parts: Sequence[Float[Tensor, "batch pos _head d_head"]],
     outputs: Sequence[Float[Tensor, "batch pos _width"]],
 ) -> Int[Tensor, " column"] | None:
-    """For each dimension of each head, of queries, keys and values in order, its column of the joined outputs.
+    """Return the column of the joined outputs for each dimension of each head.
 
-    None if heads share columns, or a column belongs to none.
+    The order is queries, keys and values. The result is None if heads share columns, or if a column
+    belongs to no head.
     """
     columns = []
     generator = torch.Generator().manual_seed(0)
@@ -554,29 +574,30 @@ def _columns_of(
             columns.append(sizes.topk(part.shape[3]).indices.sort().values)
     joined = torch.cat(columns)
     every = torch.arange(sum(output.shape[-1] for output in outputs))
-    return joined if torch.equal(joined.sort().values, every) else None  # whole numbers
+    # The columns are integers, so an exact comparison is right.
+    return joined if torch.equal(joined.sort().values, every) else None
 
 
 def _stream_among(tree: Any, width: int) -> Tensor:
-    """The first tensor among arguments that is a vector of the stream for each position."""
+    """Return the first tensor among arguments that has a vector of the stream for each position."""
     floats = (t for t in tensors_in(tree) if t.is_floating_point() and t.ndim == 3)
     return next(tensor for tensor in floats if tensor.shape[-1] == width)
 
 
 def _weights_of(module: nn.Module, size: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """The weight [in, out] and the bias of a linear map."""
+    """Return the weight [in, out] and the bias of a linear map."""
     bias = module(like.new_zeros(1, 1, size))[0, 0]
     unit = torch.eye(size, dtype=like.dtype, device=like.device)
     return (module(unit[None])[0] - bias).detach(), bias.detach()
 
 
 def _instead(value: Tensor, output: Any) -> Tensor:
-    """The hook that puts a value in the place of an output."""
+    """Return `value` instead of an output. This function is used as a hook."""
     return value
 
 
 def _linear_of(weight: Float[Tensor, "d_in d_out"], bias: Float[Tensor, " d_out"]) -> nn.Linear:
-    """The linear map of a weight and a bias."""
+    """Return the linear map of a weight and a bias."""
     made = nn.utils.skip_init(nn.Linear, *weight.shape, device=weight.device, dtype=weight.dtype)
     made.weight.copy_(weight.T)
     made.bias.copy_(bias)

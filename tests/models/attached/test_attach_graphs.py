@@ -31,7 +31,7 @@ REFUSED = {
     "deepseek_v3": "heads of one size",
     "qwen3_next": "attention as its only mixer of positions",
     "bert": "not of the sum with the stream",
-    "falcon": "columns belongs to one head",
+    "falcon": "column belongs to one head",
 }
 
 

@@ -140,7 +140,7 @@ def test_a_term_of_attention_that_rounding_hides_is_found(dtype, monkeypatch):
     kernels = type(transformers.AttentionInterface())._global_mapping
     monkeypatch.setitem(kernels, "sdpa", tilted)
     with attach(made("gpt2", attention="sdpa", dtype=dtype)) as attached:
-        assert attached.left_out["pattern"] == "attention has terms of its own"
+        assert attached.left_out["pattern"] == "attention adds terms that are not supported"
         assert "blocks.1.attn.scores" not in HookedRunner(attached.model).points
 
 

@@ -257,7 +257,7 @@ def test_left_out_says_why():
         assert "attn.router" not in attached.left_out
     with attach(made("doge")) as attached:
         assert {attached.left_out[name] for name in ("attn_out", "mlp.pre", "mlp_out")} == {
-            "the stream that leaves the block is no sum of what entered and modules' outputs"
+            "the stream that leaves the block is not the sum of its input and outputs of modules"
         }
     with attach(made("gemma4_text")) as attached:
         assert "scaled" in attached.left_out["mlp_out"]
@@ -281,9 +281,9 @@ def unheard(forward, x):
 @pytest.mark.parametrize(
     ("part", "code", "point", "why"),
     [
-        ("experts", scaled, "mlp.experts", "not what they give together"),
+        ("experts", scaled, "mlp.experts", "is not their joint output"),
         ("experts", several, "mlp.experts", "one by one: too few"),
-        ("gate", unheard, "mlp.router", "does not reach"),
+        ("gate", unheard, "mlp.router", "does not change which"),
     ],
 )
 def test_points_that_would_not_hold_are_left_out(part, code, point, why):

@@ -420,9 +420,9 @@ def test_what_is_missing_is_said():
         cache = runner.run_with_cache(**given, names="vision.*.pattern", calls="all")[1]
         assert cache["vision.pattern", 0].shape == (2, 1, 2, 16, 16)
         assert cache.axes(("vision.pattern", 0))[0] == "call"
-    with pytest.raises(TypeError, match="example must be a mapping"):
+    with pytest.raises(TypeError, match="example must be a tensor or a mapping"):
         attach(model, example=[1, 2])
-    with pytest.raises(ValueError, match=r"example= gives other arguments"):
+    with pytest.raises(ValueError, match=r"use example= for other arguments"):
         attach(model, example={"pixel_values": torch.zeros(2, 2)})
     vit = made(seeing.vit)[0]
     with pytest.raises(ValueError, match="attach needs example="):
