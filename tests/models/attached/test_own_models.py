@@ -175,7 +175,7 @@ def test_the_larger_of_two_lists_has_the_points():
 
 
 def test_names_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="Mine has none"):
+    with pytest.raises(ValueError, match="Mine has no list"):
         attach(mine(listed=False))
     with pytest.raises(ValueError, match=r"'layer\.\*' .*has token, place"):
         attach(mine(), blocks="layer.*")
