@@ -202,8 +202,11 @@ def test_the_model_writes_the_prompt_if_it_cannot_read_the_default(here, monkeyp
 def test_places_that_the_page_cannot_go(here, capsys, monkeypatch):
     # All are refused before the model is loaded.
     monkeypatch.setattr(models, "load", None)
-    for out in ("missing/page.html", ".", "", "x" * 300):
+    for out in ("missing/page.html", ".", "x" * 300):
         assert repr(out) in refused(capsys, "report", "--out", out)
+    with pytest.raises(SystemExit):
+        main(["report", "--out", ""])
+    assert "got an empty text" in capsys.readouterr().err
 
 
 def test_a_page_for_a_stream_is_written_to_it(saved, here, capfd):
