@@ -52,8 +52,8 @@ class TransformerConfig:
         final_norm: whether the unembedding reads a norm of the stream.
         embed_norm: whether the first block reads a norm of the embeddings (model-architecture.md).
         embed_scale: the factor of token embeddings (Gemma: `sqrt(d_model)`).
-        positions: `learned`, `sinusoidal` (Vaswani et al. 2017), `rotary` (Su et al. 2021; dimension
-            i pairs with i + d_rotary/2, as in GPT-NeoX and Llama) or `none`.
+        positions: `learned`, `sinusoidal` (Vaswani et al. 2017), `rotary` (Su et al. 2021;
+            dimension i pairs with i + d_rotary/2, as in GPT-NeoX and Llama) or `none`.
         rotary_theta: base of the rotary wavelengths.
         rotary_fraction: share of each head's dimensions that is rotated, from the first on.
         rotary_pairs: `halves`, or `adjacent`: dimension 2i pairs with 2i + 1, as in GPT-J.

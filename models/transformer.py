@@ -240,7 +240,8 @@ class Transformer(HintsAtNames, ReadsText, BlockWeights, metaclass=HintedClass):
         is_stream = isinstance(resid, Tensor) and resid.is_floating_point()
         if not is_stream or resid.shape[-1:] != (self.config.d_model,):
             raise TypeError(
-                f"resid must be a residual stream [batch, pos, {self.config.d_model}]; got {shown(resid)}"
+                f"resid must be a residual stream [batch, pos, {self.config.d_model}]; got "
+                f"{shown(resid)}"
             )
         resid = resid.to(self.unembedding.weight.device)
         return self.logit_cap(self.unembedding(self.ln_final(resid)))

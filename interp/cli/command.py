@@ -1,4 +1,8 @@
-"""The command line: `hookscope report`, `points`, `lens`, `patch`, `features`, `trace`, `generate` and `harvest`, or `python -m interp report`."""
+"""The command line:
+
+`hookscope report`, `points`, `lens`, `patch`, `features`, `trace`, `generate` and `harvest`, or
+`python -m interp report`.
+"""
 
 import argparse
 import contextlib
@@ -72,7 +76,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _versions(as_json: bool) -> str:
-    """What runs here: this package, Python, the libraries that numbers depend on, and the device."""
+    """What runs here: this package, Python, the libraries that numbers depend on, and
+    the device.
+    """
     versions = {"hookscope": __version__, "python": platform.python_version()}
     for name in ("torch", "transformers", "tokenizers", "numpy", "safetensors"):
         with contextlib.suppress(metadata.PackageNotFoundError):

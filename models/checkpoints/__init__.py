@@ -6,5 +6,11 @@ from models.checkpoints.own import BUNDLED, bundled, save
 from models.checkpoints.transformer_lens import from_transformer_lens
 
 __all__ = [
-    "BUNDLED", "bundled", "from_hf", "from_transformer_lens", "load", "load_tokenizer", "save",
-]  # fmt: skip
+    "BUNDLED",
+    "bundled",
+    "from_hf",
+    "from_transformer_lens",
+    "load",
+    "load_tokenizer",
+    "save",
+]

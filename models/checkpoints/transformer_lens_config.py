@@ -29,7 +29,8 @@ _SUBORDINATE = """
     NTK_by_parts_factor NTK_by_parts_low_freq_factor NTK_by_parts_high_freq_factor
     NTK_original_ctx_len use_NTK_by_parts_rope use_local_attn window_size attn_types rotary_dim
     rotary_base rotary_adjacent_pairs attn_scale eps final_rms use_normalization_before_and_after
-    experts_per_token parallel_attn_mlp relative_attention_max_distance relative_attention_num_buckets
+    experts_per_token parallel_attn_mlp relative_attention_max_distance
+    relative_attention_num_buckets
 """
 _NORMS: dict[Any, Any] = {
     "LN": "layernorm",

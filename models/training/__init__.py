@@ -12,6 +12,13 @@ from models.training.data import (
 from models.training.loop import TrainingResult, train
 
 __all__ = [
-    "Batches", "Evaluation", "TrainingConfig", "TrainingResult", "evaluate", "next_token_loss",
-    "sample_batch", "split", "train",
-]  # fmt: skip
+    "Batches",
+    "Evaluation",
+    "TrainingConfig",
+    "TrainingResult",
+    "evaluate",
+    "next_token_loss",
+    "sample_batch",
+    "split",
+    "train",
+]

@@ -175,7 +175,8 @@ def next_token_loss(
     require_kind("logits", logits, Tensor, "a tensor [batch, pos, vocab]", "model(tokens) gives it")
     if logits.shape[:2] != tokens.shape:
         raise ValueError(
-            f"logits must have the positions of the tokens, {[*tokens.shape]}; got {[*logits.shape]}"
+            f"logits must have the positions of the tokens, {[*tokens.shape]}; got "
+            f"{[*logits.shape]}"
         )
     losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), tokens[:, 1:], reduction="none")
     if attention_mask is None:
