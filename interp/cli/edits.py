@@ -43,7 +43,7 @@ def parsed(text: str) -> tuple[str, Edit]:
     options: dict[str, Any] = {}
     for name, value in (part.split("=", 1) for part in rest if "=" in part):
         if name in options:
-            raise ValueError(f"{name} must be given once; got it twice in {text!r}")
+            raise ValueError(f"an edit must have {name} only once; got {name} twice in {text!r}")
         options[name] = (
             _seed(value) if (kind, name) == ("noise", "seed") else _selection(name, value)
         )

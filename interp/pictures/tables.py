@@ -174,8 +174,7 @@ def curves(
     places = torch.as_tensor([] if places is None else places).double().cpu()
     if sizes != {tuple(places.shape)} or places.ndim != 1:
         raise ValueError(
-            "series must contain one or more lines [x] of the same length; got "
-            f"{[*map(list, sizes)]}"
+            f"series must be one or more lines [x] of the same length; got {[*map(list, sizes)]}"
         )
     step = -(-len(places) // _MOST_POINTS)
     at = [*range(0, len(places), step or 1)]

@@ -291,7 +291,7 @@ def _window(
     columns = [*places[keys or slice(None)]]
     if not rows or not columns:
         at_most = f"{first} to {n_keys - 1} and keys of 0 to {n_keys - 1}"
-        raise ValueError(f"queries must include positions of {at_most}; got {queries} and {keys}")
+        raise ValueError(f"queries must be positions of {at_most}; got {queries} and {keys}")
     return rows, columns
 
 

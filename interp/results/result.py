@@ -568,7 +568,7 @@ def _check(result: Result) -> None:
             )
     if result.groups is not None and len(result.groups) != shape[-1]:
         raise ValueError(
-            f"groups must contain {shape[-1]} numbers, one for each example; got "
+            f"groups must contain one number for each example, {shape[-1]}; got "
             f"{len(result.groups)}"
         )
     sizes = dict(zip(axes, shape, strict=True))

@@ -220,9 +220,7 @@ class FactoredMatrix(pictures.Shown):
                 of entries.
         """
         if len(self.shape) > 2:
-            raise ValueError(
-                f"top needs a single matrix; got {self.shape}: index the batch axes first"
-            )
+            raise ValueError(f"top needs one matrix; got {self.shape}: index the batch axes first")
         rows, columns = self.shape
         require_integer("k", k, most=rows * columns)
         for name in ("left", "right"):
@@ -257,7 +255,8 @@ def _matrix(factor: Tensor) -> Tensor:
     # The product of a vector with batch axes could be mistaken for a matrix.
     if factor.ndim < 2:
         raise ValueError(
-            f"a factor must be a matrix; got the shape {[*factor.shape]}: use v[:, None] or v[None]"
+            f"a factor must be a matrix, not a vector; got {[*factor.shape]}: use v[:, None] or "
+            "v[None]"
         )
     return factor
 

@@ -385,8 +385,8 @@ def test_edits_are_parsed(text, expected):
             "patch --prompt ab --corrupted ac --answers b --site zz",
             "there are embed, pos_embed, resid_pre",
         ),
-        ("generate --prompt a --edit 'embed scale pos=1'", "takes 1 numbers"),
-        ("generate --prompt a --edit 'embed scale x'", "must be one; got 'x'"),
+        ("generate --prompt a --edit 'embed scale pos=1'", "needs 1 numbers"),
+        ("generate --prompt a --edit 'embed scale x'", "scale needs a number; got 'x'"),
         ("generate --prompt a --edit 'embed zero pos=x'", "pos must be an index"),
         ("generate --prompt a --edit 'embed zero head=1'", "head"),
         (
