@@ -1,13 +1,15 @@
-"""Interchange interventions: which part of a value carries a variable, with the controls that make it believable.
+"""Interchange interventions: find and test the part of a value that carries a variable.
 
-Read `featurizers` (parts of a value) and `runs` (runs with a part interchanged) first, as all other files stand on them.
-`aligning` learns a part, with the fits in `fitting`, and scores it with controls; `nullspace` checks a part that is given.
+Read `featurizers` (parts of a value) and `runs` (runs with an interchanged part) first, because the
+other files use them. `aligning` learns a part with `fitting` and scores it with controls.
+`nullspace` checks a part that you provide.
 
 >>> from interp.alignment import counterfactual
 >>> def sum_of_three(a, b, c, carry=None):
 ...     carry = a + b if carry is None else carry
 ...     return {"carry": carry, "answer": carry + c}
->>> counterfactual(sum_of_three, {"a": 1, "b": 2, "c": 3}, {"a": 4, "b": 4, "c": 0}, "carry")["answer"]
+>>> base, source = {"a": 1, "b": 2, "c": 3}, {"a": 4, "b": 4, "c": 0}
+>>> counterfactual(sum_of_three, base, source, "carry")["answer"]
 11
 """
 

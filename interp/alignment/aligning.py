@@ -1,15 +1,18 @@
-"""Distributed alignment search: the part of a value whose interchange does what a variable of a causal model does.
+"""Distributed alignment search: find the part of a value that acts as a variable of a causal model.
 
-Geiger et al. 2024, "Finding Alignments Between Interpretable Causal Variables and Distributed Neural Representations".
+Geiger et al. 2024, "Finding Alignments Between Interpretable Causal Variables and Distributed
+Neural Representations".
 
-1. Keep the values of the source texts at a point.
-2. Run the base texts with a part of the value taken from their source, and ask for the answers that the causal model gives
-   when the variable is taken from the source.
-3. Learn the part by gradients: an orthonormal basis of k columns; or, of given features, a mask (De Cao et al. 2022; the
-   sigmoid of a boundary sharpens with a falling temperature, and in the end a feature is in or out).
-4. Score it on other pairs, beside a part drawn at random, the same fit on a model with shuffled weights, the same fit to
-   shuffled answers, and the whole value. Copies of a pair get the same shuffled answer, and count
-   once in an interval. A search that is free enough fits anything, and the controls show it.
+1. Cache the values of the source texts at a point.
+2. Run the base texts with a part of the value from their source texts. The right answer is the
+   answer of the causal model with the variable from the source.
+3. Learn the part by gradient descent. It is an orthonormal basis of k columns, or a mask of given
+   features (De Cao et al. 2022). The mask is the sigmoid of a boundary at a falling temperature; at
+   the end, each feature is in the part or not.
+4. Score the part on other pairs, and compare it with a random part, the same fit on a model with
+   shuffled weights, the same fit to shuffled answers, and the whole value. Copies of a pair get the
+   same shuffled answer, and count once in an interval. A search with enough freedom fits anything;
+   the controls reveal this.
 """
 
 import copy
@@ -42,12 +45,13 @@ def counterfactual(
     source: Mapping[str, Any],
     *variables: str,
 ) -> Mapping[str, Any]:
-    """The values of a causal model on a base input, with some variables as they are on a source input.
+    """Return the values of a causal model on a base input, with some variables from a source input.
 
     Args:
-        causal: a function from inputs to values by name. It takes each of its variables by name too, and then uses that value.
-        base, source: inputs.
-        variables: the names of those that come from the source.
+        causal: a function from inputs to values by name. It also accepts each variable as a
+            keyword, and then uses this value.
+        base, source: the inputs.
+        variables: the names of the variables from the source.
     """
     values = causal(**source)
     return causal(**base, **{name: values[name] for name in variables})
@@ -55,13 +59,15 @@ def counterfactual(
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Alignment(pictures.Shown):
-    """Learned parts of values and their scores; made by `align`.
+    """Learned parts of values and their scores; the result of `align`.
 
     Attributes:
-        featurizers: by point and position; `edits.interchange` takes them.
-        accuracy: 1 where the interchanged run gives the right answer, [control, point, pos, example] of the test pairs.
-        metric: the change of the pairs' metric, in its unit, of the same axes. `base` is that of the run without interchange.
-        losses: of each epoch, by point and position: the mean cross-entropy, in nats.
+        featurizers: the learned parts, by point and position, for `edits.interchange`.
+        accuracy: 1 if the answer of the interchanged run is right, otherwise 0, [control, point,
+            pos, example] on the test pairs.
+        metric: the change of the pairs' metric, in its unit, with the same axes. `base` is the
+            metric without an interchange.
+        losses: the mean cross-entropy of each epoch, in nats, by point and position.
     """
 
     featurizers: Mapping[tuple[str, Any], Featurizer]
@@ -72,7 +78,7 @@ class Alignment(pictures.Shown):
     is_plot = True
 
     def view(self) -> pictures.View:
-        """The accuracies."""
+        """Return a view of the accuracies."""
         return pictures.effects(self.accuracy)
 
     def __repr__(self) -> str:
@@ -105,31 +111,38 @@ def align(
     progress: bool = True,
     **fit: Any,
 ) -> Alignment:
-    """Learn which part of a value carries what the answers of pairs depend on, and score it with controls.
+    """Learn the part of a value that determines the answers of pairs, and score it with controls.
 
-    The corrupted text is run, with the part taken from the clean one, and should give `answers`: those of the causal model
-    with the variable taken from the clean text, which may be the answer of neither text.
+    The corrupted text is run with the part from the clean text. The run should predict `answers`,
+    the answers of the causal model with the variable from the clean text. Such an answer may differ
+    from the answers of both texts.
 
     Args:
         model: any model with hook points, in evaluation mode. Its weights do not change.
-        pairs: what is fitted on. Answers are needed: the right token, or the right and the wrong one.
-        site: the last part of points of all layers, or the name of one point.
-        k: the number of columns.
+        pairs: the training pairs. They need answers: the right token, or the right and the wrong
+            token.
+        site: the last part of the names of points in all layers, or the name of one point.
+        k: the number of columns. Default: 32.
         test: other pairs, for the scores.
-        pos: a position, or the name of a span of the pairs; or several, each with a fit of its own.
-        layers: only this one or these.
-        head: which head, where the point has heads.
-        direction: `noising` runs the clean text, with the part taken from the corrupted one.
-        fit: how the part is learned, such as `epochs=6`, or `features` to learn a mask of; see `Fit`.
-        progress: whether to show a bar after two seconds.
+        pos: a position, the name of a span of the pairs, or a list of them. Each position
+            has a separate fit. Default: the last position.
+        layers: a layer or several layers. Default: all layers.
+        head: the head, if the point has heads.
+        direction: `denoising` runs the corrupted text; `noising` runs the clean text with the part
+            from the corrupted text.
+        fit: settings of the fit, such as `epochs=6`, or `features` to learn a mask of them; see
+            `Fit`.
+        progress: whether to show a progress bar after two seconds.
 
     Raises:
-        ValueError: if pairs have no answers or corrupted texts, k does not fit, a pair is in both, or a point has other axes.
-        UnknownNameError: if there is no such site or span; it has close matches.
+        ValueError: if pairs have no answers or corrupted texts, if k does not fit, if a pair is in
+            both `pairs` and `test`, or if a point has other axes.
+        UnknownNameError: if the site or the span is unknown. The error contains close matches.
         ModeError: if the model is in training mode.
 
     Warns:
-        UserWarning: if `features` are of a dictionary that was trained at another point.
+        UserWarning: if `features` are the features of a dictionary that was trained at another
+            point.
     """
     fitted, tested = (Runs(model, each, direction) for each in (pairs, test))
     answers = _answers(fitted.pairs, tested.pairs)
@@ -173,21 +186,21 @@ def align(
 def _by_label(
     scores: Sequence[Float[Tensor, " example"]], labels: Mapping[str, Sequence[Any]]
 ) -> Float[Tensor, "control point pos example"]:
-    """Stack scores that come point by point, position by position and control by control."""
+    """Stack scores that are ordered by point, then by position, then by control."""
     n_controls, n_points, n_positions = map(len, labels.values())
     return torch.stack([*scores]).view(n_points, n_positions, n_controls, -1).movedim(2, 0)
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Pairs at one point and position, to fit and to test on, and the settings of the fits there.
+    """Training and test pairs at one point and position, and the settings of the fits.
 
     Attributes:
         train, test: the pairs.
-        shuffled_train, shuffled_test: the same pairs, run with shuffled weights.
-        drawn_answers: for each pair of `train` the answer of a pair drawn at random.
+        shuffled_train, shuffled_test: the same pairs, run on the model with shuffled weights.
+        drawn_answers: for each training pair, the answer of a random training pair.
         learn: the settings.
-        count: is called after each step of a fit.
+        count: a function to call after each step of a fit.
     """
 
     train: InterchangeRuns
@@ -200,12 +213,12 @@ class _Place:
 
 
 class _Places:
-    """Makes each place, from runs that all places share.
+    """Factory of places. All places share the same runs.
 
     Args:
-        fitted, tested: runs of the pairs to fit and to test on.
-        answers: the answers of the pairs to fit on.
-        learn: the settings of fits.
+        fitted, tested: runs of the training and the test pairs.
+        answers: the answers of the training pairs.
+        learn: the settings of the fits.
     """
 
     def __init__(
@@ -222,7 +235,7 @@ class _Places:
     def at(
         self, point: str, pos: int | str, head: int | None, count: Callable[[], object]
     ) -> _Place:
-        """The place at a point and a position, of one head or of all."""
+        """Return the place at a point and a position, for one head if the point has heads."""
 
         def runs_at(runs: Runs) -> InterchangeRuns:
             return InterchangeRuns(runs, point, pos, head, self._learn.batch)
@@ -238,38 +251,40 @@ class _Places:
         )
 
 
-# Each control scores a part at a place, given the part that was learned there.
+# Each control returns the scores of a part at a place. Its second argument is the learned part.
 
 
 def _aligned(place: _Place, learned: Featurizer) -> Scores:
-    """The part that was learned."""
+    """Score the learned part."""
     return place.test.scores(learned)
 
 
 def _random(place: _Place, learned: Featurizer) -> Scores:
-    """As many columns or features, drawn at random."""
+    """Score the same number of random columns or features."""
     return place.test.scores(place.learn.random(place.train.size, learned))
 
 
 def _shuffled_weights(place: _Place, learned: Featurizer) -> Scores:
-    """The same fit on a model with shuffled weights, and scored on it.
+    """Fit and score the part on a model with shuffled weights.
 
-    It tests little where most of a model's work is in code without parameters.
+    This control is weak if the model computes most of its output in code without parameters.
     """
     part, _ = place.learn(place.shuffled_train, place.count)
     return place.shuffled_test.scores(part)
 
 
 def _shuffled_answers(place: _Place, learned: Featurizer) -> Scores:
-    """The same fit to the answers of other pairs."""
+    """Fit the part to the answers of other pairs."""
     part, _ = place.learn(place.train.answering(place.drawn_answers), place.count)
     return place.test.scores(part)
 
 
 def _whole(place: _Place, learned: Featurizer) -> Scores:
-    """The whole value: the ceiling where the right answer is the clean text's.
+    """Score the whole value.
 
-    Where it is neither text's, a part can do better than the whole value.
+    This score is the ceiling if the right answer is the answer of the clean text.
+    If the right answer is not the answer of either text, a part can have a higher score than the
+    whole value.
     """
     return place.test.scores(neurons(place.train.size))
 
@@ -284,20 +299,22 @@ _CONTROLS: Mapping[str, Callable[[_Place, Featurizer], Scores]] = {
 
 
 def _answers(pairs: Pairs, test: Pairs) -> Int[Tensor, "pair *two"]:
-    """Return the answers of the pairs that are fitted on.
+    """Return the answers of the training pairs.
 
     Raises:
-        ValueError: if pairs have no answers, or a pair is in both.
+        ValueError: if pairs have no answers, or if a pair is in both `pairs` and `test`.
     """
     if pairs.answers is None or test.answers is None:
-        raise ValueError("an alignment needs pairs with answers; got none")
+        raise ValueError("pairs and test must have answers to align; got none")
     if both := {*pairs.digests()} & {*test.digests()}:
-        raise ValueError(f"test pairs must be others than those fitted on; {len(both)} are in both")
+        raise ValueError(
+            f"test pairs must differ from the training pairs; got {len(both)} pairs in both"
+        )
     return pairs.answers
 
 
 def _drawn(pairs: Pairs, seed: int) -> Int[Tensor, " pair"]:
-    """Draw a pair for each pair, whose answer it gets. Copies get the same answer."""
+    """Draw a donor of the answer for each pair. Copies of a pair get the same donor."""
     texts = numbered(pairs.digests())
     first = {text: row for row, text in reversed([*enumerate(texts)])}
     order = torch.randperm(len(first), generator=torch.Generator().manual_seed(seed))
@@ -306,7 +323,10 @@ def _drawn(pairs: Pairs, seed: int) -> Int[Tensor, " pair"]:
 
 
 def _with_shuffled_weights(model: nn.Module, seed: int) -> nn.Module:
-    """A copy whose weights are the same numbers in other places: a model of its scale that has learned nothing."""
+    """Return a copy of a model in which the numbers of each weight are permuted.
+
+    The copy has weights of the same scale, but has learned nothing.
+    """
     other, draw = copy.deepcopy(model), torch.Generator().manual_seed(seed)
     for weight in other.parameters():
         order = torch.randperm(weight.numel(), generator=draw).to(weight.device)

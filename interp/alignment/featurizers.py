@@ -1,4 +1,4 @@
-"""Featurizers: features of values, some of which an interchange takes from another run."""
+"""Featurizers: features of values. An interchange takes some of the features from another run."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,16 +14,16 @@ from interp.features.dictionary import Dictionary
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Featurizer:
-    """Features of a value, how they become a value again, and which of them are interchanged. `edits.interchange` takes it.
+    """Features of a value, with a mask of the features that `edits.interchange` interchanges.
 
-    What the features do not make up is kept from the run that is edited.
+    The part of the value that the features do not reconstruct stays the same.
 
     Attributes:
-        name: the kind.
-        encode: from values [*rows d] to features [*rows feature].
-        decode: from features, and the values that they are of, to values.
-        mask: how much of each feature is taken from the other run, from 0 to 1.
-        place: the place that the features were trained at; None if it is not known.
+        name: the kind of features.
+        encode: a function from values [*rows d] to features [*rows feature].
+        decode: a function from features and the original values to values.
+        mask: the share of each feature that is taken from the other run, from 0 to 1.
+        place: the place at which the features were trained. Default: None, which means unknown.
     """
 
     name: str
@@ -35,13 +35,13 @@ class Featurizer:
     place: str | None = None
 
     def only(self, mask: Float[Tensor, " feature"]) -> "Featurizer":
-        """The same features, of which others are interchanged."""
+        """Return the same features with another mask."""
         return replace(self, mask=mask)
 
     def interchanged(
         self, value: Float[Tensor, "*rows d"], source: Float[Tensor, "*rows d"]
     ) -> Float[Tensor, "*rows d"]:
-        """The value with the chosen features of the source, in its dtype."""
+        """Return the value with the selected features of the source, in the dtype of the value."""
         here, there = at_least_float32(value), at_least_float32(source)
         features = self.encode(here)
         taken = self.mask.to(features) * (self.encode(there) - features)
@@ -53,7 +53,7 @@ class Featurizer:
 
 
 def coordinates(columns: Float[Tensor, "d k"], name: str = "subspace") -> Featurizer:
-    """Coordinates along columns that are orthonormal, all interchanged."""
+    """Return the coordinates along orthonormal columns as features, all of them interchanged."""
 
     def encode(value: Tensor) -> Tensor:
         return value @ columns.to(value)
@@ -65,7 +65,9 @@ def coordinates(columns: Float[Tensor, "d k"], name: str = "subspace") -> Featur
 
 
 def subspace(directions: Float[Tensor, "d *k"]) -> Featurizer:
-    """Coordinates in the span of a direction, or of several as columns, all interchanged. They need not be orthonormal.
+    """Return the coordinates in the span of one or more directions, all of them interchanged.
+
+    Several directions are the columns of a matrix. They need not be orthonormal.
 
     Raises:
         ValueError: if the directions are not linearly independent.
@@ -78,17 +80,20 @@ def subspace(directions: Float[Tensor, "d *k"]) -> Featurizer:
 
 
 def neurons(size: int) -> Featurizer:
-    """The numbers of a value themselves, all interchanged: the whole value."""
+    """Return the numbers of a value as features, all of them interchanged.
+
+    This is the whole value.
+    """
     return Featurizer(
         "neurons", lambda value: value, lambda features, value: features, torch.ones(size)
     )
 
 
 def pca(values: Float[Tensor, "row d"], k: int) -> Featurizer:
-    """The first `k` principal components of values, such as a point's over many texts.
+    """Return the first `k` principal components of values as features, all of them interchanged.
 
     Raises:
-        ValueError: if there are not so many.
+        ValueError: if the values have fewer than `k` components.
     """
     x = values.double()
     components = torch.linalg.svd(x - x.mean(0), full_matrices=False).Vh
@@ -97,13 +102,17 @@ def pca(values: Float[Tensor, "row d"], k: int) -> Featurizer:
 
 
 def of_dictionary(dictionary: Dictionary) -> Featurizer:
-    """The features of a sparse autoencoder, all interchanged; its error is kept.
+    """Return the features of a sparse autoencoder, all of them interchanged.
+
+    The reconstruction error of the autoencoder stays in the value.
 
     Raises:
-        ValueError: if it is a transcoder.
+        ValueError: if the dictionary is a transcoder.
     """
     if dictionary.is_transcoder:
-        raise ValueError("features of a point are those of an autoencoder; got a transcoder")
+        raise ValueError(
+            "dictionary must be an autoencoder, to read and write at one point; got a transcoder"
+        )
     every = torch.ones(dictionary.n_features)
     return Featurizer(
         "dictionary", dictionary.encode, dictionary.write, every, place=dictionary.writes

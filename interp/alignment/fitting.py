@@ -1,8 +1,10 @@
-"""Fits of a part of a value to pairs: an orthonormal basis of columns, or a mask of given features.
+"""Fit a part of a value to pairs: an orthonormal basis of columns, or a mask of given features.
 
-1. A learner makes the part from its parameters. The sigmoid of a mask's boundary sharpens with a falling temperature.
-2. Each step interchanges the part in some pairs, and follows the gradient of the cross-entropy of the right answers.
-3. In the end the columns are a basis, and each feature is in or out.
+1. A learner makes the part from its parameters. A mask is the sigmoid of a boundary, and becomes
+   sharper as the temperature falls.
+2. Each step interchanges the part in a batch of pairs, and descends the gradient of the
+   cross-entropy of the right answers.
+3. At the end, the part is the basis of columns, or the features whose boundary is above 0.
 """
 
 from collections.abc import Callable
@@ -20,19 +22,23 @@ from interp.alignment.runs import InterchangeRuns
 _COLDEST = 0.01
 
 Learner = tuple[nn.Module, Callable[[float | None], Featurizer]]
-"""A module that is trained, and the part that it makes at a temperature; at None, the part in the end."""
+"""A module to train, and a function from a temperature to the part.
+
+For the temperature None, the function returns the final part.
+"""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Settings of a fit, which makes a part from pairs at a site.
+    """Settings of a fit, which learns a part from pairs at a site.
 
     Attributes:
         k: the number of columns.
-        features: features to learn a mask of, in place of columns; see `alignment.featurizers`. k does not count then.
-        sparsity: of a mask: what a whole mask costs, in nats.
-        epochs, rate, batch: of Adam.
-        seed: of the first columns, the order of the pairs and the controls.
+        features: the features for a mask, which replaces columns; see `alignment.featurizers`. `k`
+            is ignored with a mask.
+        sparsity: the cost of a full mask, in nats.
+        epochs, rate, batch: the number of epochs, the learning rate and the batch size of Adam.
+        seed: the seed of the initial columns, of the order of the pairs and of the controls.
     """
 
     k: int
@@ -44,13 +50,16 @@ class Fit:
     seed: int = 0
 
     def steps(self, n_pairs: int) -> int:
-        """The steps of a fit to so many pairs."""
+        """Return the number of steps of a fit to `n_pairs` pairs."""
         return self.epochs * -(-n_pairs // self.batch)
 
     def __call__(
         self, pairs: InterchangeRuns, done: Callable[[], object] = lambda: None
     ) -> tuple[Featurizer, tuple[float, ...]]:
-        """Return the part, and the mean loss of each epoch. `done` is called after each step."""
+        """Fit a part to pairs, and return the part and the mean loss of each epoch.
+
+        `done` is called after each step.
+        """
         module, part_at = self._learner(pairs.source)
         parameters = [*module.parameters()]
         optimizer = torch.optim.Adam(parameters, lr=self.rate)
@@ -77,7 +86,7 @@ class Fit:
         return part_at(None), tuple(losses)
 
     def _learner(self, like: Tensor) -> Learner:
-        """The learner for values of a size, on their device."""
+        """Return the learner for values with the size, device and dtype of `like`."""
         size = like.shape[-1]
         options: dict[str, Any] = {"device": like.device, "dtype": at_least_float32(like).dtype}
         if self.features is not None:
@@ -90,7 +99,7 @@ class Fit:
         return _columns(columns.to(**options), options)
 
     def random(self, size: int, part: Featurizer) -> Featurizer:
-        """Return as many columns, or features, drawn at random."""
+        """Return a random part with the same number of columns, or of features of `part`."""
         draw = torch.Generator().manual_seed(self.seed)
         if self.features is None:
             return subspace(torch.randn(size, self.k, generator=draw))
@@ -98,7 +107,10 @@ class Fit:
 
 
 def _mask(features: Featurizer, options: dict[str, Any]) -> Learner:
-    """A learner of which features are in the part: those whose boundary is above 0 in the end."""
+    """Return a learner of a mask.
+
+    The final mask contains the features whose boundary is above 0.
+    """
     boundaries = nn.ParameterList([torch.zeros(len(features.mask), **options)])
 
     def part_at(temperature: float | None) -> Featurizer:
@@ -111,7 +123,7 @@ def _mask(features: Featurizer, options: dict[str, Any]) -> Learner:
 
 
 def _columns(columns: nn.Linear, options: dict[str, Any]) -> Learner:
-    """A learner of the basis that an orthogonal map has."""
+    """Return a learner of the columns of an orthogonal map."""
     identity = torch.eye(columns.in_features, **options)
 
     def part_at(temperature: float | None) -> Featurizer:

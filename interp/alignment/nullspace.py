@@ -1,13 +1,18 @@
-"""Check whether a subspace acts through directions that the model does not use (Makelov et al. 2023).
+"""Check if a subspace acts through directions that the model does not use (Makelov et al. 2023).
 
-Makelov et al. 2023, "Is This the Subspace You Are Looking for? An Interpretability Illusion for Subspace Activation Patching".
-A direction can join one along which runs differ but which nobody reads to one that somebody reads but along which no run
-differs. Patching it then moves the answer by a way that the model never goes.
+Makelov et al. 2023, "Is This the Subspace You Are Looking for? An Interpretability Illusion for
+Subspace Activation Patching".
+
+A direction can be the sum of two directions. Runs differ along the first, but no later part of the
+model reads it. A later part reads the second, but runs do not differ along it. Patching the sum
+changes the answer through a path that the model never uses.
 
 1. Interchange the subspace.
-2. Interchange it, and drop what it changes where clean values do not vary.
-3. Interchange the part of it that is read, made as long as the whole, as the authors' code does.
-4. What the effect loses in 2 or 3 went through parts that the model does not use.
+2. Interchange the subspace, and remove the changes along axes on which clean values do not vary.
+3. Interchange only the projection of the subspace on the directions that are read, scaled to the
+   length of the whole subspace, as in the authors' code.
+4. The share of the effect that is lost in step 2 or 3 is due to directions that the model does not
+   use.
 """
 
 import math
@@ -30,32 +35,41 @@ _NEGLIGIBLE = 1e-6
 
 @dataclass(frozen=True, eq=False, repr=False)
 class NullSpaces:
-    """Effects of a subspace, whole and without what the model does not use; made by `null_spaces`.
+    """Effects of a subspace with and without directions that the model does not use.
+
+    It is the result of `null_spaces`.
 
     Attributes:
-        effects: the change of the metric, [through, example]: `whole`; `varying`, without changes where clean values do not
-            vary; `read`, along the part of the subspace that is read.
+        effects: the change of the metric, [through, example]. `whole` is the effect of the
+            subspace, `varying` excludes changes along axes on which clean values do not vary, and
+            `read` uses only the part of the subspace that is read.
     """
 
     effects: Result
 
     @property
     def dormant(self) -> float:
-        """The share of the effect that goes through directions along which no clean run varies; NaN without an effect."""
+        """The share of the effect along directions on which clean values do not vary.
+
+        It is NaN if the subspace has no effect.
+        """
         return self._lost("varying")
 
     @property
     def unread(self) -> float:
-        """The share of the effect that the part of the subspace which is read does not have by itself; likewise."""
+        """The share of the effect that is lost if only the part that is read is interchanged.
+
+        It is NaN if the subspace has no effect.
+        """
         return self._lost("read")
 
     @property
     def is_suspect(self) -> bool:
-        """Whether one of the shares is above one half; no verdict without an effect."""
+        """Whether `dormant` or `unread` is above 0.5. It is False if the subspace has no effect."""
         return max(self.dormant, self.unread) > 0.5
 
     def _lost(self, through: str) -> float:
-        # Effects may have both signs, so what is left is the slope of one on the other.
+        # Effects can have both signs, so the remaining share is the slope of a regression.
         whole, left = (self.effects.select(through=name).values for name in ("whole", through))
         base = self.effects.base
         has_effect = base is None or not is_rounding(whole + base, base).all()
@@ -63,9 +77,12 @@ class NullSpaces:
 
     def __repr__(self) -> str:
         if math.isnan(self.dormant):
-            return "NullSpaces: no verdict, as the subspace has no effect"
+            return "NullSpaces: no verdict, because the subspace has no effect"
         words = "suspect" if self.is_suspect else "no illusion seen"
-        return f"NullSpaces: {words}, dormant {self.dormant:.2f}, unread {self.unread:.2f} of the effect"
+        return (
+            f"NullSpaces: {words}, dormant {self.dormant:.2f}, unread {self.unread:.2f} of the "
+            "effect"
+        )
 
 
 @without_gradients
@@ -80,23 +97,25 @@ def null_spaces(
     head: int | None = None,
     direction: PatchingDirection = "denoising",
 ) -> NullSpaces:
-    """Measure how much of a subspace's effect goes through directions that no clean run uses.
+    """Measure the share of a subspace's effect that uses directions which the model does not use.
 
-    It looks along the axes of the point, such as neurons: along which values of the pairs vary, and along which the metric has
-    a gradient. Where every axis does both, as in the residual stream, it finds nothing, and proves nothing. With `reader`,
-    such as `W_out` at `mlp.post`, what is read is the row space of those weights.
+    An axis of the point, such as a neuron, varies if the values of the pairs vary along it, and is
+    read if the metric has a gradient along it. If every axis varies and is read, as in the residual
+    stream, the function finds nothing, and this proves nothing. With `reader`, such as `W_out` at
+    `mlp.post`, the columns of these weights span the directions that are read.
 
     Args:
         model: any model with hook points, in evaluation mode.
         pairs: the texts and the metric.
         point: the name of the point.
         directions: a direction, or columns that span the subspace. They need not be orthonormal.
-        reader: weights that read the value, `value @ reader`.
+        reader: the weights that read the value as `value @ reader`. Default: use the gradients of
+            the metric.
         pos, head, direction: see `align`.
 
     Raises:
-        ValueError: if the directions do not fit or are not linearly independent; or as for `align`.
-        UnknownNameError, ModeError: as for `align`.
+        ValueError: if the directions have a wrong size or are linearly dependent, or as in `align`.
+        UnknownNameError, ModeError: as in `align`.
     """
     runs = Runs(model, pairs, direction)
     site = InterchangeRuns(runs, point, pos, head, batch=len(runs.text.tokens))
@@ -134,5 +153,5 @@ def null_spaces(
 
 
 def _axes(sizes: Float[Tensor, " d"]) -> Float[Tensor, "d d"]:
-    """The projection on the axes whose sizes are not negligible."""
+    """Return the projection on the axes whose sizes are not negligible."""
     return (sizes > _NEGLIGIBLE * sizes.max()).to(sizes).diag()

@@ -1,4 +1,4 @@
-"""Runs of pairs with a part of a value at one point taken from the other text."""
+"""Run pairs with a part of a value at one point taken from the other text."""
 
 import copy
 from functools import cached_property
@@ -18,11 +18,12 @@ from interp.runs.runs import Runs
 
 
 class Scores(NamedTuple):
-    """Scores of a part that is interchanged, for each pair.
+    """Scores of an interchanged part, for each pair.
 
     Attributes:
-        effect: the change of the metric by the interchange, in its unit.
-        right: 1 where the right answer is the likeliest, 0 elsewhere; empty without answers.
+        effect: the change of the metric by the interchange, in the unit of the metric.
+        right: 1 if the right answer has the largest logit, otherwise 0. The tensor is empty if the
+            pairs have no answers.
     """
 
     effect: Float[Tensor, " example"]
@@ -30,21 +31,22 @@ class Scores(NamedTuple):
 
 
 class InterchangeRuns:
-    """Pairs at one point and position: base texts that are run, and values of their sources there.
+    """Pairs at one point and position: the base texts to run, and the values of the source texts.
 
     Args:
         runs: the pairs and their direction.
-        name: the point.
-        pos, head: as for `align`.
-        batch: how many pairs are run together.
+        name: the name of the point.
+        pos, head: see `align`.
+        batch: the number of pairs in a run.
 
     Attributes:
-        source: values of the source texts, [batch, pos, d].
+        source: the values of the source texts, [batch, pos, d].
         size: the size of a value.
 
     Raises:
-        ValueError: if the point has other axes.
-        UnknownNameError: if the pairs have no such span.
+        ValueError: if the point does not have a vector at each position, or if it has heads and
+            `head` is missing.
+        UnknownNameError: if the span is unknown.
     """
 
     def __init__(self, runs: Runs, name: str, pos: int | str, head: int | None, batch: int) -> None:
@@ -58,7 +60,8 @@ class InterchangeRuns:
             (len(axes) == 4) != (head is not None) and axes
         ):
             raise ValueError(
-                f"a value must be a vector at each position, with head= where there are heads; got {name} "
+                "a value must be a vector at each position, and head= is needed if the point has "
+                f"heads; got {name} "
                 f"[{' '.join(axes)}] and head={head}"
             )
         self._head = () if head is None else (head,)
@@ -67,17 +70,17 @@ class InterchangeRuns:
         self.size: int = self.source.shape[-1]
 
     def answering(self, answers: Int[Tensor, "batch *two"]) -> "InterchangeRuns":
-        """The same with other answers."""
+        """Return the same runs with other answers."""
         other = copy.copy(self)
         other.answers = answers
         return other
 
     def base_values(self) -> Float[Tensor, "batch pos d"]:
-        """The values of the texts that are run."""
+        """Return the values of the base texts."""
         return self._values(self.runs.text, self._columns)
 
     def gradients(self) -> Float[Tensor, "batch pos d"]:
-        """The gradients of the metric at these values."""
+        """Return the gradients of the metric at the values of the base texts."""
         gradients: dict[str, Tensor] = {}
         start = self.runs.gradients([self.name])
         start.backward(gradients.__setitem__)
@@ -88,7 +91,8 @@ class InterchangeRuns:
         value = self.runs.capture(text, self.name)[self.name]
         if value.shape[:2] != text.tokens.shape:
             raise ValueError(
-                f"a value must have a vector at each position, [batch, pos], {[*text.tokens.shape]}; "
+                "a value must have a vector at each position, [batch, pos], "
+                f"{[*text.tokens.shape]}; "
                 f"got {[*value.shape]} at {self.name}"
             )
         return value[self._at(slice(None), columns)]
@@ -109,21 +113,25 @@ class InterchangeRuns:
         return self.runs.logits({self.name: taken}, rows)
 
     def loss(self, part: Featurizer, rows: Tensor) -> Float[Tensor, ""]:
-        """The mean cross-entropy of the right answers, among all tokens or both answers of each pair."""
+        """Return the mean cross-entropy of the right answers.
+
+        The choices are all tokens or, if each pair has a right and a wrong answer, these two
+        tokens.
+        """
         return cross_entropy(*self._choices(self._logits(part, rows), rows))
 
     @cached_property
     def base(self) -> Float[Tensor, " example"]:
-        """The metric of the runs without an interchange."""
+        """The metric without an interchange."""
         return self._measured(None)[0]
 
     def scores(self, part: Featurizer) -> Scores:
-        """The scores of runs with the part taken from the sources."""
+        """Return the scores of runs with a part from the source texts."""
         values, right = self._measured(part)
         return Scores(values - self.base, right)
 
     def _measured(self, part: Featurizer | None) -> tuple[Tensor, Tensor]:
-        """The metric of runs with a part interchanged, or nothing; and which answers are right."""
+        """Return the metric, with or without an interchanged part, and a mask of right answers."""
         metric, text = self.runs.metric, self.runs.text
         last = last_of(metric, text.of_logits.attention_mask)
         outputs, right = [], []
@@ -138,12 +146,13 @@ class InterchangeRuns:
         return values, torch.cat(right).to(values) if right else values.new_empty(0)
 
     def _choices(self, output: Tensor, rows: Any) -> tuple[Tensor, Tensor]:
-        """The logits of what is chosen from, all tokens or two answers, and which of them is right."""
+        """Return the logits of all tokens or of two answers, and the index of the right answer."""
         pos = self.runs.pairs.pos
         position = Position(-1 if pos is None else pos[rows] if isinstance(pos, Tensor) else pos)
         mask = self.runs.text.rows(rows).of_logits.attention_mask
         logits = position(last_real(output, position.last, mask))
-        assert self.answers is not None  # `align` refuses pairs without
+        # `align` raises an error if pairs have no answers.
+        assert self.answers is not None
         answers = to_device(self.answers[rows], logits.device)
         if answers.ndim == 1:
             return logits, answers

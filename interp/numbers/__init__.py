@@ -1,6 +1,7 @@
-"""Numbers: checks that they are finite, running moments, ranks and intervals, for all packages of `interp`.
+"""Functions on numbers for all packages of `interp`: finiteness, moments, ranks and intervals.
 
-No file imports another, so they may be read in any order. `precision` refuses numbers that are not finite and has the
-distance of distributions, `moments` has running means and products, `ranks` has ranks and the largest numbers, and
-`intervals` has how sure a mean is.
+No file imports another file of this folder, so you can read them in any order. `precision` checks
+that numbers are finite and compares distributions, `moments` contains running means and products,
+`ranks` contains ranks and the largest numbers, and `intervals` contains confidence intervals of
+means.
 """

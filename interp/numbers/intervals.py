@@ -1,17 +1,22 @@
-"""Confidence intervals of means and of ratios of means, from a few examples on.
+"""Confidence intervals of means and of ratios of means, also for few examples.
 
-1. Values x and, for ratios, a gap y of mean 1 for each example: the estimate is r, the mean of x.
-2. Both ends solve |mean(x - r y)| = t · (standard error of x - r y), a quadratic in r: Fieller's theorem
-   (1954). Where y is 1 everywhere, that is Student's mean ± t s / √n.
-3. Few skewed numbers have too short an interval towards their long tail (of log-normal ones 0.82 of the 95 %
-   intervals hold the mean at n = 4). On that side, t is 1 + 2.5 g / √(n - 2) times as large, where g is the
-   skewness of x - r y; its direction is Johnson's (1978), its size is chosen by simulation (`tests/interp/results/test_result.py`).
-4. Examples of one text (`groups`) count once: x and y are the means of each text, and n is the number
-   of texts. A text with more examples than others weighs more in the mean. Its weight w is its number
-   of examples, divided by the mean number. Its residual is multiplied by w (n - 1) / (n - w). That
-   gives the standard error of the jackknife, which leaves out one text after another.
-5. Means of numbers between two bounds, and AUROCs, have score intervals, which never leave the bounds: both ends m solve
-   |estimate - m| = q √V(m), where V(m) is what the variance would be if m were the truth (`share_interval`, `auroc_interval`).
+1. Each example has a value x and, for ratios, a gap y with mean 1. The estimate r is the mean of
+   x.
+2. Both ends solve |mean(x - r y)| = t · (standard error of x - r y), a quadratic in r: Fieller's
+   theorem (1954). If y is always 1, this is Student's interval, mean ± t s / √n.
+3. With few skewed numbers, the interval is too short on the side of the long tail: with
+   log-normal numbers and n = 4, only 0.82 of the 95 % intervals contain the mean. On this side, t
+   is multiplied by 1 + 2.5 g / √(n - 2), where g is the skewness of x - r y. The direction is
+   from Johnson (1978), and the size was chosen by simulation
+   (`tests/interp/results/test_result.py`).
+4. The examples of one text (`groups`) count once: x and y are the means of each text, and n is
+   the number of texts. A text with more examples has a larger weight in the mean. The weight w of
+   a text is its number of examples, divided by the mean number. The residual of the text is
+   multiplied by w (n - 1) / (n - w). The result is the standard error of the jackknife, which
+   leaves out one text after another.
+5. Means of numbers between two bounds, and AUROCs, have score intervals, which never exceed the
+   bounds. Both ends m solve |estimate - m| = q √V(m), where V(m) is the variance if m is the true
+   mean (`share_interval`, `auroc_interval`).
 """
 
 import math
@@ -35,7 +40,7 @@ class Interval(NamedTuple):
 
 
 def interval_text(low: float, high: float, form: str = "+.4g") -> str:
-    """Return an interval as text, with a space before it; no text where there is no interval.
+    """Return an interval as text, after a space. If there is no interval, return an empty string.
 
     >>> interval_text(-0.5, 1.5)
     ' [-0.5, +1.5]'
@@ -49,20 +54,23 @@ def interval(
     confidence: float = 0.95,
     groups: Sequence[int] | None = None,
 ) -> Interval:
-    """Intervals of the means over examples, in float64; of mean values / mean gap, where a gap is given.
+    """Return intervals of the means over examples, in float64.
 
-    Of normal and log-normal examples, 3 to 20 of them, between 0.88 and 0.97 of the 95% intervals hold the true mean.
+    With a gap, return intervals of the ratios (mean of the values) / (mean of the gap). For 3 to 20
+    normal or log-normal examples, between 0.88 and 0.97 of the 95% intervals contain the true mean.
 
     Args:
         values: one number for each place and example.
-        gap: a number for each example, or for each place and example. Its means must not be 0.
-        confidence: how often such an interval should hold the true mean, between 0 and 1.
-        groups: the number of each example's text. Examples of one text count once. None if all texts
-            are different.
+        gap: a number for each example, or for each place and example. The means of the gap must not
+            be 0.
+        confidence: the share of intervals that contain the true mean, between 0 and 1.
+        groups: the number of the text of each example. The examples of one text count once.
+            Default: all texts are different.
 
     Returns:
-        The ends for each place. They are NaN below three texts, with a gap below four. An end is
-        infinite where the gap is so uncertain that the ratio has no bound on that side.
+        The ends for each place. They are NaN if there are fewer than three texts, or fewer than
+        four with a gap. An end is infinite if the gap is so uncertain that the ratio has no bound
+        on this side.
 
     Raises:
         ValueError: if confidence is not between 0 and 1.
@@ -99,9 +107,9 @@ def interval(
 def standard_error(
     values: Float[Tensor, "*place example"], groups: Sequence[int] | None = None
 ) -> Float[Tensor, "*place"]:
-    """The standard error of the mean over examples, in float64; NaN for a single text.
+    """Return the standard error of the mean over examples, in float64. It is NaN for a single text.
 
-    For `groups` see `interval`.
+    For `groups`, see `interval`.
 
     >>> standard_error(torch.tensor([3.0, 1.0, 1.0, 3.0, 2.0, 2.0]), [0, 1, 1, 0, 2, 2])
     tensor(0.5774, dtype=torch.float64)
@@ -115,7 +123,7 @@ def standard_error(
 def _by_text(
     values: Float[Tensor, "*place example"], groups: Sequence[int] | None
 ) -> tuple[Float[Tensor, "*place text"], Float[Tensor, " text"], Float[Tensor, " text"]]:
-    """Return the mean of each text's examples, its weight and the factor of its residual (step 4)."""
+    """Return the mean, the weight and the factor of the residual of each text (step 4)."""
     means = values.detach().cpu().double()
     weight = torch.ones(means.shape[-1], dtype=torch.float64)
     if groups is not None:
@@ -132,14 +140,15 @@ def share_interval(
     confidence: float = 0.95,
     groups: Sequence[int] | None = None,
 ) -> Interval:
-    """Intervals of the means of numbers between two bounds, in float64; NaN below three texts.
+    """Return intervals of the means of numbers between two bounds, in float64.
 
-    For `groups` see `interval`.
+    The intervals are NaN if there are fewer than three texts. For `groups`, see `interval`.
 
-    From 0 to 1, V(m) = φ m (1 - m) / n. Of zeros and ones φ is 1 and q normal: the interval of Wilson (1927, "Probable
-    Inference, the Law of Succession, and Statistical Inference"). Of other numbers φ is estimated, the variance over
-    m (1 - m), and q is Student's. Of shares of the beta distribution, and 3 to 20 of them, between 0.87 and 0.96 of the 95%
-    intervals hold the mean.
+    For numbers from 0 to 1, V(m) = φ m (1 - m) / n. If all numbers are 0 or 1, φ is 1 and q is a
+    quantile of the normal distribution. This is the interval of Wilson (1927, "Probable Inference,
+    the Law of Succession, and Statistical Inference"). For other numbers, φ is estimated as the
+    variance divided by m (1 - m), and q is a quantile of Student's t. For 3 to 20 numbers from beta
+    distributions, between 0.87 and 0.96 of the 95% intervals contain the mean.
 
     Raises:
         ValueError: if confidence is not between 0 and 1.
@@ -153,7 +162,8 @@ def share_interval(
     if n < 3 or math.isinf(width):
         ends = interval(values, None, confidence, groups)
         return Interval(*(end.clamp(*bounds) for end in ends))
-    x = ((x - low) / width).clamp(0, 1)  # rounding may pass a bound
+    # Rounding can move a value beyond a bound.
+    x = ((x - low) / width).clamp(0, 1)
     mean, normal, t = (weight * x).mean(1), _normal(confidence), student(confidence, n - 1)
     apart = of_residual * (x - mean[:, None])
     spread = apart.square().mean(1) / (mean * (1 - mean)) / (n - 1)
@@ -165,19 +175,24 @@ def share_interval(
 def auroc_interval(
     values: Float[Tensor, "place fold"], counts: tuple[float, float], confidence: float = 0.95
 ) -> Interval:
-    """Intervals of the mean AUROC of folds, in float64; NaN below three texts of a kind.
+    """Return intervals of the mean AUROC of folds, in float64.
 
-    Of k folds, each of a and b texts, V(m) = m (1 - m) (1 + ((a + b) / 2 - 1) ((1 - m) / (2 - m) + m / (1 + m))) / (a b k),
-    the variance of Hanley & McNeil (1982) as Newcombe has it (2006, "Confidence intervals for an effect size measure based
-    on the Mann-Whitney statistic", part 2, method 5). Positions of one text count as one. Copies of a
-    text count as one too.
+    They are NaN below three texts of a kind.
 
-    Folds share the texts that they are trained on. In simulations (5 to 50 texts of a kind, 2 to 10 folds) 0.82 to 1 of the
-    95% intervals hold the AUROC where there is something to find, and 0.80 to 0.98 where there is nothing.
+    For k folds with a texts of one kind and b of the other, V(m) = m (1 - m) (1 + ((a + b) / 2 - 1)
+    ((1 - m) / (2 - m) + m / (1 + m))) / (a b k), the variance of Hanley & McNeil (1982) in the form
+    of Newcombe (2006, "Confidence intervals for an effect size measure based on the Mann-Whitney
+    statistic", part 2, method 5). All positions of a text count as one text, and so do all copies
+    of a text.
+
+    The folds share training texts. In simulations (5 to 50 texts of a kind, 2 to 10 folds), 0.82 to
+    1 of the 95% intervals contain the AUROC if the kinds differ, and 0.80 to 0.98 if they do not
+    differ.
 
     Args:
         values: the AUROC of each fold.
-        counts: how many different texts of each kind a fold has, the mean.
+        counts: the mean number of different texts in a fold, for each kind.
+        confidence: see `interval`.
 
     Raises:
         ValueError: if confidence is not between 0 and 1.
@@ -195,7 +210,7 @@ def auroc_interval(
 
 
 def _score(mean: Float[Tensor, " place"], variance: Callable[[Tensor], Tensor]) -> Interval:
-    """Both solutions of (mean - m)² = variance(m) between 0 and 1, by halving."""
+    """Return both solutions of (mean - m)² = variance(m) between 0 and 1, by bisection."""
 
     def end(bound: float) -> Float[Tensor, " place"]:
         inside, outside = mean, torch.full_like(mean, bound)
@@ -209,7 +224,7 @@ def _score(mean: Float[Tensor, " place"], variance: Callable[[Tensor], Tensor]) 
 
 
 def _normal(confidence: float) -> float:
-    """The number of standard deviations within which a normal number stays with this probability."""
+    """Return z such that a standard normal number is between -z and z with this probability."""
     level = torch.tensor((1 + _checked(confidence)) / 2, dtype=torch.float64)
     return float(torch.special.ndtri(level))
 
@@ -221,9 +236,10 @@ def _checked(confidence: float) -> float:
 
 
 def student(confidence: float, df: int) -> float:
-    """The number of standard errors within which Student's t stays with this probability, at `df` degrees of freedom.
+    """Return z such that Student's t is between -z and z with this probability.
 
-    With t = √df tan(a), the density over the angle a is proportional to cos(a)^(df - 1), which is added up.
+    The distribution has `df` degrees of freedom. With t = √df tan(a), the density of the angle a is
+    proportional to cos(a)^(df - 1). The function integrates this density.
 
     >>> round(student(0.95, 2), 4), round(student(0.95, 30), 4)
     (4.3027, 2.0423)

@@ -1,4 +1,4 @@
-"""Running moments: means and summed products of deviations of rows, in float64; those of parts are put together."""
+"""Running moments in float64: means and summed products of deviations. Parts can be added."""
 
 from dataclasses import dataclass
 
@@ -9,13 +9,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """Means and summed products of deviations of rows; those of parts can be put together.
+    """Means of rows and summed products of their deviations. The moments of two parts can be added.
 
     Attributes:
-        n: how many rows there were.
-        mean: of each column.
-        products: of the deviations of all pairs of columns, or of each column with itself.
-        n_labels: how many of the last columns are labels.
+        n: the number of rows.
+        mean: the mean of each column.
+        products: the summed products of the deviations of all pairs of columns, or the summed
+            squares of each column.
+        n_labels: the number of labels, which are the last columns.
     """
 
     n: int
@@ -31,7 +32,13 @@ class Moments:
         *,
         pairs: bool = True,
     ) -> "Moments":
-        """Those of some rows, with columns for labels; `pairs` says whether products are of all pairs of columns."""
+        """Return the moments of some rows.
+
+        Args:
+            values: the rows.
+            labels: labels of the rows, which become the last columns.
+            pairs: whether to compute the products of all pairs of columns, not only the squares.
+        """
         rows = values.double()
         if labels is not None:
             rows = torch.cat([rows, labels.to(rows)], 1)
@@ -42,11 +49,14 @@ class Moments:
 
     @property
     def covariance(self) -> Float[Tensor, "d d"]:
-        """The mean products of deviations, labels included."""
+        """The mean products of deviations of all pairs of columns, including labels."""
         return self.products / self.n
 
     def __add__(self, other: "Moments") -> "Moments":
-        """Those of both (Chan et al. 1979, "Updating formulae and a pairwise algorithm")."""
+        """Return the moments of the rows of both (Chan et al.
+
+        1979, "Updating formulae and a pairwise algorithm").
+        """
         n, apart = self.n + other.n, other.mean - self.mean
         spread = torch.outer(apart, apart) if self.products.ndim == 2 else apart.square()
         products = self.products + other.products + spread * (self.n * other.n / n)

@@ -1,4 +1,4 @@
-"""Numbers that must be finite, or of the dtype and on the device of others; and how far apart distributions are."""
+"""Check that numbers are finite, convert tensors, and compute the divergence of distributions."""
 
 import torch
 from jaxtyping import Float, Shaped
@@ -8,10 +8,11 @@ from hooks.base import to_device
 
 
 def finite(values: Shaped[Tensor, "*axes"], name: str) -> Shaped[Tensor, "*axes"]:
-    """The values, after a check that none is NaN or infinite.
+    """Return the values if none of them is NaN or infinite.
 
     Raises:
-        ValueError: if one is; the error gives the name, the value and its place.
+        ValueError: if a value is NaN or infinite. The error contains the name, the value and its
+            index.
     """
     wrong = ~values.isfinite()
     if wrong.any():
@@ -21,16 +22,17 @@ def finite(values: Shaped[Tensor, "*axes"], name: str) -> Shaped[Tensor, "*axes"
 
 
 def like(values: Shaped[Tensor, "*axes"], other: Tensor) -> Shaped[Tensor, "*axes"]:
-    """Values on the device and in the dtype of another tensor."""
+    """Return the values on the device and in the dtype of another tensor."""
     return to_device(values, other.device).to(other.dtype)
 
 
 def divergence(
     expected: Float[Tensor, "*axes vocab"], predicted: Float[Tensor, "*more vocab"]
 ) -> Float[Tensor, "*more"]:
-    """KL(expected ‖ predicted) of log-probabilities, in nats; `predicted` may have more axes in front.
+    """Return KL(expected ‖ predicted) of log-probabilities, in nats.
 
-    A token that is never expected adds nothing, even where both are -inf.
+    `predicted` may have more leading axes. A token with an expected probability of 0 adds 0, even
+    if both log-probabilities are -inf.
 
     >>> divergence(torch.tensor([0.5, 0.5]).log(), torch.tensor([0.25, 0.75]).log()).exp() ** 2
     tensor(1.3333)

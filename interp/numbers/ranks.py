@@ -1,11 +1,13 @@
-"""Ranks of numbers, what follows from them, and the largest with their places."""
+"""Ranks of numbers, the area under the ROC curve, and the rows of the largest numbers."""
 
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 
 def ranks(values: Float[Tensor, " place"]) -> Float[Tensor, " place"]:
-    """The rank of each value, from 1. Equal values have the mean of their ranks.
+    """Return the rank of each value.
+
+    Ranks start at 1, and equal values have the mean of their ranks.
 
     >>> import torch
     >>> ranks(torch.tensor([0.5, 2.0, 0.5])).tolist()
@@ -16,7 +18,9 @@ def ranks(values: Float[Tensor, " place"]) -> Float[Tensor, " place"]:
 
 
 def area_under_curve(strength: Float[Tensor, " place"], is_in: Bool[Tensor, " place"]) -> float:
-    """The chance that a place of a set is stronger than another place (AUROC); equal ones count half.
+    """Return the probability that a place in a set is stronger than a place outside (AUROC).
+
+    Ties count half.
 
     >>> import torch
     >>> area_under_curve(torch.tensor([3.0, 1.0, 2.0]), torch.tensor([True, True, False]))
@@ -27,9 +31,10 @@ def area_under_curve(strength: Float[Tensor, " place"], is_in: Bool[Tensor, " pl
 
 
 def largest_rows(values: Shaped[Tensor, "row *column"], k: int) -> Int[Tensor, "_k *column"]:
-    """The rows of the `k` largest values of each column, in order; of equal values the earliest rows.
+    """Return the rows of the `k` largest values of each column, from the largest on.
 
-    Keeping the largest of several pieces is one call for each: on those that were kept, with a new piece below them.
+    Of equal values, the earliest rows are selected. To find the largest values of several pieces,
+    call it once for each piece, on the values selected so far followed by the new piece.
 
     >>> import torch
     >>> largest_rows(torch.tensor([2.0, 3.0, 2.0, 3.0]), 3).tolist()

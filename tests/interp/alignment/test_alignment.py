@@ -322,9 +322,9 @@ def test_layers_and_positions_are_axes():
         align(model, pairs[:16], "resid_pre", 129, test=pairs[16:])
     with pytest.raises(ValueError, match="with answers"):
         align(model, Pairs(clean[:2], corrupted[:2]), "resid_pre", 4, test=pairs[16:])
-    with pytest.raises(ValueError, match="with head= where there are heads"):
+    with pytest.raises(ValueError, match="head= is needed if the point has heads"):
         align(model, pairs[:16], "z", 4, test=pairs[16:])
-    with pytest.raises(ValueError, match="with head= where there are heads"):
+    with pytest.raises(ValueError, match="head= is needed if the point has heads"):
         align(model, pairs[:16], "resid_pre", 4, test=pairs[16:], head=1)
     with pytest.raises(UnknownNameError, match="span of the pairs"):
         align(model, pairs[:16], "resid_pre", 4, test=pairs[16:], pos="name")
@@ -443,7 +443,7 @@ def test_an_illusion_is_told_from_what_is_used():
     assert illusion.is_suspect
     assert repr(illusion) == "NullSpaces: suspect, dormant 1.00, unread 1.00 of the effect"
     nothing = null_spaces(model, pairs, "h", e2)
-    assert repr(nothing) == "NullSpaces: no verdict, as the subspace has no effect"
+    assert repr(nothing) == "NullSpaces: no verdict, because the subspace has no effect"
     assert not nothing.is_suspect
     # By weights that read, (0, 2, 1): the read part of each direction is that row, along which the
     # whole answer moves.
