@@ -1,8 +1,9 @@
-"""Directions: found from two kinds of texts, steered along, erased, saved, and exchanged with llama.cpp and repeng.
+"""Find directions from two kinds of texts, steer along them, erase them and save them.
 
-Read `direction` (vectors by point, and their files) and `examples` (values of two kinds of texts; of a store, by `stored`)
-first. `finding` and `probing` find directions in examples; `erasing` removes a concept, and `steering` measures what a
-direction does.
+Directions can be exchanged with llama.cpp and repeng. Read `direction` (vectors by point, and their
+files) and `examples` (values of two kinds of texts, with `stored` for texts of a store) first.
+`finding` and `probing` find directions from examples, `erasing` removes a concept, and `steering`
+measures the effects of a direction.
 
 >>> from interp import edits
 >>> from interp.directions import difference_of_means
@@ -10,7 +11,8 @@ direction does.
 >>> from models import load
 >>> model = load("pydoc-4l")
 >>> v = difference_of_means(model, ["part KV8", "part QX3"], ["def f(", "return x"])
->>> steered = HookedRunner(model).run_with_hooks("The ", hooks={"blocks.2.resid_post": edits.add(v, scale=0.5)})
+>>> hooks = {"blocks.2.resid_post": edits.add(v, scale=0.5)}
+>>> steered = HookedRunner(model).run_with_hooks("The ", hooks=hooks)
 """
 
 from hooks.base import missing_name as _missing_name

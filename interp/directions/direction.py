@@ -1,4 +1,4 @@
-"""Directions: vectors of points, how they were found, and files of them."""
+"""Directions: vectors at points, facts about their origin, and their files."""
 
 import math
 import os
@@ -22,14 +22,18 @@ _KIND = "direction"
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Direction(pictures.Shown):
-    """A vector at each of some points, usually one a layer. `edits.add` steers along it.
+    """A vector at each of some points, usually one point in each layer.
+
+    `edits.add` steers along it.
 
     Attributes:
-        vectors: by the names of points.
-        offsets: by the same names: a value there is on the side of `yes` where `value @ vector + offset` is above 0.
-        about: how it was found; it fits JSON.
+        vectors: the vectors, by the names of points.
+        offsets: the offsets, by the names of points. A value is classified as `yes` if
+            `value @ vector + offset` is above 0.
+        about: facts about how the direction was found, as JSON types.
 
-    >>> v = Direction({"blocks.2.resid_post": torch.tensor([3.0, 4.0])}, {"blocks.2.resid_post": -5.0})
+    >>> point = "blocks.2.resid_post"
+    >>> v = Direction({point: torch.tensor([3.0, 4.0])}, {point: -5.0})
     >>> v[2]
     tensor([3., 4.])
     >>> v.unit()[2], v.unit().offsets
@@ -46,53 +50,59 @@ class Direction(pictures.Shown):
             require_kind(f"the vector at {name}", vector, Tensor, "a tensor [d]")
 
     def __getitem__(self, place: int | str) -> Float[Tensor, " d"]:
-        """The vector of a layer, or of a point by its name.
+        """Return the vector of a layer, or of a point by its name.
 
         Raises:
-            UnknownNameError: if there is none; it has close matches.
-            ValueError: if several points are in the layer.
+            UnknownNameError: if the direction has no vector there. The error contains close
+                matches.
+            ValueError: if the direction has several points in the layer.
         """
         return self.vectors[self._name(place)]
 
     def at(self, *places: int | str) -> "Direction":
-        """Some of its vectors, by layer or name.
+        """Return a direction with some of the vectors, selected by layer or name.
 
         Raises:
-            UnknownNameError, ValueError: as for an index.
+            UnknownNameError, ValueError: as in `direction[place]`.
         """
         names = [self._name(place) for place in places]
         offsets = {name: self.offsets[name] for name in names if name in self.offsets}
         return Direction({name: self.vectors[name] for name in names}, offsets, self.about)
 
     def unit(self) -> "Direction":
-        """The same with vectors of length 1.
+        """Return the same direction with vectors of length 1.
 
         Raises:
-            ValueError: if a vector is zero or has an infinite number.
+            ValueError: if a vector is zero or not finite.
         """
         sizes = {name: float(vector.norm()) for name, vector in self.vectors.items()}
         if wrong := [name for name, size in sizes.items() if not 0 < size < math.inf]:
             raise ValueError(
-                f"a vector must have a length above 0 to get length 1; got {sizes[wrong[0]]} at {wrong[0]}"
+                f"the length of a vector must be above 0 and finite; got {sizes[wrong[0]]} at "
+                f"{wrong[0]}"
             )
         vectors = {name: vector / sizes[name] for name, vector in self.vectors.items()}
         offsets = {name: offset / sizes[name] for name, offset in self.offsets.items()}
         return Direction(vectors, offsets, self.about)
 
     def vector_at(self, point: Point) -> Float[Tensor, " d"]:
-        """The vector of a point, for edits. `direction[name]` gives it for a name.
+        """Return the vector of a point, for edits.
+
+        To look up a vector by name, use `direction[name]`.
 
         Raises:
-            TypeError: if it is no point, such as a name.
-            UnknownNameError: if it has none there; it has close matches.
+            TypeError: if the point is not a `Point`, for example a name.
+            UnknownNameError: if the direction has no vector there. The error contains close
+                matches.
         """
         require_kind("point", point, Point, "a Point", "direction[name] takes a name")
         return self[point.name]
 
     def scores(self, values: Mapping[str, Float[Tensor, "..."]]) -> dict[str, Float[Tensor, "..."]]:
-        """`value @ vector + offset` at each point that the values have, such as those of a cache.
+        """Return `value @ vector + offset` at each point of the direction that `values` contains.
 
-        Values have the axes `*rows d`, or heads and their numbers in place of `d`; scores have `*rows`.
+        `values` can be a cache. Values have the axes `*rows d`, or `head` and `d_head` in place of
+        `d`. Scores have the axes `*rows`.
         """
         return {
             name: _flat(values[name], len(vector)).to(vector) @ vector + self.offsets.get(name, 0.0)
@@ -101,7 +111,7 @@ class Direction(pictures.Shown):
         }
 
     def view(self) -> pictures.View:
-        """How it was found, and the length of each vector."""
+        """Return a view of how the direction was found, and of the length of each vector."""
         lengths = torch.stack([vector.norm().float().cpu() for vector in self.vectors.values()])
         result = Result(
             lengths[:, None],
@@ -123,11 +133,13 @@ class Direction(pictures.Shown):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Direction":
-        """Read what `save` wrote. A path that ends in `.gguf` is read by `from_gguf`.
+        """Load a direction from a file of `save`.
+
+        A file with the suffix `.gguf` is read by `from_gguf`.
 
         Raises:
-            FileNotFoundError: if there is no such file.
-            CacheError: if it is another file, or damaged.
+            FileNotFoundError: if the file does not exist.
+            CacheError: if the file is damaged or does not contain a direction.
         """
         if storage.path_of(path).suffix.lower() == ".gguf":
             return cls.from_gguf(path)
@@ -135,18 +147,20 @@ class Direction(pictures.Shown):
             return cls(vectors, facts["offsets"], facts["about"])
 
     def to_gguf(self, path: str | os.PathLike[str], model_hint: str = "") -> None:
-        """Write a control vector, as llama.cpp and repeng read it. It needs the package gguf.
+        """Write the direction as a control vector of llama.cpp and repeng.
 
-        llama.cpp adds `direction.l` to the output of layer l, so all points must be `resid_post`. It has none for layer
-        0, which is therefore refused.
+        This needs the package gguf.
+
+        llama.cpp adds `direction.l` to the output of layer l, so all points must be `resid_post`.
+        The format has no control vector for layer 0, so a vector at layer 0 raises an error.
 
         Args:
-            path: the file; its name ends in `.gguf`.
+            path: the path of the file, with the suffix `.gguf`.
             model_hint: the architecture of the model, such as `llama`.
 
         Raises:
-            ValueError: if a point is no `resid_post` of a layer from 1 on, or the path has another
-                suffix.
+            ValueError: if a point is not a `resid_post` of layer 1 or a later layer, or if the path
+                has another suffix.
         """
         import gguf
 
@@ -157,7 +171,7 @@ class Direction(pictures.Shown):
             layer = layer_of(name)
             if layer in (None, 0) or not name.endswith("resid_post"):
                 raise ValueError(
-                    f"control vectors must be at resid_post of layers from 1 on; got {name}"
+                    f"every point must be resid_post of layer 1 or a later layer; got {name}"
                 )
             layers[layer] = vector.detach().cpu().float().numpy()
         with storage.replacing(storage.path_of(path)) as partial:
@@ -173,13 +187,15 @@ class Direction(pictures.Shown):
 
     @classmethod
     def from_gguf(cls, path: str | os.PathLike[str]) -> "Direction":
-        """Read a control vector of llama.cpp or repeng. It needs the package gguf.
+        """Load a control vector of llama.cpp or repeng. This needs the package gguf.
 
-        The vectors are float32, whatever type the file has them in. Tensors of other names than `direction.l` are left.
+        The vectors are converted to float32 from any type. Tensors with other names than
+        `direction.l` are ignored.
 
         Raises:
-            FileNotFoundError: if there is no such file.
-            CacheError: if it is another file, or damaged, or a direction is no vector of the others' length.
+            FileNotFoundError: if the file does not exist.
+            CacheError: if the file is damaged or is not a control vector, or if the directions are
+                not vectors of one length.
         """
         import gguf
 
@@ -188,7 +204,7 @@ class Direction(pictures.Shown):
                 self, offset: Any, dtype: Any, count: Any = 1, override_order: Any = None
             ) -> Any:
                 numbers = super()._get(offset, dtype, count, override_order)
-                # The library would go on for as long as a wrong length says.
+                # With a wrong length, the library would read beyond the end of the file.
                 if len(numbers) < count:
                     raise ValueError(f"the file must have {count} numbers at byte {offset}")
                 return numbers
@@ -216,7 +232,7 @@ class Direction(pictures.Shown):
         if not names:
             raise unknown_name(str(place), self.vectors, "point of this direction")
         if len(names) > 1:
-            raise ValueError(f"layer {place} must have one point; it has {' and '.join(names)}")
+            raise ValueError(f"layer {place} must have one point; got {' and '.join(names)}")
         return names[0]
 
     def __repr__(self) -> str:
@@ -232,5 +248,5 @@ class Direction(pictures.Shown):
 
 
 def _flat(value: Float[Tensor, "..."], size: int) -> Float[Tensor, "*_rows {size}"]:
-    """The value with its last two axes, heads and their numbers, in one row where a vector of `size` needs that."""
+    """Flatten the axes `head` and `d_head` of a value if a vector of `size` needs this."""
     return value if value.shape[-1] == size or value.ndim < 2 else value.flatten(-2)

@@ -1,12 +1,16 @@
-"""Erasing: the least change of values after which no linear reading knows a concept (LEACE).
+"""Erase a concept: the smallest change of values after which no linear probe predicts it (LEACE).
 
-Belrose et al. 2023, "LEACE: Perfect linear concept erasure in closed form". With the covariance Σ of values x and their
-cross-covariance Σxz with labels z, W = Σ^(-1/2) whitens, and P projects on the columns of W Σxz. Then
-x - W⁺ P W (x - E[x]) has no covariance with z, and no smaller change has none.
+Belrose et al. 2023, "LEACE: Perfect linear concept erasure in closed form".
 
-All is computed in float64 from exact sums. Nothing is shrunk. Directions without variance, such as the mean that a norm
-removes, are left out of Σ by their eigenvalues. So are those that vary by no more than rounding in float32, beside the one
-that varies most: there Σ^(-1/2) would make numbers of 1e7 from it.
+Let Σ be the covariance
+of values x, and Σxz their cross-covariance with labels z. W = Σ^(-1/2) whitens the values, and P
+projects on the columns of W Σxz. Then x - W⁺ P W (x - E[x]) has no covariance with z, and this is
+the smallest change with this property.
+
+The eraser is computed in float64 from exact sums, without shrinkage. Directions of Σ without
+variance, such as the mean that a norm removes, are left out. Directions whose variation is only
+float32 rounding, compared with the direction that varies most, are left out too: Σ^(-1/2) would
+scale the rounding by factors of 1e7.
 """
 
 from dataclasses import dataclass
@@ -21,11 +25,11 @@ from interp.numbers.moments import Moments
 
 @dataclass(frozen=True, eq=False)
 class Eraser:
-    """Takes a concept out of values: `x - (x - mean) @ right @ left`.
+    """An edit that removes a concept from values: `x - (x - mean) @ right @ left`.
 
     Attributes:
-        right, left: of the projection, of few columns and rows.
-        mean: of the values it was fitted on.
+        right, left: the factors of the projection, with few columns and rows.
+        mean: the mean of the values that the eraser was fitted on.
 
     >>> values = torch.tensor([[1.0, 5.0], [3.0, 3.0], [5.0, 3.0], [7.0, 5.0]])
     >>> eraser = leace(Moments.of(values, torch.tensor([[0.0], [0.0], [1.0], [1.0]])))
@@ -41,7 +45,7 @@ class Eraser:
     mean: Float[Tensor, " d"]
 
     def __call__(self, x: Float[Tensor, "*rows d"]) -> Float[Tensor, "*rows d"]:
-        """Return the values without the concept, in their dtype."""
+        """Return the values without the concept, in the dtype of the values."""
         precision = wide_dtype(x.dtype)
         right, left, mean = (
             part.to(x.device, precision) for part in (self.right, self.left, self.mean)
@@ -51,16 +55,17 @@ class Eraser:
 
 
 def leace(moments: Moments) -> Eraser:
-    """The eraser of a concept.
+    """Return the eraser of a concept.
 
     Args:
-        moments: of values and labels; a label of several classes has a column for each.
+        moments: the moments of values and labels. A label with several classes has a column for
+            each class.
 
     Raises:
         ValueError: if there are fewer than two rows.
     """
     if moments.n < 2:
-        raise ValueError(f"a concept is erased from at least 2 rows; got {moments.n}")
+        raise ValueError(f"moments must be of at least 2 rows to erase a concept; got {moments.n}")
     d = len(moments.mean) - moments.n_labels
     sizes, vectors = torch.linalg.eigh(moments.covariance[:d, :d])
     deviation = 10 * torch.finfo(torch.float32).eps

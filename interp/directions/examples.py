@@ -1,4 +1,4 @@
-"""Values of examples of two kinds at the points of a site, a batch of texts at a time."""
+"""Read the values of examples of two kinds of texts at the points of a site, in batches."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,10 +20,10 @@ from interp.protocol import runner_of
 from interp.store import Activations
 
 Kind = Texts | ActivationCache | Activations
-"""Texts of one kind as a user gives them."""
+"""Texts of one kind, as the user provides them."""
 
 TextsOfKind = Texts | ActivationCache | StoredTexts
-"""Texts of one kind as they are read."""
+"""Texts of one kind, with a store replaced by its texts of this kind."""
 
 
 class Examples(NamedTuple):
@@ -31,13 +31,14 @@ class Examples(NamedTuple):
 
     Attributes:
         label: 1 for texts of the first kind, 0 for those of the second.
-        text: which text each row is of, counted over both kinds.
-        rank: which of its text's examples it is.
-        place: its position in the text without padding.
-        values: by the names of points.
+        text: the number of the text of each row, counted over both kinds.
+        rank: the number of each row among the examples of its text.
+        place: the position of each row in its text, without padding.
+        values: the values, by the names of points.
         digests: a hash of each text of the batch; see `interp.inputs.copies`.
-        is_cached: whether the values come from a cache that was given.
-        is_part: whether the values come from a store whose kept tokens may be the same in different texts.
+        is_cached: whether the values come from a cache.
+        is_part: whether the values come from a store in which different texts may have the same
+            stored tokens.
     """
 
     label: int
@@ -52,7 +53,7 @@ class Examples(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Contrast:
-    """Two kinds of texts, and where their values are read; for the fields see `difference_of_means`."""
+    """Two kinds of texts, and the points and positions to read. See `difference_of_means`."""
 
     yes: Kind
     no: Kind | None
@@ -62,7 +63,7 @@ class Contrast:
     batch: int
 
     def read(self, model: nn.Module) -> tuple[list[str], Iterator[Examples]]:
-        """Return the names of the points, and the values of the examples there, a batch at a time."""
+        """Return the names of the points, and an iterator over batches of examples."""
         kinds = _kinds_of(model, self.yes, self.no, self.labels)
         points = _points_of(model, self.site, kinds)
         return points, _examples(model, *kinds, points, self.pos, self.batch)
@@ -71,11 +72,12 @@ class Contrast:
 def _kinds_of(
     model: nn.Module, yes: Kind, no: Kind | None, labels: Labels | None
 ) -> tuple[TextsOfKind, TextsOfKind]:
-    """Return the texts of both kinds. Stores become their texts of a kind.
+    """Return the texts of both kinds. A store is replaced by its texts of each kind.
 
     Raises:
-        ValueError: if a kind is missing, only one is a store, or labels do not fit the store.
-        CacheError: if a store is not of this model, or not complete.
+        ValueError: if a kind is missing, if only one kind is a store, or if labels do not fit the
+            store.
+        CacheError: if a store is from another model or incomplete.
     """
     stores = [kind for kind in (yes, no) if isinstance(kind, Activations)]
     for store in stores:
@@ -83,20 +85,22 @@ def _kinds_of(
     if labels is not None:
         if not isinstance(yes, Activations):
             raise ValueError(
-                f"labels= are for a store; got a {type(yes).__name__}: give the two kinds as yes and no"
+                f"yes must be a store with labels=; got a {type(yes).__name__}: pass the two "
+                "kinds as yes and no"
             )
         if no is not None:
             raise ValueError(
-                f"with labels= one store has both kinds; got no as well, a {type(no).__name__} "
-                "(a site is given as site=)"
+                "no must be omitted with labels=, because one store has both kinds; got a "
+                f"{type(no).__name__} "
+                "(a site is passed as site=)"
             )
         return by_label(yes, labels)
     if no is None:
-        raise ValueError("no must be given: the texts of the other kind, or labels= of one store")
+        raise ValueError("no must be given, or labels= for the texts of one store; got neither")
     if len(stores) == 1:
         others = no if isinstance(yes, Activations) else yes
         raise ValueError(
-            f"yes and no must both be stores, or none; got a store and a {type(others).__name__}"
+            f"yes and no must both be stores, or neither; got a store and a {type(others).__name__}"
         )
     if isinstance(yes, Activations) and isinstance(no, Activations):
         return all_of(yes), all_of(no)
@@ -106,12 +110,13 @@ def _kinds_of(
 def _points_of(
     model: nn.Module, site: str | Sequence[str], sources: Sequence[TextsOfKind] = ()
 ) -> list[str]:
-    """The points of a site in each layer, or one that is named in full; of several, those of each.
+    """Return the points of a site in all layers, or a point with this full name.
 
-    Of stores only points count that all of them have.
+    For several sites, return the points of all of them. With stores, only points that all stores
+    contain are found.
 
     Raises:
-        UnknownNameError: if there is none; it has close matches.
+        UnknownNameError: if no point matches. The error contains close matches.
     """
     stores = [source.store for source in sources if isinstance(source, StoredTexts)]
     known: Sequence[str] = [
@@ -134,10 +139,10 @@ def _examples(
     pos: Index | str | None,
     batch: int,
 ) -> Iterator[Examples]:
-    """Values at the positions of each text, by a name of spans or an index; None for all its real tokens.
+    """Yield the values at the positions of each text, in batches.
 
-    Lists of each text's own are those of `yes` and then of `no`; or those of `yes`, which `no` shares. Of one store with
-    labels they are those of its texts.
+    `pos` is the name of a span or an index, or None for all real tokens. See `difference_of_means`
+    for lists of positions for each text.
     """
     if isinstance(yes, StoredTexts) and isinstance(no, StoredTexts):
         yield from _stored(yes, no, points, pos, batch)
@@ -179,9 +184,11 @@ def _examples(
 def _stored(
     yes: StoredTexts, no: StoredTexts, points: list[str], pos: Index | str | None, batch: int
 ) -> Iterator[Examples]:
-    """The same for texts of stores."""
+    """Yield the values of texts of stores, in batches."""
     if isinstance(pos, str):
-        raise SelectionError(f"a store has no spans by name; got pos={pos!r}: give positions")
+        raise SelectionError(
+            f"pos must be positions, because a store has no named spans; got pos={pos!r}"
+        )
     where = Selection(slice(None) if pos is None else pos)
     of_kinds = _selections(where, yes, no)
     n_texts = 0
@@ -209,7 +216,7 @@ def _selections(where: Selection, yes: StoredTexts, no: StoredTexts) -> tuple[Se
         return where, where
     parts, n_yes, n_no = where.parts, len(yes.numbers), len(no.numbers)
     if yes.store is no.store:
-        # Two kinds of one store are texts with labels, or the whole store twice.
+        # Both kinds come from one store: texts with labels, or the whole store twice.
         n_texts = len(all_of(yes.store).numbers)
         if len(parts) == n_texts:
             of_yes, of_no = ([parts[n] for n in kind.numbers] for kind in (yes, no))
@@ -225,10 +232,11 @@ def _selections(where: Selection, yes: StoredTexts, no: StoredTexts) -> tuple[Se
 
 
 def text_numbers(parts: Sequence[Examples]) -> list[int]:
-    """Return a number for each text, which its copies share.
+    """Return a number for each text. All copies of a text have the same number.
 
-    Texts of a cache are copies only if their values agree at all places that both have. If a store
-    kept a part of each text, the values of their first examples at the last point must agree.
+    Texts of a cache are copies only if their values agree at all places that both contain. If a
+    store contains only a part of each text, the values of the first examples at the last point must
+    agree.
     """
     part_of = {number: part for part in parts for number in part.text.tolist()}
 
@@ -260,14 +268,15 @@ def text_numbers(parts: Sequence[Examples]) -> list[int]:
 def _runs(
     model: nn.Module, texts: Texts | ActivationCache, points: list[str], batch: int
 ) -> Iterator[tuple[Text, ActivationCache]]:
-    """Texts and their values: of one run that is given, or of a run for each batch."""
+    """Yield texts and their values, from a cache or from a run on each batch."""
     if isinstance(texts, ActivationCache):
         if text_of(texts) is None:
-            raise ValueError("a cache must be of a run that was given tokens; got one without")
+            raise ValueError("a cache must be from a run on tokens; got a cache without tokens")
         text = text_of_values(texts, texts[points[0]].shape[:2])
         if text is None:
             raise ValueError(
-                "a cache must have all texts and positions of its run; got a part, whose tokens are not known"
+                "a cache must contain all texts and positions of its run; got a part, whose "
+                "tokens are unknown"
             )
         yield text, texts
         return
@@ -276,7 +285,7 @@ def _runs(
 
 
 def _each(columns: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, int]]:
-    """The row of each example, its column, and which of its text's examples it is."""
+    """Yield the row, the column and the rank of each example."""
     for row, chosen in enumerate(columns):
         for rank, column in enumerate(chosen):
             yield row, column, rank

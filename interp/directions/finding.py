@@ -1,4 +1,4 @@
-"""Directions that tell two kinds of texts apart: differences of means, and erasers of what they differ in."""
+"""Find the difference of means of two kinds of texts, and erase the difference."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,31 +31,38 @@ def difference_of_means(
     batch: int = 16,
     progress: bool = True,
 ) -> Direction:
-    """The difference between the mean values of two kinds of texts, at a site in every layer (Marks & Tegmark 2023).
+    """Return the difference between the mean values of two kinds of texts, in every layer.
 
-    The offset puts 0 halfway between the two means.
+    The method is from Marks & Tegmark (2023). The offset puts 0 halfway between the two means.
 
     Args:
-        model: any model in evaluation mode with hook points.
-        yes, no: the texts, read once, so they may stream; or a cache of a run of them; or a store of them (`interp.store`),
-            which is read a batch at a time. One store may hold both kinds: then `no` is left out.
-        site: the last part of points of all layers, or the name of one point; or several of these. Axes after `pos` are put in a row.
-        labels: for one store with both kinds, True for each text of kind yes and False for the others.
-        pos: the positions of each text that count as examples, never padding; None for all its tokens. Lists of each text's
-            own are those of `yes`, then of `no`, or of `yes` for both; of one store with labels, those of its texts. Of chats
-            (`models.chat`) also the name of a span. In a store they are places in a text, and negative ones count from the
-            last token that was kept. None and slices take the rows that are there. Texts without a row are left out.
-        batch: how many texts are read together.
-        progress: whether to show a bar after two seconds.
+        model: any model with hook points, in evaluation mode.
+        yes, no: the texts of each kind. They are read once, so they can be a stream. A kind can
+            also be a cache of a run on the texts, or a store (`interp.store`), which is read in
+            batches. One store can contain both kinds; then omit `no` and give `labels`.
+        site: the last part of the names of points in all layers, the name of one point, or several
+            of these. Axes after `pos` are flattened.
+        labels: for one store with both kinds: True for each text of kind `yes`, and False for each
+            text of kind `no`.
+        pos: the positions of the examples in each text; None for all tokens. Padding is never an
+            example. For chats (`models.chat`), it can be the name of a span. A list of positions
+            for each text applies to the texts of `yes` followed by the texts of `no`, or to both
+            kinds in the same way; with `labels`, to the texts of the store. In a store, positions
+            are places in a text, and negative places count from the last stored token. None and
+            slices select the rows that exist. Texts without a row are ignored. Default: the last
+            position.
+        batch: the number of texts in a batch.
+        progress: whether to show a progress bar after two seconds.
 
     Returns:
         A direction that points from `no` to `yes`, in the units of the values.
 
     Raises:
-        UnknownNameError: if there is no such point or span; it has close matches.
-        ValueError: if a kind has no text, a text no such position, a value is not finite, a cache's run was given no
-            tokens, or labels are not one for each text of a store.
-        CacheError: if a store is of another model.
+        UnknownNameError: if a point or a span is unknown. The error contains close matches.
+        ValueError: if a kind has no text, if a text does not have a position, if a value is not
+            finite, if a cache is from a run without tokens, or if there is not one label for each
+            text of a store.
+        CacheError: if a store is from another model.
         ModeError: if the model is in training mode.
 
     >>> from models import load
@@ -78,30 +85,38 @@ def difference_of_means(
 
 @dataclass(frozen=True, eq=False)
 class Erasure:
-    """Erasers of what tells two kinds of texts apart, one for each point; made by `erasure`.
+    """Erasers of the difference between two kinds of texts, one for each point.
+
+    It is the result of `erasure`.
 
     Attributes:
-        erasers: by the names of points.
-        about: how they were found.
+        erasers: the erasers, by the names of points.
+        about: facts about how the erasers were found.
     """
 
     erasers: Mapping[str, Eraser]
     about: Mapping[str, Any]
 
     def edit(self, **where: Index) -> Edit:
-        """An edit that erases at each point that it acts on, at the positions given; at all by default."""
+        """Return an edit that erases the difference at the point it is used at.
+
+        Args:
+            where: the positions to edit, such as `pos=-1`. Default: all positions.
+        """
 
         def erased(region: Tensor, value: Tensor, place: Region) -> Tensor:
             eraser = self.erasers.get(place.point.name)
             if eraser is None:
                 raise EditError(
-                    f"nothing is erased at {place.point.name}; only at {', '.join(self.erasers)}"
+                    f"an erasure must be used at one of {', '.join(self.erasers)}; got "
+                    f"{place.point.name}"
                 )
-            # Axes after `pos` in a row, as it was fitted.
+            # The eraser was fitted on values with the axes after `pos` flattened.
             values, size = region.flatten(2), len(eraser.mean)
             if values.shape[-1] != size:
                 raise EditError(
-                    f"an eraser at {place.point} takes all {size} numbers of a position; {values.shape[-1]} were selected"
+                    f"an eraser at {place.point} needs all {size} numbers of a position; got "
+                    f"{values.shape[-1]}"
                 )
             return eraser(values).view_as(region)
 
@@ -121,9 +136,16 @@ def erasure(
     batch: int = 16,
     progress: bool = True,
 ) -> Erasure:
-    """Find the least change after which no linear reading tells two kinds of texts apart (LEACE; see `erasing`).
+    """Find the smallest change after which no linear probe separates two kinds of texts (LEACE).
 
-    For arguments and errors see `difference_of_means`. It holds on the rows that it was fitted on.
+    The method is explained in `erasing`. The guarantee applies to the rows that the erasers are
+    fitted on.
+
+    Args:
+        model, yes, no, site, labels, pos, batch, progress: see `difference_of_means`.
+
+    Raises:
+        UnknownNameError, ValueError, CacheError, ModeError: as in `difference_of_means`.
     """
     moments = _moments(model, Contrast(yes, no, site, labels, pos, batch))
     erasers = {name: leace(each) for name, each in moments.items()}
@@ -131,7 +153,7 @@ def erasure(
 
 
 def _moments(model: nn.Module, contrast: Contrast) -> dict[str, Moments]:
-    """Moments of the values at each point, with the label of each row as a last column."""
+    """Return the moments of the values at each point. The last column is the label of each row."""
     moments: dict[str, Moments] = {}
     _, parts = contrast.read(model)
     for part in parts:

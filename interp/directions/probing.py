@@ -1,11 +1,13 @@
-"""Probes: classifiers that read two kinds of texts from values, with the controls that say what a score is worth.
+"""Probes: classifiers of two kinds of texts from values, with controls for their scores.
 
-1. Keep the values of all examples. Texts are put into folds, and copies of a text into the same
-   fold. So examples of one text are never in two folds.
-2. For each fold fit on the others and score on it: the area under the ROC curve (AUROC), 0.5 by
-   chance. The fit uses all copies; the score counts each text once.
-3. Do the same with labels drawn anew for each text, one label for all its copies (Hewitt & Liang
-   2019, "Designing and Interpreting Probes with Control Tasks"). What the probe scores there it owes to itself and not to the values.
+1. Read the values of all examples. Texts are divided into folds, and all copies of a text are in
+   the same fold. Therefore, examples of one text are never in two folds.
+2. For each fold, fit a classifier on the other folds and score it on this fold. The score is the
+   area under the ROC curve (AUROC), which is 0.5 by chance. The fit uses all copies; the score
+   counts each text once.
+3. Repeat this with random labels for each text, with the same label for all copies of a text
+   (Hewitt & Liang 2019, "Designing and Interpreting Probes with Control Tasks"). A score above
+   chance is then due to the probe, not to the values.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,13 +41,15 @@ _ROUNDING = 10 * np.finfo(np.float32).eps
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Probe(pictures.Shown):
-    """Probes of a site, one for each point; made by `probe`.
+    """Probes of a site, one for each point; the result of `probe`.
 
     Attributes:
-        direction: what they read, fitted on all examples: `value @ vector + offset`, for `logistic` in log odds.
-        auroc: on held-out texts, [point, example], or [point, pos, example]; the examples are folds. For its intervals,
-            which count different texts, see `interp.numbers.intervals.auroc_interval`.
-        control: the same with labels drawn for each text, the mean of some draws.
+        direction: the direction of each probe, fitted on all examples. `value @ vector + offset` is
+            the score of a value; for `logistic`, it is the log odds.
+        auroc: the AUROC on held-out texts, [point, example] or [point, pos, example], where the
+            examples are folds. The intervals count different texts; see
+            `interp.numbers.intervals.auroc_interval`.
+        control: the AUROC with random labels for each text, the mean over draws.
     """
 
     direction: Direction
@@ -56,11 +60,11 @@ class Probe(pictures.Shown):
 
     @property
     def selectivity(self) -> Result:
-        """`auroc` less `control`."""
+        """The difference `auroc` - `control`."""
         return self.auroc - self.control
 
     def view(self) -> pictures.View:
-        """The AUROC of true and of drawn labels."""
+        """Return a view of the AUROC with true and with random labels."""
         values = torch.stack([self.auroc.values, self.control.values])
         labels = {"labels": ["true", "drawn"], **self.auroc.labels}
         axes = ("labels", *self.auroc.axes)
@@ -75,7 +79,10 @@ class Probe(pictures.Shown):
         ]
         columns = (self.auroc.mean(), ends.low, ends.high, self.control.mean())
         rows = zip(places, *(each.flatten().tolist() for each in columns), strict=True)
-        head = f"Probe at {len(self.direction.vectors)} points, AUROC on held-out texts and with drawn labels"
+        head = (
+            f"Probe at {len(self.direction.vectors)} points, AUROC on held-out texts and with "
+            "drawn labels"
+        )
         lines = [
             f"  {place}  {mean:.3f}{interval_text(low, high, '.3f')}  {control:.3f}"
             for place, mean, low, high, control in islice(rows, 38)
@@ -102,32 +109,35 @@ def probe(
     batch: int = 16,
     progress: bool = True,
 ) -> Probe:
-    """Fit a classifier of two kinds of texts at a site in every layer. It needs the extra `probes` (scikit-learn).
+    """Fit a classifier of two kinds of texts at a site in every layer.
 
-    Values are standardised first; the direction is in their own units. Columns that are constant up to rounding have
+    This needs the extra `probes` (scikit-learn). Values are standardised before the fit, but the
+    direction applies to the original values. Columns that are constant up to rounding have the
     coefficient 0.
 
-    Texts with the same real tokens are copies of one text, even if one of them is in `yes` and
-    another in `no`. In caches the values must agree too, because a run may have read more than
-    tokens. So must they in a store that kept only some positions of each text, or pooled them.
+    Texts with the same real tokens are copies of one text, even if one copy is in `yes` and another
+    copy in `no`. In a cache, the values of copies must agree too, because the run may have read
+    more than tokens. The same applies to a store that contains only some positions of each text, or
+    pooled values.
 
     Args:
-        model, yes, no, site, labels, pos, batch: see `difference_of_means`. All examples are kept in memory; of a store only
-            the rows at `pos`.
-        over: `pos` scores a probe of each position by itself too, where all texts have equally many; the direction is that of
-            all of them.
+        model, yes, no, site, labels, pos, batch: see `difference_of_means`. All examples are in
+            memory; from a store, only the rows at `pos`.
+        over: with `pos`, a separate probe is scored at each position. All texts must have the same
+            number of positions, and the direction is still fitted on all positions. Default: one
+            probe for all positions.
         kind: `logistic` regression, or `linear` regression on labels of -1 and 1 (ridge).
         C: the inverse of the strength of the penalty, as in scikit-learn.
-        folds: into how many parts texts are put. Copies stay together.
-        draws: how often labels are drawn for the control, which is the mean.
-        seed: of the folds and of the drawn labels.
-        progress: whether to show a bar after two seconds.
+        folds: the number of folds. All copies of a text are in one fold.
+        draws: the number of draws of random labels for the control, which is the mean over draws.
+        seed: the seed of the folds and of the random labels.
+        progress: whether to show a progress bar after two seconds.
 
     Raises:
-        ValueError: if there are fewer different texts of a kind than folds, a fold would have fewer
-            than 2 different texts, there are fewer than 2 folds, there is no such kind, or texts
-            have different numbers of positions where each is scored.
-        CacheError, UnknownNameError, ModeError: as for `difference_of_means`.
+        ValueError: if a kind has fewer different texts than there are folds, if a fold would have
+            fewer than 2 different texts, if there are fewer than 2 folds, if `kind` is unknown, or
+            if texts have different numbers of positions with `over="pos"`.
+        CacheError, UnknownNameError, ModeError: as in `difference_of_means`.
         ImportError: if scikit-learn is not installed.
     """
     require_choice("kind", kind, ("logistic", "linear"))
@@ -137,7 +147,8 @@ def probe(
     kinds = [np.unique(rows.text[rows.label == label]) for label in (0, 1)]
     if folds < 2 or min(map(len, kinds)) < folds:
         raise ValueError(
-            f"folds must be 2 to the different texts of each kind ({len(kinds[1])} and "
+            f"folds must be from 2 to the number of different texts of each kind ({len(kinds[1])} "
+            "and "
             f"{len(kinds[0])}); got {folds}"
         )
     draw = torch.Generator().manual_seed(seed)
@@ -171,12 +182,16 @@ def _results(
     kinds: Sequence[Any],
     about: Mapping[str, Any],
 ) -> tuple[Result, Result]:
-    """The AUROC with true labels, which come first, and the mean with drawn labels."""
+    """Return the AUROC with true labels, and the mean AUROC with random labels.
+
+    The first entry of the axis `labels` is the AUROC with true labels.
+    """
     folds = scores.shape[-1]
     shape = [*map(len, labels_of.values()), folds]
     of_no, of_yes = (len(kind) / folds for kind in kinds)
     of_both = len(np.intersect1d(kinds[0], kinds[1])) / folds
-    half = (of_no + of_yes - of_both) / 2  # drawn labels are of both kinds, half each
+    # Half of the texts get each random label.
+    half = (of_no + of_yes - of_both) / 2
     auroc = Result(
         scores[:, 0].view(shape),
         (*labels_of, "example"),
@@ -195,8 +210,8 @@ class _Rows(NamedTuple):
 
     Attributes:
         label: 1 for texts of the first kind, 0 for texts of the second.
-        text: the number of the text, which its copies share.
-        rank: the number of the example among those of its text.
+        text: the number of the text. All copies of a text have the same number.
+        rank: the number of the example among the examples of its text.
         place: the position in the text without padding.
     """
 
@@ -206,12 +221,12 @@ class _Rows(NamedTuple):
     place: Any
 
     def at(self, kept: Any, label: Any) -> "_Rows":
-        """Some of the rows, with other labels."""
+        """Return some of the rows, with other labels."""
         return _Rows(label[kept], self.text[kept], self.rank[kept], self.place[kept])
 
 
 def _rows_of(parts: list[Examples]) -> _Rows:
-    """The rows of all batches."""
+    """Return the rows of all batches."""
     return _Rows(
         label=torch.cat([torch.full_like(part.text, part.label) for part in parts]).numpy(),
         text=np.array(text_numbers(parts))[torch.cat([part.text for part in parts]).numpy()],
@@ -221,7 +236,7 @@ def _rows_of(parts: list[Examples]) -> _Rows:
 
 
 def _by_position(rows: _Rows) -> list[Any]:
-    """The rows of each position, as masks.
+    """Return a mask of the rows of each position.
 
     Raises:
         ValueError: if texts have different numbers of positions.
@@ -229,8 +244,9 @@ def _by_position(rows: _Rows) -> list[Any]:
     masks = [rows.rank == n for n in range(rows.rank.max() + 1)]
     if any(mask.sum() != masks[0].sum() for mask in masks):
         raise ValueError(
-            f"each text must have as many positions for over='pos'; {masks[0].sum()} texts have one, "
-            f"{masks[-1].sum()} have {len(masks)}"
+            "all texts must have the same number of positions with over='pos'; got "
+            f"{masks[0].sum()} texts with "
+            f"at least one position, but {masks[-1].sum()} with {len(masks)}"
         )
     return masks
 
@@ -238,14 +254,14 @@ def _by_position(rows: _Rows) -> list[Any]:
 def _folds(kinds: list[Any], folds: int, draw: torch.Generator) -> Any:
     """Draw a fold for each text, so that each fold has texts of both kinds.
 
-    Texts that are in both kinds are dealt first.
+    Texts that are in both kinds are distributed first.
     """
     n_texts = max(kind.max() for kind in kinds) + 1
     fold_of, shared = np.full(n_texts, -1), np.intersect1d(*kinds)
     for each in (shared, *kinds):
         left, there = each[fold_of[each] < 0], each[fold_of[each] >= 0]
         # Each text goes to the fold with the fewest texts of this kind.
-        # If texts are shared, ties go to the smallest fold.
+        # If some texts are in both kinds, ties go to the smallest fold.
         of_kind = np.bincount(fold_of[there], minlength=folds)
         of_all = np.bincount(fold_of[fold_of >= 0] if len(shared) else there[:0], minlength=folds)
         for n in torch.randperm(len(left), generator=draw).tolist():
@@ -255,21 +271,22 @@ def _folds(kinds: list[Any], folds: int, draw: torch.Generator) -> Any:
             of_all[fold] += 1
     if min(np.bincount(fold_of, minlength=folds)) < 2:
         raise ValueError(
-            f"each fold must have at least 2 different texts, to draw labels; got {n_texts} for "
-            f"{folds} folds, as some texts are in both yes and no: use fewer folds"
+            f"each fold must have at least 2 different texts, to draw labels; got {n_texts} texts "
+            "for "
+            f"{folds} folds, because some texts are in both yes and no: use fewer folds"
         )
     return fold_of
 
 
 def _once(*columns: Any) -> Any:
-    """Return True at each row that is the first with its label, text and place."""
+    """Return a mask of the first row with each label, text and place."""
     first = np.zeros(len(columns[0]), bool)
     first[np.unique(np.stack(columns, 1), axis=0, return_index=True)[1]] = True
     return first
 
 
 def _drawn(kinds: list[Any], fold_of: Any, folds: int, draw: Any) -> Any:
-    """A label for each text, by chance, of which each fold has both."""
+    """Return a random label for each text. Each fold has texts with both labels."""
     drawn, each_once = np.zeros(len(fold_of), int), [kinds[0], np.setdiff1d(kinds[1], kinds[0])]
     for fold in range(folds):
         members = np.concatenate([each[fold_of[each] == fold] for each in each_once])
@@ -279,7 +296,7 @@ def _drawn(kinds: list[Any], fold_of: Any, folds: int, draw: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Classifier:
-    """A linear classifier; for `kind` and `C` see `probe`."""
+    """A linear classifier. For `kind` and `C`, see `probe`."""
 
     kind: str
     C: float
@@ -288,7 +305,8 @@ class _Classifier:
         """Return the direction and the offset that separate values [row d] by their labels."""
         linear = library("sklearn.linear_model", "hookscope[probes]")
         mean, spread = values.mean(0), values.std(0)
-        # A column that differs by no more than rounding in float32, in any dtype, counts as constant, with coefficient 0.
+        # A column that varies by no more than float32 rounding is treated as constant, in any
+        # dtype. Its coefficient is 0.
         spread = np.where(spread > _ROUNDING * abs(values).max(0), spread, np.inf)
         scaled = (values - mean) / spread
         if self.kind == "logistic":
@@ -300,7 +318,10 @@ class _Classifier:
         return weights / spread, bias - float(mean @ (weights / spread))
 
     def aurocs(self, values: Any, rows: _Rows, fold_of: Any) -> list[float]:
-        """Return the AUROC of each fold by a fit on the other folds. Each text and place counts once."""
+        """Return the AUROC of each fold with a fit on the other folds.
+
+        Each text and place counts once.
+        """
         once = _once(rows.label, rows.text, rows.place)
         scores = []
         for fold in range(fold_of.max() + 1):

@@ -1,4 +1,4 @@
-"""Steering: what adding a direction does to a score, beside what it does to other texts."""
+"""Steering: measure the effect of a direction on a score, and the cost for other texts."""
 
 import math
 from collections.abc import Sequence
@@ -21,12 +21,13 @@ from interp.results.result import Result
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SteeringCurve(pictures.Shown):
-    """Effects of a direction by its strength; made by `steering_curve`.
+    """Effects of a direction for each strength; the result of `steering_curve`.
 
     Attributes:
-        strengths: what the direction was multiplied by.
+        strengths: the factors of the direction.
         score: the change of the score, [strength, example].
-        kl: what the predictions of other texts lost, in nats, [strength, example]; None without such texts.
+        kl: the KL divergence of the predictions on other texts, in nats, [strength, example]; None
+            if there are no other texts.
     """
 
     strengths: tuple[float, ...]
@@ -34,23 +35,28 @@ class SteeringCurve(pictures.Shown):
     kl: Result | None
 
     def within(self, budget: float) -> float:
-        """The strength with the largest mean score whose mean KL is at most `budget`, in nats.
+        """Return the strength with the largest mean score whose mean KL is within a budget.
+
+        Args:
+            budget: the largest allowed mean KL, in nats.
 
         Raises:
-            ValueError: if there are no other texts, or no strength is within.
+            ValueError: if there are no other texts, or if the mean KL of all strengths is above the
+                budget.
         """
         if self.kl is None:
-            raise ValueError("a budget needs the KL of other texts: give others=")
+            raise ValueError("within needs the KL of other texts; call steering_curve with others=")
         fits = [n for n, cost in enumerate(self.kl.mean().tolist()) if cost <= budget]
         if not fits:
             raise ValueError(
-                f"a strength must cost at most {budget} nats; the least costs {float(self.kl.mean().min()):.3g}"
+                f"budget must be at least the smallest mean KL, {float(self.kl.mean().min()):.3g} "
+                f"nats; got {budget}"
             )
         means = self.score.mean().tolist()
         return self.strengths[max(fits, key=lambda n: means[n])]
 
     def view(self) -> pictures.View:
-        """The score and the cost at each strength."""
+        """Return a view of the score and the KL at each strength."""
         shown = {"What the score gains": self.score}
         if self.kl is not None:
             shown["What other texts lose"] = self.kl
@@ -60,11 +66,13 @@ class SteeringCurve(pictures.Shown):
         shown = [("score", self.score), *([("KL", self.kl)] if self.kl is not None else [])]
         ends = {name: each.interval() for name, each in shown}
         lines = [
-            f"SteeringCurve of {len(self.strengths)} strengths; score in {self.score.unit}, KL in nats"
+            f"SteeringCurve of {len(self.strengths)} strengths; score in {self.score.unit}, KL in "
+            "nats"
         ]
         for n, strength in enumerate(self.strengths[:38]):
             parts = (
-                f"{name} {float(each.mean()[n]):+.4g}{interval_text(float(ends[name].low[n]), float(ends[name].high[n]), '+.3g')}"
+                f"{name} {float(each.mean()[n]):+.4g}"
+                f"{interval_text(float(ends[name].low[n]), float(ends[name].high[n]), '+.3g')}"
                 for name, each in shown
             )
             lines.append(f"  {strength:<8g} {'  '.join(parts)}")
@@ -85,24 +93,27 @@ def steering_curve(
     max_bytes: int = 2**30,
     progress: bool = True,
 ) -> SteeringCurve:
-    """Measure what a direction, added at all of its points at once, does at each strength.
+    """Measure the effect of a direction at each strength.
+
+    The direction is added at all of its points together.
 
     Args:
         model: the model, in evaluation mode.
-        direction: what is added; `direction.at(2)` is that of one layer.
-        prompts: the texts whose score counts.
-        strengths: what the direction is multiplied by.
-        score: see `interp.metrics`.
-        others: texts whose predictions should stay: KL(unsteered || steered), the mean over their tokens.
-        pos: the positions where it is added, in prompts and others alike; None for all. Of chats (`models.chat`) also the
-            name of a span.
+        direction: the direction to add. `direction.at(2)` selects the vector of layer 2.
+        prompts: the texts that are scored.
+        strengths: the factors of the direction.
+        score: the score, see `interp.metrics`.
+        others: texts whose predictions should not change. For each text, KL(unsteered || steered)
+            is the mean over tokens. Default: no other texts.
+        pos: the positions where the direction is added, in prompts and other texts. For chats
+            (`models.chat`), it can be the name of a span. Default: all positions.
         max_bytes: see `sweep`.
-        progress: whether to show a bar after two seconds.
+        progress: whether to show a progress bar after two seconds.
 
     Raises:
-        ValueError: as for `sweep`; or if a chat lacks the span.
-        EditError: if a vector does not fit.
-        UnknownNameError: if chats have no such span.
+        ValueError: as in `sweep`, or if a chat does not contain the span.
+        EditError: if a vector does not fit the values.
+        UnknownNameError: if the span is unknown.
         ModeError: if the model is in training mode.
 
     >>> from interp import log_prob

@@ -1,10 +1,10 @@
-"""Texts of a store as examples.
+"""Read the texts of a store as examples.
 
 1. Take the texts of one kind: all texts of a store, or its texts with one label.
-2. Read the files one after another, and of each only the rows that are asked for.
-3. Choose rows by the place of their token in its text. A store may lack some places.
-4. Recognise texts by the tokens that were kept. If a store kept only a part of them, such as the
-   last one, copies must have equal values too (`told_apart`).
+2. Read the files one after another, and only the requested rows of each file.
+3. Select rows by the place of their token in its text. Some places may be missing in a store.
+4. Recognise copies of texts by their stored tokens. If a store contains only some tokens of each
+   text, such as the last token, the values of copies must be equal too (`told_apart`).
 """
 
 import bisect
@@ -25,11 +25,12 @@ from interp.store import Activations
 Labels = Sequence[bool] | Sequence[int] | Shaped[Tensor, " text"] | Shaped[np.ndarray, " text"]
 """A label for each text of a store: True or 1 for `yes`, False or 0 for `no`."""
 
-_NEAR = 1e-3  # rounding moves values by less than 3 percent of their spread
+# Rounding changes values by less than 3 percent of their spread.
+_NEAR = 1e-3
 
 
 class StoredTexts(NamedTuple):
-    """Texts of a store that are of one kind.
+    """Texts of one kind in a store.
 
     Attributes:
         store: the store.
@@ -41,9 +42,10 @@ class StoredTexts(NamedTuple):
 
     @property
     def is_part(self) -> bool:
-        """Whether the tokens that were kept may be the same in different texts."""
+        """Whether different texts may have the same stored tokens."""
         facts = self.store.manifest
-        # Copies in packed texts have other values, because tokens attend to the texts before.
+        # Copies of a text have different values in packed texts, because tokens attend to the
+        # earlier texts.
         return not facts["pack"] and bool(facts["pos"] or facts["pool"])
 
 
@@ -51,10 +53,11 @@ class StoredRows(NamedTuple):
     """Rows of one batch of texts.
 
     Attributes:
-        texts: which text of the batch each row is of. Texts without rows in the store do not count.
-        ranks: which of its text's chosen rows it is.
-        places: the place of its token in the text.
-        values: by the names of points.
+        texts: the number of the text of each row in the batch. Texts without rows in the store are
+            not counted.
+        ranks: the number of each row among the selected rows of its text.
+        places: the place of the token of each row in its text.
+        values: the values, by the names of points.
         digests: a hash of each text of the batch.
     """
 
@@ -74,7 +77,8 @@ def by_label(store: Activations, labels: Labels) -> tuple[StoredTexts, StoredTex
     """Return the texts with label True, and the texts with label False.
 
     Raises:
-        ValueError: if labels are not booleans, one for each text of the store, or all are the same.
+        ValueError: if labels are not booleans, if there is not one label for each text of the
+            store, or if all labels are the same.
     """
     listed = labels.tolist() if hasattr(labels, "tolist") else [*labels]
     if wrong := [label for label in listed if label not in (False, True)]:
@@ -82,7 +86,7 @@ def by_label(store: Activations, labels: Labels) -> tuple[StoredTexts, StoredTex
     n_texts = len(all_of(store).numbers)
     if len(listed) != n_texts:
         raise ValueError(
-            f"labels must be one for each of {n_texts} texts of the store, also for texts without "
+            f"labels must be one for each of {n_texts} texts of the store, including texts without "
             f"a row; got {len(listed)}"
         )
     if len({*listed}) < 2:
@@ -94,18 +98,19 @@ def by_label(store: Activations, labels: Labels) -> tuple[StoredTexts, StoredTex
 def rows_of(
     texts: StoredTexts, points: Sequence[str], where: Selection, what: str, batch: int
 ) -> Iterator[StoredRows]:
-    """Return the chosen rows, a batch of texts at a time.
+    """Yield the selected rows of each batch of texts.
 
     Args:
         texts: the texts.
         points: the names of points.
-        where: the positions in each text. Negative ones count from the last token that was kept.
-        what: the positions, for errors.
-        batch: how many texts are read together.
+        where: the positions in each text. Negative positions count from the last stored token.
+        what: the name of the positions, for errors.
+        batch: the number of texts in a batch.
 
     Raises:
-        SelectionError: if the store has no row of a position, or a text none of the positions.
-        CacheError: as for `Activations.file`.
+        SelectionError: if the store has no row for a position, or if a text has no row for any
+            position.
+        CacheError: as in `Activations.file`.
     """
     require_integer("batch", batch)
     store = texts.store
@@ -126,14 +131,15 @@ def rows_of(
 def told_apart(hashes: Sequence[str], values: Float[Tensor, "text d"]) -> list[str]:
     """Return hashes that are equal only for texts with equal values, up to rounding.
 
-    A pair is compared if its texts are near each other along a line, in a space where each column
-    has the same spread. Comparing all pairs would take too long.
+    Comparing all pairs would take too long, so two texts are compared only if they are near each
+    other along a random line. Every column is scaled to the same spread before.
 
     Args:
         hashes: a hash of each text.
         values: a row of each text.
 
-    >>> told_apart(["a", "a", "a", "b"], torch.tensor([[1.0, 5.0], [3.0, 2.0], [1.0, 5.0], [1.0, 5.0]]))
+    >>> values = torch.tensor([[1.0, 5.0], [3.0, 2.0], [1.0, 5.0], [1.0, 5.0]])
+    >>> told_apart(["a", "a", "a", "b"], values)
     ['a 0', 'a 1', 'a 0', 'b 3']
     """
     exact = values.double().cpu()
@@ -154,14 +160,14 @@ def told_apart(hashes: Sequence[str], values: Float[Tensor, "text d"]) -> list[s
 
 
 def _root(first: list[int], text: int) -> int:
-    """Return the first text that a text is a copy of."""
+    """Return the first text of which this text is a copy."""
     while first[text] != text:
         text = first[text]
     return text
 
 
 def _count(numbers: Sequence[int], inside: range) -> int:
-    """Return how many of some sorted numbers are inside a range."""
+    """Return the number of sorted numbers inside a range."""
     return bisect.bisect_left(numbers, inside.stop) - bisect.bisect_left(numbers, inside.start)
 
 
@@ -173,7 +179,7 @@ def _chosen(
     what: str,
     first: int,
 ) -> StoredRows:
-    """Return the chosen rows of some texts of one file."""
+    """Return the selected rows of some texts of one file."""
     text_of_row, wanted = held["text"].long(), torch.tensor(numbers)
     starts = torch.searchsorted(text_of_row, wanted).tolist()
     stops = torch.searchsorted(text_of_row, wanted, right=True).tolist()
@@ -196,7 +202,7 @@ def _chosen(
 
 
 def _places(where: Selection, row_at: dict[int, int], what: str, number: int) -> list[int]:
-    """Return the chosen places of a text that have rows."""
+    """Return the selected places of a text that have rows."""
     real: Bool[Tensor, "1 pos"] = torch.ones(1, max(row_at) + 1, dtype=torch.bool)
     (chosen,) = where.read(real, what, number)
     kept = [place for place in chosen if place in row_at]
@@ -206,7 +212,7 @@ def _places(where: Selection, row_at: dict[int, int], what: str, number: int) ->
     if not kept or (is_listed and len(kept) < len(chosen)):
         missing = next(place for place in chosen if place not in row_at)
         raise SelectionError(
-            f"{what}, text {number}, must be places that the store kept; it has no row of token "
-            f"{missing} of this text"
+            f"{what}, text {number}, must be places with a row in the store; got place {missing}, "
+            "which has no row"
         )
     return kept

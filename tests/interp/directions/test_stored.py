@@ -147,9 +147,9 @@ def test_places_are_places_of_the_text(model, tmp_path):
     every = difference_of_means(model, *kept, NAMES[0], pos=None)
     expected = difference_of_means(model, YES, NO, NAMES[0], pos=slice(2, None))
     torch.testing.assert_close(every[NAMES[0]], expected[NAMES[0]])
-    with pytest.raises(SelectionError, match="no row of token 1 "):
+    with pytest.raises(SelectionError, match="got place 1, which has no row"):
         difference_of_means(model, *kept, NAMES[0], pos=[1, -1])
-    with pytest.raises(SelectionError, match="no row of token 0 "):
+    with pytest.raises(SelectionError, match="got place 0, which has no row"):
         difference_of_means(model, *kept, NAMES[0], pos=slice(0, 2))
 
 
@@ -188,7 +188,7 @@ def test_stores_that_do_not_fit_are_refused(model, tmp_path):
         "labels must be one for each of 24": {"labels": labels[:-1]},
         "got 2": {"labels": [2, *labels[1:]]},
         "two kinds": {"labels": [True] * 24},
-        "got no as well": {"labels": labels, "no": store},
+        "no must be omitted": {"labels": labels, "no": store},
         "no must be given": {},
         "both be stores": {"no": NO},
     }
@@ -196,7 +196,7 @@ def test_stores_that_do_not_fit_are_refused(model, tmp_path):
         for method in (difference_of_means, erasure, probe):
             with pytest.raises(ValueError, match=match):
                 method(model, store, site=NAMES[0], **options)
-    with pytest.raises(ValueError, match="for a store"):
+    with pytest.raises(ValueError, match="must be a store"):
         probe(model, YES, site=NAMES[0], labels=labels)
     with pytest.raises(UnknownNameError, match="mlp_out"):
         difference_of_means(model, store, site="mlp_out", labels=labels)
