@@ -1,14 +1,19 @@
-"""Stores: values of many texts on disk, written by any number of jobs, killed and resumed, and read in shuffled batches.
+"""Stores: the values of many texts on disk.
 
-Read `files` (what lies on disk), `corpora` (texts in pieces) and `rows` (what is kept of each piece) first; `harvesting`
-writes a store, by `engines`, and `activations` reads it, with `shuffling`. `summary` and `streaming` sum values, without a
-store too; `arrow` exchanges stores with SAELens, and `together` is for models that several processes share.
+Any number of jobs can write a store. A job can be killed and resumed. A store is read in shuffled
+batches.
+
+Read `files` (the files on disk), `corpora` (texts in pieces) and `rows` (the stored rows of each
+piece) first. `harvesting` writes a store with `engines`, and `activations` reads it with
+`shuffling`. `summary` and `streaming` compute statistics, with or without a store. `arrow`
+exchanges stores with SAELens, and `together` is for models that are sharded over several processes.
 
 >>> import tempfile
 >>> from interp.store import Activations, harvest
 >>> from models import load
 >>> out = tempfile.mkdtemp()
->>> harvest(load("pydoc-4l"), ["def f(x):", "return x"], ["blocks.1.ln2.normalized", "blocks.1.mlp_out"], out)
+>>> names = ["blocks.1.ln2.normalized", "blocks.1.mlp_out"]
+>>> harvest(load("pydoc-4l"), ["def f(x):", "return x"], names, out)
 Activations of 2 points, 17 rows of 2 texts
 >>> [(len(x), len(y)) for x, y in Activations(out).batches(10, seed=0)]
 [(10, 10), (7, 7)]

@@ -1,4 +1,4 @@
-"""Reading of a store: its rows by text, and shuffled batches of them."""
+"""Read a store: the rows of a text, and shuffled batches of rows."""
 
 import bisect
 import os
@@ -24,25 +24,29 @@ from interp.store.summary import StatisticsByPoint, require_options
 
 
 class Activations(pictures.Shown):
-    """Values that `harvest` wrote, a row for each token. Files are mapped into memory, and read when they are asked for.
+    """Values that `harvest` wrote, with a row for each token.
+
+    Files are mapped into memory and read on demand.
 
     Args:
-        out: the directory, or its address.
+        out: the directory of the store, or its address.
 
     Attributes:
         names: the points, in the order of the model.
-        manifest: of what model they are, and how they were made.
+        manifest: facts about the model and the settings of the store.
 
     Raises:
-        FileNotFoundError: if there is no store.
-        CacheError: if its manifest is damaged, or of an older form.
+        FileNotFoundError: if the store does not exist.
+        CacheError: if its manifest is damaged or has an older format.
     """
 
     def __init__(self, out: str | os.PathLike[str]) -> None:
         self._folder = Folder(out)
         self.manifest: Mapping[str, Any] = self._folder.manifest()
         if not self.manifest:
-            raise FileNotFoundError(f"no store is at {self._folder.name!r}: it has no {MANIFEST}")
+            raise FileNotFoundError(
+                f"there is no store at {self._folder.name!r}: it has no {MANIFEST}"
+            )
         if (form := self.manifest.get("format")) != FORMAT:
             raise CacheError(
                 f"a store must have the format {FORMAT}; {self._folder.name!r} has {form!r}"
@@ -51,15 +55,15 @@ class Activations(pictures.Shown):
         self.names: list[str] = [*self.manifest["points"]]
 
     def view(self) -> pictures.View:
-        """What it holds, and how that was made."""
+        """Return a view of the contents and the manifest of the store."""
         return pictures.View("a store", [], says=[repr(self), *self.names, *told(self.manifest)])
 
     @cached_property
     def files(self) -> list[dict[str, Any]]:
-        """The facts of each file: its rows, its first text and how many it has, its checksums.
+        """The facts of each file: its number of rows, first text, number of texts and checksums.
 
         Raises:
-            CacheError: if jobs are not done; it says how many files are missing.
+            CacheError: if jobs have not finished. The error contains the number of missing files.
         """
         manifest = self._folder.manifest()
         files = manifest if "files" in manifest else gathered(self._folder, self._store)
@@ -67,76 +71,86 @@ class Activations(pictures.Shown):
 
     @property
     def checksums(self) -> list[dict[str, int]]:
-        """A CRC of each tensor of each file: equal for equal stores, whoever wrote them."""
+        """A CRC of each tensor of each file. The checksums of equal stores are equal."""
         return [file["checksums"] for file in self.files]
 
     def damaged(self) -> list[int]:
-        """The numbers of files that are missing or not as they were written, by their checksums.
+        """Return the numbers of the files that are missing or do not have their original checksums.
 
-        `harvest` mends them, but refuses by name a whole file that is of another store or of other texts.
+        `harvest` writes these files again. For an undamaged file of another store or of other
+        texts, it raises an error that names the file.
         """
         facts = [self._folder.facts(file_of(number)) for number in range(len(self.files))]
         return [number for number, file in enumerate(self.files) if facts[number] != file]
 
     def __getitem__(self, index: object) -> None:
-        """Refuse an index, and say how rows are read.
+        """Raise an error that explains how to read rows.
 
         Raises:
             TypeError: always.
         """
         raise TypeError(
-            f"a store has no items: .rows(text) and .batches(size) read its rows; got {shown(index)}"
+            "a store cannot be indexed: read its rows with .rows(text) or .batches(size); got "
+            f"{shown(index)}"
         )
 
     def require_weights_of(self, model: nn.Module) -> None:
-        """Refuse a model that the values are not of.
+        """Check that the values of the store are from this model.
+
+        A fact that is missing in an imported data set is not checked.
 
         Raises:
-            CacheError: if its config, a weight or a part differs. What a data set of others did not say is not known.
+            CacheError: if the class, the config, a weight or a part of the model differs.
         """
         require_module(model)
         for what, hashed in identity(model).items():
             if self.manifest[what] not in ("", hashed):
                 raise CacheError(
-                    f"the store must be of this model; its {what} is {self.manifest[what]!s:.12}, got {hashed!s:.12}"
+                    f"the store must be from this model; its {what} is "
+                    f"{self.manifest[what]!s:.12}, got {hashed!s:.12}"
                 )
 
     def __len__(self) -> int:
-        """The number of rows."""
+        """Return the number of rows."""
         return sum(file["rows"] for file in self.files)
 
     def file(
         self, number: int, names: Sequence[str] | None = None
     ) -> dict[str, Shaped[Tensor, "row ..."]]:
-        """The tensors of a file: values of points, and `tokens`, `text`, `offset` and `pos` of each row.
+        """Return tensors of a file: values of points, and the tokens and places of rows.
+
+        Args:
+            number: the number of the file.
+            names: points, `tokens`, `text`, `offset` or `pos`. Default: all tensors.
 
         Raises:
-            UnknownNameError: if there is no such point; it has close matches.
-            FileNotFoundError: if the file is gone.
-            CacheError: if it is torn, or of another store.
+            UnknownNameError: if a name is unknown. The error contains close matches.
+            FileNotFoundError: if the file does not exist.
+            CacheError: if the file is truncated or belongs to another store.
         """
         for name in names or ():
             if name not in (*self.names, *ROWS):
                 raise unknown_name(name, [*self.names, *ROWS], "point of this store")
         try:
             listed = self.files[number : number + 1]
-        except CacheError:  # jobs are not done
+        except CacheError:
+            # Some jobs have not finished.
             listed = []
         return self._folder.read(number, names or [*self.names, *ROWS], self._store, listed)
 
     def rows(
         self, text: int, offset: int | None = None, names: Sequence[str] | None = None
     ) -> dict[str, Shaped[Tensor, "row ..."]]:
-        """The rows of one text, or of one place in it.
+        """Return the rows of one text, or of one place in the text.
 
         Args:
-            text: its number.
-            offset: the token of the text, from its start; None for all that were kept.
+            text: the number of the text.
+            offset: the place of the token, from the start of the text. Default: all stored tokens.
             names: see `file`.
 
         Raises:
-            IndexError: if there is no such text, or no row of that place.
-            CacheError, UnknownNameError: as for `file`.
+            IndexError: if the text does not exist, or if there is no row for this place.
+            CacheError, UnknownNameError: as in `file`.
         """
         firsts = [file["first"] for file in self.files]
         n_texts = firsts[-1] + self.files[-1]["texts"]
@@ -148,11 +162,16 @@ class Activations(pictures.Shown):
         if offset is not None:
             chosen &= held["offset"] == offset
             if not chosen.any():
-                raise IndexError(f"text {text} has no row of its token {offset}")
+                raise IndexError(
+                    f"offset must be a place with a row; text {text} has no row for offset {offset}"
+                )
         return {name: held[name][chosen] for name in wanted}
 
     def texts(self) -> Iterator[list[int]]:
-        """The tokens of each text that were kept, in order; what is fitted to texts takes them."""
+        """Yield the stored tokens of each text, in order.
+
+        They can be passed to functions that are fitted on texts.
+        """
         for number, file in enumerate(self.files):
             held = self.file(number, ["tokens", "text"])
             counts = torch.bincount(held["text"] - file["first"], minlength=file["texts"])
@@ -168,26 +187,28 @@ class Activations(pictures.Shown):
         window: int = 16,
         part: tuple[int, int] = (0, 1),
     ) -> Iterator[tuple[Shaped[Tensor, "row ..."], ...]]:
-        """Each row once in each epoch, in batches; the last of an epoch may be smaller.
+        """Yield batches that contain each row once in each epoch. The last batch may be smaller.
 
-        The shuffle is bounded (`shuffling`): files are drawn in any order, and the rows of `window` files are mixed at a time.
-        So two rows of one file are in one batch more often than in a full shuffle, at most by the factor of files to `window`.
+        The shuffle is bounded (`shuffling`): the order of the files is random, and the rows of
+        `window` files are mixed at a time. Therefore, two rows of one file are in the same batch
+        more often than in a full shuffle, by at most the factor (number of files) / `window`.
 
         Args:
-            size: how many rows a batch has.
-            seed: of the order, which is another in each epoch; None for the order of the texts.
-            names: which points, `tokens`, `text`, `offset` or `pos`; None for all points.
-            epochs: how often; None without end.
-            window: how many files are mixed.
-            part: of how many readers this is which one; they share the files.
+            size: the number of rows in a batch.
+            seed: the seed of the order, which differs between epochs; None means the order of the
+                texts.
+            names: points, or `tokens`, `text`, `offset` or `pos`. Default: all points.
+            epochs: the number of epochs; None means no end.
+            window: the number of files to mix.
+            part: the number of this reader and the number of readers, which share the files.
 
         Yields:
-            A tensor for each name, in their order.
+            A tuple with a tensor for each name, in the order of `names`.
 
         Raises:
-            CacheError: if the store is not complete.
-            ValueError: if a size is below 1, or this reader has no row.
-            UnknownNameError: as for `file`.
+            CacheError: if the store is incomplete.
+            ValueError: if a size is below 1, or if this reader has no row.
+            UnknownNameError: as in `file`.
         """
         require_integer("size", size)
         require_integer("window", window)
@@ -207,25 +228,29 @@ class Activations(pictures.Shown):
     def dataset(
         self, size: int, seed: int | None = 0, names: Sequence[str] | None = None, window: int = 16
     ) -> IterableDataset[tuple[Tensor, ...]]:
-        """The batches for a `DataLoader(dataset, batch_size=None)`; for arguments see `batches`.
+        """Return the batches as a data set for `DataLoader(dataset, batch_size=None)`.
 
-        The workers of loaders and the ranks of `torch.distributed` share the files, so each row comes once in all. Ranks may
-        get different numbers of batches.
+        The workers of loaders and the ranks of `torch.distributed` share the files, so only one of
+        them reads each row. Ranks may get different numbers of batches.
+
+        Args:
+            size, seed, names, window: see `batches`.
         """
         return Shared(partial(self.batches, size, seed, names, window=window))
 
     def statistics(
         self, names: Sequence[str] | None = None, *, part: tuple[int, int] = (0, 1), **options: Any
     ) -> StatisticsByPoint:
-        """Sums and samples of each column of points, from one pass over the files.
+        """Return statistics of each column of points, from one pass over the files.
 
         Args:
-            names: which points; None for all.
-            part: of how many readers this is which one. What they find is put together with `+`.
-            options: `covariance`, `top`, `sample` and `seed`, see `Statistics.of`.
+            names: the points. Default: all points.
+            part: the number of this reader and the number of readers. Add the statistics of all
+                readers with `+`.
+            options: `covariance`, `top`, `sample` and `seed`; see `Statistics.of`.
 
         Raises:
-            CacheError, UnknownNameError: as for `batches`.
+            CacheError, UnknownNameError: as in `batches`.
             ValueError: if there is no row.
         """
         require_options(options)
@@ -243,17 +268,20 @@ class Activations(pictures.Shown):
     def top(
         self, sums: StatisticsByPoint, name: str, column: int, model: nn.Module | None = None
     ) -> TopActivations:
-        """The places where a column of a point is largest, as `max_activating` shows them, without a run.
+        """Return the places where a column of a point is largest, without a run of the model.
+
+        The result has the same form as the result of `max_activating`.
 
         Args:
-            sums: from `statistics` of this store.
+            sums: the result of `statistics` for this store.
             name: the point.
-            column: of the point's last axes in a row, such as a neuron.
-            model: with a tokenizer, for words.
+            column: the index of a column, such as a neuron, with the last axes of the point
+                flattened.
+            model: a model with a tokenizer, to show tokens as text. Default: no text.
 
         Raises:
             KeyError: if there are no statistics of the point.
-            CacheError, UnknownNameError: as for `batches`.
+            CacheError, UnknownNameError: as in `batches`.
         """
         one = sums[name]
         write = None if model is None else writer_of(model)
@@ -271,15 +299,17 @@ class Activations(pictures.Shown):
     def moments(
         self, name: str, labels: Callable[[Mapping[str, Tensor]], Tensor] | None = None
     ) -> Moments:
-        """The mean and the covariance of a point's values, and those with labels, which `leace` takes, from one pass.
+        """Return the mean and the covariance of a point's values, from one pass over the files.
+
+        With labels, the result includes the covariance of values and labels, as `leace` needs it.
 
         Args:
             name: the point.
-            labels: a function from the `tokens`, `text`, `offset` and `pos` of rows to their labels [row, label]; None for
-                no labels.
+            labels: a function from the tensors of a file, such as `tokens`, `text`, `offset` and
+                `pos`, to labels [row, label]. Default: no labels.
 
         Raises:
-            CacheError, UnknownNameError: as for `batches`.
+            CacheError, UnknownNameError: as in `batches`.
             ValueError: if there is no row.
         """
         together: Moments | None = None

@@ -1,6 +1,7 @@
-"""Stores as SAELens has them: a data set in Arrow with a row for each context, as its CacheActivationsRunner writes it.
+"""Exchange stores with SAELens: a data set in Arrow with a row for each context.
 
-Columns are values [context, d_in] under names of TransformerLens, heads in a row, and `token_ids`.
+The format is the format of its CacheActivationsRunner. The columns are values [context, d_in], with
+names of TransformerLens and flattened heads, and `token_ids`.
 """
 
 import os
@@ -28,38 +29,44 @@ def to_arrow(
     *,
     drop_short: bool = False,
 ) -> int:
-    """Write points of a store so that SAELens reads them (`cached_activations_path`).
+    """Write points of a store as a data set for SAELens (`cached_activations_path`).
 
     Args:
-        store: of whole contexts: `harvest(..., context=128, pack=True)` makes some.
-        folder: a directory that is empty, or not there.
-        columns: by the names of points, those of columns, such as `{"blocks.1.mlp_out": "blocks.1.hook_mlp_out"}`. SAELens
-            finds them by its `hook_name`. Arrow has no bfloat16: such values become float32.
-        drop_short: whether to leave out contexts that are not full, such as the last of each file.
+        store: a store of full contexts, such as the result of
+            `harvest(..., context=128, pack=True)`.
+        folder: a directory that is empty or does not exist.
+        columns: the names of columns by the names of points, such as
+            `{"blocks.1.mlp_out": "blocks.1.hook_mlp_out"}`. SAELens finds a column by its
+            `hook_name`. Arrow has no bfloat16, so bfloat16 values become float32.
+        drop_short: whether to leave out contexts that are not full, such as the last context of
+            each file. Default: False.
 
     Returns:
         The number of contexts that were written.
 
     Raises:
-        ValueError: if tokens of contexts were not kept, a context is not full, or the name is that of a
-            file.
-        FileExistsError: if something is in the directory.
-        CacheError, UnknownNameError: as for `Activations.batches`.
+        ValueError: if the store does not contain all tokens of its contexts, if a context is not
+            full, or if the name of the folder is the name of a file.
+        FileExistsError: if the directory is not empty.
+        CacheError, UnknownNameError: as in `Activations.batches`.
         ImportError: if `datasets` is not installed.
     """
     storage.require_folder(folder)
     datasets, context = library("datasets", "datasets"), store.manifest["context"]
     if os.path.exists(folder) and os.listdir(folder):
-        raise FileExistsError(f"a data set must have a directory of its own; got {folder!s}")
+        raise FileExistsError(f"folder must be an empty or a new directory; got {folder!s}")
     if context is None or any(store.manifest[key] for key in ("pos", "pool", "without")):
-        raise ValueError("contexts need all their tokens; got a store with pos=, pool= or without=")
+        raise ValueError(
+            "store must contain all tokens of its contexts; got one with pos=, pool= or without="
+        )
     files = range(len(store.files))
     starts = [_starts(store.file(number, ["pos"])["pos"]) for number in files]
     full = [each[:-1][each.diff() == context] for each in starts]
     n, n_full = sum(len(each) - 1 for each in starts), sum(map(len, full))
     if n != n_full and not drop_short:
         raise ValueError(
-            f"contexts must have {context} tokens; {n - n_full} of {n} have fewer (drop_short=True leaves them out)"
+            f"contexts must have {context} tokens; {n - n_full} of {n} have fewer (use "
+            "drop_short=True to leave these out)"
         )
 
     def rows() -> Iterator[dict[str, Any]]:
@@ -88,23 +95,25 @@ def from_arrow(
     columns: Mapping[str, str] | None = None,
     per_file: int = 64,
 ) -> Activations:
-    """Make a store of a data set that SAELens' CacheActivationsRunner wrote. Its contexts are the texts.
+    """Make a store from a data set of SAELens' CacheActivationsRunner. Its contexts are the texts.
 
-    It may be called again after anything, as `harvest`, and makes what is missing or damaged.
+    Like `harvest`, it can be called again at any time, and then makes the missing or damaged files.
 
     Args:
         folder: the data set.
         out: a directory, or its address.
-        columns: by the names of columns, those of points; by default those that `hooks_name` gives.
-        per_file: how many contexts a file has.
+        columns: the names of points by the names of columns. Default: the result of `hooks_name`
+            for each column.
+        per_file: the number of contexts in a file.
 
     Returns:
-        The store. The data set does not say of which model it is, so nothing can check that.
+        The store. The data set does not record its model, so the model is not checked.
 
     Raises:
-        FileNotFoundError: if there is no data set.
-        ValueError: if another store is there, or one of another data set.
-        UnknownNameError: if it has no such column or no tokens, or we know no point for a column's name.
+        FileNotFoundError: if the data set does not exist.
+        ValueError: if the directory contains another store, or a store of another data set.
+        UnknownNameError: if the data set does not have a column or the tokens, or if no point is
+            known for the name of a column.
         ImportError: if `datasets` is not installed.
     """
     table = library("datasets", "datasets").load_from_disk(os.fspath(folder)).with_format("torch")
@@ -138,11 +147,11 @@ def from_arrow(
 
 
 def _starts(pos: Tensor) -> Tensor:
-    """The row where each context begins and, last, the number of rows."""
+    """Return the first row of each context, followed by the number of rows."""
     return torch.cat([(pos == 0).nonzero()[:, 0], torch.tensor([len(pos)])])
 
 
 def _plain(value: Tensor) -> Tensor:
-    """Rows [row, d_in] in a dtype that Arrow has."""
+    """Return rows [row, d_in] in a dtype that Arrow supports."""
     flat = value.flatten(1)
     return at_least_float32(flat) if flat.dtype == torch.bfloat16 else flat

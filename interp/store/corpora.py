@@ -1,4 +1,4 @@
-"""Corpora: the texts of a harvest, from files and tables, cut or packed into what the model reads at once."""
+"""Corpora: read texts from files and tables, and cut or pack them into pieces for the model."""
 
 import itertools
 import json
@@ -19,23 +19,34 @@ from hooks.base import Text, Texts, each_text, unknown_name
 from interp.inputs.texts import padded
 
 COLUMNS = ("text", "input_ids", "token_ids", "tokens")
-"""The columns of tables that are read if no other is asked for, the first that is there."""
+"""The default columns of tables. The first column that exists is read."""
 
 Corpus = Texts | str | os.PathLike[str] | Iterable[Mapping[str, Any]]
-"""Texts, which may stream; the path of a file, or several; or rows with a column of texts, as `datasets` has them. A string
-is a path or an address of `fsspec`, with `*` for any name: lines of a `.txt`, objects of a `.jsonl` or rows of a `.npy`."""
+"""Texts, paths of files, or rows of a table.
+
+Texts may be a stream. Rows need a column of texts, as in the library `datasets`. A string is a path
+or an address of `fsspec`, in which `*` matches any name. The texts are the lines of a `.txt`, the
+objects of a `.jsonl` or the rows of a `.npy`.
+"""
 
 TextPiece = Int[Tensor, "3 _pos"]
-"""Tokens that a model reads at once: at each position the token, the number of its text, and its place in that."""
+"""The tokens of one input.
+
+Each position has the token, the number of its text and its place there.
+"""
 
 
 def each(corpus: Corpus, column: str | None = None) -> Iterator[Any]:
-    """Each text of a corpus, as a string or as tokens.
+    """Yield each text of a corpus, as a string or as tokens.
+
+    Args:
+        corpus: the corpus.
+        column: the column of the texts. Default: the first of `COLUMNS` that exists.
 
     Raises:
-        FileNotFoundError: if there is no such file.
-        UnknownNameError: if rows have no such column.
-        ValueError: if a file is not of a kind that is read, or damaged.
+        FileNotFoundError: if a file does not exist.
+        UnknownNameError: if the rows do not have the column.
+        ValueError: if a file has an unsupported format or is damaged.
 
     >>> [*each([{"text": "one"}, {"text": "two"}])]
     ['one', 'two']
@@ -48,7 +59,7 @@ def each(corpus: Corpus, column: str | None = None) -> Iterator[Any]:
 
 
 def count(corpus: Corpus) -> int | None:
-    """The number of texts, or of paths, where that is known before all are read."""
+    """Return the number of texts or paths, or None if the number is not known before the end."""
     is_one = getattr(corpus, "ndim", 2) == 1 or (
         isinstance(corpus, list) and isinstance(corpus[0], int)
     )
@@ -58,17 +69,17 @@ def count(corpus: Corpus) -> int | None:
 
 
 def runs(corpus: Corpus, column: str | None, per_file: int) -> Iterator[list[Any]]:
-    """The texts of each file of a store.
+    """Yield the texts of each file of a store.
 
     Raises:
-        ValueError: if there is no text; for other errors see `each`.
+        ValueError: if there is no text. For other errors, see `each`.
     """
     rest, nothing = each(corpus, column), True
     while run := [*itertools.islice(rest, per_file)]:
         yield run
         nothing = False
     if nothing:
-        raise ValueError("texts must hold at least one text; got none")
+        raise ValueError("texts must contain at least one text; got none")
 
 
 def _of_row(row: Mapping[str, Any], column: str | None) -> Any:
@@ -77,27 +88,31 @@ def _of_row(row: Mapping[str, Any], column: str | None) -> Any:
         and "text" not in row
         and {"input_ids", "attention_mask"} <= {*row}
     ):
-        (text,) = each_text(row)  # without its padding
+        # This removes padding.
+        (text,) = each_text(row)
         return text
     names = COLUMNS if column is None else (column,)
     for name in names:
         if name in row:
             return row[name]
-    raise unknown_name(" or ".join(names), row, "column of the texts (column= names another)")
+    raise unknown_name(
+        " or ".join(names), row, "column of the texts (column= selects another column)"
+    )
 
 
 def _each_of_file(path: str) -> Iterator[Any]:
-    """The texts of a file, or of all files that a pattern fits."""
+    """Yield the texts of a file, or of all files that match a pattern."""
     kind = next((end for end in PurePath(path).suffixes[-2:] if end in _READERS), None)
     if kind is None:
         raise ValueError(
-            f"a file of texts must be one of {', '.join(_READERS)}, which may be compressed; got {path!r} "
-            "(one text is given as a list of one)"
+            f"a file of texts must be one of {', '.join(_READERS)}, which may be compressed; got "
+            f"{path!r} "
+            "(pass a single text as a list with one text)"
         )
     mode = {"mode": "rb"} if kind == ".npy" else {"mode": "rt", "encoding": "utf-8"}
     files = fsspec.open_files(path, compression="infer", **mode)
     if not files:
-        raise FileNotFoundError(f"no file fits {path!r}")
+        raise FileNotFoundError(f"no file matches {path!r}")
     for file in files:
         yield from _READERS[kind](file)
 
@@ -124,39 +139,42 @@ def _rows_of_array(file: Any) -> Iterator[Any]:
     if array.ndim != 2:
         raise ValueError(
             f"an array of tokens must be [text, pos]; got {list(array.shape)} in {file.path} "
-            "(one long row can be cut: array[: n * 128].reshape(n, 128))"
+            "(one long row can be cut into texts with array[: n * 128].reshape(n, 128))"
         )
-    yield from map(np.array, array)  # copies, which PyTorch may own
+    # PyTorch needs writable arrays, so copy the rows.
+    yield from map(np.array, array)
 
 
 _READERS = {".txt": _lines, ".jsonl": _objects, ".npy": _rows_of_array}
 
 
 def _require_text(text: Any, number: int) -> None:
-    """Refuse what stands in a row and is no text, such as null or a nested object.
+    """Check that a text is a string or a list of tokens.
+
+    A row may contain other values, such as null or a nested object.
 
     Raises:
-        ValueError: naming the text by its number.
+        ValueError: if it is something else. The error contains the number of the text.
     """
     tokens = text if isinstance(text, list | tuple) else ()
     is_text = isinstance(text, str) or (hasattr(text, "__len__") and not isinstance(text, Mapping))
     if not is_text or not all(isinstance(each, Number | Tensor) for each in tokens):
         raise ValueError(
-            f"text {number} must be a string, or a list of the numbers of its tokens; got {text!r:.60}"
+            f"text {number} must be a string or a list of token numbers; got {text!r:.60}"
         )
 
 
 def cut(
     model: nn.Module, texts: Sequence[Any], first: int, context: int | None, pack: bool
 ) -> list[TextPiece]:
-    """Pieces that the model reads of some texts: each by itself, or one after another, cut to the context. An empty text is none.
+    """Cut texts into the pieces that the model reads. An empty text has no piece.
 
     Args:
-        model: the model, whose tokenizer reads strings.
-        texts: as `each` gives them.
-        first: the number of the first.
-        context: the most tokens of a piece; None for no bound.
-        pack: whether a piece may have several texts.
+        model: the model. Its tokenizer reads strings.
+        texts: the texts, as `each` yields them.
+        first: the number of the first text.
+        context: the largest number of tokens in a piece; None means no limit.
+        pack: whether a piece may contain several texts, one after another.
     """
     rows = []
     for number, text in enumerate(texts, first):

@@ -1,4 +1,4 @@
-"""Engines: where the jobs of a harvest run. Ray brings processes, retries and transport."""
+"""Engines run the jobs of a harvest. Ray provides processes, retries and transport."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -9,25 +9,31 @@ from torch import nn
 from hooks.base import library, progress_bar, require_integer
 
 Model = nn.Module | Callable[[], nn.Module]
-"""A model, or a function that makes one."""
+"""A model, or a function that returns a model."""
 
 JOBS_OF_WORKER = 4
-"""Jobs for each worker: several, so that one that is late or lost keeps few others waiting."""
+"""The number of jobs for each worker.
+
+With several jobs for each worker, a slow or lost job delays few other jobs.
+"""
 
 RETRIES = 10
-"""Times that Ray starts a job again whose worker died. Files that were written are not made again."""
+"""The number of times that Ray restarts a job after its worker dies.
+
+Files that were already written are not made again.
+"""
 
 
 def loaded(model: Model) -> nn.Module:
-    """The model itself.
+    """Return the model, from a model or from a function that returns a model.
 
     Raises:
-        TypeError: if it is none of these.
+        TypeError: if it is neither a model nor a function that returns a model.
     """
     made = model if isinstance(model, nn.Module) or not callable(model) else model()
     if not isinstance(made, nn.Module):
         raise TypeError(
-            "model must be a module, or a function that makes one, such as "
+            "model must be a module, or a function that returns a module, such as "
             f"partial(models.load, 'gpt2'); got {type(made).__name__}"
         )
     return made
@@ -35,12 +41,13 @@ def loaded(model: Model) -> nn.Module:
 
 @dataclass(frozen=True)
 class Ray:
-    """Workers of a Ray cluster or, where none is connected, of this machine.
+    """Workers on a Ray cluster, or on this machine if no cluster is connected.
 
     Attributes:
-        workers: how many processes there are, each with a model of its own. Those that the cluster has no room for wait, and
-            the others do their jobs.
-        resources: what Ray gives each, such as `{"num_gpus": 1}`; one core by default.
+        workers: the number of processes. Each process has its own model. If the cluster has no room
+            for a process, the other processes run its jobs.
+        resources: the resources of each process in Ray, such as `{"num_gpus": 1}`. Default: one CPU
+            core.
     """
 
     workers: int = 1
@@ -52,22 +59,23 @@ class Ray:
         model: Model,
         arguments: tuple[Any, ...],
     ) -> None:
-        """Do all jobs of a harvest by the workers. One that dies is started again, and its job goes on.
+        """Run all jobs of a harvest. If a worker dies, it is restarted and its job continues.
 
         Args:
-            job: is called with the model, the arguments, and which job this is, of how many.
-            model: see `harvest`; of a module, each worker gets a copy.
-            arguments: the first are the texts.
+            job: a function that runs one job. It is called with the model, the arguments and the
+                pair (job, number of jobs).
+            model: see `harvest`. If it is a module, each worker gets a copy.
+            arguments: the arguments of the job. The first argument is the texts.
 
         Raises:
             ImportError: if Ray is not installed.
-            ValueError: if there is no worker.
+            ValueError: if `workers` is below 1.
             TypeError: if the texts can be read only once.
         """
         require_integer("workers", self.workers)
         if isinstance(arguments[0], Iterator):
             raise TypeError(
-                "each worker reads the texts, so they must be a path, a list or a table; "
+                "texts must be a path, a list or a table, because each worker reads them; "
                 f"got a {type(arguments[0]).__name__}"
             )
         ray = library("ray", "hookscope[ray]")
@@ -81,18 +89,19 @@ class Ray:
                 self._model, self._arguments = loaded(model), arguments
 
             def ready(self) -> int:
-                """Say that the model is there: no job is done yet."""
+                """Return 0 as soon as the model is loaded, because no job has finished yet."""
                 return 0
 
             def run(self, *shard: int) -> int:
-                """Do one job."""
+                """Run one job, and return 1."""
                 job(self._model, *self._arguments, shard)
                 return 1
 
         options = {"num_cpus": 1, **self.resources, "max_restarts": -1, "max_task_retries": RETRIES}
         actor: Any = ray.remote(Worker).options(**options)
         held = ray.put(model), ray.put(arguments)
-        # A job goes to a worker that is there: the cluster may have no room for all.
+        # A job goes to a worker that has started, because the cluster may not have room for all
+        # workers.
         started = (actor.remote(*held) for _ in range(self.workers))
         busy: dict[Any, Any] = {worker.ready.remote(): worker for worker in started}
         of = JOBS_OF_WORKER * self.workers
@@ -109,5 +118,6 @@ class Ray:
                 count(n_done)
                 if (number := next(jobs, None)) is not None:
                     busy[worker.run.remote(number, of)] = worker
-                else:  # one that is started again, with its job, may be waiting for the room
+                else:
+                    # A restarted worker with a job may be waiting for the resources of this worker.
                     ray.kill(worker)

@@ -1,14 +1,20 @@
-"""The files of a store: a manifest, files of values that are numbered from 0, and what each job writes when it is done.
+"""The files of a store: a manifest, numbered files of values, and a file of each finished job.
 
-A file has the values of a fixed run of texts, whichever job writes it. It is written whole or not at all, with checksums, and
-is plain safetensors: a tensor [row, ...] for each point, and `tokens`, `text`, `offset` and `pos` of each row.
+A file of values contains a fixed range of texts and does not depend on the job that writes it. The
+file is written completely or not at all, with checksums. The format is safetensors: a tensor [row,
+...] for each point, and `tokens`, `text`, `offset` and `pos` of each row. The files are numbered
+from 0.
 
-No store reads or replaces a file of another one, as each has a hash of its manifest, without what grows:
+A store never reads or replaces a file of another store, because each file contains a hash of the
+manifest. The hash excludes the facts that change as the store grows.
 
-1. Before anything runs, the manifest there must be the same or, where it was lost, the hashes of the files.
-2. Before a file is written, the manifest is created, if none is there, and compared again. So one of several stores that begin
-   at once in a folder is first, and the others are refused.
-3. A file that is there must be of the same store and the same texts. A finished store never gets fewer.
+1. Before the first run, an existing manifest must be the same. If the manifest is lost, the hashes
+   in the files must be the same.
+2. Before a file is written, the manifest is created if it does not exist, and compared again. If
+   several stores begin in the same folder at the same time, the first writer wins; later writers
+   fail.
+3. An existing file must belong to the same store and the same texts. The number of texts of a
+   finished store never decreases.
 """
 
 import hashlib
@@ -33,26 +39,26 @@ from hooks.base import require_kind, storage, strict_json
 KIND = "store"
 MANIFEST = "manifest.json"
 ROWS = ("tokens", "text", "offset", "pos")
-"""Facts of each row: its token, the number of its text, its place there, and the position where the model read it."""
+"""Facts of each row: the token, the number of its text, its place in the text and in the input."""
 
-FOREIGN = "is of another store, or of an older form"
+FOREIGN = "belongs to another store, or has an older format"
 GROWS = ("texts", "files", "overflow")
-"""Facts of a manifest that come later."""
+"""Facts of a manifest that change as the store grows."""
 
 
 def store_of(manifest: Mapping[str, Any]) -> str:
-    """The hash that files of a store have: of its manifest, without what grows."""
+    """Return the hash of a manifest, without the facts `GROWS`. All files of a store contain it."""
     fixed = {key: fact for key, fact in manifest.items() if key not in GROWS}
     return hashlib.sha256(strict_json.dumps(fixed, sort_keys=True).encode()).hexdigest()
 
 
 def file_of(number: int) -> str:
-    """The name of a file of values."""
+    """Return the name of a file of values."""
     return f"values-{number:06}.safetensors"
 
 
 def described(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Facts of the tensors of a file, for the manifest: dtypes and the sizes of rows, and a CRC of each."""
+    """Return facts about the tensors of a file: the dtype, the shape of a row and a CRC of each."""
     kinds = {
         name: [str(value.dtype).removeprefix("torch."), *value.shape[1:]]
         for name, value in tensors.items()
@@ -61,7 +67,7 @@ def described(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 class Folder:
-    """A directory on this machine, or wherever `fsspec` reaches, such as `s3://bucket/store`."""
+    """A directory on this machine, or an address for `fsspec`, such as `s3://bucket/store`."""
 
     def __init__(self, out: str | os.PathLike[str]) -> None:
         require_kind("out", out, (str, os.PathLike), "a folder or an address")
@@ -70,32 +76,35 @@ class Folder:
         self._is_here = isinstance(self._system, LocalFileSystem)
 
     def path(self, name: str) -> str:
-        """The path of a file, as its file system has it."""
+        """Return the path of a file in its file system."""
         return f"{self._root}/{name}"
 
     def make(self) -> None:
-        """Make it, if it is not there."""
+        """Create the directory if it does not exist."""
         self._system.makedirs(self._root, exist_ok=True)
 
     def names(self, pattern: str) -> list[str]:
-        """The names of files that are there, in order."""
+        """Return the names of existing files that match a pattern, in order."""
         self._system.invalidate_cache()
         paths = self._system.ls(self._root, detail=False) if self._system.exists(self._root) else []
         return sorted(name for path in paths if fnmatch(name := Path(path).name, pattern))
 
     @property
     def free(self) -> int | None:
-        """The bytes that the disk has; None where nobody knows."""
+        """The free bytes of the disk; None if unknown."""
         there = Path(self._root)
         while self._is_here and not there.exists():
             there = there.parent
         return shutil.disk_usage(there).free if self._is_here else None
 
     def write_json(self, name: str, facts: Mapping[str, Any], new: bool = False) -> None:
-        """Write facts, completely or not at all; `new` ones only where none are.
+        """Write facts to a file, completely or not at all.
 
-        That is one step on disks, and where `fsspec` writes on condition, as on S3 and GCS. Elsewhere two that write new ones
-        at the same moment may both go on, and the later facts stay: whoever writes must read them back, then and later.
+        With `new`, the file is only written if it does not exist. This is atomic on disks, and on
+        file systems for which `fsspec` supports conditional writes, such as S3 and GCS. On other
+        file systems, two processes that write a new file at the same moment may both succeed, and
+        the later facts remain. Therefore, a process must read the facts after it writes them, and
+        again later.
         """
         text = strict_json.dumps(facts, indent=1).encode()
         place = storage.create if new else os.replace
@@ -106,29 +115,30 @@ class Folder:
             else:
                 only = {"mode": "create"} if new else {}
                 self._system.pipe_file(self.path(name), text, **only)
-        except OSError:  # S3 has another one than FileExistsError
+        except OSError:
+            # S3 raises another error than FileExistsError.
             if not (new and self.names(name)):
                 raise
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """Read what `write_json` wrote.
+        """Read the facts in a file of `write_json`.
 
         Raises:
-            FileNotFoundError: if there is no such file.
-            CacheError: if it is damaged.
+            FileNotFoundError: if the file does not exist.
+            CacheError: if the file is damaged.
         """
-        rule = "be a file of a store (harvest again, and a damaged one is mended)"
+        rule = "be a file of a store (harvest again to replace a damaged file)"
         with storage.one_error(self.path(name), rule, CacheError):
             facts = strict_json.loads(self._system.cat_file(self.path(name)))
             if not isinstance(facts, dict):
-                raise ValueError(f"it must hold an object; got a {type(facts).__name__}")
+                raise ValueError(f"it must contain an object; got a {type(facts).__name__}")
         return facts
 
     def manifest(self) -> dict[str, Any]:
-        """The manifest; empty if there is none.
+        """Return the manifest, or an empty dictionary if it does not exist.
 
         Raises:
-            CacheError: if it is damaged.
+            CacheError: if the manifest is damaged.
         """
         try:
             return self.read_json(MANIFEST)
@@ -136,7 +146,10 @@ class Folder:
             return {}
 
     def sound(self, name: str) -> dict[str, Any]:
-        """The facts in a manifest, or in the end of a job; empty if there are none, or they are damaged and must be made again."""
+        """Return the facts in a manifest, or in the file of a finished job.
+
+        The result is empty if the file does not exist, or if it is damaged and must be made again.
+        """
         try:
             facts = self.read_json(name)
         except (FileNotFoundError, CacheError):
@@ -146,7 +159,10 @@ class Folder:
     def write(
         self, number: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]
     ) -> Mapping[str, Any]:
-        """Write a file of values, completely or not at all. Its facts, or those of a whole one that is there before it."""
+        """Write a file of values, completely or not at all, and return its facts.
+
+        If an undamaged file exists already, return the facts of the existing file.
+        """
         name = file_of(number)
         if (there := self.facts(name)) is not None:
             return there
@@ -156,48 +172,54 @@ class Folder:
             return facts
         path = Path(self.path(name))
         try:
-            # Only a damaged one is replaced.
+            # Only a damaged file is replaced.
             place = os.replace if path.exists() else storage.create
             storage.save(path, KIND, tensors, facts, place)
         except (FileExistsError, FileNotFoundError):
-            # Another process did the same job; it may be done, and have tidied up.
+            # Another process ran the same job. It may have finished and removed unfinished files.
             if (there := self.facts(name)) is None:
                 raise
             return there
         return facts
 
     def tidy(self) -> None:
-        """Take away what jobs that were killed have left, once all files are there."""
+        """Remove the unfinished files of killed jobs. Call this after all files are written."""
         for unfinished in self.names("values-*.partial"):
             self.remove(unfinished)
 
     def owners(self) -> dict[str, str]:
-        """By the names of files of values that are whole, the hash of the store that each is of; empty of older forms."""
+        """Return the hash of the store of each undamaged file of values, by file name.
+
+        The hash is empty for older formats.
+        """
         facts = {name: self.facts(name) for name in self.names("values-*.safetensors")}
         return {name: fact.get("store", "") for name, fact in facts.items() if fact is not None}
 
     def remove(self, name: str) -> None:
-        """Take away a file, if no other job has."""
+        """Remove a file, unless another job has removed it."""
         with suppress(FileNotFoundError):
             self._system.rm_file(self.path(name))
 
     def read(
         self, number: int, names: Sequence[str], store: str, listed: Sequence[Mapping[str, Any]]
     ) -> dict[str, Tensor]:
-        """Some tensors of a file of values: those of a disk mapped into memory, their numbers unchecked.
+        """Return some tensors of a file of values. The checksums of the values are not checked.
+
+        Files on a disk are mapped into memory.
 
         Args:
-            number: the file.
-            names: of the tensors.
+            number: the number of the file.
+            names: the names of the tensors.
             store: the hash of the store.
-            listed: the facts of the file in the manifest; nothing if jobs are not done.
+            listed: a list with the facts of the file in the manifest, or an empty list if jobs have
+                not finished.
 
         Raises:
-            FileNotFoundError: if there is no such file.
-            CacheError: if it is torn, or of another store.
+            FileNotFoundError: if the file does not exist.
+            CacheError: if the file is truncated or belongs to another store.
         """
         path = self.path(file_of(number))
-        rule = "be a whole file of this store (harvest again, and a damaged one is mended)"
+        rule = "be a complete file of this store (harvest again to replace a damaged file)"
         with storage.one_error(path, rule, CacheError):
             if self._is_here:
                 with safe_open(path, framework="pt") as file:
@@ -209,7 +231,10 @@ class Folder:
             return {name: tensors[name] for name in names}
 
     def facts(self, name: str) -> dict[str, Any] | None:
-        """The facts of a file of values that is whole, by its checksums; None if there is none, or it is damaged."""
+        """Return the facts of a file of values after a check of its checksums.
+
+        Return None if the file does not exist or is damaged.
+        """
         path = self.path(name)
         try:
             if self._is_here:
@@ -224,7 +249,7 @@ class Folder:
 
 
 def _is_sound(name: str, facts: Mapping[str, Any]) -> bool:
-    """Whether facts of a manifest, or of the end of a job, have the types that this module reads."""
+    """Return whether the facts of a manifest or of a finished job have the expected types."""
     counts = ("texts",) if name == MANIFEST else ("texts", "of")
     are_counts = all(isinstance(facts.get(key, 0), int) for key in counts)
     if name == MANIFEST:
@@ -243,7 +268,7 @@ def _are_numbered(files: Mapping[str, Any]) -> bool:
 
 
 def _metadata_of(data: bytes) -> dict[str, str]:
-    """What the header of safetensors has."""
+    """Return the metadata in the header of a safetensors file."""
     return dict(storage.header_of(data)["__metadata__"])
 
 
@@ -258,13 +283,18 @@ def _require_own(
 
 
 def require_same(manifest: Mapping[str, Any], folder: Folder) -> dict[str, Any]:
-    """The manifest that is there, or nothing. A store must go on with the same one and, if it was lost, with its own files.
+    """Check that a folder contains this store or no store, and return the existing manifest.
 
-    If the dtype of a store could not hold a value, another dtype may begin it again: its files are taken away.
+    The result is empty if there is no manifest. If the manifest is lost, the files must belong to
+    this store.
+
+    If a value of the store was not finite in its dtype, a harvest with another dtype removes the
+    files of the store and begins again.
 
     Raises:
-        ValueError: if the store there is of another model, or other settings; it names the first. If a file is of another store.
-            If the name is that of a file, such as `store.json`.
+        ValueError: if the existing store is from another model or has other settings (the error
+            contains the first difference), if a file belongs to another store, or if the name of
+            the folder is the name of a file, such as `store.json`.
     """
     storage.require_folder(folder.name)
     there, store = folder.sound(MANIFEST), store_of(manifest)
@@ -277,17 +307,22 @@ def require_same(manifest: Mapping[str, Any], folder: Folder) -> dict[str, Any]:
     for key in manifest if there else ():
         if there.get(key) != manifest[key]:
             raise ValueError(
-                f"a store must go on with the same {key}; {folder.name!r} has "
+                f"a store must continue with the same {key}; {folder.name!r} has "
                 f"{there.get(key)!r:.80}, got {manifest[key]!r:.80}"
             )
     for name, owner in ({} if there else folder.owners()).items():
         if owner != store:
-            raise ValueError(f"a store must have its own files; {folder.path(name)} {FOREIGN}")
+            raise ValueError(
+                f"a folder must contain files of one store; {folder.path(name)} {FOREIGN}"
+            )
     return there
 
 
 def claim(manifest: Mapping[str, Any], folder: Folder) -> dict[str, Any]:
-    """The manifest that is there. If there is none, or a damaged one, create it; for errors see `require_same`."""
+    """Return the existing manifest, after creating it if it does not exist or is damaged.
+
+    For errors, see `require_same`.
+    """
     if not (there := require_same(manifest, folder)):
         folder.make()
         if folder.names(MANIFEST) and not folder.sound(MANIFEST):
@@ -298,30 +333,30 @@ def claim(manifest: Mapping[str, Any], folder: Folder) -> dict[str, Any]:
 
 
 def ends(folder: Folder, store: str) -> dict[str, dict[str, Any]]:
-    """What jobs of a store wrote when they were done, by the names of the files. A damaged one counts as not written."""
+    """Return the facts of the finished jobs of a store, by file name. Damaged files are ignored."""
     facts = {name: folder.sound(name) for name in folder.names("done-*.json")}
     return {name: end for name, end in facts.items() if end.get("store") == store}
 
 
 def gathered(folder: Folder, store: str) -> dict[str, Any]:
-    """Facts of all jobs together: how many texts there are, and the facts of each file.
+    """Combine the facts of all jobs: the number of texts, and the facts of each file.
 
     Raises:
-        CacheError: if jobs are not done; it says how many files are missing.
+        CacheError: if jobs have not finished. The error contains the number of missing files.
     """
     jobs = [*ends(folder, store).values()]
     facts = {int(number): file for end in jobs for number, file in end["files"].items()}
     sizes = {end["of"] for end in jobs}
     if len(sizes) != 1:
         raise CacheError(
-            f"a store must be complete to be read; no job of {folder.name} is done"
+            f"a store must be complete to be read; no job of {folder.name} has finished"
             if not sizes
-            else f"jobs of {folder.name} must have had the same texts; they made {sorted(sizes)} files"
+            else f"jobs of {folder.name} must have the same texts; got {sorted(sizes)} files"
         )
     missing = [number for number in range(*sizes) if number not in facts]
     if missing:
         raise CacheError(
-            f"a store must be complete to be read; {folder.name} lacks {len(missing)} of {max(sizes)} files, "
-            f"the first {file_of(missing[0])}: run its job"
+            f"a store must be complete to be read; {len(missing)} of {max(sizes)} files of "
+            f"{folder.name} are missing, the first is {file_of(missing[0])}: run its job"
         )
     return {"texts": jobs[0]["texts"], "files": [facts[number] for number in range(*sizes)]}

@@ -1,11 +1,15 @@
-"""Harvesting: values of points over many texts, written to disk.
+"""Harvest: write the values of points over many texts to disk.
 
-1. Cut the texts into runs of `per_file`, by their order alone. Run n is file n, and belongs to job n mod the number of jobs.
-2. Leave out files that are there and whole, of the same store and texts. Read the others in batches, stop each forward pass at
-   the last point, and keep the values at the chosen tokens.
-3. Write each file whole, with its checksums. At the end write which files there are; the last job puts that into the manifest.
+1. Divide the texts into groups of `per_file`, in their order. Group n is file n, and belongs to job
+   n mod the number of jobs.
+2. Skip a file that exists and is undamaged, if it belongs to the same store and texts. For each
+   other file, read its texts in batches, stop each forward pass at the last point, and select the
+   values at the requested tokens.
+3. Write each file completely, with checksums. At its end, each job writes a list of its files, and
+   the last job writes the list of all files to the manifest.
 
-So a job may be killed at any moment and started again, and any number of jobs write the same files.
+Therefore, a job can be killed at any moment and started again, and the files do not depend on the
+number of jobs.
 """
 
 import hashlib
@@ -48,37 +52,47 @@ def harvest(
     progress: bool = True,
     **settings: Any,
 ) -> Activations:
-    """Write values of points at every token of many texts.
+    """Write the values of points at every token of many texts.
 
-    It may be called again after anything, also a full disk, and makes what is missing or damaged. Values are the same bits
-    whichever job makes them, on processors of one kind with one number of threads. With more texts a store grows; fewer are
-    refused. If `dtype` could not hold a value, the same call with another one begins again, and takes the old files away.
+    It can be called again at any time, for example after a full disk, and then makes the missing or
+    damaged files. The values do not depend on the job: on processors of one kind with the same
+    number of threads, they are equal bit for bit. With more texts, the store grows; with fewer
+    texts, an error is raised. If a value was not finite in `dtype`, the same call with another
+    dtype removes the old files and begins again.
 
     Args:
-        model: any model with hook points, in evaluation mode; or a function that makes one, such as
-            `partial(models.load, "gpt2")`, which each of several workers calls.
-        texts: a path, texts, or rows of a table; see `interp.store.corpora`. They are read once, so they may stream. Every
-            job is given all of them, and reads its own.
-        names: which points: names, globs or a mode. Their first axes must be `batch pos`.
-        out: a directory, which is made if it is not there, or an address of `fsspec`, such as `s3://bucket/store`.
-        shard: which job this is, and of how many: `(3, 64)` is the fourth of 64 jobs of any scheduler.
-        engine: `Ray(workers=8)` runs the jobs on a Ray cluster; None runs this one here.
-        progress: whether to show a bar, with tokens per second, after two seconds.
-        settings: how texts are read and what is kept, such as `context=128` and `pos=slice(1, None)`; see `Settings`.
+        model: any model with hook points, in evaluation mode, or a function that returns a model,
+            such as `partial(models.load, "gpt2")`. With several workers, each worker calls the
+            function.
+        texts: a path, texts, or rows of a table; see `interp.store.corpora`. They are read once, so
+            they can be a stream. Each job needs all texts, and processes its own part.
+        names: the points: names, globs or a mode. Their first axes must be `batch pos`.
+        out: a directory, which is created if it does not exist, or an address of `fsspec`, such as
+            `s3://bucket/store`.
+        shard: the number of this job and the number of jobs. `(3, 64)` is the fourth of 64 jobs of
+            any scheduler.
+        engine: `Ray(workers=8)` runs all jobs on a Ray cluster. Default: None, which runs this job
+            here.
+        progress: whether to show a progress bar, with tokens per second, after two seconds.
+        settings: settings for reading and storing, such as `context=128` and `pos=slice(1, None)`;
+            see `Settings`.
 
     Returns:
-        The store, which can be read once all jobs are done.
+        The store. It can be read after all jobs have finished.
 
     Raises:
-        ValueError: if the store there, or a file, is of another model, texts or settings, also if it began at the same time; or
-            if a shard or a dtype is none, or a value is not finite.
-        TypeError: if the model, the engine or the dtype is none, or there is no such setting.
+        ValueError: if the existing store, or a file, has another model, other texts or other
+            settings, even if it began at the same time; if the shard or the dtype is invalid; or if
+            a value is not finite.
+        TypeError: if the model, the engine or the dtype has a wrong type, or if a setting is
+            unknown.
         UnknownNameError: if a name matches nothing.
         ModeError: if the model is in training mode.
-        HookError: if the model's values are edited at this time; or if the model is fully sharded (FSDP) and another process
-            fails between two of its runs. One that fails inside a run lets the others wait until it ends, or until the timeout
-            of `torch.distributed.init_process_group`.
-        OSError: if the disk is full or, as far as the first file tells, would be.
+        HookError: if edits of the model's values are active, or if the model is fully sharded
+            (FSDP) and another process fails between two runs. If a process fails inside a run, the
+            other processes wait until it ends, or until the timeout of
+            `torch.distributed.init_process_group`.
+        OSError: if the disk is full, or would become full according to the size of the first file.
         ImportError: if Ray is not installed.
     """
     Words(Settings).require(settings, ("shard", "engine", "progress"), "harvest")
@@ -91,7 +105,7 @@ def harvest(
         harvest_shard(loaded(model), texts, names, out, read, shard)
     elif isinstance(engine, Ray):
         if jobs != 1:
-            raise ValueError(f"Ray runs all jobs, so there is no shard to name; got {shard}")
+            raise ValueError(f"shard must be (0, 1) with Ray, which runs all jobs; got {shard}")
         engine.run(harvest_shard, model, (texts, names, out, read))
     else:
         raise TypeError(f"engine must be interp.store.Ray(...) or None; got {shown(engine)}")
@@ -107,7 +121,7 @@ def harvest_shard(
     settings: Settings,
     shard: tuple[int, int],
 ) -> None:
-    """Do one job of a harvest; for arguments and errors see there."""
+    """Run one job of a harvest. For arguments and errors, see `harvest`."""
     job, jobs = shard
     reader, folder = RowReader(model, names, settings), Folder(out)
     manifest = reader.manifest()
@@ -140,7 +154,7 @@ def harvest_shard(
 
 
 def _digest(pieces: Sequence[TextPiece]) -> str:
-    """A hash of the tokens of pieces, and of which texts they are."""
+    """Return a hash of the tokens of pieces and of the numbers of their texts."""
     hashed = hashlib.sha256()
     for piece in pieces:
         hashed.update(repr(piece.tolist()).encode())
@@ -148,14 +162,15 @@ def _digest(pieces: Sequence[TextPiece]) -> str:
 
 
 def _require_room(folder: Folder, size: int, n_files: int) -> None:
-    """Refuses to begin what the disk cannot hold: `n_files` files of a size.
+    """Check that the disk has room for `n_files` files of a size in bytes.
 
     Raises:
-        OSError: if it cannot.
+        OSError: if the disk does not have enough room.
     """
     if (free := folder.free) is not None and free < size * n_files:
         raise OSError(
-            f"the disk must have room for {size * n_files:,} bytes or so ({n_files} more like this file); "
+            f"the disk must have room for about {size * n_files:,} bytes ({n_files} more like "
+            "this file); "
             f"{folder.name} has {free:,}"
         )
 
@@ -163,10 +178,11 @@ def _require_room(folder: Folder, size: int, n_files: int) -> None:
 def known(
     manifest: Mapping[str, Any], folder: Folder, number: int, facts: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """The facts of a file of values that is there; None if it must be made.
+    """Return the facts of an existing file of values, or None if the file must be made.
 
     Raises:
-        ValueError: if it, or what the manifest lists in its place, is of another store, or has others of these facts.
+        ValueError: if the file, or its entry in the manifest, belongs to another store or does not
+            have these facts.
     """
     there = folder.facts(file_of(number))
     listed = [there] if there else require_same(manifest, folder).get("files", [])[number:][:1]
@@ -182,7 +198,10 @@ def write(
     facts: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
 ) -> dict[str, Any]:
-    """Write a file of values, and give its facts; for errors see `known`, which the file may not be any more."""
+    """Write a file of values, and return its facts.
+
+    For errors, see `known`: another process may have written the file since that check.
+    """
     claim(manifest, folder)
     all_facts = {**facts, "rows": len(tensors["tokens"]), **described(tensors)}
     there = folder.write(number, tensors, all_facts)
@@ -195,20 +214,22 @@ def _require_facts(
 ) -> None:
     if there.get("store") != facts["store"]:
         path = folder.path(file_of(number))
-        raise ValueError(f"a store must have its own files; {path} {FOREIGN}")
+        raise ValueError(f"a folder must contain files of one store; {path} {FOREIGN}")
     if {key: there[key] for key in facts} != facts:
         raise ValueError(
-            f"a store must go on with the same texts; those of file {number} are others"
+            f"a store must continue with the same texts; file {number} has other texts"
         )
 
 
 def finish(
     manifest: Mapping[str, Any], folder: Folder, shard: tuple[int, int], end: Mapping[str, Any]
 ) -> None:
-    """Write the end of a job and, if it is the last, the manifest with all files.
+    """Write the facts of a finished job.
+
+    If it is the last job, also write the manifest with all files.
 
     Raises:
-        ValueError: if other jobs had other texts, or the store has more.
+        ValueError: if other jobs had another number of texts, or if the store contains more texts.
     """
     store, end_name = store_of(manifest), f"done-{shard[0]}-of-{shard[1]}.json"
     there, others = claim(manifest, folder), ends(folder, store)
@@ -216,10 +237,11 @@ def finish(
         had, may_grow = other.get("texts", 0), name in (MANIFEST, end_name)
         if had > end["texts"] or (had < end["texts"] and not may_grow):
             raise ValueError(
-                f"a store must go on with the same texts; other jobs had {had}, got {end['texts']}"
+                f"a store must continue with the same texts; other jobs had {had}, got "
+                f"{end['texts']}"
             )
     for name, other in others.items():
-        # A file that was made again elsewhere may have other bits.
+        # A file that was made again on another machine may have other bits.
         files = {
             n: facts for n, facts in other["files"].items() if end["files"].get(n, facts) == facts
         }
@@ -228,7 +250,8 @@ def finish(
     folder.write_json(end_name, {"store": store, **end})
     try:
         everything = gathered(folder, store)
-    except CacheError:  # other jobs are not done
+    except CacheError:
+        # Other jobs have not finished.
         return
     folder.write_json(MANIFEST, {**manifest, **everything})
     folder.tidy()

@@ -1,4 +1,4 @@
-"""Rows of a store: what is kept of texts, from the model's runs on them."""
+"""Rows of a store: the values that are stored from the runs of a model on texts."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -39,25 +39,30 @@ _POOLS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of how texts are read and what is kept of them.
+    """Settings for reading texts and storing their values.
 
     Attributes:
-        dtype: what values are written in, a float of 16 bits or more; None for the model's.
-        context: texts are cut into pieces of at most so many tokens. None, or a larger number, stands for the model's `n_ctx`.
-        pack: whether a piece holds several texts, one after another, so that all but the last of a file are of full length.
-            Tokens then attend to earlier texts of the piece.
-        pos: positions of each piece that are kept, such as `slice(1, None)` to leave out the first; None for all. A piece
-            without them has no row.
-        without: tokens that are read and not kept, such as that of BOS.
-        pool: `mean` or `max` over the kept tokens of each piece, in place of a row for each. Such a row has the token, place
-            and position of the last.
-        column: the column of a table that has the texts.
-        batch: how many pieces are read together.
-        per_file: how many texts a file has. A file's values must fit into memory.
+        dtype: the dtype of stored values, a float of 16 bits or more. Default: the dtype of the
+            model.
+        context: the largest number of tokens in a piece. Longer texts are cut. Default: the model's
+            `n_ctx`, which is also the upper limit.
+        pack: whether a piece contains several texts, one after another, so that all pieces of a
+            file except the last have the full length. Tokens then attend to earlier texts of the
+            piece.
+        pos: the positions of each piece to store, such as `slice(1, None)` to exclude the first
+            position. A piece without these positions has no row. Default: all positions.
+        without: tokens that the model reads, but whose values are not stored, such as the BOS
+            token.
+        pool: store one row for each piece, the `mean` or `max` over its selected tokens. The row
+            has the token, place and position of the last selected token. Default: a row for each
+            token.
+        column: the column of a table that contains the texts.
+        batch: the number of pieces in a batch.
+        per_file: the number of texts in a file. The values of a file must fit into memory.
 
     Raises:
-        ValueError: if a number is below 1, or settings do not go together.
-        TypeError: if the dtype is none.
+        ValueError: if a number is below 1, or if settings contradict each other.
+        TypeError: if `dtype` is not a dtype.
     """
 
     dtype: torch.dtype | None = None
@@ -73,7 +78,7 @@ class Settings:
     def __post_init__(self) -> None:
         if not isinstance(self.dtype, torch.dtype | None):
             raise TypeError(
-                f"dtype must be one of PyTorch, as torch.float16; got {shown(self.dtype)}"
+                f"dtype must be a dtype of PyTorch, such as torch.float16; got {shown(self.dtype)}"
             )
         if self.dtype and not (self.dtype.is_floating_point and self.dtype.itemsize > 1):
             raise ValueError(f"dtype must be a float of 16 bits or more; got {self.dtype}")
@@ -88,10 +93,10 @@ class Settings:
         if self.pos is not None and Selection(self.pos).is_by_example:
             raise ValueError(f"pos must be the same in each piece; got {Selection(self.pos)}")
         if self.pool and self.pack:
-            raise ValueError("pool= needs texts that are read each by itself; got pack=True")
+            raise ValueError("pool= needs pieces with a single text each; got pack=True")
 
     def described(self) -> dict[str, Any]:
-        """The settings as JSON."""
+        """Return the settings as JSON types."""
         pos = None if self.pos is None else repr(Selection(self.pos).index)
         dtype = None if self.dtype is None else str(self.dtype)
         facts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -99,28 +104,30 @@ class Settings:
 
 
 class Overflow(ValueError):
-    """Values that the dtype of a store cannot hold, but the model's can."""
+    """An error: values are finite in the dtype of the model, but not in the dtype of the store."""
 
 
 def by_token(runner: HookedRunner, names: Selector) -> list[str]:
-    """The names of points that have a row for each token.
+    """Return the names of points that have a row for each token.
 
     Raises:
-        ValueError: if one has not.
+        ValueError: if a point does not have a row for each token.
         UnknownNameError: if a name matches nothing.
     """
     points = [*resolve(names, runner.points, runner.points)]
     for name in points:
         if (axes := runner.points[name].axes)[:2] != ("batch", "pos"):
             raise ValueError(
-                f"points must begin with [batch pos], a row for each token; got {name} [{' '.join(axes)}] "
-                "(statistics(model, texts, names, reading=lambda model, cache: ...) sums what is read from it)"
+                f"points must begin with [batch pos], a row for each token; got {name} "
+                f"[{' '.join(axes)}] "
+                "(use statistics(model, texts, names, reading=lambda model, cache: ...) for "
+                "other points)"
             )
     return points
 
 
 def identity(model: nn.Module) -> dict[str, Any]:
-    """Hashes of a model, and of the dictionaries and other parts that it has at this time."""
+    """Return hashes of a model, and of its current dictionaries and other parts."""
     parts = {name: weights_hash(part, whole=True) for name, part in parts_of(model).items()}
     return {
         "model": type(model).__name__,
@@ -131,13 +138,13 @@ def identity(model: nn.Module) -> dict[str, Any]:
 
 
 class RowReader:
-    """A model, the points to keep, and how texts are read.
+    """A model, the points to store, and the settings for reading texts.
 
     Raises:
-        ValueError: if a point has no row for each token.
+        ValueError: if a point does not have a row for each token.
         UnknownNameError: if a name matches nothing.
         ModeError: if the model is in training mode.
-        HookError: if values are edited.
+        HookError: if edits of the values are active.
     """
 
     def __init__(self, model: nn.Module, names: Selector, settings: Settings) -> None:
@@ -145,7 +152,8 @@ class RowReader:
         changed = {module for module, _ in edits_in_force()}
         if edited := [name for name, at in self.runner.points.items() if at.module in changed]:
             raise HookError(
-                "a store must have the model's own values, as a later run knows nothing of edits; "
+                "a store must contain the values of the model without edits, because edits are "
+                "not recorded; "
                 f"got an edit at {edited[0]}"
             )
         n_ctx = getattr(getattr(of(model), "config", None), "n_ctx", None)
@@ -155,7 +163,7 @@ class RowReader:
         self._together = Together(model)
 
     def manifest(self) -> dict[str, Any]:
-        """The facts that runs must share if they write to one store."""
+        """Return the facts that must agree for all runs that write to one store."""
         return {
             "format": FORMAT,
             "points": {name: [*self.runner.points[name].axes[2:]] for name in self.points},
@@ -164,11 +172,14 @@ class RowReader:
         }
 
     def pieces(self, texts: Sequence[Any], first: int) -> list[TextPiece]:
-        """The pieces that the model reads of some texts, of which `first` is the number of the first."""
+        """Cut texts into the pieces that the model reads.
+
+        `first` is the number of the first text.
+        """
         return cut(self.model, texts, first, self.settings.context, self.settings.pack)
 
     def kept_mask(self, piece: TextPiece) -> Bool[Tensor, " _pos"]:
-        """A mask of the tokens of a piece that are kept."""
+        """Return a mask of the tokens of a piece whose values are stored."""
         n = piece.shape[1]
         kept = ~torch.isin(piece[0], torch.tensor([*self.settings.without], dtype=torch.long))
         if self.settings.pos is None:
@@ -180,18 +191,19 @@ class RowReader:
     def tensors(
         self, pieces: Sequence[TextPiece], done: Callable[[int], Any] = lambda n_tokens: None
     ) -> dict[str, Shaped[Tensor, "row ..."]]:
-        """The values of some pieces at the chosen tokens, and where each row is from.
+        """Return the values of pieces at the selected tokens, and the facts `ROWS` of each row.
 
         Args:
-            pieces: they are read in batches.
-            done: is told after each batch how many tokens were read.
+            pieces: the pieces, which are read in batches.
+            done: a function that is called after each batch with its number of tokens.
 
         Raises:
-            ValueError: if a value is not finite, as an `Overflow` if only the dtype is at fault.
+            Overflow: if a value is finite in the model's dtype, but not in the dtype of the store.
+            ValueError: if a value of the model is not finite.
         """
         parts: dict[str, list[Tensor]] = {name: [] for name in (*self.points, *ROWS)}
         nothing = torch.zeros(3, 1, dtype=torch.long)
-        # Without any token, one is read for the sizes, and not kept.
+        # If there are no pieces, run one token to get the sizes, and store no row.
         for start in range(0, max(1, len(pieces)), self.settings.batch):
             batch = pieces[start : start + self.settings.batch] or [nothing]
             kept = [self.kept_mask(piece) & bool(pieces) for piece in batch]
@@ -200,7 +212,7 @@ class RowReader:
             for name, row in zip(ROWS, torch.cat([*map(_placed, batch)], 1), strict=True):
                 each = row.split([piece.shape[1] for piece in batch])
                 rows = [part[is_kept] for part, is_kept in zip(each, kept, strict=True)]
-                # Of a pooled row, that of its last token.
+                # A pooled row has the facts of its last token.
                 parts[name] += [row[-1:] if self.settings.pool else row for row in rows]
             done(sum(piece.shape[1] for piece in batch))
         return {name: torch.cat(each) for name, each in parts.items()}
@@ -208,7 +220,7 @@ class RowReader:
     def _values(
         self, batch: Sequence[TextPiece], kept: Sequence[Bool[Tensor, " _pos"]]
     ) -> dict[str, Shaped[Tensor, "row ..."]]:
-        """The rows of each point, on the CPU, from one run."""
+        """Return the rows of each point on the CPU, from one run."""
         with self._together.run():
             cache = self._run([piece[0] for piece in batch])
         chosen, values = nn.utils.rnn.pad_sequence([*kept], batch_first=True), {}
@@ -222,17 +234,20 @@ class RowReader:
             kept_rows = rows.to(self.settings.dtype or value.dtype).cpu()
             if not bool(kept_rows.isfinite().all()):
                 where = f"{kept_rows.dtype} at {name} in the texts from {int(batch[0][1, 0])} on"
-                message = f"values must be finite; got others in {where}"
+                message = f"values must be finite; got NaN or infinity in {where}"
                 if bool(rows.isfinite().all()):
                     raise Overflow(
-                        f"{message}; dtype= may name one with a larger range (a complete store needs another folder)"
+                        f"{message}; use a dtype= with a larger range (for a complete store, also "
+                        "another folder)"
                     )
-                raise ValueError(f"{message}, as the model has them")
+                raise ValueError(f"{message}, in the values of the model itself")
             values[name] = kept_rows
         return values
 
     def runs(self) -> AbstractContextManager[None]:
-        """A `with` for all runs of a job. The processes of a fully sharded model end it together.
+        """Return a context for all runs of a job.
+
+        The processes of a fully sharded model leave it together.
 
         Raises:
             HookError: if another process of the model fails between two runs.
@@ -240,12 +255,12 @@ class RowReader:
         return self._together.runs(lambda: self._run([torch.zeros(1, dtype=torch.long)]))
 
     def _run(self, tokens: Sequence[Tensor]) -> ActivationCache:
-        """The values of one run on some texts."""
+        """Return the values of one run on some texts."""
         text = padded(tokens, self.model, range(len(tokens)))
         options = text.arguments(self.model)
         return self.runner.capture(text.tokens, names=[*self.points], **options)
 
 
 def _placed(piece: TextPiece) -> Int[Tensor, "4 _pos"]:
-    """The facts that `ROWS` names, at each token of a piece."""
+    """Return the facts `ROWS` of each token of a piece."""
     return torch.cat([piece, torch.arange(piece.shape[1])[None]]).int()

@@ -1,8 +1,9 @@
-"""A bounded shuffle: batches of rows from files that are mapped into memory, some of them at a time.
+"""A bounded shuffle: draw batches of rows from a window of files that are mapped into memory.
 
 1. Draw an order of the files.
-2. Map the next `window` of them, and draw an order of all their rows.
-3. Gather each batch from the files where its rows are. Rows that fill none wait for the next window.
+2. Map the next `window` files, and draw an order of all their rows.
+3. Gather each batch from the files of its rows. Rows that do not fill a batch are added to the next
+   window.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,15 +25,15 @@ def shuffled(
     window: int,
     part: tuple[int, int],
 ) -> Iterator[dict[str, Shaped[Tensor, "row ..."]]]:
-    """Each row of a part of the files once.
+    """Yield each row of a part of the files once, in batches.
 
     Args:
-        read: gives the tensors of a file.
-        n_files: how many there are.
-        size: how many rows a batch has; the last may have fewer.
-        draw: makes the order; None for that of the files.
-        window: how many files are mapped at a time.
-        part: of how many readers this is which one.
+        read: a function from the number of a file to its tensors.
+        n_files: the number of files.
+        size: the number of rows in a batch. The last batch may be smaller.
+        draw: the generator of the order; None means the order of the files.
+        window: the number of files that are mapped at a time.
+        part: the number of this reader and the number of readers.
     """
 
     def ordered(n: int) -> Int[Tensor, " _n"]:
@@ -64,7 +65,7 @@ def _length(rows: Rows) -> int:
 def _gathered(
     files: Sequence[Rows], ends: Int[Tensor, " file"], rows: Int[Tensor, " row"]
 ) -> dict[str, Shaped[Tensor, "row ..."]]:
-    """Some rows of several files, which are counted through: file i has those from `ends[i - 1]` to `ends[i]`."""
+    """Return some rows of several files. File i contains rows `ends[i - 1]` to `ends[i]`."""
     numbers = torch.bucketize(rows, ends, right=True)
     batch = {name: value.new_empty(len(rows), *value.shape[1:]) for name, value in files[0].items()}
     for number in numbers.unique().tolist():
@@ -76,10 +77,10 @@ def _gathered(
 
 
 class Shared(IterableDataset[tuple[Tensor, ...]]):
-    """Batches that the workers of loaders and the ranks of `torch.distributed` share.
+    """Batches that are shared by the workers of loaders and the ranks of `torch.distributed`.
 
     Args:
-        batches: gives those of a part; see `shuffled`.
+        batches: a function from `part` to an iterator over batches; see `shuffled`.
     """
 
     def __init__(self, batches: Callable[..., Iterator[Any]]) -> None:

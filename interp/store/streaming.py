@@ -1,4 +1,4 @@
-"""Texts that stream through a model without a store: statistics of its values, and the size of a harvest."""
+"""Run texts without a store: compute statistics of values, and plan the size of a harvest."""
 
 import os
 import time
@@ -28,7 +28,7 @@ from interp.store.files import Folder
 from interp.store.rows import RowReader, Settings, by_token
 from interp.store.summary import StatisticsByPoint, require_options
 
-_READING = "lambda model, cache: head_scores(model, cache, 'induction') gives one"
+_READING = "for example: lambda model, cache: head_scores(model, cache, 'induction')"
 
 
 @shows_progress
@@ -43,23 +43,27 @@ def statistics(
     progress: bool = True,
     **options: Any,
 ) -> StatisticsByPoint:
-    """Sums and samples of points, at all real tokens, from one pass of a model over texts. Nothing is kept on disk.
+    """Return statistics of points at all real tokens, from one pass of a model over texts.
+
+    No values are written to disk.
 
     Args:
         model: any model with hook points, in evaluation mode.
-        texts: strings or tokens, read once, so they may stream.
-        names: which points. Their first axes must be `batch pos`, if there is no `reading`.
-        reading: a table of the cache, such as `lambda model, cache: head_scores(model, cache, "induction")`; statistics are then of
-            its numbers over examples, and named `reading`.
-        batch: how many texts are read together.
-        options: `covariance`, `top`, `sample` and `seed`, see `Statistics.of`.
-        progress: whether to show a bar after two seconds.
+        texts: strings or tokens. They are read once, so they can be a stream.
+        names: the points. Without `reading`, their first axes must be `batch pos`.
+        reading: a function from the model and a cache to a `Result`, such as
+            `lambda model, cache: head_scores(model, cache, "induction")`. The statistics are then
+            computed over the examples of the results, and their name is `reading`.
+        batch: the number of texts in a batch.
+        options: `covariance`, `top`, `sample` and `seed`; see `Statistics.of`.
+        progress: whether to show a progress bar after two seconds.
 
     Raises:
-        ValueError: if there is no text, one is empty, or a point has no row for each token.
+        ValueError: if there is no text, if a text is empty, or if a point does not have a row for
+            each token.
         UnknownNameError: if a name matches nothing.
         ModeError: if the model is in training mode.
-        TypeError: if there is no such option.
+        TypeError: if an option is unknown.
 
     >>> from models import load
     >>> statistics(load("pydoc-4l"), ["part KV8 part KV8"] * 3, "*.mlp_out")["blocks.1.mlp_out"]
@@ -89,13 +93,13 @@ def statistics(
 
 
 class PlannedHarvest(NamedTuple):
-    """The size of a harvest, before it is made.
+    """The planned size of a harvest.
 
     Attributes:
-        texts, tokens, rows, files: how many there are.
-        bytes: what the files take, but for some kilobytes each.
-        seconds: how long it takes here in one job, at the rate of its first batch.
-        free: the bytes that the disk has; None where nobody knows.
+        texts, tokens, rows, files: the number of texts, tokens, rows and files.
+        bytes: the size of the files, without some kilobytes for each file.
+        seconds: the estimated time in one job on this machine, from the speed of the first batch.
+        free: the free bytes of the disk; None if unknown.
     """
 
     texts: int
@@ -108,15 +112,16 @@ class PlannedHarvest(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Whether the disk has room for it."""
+        """Whether the harvest fits on the disk."""
         return self.free is None or self.bytes < self.free
 
     def __repr__(self) -> str:
-        room = "for which there is room"
+        room = "which fits on the disk"
         if not self.fits:
-            room = f"but there is room for {(self.free or 0) / 1e9:.3g} GB"
+            room = f"but the disk has room for only {(self.free or 0) / 1e9:.3g} GB"
         return (
-            f"{self.tokens:,} tokens of {self.texts:,} texts: {self.bytes / 1e9:.3g} GB in {self.files:,} "
+            f"{self.tokens:,} tokens of {self.texts:,} texts: {self.bytes / 1e9:.3g} GB in "
+            f"{self.files:,} "
             f"file{'s' * (self.files != 1)}, {room}; about {self.seconds:.3g} s"
         )
 
@@ -125,16 +130,17 @@ class PlannedHarvest(NamedTuple):
 def plan(
     model: Model, texts: Corpus, names: Selector, out: str | os.PathLike[str] = ".", **settings: Any
 ) -> PlannedHarvest:
-    """Count what `harvest` would write, and time its first batch.
+    """Compute the size of a harvest, and measure the time of its first batch.
 
-    The texts are all read, so a generator is used up.
+    All texts are read, so a generator is exhausted.
 
     Args:
-        model, texts, names, out, settings: as for `harvest`, with the same errors.
+        model, texts, names, out, settings: see `harvest`, which raises the same errors.
 
     >>> from models import load
     >>> planned = plan(load("pydoc-4l"), ["part KV8"] * 100, "blocks.1.mlp_out")
-    >>> planned.tokens, planned.bytes, planned.fits  # 128 numbers of 4 bytes, and four of 4
+    >>> # Each row has 128 values and 4 integers of 4 bytes.
+    >>> planned.tokens, planned.bytes, planned.fits
     (800, 422400, True)
     """
     Words(Settings).require(settings, (), "plan")

@@ -1,9 +1,13 @@
-"""Statistics of points in one pass over any number of rows. Those of parts are put together with `+`, in any order.
+"""Statistics of points from one pass over any number of rows.
+
+The statistics of several parts are added with `+`, in any order.
 
 1. Means and products of deviations are summed in float64 (`interp.numbers.moments`).
-2. Of each column the largest values are kept, with their places.
-3. Quantiles are those of a uniform sample of rows: the ones whose places draw the smallest keys, whatever the order and
-   the parts. It is the same sample for all points, and exact while there are no more rows than it has room for.
+2. The largest values of each column are recorded, with their places.
+3. Quantiles are computed from a uniform sample of rows. Each place draws a random key, and the rows
+   with the smallest keys are the sample. Therefore, the sample does not depend on the order of the
+   rows or on the parts, and is the same for all points. Quantiles are exact if all rows fit into
+   the sample.
 """
 
 import os
@@ -28,17 +32,21 @@ _KIND = "statistics-2"
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Statistics:
-    """Statistics of the columns of rows; axes after `row` are put in a row, of size `d`, but for means.
+    """Statistics of the columns of rows.
+
+    The axes after `row` are flattened to `d`, except in `mean`.
 
     Attributes:
-        n: how many rows there were.
-        mean: [...], with the axes of the point after `pos`.
-        products: of deviations from the mean: of each column with itself, or with all.
-        low, high: the least and the largest value.
-        positive: how many values are above 0.
-        top_values, top_places: the largest values and where they were: the number of the text, and the place in it.
+        n: the number of rows.
+        mean: the mean [...], with the axes of the point after `pos`.
+        products: the summed squares of the deviations of each column, or the summed products of all
+            pairs of columns.
+        low, high: the smallest and the largest value.
+        positive: the number of values above 0.
+        top_values, top_places: the largest values and their places, the number of the text and the
+            place in the text.
         sample, keys: the rows of the sample, and the keys of their places.
-        room, top: how many rows the sample has room for, and how many of the largest are kept.
+        room, top: the largest number of rows in the sample, and the number of largest values.
     """
 
     n: int
@@ -66,15 +74,16 @@ class Statistics:
         sample: int = 1024,
         seed: int = 0,
     ) -> "Statistics":
-        """Those of some rows.
+        """Return the statistics of some rows.
 
         Args:
             values: the rows.
-            text, pos: the text of each row, and its place there. A place may come once only.
-            covariance: whether to keep the products of all pairs of columns.
-            top: how many of the largest values to keep.
-            sample: how many rows the sample has room for.
-            seed: another one draws another sample.
+            text, pos: the text of each row, and its place in the text. Each place may occur only
+                once.
+            covariance: whether to compute the products of all pairs of columns.
+            top: the number of largest values to record.
+            sample: the largest number of rows in the sample.
+            seed: the seed of the sample.
 
         Raises:
             ValueError: if there is no row.
@@ -110,10 +119,10 @@ class Statistics:
         )
 
     def __add__(self, other: "Statistics") -> "Statistics":
-        """Those of the rows of both.
+        """Return the statistics of the rows of both parts.
 
         Raises:
-            ValueError: if they are of other columns, or were made with other options.
+            ValueError: if the parts have different columns or were made with different options.
         """
         one, two = (
             (part.mean.shape, part.products.shape, part.room, part.top) for part in (self, other)
@@ -145,42 +154,56 @@ class Statistics:
 
     @property
     def moments(self) -> Moments:
-        """The mean and the products, of columns."""
+        """The mean and the products of the flattened columns."""
         return Moments(self.n, self.mean.flatten(), self.products)
 
     @property
     def variance(self) -> Float[Tensor, " d"]:
-        """The mean squared deviation of each column."""
+        """The variance of each column, the mean squared deviation."""
         return (self.products.diagonal() if self.products.ndim == 2 else self.products) / self.n
 
     @property
     def covariance(self) -> Float[Tensor, "d d"]:
-        """The mean products of deviations.
+        """The covariance of all pairs of columns, the mean products of deviations.
 
         Raises:
-            ValueError: if only those of each column with itself were kept.
+            ValueError: if the statistics were made without `covariance=True`.
         """
         if self.products.ndim < 2:
-            raise ValueError("a covariance must be asked for: covariance=True")
+            raise ValueError(
+                "a covariance needs statistics with covariance=True; got statistics without it"
+            )
         return self.moments.covariance
 
     @property
     def density(self) -> Float[Tensor, " d"]:
-        """The share of rows where a value is above 0: of a feature, how often it is active."""
+        """The share of rows with a value above 0.
+
+        For a feature, this is the share of active rows.
+        """
         return self.positive.double() / self.n
 
     @property
     def error(self) -> Float[Tensor, " d"]:
-        """The standard error of each mean, as if rows were independent, which those of one text are not."""
+        """The standard error of each mean for independent rows.
+
+        Rows of one text are not independent.
+        """
         return (self.variance / max(1, self.n - 1)).sqrt()
 
     def quantiles(self, shares: float | Sequence[float]) -> Float[Tensor, "*share d"]:
-        """The values below which these shares of rows are, from the sample. For how sure that is see `rank_error`."""
+        """Return the quantiles of each column at these shares, from the sample.
+
+        For the standard error, see `rank_error`.
+        """
         return torch.from_numpy(np.quantile(self.sample.numpy(), shares, axis=0))
 
     @property
     def rank_error(self) -> float:
-        """The standard error of the share of rows that are below a quantile, at the median, where it is largest."""
+        """The standard error of the share of rows below the median.
+
+        For other quantiles, it is smaller.
+        """
         kept = len(self.keys)
         return 0.5 * ((1 / kept) * (1 - kept / self.n)) ** 0.5
 
@@ -189,22 +212,25 @@ class Statistics:
 
 
 def require_options(options: Iterable[str], of_harvests: Collection[str] = ()) -> None:
-    """Refuse what is no option of `Statistics.of`.
+    """Check that keywords are options of `Statistics.of`.
 
     Args:
         options: the keywords of a call.
-        of_harvests: settings of `harvest`, which keeps what statistics of a store read.
+        of_harvests: the settings of `harvest`. For these, the error explains how to use a store.
 
     Raises:
-        TypeError: naming the first, with close matches or the call that takes it.
+        TypeError: if a keyword is unknown. The error contains close matches, or the call that
+            accepts the keyword.
     """
     words = Words(Statistics.of)
-    words.known -= {"values", "text", "pos"}  # the rows themselves
+    # These arguments are the rows, not options.
+    words.known -= {"values", "text", "pos"}
     for name in options:
         if name in of_harvests and name not in words.known:
             raise TypeError(
-                f"statistics takes no argument {name}=: harvest(model, texts, names, out, {name}=...) does, "
-                "and Activations(out).statistics() reads what it kept"
+                f"statistics takes no argument {name}=: use harvest(model, texts, names, out, "
+                f"{name}=...), "
+                "and then Activations(out).statistics()"
             )
     words.require(options, (), "statistics")
 
@@ -212,20 +238,23 @@ def require_options(options: Iterable[str], of_harvests: Collection[str] = ()) -
 def _earliest_first(
     values: Float[Tensor, "n d"], places: Int[Tensor, "n d 2"], k: int
 ) -> tuple[Float[Tensor, "_k d"], Int[Tensor, "_k d 2"]]:
-    """The `k` largest values of each column, in order, with their places; of equal ones the earliest in the texts."""
+    """Return the `k` largest values of each column, from the largest on, with their places.
+
+    Of equal values, the earliest in the texts are selected.
+    """
     by_place = ((places[..., 0] << 32) + places[..., 1]).argsort(0)
     rows = by_place.gather(0, largest_rows(values.gather(0, by_place), k))
     return values.gather(0, rows), places.gather(0, rows[..., None].expand(-1, -1, 2))
 
 
 class StatisticsByPoint(dict[str, Statistics]):
-    """Statistics of points by name. `edits.mean` takes them."""
+    """Statistics by the names of points. They are an argument of `edits.mean`."""
 
     def mean_at(self, point: Point) -> Float[Tensor, "..."]:
-        """The mean at a point.
+        """Return the mean at a point.
 
         Raises:
-            KeyError: if there is none.
+            KeyError: if there are no statistics of the point.
         """
         return self[point.name].mean
 
@@ -235,15 +264,15 @@ class StatisticsByPoint(dict[str, Statistics]):
     def of(
         cls, rows: Mapping[str, Tensor], text: Tensor, pos: Tensor, **options: Any
     ) -> "StatisticsByPoint":
-        """Those of some rows of each point; see `Statistics.of`."""
+        """Return the statistics of some rows of each point; see `Statistics.of`."""
         return cls({name: Statistics.of(v, text, pos, **options) for name, v in rows.items()})
 
     @staticmethod
     def together(parts: Iterable["StatisticsByPoint"]) -> "StatisticsByPoint":
-        """Those of all parts.
+        """Add the statistics of all parts.
 
         Raises:
-            ValueError: if there is none.
+            ValueError: if there are no parts.
         """
         rest = iter(parts)
         if (first := next(rest, None)) is None:
@@ -251,13 +280,13 @@ class StatisticsByPoint(dict[str, Statistics]):
         return reduce(StatisticsByPoint.__add__, rest, first)
 
     def __add__(self, other: "StatisticsByPoint") -> "StatisticsByPoint":
-        """Those of the rows of both, which must have the same points."""
+        """Return the statistics of the rows of both parts, which must have the same points."""
         if self.keys() != other.keys():
             raise ValueError(f"parts must have the same points; got {[*self]} and {[*other]}")
         return StatisticsByPoint({name: one + other[name] for name, one in self.items()})
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write them to a file; `load` reads it."""
+        """Write the statistics to a file, for `load`."""
         tensors: dict[str, Tensor] = {}
         facts: dict[str, Any] = {}
         for name, one in self.items():
@@ -268,11 +297,11 @@ class StatisticsByPoint(dict[str, Statistics]):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "StatisticsByPoint":
-        """Read what `save` wrote.
+        """Load statistics from a file of `save`.
 
         Raises:
-            FileNotFoundError: if there is no such file.
-            CacheError: if it is damaged or another file.
+            FileNotFoundError: if the file does not exist.
+            CacheError: if the file is damaged or does not contain statistics.
         """
         with storage.opened(storage.path_of(path), _KIND) as (tensors, facts):
             made = {name: dict(plain) for name, plain in facts.items()}

@@ -1,11 +1,12 @@
-"""Runs of a fully sharded model (FSDP), which all of its processes make together.
+"""Run a fully sharded model (FSDP) in all of its processes together.
 
-Each run gathers weights from all processes, so all must make equally many.
+Each run gathers weights from all processes, so all processes must make the same number of runs.
 
-1. A process says before a run that it makes one.
-2. A process that has nothing left to read runs along until no other process makes a run.
-3. A process that fails between two runs says so, and the other processes raise an error, too. If it fails inside a run,
-   the other processes wait for its weights until it ends, or until the timeout of `init_process_group`.
+1. Before each run, a process announces the run to the other processes.
+2. A process without texts left makes dummy runs until no other process announces a run.
+3. A process that fails between two runs announces the failure, and the other processes raise an
+   error, too. If a process fails inside a run, the other processes wait for its weights until it
+   ends, or until the timeout of `init_process_group`.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,11 +20,12 @@ from torch import nn
 from hooks import HookError
 from hooks.base import is_fully_sharded
 
-_NO_RUN, _RUN, _FAILED = 0, 1, 2  # the number of the process is added to the last one
+# The number of the process is added to `_FAILED`.
+_NO_RUN, _RUN, _FAILED = 0, 1, 2
 
 
 class Together:
-    """The processes that a model is fully sharded over; a model that is not sharded runs alone.
+    """The processes over which a model is fully sharded. A model that is not sharded runs alone.
 
     Args:
         model: the model.
@@ -34,15 +36,18 @@ class Together:
         self._is_alone = not sharded
         self._group = None if self._is_alone else _group_of(sharded[0])
         self._device = next((weight.device for weight in model.parameters()), torch.device("cpu"))
-        # Whether the other processes wait for what this one says next.
+        # Whether the other processes wait for the next announcement of this process.
         self._is_awaited = True
 
     @contextmanager
     def runs(self, run_along: Callable[[], Any]) -> Iterator[None]:
-        """A `with` in which this process makes its runs. At its end it runs along with the other processes.
+        """Return a context for all runs of this process.
+
+        At the end of the context, this process makes dummy runs until the other processes have
+        finished.
 
         Args:
-            run_along: makes one run.
+            run_along: a function that makes one dummy run.
 
         Raises:
             HookError: if another process fails between two runs.
@@ -58,7 +63,7 @@ class Together:
 
     @contextmanager
     def run(self) -> Iterator[None]:
-        """A `with` in which this process makes one run, after it has told the other processes.
+        """Return a context for one run of this process, which is announced to the other processes.
 
         Raises:
             HookError: if another process has failed.
@@ -69,27 +74,29 @@ class Together:
         self._is_awaited = True
 
     def _any_runs(self, runs: bool) -> bool:
-        """Return whether any process makes a run now. All processes must ask."""
+        """Return whether any process makes a run now. All processes must call this together."""
         if self._is_alone:
             return False
         largest = self._largest(_RUN if runs else _NO_RUN)
         if largest >= _FAILED:
             self._is_awaited = False
             raise HookError(
-                f"process {largest - _FAILED} of this fully sharded model failed, and no process can run without it: "
-                "see its own error (files that are whole stay, and the same call makes the others)"
+                f"process {largest - _FAILED} of this fully sharded model failed, and no process "
+                "can run without it: "
+                "see the error of that process (finished files are valid, and the same call "
+                "makes the missing files)"
             )
         return largest == _RUN
 
     def _largest(self, number: int) -> int:
-        """Return the largest of the numbers that the processes give."""
+        """Return the largest number of all processes."""
         numbers = torch.tensor([number], device=self._device)
         dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._group)
         return int(numbers.item())
 
 
 def _group_of(module: nn.Module) -> Any:
-    """Return the group of processes that a module is sharded over; None for all processes."""
+    """Return the process group over which a module is sharded; None means all processes."""
     group = getattr(module, "process_group", None)
     meshes = [getattr(weight, "device_mesh", None) for weight in module.parameters()]
     mesh = next((mesh for mesh in meshes if mesh is not None), None)

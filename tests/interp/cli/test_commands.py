@@ -104,7 +104,7 @@ def test_jobs_of_a_harvest_are_those_of_python(capsys, tmp_path):
     options = "--point blocks.1.mlp_out --point blocks.1.attn.z --context 8 --pack".split()
     options += ["--skip-first", "--values", "float16", "--batch", "3", "--per-file", "7"]
     given = ["harvest", str(tmp_path / "texts.txt"), "--out", str(tmp_path / "out"), *options]
-    assert "for which there is room" in printed(capsys, *given, "--plan")
+    assert "which fits on the disk" in printed(capsys, *given, "--plan")
     for job in ("1/2", "0/2"):
         assert main([*given, "--shard", job]) == 0
     names = ["blocks.1.mlp_out", "blocks.1.attn.z"]

@@ -82,7 +82,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
     model = variant("pre", n_layers=2)
     for wrong in ({"pos": -1}, {"without": [3]}, {"pool": "max"}):
         store = harvest(model, [[1, 2]], POINT, tmp_path / str(wrong), **wrong)
-        with pytest.raises(ValueError, match="contexts need all their tokens"):
+        with pytest.raises(ValueError, match="all tokens of its contexts"):
             to_arrow(store, tmp_path / "arrow", {POINT: HOOK})
     store = harvest(model, [[1, 2]], POINT, tmp_path / "store", context=2)
     with pytest.raises(UnknownNameError):
@@ -103,10 +103,10 @@ def test_no_store_is_replaced(tmp_path):
     model, out = variant("pre", n_layers=2), tmp_path / "out"
     harvest(model, [[1, 2, 3]] * 2, POINT, out, per_file=5)
     before = files_of(out)
-    with pytest.raises(ValueError, match="a store must go on with the same points; "):
+    with pytest.raises(ValueError, match="a store must continue with the same points; "):
         from_arrow(HERE / "cached", out, {HOOK: POINT}, per_file=5)
     (out / "manifest.json").rename(tmp_path / "manifest.json")
-    with pytest.raises(ValueError, match="values-000000.safetensors is of another"):
+    with pytest.raises(ValueError, match="values-000000.safetensors belongs to another"):
         from_arrow(HERE / "cached", out, per_file=5)
     (tmp_path / "manifest.json").rename(out / "manifest.json")
     assert files_of(out) == before
@@ -147,18 +147,18 @@ def test_a_data_set_is_read_again_and_no_other(tmp_path, monkeypatch):
         "fewer": table.select(range(10)),
         "cut": table.select(range(11)),
     }
-    messages = ("those of file 1 are others",) * 2 + ("had 12, got 10", "file 2 are others")
+    messages = ("file 1 has other texts",) * 2 + ("had 12, got 10", "file 2 has other texts")
     for (name, other), message in zip(others.items(), messages, strict=True):
         other.save_to_disk(tmp_path / name)
         with pytest.raises(ValueError, match=f"same texts; .*{message}"):
             from_arrow(tmp_path / name, out, per_file=5)
     for wrong in ({"columns": {HOOK: "mine"}}, {"per_file": 4}):
-        with pytest.raises(ValueError, match="a store must go on with the same p"):
+        with pytest.raises(ValueError, match="a store must continue with the same p"):
             from_arrow(HERE / "cached", out, **{"per_file": 5} | wrong)
     assert files_of(out) == before
     torn = out / "values-000002.safetensors"
     torn.write_bytes(torn.read_bytes()[:-3])
-    with pytest.raises(ValueError, match="file 2 are others"):
+    with pytest.raises(ValueError, match="file 2 has other texts"):
         from_arrow(tmp_path / "cut", out, per_file=5)
     assert Activations(out).damaged() == [2]
     assert len(torn.read_bytes()) == len(before[torn.name]) - 3
@@ -174,6 +174,6 @@ def test_no_data_set_is_replaced(tmp_path):
     assert to_arrow(store, tmp_path / "empty", {POINT: HOOK}) == 1
     for folder in (tmp_path / "empty", tmp_path / "store"):
         before = files_of(folder)
-        with pytest.raises(FileExistsError, match="a directory of its own; got"):
+        with pytest.raises(FileExistsError, match="an empty or a new directory; got"):
             to_arrow(store, folder, {POINT: HOOK})
         assert files_of(folder) == before

@@ -69,7 +69,7 @@ def test_edits_are_refused_and_dictionaries_are_part_of_the_model(tmp_path):
         store = harvest(model, LINES, name, tmp_path / "features")
         alone = runner.capture(LINES[3], names=name)[name][0]
     torch.testing.assert_close(store.rows(3)[name], alone)
-    with pytest.raises(CacheError, match="must be of this model; its parts is"):
+    with pytest.raises(CacheError, match="must be from this model; its parts is"):
         store.require_weights_of(model)
     dictionary.b_enc[5] += 0.01
     with splice(model, dictionary), pytest.raises(ValueError, match="same parts"):
@@ -83,7 +83,7 @@ def test_columns_are_chosen_by_name():
     assert [*each([{"tokens": [3, 1]}])] == [[3, 1]]
     with pytest.raises(UnknownNameError, match="column of the texts"):
         [*each(rows, "bodi")]
-    with pytest.raises(UnknownNameError, match="column= names another"):
+    with pytest.raises(UnknownNameError, match="column= selects another"):
         [*each([{"content": "a"}])]
 
 
@@ -91,9 +91,9 @@ def test_what_is_no_corpus_is_refused(tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": \n')
     with pytest.raises(ValueError, match=r"line 2 of .*bad.jsonl must be JSON"):
         [*each(tmp_path / "bad.jsonl")]
-    with pytest.raises(ValueError, match=r"must be one of .txt.*a list of one"):
+    with pytest.raises(ValueError, match=r"must be one of .txt.*a list with one"):
         [*each("part KV8 is sold out")]
-    with pytest.raises(FileNotFoundError, match="no file fits"):
+    with pytest.raises(FileNotFoundError, match="no file matches"):
         [*each(str(tmp_path / "none-*.txt"))]
     with pytest.raises(FileNotFoundError):
         [*each(tmp_path / "none.txt")]
@@ -195,7 +195,7 @@ def test_pooled_rows_are_of_whole_pieces(pool, tmp_path):
     assert held["offset"].tolist() == [2, 0, 4, 6]
     assert held["tokens"].tolist() == [3, 4, 8, 3]
     assert plan(model, texts, name, pool=pool, without=[0], **options).rows == 4
-    with pytest.raises(ValueError, match="each by itself"):
+    with pytest.raises(ValueError, match="a single text each"):
         harvest(model, texts, name, tmp_path / "wrong", pool=pool, pack=True)
 
 

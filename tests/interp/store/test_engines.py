@@ -69,7 +69,7 @@ def test_a_cluster_writes_what_one_process_writes(tmp_path, monkeypatch):
             f"done-{n}-of-12.json" for n in range(12)
         )
         # A module is copied to each worker, and its error is the same as here.
-        with pytest.raises(ValueError, match="same texts; those of file 0 are others") as told:
+        with pytest.raises(ValueError, match="same texts; file 0 has other texts") as told:
             harvest(pydoc(), TEXTS[1:], NAME, out, per_file=4, engine=Ray())
         assert type(told.value) is ValueError
     finally:
@@ -80,7 +80,7 @@ def test_what_ray_cannot_do_is_refused(tmp_path, monkeypatch):
     model = torch.nn.Linear(2, 3)
     for wrong, error, message in (
         ({"engine": Ray(workers=0)}, ValueError, "workers.* 0"),
-        ({"shard": (1, 2)}, ValueError, "no shard to name"),
+        ({"shard": (1, 2)}, ValueError, "with Ray, which runs all jobs"),
         ({"texts": iter(TEXTS)}, TypeError, "a path, a list or a table; got a list_iterator"),
     ):
         with pytest.raises(error, match=message):

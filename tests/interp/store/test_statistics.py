@@ -258,7 +258,7 @@ def test_a_tuned_lens_is_fitted_to_a_store(tmp_path):
     other, _ = model_and_texts()
     with torch.no_grad():
         other.blocks[1].attn.W_K[1, 2, 3] += 1e-6
-    with pytest.raises(CacheError, match="of this model; its weights is"):
+    with pytest.raises(CacheError, match="from this model; its weights is"):
         tuned_lens(other, store, steps=1)
 
 

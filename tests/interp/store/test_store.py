@@ -89,7 +89,7 @@ def test_jobs_write_what_one_writes(tmp_path):
     for job in (2, 0):
         store = made(model, texts, tmp_path / "three", shard=(job, 3))
         assert repr(store) == "Activations of 3 points, not complete"
-        with pytest.raises(CacheError, match=r"lacks \d of 5 files, the first values-00000\d"):
+        with pytest.raises(CacheError, match=r"\d of 5 files .*, the first is values-00000\d"):
             len(store)
     made(model, texts, tmp_path / "three", shard=(1, 3))
     assert contents(tmp_path / "one") == contents(tmp_path / "three")
@@ -150,7 +150,7 @@ def test_another_model_text_or_setting_is_refused(tmp_path):
     model, texts = model_and_texts()
     made(model, texts, tmp_path)
     changed = [*texts[:7], [1, 2], *texts[8:]]
-    with pytest.raises(ValueError, match="same texts; those of file 1 are others"):
+    with pytest.raises(ValueError, match="same texts; file 1 has other texts"):
         made(model, changed, tmp_path)
     with pytest.raises(ValueError, match="same dtype; .* has None, got 'torch.float16'"):
         made(model, texts, tmp_path, dtype=torch.float16)
@@ -262,7 +262,7 @@ def test_plain_libraries_read_it(tmp_path):
 
 
 def test_no_store_is_told(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no store is at .*: it has no manifest.json"):
+    with pytest.raises(FileNotFoundError, match="there is no store at .*: it has no manifest.json"):
         Activations(tmp_path / "none")
 
 
@@ -330,7 +330,7 @@ def test_rows_of_a_text(tmp_path):
     for wrong in (-1, 23):
         with pytest.raises(IndexError, match="text must be from 0 to 22"):
             store.rows(wrong)
-    with pytest.raises(IndexError, match="no row of its token 8"):
+    with pytest.raises(IndexError, match="no row for offset 8"):
         store.rows(3, 8)
 
 
@@ -488,7 +488,7 @@ def test_a_lost_manifest_lets_no_other_adopt_the_files(place, change, tmp_path):
     system.rm_file(f"{root}/values-000000.safetensors")  # the first file that it would write
     changed = {name: value() if name == "model" else value for name, value in change.items()}
     before = {name: system.cat_file(name) for name in system.ls(root, detail=False)}
-    with pytest.raises(ValueError, match="must have its own files; .*values-000001"):
+    with pytest.raises(ValueError, match="must contain files of one store; .*values-000001"):
         harvest(**call | changed)
     assert {name: system.cat_file(name) for name in system.ls(root, detail=False)} == before
     assert harvest(**call).checksums == whole
@@ -497,7 +497,7 @@ def test_a_lost_manifest_lets_no_other_adopt_the_files(place, change, tmp_path):
         system.rm_file(name)
     alone = harvest(**call | changed | {"out": str(tmp_path / "alone")})
     half = harvest(**call | changed, shard=(1, 2))
-    with pytest.raises(CacheError, match="lacks 3 of 5 files"):
+    with pytest.raises(CacheError, match="3 of 5 files .* are missing"):
         len(half)
     assert harvest(**call | changed, shard=(0, 2)).checksums == alone.checksums
     assert half.damaged() == []
@@ -543,7 +543,7 @@ def test_of_two_that_begin_at_once_one_is_refused(change, tmp_path, monkeypatch)
     winner = refused.index(False)
     assert results[winner].checksums == alone[winner].checksums
     assert results[winner].damaged() == []
-    assert "must go on with the same" in str(results[1 - winner])
+    assert "must continue with the same" in str(results[1 - winner])
 
 
 def test_the_same_harvest_at_once_is_one_and_other_texts_are_refused(tmp_path, monkeypatch):
@@ -561,7 +561,7 @@ def test_the_same_harvest_at_once_is_one_and_other_texts_are_refused(tmp_path, m
     )
     refused = [isinstance(result, ValueError) for result in results]
     assert sorted(refused) == [False, True]
-    assert "same texts; those of file 1 are others" in str(results[refused.index(True)])
+    assert "same texts; file 1 has other texts" in str(results[refused.index(True)])
     store = results[refused.index(False)]
     assert [*store.texts()] == (texts, changed)[refused.index(False)]
 
@@ -579,7 +579,7 @@ def test_a_file_that_came_in_between_is_not_replaced(place, tmp_path, monkeypatc
         return tensors(*arguments)
 
     monkeypatch.setattr(rows.RowReader, "tensors", slow)
-    with pytest.raises(ValueError, match="same texts; those of file 0 are others"):
+    with pytest.raises(ValueError, match="same texts; file 0 has other texts"):
         made(model, texts, out)
     store = Activations(out)
     assert [*store.texts()] == changed
@@ -643,7 +643,7 @@ def test_a_job_whose_store_was_taken_over_writes_no_more(tmp_path):
         assert len(contents(out)) == n_files
         assert not [*out.glob("done-*")]
         assert Activations(out).checksums == other.checksums
-        with pytest.raises(CacheError, match="values-000000.* of another store"):
+        with pytest.raises(CacheError, match="values-000000.* to another store"):
             Activations(out).file(0)
 
 
@@ -682,11 +682,11 @@ def test_files_of_another_store_are_refused_by_name(place, tmp_path):
         "moments": lambda: store.moments(NAMES[1]),
     }
     cases = {
-        "its own files": foreign,
-        "its own files;": older,
-        "its own files; .*values-000001": of_setting,
-        "same texts; those of file 1 are others": of_texts,
-        "same texts; those of file 1": next_one,
+        "files of one store": foreign,
+        "files of one store;": older,
+        "files of one store; .*values-000001": of_setting,
+        "same texts; file 1 has other texts": of_texts,
+        "same texts; file 1": next_one,
     }
     for message, data in cases.items():
         system.pipe_file(path, data)
@@ -703,7 +703,7 @@ def test_files_of_another_store_are_refused_by_name(place, tmp_path):
     some = made(model, texts, tmp_path / "some", shard=(1, 2))
     torch.testing.assert_close(some.file(1), store.file(1))
     (tmp_path / "some" / "values-000001.safetensors").write_bytes(foreign)
-    with pytest.raises(CacheError, match="of another store"):
+    with pytest.raises(CacheError, match="to another store"):
         some.file(1)
 
 
@@ -719,7 +719,7 @@ def test_a_store_of_the_older_form_is_refused_in_a_line(tmp_path):
         made(model, texts, tmp_path)
     # A manifest that was changed by hand is not that of the files.
     path.write_text(json.dumps(manifest | {"weights": "0" * 64}))
-    with pytest.raises(CacheError, match="of another store"):
+    with pytest.raises(CacheError, match="to another store"):
         Activations(tmp_path).file(0)
 
 
@@ -732,7 +732,7 @@ def test_a_store_never_shrinks(lost, tmp_path):
     for name in lost:
         (tmp_path / name).unlink()
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    for n, message in ((10, "other jobs had 23, got 10"), (22, "those of file 4 are others")):
+    for n, message in ((10, "other jobs had 23, got 10"), (22, "file 4 has other texts")):
         for given in (texts[:n], iter(texts[:n])):
             with pytest.raises(ValueError, match=f"same texts; {message}"):
                 made(model, given, tmp_path)
