@@ -45,7 +45,9 @@ class SteeringCurve(pictures.Shown):
                 budget.
         """
         if self.kl is None:
-            raise ValueError("within needs the KL of other texts; call steering_curve with others=")
+            raise ValueError(
+                "a budget needs the KL of other texts; call steering_curve with others="
+            )
         fits = [n for n, cost in enumerate(self.kl.mean().tolist()) if cost <= budget]
         if not fits:
             raise ValueError(

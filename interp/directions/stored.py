@@ -131,8 +131,8 @@ def rows_of(
 def told_apart(hashes: Sequence[str], values: Float[Tensor, "text d"]) -> list[str]:
     """Return hashes that are equal only for texts with equal values, up to rounding.
 
-    Comparing all pairs would take too long, so two texts are compared only if they are near each
-    other along a random line. Every column is scaled to the same spread before.
+    Comparing all pairs would take too long. Therefore, all columns are scaled to the same spread,
+    and only texts that are near each other along a random line are compared.
 
     Args:
         hashes: a hash of each text.

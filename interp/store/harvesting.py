@@ -241,7 +241,7 @@ def finish(
                 f"{end['texts']}"
             )
     for name, other in others.items():
-        # A file that was made again on another machine may have other bits.
+        # If a file was made again on another machine, its values may differ in some bits.
         files = {
             n: facts for n, facts in other["files"].items() if end["files"].get(n, facts) == facts
         }

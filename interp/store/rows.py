@@ -237,8 +237,8 @@ class RowReader:
                 message = f"values must be finite; got NaN or infinity in {where}"
                 if bool(rows.isfinite().all()):
                     raise Overflow(
-                        f"{message}; use a dtype= with a larger range (for a complete store, also "
-                        "another folder)"
+                        f"{message}; set dtype= to a dtype with a larger range (a complete store "
+                        "also needs a new folder)"
                     )
                 raise ValueError(f"{message}, in the values of the model itself")
             values[name] = kept_rows

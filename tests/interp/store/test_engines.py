@@ -81,7 +81,7 @@ def test_what_ray_cannot_do_is_refused(tmp_path, monkeypatch):
     for wrong, error, message in (
         ({"engine": Ray(workers=0)}, ValueError, "workers.* 0"),
         ({"shard": (1, 2)}, ValueError, "with Ray, which runs all jobs"),
-        ({"texts": iter(TEXTS)}, TypeError, "a path, a list or a table; got a list_iterator"),
+        ({"texts": iter(TEXTS)}, TypeError, "a path, a list or a table, .*; got a list_iterator"),
     ):
         with pytest.raises(error, match=message):
             harvest(

@@ -195,10 +195,10 @@ def test_a_plan_counts_the_bytes(context, tmp_path, monkeypatch):
     assert repr(store).endswith(f"of {planned.texts} texts")
     assert planned.seconds > 0
     assert planned.fits
-    assert " GB in 1 file, for which there is room; about " in repr(planned)
+    assert " GB in 1 file, which fits on the disk; about " in repr(planned)
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100))
-    assert "but there is room for 1e-07 GB" in repr(plan(model, texts, NAMES, tmp_path))
+    assert "but the disk has room for only 1e-07 GB" in repr(plan(model, texts, NAMES, tmp_path))
     with pytest.raises(ValueError, match="at least one text"):
         plan(model, [], NAMES)
 
