@@ -1,9 +1,9 @@
-"""The graph that joins writers of the residual stream to readers, and circuits, sets of its edges.
+"""The graph from writers of the residual stream to readers, and circuits, which are sets of edges.
 
-Read `graph` first, then `nodes`, which says what the nodes of one block are and add, and `norms`,
-the linear part of a norm. Then read `circuit`, a set of edges, `circuits`, which finds one from
-scores of edges, and `mib`, its files in the formats of that benchmark; `scores` stands on `nodes`
-alone, and says what scores of attention are sums of.
+Read `graph` first, then `nodes`, the nodes of one block with their outputs, and `norms`, the linear
+part of a norm. Then read `circuit`, a set of edges, `circuits`, which finds circuits from scores of
+edges, and `mib`, which reads and writes files of the MIB benchmark. `scores` needs only `nodes`; it
+decomposes attention scores into sums.
 """
 
 from interp.graph.graph import Graph, writers

@@ -1,4 +1,4 @@
-"""A circuit: some of the edges of a model's graph with their scores, a set that can be saved."""
+"""A circuit: a set of edges of a model's graph with their scores, which can be saved."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -22,29 +22,30 @@ _FORMAT = "hookscope-circuit-2"
 
 
 class Circuit(pictures.Shown):
-    """Some of the edges of a graph. All other edges are replaced when it runs; see `run_circuit`.
+    """A set of edges of a graph. A run of a circuit replaces all other edges; see `run_circuit`.
 
-    Circuits of one graph are sets: `|`, `&`, `-`, `in`, `len`, and `~` for the other edges. What
-    they give has the scores of the first, and was found on the texts of both.
+    Circuits of one graph are sets: `|`, `&`, `-`, `in`, `len`, and `~` for the other edges. The
+    result of an operation has the scores of the first circuit and the `found_on` of both circuits.
 
     Args:
         graph: the graph of the model.
         edges: the names of the edges, such as `a0.h1->a2.h3<k>`, or a boolean table [writer,
             reader].
-        scores: for each edge the effect of replacing it, in the metric's unit and negative where
-            the edge helps. NaN where it is not known. They are kept in float64.
-        found_on: digests of the texts that the scores are from; see `Pairs.digests`.
+        scores: the effect of replacing each edge, in the metric's unit and negative if the edge
+            helps. NaN means an unknown effect. They are stored in float64. Default: all unknown.
+        found_on: the digests of the texts that the scores were computed on; see `Pairs.digests`.
 
     Attributes:
-        kept: its edges as a table.
+        kept: the edges as a table.
 
     Raises:
-        UnknownNameError: if a node is not in the graph; with close matches.
-        ValueError: if there is no such edge, or a table does not fit the graph.
+        UnknownNameError: if a node is not in the graph; the error names close matches.
+        ValueError: if an edge does not exist, or a table does not fit the graph.
 
     >>> from models import Transformer, TransformerConfig
     >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=2, n_heads=2, d_model=4)
-    >>> circuit = Circuit(Graph(Transformer(config)), ["input->a0.h1<v>", "a0.h1->logits", "m0->m1"])
+    >>> graph = Graph(Transformer(config))
+    >>> circuit = Circuit(graph, ["input->a0.h1<v>", "a0.h1->logits", "m0->m1"])
     >>> circuit
     Circuit: 3 of 46 edges, 4 of 8 nodes
     >>> list(circuit.pruned())
@@ -63,7 +64,7 @@ class Circuit(pictures.Shown):
     ) -> None:
         require_made("graph", graph, Graph)
         if isinstance(edges, str) or not isinstance(edges, Iterable):
-            rule = "edges must be names, as ['m0->logits'], or a table [writer, reader]"
+            rule = "edges must be names, such as ['m0->logits'], or a table [writer, reader]"
             raise TypeError(f"{rule}; got {shown(edges)}")
         self.graph, self.found_on = graph, frozenset(found_on)
         shape = graph.allowed.shape
@@ -95,7 +96,8 @@ class Circuit(pictures.Shown):
         same = self.graph.identity == other.graph.identity
         return same and torch.equal(self.kept, other.kept)
 
-    __hash__ = None  # type: ignore[assignment]  # as of other sets
+    # Like other sets that can be compared, circuits have no hash.
+    __hash__ = None  # type: ignore[assignment]
 
     def __or__(self, other: "Circuit") -> "Circuit":
         return self._with(self.kept | self._table_of(other), other.found_on)
@@ -111,16 +113,18 @@ class Circuit(pictures.Shown):
 
     @property
     def nodes(self) -> tuple[NodeName, ...]:
-        """The nodes that its edges come from, in order, and the logits if an edge leads there."""
+        """The nodes at the start of the edges, in order, and the logits if an edge
+        leads to them.
+        """
         writes = self.kept.any(1).tolist()
         names = (name for name, is_in in zip(self.graph.writers, writes, strict=True) if is_in)
         return (*names, *(self.graph.readers[-1:] if self.kept[:, -1].any() else []))
 
     def without(self, node: str) -> "Circuit":
-        """The circuit without the edges that lead to a node or from it.
+        """Return the circuit without all edges to a node and from the node.
 
         Raises:
-            UnknownNameError: if the graph has no such node; with close matches.
+            UnknownNameError: if the graph does not have the node; the error names close matches.
         """
         nodes = (*self.graph.writers, "logits")
         if node not in nodes:
@@ -130,18 +134,18 @@ class Circuit(pictures.Shown):
             kept[:, -1] = False
         else:
             index = self.graph.writers.index(node)
-            # A key head that others use too stays.
+            # Keep the edges to a key head that other heads use too.
             kept[:, feeding(self.graph)[index] & (feeding(self.graph).sum(0) == 1)] = False
             kept[index] = False
         return self._with(kept)
 
     def pruned(self) -> "Circuit":
-        """The circuit without what is not connected: a node needs an edge to it and an edge from
-        it.
+        """Return the circuit without edges of unconnected nodes.
 
-        What reads nothing, such as the embeddings, needs none to it. The logits need none from
-        them. With the other text's values as the source, runs of both circuits are the same, but
-        not with other sources, or where heads share the scale of a norm of what attention adds.
+        A connected node has an edge to it and an edge from it. Nodes that read nothing, such as the
+        embeddings, need no incoming edge. The logits need no outgoing edge. If the source is the
+        other text of each pair, runs of both circuits are the same. With other sources, or if heads
+        share the scale of a norm after attention, the runs may differ.
         """
         kept, feeds = self.kept, feeding(self.graph)
         while True:
@@ -154,7 +158,7 @@ class Circuit(pictures.Shown):
             kept = connected
 
     def drawn(self) -> tuple[list[list[str]], list["Arrow"]]:
-        """Nodes that are connected, in rows from the input upward, and the edges between them."""
+        """Return the connected nodes, in rows from the input upward, and the edges between them."""
         from interp.pictures.view import Arrow
 
         pruned = self.pruned()
@@ -169,13 +173,14 @@ class Circuit(pictures.Shown):
         for writer, reader in pruned.kept.nonzero().tolist():
             fed = [writers[n] for n in feeds[:, reader].nonzero().flatten().tolist()]
             part, score = readers[reader].kind, scores[writer, reader].item()
-            # A key head that several heads share is drawn at those that are in the circuit.
+            # If several heads share a key head, draw the edge to each of these heads in the
+            # circuit.
             for node in [n for n in fed if n in pruned.nodes] or ["logits"]:
                 arrows.append(Arrow(writers[writer], node, part if part in "qkv" else "", score))
         return [*rows.values()], arrows
 
     def view(self) -> pictures.View:
-        """Its nodes in rows of layers, with its edges."""
+        """Return a view of the nodes in rows of layers, with the edges."""
         return pictures.circuit(self)
 
     def _writers(self) -> dict[str, Callable[[Path], object]]:
@@ -187,12 +192,12 @@ class Circuit(pictures.Shown):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], graph: Graph) -> "Circuit":
-        """Reads a circuit of a graph that `save` wrote.
+        """Load a circuit of a graph from a file that was written by `save`.
 
         Raises:
-            FileNotFoundError: if there is no such file.
-            CacheError: if the file is damaged, or `save` did not write it.
-            ValueError: if it is of another graph.
+            FileNotFoundError: if the file does not exist.
+            CacheError: if the file is damaged, or was not written by `save`.
+            ValueError: if the circuit belongs to another graph.
         """
         with storage.opened(storage.path_of(path), _FORMAT) as (tensors, facts):
             identity, found_on = facts["graph"], frozenset(facts["found_on"])
@@ -217,10 +222,10 @@ class Circuit(pictures.Shown):
 def largest(
     strength: Float[Tensor, "writer reader"], n: int, graph: Graph
 ) -> Bool[Tensor, "writer reader"]:
-    """The `n` edges of a graph that matter most; of equal ones the earlier.
+    """Return the `n` strongest edges of a graph. Of equal edges, the earlier edges are returned.
 
     Raises:
-        ValueError: if there are not so many edges.
+        ValueError: if the graph has fewer than `n` edges.
     """
     every = int(graph.allowed.sum())
     require_integer("n", n, 0, every)
@@ -232,7 +237,9 @@ def largest(
 
 
 def feeding(graph: Graph) -> Bool[Tensor, "writer reader"]:
-    """Table of the readers that each writer computes from: a head from its query, key and value."""
+    """Return a table of the readers of each writer: a head has a query, a key and a
+    value reader.
+    """
     feeds = torch.zeros(graph.allowed.shape, dtype=torch.bool)
     for layer in graph.layers:
         for part in (layer.q, layer.k, layer.v):

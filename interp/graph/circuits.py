@@ -1,4 +1,4 @@
-"""Circuits found from scores of edges or drawn at random."""
+"""Circuits that are found from scores of edges or drawn at random."""
 
 import heapq
 
@@ -13,41 +13,44 @@ from interp.results.result import Result
 
 
 def above(graph: Graph, scores: Result, threshold: float, signed: bool = False) -> Circuit:
-    """Keep the edges that matter more than a threshold, then prune to what is connected.
+    """Keep the edges with a strength above a threshold, then prune edges that are not connected.
 
     Args:
         graph: the graph of the model.
-        scores: effects [edge, example] of all edges, as `edge_patching` and `edge_attribution` give
-            them.
-        threshold: in the unit of the scores.
-        signed: whether only edges matter that help: those along which replaced values move the
-            metric towards the other text's, on average. Otherwise those that move it away do too.
+        scores: effects [edge, example] of all edges, such as a result of `edge_patching` or
+            `edge_attribution`.
+        threshold: the threshold in the unit of the scores.
+        signed: whether to keep only edges that help: on average, replacing the edge moves the
+            metric towards the metric of the other text. Default: keep edges with large effects of
+            either sign.
 
     Raises:
-        ValueError: if scores are not finite, or not of all edges of this graph; or, with `signed`,
-            if they do not tell the metric of both texts.
+        ValueError: if scores are not finite, if they do not contain all edges of this graph, or,
+            with `signed`, if they lack the metric of both texts.
     """
     return _circuit(graph, scores, strengths(graph, scores, signed) > threshold)
 
 
 def top(graph: Graph, scores: Result, n: int, signed: bool = False) -> Circuit:
-    """Keep the `n` edges that matter most, then prune; for arguments see `above`.
+    """Keep the `n` strongest edges, then prune edges that are not connected.
+
+    See `above` for the arguments.
 
     Raises:
-        ValueError: if there are not so many edges.
+        ValueError: if the graph has fewer than `n` edges.
     """
     return _circuit(graph, scores, largest(strengths(graph, scores, signed), n, graph))
 
 
 def greedy(graph: Graph, scores: Result, n: int, signed: bool = False) -> Circuit:
-    """Take `n` edges one by one from the logits backward, then prune to what is connected.
+    """Select `n` edges one by one from the logits backward, then prune unconnected edges.
 
-    Each is the one that matters most of those that lead to a node taken so far (Hanna et al. 2024).
-    The circuit may have fewer than `n`: edges from a node that nothing taken leads to, such as the
-    last ones taken, are pruned. For arguments see `above`.
+    Each step selects the strongest edge that leads to a node of the circuit so far (Hanna et al.
+    2024). The circuit may have fewer than `n` edges: edges from a node without incoming edges, such
+    as the edges selected last, are pruned. See `above` for the arguments.
 
     Raises:
-        ValueError: if there are not so many edges.
+        ValueError: if the graph has fewer than `n` edges.
     """
     strength, feeds = strengths(graph, scores, signed), feeding(graph)
     kept = largest(strength, n, graph).zero_()
@@ -72,10 +75,10 @@ def greedy(graph: Graph, scores: Result, n: int, signed: bool = False) -> Circui
 
 
 def random(graph: Graph, n: int, seed: int = 0) -> Circuit:
-    """`n` edges drawn at random from all of the graph, to compare circuits with.
+    """Return `n` random edges of the graph as a circuit, for comparison.
 
     Raises:
-        ValueError: if there are not so many edges.
+        ValueError: if the graph has fewer than `n` edges.
     """
     require_made("graph", graph, Graph)
     draw = torch.rand(graph.allowed.shape, generator=torch.Generator().manual_seed(seed))
@@ -83,9 +86,9 @@ def random(graph: Graph, n: int, seed: int = 0) -> Circuit:
 
 
 def strengths(graph: Graph, scores: Result, signed: bool) -> Float[Tensor, "writer reader"]:
-    """Strength of each edge: the size of its mean effect or, signed, how much the edge helps.
+    """Return the strength of each edge: the size of its mean effect or, signed, how much it helps.
 
-    For arguments and errors see `above`.
+    See `above` for the arguments and errors.
     """
     require_made("graph", graph, Graph)
     require_made("scores", scores, Result)
@@ -95,20 +98,20 @@ def strengths(graph: Graph, scores: Result, signed: bool) -> Float[Tensor, "writ
             f"{[*scores.axes]} of {[*scores.values.shape]}"
         )
     if not scores.values.isfinite().all():
-        raise ValueError("scores must be finite for every edge of this graph; got others")
+        raise ValueError("scores must be finite for every edge of this graph; got infinity or NaN")
     if signed and (scores.base is None or scores.target is None):
         raise ValueError(
-            "signed scores must have base and target, the metric of both texts; got none"
+            "signed scores must have base and target, the metrics of both texts; got neither or one"
         )
     helps = _table(graph, _helps(scores))
     return helps if signed else helps.abs()
 
 
 def _helps(scores: Result) -> Float[Tensor, " edge"]:
-    """The mean effect of each edge, positive where the edge helps.
+    """Return the mean effect of each edge, with a positive sign if the edge helps.
 
-    An edge helps if replacing it moves the metric towards the target's, whichever text was edited.
-    Without base and target, an edge is taken to help if replacing it lowers the metric.
+    An edge helps if replacing it moves the metric towards the target, for both directions. Without
+    base and target, an edge helps if replacing it lowers the metric.
     """
     mean = scores.values.mean(-1)
     rises = (
@@ -125,7 +128,7 @@ def _circuit(graph: Graph, scores: Result, kept: Tensor) -> Circuit:
 
 
 def _table(graph: Graph, of_edges: Float[Tensor, " edge"]) -> Float[Tensor, "writer reader"]:
-    """Lay out one number for each edge as a table; NaN where there is no edge."""
+    """Return one number for each edge as a table, with NaN where there is no edge."""
     table = of_edges.new_full(graph.allowed.shape, torch.nan, device="cpu")
     table[graph.allowed] = of_edges.cpu()
     return table

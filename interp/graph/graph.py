@@ -1,8 +1,8 @@
 """The graph of a model: writers to the residual stream, its readers, and the edges between them.
 
-Circuits, edge attribution and decompositions stand on it: on `Graph.layers`, which says where the
-nodes of a block are among writers and readers, and on `Graph.all_writers`, which says what each
-writer adds.
+Circuits, edge attribution and decompositions use the graph. `Graph.layers` contains the indices of
+the nodes of a block among writers and readers, and `Graph.all_writers` yields the output of each
+writer.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,35 +32,38 @@ class Graph:
 
     Writers are `input` (the stream entering the first block), `a0.h1` (a head) and `m0` (an MLP).
     Readers are `a2.h3<q>`, `a2.h3<k>`, `a2.h3<v>`, `m2` and `logits`; grouped heads have one `<k>`
-    and one `<v>` for each key head. An edge such as `a0.h1->a2.h3<k>` joins a writer to a reader
-    that comes later: the MLP of a parallel block does not read the heads of that block. A reader
+    and one `<v>` for each key head. An edge such as `a0.h1->a2.h3<k>` joins a writer to a
+    later reader: the MLP of a parallel block does not read the heads of that block. A reader
     reads the stream before its norm.
 
-    A head writes `z @ W_O`. Where the model has a norm of what attention adds, it writes its share:
-    the same through that norm, divided by the norm's scale of its own run. `a0.bias` is what
-    attention adds beside its heads: `b_O` and the bias of that norm. It is a writer if it is not
-    zero. It has edges only if a scale divides `b_O`, because otherwise it is the same in every run.
+    A head writes `z @ W_O`. If the model has a norm after attention, the output of a head is its
+    share of the norm's output: `z @ W_O` passed through the norm and divided by the norm's scale in
+    the same run. `a0.bias` is the rest of the attention output: `b_O` and the bias of the norm. It
+    is a writer if it is not zero. It has edges only if a scale divides `b_O`, because otherwise it
+    is the same in every run.
 
     Args:
         model: a model with the parts that `interp.protocol` lists for graphs, such as a
-            `models.Transformer`; or an attached decoder, of which `models.from_hf`'s plain model is
-            used, or a view of its blocks.
+            `models.Transformer`; or an attached decoder. For an attached decoder, the graph uses
+            the plain model of `models.from_hf` or a view of its blocks.
         split_embeddings: whether token and position embeddings are the writers `embed` and
-            `pos_embed`, in place of `input`. A norm of their sum divides them likewise, and its
-            bias is the writer `input.bias`.
+            `pos_embed`, instead of `input`. A norm of their sum divides both by its scale, and the
+            bias of this norm is the writer `input.bias`.
 
     Attributes:
-        model: the model whose parts are used.
+        model: the model whose parts the graph uses.
         writers, readers: the names of the nodes, in the order of computation.
         layers: the nodes of each block.
-        allowed: which edges exist.
+        allowed: a boolean table of the edges that exist.
         names: the name of each point of the model.
-        points, needed: the points, and their names, that `contributions` needs in a cache.
+        points: the points that `contributions` needs in a cache.
+        needed: the names of these points.
 
     Raises:
         TypeError: if the model lacks a part.
-        ValueError: if its norms are of the sum of stream and sublayer (`norm_place="post"`), as its
-            stream is not a sum of what was written; or as for `models.from_hf`.
+        ValueError: if the norms are applied to the sum of stream and sublayer
+            (`norm_place="post"`), because the stream is then not the sum of the writers' outputs;
+            or for the reasons of `models.from_hf`.
     """
 
     def __init__(self, model: nn.Module, split_embeddings: bool = False) -> None:
@@ -70,7 +73,7 @@ class Graph:
         require_branches(blocks)
         self.names = {p.module: name for name, p in HookedRunner(self.model).points.items()}
         self._inputs, self._norm = self._sum_of_inputs(split_embeddings)
-        # Each node with the time when it writes or reads.
+        # Map each node to the time when it writes or reads.
         writers: dict[NodeName, int] = {}
         readers: dict[NodeName, int] = {}
         inputs = [self.names[point] for point in self._inputs] if split_embeddings else ["input"]
@@ -91,7 +94,7 @@ class Graph:
         self.needed = [self.names[point] for point in self.points]
 
     def _sum_of_inputs(self, split_embeddings: bool) -> tuple[list[nn.Module], Any]:
-        """The points that the first block's stream is a sum of, and the norm of that sum."""
+        """Return the points whose sum is the stream of the first block, and the norm of the sum."""
         stream = self.model.blocks[0].resid_pre
         if not split_embeddings:
             return [stream], None
@@ -103,10 +106,10 @@ class Graph:
     def _edges(
         self, writers: Mapping[NodeName, int], readers: Mapping[NodeName, int]
     ) -> Bool[Tensor, "writer reader"]:
-        """The edges from each writer, if what it adds differs between runs, to all later readers.
+        """Return the edges from each writer, if its output varies between runs, to later readers.
 
         Args:
-            writers, readers: each node with the time when it writes or reads.
+            writers, readers: the time when each node writes or reads.
         """
         varying_biases = [
             layer.bias
@@ -129,7 +132,7 @@ class Graph:
         return f"Graph of a {type(self._whole).__name__}: {len(self.layers)} layers, {sizes}"
 
     def _points(self) -> Iterator[nn.Module]:
-        """The points of what was written, and last of the stream that it adds up to."""
+        """Yield the points that contain the writers' outputs, and then the point of their sum."""
         yield from self._inputs
         if self._norm is not None:
             yield self._norm.scale
@@ -142,16 +145,18 @@ class Graph:
         yield self.model.blocks[-1].resid_post
 
     def runner(self) -> HookedRunner:
-        """Return a runner of the model whose parts are used.
+        """Return a runner of the model whose parts the graph uses.
 
         Raises:
-            HookError: if hooks act on the model that was given, as its values are then computed
-                from parts.
-            ModeError: if that is in training mode.
+            HookError: if hooks are active on the given model, because the graph runs parts of the
+                model separately.
+            ModeError: if the given model is in training mode.
         """
         runner_of(self._whole)
         if is_listened_to(self._whole, parts=False):
-            raise HookError("parts of the model are computed alone here: no hook must act on it")
+            raise HookError(
+                "a graph runs parts of the model separately, so no hook may be active on the model"
+            )
         return HookedRunner(self.model)
 
     @cached_property
@@ -161,15 +166,16 @@ class Graph:
         return tuple(f"{self.writers[w]}->{self.readers[r]}" for w, r in pairs)
 
     def place(self, kind: Literal["writer", "reader"], name: str) -> int:
-        """Return the place of a node among the writers or the readers.
+        """Return the index of a node among the writers or the readers.
 
         Raises:
-            UnknownNameError: if there is no such node; it has close matches.
+            UnknownNameError: if the node does not exist; the error names close matches.
         """
         known = self._places[kind]
         if name not in known:
             example = repr([*known][-2])
-            if isinstance(name, tuple) and len(name) == 2:  # (layer, head), as other analyses take
+            # Other analyses name a head by (layer, head).
+            if isinstance(name, tuple) and len(name) == 2:
                 head = f"a{name[0]}.h{name[1]}"
                 parts = [head] if kind == "writer" else [f"{head}<{part}>" for part in "qkv"]
                 example += f"; of this head {', '.join(parts)}"
@@ -177,11 +183,11 @@ class Graph:
         return known[name]
 
     def index(self, edge: str) -> tuple[int, int]:
-        """Return the places of an edge among writers and readers.
+        """Return the indices of the writer and the reader of an edge.
 
         Raises:
-            UnknownNameError: if there is no such node; it has close matches.
-            ValueError: if the reader does not read what the writer writes.
+            UnknownNameError: if a node does not exist; the error names close matches.
+            ValueError: if the reader does not read the output of the writer.
         """
         require_kind("an edge", edge, str, "a name, such as 'm0->logits'")
         names = edge.split("->")
@@ -190,18 +196,18 @@ class Graph:
         writer, reader = self.place("writer", names[0]), self.place("reader", names[1])
         if not self.allowed[writer, reader]:
             raise ValueError(
-                f"an edge must join a writer to a later reader, and a bias has none; got {edge}"
+                f"an edge must join a writer to a later reader, and a bias has no edges; got {edge}"
             )
         return writer, reader
 
     def mask(self, circuit: Iterable[str]) -> Float[Tensor, "writer reader"]:
-        """Return the mask of what a run of a circuit replaces: 1 at edges outside the circuit.
+        """Return the mask of replaced edges in a run of a circuit: 1 for edges outside the circuit.
 
         Raises:
-            UnknownNameError, ValueError: as for `index`.
+            UnknownNameError, ValueError: for the reasons of `index`.
         """
         require_kind(
-            "circuit", circuit, Iterable, "a Circuit, or names of edges, as ['m0->logits']"
+            "circuit", circuit, Iterable, "a Circuit, or names of edges, such as ['m0->logits']"
         )
         mask = self.allowed.float()
         for edge in circuit:
@@ -210,43 +216,46 @@ class Graph:
 
     @cached_property
     def identity(self) -> list[Any]:
-        """Nodes and hash of the configuration: equal for the graphs of equal models."""
+        """The nodes and the hash of the configuration.
+
+        Graphs of equal models have equal identities.
+        """
         return [[*self.writers], [*self.readers], config_hash(self.model)]
 
     def require(self, identity: list[Any]) -> None:
-        """Refuse the identity of another graph.
+        """Check that the identity belongs to this graph.
 
         Raises:
-            ValueError: if its nodes are others, or the configuration of its model.
+            ValueError: if the nodes or the configuration of the model differ.
         """
         if identity != self.identity:
             what = (
                 "other nodes" if identity[:2] != self.identity[:2] else "a model of another config"
             )
-            raise ValueError(f"a circuit must be of this graph; got one of {what}")
+            raise ValueError(f"a circuit must belong to this graph; got a circuit of {what}")
 
     def contributions(
         self, cache: Mapping[str, Tensor]
     ) -> Float[Tensor, "writer batch pos d_model"]:
-        """Return the contribution of each writer to the stream; they add up to the last stream.
+        """Return the contribution of each writer to the stream. They add up to the last stream.
 
         Args:
             cache: values of a run at the points `needed`, eager or lazy.
 
         Raises:
-            CacheError: if the cache lacks a point, is of another model, or the contributions do not
-                add up to its stream.
+            CacheError: if the cache lacks a point or belongs to another model, or if the
+                contributions do not add up to its stream.
         """
         if isinstance(cache, ActivationCache):
             cache.require_weights_of(self._whole)
         return self.added(cache)
 
     def added(self, values: Mapping[str, Tensor]) -> Float[Tensor, "writer batch pos d_model"]:
-        """Return `contributions`, from values of a run of the `model` whose parts are used."""
+        """Return `contributions`, given values of a run of the attribute `model`."""
         lacking = [name for name in self.needed if name not in values]
         if lacking:
             raise CacheError(
-                f"a graph needs names=graph.needed in a cache; got none of {lacking[0]}"
+                f"a graph needs a cache with names=graph.needed; got a cache without {lacking[0]}"
             )
 
         def at(point: nn.Module) -> Tensor:
@@ -262,22 +271,23 @@ class Graph:
         return contributions
 
     def mean(self, cache: ActivationCache) -> Float[Tensor, "writer 1 pos d_model"]:
-        """Return the mean contributions at each position, over texts with a real token there.
+        """Return the mean contributions at each position, ignoring padding.
 
         Args:
-            cache: as for `contributions`. It knows which tokens are padding.
+            cache: see `contributions`. The cache also contains the mask of padding.
 
         Raises:
-            CacheError: as for `contributions`.
+            CacheError: for the reasons of `contributions`.
             ValueError: if texts have padding before a real token, because their positions are then
-                in different columns; or if no text has a real token in a column.
+                in different columns; or if all texts have padding in a column.
         """
         contributions = self.contributions(cache)
         shape = contributions.shape[1:3]
         real = real_of(mask_of(cache, shape), shape).to(contributions.device)
         if (real[:, 1:] & ~real[:, :-1]).any():
             raise ValueError(
-                "a mean at each position needs texts padded on the right; got padding before a token"
+                "a mean at each position needs texts padded on the right; got padding before a "
+                "token"
             )
         if not real.any(0).all():
             raise ValueError(
@@ -287,11 +297,11 @@ class Graph:
         return torch.einsum("wbpd,bp->wpd", contributions, weights)[:, None]
 
     def all_writers(self, at: At, added: Sequence[Added | None] | None = None) -> Iterator[Writers]:
-        """Yield the writers with what they add in a run, in their order.
+        """Yield the writers with their outputs in a run, in order.
 
         Args:
-            at: gives values of a run.
-            added: factors of what the attention of each block adds, where they are at hand.
+            at: returns values of a run.
+            added: the factors of the attention output of each block. Default: compute them.
         """
         inputs = self.inputs(at)
         vectors = rearrange(inputs, "writer batch pos d_model -> batch pos writer d_model")
@@ -302,7 +312,7 @@ class Graph:
             yield from layer.mlp_writers(at)
 
     def inputs(self, at: At) -> Float[Tensor, "writer batch pos d_model"]:
-        """Return the contributions of the first writers: the embeddings."""
+        """Return the contributions of the first writers, the embeddings."""
         parts = torch.stack([at(point) for point in self._inputs])
         if self._norm is None:
             return parts
@@ -323,5 +333,7 @@ def writers(
 def _check_sum(total: Tensor, stream: Tensor) -> None:
     if not is_rounding(total, stream).all():
         raise CacheError(
-            "contributions must add up to the stream of the cache; it is of another model, was edited, or its blocks add more"
+            "contributions must add up to the stream of the cache; the cache belongs to another "
+            "model, "
+            "was edited, or blocks add more to the stream"
         )

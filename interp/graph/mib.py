@@ -1,8 +1,9 @@
 """Files in both formats of the MIB benchmark: circuits, and scores of nodes and neurons.
 
-The formats are JSON and PyTorch's (Mueller et al. 2025). MIB has keys and values for each query head. Where heads share them, their scores are summed when
-read, and shared out equally when written. Its scores are of a loss, so those of edges change their
-sign here. Scores of nodes and neurons are kept as they are.
+The formats are JSON and PyTorch's (Mueller et al. 2025). MIB has keys and values for each query
+head. If heads share keys and values, their scores are summed when a file is read, and divided
+equally when a file is written. MIB's scores are effects on a loss, so scores of edges change their
+sign here. Scores of nodes and neurons are not changed.
 """
 
 import json
@@ -29,9 +30,10 @@ class MIB(NamedTuple):
 
     Attributes:
         circuit: the edges and their scores.
-        node_scores: of each node but the logits; None if the file has none.
-        neuron_scores: of each number that a node writes; None if the file has none. NaN: not
-            scored.
+        node_scores: the score of each node except the logits; None if the file has no scores of
+            nodes.
+        neuron_scores: the score of each number in the output of a node; None if the file has no
+            scores of neurons. NaN means that the number has no score.
     """
 
     circuit: Circuit
@@ -40,19 +42,19 @@ class MIB(NamedTuple):
 
 
 def read_mib(path: str | os.PathLike[str], graph: Graph) -> MIB:
-    """Read a file of the MIB benchmark: `.pt`, or else JSON.
+    """Read a file of the MIB benchmark: PyTorch's format if it ends in `.pt`, otherwise JSON.
 
-    Where query heads share a key head, an edge is kept if one of them keeps it.
+    If query heads share a key head, an edge is kept if it is kept for one of these heads.
 
     Raises:
-        FileNotFoundError: if there is no such file.
-        CacheError: if it is not such a file.
-        ValueError: if it is not of this graph.
+        FileNotFoundError: if the file does not exist.
+        CacheError: if the file does not have a format of MIB.
+        ValueError: if the file does not belong to this graph.
     """
     is_pt = Path(path).suffix.lower() == ".pt"
     places = {name: at for at, names in _mib_names(graph).items() for name in names}
     with storage.one_error(path, "be a circuit in a format of MIB", CacheError):
-        # Files of MIB have NaN as the score of a node that is not scored.
+        # In files of MIB, NaN is the score of a node without a score.
         table = storage.read_saved(Path(path)) if is_pt else json.loads(Path(path).read_text())
         edges, nodes, neurons = _of_pt(table, graph, places) if is_pt else _of_json(table)
     if odd := {*places} ^ {*edges}:
@@ -75,24 +77,24 @@ def write_mib(
 ) -> None:
     """Write a file of the MIB benchmark, completely or not at all. Its suffix decides the format.
 
-    Scores of edges that are not known become 0. Neurons are in the graph where their node is.
-    Scores of nodes that are NaN are left out of JSON, and MIB reads them as not scored.
+    Unknown scores of edges become 0. Neurons are in the graph if their node is in the graph. JSON
+    files do not contain scores of nodes that are NaN, and MIB reads these nodes as not scored.
 
     Args:
         circuit: the edges and their scores.
         path: the file; its name ends in `.pt` or `.json`.
-        node_scores, neuron_scores: of the nodes in MIB's order: the input, then of each block the
-            heads and the MLP.
+        node_scores, neuron_scores: the scores of the nodes in MIB's order: the input, then the
+            heads and the MLP of each block.
 
     Raises:
-        FileNotFoundError: if there is no such directory.
-        ValueError: if the path has another suffix; if the graph has nodes that the format has not:
-            biases, or embeddings apart; if scores are not of its nodes; or if JSON cannot hold a
-            score, such as NaN of one neuron of several.
+        FileNotFoundError: if the directory does not exist.
+        ValueError: if the path has another suffix; if the graph has nodes that the format does not
+            have, which are biases and separate embeddings; if the scores do not fit the nodes; or
+            if JSON cannot represent a score, such as NaN for some neurons of a node.
 
     Warns:
-        UserWarning: if heads share keys and values. Each gets an equal share of the score, and the
-            file has more edges than the circuit.
+        UserWarning: if heads share keys and values. Each head receives an equal share of the score,
+            and the file has more edges than the circuit.
     """
     suffix = storage.suffix_of(path, (".pt", ".json"))
     graph, edges = circuit.graph, dict[str, tuple[float, bool]]()
@@ -101,7 +103,8 @@ def write_mib(
         edges |= {name: (share, bool(circuit.kept[at])) for name in names}
     if len(edges) > graph.allowed.sum():
         warn(
-            "MIB's format has no shared key heads: each query head gets an equal share of their scores",
+            "MIB's format has no shared key heads; each query head receives an equal share of "
+            "their scores",
         )
     nodes, width = _joined_edges(graph), graph.model.config.d_model
     for name, scores, shape in (
@@ -139,7 +142,7 @@ def _of_json(table: Any) -> tuple[Edges, Scores, Scores]:
         known = [node[key] for node in nodes if key in node]
         if not known:
             return None
-        # NaN, or a list of NaN, for a node that is not scored.
+        # A node without a score has NaN, or a list of NaN.
         unscored = torch.full_like(torch.tensor(known[0], dtype=torch.float32), torch.nan).tolist()
         return torch.tensor([node.get(key, unscored) for node in nodes])
 
@@ -217,12 +220,12 @@ def _readers(config: Mapping[str, Any]) -> list[str]:
 
 
 def _joined_edges(graph: Graph) -> list[str]:
-    """The names of the writers that have edges."""
+    """Return the names of the writers that have edges."""
     return [str(name) for name, row in zip(graph.writers, graph.allowed, strict=True) if row.any()]
 
 
 def _mib_names(graph: Graph) -> dict[tuple[int, int], list[str]]:
-    """The names that MIB's format has for each edge: several where query heads share a key head."""
+    """Return the names of each edge in MIB's format: several if query heads share a key head."""
     others = [name for name in graph.writers if name.kind not in ("input", "head", "mlp")]
     odd = [*{*others} & {*_joined_edges(graph)}]
     if odd or any(layer.mlp is None for layer in graph.layers):

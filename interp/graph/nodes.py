@@ -1,4 +1,4 @@
-"""The nodes of one block in a graph: its heads and its MLP, among the writers and the readers."""
+"""The nodes of one block in a graph: its heads and its MLP, as writers and as readers."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,16 +15,17 @@ from interp.numbers.precision import like
 from interp.results.node import NodeName, node_name
 
 At = Callable[[nn.Module], Float[Tensor, "batch pos *size"]]
-"""The value that a point had in a run."""
+"""A function that returns the value of a point in a run."""
 
 
 class Writers(NamedTuple):
-    """Neighbouring writers with what they add: vectors, or values that weights map to vectors.
+    """Consecutive writers with their outputs: vectors, or values that weights map to vectors.
 
     Attributes:
         names: the names of the writers.
-        values: divided by the scale of the norm of what is added.
-        weight: passed through that norm without its division; None where values are vectors.
+        values: the values, divided by the scale of the norm after the branch.
+        weight: the weights, passed through this norm without its division; None if the values are
+            vectors.
     """
 
     names: Sequence[NodeName]
@@ -32,14 +33,14 @@ class Writers(NamedTuple):
     weight: Float[Tensor, "writer size d_model"] | None = None
 
     def vectors(self) -> Float[Tensor, "writer batch pos d_model"]:
-        """Return what each adds."""
+        """Return the output of each writer."""
         if self.weight is None:
             return rearrange(self.values, "batch pos writer d_model -> writer batch pos d_model")
         weight = like(self.weight, self.values)
         return torch.einsum("bpws,wsd->wbpd", self.values, weight)
 
     def put(self, out: Float[Tensor, "writer batch pos d_model"]) -> None:
-        """Put what each adds into `out`, without gradients."""
+        """Write the output of each writer into `out`, without gradients."""
         values = rearrange(like(self.values, out), "batch pos writer size -> writer batch pos size")
         if self.weight is None:
             out.copy_(values)
@@ -51,7 +52,10 @@ class Writers(NamedTuple):
         direction: Float[Tensor, "_batch _pos d_model"],
         out: Float[Tensor, "batch pos writer"],
     ) -> None:
-        """Put what each adds along a direction into `out`, without making the vectors."""
+        """Write the component of each output along a direction into `out`.
+
+        The vectors themselves are not computed.
+        """
         values, read = like(self.values, out), direction[:, :, None]
         if self.weight is not None:
             maps = rearrange(like(self.weight, out), "writer size d_model -> d_model (writer size)")
@@ -67,15 +71,17 @@ class Writers(NamedTuple):
 
 
 class Added(NamedTuple):
-    """Factors of what a branch adds: `sum_w (value_w / scale) weight_w + bias / scale + constant`.
+    """The factors of a branch's output:
 
-    The scale is that of the norm of what is added, in the same run; 1 without such a norm. With
-    one, all are in at least float32.
+    `sum_w (value_w / scale) weight_w + bias / scale + constant`.
+
+    The scale is the scale of the norm after the branch in the same run, or 1 without a norm. With a
+    norm, all factors are in at least float32.
 
     Attributes:
-        weight: of each writer, passed through the norm without its division.
-        bias: the branch's bias, likewise.
-        constant: the bias of that norm.
+        weight: the weight of each writer, passed through the norm without its division.
+        bias: the bias of the branch, passed through the norm in the same way.
+        constant: the bias of the norm.
     """
 
     weight: Float[Tensor, "writer size d_model"]
@@ -89,7 +95,7 @@ class Added(NamedTuple):
         values: Float[Tensor, "batch pos writer size"],
         scale: Float[Tensor, "batch pos 1"] | None,
     ) -> Iterator[Writers]:
-        """Yield the writers and, if it has a name, the rest: what is added beside them."""
+        """Yield the writers. If `rest` is a name, also yield the rest of the output as a writer."""
         weight, bias, constant = all_to_device(self, values.device)
         if scale is not None:
             values, bias = (values / scale[..., None]).to(values.dtype), bias / scale
@@ -100,19 +106,19 @@ class Added(NamedTuple):
 
     @property
     def has_rest(self) -> bool:
-        """Whether something is added beside the writers. An absent bias is exactly 0."""
+        """Whether the output has a part besides the writers. An absent bias is exactly 0."""
         return bool(self.bias.any() or self.constant.any())
 
 
 def added_by(branch: Any, weight: Tensor, bias: Tensor) -> Added:
-    """Return the factors of what a branch adds, from its output weights and bias."""
+    """Return the factors of a branch's output, given its output weights and bias."""
     linear = linear_part(branch.after, len(bias))
     bias = linear.after(bias)
     return Added(linear.after(weight), bias, like(linear.bias, bias))
 
 
 class MLP(NamedTuple):
-    """A block's MLP: its places among the writers and among the readers, and its branch."""
+    """The MLP of a block: its index among the writers and among the readers, and its branch."""
 
     writer: int
     reader: int
@@ -121,16 +127,17 @@ class MLP(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """The nodes of one block, as places among the writers and the readers of a graph.
+    """The nodes of one block, as indices of the writers and the readers of a graph.
 
     Attributes:
         n: the number of the block.
-        attention: the block's branch of attention; see `interp.protocol.LanguageModel`.
-        heads: its heads among the writers.
-        bias: the writer of what attention adds beside its heads, which is the next one; None if
-            that is zero.
-        q, k, v: its heads among the readers; `k` and `v` by key head.
-        mlp: the MLP; None without one.
+        attention: the attention branch of the block; see `interp.protocol.LanguageModel`.
+        heads: the indices of the heads among the writers.
+        bias: the index of the writer of all that attention adds besides its heads. It is the next
+            index after the heads; None if this part is zero.
+        q, k, v: the indices of the heads among the readers; `k` and `v` have one index for each key
+            head.
+        mlp: the MLP; None if the block has no MLP.
     """
 
     n: int
@@ -144,33 +151,36 @@ class Layer:
 
     @property
     def is_parallel(self) -> bool:
-        """Whether the MLP reads the stream without what attention adds."""
+        """Whether the MLP reads the stream before the attention of the block is added."""
         return self.mlp is not None and self.mlp.branch.reads is self.attention.reads
 
     @property
     def device(self) -> torch.device:
-        """Device of the block's weights."""
+        """The device of the block's weights."""
         return self.attention.sublayer.W_O.device
 
     @property
     def scale(self) -> nn.Module | None:
-        """The point of the scale that divides what attention adds; None without one."""
+        """The point of the scale that divides the output of attention; None if there is no norm."""
         return _scale_of(self.attention)
 
     @property
     def attn(self) -> slice:
-        """All of its attention among the writers: the heads and the bias."""
+        """The indices of the heads and the bias among the writers."""
         return self.heads if self.bias is None else slice(self.heads.start, self.bias + 1)
 
     @property
     def added(self) -> Added:
-        """Factors of what attention adds, from the live weights."""
+        """The factors of the attention output, computed from the current weights."""
         attn = self.attention.sublayer
         return added_by(self.attention, attn.W_O, attn.b_O)
 
     def attention_writers(self, at: At, added: Added | None = None) -> Iterator[Writers]:
-        """Yield the heads and, if it is a writer, the bias. `added` are the factors, where they are
-        at hand.
+        """Yield the heads and, if it is a writer, the bias.
+
+        Args:
+            at: returns the values of a run.
+            added: the factors of the attention output. Default: compute them.
         """
         n_heads = range(self.heads.stop - self.heads.start)
         heads = [node_name(self.n, "head", head) for head in n_heads]
@@ -180,7 +190,7 @@ class Layer:
         yield from added.writers(heads, rest, z, scale)
 
     def mlp_writers(self, at: At, neurons: bool = False) -> Iterator[Writers]:
-        """Yield the MLP, if there is one, or each of its neurons and its bias."""
+        """Yield the MLP, or each of its neurons and its bias. Without an MLP, yield nothing."""
         if self.mlp is None:
             return
         branch = self.mlp.branch
@@ -203,7 +213,7 @@ def _scale_of(branch: Any) -> nn.Module | None:
 def nodes_of_block(
     n: int, block: Any, writers: dict[NodeName, int], readers: dict[NodeName, int]
 ) -> Layer:
-    """Add the nodes of a block, and return their places."""
+    """Add the nodes of a block, and return their indices."""
     attention, *others = block.branches
     queries, keys = range(len(attention.sublayer.W_Q)), range(len(attention.sublayer.W_K))
     q, k, v = (
@@ -222,34 +232,38 @@ def nodes_of_block(
 
 
 def require_branches(blocks: nn.ModuleList) -> None:
-    """Refuse blocks that do not say what they add to the stream, or whose stream is no sum."""
+    """Raise an error if blocks have no branches, or if their stream is not a sum of outputs."""
     for block in blocks:
         if not hasattr(block, "branches"):
             raise TypeError(
-                f"a graph needs blocks with branches; got a {type(block).__name__} without them "
-                "(models.from_hf makes a model that has them)"
+                f"a graph needs blocks with branches; got a {type(block).__name__} without "
+                "branches "
+                "(models.from_hf returns a model with branches)"
             )
         if any(branch.joined for branch in block.branches):  # type: ignore[union-attr]
             raise ValueError(
-                "norm_place must be 'pre', 'output' or 'sandwich' for a graph; got 'post', where the stream is "
-                "not a sum of what was written"
+                "norm_place must be 'pre', 'output' or 'sandwich' for a graph; got 'post', where "
+                "the stream is "
+                "not the sum of the outputs of the writers"
             )
 
 
 def listed(names: str | Iterable[str], what: str) -> tuple[str, ...]:
-    """Return names of nodes or edges as a tuple; one name stands for itself.
+    """Return names of nodes or edges as a tuple. A single name becomes a tuple of one name.
 
     Raises:
-        TypeError: if they are something else.
+        TypeError: if `names` is not a name or an iterable of names.
     """
     several = (names,) if isinstance(names, str) else names
     if not isinstance(several, Iterable):
-        raise TypeError(f"{what} must be names; got {shown(names)} (a metric belongs into Pairs)")
+        raise TypeError(
+            f"{what} must be names; got {shown(names)} (pass a metric to Pairs instead)"
+        )
     return tuple(several)
 
 
 def add(nodes: dict[NodeName, int], time: int, names: Iterable[NodeName]) -> slice:
-    """Add nodes that write or read at a time, and return their places."""
+    """Add nodes that write or read at a time, and return their indices."""
     start = len(nodes)
     nodes.update(dict.fromkeys(names, time))
     return slice(start, len(nodes))

@@ -1,4 +1,4 @@
-"""The linear part of a norm: what it does to a vector apart from the division by its scale."""
+"""The linear part of a norm: the whole norm except the division by its scale."""
 
 import math
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ _CENTRES = {nn.LayerNorm: True, nn.RMSNorm: False}
 
 @dataclass(frozen=True)
 class LinearPart:
-    """A norm is `centred(x) * gain / scale + bias`. This is all of it but the scale.
+    """The linear part of a norm `centred(x) * gain / scale + bias`: everything except the scale.
 
     Attributes:
-        gain: the gain, in float64, ones where it has none; None for an identity.
-        bias: the bias, in float64; zeros where it has none.
-        centres: whether the mean is subtracted.
+        gain: the gain in float64. It is 1 if the norm has no gain, and None for an identity.
+        bias: the bias in float64. It is 0 if the norm has no bias.
+        centres: whether the norm subtracts the mean.
     """
 
     gain: Float[Tensor, "*shape"] | None
@@ -30,9 +30,9 @@ class LinearPart:
     centres: bool
 
     def after(self, vectors: Float[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
-        """Return vectors that the norm reads, as it writes them times its scale.
+        """Return the output of the norm for some vectors, without bias and times the scale.
 
-        In at least float32; an identity returns its argument.
+        The result is in at least float32. An identity returns its argument.
         """
         if self.gain is None:
             return vectors
@@ -40,7 +40,7 @@ class LinearPart:
         return self._centred(vectors) * like(self.gain, vectors)
 
     def before(self, directions: Float[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
-        """Return directions of the output as directions of the input: the transpose of `after`."""
+        """Map directions of the output to directions of the input: the transpose of `after`."""
         if self.gain is None:
             return directions
         directions = at_least_float32(directions)
@@ -51,36 +51,37 @@ class LinearPart:
 
 
 def is_identity(norm: nn.Module | None) -> bool:
-    """Return whether there is no norm."""
+    """Return whether the norm is missing or an identity."""
     return norm is None or isinstance(norm, (Identity, nn.Identity))
 
 
 def linear_part(norm: nn.Module | None, *shape: int) -> LinearPart:
     """Return the linear part of a LayerNorm, an RMSNorm or an identity.
 
-    PyTorch's norms are known. Any other says by `centres`, `weight` and `bias` what it is; see
-    `LanguageModel`.
+    PyTorch's norms are known. Any other norm must have the attributes `centres`, `weight` and
+    `bias`; see `LanguageModel`.
 
     Args:
         norm: a module of tensors [batch, pos, *shape]; None is an identity.
-        shape: of what it norms.
+        shape: the shape of the normalised vectors.
 
     Raises:
-        TypeError: if it is something else.
+        TypeError: if the norm has another type without `centres`.
     """
     if norm is None or is_identity(norm):
         return LinearPart(None, torch.zeros(shape, dtype=torch.float64), False)
-    # A subclass may compute something else, so it has to say.
+    # A subclass may compute something else, so it needs the attribute.
     centres = getattr(norm, "centres", _CENTRES.get(type(norm)))
     if centres is None:
         raise TypeError(
-            "a norm must be a LayerNorm, an RMSNorm or an identity, or say by `centres` whether it subtracts "
-            f"the mean; got {type(norm).__name__} (weights can be read with fold=False)"
+            "a norm must be a LayerNorm, an RMSNorm or an identity, or have an attribute "
+            "`centres` (whether it "
+            f"subtracts the mean); got {type(norm).__name__} (weights can be read with fold=False)"
         )
 
     def spread(held: Any, default: float) -> Tensor:
         values = torch.full(shape, default, dtype=torch.float64) if held is None else held.double()
-        # The heads of a norm of queries or keys share its gain, or have a part of it each.
+        # In a norm of queries or keys, the heads share the gain, or each head has a part of it.
         return values.view(-1, shape[-1]).expand(math.prod(shape) // shape[-1], -1).reshape(shape)
 
     parts = (getattr(norm, name, None) for name in ("weight", "bias"))

@@ -1,19 +1,18 @@
-"""Scores of attention as products of two linear readings of the stream, and what moves the pattern.
+"""Attention scores as products of two linear readings of the stream, and changes of the pattern.
 
-With the scales of norms fixed, queries and keys are linear in what attention reads:
-`q = (x W_Q + b_Q) map + rest` at each position. The map holds the norm of queries and their
-rotation. The block's own code runs, and autograd gives the derivatives, so no kind of rotation,
-norm, mask, cap or sink is known here:
+If the scales of norms are fixed, queries and keys are linear in the input of attention:
+`q = (x W_Q + b_Q) map + rest` at each position. The map contains the norm of queries and their
+rotation. This file runs the code of the block and takes derivatives with autograd, so it needs no
+code for kinds of rotations, norms, masks, caps or sinks:
 
-1. Run attention on its projections x, and keep the queries f(x), the keys, the scores and the
+1. Run attention on its projections x, and cache the queries f(x), the keys, the scores and the
    pattern.
-2. f(x) = L x / s(x) with the scale s of a norm has the derivative J = L / s - f ∇sᵀ / s. Take the
-   second term away: ∇s is along x, less its mean where the norm subtracts that, and f - J x is f
-   (∇s · x) / s. So the map, L / s, is `J + (f - J x) xᵀ / (x · x)`. Without a norm f = J x, and the
-   map is J.
-3. What f gives where x is 0, a norm's bias, is the rest.
-4. A change of the pattern goes back to scores, and from there to queries and keys, by autograd
-   (`moved_by`).
+2. f(x) = L x / s(x) with the scale s of a norm has the derivative J = L / s - f ∇sᵀ / s. Remove the
+   second term: ∇s is along x (minus the mean of x if the norm subtracts the mean), and f - J x is f
+   (∇s · x) / s. So the map, L / s, is `J + (f - J x) xᵀ / (x · x)`. Without a norm, f = J x, and
+   the map is J.
+3. The rest is f at x = 0, which is the bias of a norm.
+4. Autograd propagates a change of the pattern back to scores, queries and keys (`moved_by`).
 """
 
 from functools import partial
@@ -33,14 +32,14 @@ Heads = Float[Tensor, "batch pos head d_head"]
 
 
 class HeadReadings(NamedTuple):
-    """The queries of a block, or its keys, as linear readings of what attention reads.
+    """The queries or the keys of a block, as linear readings of the input of attention.
 
     Attributes:
-        value: as they enter the dot product.
+        value: the queries or keys in the dot product.
         weight: `W_Q` or `W_K`.
-        map: from projections to these values.
-        bias: what the bias of the projections gives.
-        rest: what the bias of their norm gives.
+        map: the linear map from projections to these values.
+        bias: the part from the bias of the projections.
+        rest: the part from the bias of their norm.
     """
 
     value: Heads
@@ -51,18 +50,19 @@ class HeadReadings(NamedTuple):
 
     @property
     def constant(self) -> Heads:
-        """All that is there whatever attention reads."""
+        """The part that does not depend on the input of attention."""
         return self.bias + self.rest
 
     def directions(self, head: int) -> Float[Tensor, "batch pos d_head d_model"]:
-        """The directions that the values of a head read."""
+        """Return the directions of the stream that the values of a head read."""
         return torch.einsum("bpei,di->bped", self.map[:, :, head], self.weight[head])
 
     def pulled_back(
         self, gradient: Float[Tensor, "target batch pos head d_head"]
     ) -> tuple[Float[Tensor, "target batch pos d_model"], Float[Tensor, " target"]]:
-        """Directions of values as directions of what attention reads; and what the constants are
-        along them.
+        """Return directions of values as directions of the input of attention.
+
+        The second result is the product of the constants with the directions.
         """
         constants = torch.einsum("tbphe,bphe->t", gradient, self.constant)
         gradient = torch.einsum("tbphe,bphei->tbphi", gradient, self.map)
@@ -70,18 +70,18 @@ class HeadReadings(NamedTuple):
 
 
 class BlockScores:
-    """Queries, keys, values, scores and the pattern of a block in a run.
+    """The queries, keys, values, scores and pattern of a block in a run.
 
     Args:
         layer: the block.
-        stream: what it reads, before its norm.
-        context: what blocks read besides.
+        stream: the stream before the norm of the block.
+        context: the other inputs of blocks.
 
     Attributes:
-        q, k: queries and keys.
-        v: values.
-        scores: before a cap and the mask.
-        pattern: the pattern.
+        q, k: the queries and keys.
+        v: the values.
+        scores: the scores before a cap and the mask.
+        pattern: the attention pattern.
     """
 
     @without_gradients
@@ -104,18 +104,21 @@ class BlockScores:
         )
 
     def _run(self, x_q: Heads, x_k: Float[Tensor, "batch pos kv_head d_head"]) -> dict[str, Tensor]:
-        """Values of a run, with their graphs: of queries and keys to scores, and of scores to the
-        pattern.
+        """Return the values of a run with two autograd graphs.
+
+        One graph leads from queries and keys to scores, the other graph from scores to the pattern.
         """
         held: dict[str, Tensor] = {}
 
         def passed(name: str, value: Tensor) -> Tensor:
-            held[name] = value.clone()  # what goes on is this very tensor
+            # Attention continues with this same tensor, so that the graph passes through it.
+            held[name] = value.clone()
             return held[name]
 
         def cut(scores: Tensor) -> Tensor:
             held["scores"], held["cut"] = scores, scores.detach().requires_grad_()
-            return held["cut"].clone()  # some models write into it
+            # Some models change the scores in place.
+            return held["cut"].clone()
 
         def run() -> None:
             with torch.enable_grad(), Session() as session:
@@ -129,9 +132,9 @@ class BlockScores:
         return held
 
     def part(self, side: Literal["q", "k", "against"], head: int) -> tuple[HeadReadings, int]:
-        """The queries or keys that a head uses, and which of them: several heads may share a key.
+        """Return the queries or keys that a head uses, and the index of the query or key head.
 
-        Keys are also what is compared with, `against`.
+        Several heads may share a key head. The side `against` also means the keys.
         """
         if side == "q":
             return self.q, head
@@ -139,7 +142,7 @@ class BlockScores:
 
     @property
     def scale(self) -> float:
-        """The factor of `q · k` in scores, by least squares; 1 where all products are 0."""
+        """The factor of `q · k` in scores, by least squares. It is 1 if all products are 0."""
         keys = self.k.value.repeat_interleave(self.q.value.shape[2] // self.k.value.shape[2], 2)
         products = torch.einsum("bihe,bjhe->bhij", self.q.value.double(), keys.double())
         squares = products.square().sum()
@@ -153,7 +156,7 @@ class BlockScores:
         Float[Tensor, "target batch pos head d_head"],
         Float[Tensor, "target batch pos kv_head d_head"],
     ]:
-        """What gradients at the pattern are at the scores, at queries and at keys."""
+        """Propagate gradients at the pattern back to the scores, the queries and the keys."""
         held = self._run_of
         through = partial(torch.autograd.grad, retain_graph=True, is_grads_batched=True)
         (at_scores,) = through(held["pattern"], held["cut"], like(change, held["pattern"]))
@@ -162,15 +165,15 @@ class BlockScores:
 
 
 def _readings(x: Heads, f: Heads, rest: Heads, weight: Tensor, bias: Tensor) -> HeadReadings:
-    """Values f of projections x as linear readings.
+    """Return values f of projections x as linear readings.
 
     Args:
-        x, f: with the graph between them.
-        rest: f where x is 0.
-        weight, bias: of the projections.
+        x, f: the projections and the values, connected by an autograd graph.
+        rest: f at x = 0.
+        weight, bias: the weight and the bias of the projections.
     """
-    # The derivative of the sum over heads. A norm of all heads adds terms along x to it, which go
-    # below.
+    # This is the derivative of the sum over heads. A norm of all heads adds terms along x, which
+    # are removed below.
     ones = torch.eye(f.shape[-1]).to(f)[:, None, None, None].expand(-1, *f.shape)
     (jacobian,) = torch.autograd.grad(f, x, ones, retain_graph=True, is_grads_batched=True)
     jacobian = rearrange(jacobian, "out batch pos head d_head -> batch pos head out d_head")

@@ -392,7 +392,7 @@ def test_hidden_states_may_be_collected_beside_edges(when):
             wanted = edge_attribution(twin, Pairs(TOKENS, corrupted, metric=metric))
         assert torch.equal(scores.values, wanted.values)
         acts = HookedRunner(model).hooks({"blocks.0.mlp_out": edits.zero()})
-        with acts, pytest.raises(HookError, match="no hook must act on it"):
+        with acts, pytest.raises(HookError, match="no hook may be active"):
             edge_attribution(model, Pairs(TOKENS, corrupted, metric=metric))
 
 
