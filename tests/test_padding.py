@@ -327,7 +327,7 @@ def test_places_from_the_end_of_a_tensor_beside_padding_are_refused():
     values, name = cache["resid_post", 0], "blocks.0.resid_post"
     for chosen in (-1, slice(-1, None), [-1], [[-1], [-2], [-1]]):
         hooks = {name: edits.replace(values, source_pos=chosen, pos=1)}
-        with pytest.raises(EditError, match="its padding is not known"):
+        with pytest.raises(EditError, match="padding of the tensor is unknown"):
             runner.run_with_hooks(batch, hooks=hooks)
         unpadded = torch.tensor(ROWS[1:2] * 3)
         runner.run_with_hooks(unpadded, hooks=hooks)  # nothing is padding there

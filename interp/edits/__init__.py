@@ -1,18 +1,19 @@
-"""Edits: frozen values that change activations, for hooks, generation, sweeps and circuits alike.
+"""Edits: immutable descriptions of changes of activations, for hooks, generation, sweeps and
+circuits.
 
-Axis names select what changes: `edits.zero(head=3, pos=slice(4, None))`. An index is an integer, a
-slice, a list or a mask, or all but some, `head=all_but(7, 9)`. Several axes select where all of
-them do. `pos`, `query` and `key` count columns from the start of the text, padding included;
-negative numbers count from the end of what has been read so far. A list or tensor [n] means these
-columns in every example, also if n is the batch size; [batch, n] means columns of each example's
-own. Columns outside a text are an error. Columns that a piece of a text does not hold (see
-`hooks.position_offset`) change nothing there. No edit writes at padded keys, and none copies
-padding of its source to a real token.
+Axis names select the part that changes: `edits.zero(head=3, pos=slice(4, None))`. An index is an
+integer, a slice, a list, a mask, or all but some indices, `head=all_but(7, 9)`. With several axes,
+the edit changes only the places that every axis selects. `pos`, `query` and `key` count columns
+from the start of the text, including padding. Negative numbers count from the end of the text read
+so far. A list or tensor [n] selects the same columns in every example, even if n is the batch size;
+[batch, n] selects different columns in each example. Columns outside a text raise an error. Columns
+outside the current piece of a text (see `hooks.position_offset`) change nothing in this piece.
+Edits never write to padded keys, and never copy padding of the source to a real token.
 
-The package contains the edit as a value, `edit`, and the functions that make edits: `kinds`, and
-`subspaces` for a part of a vector. Read `kinds` and `edit` first; then `places`, which says what
-axis names select, and `sources`, which says which values go there. Last come `padding`, which
-refuses copied padding, and `draws`, random numbers that follow from a seed.
+The package contains the class `Edit` (`edit`) and the functions that make edits: `kinds`, and
+`subspaces` for a part of a vector. Read `kinds` and `edit` first; then `places`, the meaning of
+axis names, and `sources`, the values that an edit writes. `padding` checks that no padding is
+copied, and `draws` computes random numbers from a seed.
 
 >>> import torch
 >>> from hooks import HookedRunner, HookPoint

@@ -1,4 +1,4 @@
-"""Draws that follow from a seed and a place alone, whatever else is drawn."""
+"""Random numbers that depend only on a seed and a place, not on other draws."""
 
 import itertools
 from collections.abc import Sequence
@@ -11,7 +11,8 @@ from hooks import EditError
 from hooks.base import generator
 from interp.edits.places import Region
 
-_TOGETHER = 16  # texts that share a generator, which takes longer to make than its draws
+# The number of texts that share a generator. Making a generator takes longer than drawing numbers.
+_TOGETHER = 16
 
 
 def donors(
@@ -19,12 +20,12 @@ def donors(
 ) -> list[int]:
     """Draw for each row another row with the same padding and another text.
 
-    Each row is drawn once. Beside copies of a text, rows of other texts may be drawn several times.
+    Each row is drawn once. If there are copies of a text, other rows may be drawn several times.
 
     Args:
         padding: the mask of the columns of each row.
         seed: another seed draws other rows.
-        texts: the number of the text of each row; copies have the same number. None if all texts
+        texts: the number of the text of each row; copies have the same number. Default: all texts
             differ.
 
     Raises:
@@ -47,12 +48,13 @@ def donors(
             )
         if len({texts[row] for row in rows}) < 2:
             raise EditError(
-                f"resample must have 2 different texts with the same padding; got {len(rows)} copies "
-                f"of one text, row {rows[0]} and others"
+                f"resample must have 2 different texts with the same padding; got {len(rows)} "
+                "copies "
+                f"of one text, the first is row {rows[0]}"
             )
         order = [rows[n] for n in torch.randperm(len(rows), generator=draw).tolist()]
-        # Each takes from the one before it in a random circle; copies of its own text are passed
-        # over.
+        # Arrange the rows in a random circle. The donor of a row is the previous row, skipping
+        # copies of its text.
         for place, row in enumerate(order):
             before = (order[place - back] for back in range(1, len(order)))
             donor_of[row] = next(other for other in before if texts[other] != texts[row])
@@ -62,9 +64,9 @@ def donors(
 def normal(seed: int, region: Region) -> Float[Tensor, "..."]:
     """Draw a number from the normal distribution for each place of a region's box.
 
-    It follows from the seed, the point's name and the number's own place. So it does not depend on
-    the box, nor on how long the text is so far: each row and column has a generator, which draws
-    the first keys first.
+    A number depends only on the seed, the name of the point and the place of the number. So it does
+    not depend on the box or on the length of the text so far: each row and column has a separate
+    generator, which draws the numbers of the first keys first.
     """
     axes = region.axes
     apart = [at for at, axis in enumerate(axes) if axis in ("batch", "pos", "query")]
@@ -85,7 +87,7 @@ def normal(seed: int, region: Region) -> Float[Tensor, "..."]:
 def keys_of(
     seed: int, text: Int[Tensor, " row"], pos: Int[Tensor, " row"]
 ) -> Float[Tensor, " row"]:
-    """Draw a number from [0, 1) for each place of a text, from the seed and the place alone."""
+    """Draw a number from [0, 1) for each place of a text, given only the seed and the place."""
     keys, groups = torch.empty(len(text), dtype=torch.float64), text // _TOGETHER
     order = groups.argsort()
     numbers, counts = groups[order].unique_consecutive(return_counts=True)

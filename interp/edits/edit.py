@@ -1,4 +1,4 @@
-"""Edit: a change of an activation at a place, as a value that is also a hook."""
+"""Edit: a description of a change of an activation at a place, which is also a hook."""
 
 import difflib
 import reprlib
@@ -18,17 +18,19 @@ from interp.edits.sources import ValueSource
 from interp.protocol import is_of_text
 
 Change = Callable[[Tensor, Tensor, Region], Tensor]
-"""Computes the new value of a region, or one that broadcasts to it.
+"""A function that returns the new value of a region, or a value that broadcasts to the region.
 
-Its arguments are the value there, the source's value there (meaningless without a source), and the
-place.
+The arguments are the value of the region, the value of the source (meaningless without a source),
+and the region.
 """
 
 AXES = ("batch", "pos", "query", "key", "head", "kv_head", "d_head", "d_model", "d_mlp", "vocab")
 """The axes that points usually have."""
 
 CALL = "call"
-"""What `where` calls the number of a call, for a module that runs many times; no axis of a value.
+"""The key in `where` for the number of a call, for a module that runs several times.
+
+The key is not an axis of a value.
 """
 
 
@@ -36,14 +38,16 @@ CALL = "call"
 class Edit:
     """A change of an activation at a place. The functions of `interp.edits` make them.
 
-    It is a hook: `edit(activation, point)` writes into `activation` and returns it.
+    An edit is a hook: `edit(activation, point)` changes `activation` in place and returns it.
 
     Attributes:
-        name: the function that made it.
-        change: gives the new value of the region.
-        arguments: what it was made with, for the repr; numbers stand for positional ones.
-        source: the source of values; None if the change needs none.
-        only_at: the last part of the only points where it can act; empty for all.
+        name: the name of the function that made the edit.
+        change: a function that returns the new value of the region.
+        arguments: the arguments of that function, for the repr. Keys that are numbers are
+            positional arguments.
+        source: the source of values; None if the change needs no source.
+        only_at: the last part of the names of the points where the edit is allowed; empty for all
+            points.
         where: the place, by axis; see `at`.
 
     >>> from interp import edits
@@ -64,8 +68,8 @@ class Edit:
         Raises:
             ValueError: if the edit already selects along one of these axes.
             UnknownNameError: if an axis looks like a misspelt standard axis. Other names may be
-                axes of your own points.
-            TypeError: if an index has no form that a `Selection` takes.
+                axes of points that you define.
+            TypeError: if an index is not accepted by `Selection`.
         """
         for axis in where:
             if axis not in (*AXES, CALL) and difflib.get_close_matches(axis, AXES, cutoff=0.8):
@@ -79,8 +83,8 @@ class Edit:
         """Return the first column of a text that this edit may change at a point; 0 if unknown.
 
         Args:
-            point: where it acts.
-            n_pos: the number of the text's columns.
+            point: the point of the edit.
+            n_pos: the number of columns of the text.
 
         Raises:
             UnknownNameError: if the point lacks an axis.
@@ -93,28 +97,28 @@ class Edit:
 
     def _require_fit(self, point: Point) -> None:
         if self.only_at and point.name.rpartition(".")[2] != self.only_at:
-            raise EditError(f"{self!r} must be at a point named {self.only_at}; got {point}")
+            raise EditError(f"{self!r} needs a point named {self.only_at}; got {point}")
 
     def _is_at_call(self, point: Point) -> bool:
-        """Whether the value is of a selected call.
+        """Return whether the value belongs to a selected call.
 
         Raises:
-            EditError: if nobody counts the calls, or they are counted from the last one, which is
-                not known before the end.
+            EditError: if calls are not counted, or the selection counts from the last call, which
+                is unknown before the end of the run.
         """
         selected, number = self.where[CALL], number_of_call.get()
         if number is None or selected.counts_back:
-            what = "calls are counted from 0" if number is not None else "nobody counts calls here"
+            what = "negative numbers" if number is not None else "a run that does not count calls"
             raise EditError(
-                f"call= needs a run of the whole model, and numbers from 0; {what}, at {point}"
+                f"call= needs a run of the whole model, and numbers from 0; got {what} at {point}"
             )
         return number in selected.rows(number + 1, CALL, whole=False)[0]
 
     def __call__(self, activation: Shaped[Tensor, "..."], point: Point) -> Shaped[Tensor, "..."]:
-        """Change the activation, and return it.
+        """Change the activation in place and return it.
 
         Raises:
-            UnknownNameError: if the point lacks an axis, or a cache the point.
+            UnknownNameError: if the point lacks an axis, or a cache lacks the point.
             EditError: if an index or a source does not fit.
         """
         self._require_fit(point)

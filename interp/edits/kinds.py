@@ -1,4 +1,4 @@
-"""The kinds of edits: functions that make an `Edit`, and what each does to a value."""
+"""The kinds of edits: functions that make an `Edit`, with their changes of values."""
 
 from numbers import Number
 from typing import Any, Protocol, runtime_checkable
@@ -27,17 +27,17 @@ from interp.edits.sources import Axes, Values, ValueSource, source_of
 
 @runtime_checkable
 class Means(Protocol):
-    """Means that were made before, of some points, such as those of `interp.store.statistics`."""
+    """Precomputed means of some points, such as the results of `interp.store.statistics`."""
 
     def mean_at(self, point: Point) -> Shaped[Tensor, "..."]:
-        """The mean at a point."""
+        """Return the mean at a point."""
 
 
 def zero(*unnamed: object, **where: Index) -> Edit:
     """Set values to zero.
 
     Raises:
-        TypeError: if the place is given without the name of its axis.
+        TypeError: if the place is given without the name of an axis.
 
     >>> zero(head=[0, 2])
     edits.zero(head=[0, 2])
@@ -45,7 +45,8 @@ def zero(*unnamed: object, **where: Index) -> Edit:
     if unnamed:
         shown_value = shown(unnamed[0])
         raise TypeError(
-            f"zero takes places by axis, as edits.zero(head=3); got {shown_value} alone"
+            f"zero needs places by axis, such as edits.zero(head=3); got {shown_value} without an "
+            "axis"
         )
     return Edit("zero", lambda region, value, place: torch.zeros_like(region), {}).at(**where)
 
@@ -62,9 +63,9 @@ def scale(factor: float, **where: Index) -> Edit:
 
 
 def add(vector: Values, scale: float = 1.0, **where: Index) -> Edit:
-    """Add a vector, a direction's vector of the point, or other values, times a number.
+    """Add a vector, the vector of a direction at the point, or other values, times a number.
 
-    For the columns of a cache see `replace`.
+    See `replace` for the columns of a cache.
 
     >>> add(torch.ones(5), 2.0, head=3, pos=-1)
     edits.add(Tensor[5], 2.0, head=3, pos=-1)
@@ -76,22 +77,23 @@ def add(vector: Values, scale: float = 1.0, **where: Index) -> Edit:
 
 
 def replace(source: Values, *, source_pos: Index | None = None, **where: Index) -> Edit:
-    """Take values from another run, layer, position or model.
+    """Replace values by values of another run, layer, position or model.
 
-    Where `pos` counts from the end, as `pos=-1` does, a cache gives the positions counted from the
-    end of its own texts, whatever their lengths and padding. Otherwise values go to the same
+    If `pos` counts from the end, such as `pos=-1`, positions of a cache are counted from the end of
+    the cached texts, whose lengths and padding may differ. Otherwise values are copied to the same
     columns.
 
     Args:
-        source: the values of whole texts; for another layer the tensor itself, `cache["z", 2]`. A
-            tensor does not know its padding, so its columns are always those of the edited texts.
-        source_pos: the columns of the source that go to the selected positions, in order, or one
-            column for all. Negative ones count from the end of each text of the source.
-        where: what is replaced.
+        source: the values of whole texts. For another layer, pass the tensor `cache["z", 2]`. A
+            tensor has no padding mask, so its columns are always the columns of the edited texts.
+        source_pos: the columns of the source for the selected positions, in order, or one column
+            for all positions. Negative numbers count from the end of each text of the source.
+            Default: see above.
+        where: the place that is replaced, by axis.
 
     Raises:
-        EditError: where the edit acts, if a value of padding would go to a real token, or a pattern
-            has other keys than the edited text.
+        EditError: when the edit is applied, if a value of padding would be copied to a real token,
+            or the keys of a pattern differ from the keys of the edited text.
 
     >>> from hooks import Point
     >>> source = torch.tensor([[5.0, 6.0, 7.0]])
@@ -108,31 +110,33 @@ def mean(
     attention_mask: Shaped[Tensor, "batch pos"] | None = None,
     **where: Index,
 ) -> Edit:
-    """Take the mean of reference runs (mean ablation), at each position unless it is averaged over.
+    """Replace values by the mean of reference runs (mean ablation).
 
-    Where `pos` counts from the end, the mean is over positions counted from the end of each
-    reference text: `mean(cache, pos=-1)` is the mean over the last tokens, as for function vectors
-    (Todd et al. 2024).
+    The mean is taken separately at each position, unless `over` contains the positions. If `pos`
+    counts from the end, the mean is over positions counted from the end of each reference text:
+    `mean(cache, pos=-1)` is the mean over the last tokens, as for function vectors (Todd et al.
+    2024).
 
     Args:
-        reference: the values of reference runs, any number of texts; or statistics, which hold
-            means already.
-        over: the axes to average over: `"batch"`, or `("batch", "pos")`. Where a point declares no
-            axes, its first is the batch.
-        attention_mask: which columns of the reference are real, 1 or True. Padding is left out. A
-            cache knows its own.
-        where: what is replaced.
+        reference: the values of reference runs of any number of texts; or statistics, which contain
+            means.
+        over: the axes to average over: `"batch"`, or `("batch", "pos")`. If a point declares no
+            axes, its first axis is the batch.
+        attention_mask: 1 or True for real columns of the reference. Padding is ignored. Default:
+            the mask of a cache; a tensor has no padding.
+        where: the place that is replaced, by axis.
 
     Raises:
         ValueError: if `over` names no axis.
-        EditError: where the edit acts, if it is a mean of one row, or if `pos` counts from the end
-            and is not the same for all texts.
+        EditError: when the edit is applied, if it is a mean of one row, or if `pos` counts from the
+            end and differs between texts.
 
     >>> from hooks import Point
-    >>> mean(torch.tensor([[1.0, 2.0], [3.0, 8.0]]))(torch.zeros(1, 2), Point("any", ("batch", "pos")))
+    >>> edit = mean(torch.tensor([[1.0, 2.0], [3.0, 8.0]]))
+    >>> edit(torch.zeros(1, 2), Point("any", ("batch", "pos")))
     tensor([[2., 5.]])
     """
-    require_kind("over", over, (str, tuple, list), "a name of an axis, or several")
+    require_kind("over", over, (str, tuple, list), "a name of an axis, or several names")
     dropped = (over,) if isinstance(over, str) else tuple(over)
     if not dropped:
         raise ValueError("over must name at least one axis; got ()")
@@ -149,12 +153,13 @@ def mean(
         dims = [place.axes.index(axis) for axis in dropped]
         if all(value.shape[dim] == 1 for dim in dims):
             raise EditError(
-                f"a mean over {' and '.join(dropped)} must be of several at {place.point}; got one "
-                "(edits.replace takes it as it is)"
+                f"a mean over {' and '.join(dropped)} needs several values at {place.point}; got "
+                "one "
+                "(use edits.replace for one value)"
             )
         value = at_least_float32(value)
         if source.rows == "all" and place.source_columns is not None:
-            # The columns of each text were counted from its last real token, so all are real.
+            # The columns of each text were counted from its last real token, so they are all real.
             return place.in_order(value.mean(dims, keepdim=True))
         real = source.mask(place.point.name)
         if real is None or (attention_mask is None and place.positions is None):
@@ -172,24 +177,24 @@ def resample(
     attention_mask: Shaped[Tensor, "batch pos"] | None = None,
     **where: Index,
 ) -> Edit:
-    """Take each row's values from another text of a source (resample ablation).
+    """Replace the values of each row by values of another text of a source (resample ablation).
 
-    Row i takes from the same donor wherever the edit acts. A copy of its text, with the same real
-    tokens, is no donor: its values would change nothing. A cache of whole texts knows copies; a
-    tensor does not.
+    The other text, the donor, is the same at all points for a row. A copy of the row's text, with
+    the same real tokens, is never the donor, because its values would change nothing. Copies are
+    found in a cache of whole texts, but not in a tensor.
 
     Args:
-        source: values of as many texts as the batch has, padded alike, such as a cache of the same
-            batch. Where a point declares no axes, its first is the batch.
-        seed: chooses the donors.
-        attention_mask: which columns of the texts are real, 1 or True; a cache knows its own. A row
-            takes from one with the same padding.
-        where: what is replaced.
+        source: the values of texts with the batch size and the padding of the edited batch, such as
+            a cache of the same batch. If a point declares no axes, its first axis is the batch.
+        seed: the seed of the choice of donors.
+        attention_mask: 1 or True for real columns of the texts. The donor of a row has the same
+            padding. Default: the mask of a cache; a tensor has no padding.
+        where: the place that is replaced, by axis.
 
     Raises:
-        EditError: where the edit acts, if a value of padding would go to a real token, if positions
-            count from the end and the source has other padding than the edited texts, or if all
-            other rows with the same padding are copies of one text.
+        EditError: when the edit is applied, if a value of padding would be copied to a real token,
+            if positions count from the end and the padding of the source differs from the edited
+            texts, or if all rows with the same padding are copies of one text.
 
     >>> from hooks import Point
     >>> rows = torch.tensor([[1.0], [2.0], [3.0]])
@@ -212,7 +217,8 @@ def resample(
         rows = [value.shape[at]] if padding is None else [value.shape[at], len(padding)]
         if {*rows} != {n}:
             raise EditError(f"resample must have {n} rows at {place.point}; got {rows}")
-        if region.is_meta or isinstance(region, FakeTensor):  # a plan has no numbers to draw
+        # In a plan, values have no numbers to compare.
+        if region.is_meta or isinstance(region, FakeTensor):
             return region
         texts = values.copies(value, place.axes, place.point.name)
         chosen = donors(padding or [[]] * n, seed, texts)[first : first + place.lengths[at]]
@@ -225,17 +231,18 @@ def resample(
 def noise(scale: float, seed: int = 0, **where: Index) -> Edit:
     """Add Gaussian noise, as in causal tracing (Meng et al. 2022).
 
-    Each number follows from the seed, the point's name and the number's own place: row, column of
-    the text, and so on. So it does not depend on the length of a piece, on the device or on other
-    edits.
+    Each number depends only on the seed, the name of the point and the place of the number: row,
+    column of the text, and so on. So it does not depend on the length of a piece, on the device or
+    on other edits.
 
     Args:
         scale: the standard deviation.
-        seed: another seed gives other noise.
-        where: what is changed.
+        seed: the seed of the noise.
+        where: the place that is changed, by axis.
 
     >>> from hooks import Point
-    >>> noised = noise(0.1, seed=3, pos=slice(0, 2))(torch.zeros(1, 3), Point("any", ("batch", "pos")))
+    >>> edit = noise(0.1, seed=3, pos=slice(0, 2))
+    >>> noised = edit(torch.zeros(1, 3), Point("any", ("batch", "pos")))
     >>> (noised != 0).tolist()
     [[True, True, False]]
     """
@@ -251,16 +258,17 @@ def noise(scale: float, seed: int = 0, **where: Index) -> Edit:
 
 
 def knockout(query: Index | None = None, key: Index | None = None, **where: Index) -> Edit:
-    """Stop attention from some queries to some keys, at `scores`: -inf before the softmax.
+    """Block attention from some queries to some keys, by setting `scores` to -inf.
 
-    The weights of the other keys grow to a sum of 1. A query without any key left gets zeros.
+    The weights of the other keys are renormalised by the softmax. If a query has no key left, its
+    weights are 0.
 
     Args:
-        query, key: columns of the text; None for all.
-        where: which heads or rows; None for all.
+        query, key: the columns of the text. Default: all columns.
+        where: the heads or rows, by axis. Default: all.
 
     Warns:
-        UserWarning: if each key comes after each query.
+        UserWarning: if all keys come after all queries.
 
     >>> knockout(query=-1, key=[2, 3], head=5)
     edits.knockout(query=-1, key=[2, 3], head=5)
@@ -268,8 +276,8 @@ def knockout(query: Index | None = None, key: Index | None = None, **where: Inde
     first, last = (Selection(slice(None) if index is None else index) for index in (key, query))
     if _comes_after(first.index, last.index):
         warn(
-            f"a causal model sees no key that comes after its query, as key {first} after query {last}: "
-            "this knockout changes nothing there",
+            f"a causal model sees no key after its query, such as key {first} after query {last}; "
+            "this knockout has no effect in a causal model",
         )
     chosen = {"query": query, "key": key, **where}
     selected = {axis: index for axis, index in chosen.items() if index is not None}
@@ -280,7 +288,7 @@ def knockout(query: Index | None = None, key: Index | None = None, **where: Inde
 
 
 def _comes_after(key: Any, query: Any) -> bool:
-    """Whether all keys are known to come after all queries."""
+    """Return whether all keys certainly come after all queries."""
     keys, queries = (i if isinstance(i, list) else [i] for i in (key, query))
     numbers = [*keys, *queries]
     same_end = {type(n) for n in numbers} == {int} and len({n < 0 for n in numbers}) == 1
@@ -288,7 +296,7 @@ def _comes_after(key: Any, query: Any) -> bool:
 
 
 def _as_mask(attention_mask: Tensor | None) -> Tensor | None:
-    """The mask on the CPU, where checks of it wait for nothing."""
+    """Return the mask on the CPU, so that checks do not wait for another device."""
     kinds = (Tensor, type(None))
     require_kind("attention_mask", attention_mask, kinds, "a tensor [batch, pos]")
     return None if attention_mask is None else attention_mask.bool().cpu()
@@ -299,16 +307,18 @@ def _source_values(region: Tensor, value: Tensor, place: Region) -> Tensor:
 
 
 def _mean_of_real(value: Tensor, real: Tensor, dims: list[int], place: Region) -> Tensor:
-    """The mean over some axes of the entries that are not padding, which may hold anything."""
+    """Return the mean over some axes, ignoring padding, whose values may be anything."""
     if not real.any(dims).all():
-        raise EditError(f"attention_mask must leave columns to average at {place.point}; got none")
+        raise EditError(
+            f"attention_mask must leave columns to average at {place.point}; got only padding"
+        )
     real = to_device(real, value.device).expand_as(value)
     total = value.where(real, 0.0).sum(dims, keepdim=True)
     return total / real.sum(dims, keepdim=True)
 
 
 def _real_columns(real: Tensor, dropped: Axes, value: Tensor, place: Region) -> Tensor:
-    """The mask of the real columns of a reference, with the axes of `value`, some of size 1."""
+    """Return the mask of a reference's real columns, with the axes of `value`, some of size 1."""
     axes = tuple(axis for axis in place.axes if axis in ("batch", "pos", "query"))
     if len(axes) < 2:
         raise EditError(f"attention_mask needs the axes batch and pos; got {place.point}")

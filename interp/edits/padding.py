@@ -1,4 +1,4 @@
-"""Checks that an edit copies no padding of its source to a real token."""
+"""Checks that an edit does not copy padding of its source to a real token."""
 
 import torch
 from jaxtyping import Bool
@@ -11,10 +11,10 @@ from interp.edits.sources import ValueSource
 
 
 def require_real_source(source: ValueSource, place: Region, where: Where) -> None:
-    """Raise an error if values of padding would go to real tokens.
+    """Raise an error if values of padding would be copied to real tokens.
 
-    Columns that the edit counts from the end of the source's own texts are real tokens already. So
-    the check is about values that go to the same column, and about keys, which always do.
+    Columns that are counted from the end of the source's texts are always real tokens. So this
+    function checks values that are copied to the same column, and keys, which always are.
 
     Args:
         source: the source of the edit.
@@ -22,7 +22,7 @@ def require_real_source(source: ValueSource, place: Region, where: Where) -> Non
         where: the places that the edit selects.
 
     Raises:
-        EditError: naming the text and the column.
+        EditError: if so; the error names the text and the column.
     """
     if source.rows == "all" or not source.knows_its_padding or torch.compiler.is_compiling():
         return
@@ -35,7 +35,7 @@ def require_real_source(source: ValueSource, place: Region, where: Where) -> Non
         size = place.sizes[at]
         ours = piece_read().mask_along(axis, n_rows, size)
         theirs = _mask_of_source(source, place, axis, n_rows, size)
-        # A mask that the user gave is believed where the run has none.
+        # If the run has no mask, the mask of the user is not checked.
         is_given = source.attention_mask is not None and ours is None
         if is_given or (ours is None and theirs is None):
             continue
@@ -62,15 +62,15 @@ def _mask_of_source(
 
 
 def _require_real(ours: Tensor, theirs: Tensor, place: Region, at: int) -> None:
-    """Refuse values of padding for real tokens among the columns that change."""
+    """Raise an error if padding would be copied to real tokens among the columns that change."""
     rows, columns = _box(place, at)
     copied = _changed(place, at) & ours[rows, columns] & ~theirs[rows, columns]
     if copied.any():
         axis = place.axes[at]
         remedy = (
-            "source_pos=-1 takes the last real token"
+            "source_pos=-1 copies the last real token"
             if axis in POSITION_AXES
-            else f"select keys that are real in both, with {axis}="
+            else f"use {axis}= to select keys that are real in both texts"
         )
         raise EditError(
             f"the source at {place.point} must be a real token at {axis} "
@@ -79,20 +79,21 @@ def _require_real(ours: Tensor, theirs: Tensor, place: Region, at: int) -> None:
 
 
 def _require_same(ours: Tensor, theirs: Tensor, place: Region) -> None:
-    """Refuse a source of donors whose texts have other padding than the edited texts."""
+    """Raise an error if the padding of a source of donors differs from the edited texts."""
     different = ours != theirs
     if different.any():
         raise EditError(
-            f"resample at {place.point} must have a source with the padding of the edited texts, because "
-            f"positions count from the end; got other padding at column {_first(different)}"
+            f"resample at {place.point} must have a source with the padding of the edited texts, "
+            "because "
+            f"positions count from the end; got different padding at column {_first(different)}"
         )
 
 
 def _require_same_keys(ours: Tensor, theirs: Tensor, place: Region, where: Where, at: int) -> None:
-    """Refuse attention to other keys than the edited text has: its weights would not add up to 1."""
+    """Raise an error if the keys of the source differ, because weights would not sum to 1."""
     axis = place.axes[at]
     rows, _ = _box(place, at)
-    # Keys after the last real one of a text are later than its queries, and have no weight.
+    # Keys after the last real key of a text come after its queries, and have no weight.
     is_before_the_end = ours.flip(1).cumsum(1).flip(1) > 0
     different = ours != theirs
     if axis not in where and place.source_columns is None:
@@ -101,14 +102,14 @@ def _require_same_keys(ours: Tensor, theirs: Tensor, place: Region, where: Where
         return
     if different[rows].any():
         raise EditError(
-            f"the source at {place.point} must have the keys of the edited texts; got other padding "
-            f"at {axis} {_first(different[rows], rows.start)} (select keys that are real in both, "
-            f"with {axis}=)"
+            f"the source at {place.point} must have the keys of the edited texts; got different "
+            f"padding at {axis} {_first(different[rows], rows.start)} (use {axis}= to select keys "
+            "that are real in both texts)"
         )
 
 
 def _box(place: Region, at: int) -> tuple[slice, slice]:
-    """The rows of a box, and its columns along an axis without virtual tokens."""
+    """Return the rows of a box, and its columns along an axis without virtual tokens."""
     batch = place.axes.index("batch") if "batch" in place.axes else None
     rows = slice(0, 1) if batch is None else place.box[batch]
     first = max(place.firsts[at], 0)
@@ -116,7 +117,7 @@ def _box(place: Region, at: int) -> tuple[slice, slice]:
 
 
 def _changed(place: Region, at: int) -> Bool[Tensor, "_row _column"]:
-    """True at the columns of a box, along an axis, in which something changes."""
+    """Return a mask that is True for the columns of a box, along an axis, that change."""
     rows, columns = _box(place, at)
     shape = rows.stop - rows.start, columns.stop - columns.start
     if place.mask is None:
@@ -132,6 +133,6 @@ def _changed(place: Region, at: int) -> Bool[Tensor, "_row _column"]:
 
 
 def _first(places: Tensor, first_row: int = 0, first_column: int = 0) -> str:
-    """The first of some places, in words."""
+    """Return a description of the first place."""
     row, column = places.nonzero()[0].tolist()
     return f"{first_column + column} of text {first_row + row}"

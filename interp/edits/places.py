@@ -1,18 +1,18 @@
-"""Places: which part of an activation an edit changes, and which part of its source goes there.
+"""Places: the part of an activation that an edit changes, and the matching part of its source.
 
-`edits.replace(source, head=1, pos=-1)` at `attn.z`, [2, 5, head, d_head], of two texts, the first
-with 2 columns of padding on the right, so that its last token is in column 2 and that of the second
-in column 4:
+`edits.replace(source, head=1, pos=-1)` at `attn.z`, [2, 5, head, d_head], of two texts. The first
+text has 2 columns of padding on the right, so its last token is in column 2; the last token of the
+second text is in column 4:
 
-1. `where` is `{"head": 1, "pos": -1}`. Along `pos` the selection is read on the real columns:
+1. `where` is `{"head": 1, "pos": -1}`. Along `pos`, the selection refers to the real columns:
    `[[2], [4]]`.
-2. `box` bounds what is selected by a slice of each axis: all texts, columns 2 to 4, head 1, all of
-   `d_head`.
-3. The texts differ inside it, so a `mask` says which columns of the box change:
+2. `box` contains a slice of each axis around the selection: all texts, columns 2 to 4, head 1, all
+   of `d_head`.
+3. The texts differ inside the box, so a `mask` selects the columns of the box that change:
    `[[True, False, False], [False, False, True]]`.
-4. With `source_pos`, `source_columns` has the source's column for each column of the box.
-5. With `pos=1`, in a generation whose activation is [2, 1, head, d_head] and starts at column 5,
-   there is nothing to change: `locate` gives None.
+4. With `source_pos`, `source_columns` contains the source's column for each column of the box.
+5. In a generation whose activation is [2, 1, head, d_head] and starts at column 5, `pos=1` selects
+   nothing: `locate` returns None.
 """
 
 import itertools
@@ -32,12 +32,15 @@ Where = Mapping[str, Selection]
 
 
 def axes_of(point: Point, ndim: int) -> tuple[str, ...]:
-    """Return the axes of a value. A point that declares none has `batch` first, then numbers."""
+    """Return the axes of a value.
+
+    If a point declares no axes, they are `batch` and then numbers.
+    """
     return point.axes or ("batch", *map(str, range(1, ndim)))[:ndim]
 
 
 def first_column(where: Where, point: Point, n_pos: int) -> int:
-    """Return the first column of a text that is selected at a point; 0 if that is not known.
+    """Return the first column of a text that is selected at a point; 0 if unknown.
 
     Raises:
         UnknownNameError: if the point lacks an axis.
@@ -55,12 +58,12 @@ def first_column(where: Where, point: Point, n_pos: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class SourceColumns:
-    """The columns of a source that go to the positions that an edit selects.
+    """The columns of a source for the positions that an edit selects.
 
     Attributes:
-        selected: the columns, in order, or one column for all.
+        selected: the columns, in order, or one column for all positions.
         n_columns: the number of columns of the source.
-        real: the real columns of each of its texts; None if all are real.
+        real: the real columns of each text of the source; None if all are real.
     """
 
     selected: Selection
@@ -77,11 +80,11 @@ class SourceValue:
     """The value of a source at a point.
 
     Attributes:
-        value: the value, of whole texts.
-        axes: its axes, some of the point's in that order. The other axes broadcast, as sizes of 1
-            do.
-        columns: which of its columns go to the selected positions; None for the same columns.
-        whole: the axes along which all of it is taken, whatever its size.
+        value: the value for whole texts.
+        axes: the axes of the value, a part of the point's axes in their order. Missing axes and
+            axes of size 1 broadcast.
+        columns: the columns for the selected positions; None for the same columns.
+        whole: the axes along which the whole value is used, for any size.
         fixed: the axes along which a size of 1 does not broadcast.
         what: the name of the source in errors.
     """
@@ -99,16 +102,17 @@ class Region:
     """The part of one activation that an edit changes.
 
     Attributes:
-        point: where the activation is.
-        axes: its axes; numbers if the point declares none.
-        sizes: the size of each axis; those of `TEXT_AXES` in the whole text so far.
+        point: the point of the activation.
+        axes: the axes of the activation; numbers if the point declares no axes.
+        sizes: the size of each axis. Sizes of `TEXT_AXES` count the whole text so far.
         box: a slice of the activation along each axis.
-        firsts: where the box begins along each axis; along `TEXT_AXES` in the whole text.
-        positions: which axis is the one of this call's positions, if any.
-        mask: what changes inside the box: boolean, broadcast over it. None: all of it. Padded keys
-            never change.
-        source_columns: the source's column for each position of the box, with as many axes as the
-            box. None: the same columns.
+        firsts: the start of the box along each axis. Starts along `TEXT_AXES` count from the start
+            of the whole text.
+        positions: the index of the axis of this call's positions, if any.
+        mask: a boolean mask of the places that change, which broadcasts to the box; None for the
+            whole box. Padded keys never change.
+        source_columns: the source's column for each position of the box, with the same number of
+            axes as the box; None for the same columns.
     """
 
     point: Point
@@ -126,11 +130,11 @@ class Region:
         return tuple(part.stop - part.start for part in self.box)
 
     def source_values(self, source: SourceValue, device: torch.device) -> Shaped[Tensor, "..."]:
-        """Return the part of a source that goes into the box, with all axes of the box.
+        """Return the part of a source for the box, with all axes of the box.
 
         Args:
             source: the value of the source.
-            device: where the result is wanted.
+            device: the device of the result.
 
         Raises:
             EditError: if a size does not fit.
@@ -138,7 +142,9 @@ class Region:
         value = source.value
         if [axis for axis in self.axes if axis in source.axes] != list(source.axes):
             got = " ".join(source.axes)
-            raise EditError(f"the {source.what} at {self.point} must have its axes; got {got}")
+            raise EditError(
+                f"the {source.what} at {self.point} must have axes of the point in order; got {got}"
+            )
         for at, axis in enumerate(self.axes):
             if axis not in source.axes:
                 value = value.unsqueeze(at)
@@ -152,7 +158,9 @@ class Region:
         return to_device(value, device)
 
     def _require_size(self, source: SourceValue, at: int, size: int) -> None:
-        """Refuse a source whose size along an axis is not the size of the whole text."""
+        """Raise an error if the size of a source along an axis is not the size of the
+        whole text.
+        """
         axis, full, end = self.axes[at], self.sizes[at], self.firsts[at] + self.lengths[at]
         grows = axis in TEXT_AXES and start_of_piece() is not None
         if size == full or (grows and size >= end):
@@ -160,9 +168,9 @@ class Region:
         rule = f"at least {end} columns (or pos select fewer)" if grows else f"size {full}"
         hint = ""
         if axis in TEXT_AXES and "batch" in source.whole:
-            hint = f" (edits.mean has over={(*source.whole, axis)})"
+            hint = f" (use over={(*source.whole, axis)} in edits.mean)"
         elif axis in TEXT_AXES:
-            hint = " (of a text of another length: pos= and source_pos= say which columns)"
+            hint = " (for texts of another length, select columns with pos= and source_pos=)"
         raise EditError(
             f"the {source.what} at {self.point} must have {rule} along {axis}; got {size}{hint}"
         )
@@ -181,17 +189,17 @@ def locate(
     where: Where,
     source: SourceColumns | None = None,
 ) -> Region | None:
-    """Return the part of an activation that `where` selects; None if this piece has nothing of it.
+    """Return the part of an activation that `where` selects; None if this piece lacks it.
 
     Args:
         activation: the value at `point`.
-        point: its axes say what the names in `where` mean.
-        where: what is selected.
-        source: which columns of a source go to the selected positions; None for the same columns.
+        point: the point, whose axes define the names in `where`.
+        where: the selection along each axis.
+        source: the columns of a source for the selected positions. Default: the same columns.
 
     Raises:
         UnknownNameError: if the point lacks an axis.
-        SelectionError: if an index is outside its axis, outside the text of a run that is no piece,
+        SelectionError: if an index is outside its axis, outside the text of a run of whole texts,
             or before the start of every text.
         EditError: if the axes do not fit.
     """
@@ -201,7 +209,7 @@ def locate(
     box = [slice(0, n) for n in frame.held]
     mask: Tensor | None = None
     source_columns: Tensor | None = None
-    # The batch first: what is selected in each example is then that of the rows that are left.
+    # Select along the batch first, so that other selections use only the selected rows.
     for at in sorted(range(len(frame.axes)), key=lambda n: n != batch):
         source_here = source if at == frame.along else None
         if frame.axes[at] not in where and source_here is None:
@@ -237,12 +245,12 @@ class _Frame:
     """The axes of an activation, and the sizes of the texts that it is a piece of.
 
     Attributes:
-        point: where the activation is.
-        axes: its axes.
-        held: its shape.
-        sizes: the size of each axis; those of `TEXT_AXES` in the whole text so far.
-        along: which axis is the one of this call's positions, if any.
-        batch: which axis is the batch; -1 if none is.
+        point: the point of the activation.
+        axes: the axes of the activation.
+        held: the shape of the activation.
+        sizes: the size of each axis. Sizes of `TEXT_AXES` count the whole text so far.
+        along: the index of the axis of this call's positions, if any.
+        batch: the index of the axis of the batch; -1 if there is no batch.
         start: the column at which the piece starts; None for whole texts.
     """
 
@@ -256,7 +264,10 @@ class _Frame:
 
     @property
     def firsts(self) -> list[int]:
-        """The start of the activation along each axis. Keys that a window drops come before."""
+        """The start of the activation along each axis.
+
+        Keys that a window has dropped are counted.
+        """
         return [full - n for full, n in zip(self.sizes, self.held, strict=True)]
 
     @property
@@ -266,15 +277,15 @@ class _Frame:
 
 
 def _frame(activation: Tensor, point: Point, needs_positions: bool) -> _Frame:
-    """The axes of an activation.
+    """Return the axes of an activation.
 
     Raises:
-        EditError: if it has other axes than its point, or no axis of positions where a source needs
-            one.
+        EditError: if the axes do not fit the point, or a source needs an axis of positions that is
+            missing.
     """
     axes, held = axes_of(point, activation.ndim), tuple(activation.shape)
     if len(axes) != len(held):
-        raise EditError(f"{point} must have these axes; got shape {held}")
+        raise EditError(f"{point} must have the axes that it declares; got shape {held}")
     along = next((at for at, axis in enumerate(axes) if axis in ("pos", "query")), None)
     if needs_positions and along is None:
         raise EditError(f"source_pos needs an axis of positions; got {point}")
@@ -288,9 +299,10 @@ def _frame(activation: Tensor, point: Point, needs_positions: bool) -> _Frame:
 
 
 def _chosen(frame: _Frame, at: int, where: Where, source: SourceColumns | None) -> list[list[int]]:
-    """The source's column for each place along one axis of an activation; -1 where nothing changes.
+    """Return the source's column for each place along one axis; -1 if the place does not change.
 
-    One row for all examples, or one for each. Without a source all columns that change are 0.
+    The result has one row for all examples, or one row for each example. Without a source, all
+    columns that change are 0.
     """
     axis, size, piece = frame.axes[at], frame.sizes[at], piece_read()
     n_rows = 1 if at == frame.batch else frame.n_rows
@@ -298,7 +310,8 @@ def _chosen(frame: _Frame, at: int, where: Where, source: SourceColumns | None) 
     what = f"{axis} at {frame.point.name}"
     selected = where.get(axis, _ALL)
     real = _unpadded(_real_along(axis, n_rows, size), where, size)
-    if at == frame.along and not whole:  # a later piece has more keys
+    # A later piece has more keys.
+    if at == frame.along and not whole:
         selected.require_reached(size, what, real)
     rows = selected.rows(size, what, n_rows, real, whole)
     if at == frame.along and piece.began is not None and selected.counts_back:
@@ -308,7 +321,7 @@ def _chosen(frame: _Frame, at: int, where: Where, source: SourceColumns | None) 
 
 
 def _and(mask: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """Both masks, where None is a mask of everything."""
+    """Return the intersection of two masks. None is a mask that selects everything."""
     if mask is None or other is None:
         return other if mask is None else mask
     return mask & other
@@ -317,12 +330,13 @@ def _and(mask: Tensor | None, other: Tensor | None) -> Tensor | None:
 def _so_far(
     selected: Selection, sizes: range, what: str, n_rows: int, real: Rows | None
 ) -> list[list[int]]:
-    """The places that were selected of a text at any of its sizes so far, as with a cache of keys."""
+    """Return the places that were selected at any size of the text so far, as with a KV cache."""
     places: list[set[int]] = [set() for _ in range(n_rows)]
     for size in sizes:
         inside = real and [[column for column in columns if column < size] for columns in real]
         rows = selected.rows(size, what, n_rows, inside, whole=False)
-        for row, more in zip(places, itertools.cycle(rows)):  # one row may be for all
+        # There may be one row for all texts.
+        for row, more in zip(places, itertools.cycle(rows)):
             row.update(more)
     return [sorted(row) for row in places]
 
@@ -330,12 +344,12 @@ def _so_far(
 def _real_keys(
     frame: _Frame, box: Sequence[slice], firsts: Sequence[int]
 ) -> Bool[Tensor, "..."] | None:
-    """A mask of the keys in a box that are not padding; None if none is padding.
+    """Return a mask of the keys in a box that are not padding; None if there is no padding.
 
     Args:
-        frame: the axes.
+        frame: the axes of the activation.
         box: the box.
-        firsts: where the box begins along each axis, in the whole text.
+        firsts: the start of the box along each axis, in the whole text.
     """
     mask: Tensor | None = None
     texts = box[frame.batch] if frame.n_rows > 1 else slice(None)
@@ -350,9 +364,11 @@ def _real_keys(
 def _real_columns(
     axis: str, n_rows: int, size: int, columns: range
 ) -> Bool[Tensor, "batch column"] | None:
-    """A mask of the real columns of an axis of keys; None for other axes, or if all are real.
+    """Return a mask of the real columns of an axis of keys;
 
-    Virtual tokens, which come before the text, have negative columns, and are not padding.
+    None for other axes, or if all are real.
+
+    Virtual tokens come before the text. They have negative columns and are not padding.
     """
     piece = piece_read()
     if axis != "key" and axis not in piece.others:
@@ -365,14 +381,14 @@ def _real_columns(
 
 
 def _real_along(axis: str, n_rows: int, size: int) -> Rows | None:
-    """The real columns of each text along an axis of a value; None if there is no padding."""
+    """Return the real columns of each text along an axis; None if there is no padding."""
     piece = piece_read()
     is_counted = axis in TEXT_AXES or axis in piece.others
     return piece.columns_along(axis, n_rows, size) if is_counted else None
 
 
 def _unpadded(real: Rows | None, where: Where, size: int) -> Rows | None:
-    """The real columns of texts. In texts that `where` leaves out every column counts as real."""
+    """Return the real columns of texts. In texts that are not selected, all columns are real."""
     if real is None or "batch" not in where:
         return real
     (rows,) = where["batch"].rows(len(real), "batch")
@@ -380,13 +396,13 @@ def _unpadded(real: Rows | None, where: Where, size: int) -> Rows | None:
 
 
 def _source_columns(rows: Rows, sources: Rows, held: range, whole: bool) -> list[list[int]]:
-    """The source's column for each place that is held; -1 where nothing changes. See `_chosen`."""
+    """Return the source's column for each place in `held`; -1 if it does not change."""
     chosen = [[-1] * len(held) for _ in range(max(len(rows), len(sources)))]
     for copy, its in enumerate(chosen):
         row, source = rows[copy % len(rows)], sources[copy % len(sources)]
-        # A slice may go on in the next piece.
+        # A slice may continue in the next piece.
         if len(source) not in (1, len(row)) and (whole or len(source) < len(row)):
-            rule = f"one column, or one for each of {len(row)} positions"
+            rule = f"one column, or one column for each of {len(row)} positions"
             raise SelectionError(f"source_pos must have {rule}; got {len(source)}")
         for m, column in enumerate(row):
             if column in held:

@@ -1,13 +1,13 @@
-"""Sources of an edit's values: caches, tensors and directions, and the columns that are taken.
+"""Sources of an edit's values: caches, tensors and directions, and the columns that are used.
 
-`edits.replace(cache, pos=-1)` changes the last real token of each text. The value comes from the
-last real token of each text of the source, whose texts may have other lengths:
+`edits.replace(cache, pos=-1)` changes the last real token of each text. The new value is
+the value of the last real token of each text of the source, whose texts may have other lengths:
 
-1. `ValueSource.at` gives the value of the point in the source, with its axes (`_value`).
-2. It says which of the source's columns are taken (`_columns`): the columns of `source_pos`, or the
-   selected positions counted from the end of the source's own texts, or the same columns as in the
+1. `ValueSource.at` returns the value of the point in the source, with its axes (`_value`).
+2. It also returns the columns of the source (`_selected_columns`): the columns of `source_pos`, or
+   the selected positions counted from the end of the source's texts, or the same columns as in the
    edited texts.
-3. `places.locate` puts these columns in the order of the selected positions.
+3. `places.locate` reorders these columns to the selected positions.
 """
 
 import math
@@ -43,32 +43,34 @@ Axes = tuple[str, ...]
 
 @runtime_checkable
 class Vectors(Protocol):
-    """A vector for each of some points, such as a `Direction`."""
+    """Vectors of some points, such as a `Direction`."""
 
     def vector_at(self, point: Point) -> Shaped[Tensor, " d"]:
-        """The vector of a point."""
+        """Return the vector of a point."""
 
 
 Values = Shaped[Tensor, "..."] | ActivationCache | Vectors
-"""The source of an edit's values: a cache or a direction, looked up by the point's name, or a
-tensor with the point's axes. Axes of size 1 broadcast, except `pos`, `query` and `key` of a cache.
-A tensor may lack the axes that an integer selects, and then leading ones.
+"""The source of an edit's values.
+
+The source is a cache or a direction, which are read by the name of the point, or a tensor with the
+axes of the point. Axes of size 1 broadcast, except `pos`, `query` and `key` of a cache. A tensor
+may lack the axes that an integer selects, and also leading axes.
 """
 
 
 @dataclass(frozen=True, eq=False)
 class ValueSource:
-    """A source of the values that an edit puts into a place.
+    """The source of the values that an edit writes to a place.
 
     Attributes:
-        values: the values, as the user gave them.
-        whole: the axes along which the change needs all of the source, as a mean does.
-        columns: the columns that go to the selected positions, in order, or one column for all.
-            None: the same columns or, where the edit counts positions from the end of a text, the
-            same positions counted from the end of the source's own text.
-        attention_mask: True at real tokens of the source, [batch, pos]. A cache knows its own.
-        rows: the rows of the source that a row of the activation takes values from: the `same` row,
-            `all` rows, as a mean does, or a `donor`, another row.
+        values: the values that the user passed.
+        whole: the axes along which the change needs the whole source, such as a mean.
+        columns: the columns for the selected positions, in order, or one column for all positions.
+            None means the same columns or, if the edit counts positions from the end of a text, the
+            same positions counted from the end of the source's text.
+        attention_mask: True for real tokens of the source, [batch, pos]. A cache contains its mask.
+        rows: the rows of the source for a row of the activation: the `same` row, `all` rows (for a
+            mean), or a `donor`, another row.
     """
 
     values: Values
@@ -80,13 +82,14 @@ class ValueSource:
     def __post_init__(self) -> None:
         if not isinstance(self.values, (Tensor, ActivationCache, Vectors)):
             raise TypeError(
-                f"values must be a tensor, a cache or a direction; got {shown(self.values)} (torch.as_tensor makes a tensor of a number, a list or an array)"
+                f"values must be a tensor, a cache or a direction; got {shown(self.values)} "
+                "(torch.as_tensor converts a number, a list or an array)"
             )
 
     def mask(self, name: str, axis: str = "pos") -> Tensor | None:
         """Return the mask of a value's real columns, [batch, column], on the CPU.
 
-        None if all are real, or if that is not known.
+        None if all columns are real, or if the padding is unknown.
         """
         values = self.values
         if self.attention_mask is not None:
@@ -96,25 +99,25 @@ class ValueSource:
 
     @cached_property
     def _digests(self) -> list[str] | None:
-        """A hash of the text of each row; None if the texts are not known."""
+        """The hash of the text of each row; None if the texts are unknown."""
         if not isinstance(self.values, ActivationCache) or self.values.is_part:
             return None
         text = text_of(self.values)
         return None if text is None else digests(text)
 
     def copies(self, value: Shaped[Tensor, "..."], axes: Axes, name: str) -> list[int] | None:
-        """Return the number of each row's text, where some are copies of one text.
+        """Return the number of each row's text, if some rows are copies of one text.
 
-        A cache does not keep all inputs of its run, such as images. So rows are copies only if
-        their values are equal too, up to rounding.
+        A cache does not contain all inputs of its run, such as images. So rows are copies only if
+        their values are also equal, up to rounding.
 
         Args:
             value: the value of the source.
-            axes: its axes.
-            name: the point.
+            axes: the axes of the value.
+            name: the name of the point.
 
         Returns:
-            The numbers; None if there are no copies, or if the texts are not known.
+            The numbers; None if there are no copies, or if the texts are unknown.
         """
         if self._digests is None or len({*self._digests}) == len(self._digests):
             return None
@@ -124,7 +127,8 @@ class ValueSource:
         along = next((at for at, axis in enumerate(axes) if axis in POSITION_AXES), None)
         rows = [value.select(batch, row) for row in range(len(self._digests))]
         mask = self.mask(name)
-        if along is not None and mask is not None:  # padding may hold anything
+        # Compare only real columns, because the values of padding may be anything.
+        if along is not None and mask is not None:
             at = along - (along > batch)
             rows = [
                 part.index_select(at, to_device(real.nonzero()[:, 0], part.device))
@@ -139,7 +143,7 @@ class ValueSource:
 
     @property
     def knows_its_padding(self) -> bool:
-        """Whether the source knows which of its columns are padding. A tensor does not."""
+        """Whether the padding of the source is known. The padding of a tensor is unknown."""
         return isinstance(self.values, ActivationCache) or self.attention_mask is not None
 
     def at(self, activation: Shaped[Tensor, "..."], point: Point, where: Where) -> SourceValue:
@@ -147,14 +151,14 @@ class ValueSource:
 
         Args:
             activation: the value that an edit changes.
-            point: where it is.
+            point: the point of the activation.
             where: the places that the edit selects.
 
         Raises:
-            UnknownNameError: if a cache lacks the point, or the value an axis of `whole`.
-            EditError: if a tensor has too many axes, or its first may be the batch or the
-                positions; or see `_real_rows` and `_selected_columns`.
-            SelectionError: if texts of a mean have other numbers of the selected positions.
+            UnknownNameError: if a cache lacks the point, or the value lacks an axis of `whole`.
+            EditError: if a tensor has too many axes, if its first axis may be the batch or the
+                positions, or for the reasons of `_real_rows` and `_selected_columns`.
+            SelectionError: if the number of selected positions differs between the texts of a mean.
         """
         point_axes = axes_of(point, activation.ndim)
         sizes = dict(zip(point_axes, activation.shape, strict=True))
@@ -167,7 +171,7 @@ class ValueSource:
         selected = self.columns
         if along is not None:
             selected = self._selected_columns(where.get(along), along, point)
-        # A cached run has columns of its own.
+        # The columns of a cached run do not broadcast.
         fixed = TEXT_AXES if isinstance(self.values, ActivationCache) else ()
         source = SourceValue(value, axes, whole=self.whole, fixed=fixed)
         if selected is None:
@@ -180,7 +184,7 @@ class ValueSource:
     def _averaged_columns(
         self, source: SourceValue, selected: Selection, along: str, point: Point
     ) -> SourceValue:
-        """The selected columns of each text of a mean, in the order of the selection."""
+        """Return the selected columns of each text of a mean, in the order of the selection."""
         at, batch = source.axes.index(along), source.axes.index("batch")
         n_rows, n_columns = source.value.shape[batch], source.value.shape[at]
         mask = self.mask(point.name)
@@ -205,11 +209,11 @@ class ValueSource:
 
         Args:
             selected: the positions that the edit selects; None for all.
-            axis: their axis.
-            point: where the edit acts.
+            axis: the axis of the positions.
+            point: the point of the edit.
 
         Raises:
-            EditError: if a mean is asked for other positions of each text.
+            EditError: if the positions of a mean differ between texts.
         """
         if self.columns is not None:
             return self.columns
@@ -219,25 +223,30 @@ class ValueSource:
             return None
         if self.rows == "all" and selected.is_by_example:
             if self.mask(point.name) is None and piece_read().columns is None:
-                return None  # without padding the columns are the same in all texts
+                # Without padding, the columns are the same in all texts.
+                return None
             raise EditError(
-                f"a mean at {point} must have one {axis} for all texts if {axis} counts from the end; "
+                f"a mean at {point} must have one {axis} for all texts if {axis} counts from the "
+                "end; "
                 f"got {selected!r}"
             )
         return selected
 
     def _real_rows(self, batch: int, n_pos: int, point: Point) -> Rows | None:
-        """The real columns among `n_pos` columns of a source, for a batch; None if all are real.
+        """Return the real columns among `n_pos` columns of a source; None if all are real.
 
         Raises:
-            EditError: if places count from the end of a tensor beside padding, as it has no mask.
+            EditError: if positions are counted from the end of a tensor in a run with padding,
+                because the tensor has no mask.
         """
         if not isinstance(self.values, ActivationCache):
             counts_back = self.columns is not None and self.columns.counts_back
             if counts_back and piece_read().columns is not None:
                 raise EditError(
-                    f"source_pos must not count from the end of a tensor beside padding, as its padding is not known; "
-                    f"got {self.columns!r} at {point} (a cache knows its own)"
+                    "source_pos must not count from the end of a tensor in a run with padding, "
+                    "because the "
+                    f"padding of the tensor is unknown; got {self.columns!r} at {point} (pass a "
+                    "cache instead)"
                 )
             return None
         mask = self.mask(point.name)
@@ -246,11 +255,11 @@ class ValueSource:
         return rows and [*rows] * (batch // len(rows))
 
     def _value(self, point: Point, sizes: Mapping[str, int], where: Where) -> tuple[Tensor, Axes]:
-        """The value for a point, and its axes.
+        """Return the value for a point, and its axes.
 
         Args:
-            point: where it goes.
-            sizes: the sizes of all axes there.
+            point: the point of the edit.
+            sizes: the sizes of all axes of the activation.
             where: the places that the edit selects.
         """
         axes = tuple(sizes)
@@ -263,7 +272,8 @@ class ValueSource:
             kept = left if value.ndim < len(axes) else axes
         else:
             value = _unflattened(self.values.vector_at(point), sizes)
-            kept = axes  # a vector has all of the point's last axes
+            # A vector has all of the point's last axes.
+            kept = axes
         n = value.ndim
         if n > len(left) and n != len(axes):
             raise EditError(f"a source at {point} must have its axes; got {list(value.shape)}")
@@ -271,14 +281,18 @@ class ValueSource:
         lacks_batch = n > 0 and "batch" in {*left} - {*source_axes} and source_axes[0] in TEXT_AXES
         if lacks_batch and len(value) == sizes["batch"] == sizes[source_axes[0]] > 1:
             raise EditError(
-                f"a source at {point} must say whether it has rows or columns: values[:, None] for rows "
-                f"of the batch, values[None] for columns along {source_axes[0]}; got {list(value.shape)}"
+                f"a source at {point} must have both axes if sizes are equal: values[:, None] for "
+                "rows "
+                f"of the batch, values[None] for columns along {source_axes[0]}; got "
+                f"{list(value.shape)}"
             )
         return value, source_axes
 
 
 def _unflattened(vector: Shaped[Tensor, "..."], sizes: Mapping[str, int]) -> Shaped[Tensor, "..."]:
-    """A direction with the axes of its point: it has the axes after `pos` in a row."""
+    """Return a direction with the axes of its point, if it is flattened over the axes
+    after `pos`.
+    """
     *_, last = sizes
     if vector.ndim != 1 or len(vector) == sizes[last]:
         return vector
@@ -287,5 +301,5 @@ def _unflattened(vector: Shaped[Tensor, "..."], sizes: Mapping[str, int]) -> Sha
 
 
 def source_of(values: Values, columns: Index | None) -> ValueSource:
-    """Return a source with the columns that go to the selected positions."""
+    """Return a source with the columns for the selected positions."""
     return ValueSource(values, columns=None if columns is None else Selection(columns))

@@ -1,4 +1,4 @@
-"""Edits of a part of a value: along directions, or in a subspace."""
+"""Edits of a part of a value: along some directions, or in a subspace."""
 
 from typing import Protocol, runtime_checkable
 
@@ -14,7 +14,7 @@ from interp.edits.sources import Values, source_of
 
 @runtime_checkable
 class Features(Protocol):
-    """Features of values, some of which are taken from another run."""
+    """Features of values that can be replaced by features of another run."""
 
     def interchanged(
         self, value: Shaped[Tensor, "*rows d"], source: Shaped[Tensor, "*rows d"]
@@ -29,16 +29,17 @@ def interchange(
     source_pos: Index | None = None,
     **where: Index,
 ) -> Edit:
-    """Take the part inside a subspace of a point's last axis from a source, and keeps the rest.
+    """Replace the part of a value in a subspace of the last axis by the part of a source.
 
-    Distributed interchange: Geiger et al. 2024, "Finding Alignments Between Interpretable Causal
-    Variables and Distributed Neural Representations".
+    The rest of the value does not change. This is a distributed interchange intervention: Geiger et
+    al. 2024, "Finding Alignments Between Interpretable Causal Variables and Distributed Neural
+    Representations".
 
     Args:
         source, source_pos: see `replace`.
-        subspace: a direction, or columns that span the subspace. They need not be orthonormal. Or
-            features of the values, such as those of `interp.alignment`.
-        where: what is replaced.
+        subspace: a direction; columns that span the subspace, which need not be orthonormal; or
+            features of the values, such as the features of `interp.alignment`.
+        where: the place that is changed, by axis.
 
     Raises:
         ValueError: if the columns are not linearly independent.
@@ -55,7 +56,8 @@ def interchange(
     else:
         if not hasattr(subspace, "interchanged"):
             raise TypeError(
-                "subspace must be a tensor of columns [d_model, k], or features of interp.alignment; "
+                "subspace must be a tensor of columns [d_model, k], or features of "
+                "interp.alignment; "
                 f"got {shown(subspace)}"
             )
         parts = subspace
@@ -67,14 +69,15 @@ def project_out(directions: Float[Tensor, "dim *k"], **where: Index) -> Edit:
     """Remove the part inside the span of one or more directions of a point's last axis.
 
     Args:
-        directions: a direction, or several as columns. They need not be orthonormal.
-        where: what is changed.
+        directions: a direction, or several directions as columns, which need not be orthonormal.
+        where: the place that is changed, by axis.
 
     Raises:
         ValueError: if the directions are not linearly independent.
 
     >>> from hooks import Point
-    >>> project_out(torch.tensor([0.0, 2.0]))(torch.tensor([[3.0, 4.0]]), Point("any", ("batch", "d_model")))
+    >>> edit = project_out(torch.tensor([0.0, 2.0]))
+    >>> edit(torch.tensor([[3.0, 4.0]]), Point("any", ("batch", "d_model")))
     tensor([[3., 0.]])
     """
     basis, arguments = orthonormal(directions), {"0": directions}
@@ -82,16 +85,16 @@ def project_out(directions: Float[Tensor, "dim *k"], **where: Index) -> Edit:
 
 
 def orthonormal(directions: Tensor) -> Float[Tensor, "dim _k"]:
-    """An orthonormal basis of the span of columns, in float64.
+    """Return an orthonormal basis of the span of columns, in float64.
 
     Raises:
-        ValueError: if they are not linearly independent.
+        ValueError: if the columns are not linearly independent.
     """
     require_kind("directions", directions, Tensor, "a tensor of columns [d_model, k]")
     columns = directions.double().reshape(len(directions), -1)
     basis, triangle = torch.linalg.qr(columns)
     least = torch.finfo(wide_dtype(directions.dtype)).eps ** 0.75
-    # What each column adds to the span of those before it.
+    # A column is independent if it adds a new direction to the span of the previous columns.
     added = triangle.diagonal().abs() > least * columns.norm(dim=0)[: len(triangle)]
     if not (columns.numel() and columns.shape[1] <= len(columns) and added.all()):
         rule = "directions must be one or more linearly independent columns"
@@ -100,7 +103,7 @@ def orthonormal(directions: Tensor) -> Float[Tensor, "dim _k"]:
 
 
 def _inside(x: Tensor, basis: Tensor) -> Tensor:
-    """The part of vectors along the last axis that is inside the span of a basis."""
+    """Return the part of vectors along the last axis that is inside the span of a basis."""
     if x.shape[-1] != len(basis):
         raise EditError(f"directions must have {x.shape[-1]} numbers here; got {len(basis)}")
     precision = wide_dtype(x.dtype)

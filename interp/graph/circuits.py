@@ -101,7 +101,8 @@ def strengths(graph: Graph, scores: Result, signed: bool) -> Float[Tensor, "writ
         raise ValueError("scores must be finite for every edge of this graph; got infinity or NaN")
     if signed and (scores.base is None or scores.target is None):
         raise ValueError(
-            "signed scores must have base and target, the metrics of both texts; got neither or one"
+            "signed scores must have base and target, the metrics of both texts; got scores "
+            "without them"
         )
     helps = _table(graph, _helps(scores))
     return helps if signed else helps.abs()

@@ -58,8 +58,8 @@ def is_identity(norm: nn.Module | None) -> bool:
 def linear_part(norm: nn.Module | None, *shape: int) -> LinearPart:
     """Return the linear part of a LayerNorm, an RMSNorm or an identity.
 
-    PyTorch's norms are known. Any other norm must have the attributes `centres`, `weight` and
-    `bias`; see `LanguageModel`.
+    PyTorch's norms are known. Any other norm needs the attribute `centres`, and may have a
+    `weight` and a `bias`; see `LanguageModel`.
 
     Args:
         norm: a module of tensors [batch, pos, *shape]; None is an identity.

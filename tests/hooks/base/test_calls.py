@@ -132,7 +132,7 @@ def test_what_is_refused(model):
         runner.run_with_cache(TOKENS, calls="all", grads=True)
     with pytest.raises(EditError, match="numbers from 0"):
         runner.run_with_hooks(TOKENS, hooks={"state": edits.zero(call=-1)})
-    with pytest.raises(EditError, match="nobody counts"):
+    with pytest.raises(EditError, match="does not count calls"):
         edits.zero(call=0)(torch.ones(2, 5), runner.points["state"])
 
 
