@@ -139,7 +139,7 @@ def test_a_file_gives_back_the_circuit(tmp_path):
     assert again.found_on == {"ab", "cd"}
     assert torch.equal(again.scores[GRAPH.allowed], scores.mean().double())
     for other in (Graph(variant("pre")), WIDER):
-        with pytest.raises(ValueError, match="of this graph"):
+        with pytest.raises(ValueError, match="belong to this graph"):
             Circuit.load(tmp_path / "circuit", other)
 
 
