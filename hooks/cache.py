@@ -1,4 +1,4 @@
-"""ActivationCache: the values that a run kept, by name, read-only."""
+"""ActivationCache: the values of a run by name, read-only."""
 
 import html
 import itertools
@@ -34,28 +34,31 @@ from hooks.origin import Origin
 from hooks.slicing import Slice
 
 _FORMAT = "hookscope-cache-6"
-# Before the name of a gradient, an input or a mask; no module's name starts with a dot.
+# The prefixes of the names of gradients, inputs and masks; no module's name starts with a dot.
 _GRAD, _INPUT, _MASK = ".grad.", ".input.", ".mask."
 
 
 class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
-    """A read-only mapping from names of points to the values they had in one run.
+    """A read-only mapping from the names of points to their values in one run.
 
-    Keys are full names. A pair is a short form: `cache["pattern", 3]` is `blocks.3.attn.pattern`, and
-    `cache["resid_post", -1]` belongs to the last of the model's layers that has one. Caches come from
-    `HookedRunner.run_with_cache` and `HookedRunner.capture`, and from `ActivationCache.load`.
+    A key is a full name or, as a short form, a pair: `cache["pattern", 3]` is
+    `blocks.3.attn.pattern`, and `cache["resid_post", -1]` is the value of the model's last layer
+    with a `resid_post`. Caches come from `HookedRunner.run_with_cache` and `HookedRunner.capture`,
+    and from `ActivationCache.load`.
 
     Args:
         values: the tensors by name.
         axes: the axis names of each value.
-        origin: the run and the model that the values came from. Short forms count the layers of its points.
-        grads: gradients by name; None where the run did not ask for them.
-        masks: the padding of the texts that the values belong to.
+        origin: the run and the model of the values. Short forms count the layers of the model's
+            points.
+        grads: the gradients by name; None if the run did not record them.
+        masks: the masks of padding in the texts of the values.
 
     Attributes:
-        skipped: the chosen points that have no value, each with the reason: in a model without
-            `HookPoint`s, a module that did not run, for instance.
-        is_part: whether `at` has cut texts or positions, so that `inputs` are of more than the values.
+        skipped: the chosen points without a value, each with the reason. For example, in a model
+            without `HookPoint`s, a module did not run.
+        is_part: whether `at` has selected texts or positions, so that `inputs` cover more than the
+            values.
 
     >>> from hooks import HookedRunner, HookPoint
     >>> model = nn.Sequential(HookPoint("batch d_model"), nn.ReLU()).eval()
@@ -84,28 +87,28 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
 
     @property
     def skipped(self) -> Mapping[str, str]:
-        """See above."""
+        """The chosen points without a value, each with the reason."""
         return self._origin.skipped
 
     @property
     def is_part(self) -> bool:
-        """See above."""
+        """Whether `at` has selected texts or positions."""
         return self._origin.is_part
 
     def __getitem__(self, key: str | tuple[str, int]) -> Tensor:
-        """The value under a full name, or under a (short name, layer) pair.
+        """Return the value of a full name, or of a (short name, layer) pair.
 
         Raises:
-            UnknownNameError: if the cache has no such value. The error names close matches, or says why
-                the value was skipped.
+            UnknownNameError: if the cache has no value of this name. The error names close matches,
+                or the reason why the value was skipped.
         """
         return self._values[self.name(key)]
 
     def name(self, key: str | tuple[str, int]) -> str:
-        """The full name that `key` stands for.
+        """Return the full name of `key`.
 
         Raises:
-            UnknownNameError: if this cache does not hold it.
+            UnknownNameError: if this cache does not contain the name.
         """
         match key:
             case str():
@@ -135,32 +138,33 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
 
     @property
     def inputs(self) -> Mapping[str, Any]:
-        """The arguments of the model's run, by the names of its `forward`.
+        """The arguments of the model's run, by the parameter names of its `forward`.
 
-        Masks and tensors that are not of floating-point numbers are copies; other tensors are left out, and
-        so is all but None, numbers and strings. `at` does not slice them. A function `run=` may run the model
-        many times: then integers [batch, pos], such as tokens, are joined along the positions, and masks are
-        the last ones.
+        Masks and tensors without floating-point numbers are copied. None, numbers and strings are
+        stored too. All other arguments are left out. `at` does not slice the inputs. A function
+        `run=` may run the model many times: then integers [batch, pos], such as tokens, are joined
+        along the positions, and the last masks are stored.
         """
         return self._origin.inputs
 
     @property
     def config_hash(self) -> str:
-        """The hash of the configuration that the values came from."""
+        """The hash of the configuration of the model that ran."""
         return self._origin.config_hash
 
     def require_weights_of(self, model: nn.Module) -> None:
-        """Refuse a model that is known to have another configuration or other weights than this cache's.
+        """Check that a model has the configuration and the weights of the model that ran.
 
-        The model that ran is accepted as it is. Of another, or for a cache from a file, some numbers of
-        each weight are compared. If the model that ran is gone, only the configuration is.
+        The model that ran is accepted without a comparison. For a different model, or for a cache
+        from a file, some numbers of each weight are compared. If the model that ran no longer
+        exists, only the configuration is compared.
 
         Raises:
-            CacheError: if its configuration or its weights differ.
+            CacheError: if the configuration or the weights are known to differ.
         """
         self._origin.require(model)
 
-    # Mapping compares item by item, and comparing tensors does not give one truth value.
+    # Mapping compares item by item, but a comparison of tensors has no single truth value.
     __eq__ = object.__eq__
     __hash__ = object.__hash__
 
@@ -178,7 +182,7 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
         return True
 
     def axes(self, key: str | tuple[str, int]) -> tuple[str, ...]:
-        """The axis names of a value; empty where its module declares none."""
+        """Return the axis names of a value; empty if its module declares no axes."""
         return self._axes[self.name(key)]
 
     @property
@@ -186,10 +190,13 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
         """The gradient at each point, from the last backward pass.
 
         Raises:
-            CacheError: if the run did not ask for them, or no backward pass has reached them yet.
+            CacheError: if the run did not request gradients, or no backward pass has reached the
+                points yet.
         """
         if self._grads is None:
-            raise CacheError("no gradients here: run with grads=True, and slice after backward()")
+            raise CacheError(
+                "the cache has no gradients: run with grads=True, and slice after backward()"
+            )
         if not self._grads:
             raise CacheError("no gradient has arrived: call backward() on a loss of this run first")
         arrived = {name: self._grads[name] for name in self._axes if name in self._grads}
@@ -199,11 +206,11 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
         return type(self)(arrived, self._axes, origin, masks=self._masks)
 
     def layer_names(self, short: str) -> dict[int, str]:
-        """The full names that end in `short`, by layer.
+        """Return the full names that end in `short`, by layer.
 
         Raises:
-            UnknownNameError: if there is no such value.
-            CacheError: if the model has the value in a layer, and this cache does not.
+            UnknownNameError: if no name ends in `short`.
+            CacheError: if the model has the value in a layer, but this cache does not.
         """
         by_layer = names.names_by_layer(short, self._all_names())
         absent = [name for name in by_layer.values() if name not in self._values]
@@ -217,20 +224,23 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
         return by_layer
 
     def layers(self, short: str) -> Iterator[Tensor]:
-        """The values of all layers whose names end in `short`, one after the other. A lazy cache keeps none of them.
+        """Yield the value of each layer whose name ends in `short`.
+
+        A lazy cache does not store these values.
 
         Raises:
-            UnknownNameError, CacheError: as for `layer_names`.
+            UnknownNameError, CacheError: see `layer_names`.
         """
         return (self.read(name)[0] for name in self.layer_names(short).values())
 
     def stack(self, short: str) -> Shaped[Tensor, "layer ..."]:
-        """The values of all `layers`, stacked: [layer, ...].
+        """Return the values of all `layers`, stacked: [layer, ...].
 
         If they are on several devices, the result is on the device of the first layer.
 
         Raises:
-            UnknownNameError, CacheError: as for `layer_names`, or if layers of a lazy cache differ in shape or dtype.
+            UnknownNameError, CacheError: see `layer_names`; a CacheError also if layers of a lazy
+                cache differ in shape or dtype.
             MemoryLimitError: if the result does not fit into memory.
         """
         n_layers, values = len(self.layer_names(short)), self.layers(short)
@@ -239,22 +249,25 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
         require_room(n_layers * first.nbytes, first, advice)
         if not isinstance(self._values, LazyValues):
             return stacked([first, *values])
-        # Of a lazy cache only one layer is in memory besides the result.
+        # With a lazy cache, only one layer is in memory in addition to the result.
         whole = first.new_empty(n_layers, *first.shape)
         for layer, value in zip(whole, itertools.chain([first], values), strict=True):
             kinds = [f"{each.dtype} {[*each.shape]}" for each in (layer, value)]
             if kinds[0] != kinds[1]:
                 raise CacheError(
-                    f"{short!r} must be alike in all layers; got {' and '.join(kinds)}"
+                    f"{short!r} must have one shape and dtype in all layers; got "
+                    f"{' and '.join(kinds)}"
                 )
             layer.copy_(value)
         return whole
 
     def read(self, *keys: str | tuple[str, int]) -> tuple[Tensor, ...]:
-        """The values under several keys. A lazy cache runs each of their blocks once, and keeps none of them.
+        """Return the values of several keys.
+
+        A lazy cache runs each block once, and does not store the values.
 
         Raises:
-            UnknownNameError: if the cache has no such value.
+            UnknownNameError: if the cache does not have a value.
         """
         full_names = [self.name(key) for key in keys]
         if isinstance(self._values, LazyValues):
@@ -263,19 +276,22 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
         return tuple(self._values[name] for name in full_names)
 
     def at(self, **where: Index) -> "ActivationCache":
-        """A cache of views, sliced by axis name: `cache.at(batch=0, pos=slice(5, None))`.
+        """Return a cache of views, sliced by axis name: `cache.at(batch=0, pos=slice(5, None))`.
 
-        An integer drops the axis. A list or a mask makes copies. Values without the axis stay whole. `pos` also cuts
-        `query`, as `positions=` of a run does, unless that is given too. Of a lazy cache it
-        is lazy: a value is computed and cut when it is read, and only then is a place that it lacks an error.
+        An integer drops the axis. A list or a mask makes copies. Values without the axis are not
+        sliced. `pos` also slices `query`, like `positions=` of a run, unless `query` is given too.
+        A lazy cache returns a lazy cache, whose values are computed and sliced when they are read.
+        Missing positions raise an error when they are read.
 
-        Along `pos`, `query` and `key` of texts with padding, negative places count real tokens of each text, so `pos=-1`
-        is the last one of each, a copy; `hooks.positions.Selection` has all forms.
+        Along `pos`, `query` and `key` of texts with padding, negative places count the real tokens
+        of each text: `pos=-1` selects the last real token of each text, as a copy.
+        `hooks.base.selection.Selection` documents all forms.
 
         Raises:
-            UnknownNameError: if no value has an axis of that name.
-            CacheError: if nothing of a value is selected.
-            SelectionError: if a place along positions is padding, or texts would have other numbers of places.
+            UnknownNameError: if no value has an axis of this name.
+            CacheError: if no number of a value is selected.
+            SelectionError: if a position is padding, or if the number of positions differs between
+                texts.
         """
         known = {axis for name in self for axis in self.axes(name)}
         for axis in where:
@@ -299,20 +315,25 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
     def real(
         self, axis: str = "pos", name: str | None = None
     ) -> Bool[Tensor, "batch _size"] | None:
-        """The mask of the values' places along `pos`, `query` or `key`: True at real tokens, as far as `at` left them.
+        """Return the mask of the values along `pos`, `query` or `key`, sliced like the values:
 
-        None if all are real, nobody knows, or the axis is gone. A run may read several batches of texts, as an encoder and its
-        decoder do; with `name` it is the mask of the texts of this value.
+        True at real tokens.
+
+        Return None if all tokens are real, the padding is unknown, or the axis was dropped. A run
+        may read several batches of texts, such as the texts of an encoder and its decoder; with
+        `name` the result is the mask of the texts of this value.
         """
         return self._masks.along(axis, name)
 
     def to(self, target: torch.device | torch.dtype | str) -> "ActivationCache":
-        """A cache on another device, or in another floating dtype. Integers keep their dtype.
+        """Return a cache on another device, or in another floating dtype.
+
+        Integers keep their dtype.
 
         Lazy values are computed first, one block at a time.
 
         Raises:
-            ValueError: if the dtype is not a floating one.
+            ValueError: if the dtype is not a floating dtype.
         """
         kind = "dtype" if isinstance(target, torch.dtype) else "device"
         if kind == "device":
@@ -329,13 +350,13 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
 
     @property
     def nbytes(self) -> int:
-        """The memory that the cache holds now, in bytes. Storage that values share counts once."""
+        """The present memory of the cache in bytes. Storage that values share counts once."""
         values = self._values
         held = values.held() if isinstance(values, LazyValues) else values.values()
         return storage.nbytes(held)
 
     def drop(self) -> None:
-        """Free the values that a lazy cache recomputed. It computes them again when asked.
+        """Free the values that a lazy cache recomputed. They are computed again when they are read.
 
         Raises:
             CacheError: if the cache is not lazy, because the values would be lost.
@@ -350,7 +371,7 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
         Lazy values are computed while they are written, one block at a time.
 
         Raises:
-            FileNotFoundError: if there is no such directory.
+            FileNotFoundError: if the directory does not exist.
         """
         inputs = {n: value for n, value in self.inputs.items() if isinstance(value, Tensor)}
         tensors = {_INPUT + name: value for name, value in inputs.items()}
@@ -384,10 +405,11 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
 
         Args:
             path: the file.
-            model: if given, the cache must come from a model with its configuration and weights.
+            model: if given, the cache must come from a model with the same configuration and
+                weights.
 
         Raises:
-            CacheError: if the file is damaged, is no cache, or came from another model.
+            CacheError: if the file is damaged, is not a cache, or comes from a different model.
         """
         with storage.opened(storage.path_of(path), _FORMAT) as (tensors, facts):
             axes = {name: tuple(listed) for name, listed in facts["axes"].items()}
@@ -399,7 +421,7 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
                 inputs=inputs | facts["inputs"],
                 hashed=facts["hashed"],
                 skipped=facts["skipped"],
-                # Files of earlier versions do not say it.
+                # Files of earlier versions lack this entry.
                 is_part=facts.get("is_part", False),
             )
             text_masks = TextMasks.read(masks, facts["texts"])
@@ -418,7 +440,10 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
         origin: Origin,
         masks: TextMasks,
     ) -> "ActivationCache":
-        """Return a cache whose values and gradients are changed. The values of one block are in memory at a time."""
+        """Return a cache with changed values and gradients.
+
+        Only the values of one block are in memory at a time.
+        """
         values: dict[str, Tensor] = {}
         bound = Bound([*self], otherwise="read some values at a time, with cache.read")
         for name, value in self._by_block():
@@ -428,7 +453,7 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
         return type(self)(values, axes, origin, grads=grads or None, masks=masks)
 
     def _repr_html_(self) -> str:
-        """The table of its values, as many as `repr` shows."""
+        """Return a table with as many values as `repr` shows."""
         title, *lines = repr(self).splitlines()
         cell = "<td style='text-align: left'>{}</td>"
         cells = (map(html.escape, line.strip().split(maxsplit=1)) for line in lines)
@@ -450,5 +475,5 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
 
 
 def _of_kind(kind: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a file whose names begin with a kind, without it."""
+    """Return the tensors of a file whose names begin with a prefix, by name without the prefix."""
     return {n.removeprefix(kind): tensor for n, tensor in tensors.items() if n.startswith(kind)}

@@ -1,4 +1,4 @@
-"""Recorder: keeps the values of the requested points during a run."""
+"""Recorder: records the values of the requested points during a run."""
 
 import dataclasses
 import functools
@@ -29,17 +29,20 @@ from hooks.session import Session
 
 
 class Complete(BaseException):
-    """Ends the run of the recorder that it holds. `except Exception` in the model does not catch it."""
+    """An exception that ends the run of its recorder.
+
+    `except Exception` in the model does not catch it.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """The values that a run keeps.
+    """The values that a run records.
 
     Attributes:
         points: the chosen points, by name.
         optional: names of points that may have no value.
-        options: how to keep values.
+        options: the options for the values.
     """
 
     points: Mapping[str, Point]
@@ -49,22 +52,24 @@ class Request:
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Recorder:
-    """Collects the values of `points`, and their gradients if asked, during one run.
+    """A recorder of the values of `points`, and of their gradients if requested, during one run.
 
     Attributes:
-        points: what to listen at.
-        options: how to keep values.
+        points: the points to record.
+        options: the options for the values.
         optional: names of points that may have no value.
         stops: whether to end the run, by `Complete`, once every point has fired.
-        joined: a point may fire many times. Its values are joined along the position axis.
-        unkept: points of which only the names are recorded, once they fire.
-        bound: counts what is kept, and refuses too much.
-        memory_of_others: None to copy every value. Otherwise nothing writes into a value during the run, so a value is kept
-            as it is, unless its memory belongs to a weight or an argument (see `_torch.memory_of`).
-        values: the captured values by name; after `finish` in the model's order.
-        axes: after `finish`, the axes of each value, also of values that are not kept.
+        joined: whether a point may fire many times. Its values are then joined along the position
+            axis.
+        unkept: points of which only the names are recorded when they fire.
+        bound: counts the recorded bytes and raises an error above the limit.
+        memory_of_others: None to copy every value. Otherwise nothing writes into a value during the
+            run, so a value is not copied, unless its memory belongs to a weight or an argument (see
+            `_torch.memory_of`).
+        values: the recorded values by name; after `finish` in the model's order.
+        axes: after `finish`, the axes of each value, including values that are not stored.
         fired: the names of the points that the run reached.
-        skipped: why optional points have no value, by name.
+        skipped: the reason why each optional point without a value has none, by name.
         grads: the gradients from a later backward pass, without their graph.
     """
 
@@ -87,7 +92,7 @@ class Recorder:
         self._versions: dict[str, int] = {}
         self._copies = Copies()
         self._parts: dict[str, list[Tensor]] = {}
-        # The pieces of texts with padding that points read, in the order in which they began.
+        # The pieces of texts with padding that points read, in the order of their start.
         self._pieces: dict[str, Piece] = {}
         self._keeps_calls = self.options.keeps_calls
         self._views: list[str] = []
@@ -96,13 +101,14 @@ class Recorder:
         """Record all points, through hooks of the session."""
         record = self._record
         for name, point in self.points.items():
-            # Where nothing is kept a hook would only switch a fused kernel off. Optional points need one,
-            # to tell whether they ran; models that have fused kernels have HookPoints, which are not optional.
+            # If no value is stored, a hook would only disable a fused kernel. Optional points need
+            # a hook, because it shows whether they ran; models with fused kernels have HookPoints,
+            # which are not optional.
             if name not in self.unkept or name in self.optional:
                 session.after(point.module, functools.partial(record, point))
 
     def _record(self, point: Point, output: Any) -> Any:
-        """A forward hook that records `point` and leaves its value unchanged."""
+        """Record the value of `point` in a forward hook and leave the value unchanged."""
         name, axes, replaced = point.name, point.axes, None
         try:
             value = output if isinstance(output, Tensor) else first_tensor(output, point)
@@ -111,12 +117,13 @@ class Recorder:
             require_unsplit(value, point)
             if name in self.fired and not (self.joined or self._keeps_calls):
                 raise HookError(
-                    f"{name} fired twice; a cache keeps one value per name (calls='all' keeps each)"
+                    f"{name} fired twice; a cache stores one value per name (calls='all' stores "
+                    "all values)"
                 )
             if self.options.grads:
                 node = self._watch(value, point)
                 replaced = with_first_tensor(output, node)
-                # The model may write into the node, so it is kept only if its graph is wanted.
+                # The model may write into the node, so it is stored only if its graph is needed.
                 value = value if self.options.detach else node
             if name not in self.unkept:
                 self._keep(value, point)
@@ -132,15 +139,18 @@ class Recorder:
         return replaced
 
     def note(self, name: str, piece: Piece) -> None:
-        """Keep the piece of texts with padding that a point read; of several pieces, the start of the first and the masks of the last."""
+        """Record the piece of texts with padding that a point read.
+
+        Several pieces are combined: the start of the first and the masks of the last.
+        """
         before = self._pieces.get(name)
         if before is None or not piece.has_masks_of(before):
             start = (before or piece).start
             self._pieces[name] = Piece(start, piece.real, others=piece.others)
 
     def masks(self) -> TextMasks:
-        """The masks of the texts that points read."""
-        # The last texts come first: the texts of a decoder, or the text beside an image.
+        """Return the masks of the texts that points read."""
+        # The last texts come first: the texts of a decoder, or the text that follows an image.
         texts: list[Piece] = []
         for piece in reversed(self._pieces.values()):
             if not any(piece.has_masks_of(text) for text in texts):
@@ -155,22 +165,26 @@ class Recorder:
         return TextMasks(batches, {name: number for name, number in numbers.items() if number})
 
     def skip(self, point: Point, error: HookError) -> None:
-        """Leave an optional point out, and say why in `skipped`. Raises `error` for any other."""
+        """Leave out an optional point and store the reason in `skipped`.
+
+        Raise `error` for any other point.
+        """
         if point.name not in self.optional:
             raise error
         self.skipped[point.name] = str(error)
 
     def finish(self, reason: str = NEVER_FIRED, output: Any = None) -> None:
-        """Put values in the model's order, and check that all are present.
+        """Sort the values in the model's order, and check that all values are present.
 
         Args:
-            reason: why a point may not have been reached, for the error.
-            output: what the run returned. The caller may write there, so values that share its memory are copied.
+            reason: a possible reason why a point was not reached, for the error.
+            output: the output of the run. The caller may write into it, so values that share its
+                memory are copied.
 
         Raises:
-            NeverFiredError: if the run did not reach a point that is not optional; the message
+            NeverFiredError: if the run did not reach a point that is not optional; the error
                 includes `reason`.
-            CacheError: if a later module overwrote a value in place that was not copied.
+            CacheError: if a later module overwrote, in place, a value that was not copied.
         """
         self._settle()
         self.options.placement.wait()
@@ -204,7 +218,7 @@ class Recorder:
                 self.values[name] = torch.stack(calls)
 
     def _refuse_overwritten(self) -> None:
-        """Refuse values without copies that the model wrote over later."""
+        """Raise an error if the model overwrote values that were not copied."""
         remedy = (
             "detach=True" if self.memory_of_others is None else "model.overwrites_values = True"
         )
@@ -214,14 +228,17 @@ class Recorder:
                 self.skip(self.points[name], CacheError(changed))
 
     def _copy_returned(self, output: Any) -> None:
-        """Copy values without copies that share memory with the output."""
+        """Copy the values that share memory with the output and were not copied before."""
         returned = memory_in(output)
         for name in self._versions:
             if _torch.memory_of(self.values[name]) in returned:
                 self.values[name] = private(self.values[name])
 
     def _require_fired(self, reason: str) -> None:
-        """Skip optional points that the run did not reach, and refuse the run if it did not reach another."""
+        """Skip optional points that the run did not reach.
+
+        Raise an error if it did not reach any other point.
+        """
         absent = [name for name in self.points if name not in self.fired]
         for name in absent:
             if name in self.optional:
@@ -230,14 +247,16 @@ class Recorder:
 
     def _watch(self, value: Tensor, point: Point) -> Tensor:
         if isinstance(point.module, HookPoint) and value.dtype == torch.int64:
-            # Whole numbers, such as the numbers of experts, have no gradients.
+            # Integers, such as the numbers of experts, have no gradients.
             return value
         value = as_node(value, point)
-        # The hook lives as long as the graph, so it must not hold the recorder and its values.
+        # The hook lives as long as the graph, so it must have no reference to the recorder and its
+        # values.
         grads, options, piece = self.grads, self.options, piece_read()
 
         def keep(grad: Tensor | None) -> None:
-            if grad is None:  # a function on the way says that there is none
+            # An autograd function may return None as the gradient.
+            if grad is None:
                 return
             # A copy, because PyTorch may use the same memory for the `grad` of a leaf.
             with reading(piece):
@@ -251,7 +270,7 @@ class Recorder:
         if value.requires_grad and not self.options.detach:
             kept = self.options.apply(value, point)
             if self.joined or self._keeps_calls or not _torch.has_storage(kept):
-                # A later run may write there: into a key/value cache, for instance.
+                # A later run may write into this memory, for example into a key/value cache.
                 kept = kept.clone()
             else:
                 self._versions[name] = _torch.version(kept)
@@ -283,7 +302,9 @@ class Recorder:
         )
 
     def _note_view(self, name: str, kept: Tensor) -> None:
-        """Note the version of a value, and that it may be part of a larger memory, as keys are of all three projections."""
+        """Record the version of a value, and that it may be a view of a larger tensor, such as keys
+        in the output of all three projections.
+        """
         if self._views and _torch.memory_of(self.values[self._views[0]]) != _torch.memory_of(kept):
             self._settle()
         self._versions[name] = _torch.version(kept)
@@ -291,7 +312,7 @@ class Recorder:
             self._views.append(name)
 
     def _settle(self) -> None:
-        """Copies the last views if they are not their whole memory together, which would stay for them."""
+        """Copy the last views if they would keep a larger tensor alive."""
         views = {name: self.values[name] for name in self._views}
         different = {id(view): view for view in views.values()}
         is_part = any(
@@ -307,7 +328,7 @@ class Recorder:
 
 
 def memory_in(tree: Any) -> set[int]:
-    """The memory of each tensor in nested containers; see `_torch.memory_of`."""
+    """Return the memory of each tensor in nested containers; see `_torch.memory_of`."""
     memory: set[int] = set()
 
     def note(leaf: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Edits: hook functions, checks of what they return, and the `with` in which they act."""
+"""Edits: hook functions, checks of their results, and the `with` in which they act."""
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,11 +30,15 @@ from hooks.receipts import Receipt, Receipts
 from hooks.session import OutputHook, Session, hooks_disabled, is_open
 
 ELSEWHERE = (
-    "the model ran to its end only in other threads; hooks act in the thread that enters the `with` or adds them, "
+    "the model ran to its end only in other threads; hooks act in the thread that enters the "
+    "`with` or adds them, "
     "and in asyncio tasks that start inside the `with`: set them in the thread that runs the model"
 )
 Hooks = Mapping[Any, Hook] | Sequence[tuple[Any, Hook]]
-"""Hook functions, each for a `Selector`: a mapping, or pairs. At a point they act in the order given."""
+"""Hook functions, each for a `Selector`, as a mapping or as pairs.
+
+At a point they act in the given order.
+"""
 
 
 @dataclass(frozen=True)
@@ -52,20 +56,23 @@ class EditedPoint:
     def apply(
         self, value: Shaped[Tensor, "*axes"], call: int | None = None
     ) -> Shaped[Tensor, "*axes"]:
-        """Return `value` as the hooks change it in turn, each on its own copy. No other hooks act inside.
+        """Apply the hooks to `value` in order, each to a separate copy, and return the result.
+
+        No other hooks act inside.
 
         Args:
             value: the value.
-            call: the number of the call that it is of, if that is known.
+            call: the number of the call of the module, if known.
 
         Raises:
-            EditError: if a hook returns no tensor, or another shape, dtype or device.
+            EditError: if a hook returns no tensor, or changes the shape, dtype or device.
         """
-        # A hook may write into its copy. Two points of the residual stream can share one tensor, and
-        # writing into the original would change what a cache already holds for the other point.
+        # A hook may write into its copy. Two points of the residual stream can share one tensor,
+        # and writing into the original would change the cached value of the other point.
         new = value.clone()
         for hook in self.hooks:
-            # If the hook itself runs a model, no hooks act there. torch.compile goes without this.
+            # If the hook itself runs a model, no hooks act in that run. torch.compile does not
+            # support this.
             if torch.compiler.is_compiling():
                 changed = hook(new, self.point)
             else:
@@ -81,7 +88,7 @@ class EditedPoint:
                 if (got := getattr(new, what)) != (expected := getattr(value, what)):
                     rule = f"must keep the {what} {expected}"
                     raise EditError(f"a hook at {self.point} {rule}; got {got}")
-            # The next hook or the model may write into it, and the hook may have kept it.
+            # The next hook or the model may write into the result, and the hook may have stored it.
             new = new.clone()
         return new
 
@@ -91,11 +98,13 @@ class HookContext:
 
     Raises:
         ContextError: on entering a second time.
-        NeverFiredError: on leaving, if forward passes ended inside and all missed an edited point.
+        NeverFiredError: at the end of the `with`, if forward passes ran inside and none reached an
+            edited point.
 
     >>> from hooks import HookedRunner
     >>> model = nn.Sequential(nn.ReLU())
-    >>> with HookedRunner(model).hooks({"0": lambda value, point: value * 3}, receipts=True) as context:
+    >>> hooks = {"0": lambda value, point: value * 3}
+    >>> with HookedRunner(model).hooks(hooks, receipts=True) as context:
     ...     model(torch.tensor([2.0, 5.0]))
     tensor([ 6., 15.])
     >>> context.receipts[0].largest
@@ -123,20 +132,24 @@ class HookContext:
 
     @property
     def receipts(self) -> Receipts:
-        """Receipts of what each hook has changed so far, hook by hook.
+        """The receipts of the changes so far, one for each hook.
 
         Raises:
             ContextError: if the context was made without `receipts=True`.
         """
         if self._edits and not self._receipts:
-            raise ContextError("receipts must be asked for: runner.hooks(..., receipts=True)")
+            raise ContextError(
+                "receipts are missing; request them with runner.hooks(..., receipts=True)"
+            )
         receipts = [receipt for at_one_point in self._receipts for receipt in at_one_point]
         order = [id(receipt.hook) for receipt in receipts]
         return Receipts(sorted(receipts, key=lambda receipt: order.index(id(receipt.hook))))
 
     def __enter__(self) -> "HookContext":
         if self._session is not None:
-            raise ContextError("a hook context can be entered once: call hooks() again for another")
+            raise ContextError(
+                "a hook context can be entered only once: call hooks() again to make a new context"
+            )
         session = Session(self if self._stays else None)
         try:
             session.__enter__()
@@ -163,7 +176,7 @@ class HookContext:
         except BaseException:
             session.__exit__()
             raise
-        # At the end: this context may outlive a `with` that an interrupt has kept from beginning.
+        # Store the session last: this context may outlive a `with` that an interrupt prevented.
         self._session = session
         return self
 
@@ -181,8 +194,10 @@ class HookContext:
         if not self._fired and not self._has_warned:
             self._has_warned = True
             warn(
-                f"the hooks at {', '.join(self._names())} did not act in this run, because the model was compiled "
-                "and called before they were added: call torch.compiler.reset(), which makes the next run compile again"
+                f"the hooks at {', '.join(self._names())} did not act in this run, because the "
+                "model was compiled "
+                "and called before they were added: call torch.compiler.reset(), which makes the "
+                "next run compile again"
             )
 
     def _names(self) -> list[str]:
@@ -226,10 +241,12 @@ _FORM = "a mapping or pairs of selectors and functions, as {'blocks.0.attn.z': f
 def edited_points(
     hooks: Hooks, known: Mapping[str, Point], points: Mapping[str, Point]
 ) -> list[EditedPoint]:
-    """The points where hooks act. A module with two names is one point, under its first name.
+    """Return the points where hooks act.
+
+    A module with two names is one point, under its first name.
 
     Raises:
-        TypeError: if a hook is not callable, or `hooks` has another form.
+        TypeError: if a hook is not callable, or `hooks` is neither a mapping nor pairs.
         UnknownNameError: if a selector matches nothing.
     """
     if isinstance(hooks, str) or callable(hooks) or not isinstance(hooks, Iterable):
@@ -256,7 +273,7 @@ def edited_points(
 
 
 def _require_two_arguments(hook: Hook, selector: object) -> None:
-    # Other callables are edits, which are many and have the right form.
+    # Other callables are our own edits, which are many and have the right form.
     if not inspect.isfunction(hook):
         return
     signature = inspect.signature(hook)
@@ -264,9 +281,7 @@ def _require_two_arguments(hook: Hook, selector: object) -> None:
         signature.bind(None, None)
     except TypeError:
         form = "must take (activation, point), as in lambda activation, point: activation * 0"
-        raise TypeError(
-            f"the hook at {selector!r} {form}; got one that takes {signature}"
-        ) from None
+        raise TypeError(f"the hook at {selector!r} {form}; its signature is {signature}") from None
 
 
 def edit_at(
@@ -276,25 +291,26 @@ def edit_at(
     receipts: Sequence[Receipt] = (),
     calls: Calls | None = None,
 ) -> OutputHook:
-    """A forward hook that edits the value at a point.
+    """Return a forward hook that edits the value at a point.
 
     Args:
-        edited: the point, and its hooks.
-        fired: takes the point's name when it fires.
-        watch: refuses edits that the other tensors of an output pass by.
-        receipts: take the number of the other tensors.
-        calls: how often each point has fired in this run; None where nobody counts.
+        edited: the point and its hooks.
+        fired: the set of names to which the point is added when it fires.
+        watch: raises an error if the model reads another tensor of the edited output.
+        receipts: the receipts that store the number of the other tensors.
+        calls: the number of times that each point has fired in this run; None if calls are not
+            counted.
 
     Raises:
-        HookError: from the returned function, if a process holds a part of the value; or in the model, if it reads another
-            tensor of an edited output.
-        EditError: from there, as for `EditedPoint.apply`.
+        HookError: from the returned function, if a process has only a part of the value; or in the
+            model, if it reads another tensor of an edited output.
+        EditError: from the returned function; see `EditedPoint.apply`.
     """
     point = edited.point
 
     def edit(output: Any) -> Any:
         value = _reached(output, point, fired)
-        # A count that changes at each run would make a compiler trace each run anew.
+        # If a count changed in each run, a compiler would trace each run again.
         number = None
         if calls is not None and not torch.compiler.is_compiling():
             number = calls.next(point.name)
@@ -304,7 +320,7 @@ def edit_at(
             return edited_output
         for receipt in receipts:
             receipt.beside = sum(1 for _ in tensors_in(output)) - 1
-        # A hook may only look. NaN is as it was, too. A change by rounding is a change.
+        # A hook may only read the value. NaN equals NaN here. A change by rounding is a change.
         is_same = torch.equal(torch.nan_to_num(new), torch.nan_to_num(value))
         return edited_output if is_same else watch.handed_on(edited_output, new)
 
@@ -312,15 +328,17 @@ def edit_at(
 
 
 def gradient_edit_at(edited: EditedPoint, fired: set[str]) -> OutputHook:
-    """A forward hook whose node in the graph edits the gradient at a point in the backward pass.
+    """Return a forward hook that adds a node to the graph, which edits the gradient at a point in
+    the backward pass.
 
     Args:
-        edited: the point, and its hooks.
-        fired: takes the point's name when it fires.
+        edited: the point and its hooks.
+        fired: the set of names to which the point is added when it fires.
 
     Raises:
-        HookError: from the returned function, if no gradient can reach the point, or a process holds a part of its value.
-        EditError: in the backward pass, as for `EditedPoint.apply`.
+        HookError: from the returned function, if no gradient can reach the point, or a process has
+            only a part of its value.
+        EditError: in the backward pass; see `EditedPoint.apply`.
     """
     point = edited.point
 
@@ -333,7 +351,7 @@ def gradient_edit_at(edited: EditedPoint, fired: set[str]) -> OutputHook:
 
 
 def _reached(output: Any, point: Point, fired: set[str]) -> Tensor:
-    """Return the value of a point that has fired, after checks that an edit of it is possible."""
+    """Return the value of a point that has fired, after checks that the value can be edited."""
     if not torch.compiler.is_compiling() and is_checkpointed():
         rule = "which runs it again in backward(), where its hooks may no longer act"
         where = f"{point.name} is inside activation checkpointing"
@@ -345,5 +363,8 @@ def _reached(output: Any, point: Point, fired: set[str]) -> Tensor:
 
 
 def _has_numbers(value: Tensor) -> bool:
-    """Return whether a value has numbers, unlike in a plan, inside vmap, or while compiling."""
+    """Return whether a value has numbers.
+
+    It has none in a plan, inside vmap, or during compilation.
+    """
     return has_storage(value) and not (value.is_meta or isinstance(value, FakeTensor))

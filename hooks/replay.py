@@ -1,14 +1,18 @@
-"""Replay: runs one block again on stored arguments. Lazy caches (`hooks.lazy`) compute their values this way.
+"""Replay: runs one block again on stored arguments.
 
-1. Before the run, each block with requested points notes the state of its weights (`BlockCall.listen`).
-2. During the run, each block stores copies of its arguments and a sample of its output.
-3. When a value is read, its block runs again on those arguments, under the edits of the first run, and that
-   value is recorded, or all those that are asked for together (`BlockCall.read`).
-4. If the weights or the sample differ, the block has changed, and the read is an error. A wrong value is
-   never given.
-5. What was read by itself stays in memory until `LazyValues.drop`. What is read together does not.
+Lazy caches (`hooks.lazy`) compute their values this way.
 
-Keeping inputs and computing the rest again is the idea of activation checkpointing (Chen et al. 2016).
+1. Before the run, the state of the weights of each block with requested points is recorded
+   (`BlockCall.listen`).
+2. During the run, copies of each block's arguments and a sample of its output are stored.
+3. When a value is read, its block runs again on these arguments, under the edits of the first run,
+   and records this value, or all values that are requested together (`BlockCall.read`).
+4. If the weights or the sample differ, the block has changed, and the read raises an error. A wrong
+   value is never returned.
+5. A value that was read alone stays in memory until `LazyValues.drop`. Values that are read
+   together do not.
+
+Storing inputs and recomputing the rest is the idea of activation checkpointing (Chen et al. 2016).
 """
 
 import dataclasses
@@ -37,14 +41,15 @@ def replay(
 ) -> Any:
     """Run one block again on the given arguments and return its output.
 
-    Open hook contexts do not act. Hooks that the user registered on the block do. Gradient mode and
-    autocast stay as the caller set them.
+    Open hook contexts do not act. Hooks that the user registered on the block act. Gradient mode
+    and autocast stay as the caller set them.
 
     Args:
         block: the module to run.
         args, kwargs: the block's arguments.
-        edits: modules, each with a function of its output. Modules outside the block are ignored.
-        recorder: records its points. All must be inside the block.
+        edits: modules, each with a function of the module's output. Modules outside the block are
+            ignored.
+        recorder: records its points, which must all be inside the block.
 
     >>> block = nn.Sequential(nn.ReLU(), nn.Tanhshrink())
     >>> replay(block, (torch.tensor([-1.0, 2.0]),), {}, [(block[1], lambda output: output * 0)])
@@ -68,10 +73,11 @@ _CONSTANTS = (type(None), int, float, str, torch.dtype)
 
 
 def plain_argument(module: nn.Module, leaf: Any, name: str) -> Any:
-    """Return the form in which a module's argument that is no tensor is kept for another run.
+    """Return a module's argument, which is not a tensor, in a form that can be stored for another
+    run.
 
     Raises:
-        HookError: if it is an object that a later run may change.
+        HookError: if the argument is an object that a later run may change.
     """
     if isinstance(leaf, _CONSTANTS):
         return leaf
@@ -84,20 +90,20 @@ def plain_argument(module: nn.Module, leaf: Any, name: str) -> Any:
 
 @dataclasses.dataclass(eq=False)
 class BlockCall:
-    """One call of a block: copies of its arguments, and enough to detect later changes of the block.
+    """One call of a block: copies of its arguments, and data to detect later changes of the block.
 
-    Weights and buffers that were written or replaced are always detected, unless they are offloaded to the
-    meta device while nothing runs. Other changes are detected by the output, of which a sample of every row
-    and column is kept: they must change a whole row or column by more than rounding. A change of single
-    numbers may be missed.
+    A write to a weight or buffer, or its replacement, is always detected, unless the tensor is
+    offloaded to the meta device between runs. Other changes are detected in a sample of the output,
+    with numbers from every row and column: they must change a whole row or column by more than
+    rounding. A change of single numbers may be missed.
 
     Attributes:
         name: the block's name.
         block: the module.
-        points: the block's points that were asked for.
-        copies: the copies of arguments in this run. Blocks may share a mask, for instance.
-        bound: counts what is stored, and refuses too much.
-        fired, repeated: whether the block ran, and whether it did more than once.
+        points: the requested points of the block.
+        copies: the copies of arguments in this run, which blocks may share, such as a mask.
+        bound: counts the stored bytes and raises an error above the limit.
+        fired, repeated: whether the block ran, and whether it ran more than once.
     """
 
     name: str
@@ -113,8 +119,8 @@ class BlockCall:
     def listen(self, session: Session, bound: Bound) -> None:
         """Store the block's next call, through hooks of the session."""
         self.bound = bound
-        # Of all blocks before the run: between other work the same questions take twice as long. A block
-        # that writes its own buffers is then never run again.
+        # Fingerprint every block before the run; interleaving doubles the cost. As a consequence, a
+        # block that writes its own buffers is never run again.
         self._state = _torch.marks(self.block)
         session.before(self.block, self._store)
         session.after(self.block, self._sample)
@@ -123,7 +129,7 @@ class BlockCall:
         if self.fired:
             self.repeated = True
             return
-        # The block itself, a later one or the caller may write into its arguments.
+        # The block, a later block or the caller may write into the arguments.
         self._arguments = mapped((args, kwargs), self._stored)
         self._autocast, self._precision = numerics(self._inputs)
         self._piece = piece_read()
@@ -142,7 +148,8 @@ class BlockCall:
         self._output = sampled(unwatched(output))
 
     def report(self, recorder: Recorder) -> None:
-        """Tell the recorder which points the block's run reached, and skip them if it ran twice.
+        """Mark the points that the block's run reached in the recorder, and skip them if the block
+        ran twice.
 
         Raises:
             HookError: if the block ran twice and a point is not optional.
@@ -159,7 +166,7 @@ class BlockCall:
             recorder.skip(recorder.points[name], error)
 
     def tensors(self) -> list[Tensor]:
-        """The tensors kept of this call: its arguments and a sample of its output."""
+        """Return the stored tensors of this call: its arguments and a sample of its output."""
         return self._inputs + self._output
 
     @_torch.without_gradients
@@ -171,13 +178,13 @@ class BlockCall:
         Args:
             points: the block's points to record.
             edits: the edits of the first run, anywhere in the model.
-            options: how to keep them.
+            options: the options for the values.
 
         Returns:
-            Their values, by name.
+            The values by name.
 
         Raises:
-            CacheError: if the block changed since.
+            CacheError: if the block has changed since the run.
         """
         recorder = Recorder(points, options)
         planned = any(isinstance(tensor, _torch.FakeTensor) for tensor in self.tensors())
@@ -185,28 +192,33 @@ class BlockCall:
         with nullcontext() if planned else _torch.unset_fake_temporarily():
             if not self._record_again(edits, recorder):
                 raise CacheError(
-                    f"{self.name} changed after the run (a weight, an attribute, a hook, an adapter, a dictionary, the "
-                    "precision of products, or an edit that is not the same twice), so running it again "
+                    f"{self.name} changed after the run (a weight, an attribute, a hook, an "
+                    "adapter, a dictionary, the "
+                    "precision of products, or an edit that is not the same twice), so running "
+                    "it again "
                     "would give other values; read a lazy cache before changing the model"
                 )
             recorder.finish("its block gave it in the run, within a `with` that has ended")
         return recorder.values
 
     def _record_again(self, edits: Edits, recorder: Recorder) -> bool:
-        """Record the points in another run, and say whether the output of the block is the same."""
+        """Record the points in another run, and return whether the output of the block
+        is the same.
+        """
         if _torch.marks(self.block) != self._state:
             return False
         precision, output = self._precision(), self._replayed(edits, recorder)
         if is_reproduced(self._output, output, precision):
             return True
-        # Hooks may cause other kernels to run. If those round more, compare without hooks; but what was
-        # recorded must then be the same twice: the same kernels on the same tensors round alike.
+        # With hooks, different kernels may run. If they round more, compare the output without
+        # hooks. The recorded values must then be equal in two runs: the same kernels round the same
+        # tensors equally.
         again = Recorder(recorder.points, recorder.options)
         is_repeatable = is_reproduced(output, self._replayed(edits, again), 0.0)
         return is_repeatable and is_reproduced(self._output, self._replayed(edits), precision)
 
     def _replayed(self, edits: Edits, recorder: Recorder | None = None) -> list[Tensor]:
-        """A sample of what the block gives now."""
+        """Return a sample of the present output of the block."""
         # New containers and tensors, because the block may write into them.
         copies = Copies()
         args, kwargs = mapped(
@@ -217,13 +229,14 @@ class BlockCall:
 
 
 def sampled(output: Any) -> list[Tensor]:
-    """Some numbers of each tensor: at least one of each row and of each column."""
+    """Return some numbers of each tensor: at least one from each row and from each column."""
     return [_sample(tensor.detach().contiguous()) for tensor in tensors_in(output)]
 
 
 def _sample(tensor: Tensor) -> Tensor:
     columns = tensor.shape[-1] if tensor.ndim else 1
-    # A step below the length of a row skips no row. Without a common divisor it reaches every column.
+    # A step below the length of a row skips no row. If the step and the length have no common
+    # divisor, it reaches every column.
     step = max(min(tensor.numel() // max(columns, 1), columns - 1), 1)
     while math.gcd(step, columns) > 1:
         step -= 1
@@ -232,7 +245,10 @@ def _sample(tensor: Tensor) -> Tensor:
 
 
 def numerics(tensors: list[Tensor]) -> tuple[Callable[[], Any], Callable[[], float]]:
-    """Two functions: one enters the present autocast again, one gives the relative size of rounding errors."""
+    """Return two functions.
+
+    One enters the present autocast again; the other returns the relative size of rounding errors.
+    """
     dtype = None
     if _torch.is_any_autocast_enabled() and torch.is_autocast_enabled(
         kind := _autocast_device(tensors)
@@ -249,6 +265,6 @@ def numerics(tensors: list[Tensor]) -> tuple[Callable[[], Any], Callable[[], flo
 
 
 def _autocast_device(tensors: list[Tensor]) -> str:
-    """The kind of device of the first tensor, if it has autocast."""
+    """Return the device type of the first tensor, if autocast supports it."""
     device = tensors[0].device.type if tensors else "cpu"
     return device if torch.amp.is_autocast_available(device) else "cpu"

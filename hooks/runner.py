@@ -1,11 +1,12 @@
-"""HookedRunner: runs a model, keeps what was asked for, and applies edits.
+"""HookedRunner: runs a model, caches the requested values, and applies edits.
 
 A cached run takes these steps:
 
 1. `_request` resolves a selector to points.
-2. `_run_eagerly`, `_run_lazily` or `_run_joined` makes a recorder, and lists what must listen during the run.
+2. `_run_eagerly`, `_run_lazily` or `_run_joined` makes a recorder, and lists the hooks that the run
+   needs.
 3. `_recorded` registers the hooks, runs the model, and removes the hooks.
-4. `_cache` puts the values together with their origin and masks.
+4. `_cache` combines the values with their origin and masks.
 """
 
 import functools
@@ -53,14 +54,14 @@ from hooks.session import Session, edits_in_force, is_listened_to, owners
 
 
 class Points(dict[str, Point]):
-    """Points by name, in the model's order. They print as a table."""
+    """Points by name, in the model's order; printed as a table."""
 
     def __repr__(self) -> str:
         return _table_of(self, limit=40)
 
 
 def _table_of(points: Mapping[str, Point], limit: int | None = None) -> str:
-    """Points with their axes and meanings; see `layered.lines_by_layer`."""
+    """Return a table of points with their axes and meanings; see `names.lines_by_layer`."""
     width = max((len(" ".join(point.axes)) for point in points.values()), default=0)
     return layered.lines_by_layer(
         {n: f"{' '.join(p.axes):<{width}}  {p.meaning}" for n, p in points.items()}, limit
@@ -71,15 +72,16 @@ _UNREAD = "run= returned an iterator, which may run the model only when it is re
 
 
 class HookedRunner(HintsAtNames, metaclass=HintedClass):
-    """Reads and edits a model's values with forward hooks that live only inside a call or a `with`.
+    """A runner that reads and edits a model's values with forward hooks that exist only inside a
+    call or a `with`.
 
-    Works on any `nn.Module`. Points are the model's `HookPoint`s, or all its modules if it has none.
-    The value at a module is its output, or the first tensor of an output that holds several. A selector
-    is a name, a glob, a predicate on `Point`, a `Mode`, or a list of selectors. An exact name may
-    always be any module.
+    It works on any `nn.Module`. The points are the model's `HookPoint`s, or all modules of a model
+    without `HookPoint`s. The value at a module is its output, or the first tensor of an output with
+    several. A selector is a name, a glob, a predicate on `Point`, a `Mode`, or a list of selectors.
+    An exact name may be the name of any module.
 
     Args:
-        model: the model. If its structure changes, make a new runner.
+        model: the model. Make a new runner if its structure changes.
 
     Attributes:
         points: the points by name, in the model's order.
@@ -122,35 +124,37 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
     ) -> tuple[Any, ActivationCache]:
         """Run the model and return its output with a cache of the chosen points.
 
-        It runs without gradients, unless `grads=True` or `detach=False` asks for them.
-        Later writes into the model's input, output, weights or buffers do not change what is kept;
-        with `detach=False` they may. Values are copies, unless the model has `overwrites_values = False`: it says that
-        it never writes into a value of a point. Then they are copied only while hooks act on it.
+        The model runs without gradients, except with `grads=True` or `detach=False`. Later writes
+        into the model's input, output, weights or buffers do not change the cached values; with
+        `detach=False` they may. Values are copies, unless the model has
+        `overwrites_values = False`, which means that it never writes into the value of a point.
+        Then values are copied only while hooks act on the model.
 
         Args:
             args: the model's arguments.
             names: a selector of points.
-            mode: a `Mode` or its name; without `names` and `mode` it is `full`.
-            lazy: keep only the input of each block: a child of a `ModuleList`, or a module outside that
-                holds only `HookPoint`s, such as a final norm. The block runs again, with the edits of
-                this run, when a value inside it is read. Values equal those of an
-                eager cache up to rounding (1e-5 of the largest value in float32), because the two may
-                run different kernels. A CacheError is raised if the block changed in between.
-            run: a function to call instead of the model. It may run the model many times, as a
-                generation does. The values of all runs are joined along their positions. Scores of
-                later keys, which attention did not compute, are zero.
-            kwargs: `positions=`, `device=`, `dtype=`, `calls=`, `detach=` and `grads=` say how values
-                are kept; see `hooks.Options`. All others go to the model.
+            mode: a `Mode` or its name. Default: `full`, if `names` is not given either.
+            lazy: cache only the input of each block. A block is a child of a `ModuleList`, or a
+                module outside one that contains only `HookPoint`s, such as a final norm. The block
+                runs again, with the edits of this run, when a value inside it is read. Values equal
+                those of an eager cache up to rounding (1e-5 of the largest value in float32),
+                because the two may run different kernels. A CacheError is raised if the block has
+                changed since the run.
+            run: a function to call instead of the model. It may run the model many times, like a
+                generation. The values of all runs are joined along their positions. Scores of later
+                keys, which attention did not compute, are zero.
+            kwargs: `positions=`, `device=`, `dtype=`, `calls=`, `detach=` and `grads=` control how
+                values are cached; see `hooks.Options`. All other keywords are passed to the model.
 
         Raises:
             UnknownNameError: if the selector matches nothing.
             ValueError: if options contradict each other.
             ModeError: if the model is in training mode and the mode is not `none`.
-            CacheError: if the model wrote over a value in place that was not copied.
+            CacheError: if the model overwrote, in place, a value that was not copied.
             NeverFiredError: if the forward pass did not reach a requested point. In a model without
-                `HookPoint`s this holds only for points chosen by their exact names. Other selectors skip
-                modules that did not run exactly once or gave no tensor, unless nothing is left;
-                `cache.skipped` says which and why.
+                `HookPoint`s this is true only for points chosen by their exact names. Other
+                selectors skip modules that did not run exactly once or returned no tensor, unless
+                all points are skipped; `cache.skipped` contains the skipped points and the reasons.
         """
         options, kwargs = self._options(kwargs, self.run_with_cache, run)
         if run is None:
@@ -168,17 +172,19 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
     def capture(self, *args: Any, names: Selector, **kwargs: Any) -> ActivationCache:
         """Run the model only until the last of the chosen points has fired, and return the cache.
 
-        If one never fires, the model runs to its end. A point that would fire again after the stop keeps
-        its first value. Models in PyTorch's `FullyShardedDataParallel` always run to their end.
+        If a point never fires, the model runs to its end. A point that would fire again after the
+        stop has its first value. Models in PyTorch's `FullyShardedDataParallel` always run to their
+        end.
 
         Args:
             names: a selector of points.
-            args, kwargs: as for `run_with_cache`, without `grads=`, because there is no output.
+            args, kwargs: see `run_with_cache`. `grads=` is not allowed, because there is no output.
 
         Raises:
             UnknownNameError: if the selector matches nothing.
             ValueError: if options contradict each other, or `grads=True`.
-            NeverFiredError: if the forward pass ends without reaching a point; see `run_with_cache`.
+            NeverFiredError: if the forward pass ends without reaching a point; see
+                `run_with_cache`.
         """
         options, kwargs = self._options(kwargs, self.capture)
         if options.grads:
@@ -197,10 +203,11 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
             args, kwargs: the model's arguments.
             hooks: a mapping from selectors to functions, or pairs of them. `fn(activation, point)`
                 returns the value to continue with, or writes into `activation`, its own copy, and
-                returns None. Several functions at a point act in the order given. A function sees the
-                whole value, padding included; `token_mask()` says what is padding.
+                returns None. Several functions at a point act in the given order. A function
+                receives the whole value, including padding; `token_mask()` returns the mask of real
+                tokens.
             backward: likewise `fn(gradient, point)`, called by `backward()` on this output. These
-                functions stay with the graph of this run, not with the model.
+                functions belong to the graph of this run, not to the model.
 
         Raises:
             UnknownNameError: if a selector matches nothing.
@@ -222,20 +229,23 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
     def hooks(
         self, hooks: Hooks | None = None, *, backward: Hooks | None = None, receipts: bool = False
     ) -> HookContext:
-        """A `with` in which every run of this model is edited; see `run_with_hooks`.
+        """Return a `with` in which every run of this model is edited; see `run_with_hooks`.
 
-        The edits act in the thread that enters the `with`, and in asyncio tasks that start inside it while
-        it is open; not in other threads, nor in other tasks. Contexts nest: an inner hook sees what an
-        outer one returned. No hooks act on a model that a hook function itself runs.
+        The edits act in the thread that enters the `with`, and in asyncio tasks that start inside
+        it while it is open. They do not act in other threads or tasks. Contexts can be nested: an
+        inner hook receives the result of an outer hook. No hooks act on a model that a hook
+        function itself runs.
 
         Args:
             hooks, backward: see `run_with_hooks`.
-            receipts: note what each of `hooks` changes, at the cost of one more copy of its value:
-                `with runner.hooks(..., receipts=True) as context:`, then `context.receipts`.
+            receipts: record the changes of each hook in `hooks`, at the cost of one more copy of
+                its value: `with runner.hooks(..., receipts=True) as context:`, then
+                `context.receipts`.
 
         Raises:
             UnknownNameError: if a selector matches nothing.
-            NeverFiredError: on leaving, if forward passes ended inside and all missed an edited point.
+            NeverFiredError: at the end of the `with`, if forward passes ran inside and none reached
+                an edited point.
         """
         edits, backward_edits = self.edits(hooks or {}), self.edits(backward or {})
         return HookContext(self.model, edits, backward_edits, receipts)
@@ -244,13 +254,15 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
     def add(
         self, hooks: Hooks | None = None, *, backward: Hooks | None = None, receipts: bool = False
     ) -> HookHandle:
-        """Edits every run of this model in this thread until `handle.remove()`: for notebooks.
+        """Edit every run of this model in this thread until `handle.remove()`.
 
-        They also act in runs that the analyses of `interp` make of the model. `runner.handles` has all
-        handles of the model, so none is lost.
+        This is for notebooks.
+
+        The edits also act in runs of the model inside analyses of `interp`. `runner.handles` lists
+        all handles of the model, so no handle is lost.
 
         Args:
-            hooks, backward, receipts: see `hooks`; receipts are in `handle.receipts`.
+            hooks, backward, receipts: see `hooks`. The receipts are in `handle.receipts`.
 
         Raises:
             UnknownNameError: if a selector matches nothing.
@@ -270,7 +282,8 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
         return f"HookedRunner({type(self.model).__name__}, {len(self.points)} points){added}"
 
     def edits(self, hooks: Hooks) -> list[EditedPoint]:
-        """The points where `hooks` act, each with its hooks in the order given; for whoever applies them.
+        """Return the points where `hooks` act, each with its hooks in the given order, for code
+        that applies them itself.
 
         Raises:
             UnknownNameError: if a selector matches nothing.
@@ -285,17 +298,18 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
         lazy: bool = False,
         **kwargs: Any,
     ) -> Plan:
-        """The exact shapes and bytes that a cached run would keep, found without its arithmetic.
+        """Return the exact shapes and bytes that a cached run would store, without its arithmetic.
 
-        With `lazy=True` these are the bytes that the run itself keeps, before anything is recomputed. A copy of
-        the model runs, on tensors without numbers. Some models then make a mask that a run
-        without padding may omit, so lazy plans include it.
+        With `lazy=True` the bytes are the memory of the run itself, before any value is recomputed.
+        A copy of the model runs on tensors without numbers. Some models then make a mask that a run
+        without padding may omit, so lazy plans include the mask.
 
         Args:
-            args, names, mode, lazy, kwargs: as for `run_with_cache`.
+            args, names, mode, lazy, kwargs: see `run_with_cache`.
 
         Raises:
-            HookError: if the model cannot be copied, or needs numbers: for a shape, for instance.
+            HookError: if the model cannot be copied, or needs numbers, for example to compute a
+                shape.
         """
         options, kwargs = self._options(kwargs, self.plan)
         args, kwargs = self._prepared("plan", args, kwargs)
@@ -312,7 +326,10 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
         return planned(self.model, run, args, kwargs)
 
     def table(self) -> str:
-        """All points with their axes and meanings. Layers with the same points share a line."""
+        """Return a table of all points with their axes and meanings.
+
+        Layers with the same points share a line.
+        """
         return _table_of(self.points)
 
     @functools.cached_property
@@ -325,7 +342,7 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
 
     @functools.cached_property
     def config_hash(self) -> str:
-        """A hash of the model's configuration; caches carry it."""
+        """The hash of the model's configuration, which each cache contains."""
         return config_hash(self._inner)
 
     @functools.cached_property
@@ -338,7 +355,9 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
         call: Callable[..., Any],
         run: Callable[..., Any] | None = None,
     ) -> tuple[Options, dict[str, Any]]:
-        """The options among the keywords of a call of ours, and the rest, which the model or `run` must know."""
+        """Split the keywords of a method into options and arguments for the model or `run`, which
+        must accept them.
+        """
         options, others = Options.taken_from(kwargs)
         self._refuse_unknown(others, call, run, Options.names())
         return options, others
@@ -350,10 +369,10 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
         run: Callable[..., Any] | None = None,
         options: Collection[str] = (),
     ) -> None:
-        """Refuse keywords that neither a call of ours nor the model knows.
+        """Raise an error for keywords that neither the method nor the model accepts.
 
         Raises:
-            TypeError: naming the first, with close matches.
+            TypeError: if a keyword is unknown; the error names the first one, with close matches.
         """
         if run is not None and not callable(run):
             raise TypeError(f"run must be a function that runs the model; got {shown(run)}")
@@ -364,7 +383,9 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
             words.require(unknown, ours, f"{call.__name__} of a {what}")
 
     def _prepared(self, call: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The arguments of a run as the model prepares them, after a check that `forward` takes so many."""
+        """Return the arguments of a run after the model has prepared them, and check that they fit
+        `forward`.
+        """
         try:
             return prepared(self._inner, args, kwargs)
         except (TypeError, AttributeError):
@@ -372,10 +393,11 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
             raise
 
     def _require_fit(self, call: str, args: Any, kwargs: Any) -> None:
-        """After a TypeError, refuse arguments that the model's `forward` cannot take, such as hooks that are not given by name.
+        """After a TypeError, raise an error for arguments that do not fit the model's `forward`,
+        such as hooks that are not passed by keyword.
 
         Raises:
-            TypeError: naming the call and what the model takes.
+            TypeError: naming the method and the parameters of the model.
         """
         if self._signature is None:
             return
@@ -384,17 +406,21 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
         except TypeError as reason:
             form = "hooks=" if call == "run_with_hooks" else "names= or mode="
             raise TypeError(
-                f"{call} gives its arguments to {type(self.model).__name__}.forward, which must be able to "
-                f"take them: {reason} ({form} must be given by name)"
+                f"{call} passes its arguments to {type(self.model).__name__}.forward, which does "
+                "not "
+                f"accept them: {reason} ({form} must be passed by keyword)"
             ) from None
         if texts := [value for value in args if isinstance(value, str)]:
             raise TypeError(
-                f"{call} gives its arguments to {type(self.model).__name__}.forward, which takes no text; "
-                f"got {shown(texts[0])}: give tokens{how_to_mark()}"
+                f"{call} passes its arguments to {type(self.model).__name__}.forward, which "
+                "accepts no text; "
+                f"got {shown(texts[0])}: pass tokens{how_to_mark()}"
             )
 
     def _overwrites_nothing(self) -> bool:
-        """Return whether a run writes into no value of a point: the model says so, and nobody's hook acts now."""
+        """Return whether a run never writes into the value of a point: the model declares this, and
+        no hook acts now.
+        """
         return not getattr(self._inner, "overwrites_values", True) and not is_listened_to(
             self.model
         )
@@ -406,15 +432,16 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
     def _request(
         self, names: Selector | None, mode: Mode | str | None, options: Options, lazy: bool = False
     ) -> Request:
-        """The chosen points, which of them a cached run may skip, and the options.
+        """Return the chosen points, the points that a cached run may skip, and the options.
 
         Raises:
             UnknownNameError: if the selector matches nothing.
-            ModeError: if the model is in training mode, and a mode or a lazy run needs evaluation mode.
+            ModeError: if the model is in training mode, but a mode or a lazy run needs evaluation
+                mode.
         """
         if names is not None and mode is not None:
             raise ValueError("names= and mode= both choose points: give one of them")
-        # Read once: the selector may be a generator.
+        # Iterate over the selector only once: it may be a generator.
         selector = flatten(Mode(Mode.full if mode is None else mode) if names is None else names)
         modes = [part for part in selector if isinstance(part, Mode) and part is not Mode.none]
         # Parts of the model may be in training mode when the model is not.
@@ -429,7 +456,10 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
     def _run_eagerly(
         self, request: Request, args: Any, kwargs: Any, stops: bool = False
     ) -> tuple[Any, ActivationCache]:
-        """Run the model and keep the values; with `stops` only until every point has fired."""
+        """Run the model and record the values.
+
+        With `stops`, end the run once every point has fired.
+        """
         options = request.options
         recorder = Recorder(
             request.points,
@@ -439,14 +469,16 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
             memory_of_others=self._memory_of_others(options, args, kwargs),
             bound=options.memory_bound(request.points),
         )
-        # Before the run, which may write into its arguments.
+        # Copy the arguments before the run, which may write into them.
         inputs = inputs_of(self._signature, args, kwargs)
         output = self._recorded(self.model, args, kwargs, recorder, [recorder.listen])
         recorder.finish(NEVER_FIRED, output)
         return output, self._cache(recorder, recorder.values, inputs)
 
     def _run_lazily(self, request: Request, args: Any, kwargs: Any) -> tuple[Any, ActivationCache]:
-        """Run the model and keep the arguments of its blocks, which run again when their values are read."""
+        """Run the model and store the arguments of its blocks, which run again when their values
+        are read.
+        """
         options = request.options
         if options.grads or not options.detach:
             raise ValueError("lazy=True keeps no graph: leave out grads=True and detach=False")
@@ -478,7 +510,9 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
     def _run_joined(
         self, request: Request, run: Callable[..., Any], args: Any, kwargs: Any
     ) -> tuple[Any, ActivationCache]:
-        """Call a function that runs the model, and join the values of all runs along their positions."""
+        """Call a function that runs the model, and join the values of all runs along
+        the positions.
+        """
         options = request.options
         if options.keeps_calls:
             raise ValueError("calls='all' cannot be combined with lazy= or run=")
@@ -506,7 +540,10 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
         recorder: Recorder,
         listeners: Iterable[Callable[[Session], None]],
     ) -> Any:
-        """Run the model, or a function, under listeners; return its output, None if the recorder ended the run."""
+        """Run the model, or a function, with the hooks registered.
+
+        Return its output, or None if the recorder ended the run.
+        """
         draws = self._draws()
         output = None
         call = run
@@ -528,7 +565,10 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
         return output
 
     def _memory_of_others(self, options: Options, args: Any, kwargs: Any) -> Container[int] | None:
-        """The memory that is not the run's own; None if values must be copied. See `Recorder`."""
+        """Return the memory that existed before the run, or None if values must be copied.
+
+        See `Recorder`.
+        """
         needs_copies = options.grads or not options.detach or options.keeps_calls
         if needs_copies or not self._overwrites_nothing():
             return None
@@ -540,13 +580,15 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
         values: dict[str, Tensor] | LazyValues,
         inputs: Mapping[str, Any],
     ) -> ActivationCache:
-        """The cache of a run whose recorder has finished.
+        """Return the cache of a run whose recorder has finished.
 
         Raises:
             NeverFiredError: if every chosen point was skipped.
         """
         if recorder.skipped and not recorder.axes:
-            raise NeverFiredError(f"nothing is left: {next(iter(recorder.skipped.values()))}")
+            raise NeverFiredError(
+                f"all points were skipped: {next(iter(recorder.skipped.values()))}"
+            )
         origin = Origin(
             known=tuple(self._known),
             config_hash=self.config_hash,

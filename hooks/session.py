@@ -1,11 +1,11 @@
-"""Hooks that live inside one `with` and its context, and fused kernels for when no hook listens.
+"""Hooks that act inside one `with` and its context, and fused kernels that run when no hook acts.
 
-1. A `with` opens a `Session`, which puts its hooks on modules and itself in a context variable.
+1. A `with` opens a `Session`, which registers its hooks on modules and enters a context variable.
 2. A hook acts if its session is open and in the context that runs the module: not in other threads.
-   A session that stays (`runner.add`) acts in all code of its thread, until `remove()`.
-3. A method with `FusedUnlessHooked` asks, at each call, whether a hook at its points acts
-   (`is_listened_to`), and runs its fused form if none does.
-4. The end of the `with` closes the session and removes its hooks, each once.
+   A permanent session (`runner.add`) acts in all code of its thread, until `remove()`.
+3. A method with `FusedUnlessHooked` checks at each call whether a hook at its points acts
+   (`is_listened_to`), and runs its fused form if no hook acts.
+4. The end of the `with` closes the session and removes each of its hooks once.
 """
 
 import dataclasses
@@ -29,21 +29,22 @@ M = TypeVar("M", bound=nn.Module)
 R = TypeVar("R")
 
 OutputHook = Callable[[Any], Any]
-"""Maps a module's output to a new one, or returns None."""
+"""A function that maps a module's output to a new output, or returns None."""
 
 Edits = list[tuple[nn.Module, OutputHook]]
 """Modules, each with a hook that changes its output."""
 
-# Negative, because PyTorch numbers hooks from 0 on. It does so with a counter that is not thread-safe, and
-# its functions for registering take ten times as long as `insert_hook`.
+# The keys are negative, because PyTorch numbers hooks from 0 on. Its counter is not thread-safe,
+# and its functions for registration take ten times as long as `insert_hook`.
 keys = itertools.count(-1, -1)
 
-# A new thread starts with none. An asyncio task starts with the sessions of the code that created it.
+# A new thread starts without sessions. An asyncio task starts with the sessions of the code that
+# created it.
 _sessions: Entered = ContextVar("sessions", default=())
 
 
 class _Staying(threading.local):
-    # No context variable: each cell of a notebook may run in a context of its own.
+    # This is not a context variable, because each cell of a notebook may run in a separate context.
     sessions: tuple[weakref.ref["Session"], ...] = ()
 
 
@@ -53,16 +54,18 @@ _staying = _Staying()
 class Session(InContext):
     """The hooks of one `with` statement, or of one handle.
 
-    They act in the context (see `contextvars`) of that statement and in copies of it, until it ends. They
-    also stop if an interrupt prevents the end: nothing but the `with` keeps a session alive.
+    The hooks act in the context (see `contextvars`) of the `with` statement and in copies of the
+    context, until the statement ends. They also stop if an interrupt prevents the end, because only
+    the `with` keeps a session alive.
 
     Args:
-        owner: a handle, if the hooks stay until it is removed. They act in the thread that made it, and
-            the hooked modules keep the session alive.
+        owner: a handle, if the hooks act until the handle is removed. They act in the thread that
+            made the handle, and the hooked modules keep the session alive.
 
     Attributes:
         edits: the hooks that must also act when a block runs again.
-        acts: says whether the hooks act now, in this context. A traced graph keeps the answer.
+        acts: a function that returns whether the hooks act now, in this context. A traced graph
+            treats the result as a constant.
     """
 
     def __init__(self, owner: object = None) -> None:
@@ -72,7 +75,8 @@ class Session(InContext):
         self.owner, ref = owner, self.ref
         kept_alive = self if owner is not None else None
 
-        # Without arguments, because a compiler may keep an answer only if all arguments are constants.
+        # The function has no arguments, because a compiler can treat a result as a constant only if
+        # all arguments are constants.
         def acts() -> bool:
             session = kept_alive or ref()
             return session is not None and session.is_open and ref in _in_force()
@@ -83,18 +87,19 @@ class Session(InContext):
         if self.owner is None:
             super().__enter__()
         else:
-            # Those that another thread closed are left out here.
+            # Sessions that another thread closed are left out here.
             _staying.sessions = (*(s.ref for s in _alive(_staying.sessions)), self.ref)
         return self
 
     def __exit__(
         self, kind: object = None, error: BaseException | None = None, traceback: object = None
     ) -> None:
-        # First of all, because a copy of the model or of the context may still have these hooks.
+        # Do this first, because a copy of the model or of the context may still have these hooks.
         super().__exit__()
         self._remove()
-        # PyTorch iterates over a module's hooks while an error leaves it. If another thread adds or
-        # removes a hook then, PyTorch raises this instead of the error.
+        # PyTorch iterates over a module's hooks while an error propagates. If another thread adds
+        # or removes a hook at this time, PyTorch raises this RuntimeError instead of the original
+        # error.
         original = error
         while isinstance(original, RuntimeError) and "mutated during iteration" in str(original):
             original = original.__context__
@@ -119,10 +124,11 @@ class Session(InContext):
         """Call `hook(output)` after `module` has run. A result other than None replaces the output.
 
         Args:
-            module: where to listen.
-            hook: what to call.
-            again: what to call instead when a block runs again; None if the hook changes no values.
-            first: whether to call it before all other hooks.
+            module: the module.
+            hook: the function to call.
+            again: the function to call instead when a block runs again; None if the hook changes no
+                values.
+            first: whether to call the hook before all other hooks.
         """
         if again is not None:
             self.edits.append((module, again))
@@ -135,8 +141,8 @@ class Session(InContext):
     def note(self, module: nn.Module, acted: set[bool]) -> None:
         """Add to `acted`, after each run of `module`, whether the hooks act in its context.
 
-        A run in another context counts only if that context has no hooks of its own. With them it is
-        taken as deliberate.
+        A run in another context counts only if this context has no other hooks. A run under
+        other hooks is assumed to be intentional.
         """
         acts = self.acts
 
@@ -147,21 +153,25 @@ class Session(InContext):
         self._register(module, noted)
 
     def look(self, module: nn.Module, hook: Callable[[Any], None]) -> None:
-        """Call `hook(output)` after each run of `module`. It changes nothing, so fused kernels may run."""
+        """Call `hook(output)` after each run of `module`.
+
+        The hook changes no values, so fused kernels may run.
+        """
         self._register(module, _Note(hook, self.acts))
 
     def _register(
         self, module: nn.Module, listener: "_After | _Before", first: bool = False
     ) -> None:
         key = next(keys)
-        # Noted before it is inserted: an interrupt may come between the two.
+        # Record the hook before its insertion, because an interrupt may come between the two.
         self._registered.append((module, key))
         insert_hook(module, key, listener, isinstance(listener, _Before), first)
 
 
 @dataclasses.dataclass(eq=False)
 class _Listener:
-    # Not a closure: thousands of closures, each of many objects, would set off Python's collector.
+    # This is not a closure: thousands of closures, each with many objects, would trigger Python's
+    # garbage collector.
     hook: Callable[..., Any]
     acts: Callable[[], bool]
 
@@ -172,7 +182,7 @@ class _After(_Listener):
 
 
 class Wire:
-    """A hook that passes values through points, and listens to nothing itself.
+    """A hook that passes values through points and does not need the values itself.
 
     Attributes:
         is_part: whether it is a part of the model, whose point fused kernels may not skip.
@@ -182,11 +192,11 @@ class Wire:
 
 
 class _Note(_After, Wire):
-    """Changes no values, so that fused kernels may run."""
+    """A hook that changes no values, so that fused kernels may run."""
 
 
 class _Before(_Listener):
-    # Another thread may call a listener during its removal, and then without kwargs.
+    # Another thread may call a hook during its removal, and then without kwargs.
     def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         if self.acts():
             self.hook(args, kwargs)
@@ -194,7 +204,7 @@ class _Before(_Listener):
 
 _no_session = Session()
 _DISABLED = weakref.ref(_no_session)
-"""The first session of a context in which no hooks act that were set outside of it."""
+"""A marker session: hooks that were set outside its context do not act."""
 
 
 def _in_force() -> tuple[weakref.ref[Session], ...]:
@@ -207,20 +217,20 @@ def _alive(sessions: Iterable[weakref.ref[Session]]) -> list[Session]:
 
 
 def is_open(session: Session | None) -> bool:
-    """Return whether a session has begun and not ended."""
+    """Return whether a session has started and not ended."""
     return session is not None and session.is_open
 
 
 def owners(modules: Container[nn.Module]) -> list[Any]:
-    """The handles whose hooks act in this thread on some of `modules`."""
+    """Return the handles whose hooks act in this thread on some of `modules`."""
     sessions = _alive(_staying.sessions)
     return [s.owner for s in sessions if any(module in modules for module, _ in s._registered)]
 
 
 def hooks_disabled(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """The result of `call`, without any session that acts in this context."""
+    """Return the result of `call`, while no session of this context acts."""
     before = _sessions.get()
-    # No `with`: an interrupt could come while it begins or ends.
+    # Do not use `with`: an interrupt could come while it begins or ends.
     try:
         _sessions.set((_DISABLED,))
         return call(*args, **kwargs)
@@ -229,18 +239,20 @@ def hooks_disabled(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R
 
 
 def edits_in_force() -> Edits:
-    """The edits that act in this context, outermost first."""
+    """Return the edits that act in this context, outermost first."""
     return [edit for session in _alive(_in_force()) for edit in session.edits]
 
 
 def is_listened_to(module: nn.Module, parts: bool = True) -> bool:
-    """Return whether a hook on `module` or inside it, this package's or the user's, acts in this context.
+    """Return whether a hook of this package or of the user acts in this context, on `module` or
+    inside it.
 
     With `parts` the model's own parts (`hooks.parts`) count too.
     """
     if has_hooks(module) and any(_is_awake(hook, parts) for hook in hooks_of(module)):
         return True
-    for child in children(module):  # noqa: SIM110  # a generator costs more than the rest
+    # A generator costs more than the rest.
+    for child in children(module):  # noqa: SIM110
         if is_listened_to(child, parts):
             return True
     return False
@@ -253,20 +265,21 @@ def _is_awake(hook: Callable[..., Any], parts: bool) -> bool:
 
 
 def is_foreign(hook: Callable[..., Any]) -> bool:
-    """Return whether somebody else registered a hook that does more than look at values."""
+    """Return whether other code registered a hook, and the hook does more than read values."""
     return not (isinstance(hook, Wire | _Listener) or is_watcher(hook))
 
 
 class FusedUnlessHooked:
     """A decorator that runs a fused form of a method while no hook needs its inner values.
 
-    It decorates the explicit form, which passes inner values through hook points. Each call runs `fused`
-    instead if no hook at those points acts in this context. Both must agree up to rounding.
+    The decorated method is the explicit form, which passes inner values through hook points. Each
+    call runs `fused` instead if no hook at these points acts in this context. Both forms must agree
+    up to rounding.
 
     Args:
-        points: names of the hook points that the fused form skips. A child module stands for all
-            points inside it.
-        fused: the fused method, with the arguments of the explicit one.
+        points: names of the hook points that the fused form skips. The name of a child module means
+            all points inside the module.
+        fused: the fused method, with the same arguments as the explicit method.
 
     >>> import torch
     >>> from hooks import HookedRunner, HookPoint
@@ -291,7 +304,7 @@ class FusedUnlessHooked:
         self.fused = fused
 
     def __call__(self, explicit: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P], R]:
-        """A method that chooses between `explicit` and the fused form at each call."""
+        """Return a method that chooses between `explicit` and the fused form at each call."""
         points, fused = self.points, self.fused
 
         @functools.wraps(explicit)
@@ -299,6 +312,7 @@ class FusedUnlessHooked:
             for point in points:
                 if is_listened_to(getattr(module, point)):
                     return explicit(module, *args, **kwargs)
-            return fused(module, *args, **kwargs)  # type: ignore[return-value]  # R too
+            # The fused method returns the same type R.
+            return fused(module, *args, **kwargs)  # type: ignore[return-value]
 
         return choose

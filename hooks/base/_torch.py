@@ -1,4 +1,7 @@
-"""The private parts of PyTorch that this project uses, each with its reason; no other module uses any."""
+"""The private parts of PyTorch that this project uses, each with its reason.
+
+Only this module uses them.
+"""
 
 import contextlib
 import functools
@@ -22,7 +25,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.autograd import forward_ad
 
-# Hooks that a user sets on all modules at once must act on an `Identity` too.
+# Global hooks, which a user registers for all modules, must also act on an `Identity`.
 from torch.nn.modules.module import (
     _global_backward_hooks,
     _global_backward_pre_hooks,
@@ -30,10 +33,11 @@ from torch.nn.modules.module import (
     _global_forward_pre_hooks,
 )
 
-# PyTorch has no function that says whether activation checkpointing runs; its file on the stack does.
+# PyTorch has no function that reports whether activation checkpointing runs, so we look for its
+# file on the stack.
 from torch.utils import checkpoint
 
-# To count the bytes of tensors. And tensors that hold other tensors have no memory of their own.
+# For counting the bytes of tensors. Tensors that wrap other tensors have no separate memory.
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 P = ParamSpec("P")
@@ -41,15 +45,15 @@ Result = TypeVar("Result")
 
 
 class Identity(nn.Module):
-    """Returns its input, like `nn.Identity`, at less cost while it has no hooks.
+    """A module that returns its input, like `nn.Identity`, but is faster while it has no hooks.
 
     >>> Identity()(torch.tensor([2.0, 3.0]))
     tensor([2., 3.])
     """
 
     def __call__(self, value: Tensor) -> Tensor:
-        """`value`, unless a hook changes it."""
-        # nn.Module.__call__ asks the same questions. A block has a dozen of these modules.
+        """Return `value`, unless a hook changes it."""
+        # nn.Module.__call__ checks the same conditions. A block has a dozen of these modules.
         if (
             self._forward_pre_hooks
             or self._forward_hooks_with_kwargs
@@ -72,16 +76,17 @@ class Identity(nn.Module):
         return output
 
     def forward(self, value: Tensor) -> Tensor:
-        """`value`."""
+        """Return `value`."""
         return value
 
 
 class Component(nn.Module):
     """An `nn.Module` that finds its children and weights in 0.1 instead of 0.7 microseconds.
 
-    `nn.Module` finds them in `__getattr__`, which Python calls last. A block does this forty times in
-    each step: a quarter of the time that a small model needs to generate a token. Here the class has
-    a descriptor for each name. It reads the module's own dictionaries, so it is never out of date.
+    `nn.Module` finds them in `__getattr__`, which Python calls last. A block does this forty times
+    in each step. This is a quarter of the time in which a small model generates a token. Here the
+    class has a descriptor for each name. It reads the module's own dictionaries, so it is never out
+    of date.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -92,7 +97,7 @@ class Component(nn.Module):
 
 
 class _Kept:
-    """A descriptor without `__set__`, so an instance may also have an attribute of that name."""
+    """A descriptor without `__set__`, so an instance may have an attribute of the same name."""
 
     def __init__(self, kept_in: str, name: str) -> None:
         self.kept_in, self.name = kept_in, name
@@ -102,17 +107,24 @@ class _Kept:
             return self
         try:
             return instance.__dict__[self.kept_in][self.name]
-        except KeyError:  # this instance may have it elsewhere: nn.Module.__getattr__ comes next
+        # The instance may store the attribute elsewhere: Python calls nn.Module.__getattr__ next.
+        except KeyError:
             raise AttributeError(self.name) from None
 
 
 def children(module: nn.Module) -> list[nn.Module]:
-    """The child modules. `named_children` also keeps a set of them, and that costs more than the rest."""
+    """Return the child modules.
+
+    `named_children` also builds a set of them, which costs more than the rest.
+    """
     return [child for child in module._modules.values() if child is not None]
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Return whether any hook is registered on `module`. No public function says so."""
+    """Return whether any hook is registered on `module`.
+
+    PyTorch has no public function for this.
+    """
     # torch.compile of PyTorch 2.9 cannot trace `bool` of these dictionaries.
     return not (
         not module._forward_hooks
@@ -123,7 +135,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
-    """The hooks registered on `module`, backward hooks last."""
+    """Return the hooks registered on `module`, backward hooks last."""
     return [
         *module._forward_pre_hooks.values(),
         *module._forward_hooks.values(),
@@ -137,8 +149,10 @@ def insert_hook(
 ) -> None:
     """Register a forward hook under a key that the caller chooses.
 
-    With `before` it is a pre-hook with kwargs instead, and runs before all others, as with `first` a hook
-    does. A hook with an attribute `comes_last` stays behind those that are inserted later. Unlike PyTorch's own functions this needs no lock: each change of a dictionary is one step.
+    With `before` the hook is a pre-hook with kwargs and runs before all other pre-hooks. With
+    `first` the hook runs before all other forward hooks. A hook with an attribute `comes_last` also
+    runs after hooks that are inserted later. Unlike PyTorch's own functions, this function needs no
+    lock, because each change of a dictionary is atomic.
     """
     if before:
         module._forward_pre_hooks_with_kwargs[key] = True
@@ -153,14 +167,14 @@ def insert_hook(
 
 
 def remove_hook(module: nn.Module, key: int) -> None:
-    """Remove the hook that `insert_hook` registered under `key`, if it is there."""
+    """Remove the hook that `insert_hook` registered under `key`, if it is still registered."""
     if module._forward_hooks.pop(key, None) is None:
         module._forward_pre_hooks.pop(key, None)
         module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 def remove_hooks(module: nn.Module, chosen: Callable[[Any], bool]) -> None:
-    """Remove some forward hooks and pre-hooks of `module`, whoever holds their handles."""
+    """Remove the chosen forward hooks and pre-hooks of `module` without their handles."""
     for key in [key for key, hook in module._forward_hooks.items() if chosen(hook)]:
         del module._forward_hooks[key]
         module._forward_hooks_with_kwargs.pop(key, None)
@@ -171,24 +185,27 @@ def remove_hooks(module: nn.Module, chosen: Callable[[Any], bool]) -> None:
 
 
 def hooks_last(module: nn.Module, chosen: Callable[[Any], bool]) -> None:
-    """Move some forward hooks of `module` behind its others."""
-    # Of a copy, which is one step: another thread may add or remove a hook meanwhile.
+    """Move the chosen forward hooks of `module` behind all its other forward hooks."""
+    # Iterate over a copy, which is made atomically: another thread may add or remove a hook during
+    # the loop.
     for key in [key for key, hook in [*module._forward_hooks.items()] if chosen(hook)]:
         with contextlib.suppress(KeyError):
             module._forward_hooks.move_to_end(key)  # type: ignore[attr-defined]
 
 
 def state_of(module: nn.Module) -> list[Tensor]:
-    """The parameters and buffers of `module` and of the modules inside it.
+    """Return the parameters and buffers of `module` and of the modules inside it.
 
-    `parameters()` and `buffers()` take ten times as long: they build names and remove duplicates.
+    `parameters()` and `buffers()` take ten times as long, because they build names and remove
+    duplicates.
     """
     tensors: list[Tensor | None] = []
     modules: list[nn.Module | None] = [module]
-    for inner in modules:  # the loop itself adds to the list
+    # The loop itself appends to the list.
+    for inner in modules:
         if inner is None:
             continue
-        # Most of these are empty, and to ask is quicker than to add nothing.
+        # Most of these dictionaries are empty, and the check is faster than an update with nothing.
         held = inner.__dict__
         if members := held["_modules"]:
             modules += members.values()
@@ -200,40 +217,52 @@ def state_of(module: nn.Module) -> list[Tensor]:
 
 
 def marks(module: nn.Module) -> list[int]:
-    """The identity, `memory_of` and `version` of each tensor of `state_of`: they show later changes.
+    """Return the identity, `memory_of` and `version` of each tensor of `state_of`.
 
-    Those on the meta device are left out: what offloads weights puts new ones there after each call.
+    They reveal later changes.
+
+    Tensors on the meta device are left out, because offloading replaces them after each call.
     """
-    # Not by those functions, and no tuples: a lazy run asks this of every weight.
+    # For speed, this calls neither function and builds no tuples: a lazy run does this for every
+    # weight.
     tensors = [tensor for tensor in state_of(module) if not tensor.is_meta]
     memory = [storage._cdata for storage in map(Tensor.untyped_storage, tensors)]
     try:
         versions = [tensor._version for tensor in tensors]
-    except RuntimeError:  # some are inference tensors
+    # Some tensors are inference tensors, which have no version.
+    except RuntimeError:
         versions = [*map(version, tensors)]
     return [*map(id, tensors), *memory, *versions]
 
 
 def is_any_autocast_enabled() -> bool:
-    """Return whether autocast is on for some device. The public function must be asked for each."""
+    """Return whether autocast is on for any device.
+
+    The public function must be called for each device.
+    """
     return torch._C._is_any_autocast_enabled()
 
 
 def version(tensor: Tensor) -> int:
-    """The number of in-place writes to `tensor`; -1 for an inference tensor, which has no count."""
+    """Return the number of in-place writes to `tensor`; -1 for an inference tensor, which has no
+    count.
+    """
     return -1 if tensor.is_inference() else tensor._version
 
 
 def memory_of(tensor: Tensor) -> int:
-    """A number that two tensors share if they use the same memory. Fake tensors have no `data_ptr`."""
+    """Return a number that is equal for two tensors in the same memory.
+
+    Fake tensors have no `data_ptr`.
+    """
     return tensor.untyped_storage()._cdata
 
 
 def has_storage(tensor: Tensor) -> bool:
     """Return whether `tensor` is plain strided memory.
 
-    Sparse, nested and sharded tensors are not, nor are any inside vmap and grad: they hold other tensors. During
-    compilation the answer is always False.
+    Sparse, nested and sharded tensors are not, and neither are tensors inside vmap and grad,
+    because they wrap other tensors. During compilation the result is always False.
     """
     return not (
         torch.compiler.is_compiling()
@@ -245,13 +274,17 @@ def has_storage(tensor: Tensor) -> bool:
 
 
 def is_unwatched(tensor: Tensor) -> bool:
-    """Return whether neither autograd (reverse or forward mode) nor vmap tracks operations on `tensor`."""
+    """Return whether operations on `tensor` are tracked neither by autograd (reverse or forward
+    mode) nor by vmap.
+    """
     transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     return not (tensor.requires_grad or transformed)
 
 
 def is_checkpointed() -> bool:
-    """Return whether the caller runs inside activation checkpointing, at first or again in a backward pass."""
+    """Return whether the caller runs inside activation checkpointing, in the forward pass or in the
+    recomputation.
+    """
     frame: FrameType | None = sys._getframe()
     while frame and frame.f_code.co_filename != checkpoint.__file__:
         frame = frame.f_back
@@ -259,8 +292,12 @@ def is_checkpointed() -> bool:
 
 
 def is_fully_sharded(module: nn.Module) -> bool:
-    """Return whether PyTorch's FSDP shards `module`. If a forward pass of it is cut short, later ones may fail."""
-    # Importing the classes costs more than this package. Without them, nothing is sharded.
+    """Return whether PyTorch's FSDP shards `module`.
+
+    After an interrupted forward pass of a sharded module, later passes may fail.
+    """
+    # Importing these classes takes longer than importing this package. If they are not imported,
+    # nothing is sharded.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return False
@@ -268,7 +305,10 @@ def is_fully_sharded(module: nn.Module) -> bool:
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
-    """The module inside the wrapper that `torch.compile` returns; another module as it is."""
+    """Return the module inside the wrapper of `torch.compile`.
+
+    Return any other module unchanged.
+    """
     inner = module._modules.get("_orig_mod")
     return module if inner is None else inner
 
@@ -279,41 +319,46 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def compiled_forms(module: nn.Module) -> list[nn.Module]:
-    """The wrappers that `torch.compile` made of a module, or the module itself if it is one.
+    """Return the wrappers that `torch.compile` made of a module, or the module itself if it is a
+    wrapper.
 
-    Their own hooks run at each call, also where the compiled code runs no hook of the module inside. Nothing
-    else knows the wrappers, so the garbage collector is asked, if a compiler is in use at all.
+    The hooks of a wrapper run at each call, even if the compiled code runs no hook of the module
+    inside. PyTorch has no list of the wrappers, so they are searched with the garbage collector,
+    but only if a compiler is in use.
     """
     if uncompiled(module) is not module:
         return [module]
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is None:
         return []
-    # By its type, because `isinstance` would ask objects that pretend to be of another class.
+    # Compare types: `isinstance` would call `__class__` of objects that imitate a different class.
     wrappers = (each for each in gc.get_objects() if type(each) is dynamo.OptimizedModule)
     return [wrapper for wrapper in wrappers if uncompiled(wrapper) is module]
 
 
 def traced_as_constant(function: Callable[..., Result]) -> Callable[..., Result]:
-    """Make torch.compile call `function` while it traces, and keep the answer.
+    """Make torch.compile call `function` during tracing and treat the result as a constant.
 
-    `torch.compiler.assume_constant_result` sets the same mark, but it also imports the compiler. That
-    takes longer than all other imports here.
+    `torch.compiler.assume_constant_result` sets the same mark, but it also imports the compiler.
+    This import takes longer than all other imports here.
     """
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # functions carry attributes
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def refuse_unbound(function: Callable[..., Any], args: Any, kwargs: Any, error: TypeError) -> None:
-    """After a TypeError of a call, not of what is called, say which arguments a function lacks or does not take.
+    """Raise an error that names the missing or unknown argument of a call.
+
+    Do nothing if the TypeError comes from inside the function.
 
     Raises:
-        TypeError: naming the argument.
+        TypeError: if the arguments do not fit the function; the error names the argument.
     """
     from hooks.base.words import Words
 
     signature, name = inspect.signature(function), getattr(function, "__name__", "the function")
-    if f"{name}()" not in str(error):  # as Python says of a call
+    # Python names the function in this way if the call itself fails.
+    if f"{name}()" not in str(error):
         return
     try:
         signature.bind(*args, **kwargs)
@@ -324,10 +369,11 @@ def refuse_unbound(function: Callable[..., Any], args: Any, kwargs: Any, error: 
 
 
 def without_gradients(function: Callable[P, Result]) -> Callable[P, Result]:
-    """A function that runs with gradients off, like one under `torch.no_grad()`.
+    """Return a function that runs with gradients off, as under `torch.no_grad()`.
 
-    An interrupt cannot leave them off: nothing comes between these calls and the `try`. In the `with` of
-    `no_grad` much does, and no public function that switches is a single step.
+    An interrupt cannot leave gradients off, because nothing runs between these calls and the `try`.
+    In the `with` of `no_grad` an interrupt could come in between, and no public function switches
+    gradients atomically.
     """
 
     @functools.wraps(function)
@@ -346,9 +392,11 @@ def without_gradients(function: Callable[P, Result]) -> Callable[P, Result]:
 
 
 def peak_bytes(run: Callable[[], Result]) -> tuple[Result, int]:
-    """Return the result of `run()`, and the most bytes of tensors made there that were alive at one time."""
+    """Return the result of `run()` and its peak memory: the most bytes of new tensors that were
+    alive at one time.
+    """
     mode = PeakBytes()
-    # Not `with mode`: an interrupt could come while it begins or ends, and the mode would stay.
+    # Do not use `with mode`: an interrupt while it begins or ends would leave the mode active.
     try:
         torch._C._push_on_torch_dispatch_stack(mode)
         return run(), mode.peak
@@ -357,15 +405,15 @@ def peak_bytes(run: Callable[[], Result]) -> tuple[Result, int]:
 
 
 class PeakBytes(TorchDispatchMode):
-    """Counts bytes; `peak` is the largest number so far."""
+    """A counter of the bytes of live tensors; `peak` is the largest number so far."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # PyTorch has no annotation there
+        super().__init__()  # type: ignore[no-untyped-call]
         self.peak = self._alive = 0
         self._seen: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Views of what was there before, such as a transposed weight, are not new.
+        # Views of older tensors, such as a transposed weight, need no new memory.
         inputs = (value for value in args if isinstance(value, Tensor))
         self._seen.update(value.untyped_storage() for value in inputs)
         output = func(*args, **(kwargs or {}))

@@ -1,8 +1,9 @@
-"""Other arguments of a model than its texts, which go with these: rows, or tensors of a list.
+"""Further arguments of a model, which have a row, or a tensor of a list, for each text.
 
-Most tensors have their rows, one for each text, along the first axis. Positions may have them along the second: models with
-several positions for each token (m-rope) take `position_ids` as [section, batch, pos]. So the axis is found by name and size
-(`axis_of_rows`). Where the sizes fit two axes, texts are neither divided nor repeated.
+Most tensors have one row for each text along the first axis. Positions may have the rows along the
+second axis: models with several positions for each token (m-rope) take `position_ids` as [section,
+batch, pos]. So the axis is found by name and size (`axis_of_rows`). If the sizes fit two axes,
+texts are neither divided nor repeated.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,23 +13,25 @@ import torch
 from torch import Tensor
 
 WITHOUT_ROWS = ("cache_position",)
-"""Arguments that are the same for all texts, also where their length is the number of texts by chance."""
+"""Arguments that are the same for all texts, even if their length equals the number of texts by
+chance.
+"""
 
 
 class AmbiguousRowsError(ValueError):
-    """The sizes of an argument do not say which axis has a row for each text."""
+    """The sizes of an argument do not determine the axis with a row for each text."""
 
 
 def axis_of_rows(name: str, value: Tensor, shape: Sequence[int]) -> int | None:
-    """The axis of an argument that has a row for each text; None if no axis has.
+    """Return the axis of an argument with a row for each text, or None if there is no such axis.
 
     Args:
         name: the name of the argument.
         value: the argument.
-        shape: that of the texts, [batch, pos].
+        shape: the shape of the texts, [batch, pos].
 
     Raises:
-        AmbiguousRowsError: if two axes may be the one.
+        AmbiguousRowsError: if two axes fit.
 
     >>> axis_of_rows("token_type_ids", torch.zeros(3, 7), (3, 7))
     0
@@ -46,8 +49,9 @@ def axis_of_rows(name: str, value: Tensor, shape: Sequence[int]) -> int | None:
     fitting = [axis for axis in axes if value.ndim and value.shape[axis] == batch]
     if len(fitting) > 1:
         raise AmbiguousRowsError(
-            f"{name} must have one axis of the size of the batch, {batch}; got {[*value.shape]}, where two have it: "
-            "give another number of texts"
+            f"{name} must have one axis of the size of the batch, {batch}; got {[*value.shape]}, "
+            "where two axes fit: "
+            "use a different number of texts"
         )
     return fitting[0] if fitting else None
 
@@ -55,12 +59,13 @@ def axis_of_rows(name: str, value: Tensor, shape: Sequence[int]) -> int | None:
 def each_row(
     arguments: Mapping[str, Any], shape: Sequence[int], change: Callable[[Tensor], Tensor]
 ) -> dict[str, Any]:
-    """Arguments of a model, of which those with a row, or a tensor, for each text are changed.
+    """Return the arguments of a model, and change each one that has a row, or a tensor, for each
+    text.
 
     Args:
         arguments: the arguments by name.
-        shape: that of the texts, [batch, pos].
-        change: called with each tensor, its rows along the first axis.
+        shape: the shape of the texts, [batch, pos].
+        change: a function that is called with each tensor, with the rows along the first axis.
     """
     changed, batch = dict(arguments), shape[0]
     for name, value in arguments.items():
@@ -73,30 +78,32 @@ def each_row(
 
 
 def joined(name: str, parts: Sequence[Tensor]) -> Tensor:
-    """The tensors of a list, one for each text, as the model gets them."""
+    """Return the tensors of a list, one for each text, joined for the model."""
     has_sections = name.endswith("position_ids") and parts[0].ndim == 3
     return torch.cat([*parts], dim=1 if has_sections else 0)
 
 
 def require_rows(arguments: Mapping[str, Any], shape: Sequence[int]) -> None:
-    """Refuse to divide or repeat texts with an argument that has numbers for all of them together.
+    """Check that texts can be divided or repeated: no argument has numbers for all texts together.
 
     Raises:
-        ValueError: naming the argument.
+        ValueError: if an argument has; the error names the argument.
     """
     for name in without_rows(arguments, shape):
-        axis_of_rows(name, arguments[name], shape)  # raises where two axes may be the one
+        # This raises an error if two axes fit.
+        axis_of_rows(name, arguments[name], shape)
         rows = len(arguments[name])
         raise ValueError(
-            f"{name} must have a row for each text where texts are divided or repeated; got {rows} for {shape[0]} texts "
+            f"{name} must have a row for each text, because texts are divided or repeated; got "
+            f"{rows} for {shape[0]} texts "
             "(a list with a tensor for each text is joined when the model runs)"
         )
 
 
 def without_rows(arguments: Mapping[str, Any], shape: Sequence[int]) -> Iterator[str]:
-    """The names of arguments of floating-point numbers with several rows, but not one for each text.
+    """Yield the names of floating-point arguments with several rows, but not one row for each text.
 
-    Also those whose sizes do not say which axis has the rows.
+    These include arguments whose sizes do not determine the axis of the rows.
     """
     for name, value in arguments.items():
         if not isinstance(value, Tensor):

@@ -1,22 +1,27 @@
-"""Comparisons of tensors, bit by bit or up to rounding, and how large rounding may be.
+"""Comparisons of tensors, exactly or up to rounding, and the limits of rounding.
 
-An operation rounds its result by up to a share `eps` of its size: 2.2e-16 in float64, 1.2e-7 in float32, 9.8e-4 in float16 and
-7.8e-3 in bfloat16. Two computations of one value may differ by more, the more operations stand between them:
+An operation rounds its result by up to a fraction `eps` of its size: 2.2e-16 in float64, 1.2e-7 in
+float32, 9.8e-4 in float16 and 7.8e-3 in bfloat16. Two computations of one value may differ more if
+more operations lie between them:
 
 | between the two values | they may differ by | of | in |
 | --- | --- | --- | --- |
-| nothing: a tensor was passed on or copied | 0 | | `is_same` |
+| no operation: a tensor was passed on or copied | 0 | | `is_same` |
 | a few operations at each place | 8 eps | the sizes of all terms at that place | `is_close` |
-| a block, by other kernels | 4 eps, at least 1e-5 | the number and the median number | `is_reproduced` |
-| a module, by other kernels | 16 eps, or more if the caller says | the largest number | `agree` |
-| a sum of many terms, in another order | 1000 eps, at most 0.03 | the largest number | `is_rounding` |
+| a block, with different kernels | 4 eps, at least 1e-5 | number + median | `is_reproduced` |
+| a module, with different kernels | 16 eps, or the caller's limit | the largest | `agree` |
+| a sum of many terms, in a different order | 1000 eps, at most 0.03 | the largest | `is_rounding` |
 | a difference of two means | 100 eps | the mean size | `is_cancelled` |
-| n additions to the residual stream | 4 eps √n + 1e-4 | the largest number | `stream_rounding` |
-| a metric, in another batch | 10 √eps, or 16 eps of the model's dtype | 1 + the number | `metric_rounding` |
-| logits, in another batch | 1e-3, or 0.05 in half precision | the largest number | `logits_rounding` |
-| a whole model, by another way | 1e-10, 1e-4, 1e-2, 1e-1 in float64, float32, float16, bfloat16 | the largest number | `model_gap` |
+| n additions to the residual stream | 4 eps √n + 1e-4 | the largest | `stream_rounding` |
+| a metric, in a different batch | 10 √eps, or 16 eps of the model | 1 + number | `metric_rounding` |
+| logits, in a different batch | 1e-3, or 0.05 in half precision | the largest | `logits_rounding` |
+| a whole model, in a different way | 1e-10, 1e-4, 1e-2, 1e-1 (below) | the largest | `model_gap` |
 
-Limits are shares of the largest number where a number is a sum of larger ones that cancel, so that its own size says nothing.
+Here "the largest" is the largest number. The limits of a whole model are for float64, float32,
+float16 and bfloat16.
+
+A limit is a fraction of the largest number if a number may be a sum of larger terms that cancel.
+The size of such a number does not limit its error.
 """
 
 import math
@@ -36,8 +41,8 @@ _MODEL = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.
 def is_same(one: Shaped[Tensor, "*axes"] | None, other: Shaped[Tensor, "*others"] | None) -> bool:
     """Return whether two tensors are equal in shape, dtype and every number; False if one is None.
 
-    Use this to ask whether a module read the very tensor that another module gave. No arithmetic stands between the two, so
-    rounding cannot change the answer.
+    Use this to check whether a module read exactly the output of another module. No arithmetic lies
+    between the two, so rounding cannot change the result.
 
     >>> is_same(torch.ones(2), torch.ones(2)), is_same(torch.ones(2), torch.ones(2).double())
     (True, False)
@@ -50,14 +55,18 @@ def is_same(one: Shaped[Tensor, "*axes"] | None, other: Shaped[Tensor, "*others"
 def is_close(
     value: Shaped[Tensor, "*axes"], expected: Shaped[Tensor, "*others"], *terms: Tensor
 ) -> bool:
-    """Return whether a value is the expected one up to the rounding of a few operations at each place.
+    """Return whether a value equals the expected value up to the rounding of a few operations at
+    each place.
 
     Args:
         value: the value.
-        expected: the expected value, whose dtype says how large rounding is. A value of another shape is not close.
-        terms: the terms of a sum that is expected. They may be larger than the sum, and so may their rounding.
+        expected: the expected value, whose dtype determines the rounding. A value with a different
+            shape is not close.
+        terms: the terms, if the expected value is a sum. They, and their rounding, may be larger
+            than the sum.
 
-    >>> is_close(torch.tensor([1.0]), torch.tensor([1.0 + 5e-7])), is_close(torch.tensor([1.0]), torch.tensor([1.1]))
+    >>> value = torch.tensor([1.0])
+    >>> is_close(value, torch.tensor([1.0 + 5e-7])), is_close(value, torch.tensor([1.1]))
     (True, False)
     """
     if value.shape != expected.shape:
@@ -72,11 +81,11 @@ def agree(
     other: Shaped[Tensor, "*others"] | None,
     tolerance: float = 1e-5,
 ) -> bool:
-    """Return whether two values of a module differ by no more than a share of the largest number.
+    """Return whether two values of a module differ by at most a fraction of the largest number.
 
     Args:
-        one, other: the values. A value of another shape, or None, does not agree.
-        tolerance: the share. If the rounding of a module is more, that counts.
+        one, other: the values. Values with different shapes do not agree, and neither does None.
+        tolerance: the fraction. The limit is never below the rounding of a module.
 
     >>> one = torch.tensor([1e-6, 1.0])
     >>> agree(one, torch.tensor([0.0, 1.0])), agree(one, torch.tensor([1e-6, 1.1]))
@@ -89,12 +98,14 @@ def agree(
 
 
 def is_reproduced(ours: Sequence[Tensor], theirs: Sequence[Tensor], precision: float) -> bool:
-    """Return whether the numbers of a block are the same in another run, up to rounding. NaN agrees with NaN.
+    """Return whether the numbers of a block are the same in another run, up to rounding.
+
+    NaN agrees with NaN.
 
     Args:
-        ours, theirs: some numbers of each tensor that the block gave, in order. Tensors without numbers, such as those
-            on the meta device, agree if shape and dtype do.
-        precision: how far they may differ, as a share; see `block_rounding`.
+        ours, theirs: some numbers of each tensor in the block's output, in order. Tensors without
+            numbers, such as tensors on the meta device, agree if their shapes and dtypes agree.
+        precision: the allowed difference, as a fraction; see `block_rounding`.
 
     >>> is_reproduced([torch.tensor([1.0, 2.0])], [torch.tensor([1.0, 2.0001])], 1e-5)
     False
@@ -108,12 +119,12 @@ def is_reproduced(ours: Sequence[Tensor], theirs: Sequence[Tensor], precision: f
 def _numbers_agree(ours: Tensor, theirs: Tensor, precision: float) -> bool:
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         return False
-    # Without numbers there is nothing more to compare.
+    # Tensors without numbers need no further comparison.
     if ours.is_meta or isinstance(ours, FakeTensor) or not ours.numel():
         return True
     dtype = torch.complex128 if ours.is_complex() else torch.float64
     ours, theirs = ours.to(dtype), theirs.to(dtype)
-    # The median, because in some models a few values are a thousand times larger than the others.
+    # Use the median, because in some models a few values are a thousand times larger than the rest.
     typical = theirs.abs().nan_to_num(0, 0, 0).median().item()
     return torch.allclose(theirs, ours, rtol=precision, atol=precision * typical, equal_nan=True)
 
@@ -121,11 +132,13 @@ def _numbers_agree(ours: Tensor, theirs: Tensor, precision: float) -> bool:
 def is_rounding(
     one: Float[Tensor, "*axes"], other: Float[Tensor, "*axes"], dtype: torch.dtype | None = None
 ) -> Bool[Tensor, "*axes"]:
-    """Return where numbers differ by no more than `sum_rounding` of the largest. NaN and NaN do not differ.
+    """Return a mask of the numbers that differ by at most `sum_rounding` of the largest number.
+
+    NaN equals NaN.
 
     Args:
         one, other: the numbers.
-        dtype: the dtype in which they were computed; None for the dtype of `other`.
+        dtype: the dtype of the computation. Default: the dtype of `other`.
 
     >>> other = torch.tensor([1.01, 1001.0, torch.inf, torch.nan])
     >>> is_rounding(torch.tensor([1.0, 1000.0, torch.inf, torch.nan]), other)
@@ -139,7 +152,8 @@ def is_rounding(
 def is_cancelled(
     difference: Float[Tensor, "*axes"], size: Float[Tensor, "*axes"]
 ) -> Bool[Tensor, "*axes"]:
-    """Return where a difference of two numbers, or of their means, is no more than rounding of their size.
+    """Return a mask of the differences of two numbers, or of two means, that are at most rounding
+    of their size.
 
     >>> is_cancelled(torch.tensor([1e-6, 1e-3]), torch.tensor([1.0, 1.0]))
     tensor([ True, False])
@@ -150,7 +164,8 @@ def is_cancelled(
 def model_gap(
     actual: Float[Tensor, "*axes"], expected: Float[Tensor, "*axes"], dtype: torch.dtype
 ) -> tuple[float, float]:
-    """Return the largest difference, and the largest one that rounding in a whole model may cause.
+    """Return the largest difference, and the largest difference that rounding in a whole model may
+    cause.
 
     Args:
         actual, expected: values of a model that were computed in two ways.
@@ -161,39 +176,49 @@ def model_gap(
 
 
 def module_rounding(dtype: torch.dtype) -> float:
-    """The share of the largest number by which a module may differ if other kernels compute it."""
+    """Return the limit of rounding for a module with different kernels, as a fraction of the
+    largest number.
+    """
     return 16 * torch.finfo(dtype).eps
 
 
 def block_rounding(*dtypes: torch.dtype) -> float:
-    """The share of a typical number by which a block may differ if other kernels compute it in these dtypes."""
+    """Return the limit of rounding for a block with different kernels in these dtypes, as a
+    fraction of a typical number.
+    """
     return max(1e-5, *(4 * torch.finfo(dtype).eps for dtype in dtypes))
 
 
 def sum_rounding(dtype: torch.dtype) -> float:
-    """The share of the largest number by which sums of many terms may differ if they are added in another order."""
+    """Return the limit of rounding for sums of many terms in a different order, as a fraction of
+    the largest number.
+    """
     return min(0.03, 1000 * torch.finfo(dtype).eps)
 
 
 def stream_rounding(dtype: torch.dtype, n: int) -> float:
-    """The share of the largest number by which a sum of all parts may differ from a stream to which `n` were added.
+    """Return the limit of rounding between a sum of all parts and a residual stream after `n`
+    additions, as a fraction of the largest number.
 
-    The stream is rounded after each addition, so errors grow as the square root of their number. Besides, float32 is allowed
-    for, because some norms always compute in it.
+    The stream is rounded after each addition, so errors grow as the square root of their number.
+    The limit also covers float32, because some norms always compute in float32.
     """
     return 4 * torch.finfo(dtype).eps * math.sqrt(n) + 1e-4
 
 
 def metric_rounding(dtype: torch.dtype, model_dtype: torch.dtype) -> float:
-    """The share by which the metric of a text may differ in another batch.
+    """Return the limit of rounding for the metric of a text in a different batch, as a fraction.
 
     Args:
         dtype: the dtype of the metric.
-        model_dtype: the dtype of the model. Two runs of one text in half precision differ more than their metric is rounded.
+        model_dtype: the dtype of the model. Two runs of one text in half precision differ by more
+            than the rounding of the metric.
     """
     return max(10 * torch.finfo(dtype).eps ** 0.5, module_rounding(model_dtype))
 
 
 def logits_rounding(dtype: torch.dtype) -> float:
-    """The share of the largest logit by which logits of a text may differ in another batch."""
+    """Return the limit of rounding for the logits of a text in a different batch, as a fraction of
+    the largest logit.
+    """
     return 0.05 if dtype in HALF else 1e-3

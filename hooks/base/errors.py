@@ -1,14 +1,14 @@
 """The exceptions of this package, as a tree.
 
 HookError
-├── UnknownNameError   a name or selector that matches nothing (also a KeyError)
+├── UnknownNameError   a name or selector without a match (also a KeyError)
 ├── NeverFiredError    a requested point that the forward pass did not reach
 ├── EditError          a hook returned a value that does not fit the point
-│   └── SelectionError positions or other indices that a value does not have (also a ValueError)
-├── ModeError          a run that the model's training mode forbids
+│   └── SelectionError positions or other indices outside a value (also a ValueError)
+├── ModeError          a run that is not possible in training mode
 ├── ContextError       a hook context used twice
-├── CacheError         a cache, or a file, that does not have what was asked for
-└── MemoryLimitError   what would not fit into memory, or is above `max_bytes` (also a MemoryError)
+├── CacheError         a cache, or a file, without the requested content
+└── MemoryLimitError   values that do not fit or exceed `max_bytes` (also a MemoryError)
 """
 
 import difflib
@@ -28,8 +28,10 @@ from hooks.base.saying import shown
 _PACKAGES = ("hooks", "models", "interp")
 
 NEVER_FIRED = (
-    "this input may not lead there, a parent may compute it another way (PyTorch's own attention layers "
-    "do unless torch.backends.mha.set_fastpath_enabled(False)), or the model was compiled before the "
+    "this input may not lead there, a parent may compute it another way (PyTorch's own attention "
+    "layers "
+    "do unless torch.backends.mha.set_fastpath_enabled(False)), or the model was compiled before "
+    "the "
     "hooks were set; if this is intended, do not select it"
 )
 
@@ -43,12 +45,12 @@ class HookError(Exception):
 
 
 class UnknownNameError(HookError, KeyError):
-    """A name or selector that matches nothing.
+    """A name or selector without a match.
 
     Args:
-        message: what was wrong.
-        name: the name asked for.
-        known: the names that there are.
+        message: the message.
+        name: the requested name.
+        known: the existing names.
 
     >>> UnknownNameError("no hook point is named 'atn.q'", "atn.q", ["attn.q", "mlp"]).close_matches
     ('attn.q',)
@@ -59,10 +61,12 @@ class UnknownNameError(HookError, KeyError):
         self._name = str(name)
         self._known = [str(other) for other in known]
 
-    # Searched for only when asked: `in` and `get` catch this error, and the search is slow.
+    # The search is lazy because it is slow, and `in` and `get` catch this error.
     @functools.cached_property
     def close_matches(self) -> tuple[str, ...]:
-        """The known names nearest to the one asked for: those that end in it, then by spelling."""
+        """The known names closest to the requested name: first names that end in it, then names
+        with a similar spelling.
+        """
         known = [other for other in self._known if other != self._name]
         endings = [other for other in known if other.endswith("." + self._name)]
         similar = difflib.get_close_matches(self._name, known, n=5, cutoff=0.5)
@@ -75,15 +79,16 @@ class UnknownNameError(HookError, KeyError):
         return f"{self.args[0]}{hint}"
 
 
-_FEW = 24  # so many names are listed where none is close
+# The number of names to list if no name is close.
+_FEW = 24
 
 
 class NeverFiredError(HookError):
     """A requested point that the forward pass did not reach.
 
-    >>> require_fired(["left", "right"], {"left"}, "an input may not lead there")
+    >>> require_fired(["left", "right"], {"left"}, "it may be optional")
     Traceback (most recent call last):
-    hooks.base.errors.NeverFiredError: the forward pass never reached right: an input may not lead there
+    hooks.base.errors.NeverFiredError: the forward pass never reached right: it may be optional
     """
 
 
@@ -93,14 +98,15 @@ class EditError(HookError):
     >>> import torch
     >>> from hooks import HookedRunner
     >>> model = torch.nn.Sequential(torch.nn.ReLU())
-    >>> HookedRunner(model).run_with_hooks(torch.ones(2), hooks={"0": lambda value, point: value[:1]})
+    >>> hooks = {"0": lambda value, point: value[:1]}
+    >>> HookedRunner(model).run_with_hooks(torch.ones(2), hooks=hooks)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    hooks.base.errors.EditError: a hook at 0 must keep the shape torch.Size([2]); got torch.Size([1])
+    hooks.base.errors.EditError: a hook at 0 must keep the shape torch.Size([2]); got ...
     """
 
 
 class SelectionError(EditError, ValueError):
-    """Positions or other indices that a value does not have.
+    """Positions or other indices outside a value.
 
     >>> issubclass(SelectionError, EditError), issubclass(SelectionError, ValueError)
     (True, True)
@@ -108,13 +114,14 @@ class SelectionError(EditError, ValueError):
 
 
 class ModeError(HookError):
-    """A run that the model's training mode forbids.
+    """A run that is not possible while the model is in training mode.
 
     >>> import torch
     >>> from hooks import HookedRunner
-    >>> HookedRunner(torch.nn.Sequential(torch.nn.ReLU())).run_with_cache(torch.ones(2), mode="full")
+    >>> model = torch.nn.Sequential(torch.nn.ReLU())
+    >>> HookedRunner(model).run_with_cache(torch.ones(2), mode="full")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    hooks.base.errors.ModeError: mode 'full' needs a model in evaluation mode: call model.eval() first
+    hooks.base.errors.ModeError: mode 'full' needs a model in evaluation mode: ...
     """
 
 
@@ -125,14 +132,14 @@ class ContextError(HookError):
     >>> from hooks import HookedRunner
     >>> context = HookedRunner(torch.nn.Sequential(torch.nn.ReLU())).hooks()
     >>> with context: pass
-    >>> with context: pass
+    >>> with context: pass  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    hooks.base.errors.ContextError: a hook context can be entered once: call hooks() again for another
+    hooks.base.errors.ContextError: a hook context can be entered only once: ...
     """
 
 
 class MemoryLimitError(HookError, MemoryError):
-    """Values that would not fit into memory, or are above `max_bytes`.
+    """Values that do not fit into memory or exceed `max_bytes`.
 
     >>> issubclass(MemoryLimitError, HookError), issubclass(MemoryLimitError, MemoryError)
     (True, True)
@@ -140,7 +147,7 @@ class MemoryLimitError(HookError, MemoryError):
 
 
 class CacheError(HookError):
-    """A cache, or a file, that does not have what was asked for.
+    """A cache, or a file, without the requested content.
 
     >>> from hooks import ActivationCache
     >>> ActivationCache({}, {}).drop()
@@ -150,15 +157,15 @@ class CacheError(HookError):
 
 
 def unknown_name(name: object, known: Iterable[str], what: str) -> UnknownNameError:
-    """The error for a `name` that no `what` has, with close matches in the message."""
+    """Return the error for an unknown `name` of a `what`, with close matches in the message."""
     return UnknownNameError(f"no {what} is named {name!r}", name, known)
 
 
 def require_choice(name: str, value: object, choices: Collection[Any]) -> None:
-    """Refuse a value that is none of the choices.
+    """Check that a value is one of the choices.
 
     Raises:
-        ValueError: naming the argument, the choices and the nearest.
+        ValueError: naming the argument, the choices and the closest choice.
 
     >>> require_choice("side", "lft", ("left", "right"))
     Traceback (most recent call last):
@@ -166,7 +173,8 @@ def require_choice(name: str, value: object, choices: Collection[Any]) -> None:
     """
     try:
         is_one = value in choices
-    except (TypeError, RuntimeError, ValueError):  # of a list, a tensor or an array
+    # Comparisons of a list, a tensor or an array can raise these errors.
+    except (TypeError, RuntimeError, ValueError):
         is_one = False
     if not is_one:
         close = difflib.get_close_matches(
@@ -178,7 +186,7 @@ def require_choice(name: str, value: object, choices: Collection[Any]) -> None:
 
 
 def require_integer(name: str, value: Any, least: int = 1, most: float = math.inf) -> None:
-    """Refuse what is no whole number, of Python, NumPy or PyTorch, from `least` to `most`.
+    """Check that a value is a whole number of Python, NumPy or PyTorch, from `least` to `most`.
 
     Raises:
         ValueError: naming the argument, the bounds and its value.
@@ -200,7 +208,7 @@ def library(name: str, install: str = "hookscope[hf]") -> Any:
     """Import an optional library.
 
     Raises:
-        ImportError: if it is missing; the message says what to install.
+        ImportError: if the library is missing; the message contains the command to install it.
     """
     try:
         return importlib.import_module(name)
@@ -220,7 +228,7 @@ def require_fired(names: Iterable[str], fired: Container[str], reason: str = NEV
 
 
 def warn(message: str) -> None:
-    """Warn at the line that called these packages, however deep inside them this is."""
+    """Warn at the line that called these packages, at any depth inside them."""
     frames = traceback.walk_stack(sys._getframe(1))
     packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in frames]
     outermost = max(n for n, package in enumerate(packages) if package in _PACKAGES)

@@ -1,7 +1,9 @@
-"""Arguments of the wrong kind: an error says what was given, what is needed, and the call that makes it.
+"""Arguments of the wrong class: the error names the given value, the needed class, and the call
+that makes an object of it.
 
-1. `require_kind` refuses a value that is not of a class. The hints of a package say the call that makes one.
-2. `require_device` refuses a device that is not here.
+1. `require_kind` checks the class of a value. The hints of a package contain the call that makes an
+   object of the class.
+2. `require_device` checks that a device is available.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,17 +20,17 @@ from hooks.base.saying import shown
 def require_kind(
     name: str, value: object, kind: type | tuple[type, ...], words: str, call: str = ""
 ) -> None:
-    """Refuse a value of another class.
+    """Check the class of a value.
 
     Args:
-        name: the argument.
-        value: what was given.
-        kind: the class, or several.
+        name: the name of the argument.
+        value: the given value.
+        kind: the class, or several classes.
         words: the class in words, such as `an ActivationCache`.
-        call: the call that makes one; by default the hint for the first class.
+        call: the call that makes an object of the class. Default: the hint for the first class.
 
     Raises:
-        TypeError: naming the argument, what it must be, what it is, and the call.
+        TypeError: naming the argument, the needed class, the given value, and the call.
 
     >>> require_kind("seed", "a", int, "an integer")
     Traceback (most recent call last):
@@ -43,10 +45,10 @@ def require_kind(
 
 
 def require_module(model: object) -> None:
-    """Refuse a model that is no module, such as a runner, an attachment, a cache or a name.
+    """Check that a model is a module, and not a runner, an attachment, a cache or a name.
 
     Raises:
-        TypeError: if it is none.
+        TypeError: if the model is not a module.
 
     >>> from hooks import HookedRunner
     >>> require_module(HookedRunner(nn.ReLU()))
@@ -60,11 +62,11 @@ def require_module(model: object) -> None:
 
 
 def require_device(device: Any) -> torch.device | None:
-    """Return a device, after a check that it is here; None stays None.
+    """Return a device after a check that it is available. Return None for None.
 
     Raises:
-        ValueError: if there is none of this name; in one line.
-        TypeError: if it is no name of a device.
+        ValueError: if no device with this name is available; the error is one line.
+        TypeError: if the value is not the name of a device.
 
     >>> require_device("cpu")
     device(type='cpu')
@@ -77,7 +79,8 @@ def require_device(device: Any) -> torch.device | None:
     try:
         there = torch.device(device)
         if there.type != "meta":
-            torch.empty(0, device=there)  # fails where there is no such device
+            # This raises an error if the device is not available.
+            torch.empty(0, device=there)
     except TypeError:
         rule = "device must be a name, such as 'cpu', or a torch.device"
         raise TypeError(f"{rule}; got {shown(device)}, a {type(device).__name__}") from None
@@ -94,16 +97,17 @@ def require_device(device: Any) -> torch.device | None:
 def missing_name(
     module: str, known: list[str], moved: Mapping[str, str] | None = None
 ) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a package, whose error for a name that it lacks has close matches.
+    """Return the `__getattr__` of a package. Its error for an unknown name lists close matches.
 
     Args:
         module: the name of the package.
-        known: the names that it has.
-        moved: names that it had, each with the place where it is now.
+        known: the names in the package.
+        moved: former names, each with its new place.
     """
 
     def __getattr__(name: str) -> Any:
-        # `from package import module` asks for the name first, and imports the module after this error.
+        # `from package import module` looks up the name first, and imports the module after this
+        # error.
         if name.startswith("_") or find_spec(f"{module}.{name}") is not None:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         hint = f"; here it is {moved[name]}" if moved and name in moved else attribute_hint(name)

@@ -1,9 +1,10 @@
-"""A bound of memory: what would not fit is refused before the system ends the process.
+"""A limit of memory: values that would not fit raise an error before the system kills the process.
 
-1. What is kept is counted as it comes (`Bound.add`), and looked at from 256 MiB on.
-2. What is still to come is taken to be as large as the same value of a layer that has come.
-3. More than `max_bytes`, or 0.9 of the memory that is free, is an error that says what to leave out.
-4. What allocates much at once asks before (`require_room`).
+1. Each stored value is counted (`Bound.add`), and the sum is checked from 256 MiB on.
+2. Later values are assumed to be as large as the same values in an earlier layer.
+3. More than `max_bytes`, or 0.9 of the free memory, raises an error that suggests a smaller
+   selection.
+4. Code with a large allocation checks the free memory before it (`require_room`).
 """
 
 import math
@@ -26,13 +27,15 @@ _SHARE = 0.9
 
 
 class Bound:
-    """Counts the bytes of values that are kept together, and refuses them when they would be too many.
+    """A counter of the bytes of stored values, which raises an error above a limit.
 
     Args:
-        names: the names of all that will be kept.
-        max_bytes: the bound; None for 0.9 of the memory that is free.
-        otherwise: what to do instead, for the error; None for what helps an eager run: it names points that would fit.
-        times: how many tensors of its size each value stands for: two where its gradient is kept later.
+        names: the names of all values that will be stored.
+        max_bytes: the limit. Default: 0.9 of the free memory.
+        otherwise: the advice of the error. Default: advice for an eager run, with a selection that
+            fits.
+        times: the number of tensors of the same size for each value: 2 if its gradient is stored
+            later.
     """
 
     def __init__(
@@ -46,19 +49,22 @@ class Bound:
         self._names, self._max_bytes = names, max_bytes
         self._otherwise, self._times = otherwise, times
         self._sizes: dict[str, int] = {}
-        self._left: dict[int, int] = {}  # bytes of a memory that no value has been counted for
+        # The bytes of each memory that are not counted for any value yet.
+        self._left: dict[int, int] = {}
         self._held = 0
         self._next_look = _FIRST_LOOK if max_bytes is None else min(_FIRST_LOOK, max_bytes / 4)
-        # Before, shared memory is counted again, because small runs have no time to ask for it.
+        # Below this limit, shared memory is counted twice, because the check would slow down small
+        # runs.
         self._count_from = _FIRST_LOOK / 8 if max_bytes is None else 0
 
     def add(self, name: str, value: Tensor) -> None:
-        """Count a value that is kept, unless its memory is counted already.
+        """Count a stored value, unless its memory is already counted.
 
         Raises:
-            MemoryLimitError: if all values would be too many.
+            MemoryLimitError: if all values together would exceed the limit.
         """
-        size = value.numel() * value.element_size()  # sparse tensors have no `nbytes`
+        # Sparse tensors have no `nbytes`.
+        size = value.numel() * value.element_size()
         if self._held >= self._count_from and has_storage(value):
             memory = memory_of(value)
             left = self._left.get(memory, value.untyped_storage().nbytes())
@@ -76,21 +82,27 @@ class Bound:
         elif (free := free_memory(device)) is not None:
             limit = self._held + _SHARE * free
         kinds = {name: self._kind(name) for name in self._names}
-        # Of a later layer, whose input may be the memory of the earlier one's output.
+        # Use the size in a later layer, because its input may share the memory of the earlier
+        # layer's output.
         of_kind = {kinds[name]: size for name, size in self._sizes.items()}
         sizes: Counter[str] = Counter()
         for name, kind in kinds.items():
             sizes[name.rpartition(".")[2]] += self._sizes.get(name, of_kind.get(kind, 0))
         in_layers = {kind for kind, count in Counter(kinds.values()).items() if count > 1}
         is_known = of_kind.keys() >= in_layers
-        # One layer may be too much, and what is free is needed for more than values.
+        # One layer may already exceed the limit, and the free memory is needed for more than the
+        # values.
         is_late = self._held > (limit if self._max_bytes is not None else limit / 2)
         if sizes.total() > limit and (is_known or is_late):
             raise MemoryLimitError(self._refusal(limit, sizes, is_known))
         self._next_look = self._held + max((limit / self._times - self._held) / 4, limit / 64)
 
     def _kind(self, name: str) -> str:
-        """A point's name without the numbers of layers. Blocks of lazy caches end in them; `0` and `1` of a `Sequential` are no layers."""
+        """Return a point's name without layer numbers.
+
+        Names of blocks of lazy caches end in a layer number. Digits in the names of a `Sequential`
+        are not layer numbers.
+        """
         is_layer = self._otherwise is not None or not name.rpartition(".")[2].isdigit()
         return LAYER.sub("#", name) if is_layer else name
 
@@ -98,7 +110,10 @@ class Bound:
         whose = "0.9 of the memory that is free" if self._max_bytes is None else "max_bytes"
         left, without = sizes.total(), []
         more = "" if is_known else "at least "
-        said = f"the values would take {more}{bytes_in_words(left)}, and {whose} is {bytes_in_words(limit)}"
+        said = (
+            f"the values would take {more}{bytes_in_words(left)}, and {whose} is "
+            f"{bytes_in_words(limit)}"
+        )
         if self._otherwise is not None:
             return f"{said}: {self._otherwise}"
         said = f"{said}: use lazy=True or positions="
@@ -114,10 +129,12 @@ class Bound:
 
 
 def require_room(n_bytes: int, like: Tensor, what: str) -> None:
-    """Refuse what needs more memory than 0.9 of what is free on a tensor's device. Below 256 MiB nothing is asked.
+    """Check that an allocation needs at most 0.9 of the free memory on a tensor's device.
+
+    Below 256 MiB there is no check.
 
     Raises:
-        MemoryLimitError: saying how many bytes.
+        MemoryLimitError: with the needed and the free bytes.
     """
     if torch.compiler.is_compiling() or n_bytes < _FIRST_LOOK or isinstance(like, FakeTensor):
         return
@@ -129,13 +146,14 @@ def require_room(n_bytes: int, like: Tensor, what: str) -> None:
 
 
 def free_memory(device: torch.device, root: Path = Path("/")) -> float | None:
-    """The bytes that a device can still give to this process, within the control groups and limits of Linux.
+    """Return the bytes that this process can still allocate on a device, within the control groups
+    and limits of Linux.
 
-    None if the system does not report it.
+    Return None if the system does not report them.
 
     Args:
         device: the CPU or a device of CUDA. For other devices the result is None.
-        root: where `proc` and `sys` are.
+        root: the directory of `proc` and `sys`.
     """
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -148,7 +166,10 @@ def free_memory(device: torch.device, root: Path = Path("/")) -> float | None:
 
 
 def _left_in_groups(root: Path) -> Iterator[float]:
-    """The bytes that each control group above this process leaves. Files in memory that nobody uses can go."""
+    """Yield the free bytes in each control group of this process.
+
+    Unused files in the page cache count as free.
+    """
     yield float("inf")
     with suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
@@ -163,7 +184,8 @@ def _left_in_groups(root: Path) -> Iterator[float]:
             group = Path(path.lstrip("/"))
             for part in (group, *group.parents):
                 folder = root / "sys/fs/cgroup" / place / part
-                with suppress(OSError, ValueError):  # the outermost has none, or its limit is `max`
+                # The outermost group has no such file, or its limit is `max`.
+                with suppress(OSError, ValueError):
                     limit, usage = (int((folder / name).read_text()) for name in (most, used))
                     stat = (folder / "memory.stat").read_text()
                     unused = re.search(rf"^{files} (\d+)", stat, re.M)
@@ -171,24 +193,25 @@ def _left_in_groups(root: Path) -> Iterator[float]:
 
 
 def _left_of_limits(root: Path) -> Iterator[float]:
-    """The bytes that the limits of this process leave, as `ulimit -v` and `ulimit -d` set them."""
+    """Yield the free bytes within each limit of this process (`ulimit -v` and `ulimit -d`)."""
     yield float("inf")
     with suppress(OSError):
         limits = (root / "proc/self/limits").read_text()
         used = (root / "proc/self/status").read_text()
         for limit, size in _LIMITS.items():
-            most = re.search(rf"^{limit} +(\d+)", limits, re.M)  # none where it is `unlimited`
+            # There is no match if the limit is `unlimited`.
+            most = re.search(rf"^{limit} +(\d+)", limits, re.M)
             taken = re.search(rf"^{size}:\s+(\d+) kB", used, re.M)
             if most and taken:
                 yield int(most[1]) - int(taken[1]) * 1024
 
 
-# The limits of memory that Linux keeps for a process, and what it counts for each.
+# The memory limits of a Linux process, and the counter for each limit.
 _LIMITS = {"Max address space": "VmSize", "Max data size": "VmData"}
 
 
 def bytes_in_words(n_bytes: float) -> str:
-    """A number of bytes for people.
+    """Return a number of bytes as text.
 
     >>> bytes_in_words(17_300_000_000), bytes_in_words(2**20)
     ('17.3 GB', '1.0 MB')

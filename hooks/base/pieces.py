@@ -1,4 +1,4 @@
-"""Pieces of texts: the columns that a run reads, and the padding among them, for generation and sweeps."""
+"""Pieces of texts: the columns that a run reads, and their padding, for generation and sweeps."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -17,10 +17,12 @@ class Piece:
     """A piece of a batch of texts.
 
     Attributes:
-        start: its first column, padding included; None for whole texts.
-        real: which columns, up to its last, are not padding; None if all are, or if it is not known.
-        moved: whether its rows differ from the rows of the piece before it, as in a beam search.
-        began: the number of columns when the generation began, if each run reads the whole text again.
+        start: the first column, counting padding; None for whole texts.
+        real: the mask of real columns, up to the last column of the piece; None if all are real or
+            the padding is unknown.
+        moved: whether the rows differ from the rows of the previous piece, as in a beam search.
+        began: the number of columns at the start of the generation, if each run reads the whole
+            text again.
         others: masks of other texts that the run reads, by the axis of their columns: the texts of
             an encoder have the axis `encoder_pos`.
     """
@@ -41,7 +43,7 @@ class Piece:
 
     @property
     def columns(self) -> list[list[int]] | None:
-        """The real columns of each text; None if there is no padding."""
+        """Return the real columns of each text, or None if there is no padding."""
         return self._known("key")
 
     @property
@@ -50,7 +52,7 @@ class Piece:
         return self.real is not None or bool(self.others)
 
     def has_masks_of(self, other: "Piece") -> bool:
-        """Return whether another piece has the same masks, which are the same tensors."""
+        """Return whether another piece has the same masks, as the same tensors."""
         return (
             self.real is other.real
             and self.others.keys() == other.others.keys()
@@ -58,14 +60,14 @@ class Piece:
         )
 
     def first(self, rows: int) -> "Piece":
-        """Return the piece of the first rows alone."""
+        """Return the piece with only the first rows."""
         masks = [mask for mask in (self.real, *self.others.values()) if mask is not None]
         if all(len(mask) <= rows for mask in masks):
             return self
         real = None if self.real is None else self.real[:rows]
         others = {axis: mask[:rows] for axis, mask in self.others.items()}
         first = Piece(self.start, real, self.moved, self.began, others)
-        # An earlier piece of the same rows knows its columns already.
+        # An earlier piece of the same rows has already computed its columns.
         return self._firsts.setdefault(rows, first)
 
     def columns_along(self, axis: str, rows: int, end: int) -> Sequence[Sequence[int]] | None:
@@ -103,7 +105,9 @@ class Piece:
         return self._columns[axis]
 
     def mask_of(self, rows: int, size: int) -> KeyMask | None:
-        """The mask of the `size` columns of the piece itself, if the batch has `rows` texts; otherwise None."""
+        """Return the mask of the `size` columns of the piece itself if the batch has `rows` texts,
+        and None otherwise.
+        """
         fits = self.real is not None and self.real.shape == (rows, (self.start or 0) + size)
         return self.real[:, -size:] if self.real is not None and fits else None
 
@@ -115,16 +119,18 @@ _piece = Scoped("piece", _WHOLE)
 def position_offset(
     column: int | None, real: KeyMask | None = None
 ) -> AbstractContextManager[None]:
-    """A `with` in which runs read a piece of their texts: columns `column`, `column + 1` and so on.
+    """Return a `with` in which runs read a piece of their texts: columns `column`, `column + 1` and
+    so on.
 
-    Edits count positions from the start of the text, and negative positions from its last real token. So
-    code that runs a model on a piece, or on texts with padding, must enter this context.
-    `models.Transformer` and attached models do it themselves when they are called with a cache or a mask.
+    Edits count positions from the start of the text, and negative positions from its last real
+    token. So code that runs a model on a piece, or on texts with padding, must enter this context.
+    `models.Transformer` and attached models enter it themselves if they are called with a cache or
+    a mask.
 
     Args:
-        column: the first column of the piece, padding included. None for whole texts, the default.
-        real: the mask of real columns, up to the last column of the piece. None if there is no padding.
-            A mask on an accelerator is copied to the CPU when an edit needs it.
+        column: the first column of the piece, counting padding. Default: None, for whole texts.
+        real: the mask of real columns, up to the last column of the piece. None if there is no
+            padding. A mask on an accelerator is copied to the CPU when an edit needs it.
 
     Raises:
         ValueError: if the column is negative.
@@ -138,25 +144,26 @@ def position_offset(
 
 
 def reading(piece: Piece) -> AbstractContextManager[None]:
-    """A `with` in which runs read a piece of their texts."""
+    """Return a `with` in which runs read a piece of their texts."""
     return _piece.set(piece)
 
 
 def piece_read() -> Piece:
-    """Return the piece that runs read here.
+    """Return the piece that runs read in this context.
 
-    It is the whole text while a compiler traces, because a compiler cannot read the context.
+    During the tracing of a compiler, return the whole text, because a compiler cannot read the
+    context.
     """
     return _WHOLE if torch.compiler.is_compiling() else _piece.get()
 
 
 def piece_is_known() -> bool:
-    """Return whether code above has entered `position_offset` or `reading`."""
+    """Return whether a caller has entered `position_offset` or `reading`."""
     return _piece.get() is not _WHOLE
 
 
 def start_of_piece() -> int | None:
-    """The column of the text where this run's piece begins; None where it reads a whole text.
+    """Return the first column of this run's piece, or None if the run reads a whole text.
 
     >>> start_of_piece() is None
     True
@@ -167,13 +174,15 @@ def start_of_piece() -> int | None:
 def token_mask() -> KeyMask | None:
     """Return the mask of the texts that the model reads now, for use inside a hook function.
 
-    At `pattern` and `scores` a function gets the columns of padded keys too. At `pattern` they hold 0,
-    and a number written there makes the text attend to padding. Edits of `interp.edits` leave these
-    columns as they are. A function of your own can multiply by this mask.
+    At `pattern` and `scores`, the value contains the columns of padded keys too. At `pattern` these
+    columns are 0, and any other number makes the text attend to padding. Edits of `interp.edits` do
+    not change these columns. A custom function can multiply by this mask.
 
     Returns:
-        True at real tokens, False at padding, [batch, key], for all columns so far. None if there is no
-        padding, or if it is not known, as in a model that does not say it or while `torch.compile` traces.
+        True at real tokens, False at padding, [batch, key], for all columns so far. None if there
+        is no
+        padding, or if the padding is unknown: the model does not report it, or `torch.compile` is
+            tracing.
 
     >>> with position_offset(None, torch.tensor([[False, True, True]])):
     ...     token_mask()

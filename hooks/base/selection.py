@@ -1,4 +1,6 @@
-"""Selection: which places along an axis, above all which positions of texts, in every form users give."""
+"""Selection: the chosen places along an axis, such as positions of texts, in every form that users
+write.
+"""
 
 import itertools
 import operator
@@ -21,7 +23,10 @@ TEXT_AXES = ("pos", "query", "key")
 """All axes that count columns of the text. `key` also covers cached positions."""
 
 POSITION_AXES = ("pos", "query")
-"""The text axes that have only the positions of this call: `positions=` cuts them, and a joined run appends to them."""
+"""The text axes that have only the positions of this call.
+
+`positions=` slices them, and a joined run appends to them.
+"""
 
 KeyMask = Shaped[Tensor, "batch key"]
 """True or 1 at real tokens, False or 0 at padding."""
@@ -30,10 +35,10 @@ KeyMask = Shaped[Tensor, "batch key"]
 def real_of(
     mask: Shaped[Tensor, "..."] | None, shape: Sequence[int], name: str = "attention_mask"
 ) -> Bool[Tensor, "batch pos"]:
-    """The mask of texts [batch, pos] as booleans.
+    """Return the mask of texts [batch, pos] as booleans.
 
     Raises:
-        ValueError: if it has another shape; the error gives its name.
+        ValueError: if the mask has a different shape; the error names the mask.
     """
     if mask is None:
         return torch.ones(*shape, dtype=torch.bool)
@@ -43,7 +48,10 @@ def real_of(
 
 
 def real_columns(mask: KeyMask) -> list[list[int]] | None:
-    """The columns of each text's real tokens; None if there is no padding, or in a plan, without numbers."""
+    """Return the columns of each text's real tokens, or None if there is no padding.
+
+    In a plan, the mask has no numbers and the result is None.
+    """
     if mask.is_meta or isinstance(mask, FakeTensor):
         return None
     rows = [[n for n, real in enumerate(row) if real] for row in mask.tolist()]
@@ -52,7 +60,7 @@ def real_columns(mask: KeyMask) -> list[list[int]] | None:
 
 @dataclass(frozen=True)
 class AllBut:
-    """All places along an axis but some, the same in every example; made by `all_but`."""
+    """All places along an axis except some, the same in every example; see `all_but`."""
 
     places: list[int]
 
@@ -61,18 +69,21 @@ class AllBut:
 
 
 Index = SupportsIndex | slice | Sequence[Any] | Tensor | AllBut
-"""An integer, slice, list or mask along one axis, or `all_but` some, the same in every example. Along positions also
-those of each example's own: a list of lists, or a tensor [batch, n], of integers or booleans."""
+"""An integer, slice, list or mask along one axis, or the result of `all_but`; it is the same in
+every example. Along positions, each example can have a different index: a list of lists, or a
+tensor [batch, n], of integers or booleans."""
 
 Rows = Sequence[Sequence[int]]
-"""Places of each example; one row may stand for all."""
+"""The places of each example. A single row holds for all examples."""
 
 
 def all_but(*places: SupportsIndex) -> AllBut:
-    """Select all places along an axis but these, which are counted as in a list of them; never padding.
+    """Select all places along an axis except the given ones.
+
+    Padding is never selected. Negative numbers count from the end, as in a list of places.
 
     Raises:
-        TypeError: if a place is no integer.
+        TypeError: if a place is not an integer.
 
     >>> from interp import edits
     >>> edits.zero(head=all_but(7, 9))
@@ -87,16 +98,20 @@ def all_but(*places: SupportsIndex) -> AllBut:
 
 @dataclass(frozen=True)
 class Selection:
-    """Places along an axis. Negative ones count from its end: along positions from a text's last real token.
+    """Places along an axis.
 
-    From 0 on positions count columns, padding included, and one that is padding is an error. A slice with a
-    negative end has the real tokens between its ends. Whoever reads takes real tokens only, of any slice.
+    Negative places count from the end. Along positions they count from the last real token of each
+    text.
+
+    Positions from 0 on count columns, including padding. A position at padding raises an error. A
+    slice with a negative end selects the real tokens between its ends. When reading, every slice
+    skips padding.
 
     Attributes:
-        index: the places, in Python's own integers, slices and lists.
+        index: the places, as Python integers, slices and lists.
 
     Raises:
-        TypeError: if the index has none of the forms.
+        TypeError: if the index has none of these forms.
 
     >>> Selection(torch.tensor([2, 0])), Selection([[True, False, True], [-1]]).rows(3, "pos", 2)
     ([2, 0], [[0, 2], [2]])
@@ -113,10 +128,11 @@ class Selection:
 
     @classmethod
     def one_each(cls, index: Index) -> "Selection":
-        """One place for all examples or, in a list, one for each.
+        """Return a selection of one place for all examples or, from a list, one place for each
+        example.
 
         Raises:
-            TypeError: if it is something else.
+            TypeError: if the index has a different form.
         """
         chosen = cls(index)
         listed = chosen.index if isinstance(chosen.index, list) else [chosen.index]
@@ -128,17 +144,17 @@ class Selection:
 
     @property
     def is_one(self) -> bool:
-        """Return whether it is one place, by an integer."""
+        """Return whether the index is one integer."""
         return isinstance(self.index, int)
 
     @property
     def is_by_example(self) -> bool:
-        """Return whether each example has an index of its own."""
+        """Return whether each example has a separate index."""
         return isinstance(self.index, list) and any(isinstance(part, list) for part in self.index)
 
     @property
     def parts(self) -> list[Any]:
-        """The index of each example, or one for all."""
+        """The index of each example, or one index for all examples."""
         return self.index if self.is_by_example else [self.index]
 
     def rows(
@@ -149,18 +165,20 @@ class Selection:
         real: Rows | None = None,
         whole: bool = True,
     ) -> list[list[int]]:
-        """The places of each example, counted from the start of the axis; one row if all have the same.
+        """Return the places of each example, counted from the start of the axis, or one row if all
+        examples have the same places.
 
         Args:
             size: the axis has the places 0 to `size - 1`.
-            what: the axis, for errors.
-            batch: the number of examples, if it is known.
+            what: the name of the axis, for errors.
+            batch: the number of examples, if known.
             real: the real columns of each text; None if there is no padding.
-            whole: whether places outside are errors; otherwise they stay in the rows.
+            whole: whether places outside the axis raise an error; otherwise they stay in the rows.
 
         Raises:
-            SelectionError: if there are rows for another number of examples, a place is outside or padding, a
-                mask has another length or no booleans, or nothing is selected.
+            SelectionError: if the number of rows differs from the number of examples, a place is
+                outside or at padding, a mask has the wrong length or contains no booleans, or
+                nothing is selected.
         """
         parts, batch = self.parts, len(real) if real is not None else batch
         if batch is not None and len(parts) not in (1, batch):
@@ -170,7 +188,8 @@ class Selection:
         if real is None:
             rows = [_places(part, size, what, whole) for part in parts]
         else:
-            each = enumerate(zip(itertools.cycle(parts), real))  # parts may be one for all
+            # A single part holds for all examples.
+            each = enumerate(zip(itertools.cycle(parts), real))
             rows = [
                 _real(part, size, f"{what} of example {n}", columns, whole)
                 for n, (part, columns) in each
@@ -181,7 +200,10 @@ class Selection:
         return rows
 
     def is_plain(self, real: KeyMask | None) -> bool:
-        """Return whether these are the same columns of each text, whatever its padding: a subscript of PyTorch selects them."""
+        """Return whether the places are the same columns in each text, whatever the padding.
+
+        A subscript of PyTorch then selects them.
+        """
         if isinstance(self.index, AllBut) or self.is_by_example:
             return False
         if real is None or real_columns(real) is None:
@@ -190,32 +212,35 @@ class Selection:
 
     @property
     def counts_back(self) -> bool:
-        """Return whether it counts places from the end."""
+        """Return whether places are counted from the end."""
         ends = [self.index.start, self.index.stop] if isinstance(self.index, slice) else []
         return any(place < 0 for place in [*filter(None, ends), *self._listed])
 
     @property
     def _listed(self) -> list[int]:
-        """The places that are named one by one; of a slice none."""
+        """The places that are listed explicitly; a slice lists no places."""
         if isinstance(self.index, slice):
             return []
         parts = [part.places if isinstance(part, AllBut) else part for part in self.parts]
         return [place for part in parts for place in (part if isinstance(part, list) else [part])]
 
     def require_reached(self, size: int, what: str, real: Rows | None = None) -> None:
-        """Refuse negative places before the start of every text, which no later column of the texts reaches.
+        """Check that negative places are not before the start of every text.
+
+        Later columns of the texts would not reach them.
 
         Args:
             size: the number of columns so far.
-            what: the axis, for errors.
+            what: the name of the axis, for errors.
             real: the real columns of each text; None if there is no padding.
 
         Raises:
-            SelectionError: naming the place and the length of the longest text.
+            SelectionError: if a place is too early; the error names the selection and the length of
+                the longest text.
         """
         length = size if real is None else max(map(len, real))
         ends = [self.index.stop] if isinstance(self.index, slice) else []
-        # A slice that ends at the start of a text, or before it, selects nothing of it.
+        # A slice that ends at or before the start of a text selects no token of the text.
         lasts = [end - 1 for end in ends if end is not None and end < 0]
         if any(place < -length for place in [*lasts, *self._listed]):
             raise SelectionError(
@@ -225,30 +250,34 @@ class Selection:
     def columns(
         self, size: int, what: str, batch: int | None = None, real: KeyMask | None = None
     ) -> Int[Tensor, "_batch n"]:
-        """The places of `rows`, of which each example must have as many. One row stands for all.
+        """Return the places of `rows`, which must be equally many in each example.
+
+        A single row holds for all.
 
         Raises:
-            SelectionError: as for `rows`, or if examples have other numbers of places.
+            SelectionError: see `rows`; also if examples have different numbers of places.
         """
         rows = self.rows(size, what, batch, None if real is None else real_columns(real))
         lengths = sorted({len(row) for row in rows})
         if len(lengths) > 1:
             raise SelectionError(
-                f"{what} must be as many in each text; {self!r} selects {lengths[0]} to {lengths[-1]}"
+                f"{what} must select the same number in each text; {self!r} selects {lengths[0]} "
+                f"to {lengths[-1]}"
             )
         return torch.tensor(rows, dtype=torch.int64)
 
     def read(self, real: Bool[Tensor, "batch pos"], what: str, first: int = 0) -> list[list[int]]:
-        """The columns that are read of each text of a batch: real tokens, at least one.
+        """Return the columns that are read in each text of a batch: real tokens, at least one.
 
         Args:
             real: True at real tokens.
-            what: the positions, for errors.
-            first: the number of the first text among all. An index of each text's own is taken by number, and a mask
-                need not be longer than its text.
+            what: the name of the positions, for errors.
+            first: the number of the first text of the batch among all texts. If each text has a
+                separate index, the number of the text selects it, and a mask need not be longer
+                than its text.
 
         Raises:
-            SelectionError: as for `rows`; if there is no index for a text, or it selects nothing.
+            SelectionError: see `rows`; also if a text has no index, or its index selects nothing.
         """
         read = []
         for number, row in enumerate(real, first):
@@ -269,10 +298,14 @@ class Selection:
         return read
 
     def inside(self, real: Bool[Tensor, "batch pos"], what: str) -> Bool[Tensor, "batch pos"]:
-        """A mask of the places in texts whose real tokens are True in `real`, without padding. For errors see `rows`."""
+        """Return a mask of the selected places without padding.
+
+        `real` is True at real tokens. For errors see `rows`.
+        """
         rows = self.rows(real.shape[1], what, len(real), real_columns(real))
         chosen = torch.zeros_like(real)
-        for row, columns in zip(chosen, itertools.cycle(rows)):  # one row may be for all
+        # A single row holds for all examples.
+        for row, columns in zip(chosen, itertools.cycle(rows)):
             row[columns] = True
         return chosen & real
 
@@ -287,7 +320,7 @@ class Selection:
 
 
 def _places(part: Any, size: int, what: str, whole: bool) -> list[int]:
-    """The places along an axis without padding."""
+    """Return the places along an axis without padding."""
     if isinstance(part, AllBut):
         left_out = places(part.places, size, what, whole)
         return [place for place in range(size) if place not in left_out]
@@ -295,7 +328,7 @@ def _places(part: Any, size: int, what: str, whole: bool) -> list[int]:
 
 
 def _real(part: Any, size: int, what: str, real: Sequence[int], whole: bool) -> list[int]:
-    """The places of one text with padding."""
+    """Return the places in one text with padding."""
     if isinstance(part, AllBut):
         left_out = _real(part.places, size, what, real, whole)
         return [column for column in real if column not in left_out]
@@ -314,7 +347,7 @@ def _real(part: Any, size: int, what: str, real: Sequence[int], whole: bool) -> 
 
 
 def _between(part: slice, size: int, real: Sequence[int]) -> list[int]:
-    """The columns of a slice: only real ones if an end counts from the last of them."""
+    """Return the columns of a slice: only real ones if an end counts from the last real column."""
     ends = part.start, part.stop
     if all(end is None or end >= 0 for end in ends):
         return list(range(size)[part])
@@ -327,15 +360,16 @@ def _between(part: slice, size: int, real: Sequence[int]) -> list[int]:
 def columns_of_last(
     last: int, n_pos: int, batch: int, attention_mask: Shaped[Tensor, "batch pos"] | None = None
 ) -> Int[Tensor, "batch last"]:
-    """The columns of the last real positions of each example, in order.
+    """Return the columns of the last real positions of each example, in order.
 
     Args:
-        last: how many, at least 1.
+        last: the number of positions, at least 1.
         n_pos, batch: the shape of the texts.
-        attention_mask: True or 1 at real tokens; None if all are.
+        attention_mask: True or 1 at real tokens; None if all tokens are real.
 
     Raises:
-        ValueError: if the mask has another shape, or an example has fewer real tokens.
+        ValueError: if the mask has a different shape, or an example has fewer real tokens than
+            `last`.
 
     >>> columns_of_last(2, 4, 2, torch.tensor([[0, 1, 1, 1], [1, 1, 0, 0]]))
     tensor([[2, 3],
@@ -349,45 +383,52 @@ def columns_of_last(
 def taken(
     value: Shaped[Tensor, "..."], columns: Int[Tensor, "_batch n"], at: int, batch: int | None
 ) -> Shaped[Tensor, "..."]:
-    """The part of a value at some columns of one axis, which may be others in each example: a new tensor.
+    """Return a new tensor: the value at some columns of one axis.
+
+    The columns may differ between examples.
 
     Args:
         value: the value.
-        columns: a row for all examples, or one for each.
-        at, batch: the number of the axis, and that of the axis of examples.
+        columns: one row for all examples, or one row for each.
+        at, batch: the numbers of the sliced axis and of the axis of examples.
 
     Raises:
-        SelectionError: if the value has no axis of examples, and they have other columns.
+        SelectionError: if the columns differ between examples and the value has no axis of
+            examples.
     """
     columns = to_device(columns, value.device)
     if len(columns) == 1:
         return value.index_select(at, columns[0])
     if batch is None:
-        raise SelectionError("positions of each text's own need an axis batch; this value has none")
+        raise SelectionError(
+            "different positions in each text need an axis batch; this value has none"
+        )
     return torch.take_along_dim(value, broadcast(columns, at, batch, value.ndim), at)
 
 
 def broadcast(
     columns: Int[Tensor, "_batch n"] | Bool[Tensor, "_batch n"], at: int, batch: int, ndim: int
 ) -> Shaped[Tensor, "..."]:
-    """Columns along one axis, or a mask of them, and of each example along the batch, with `ndim` axes."""
+    """Return an index tensor with `ndim` axes: columns along one axis, or a mask of columns, with
+    the rows of examples along the batch axis.
+    """
     shape = [columns.shape[1] if axis == at else 1 for axis in range(ndim)]
     if len(columns) > 1:
         shape[batch] = len(columns)
-    # Where the batch comes after the positions, so do the rows of its columns.
+    # If the batch axis comes after the positions, the rows must come after the columns too.
     return (columns.T if len(columns) > 1 and batch > at else columns).reshape(shape)
 
 
 def index_by_axis(
     axes: tuple[str, ...], where: Mapping[str, Index], what: str
 ) -> tuple[int | slice | list[int], ...]:
-    """The subscript that selects `where` (axis name to index) from a tensor with these axes.
+    """Return the subscript that selects `where` (axis name to index) from a tensor with these axes.
 
-    At most one index may be a list, because PyTorch would broadcast two lists. A list of booleans is a
-    mask. Tensors and arrays are lists too. PyTorch checks sizes when the subscript is used.
+    At most one index may be a list, because PyTorch would broadcast two lists. A list of booleans
+    is a mask. Tensors and arrays count as lists. PyTorch checks sizes when the subscript is used.
 
     Raises:
-        UnknownNameError: if `axes`, the axes of `what`, have no such name.
+        UnknownNameError: if a name is not one of `axes`, the axes of `what`.
         TypeError: if an index is not an integer, a slice, a list of integers or a mask.
         ValueError: if two indices are lists.
 
@@ -402,10 +443,10 @@ def index_by_axis(
 
 
 def require_axes(where: Iterable[str], axes: tuple[str, ...], what: str) -> None:
-    """Refuse names that are not among `axes`, those of `what`.
+    """Check that all names are among `axes`, the axes of `what`.
 
     Raises:
-        UnknownNameError: naming the first.
+        UnknownNameError: if a name is unknown; the error names the first one.
     """
     for axis in where:
         if axis not in axes:
@@ -414,12 +455,12 @@ def require_axes(where: Iterable[str], axes: tuple[str, ...], what: str) -> None
 
 
 def plain_index(index: Any, ndim: int = 1) -> Any:
-    """An index as Python's own int, slice, list of ints or, for a mask, list of booleans.
+    """Return an index as a Python int, slice, list of ints or, for a mask, list of booleans.
 
-    With `ndim=2` it may also be a list of such lists.
+    With `ndim=2` the index may also be a list of lists.
 
     Raises:
-        TypeError: if it is none of these.
+        TypeError: if the index has a different form.
     """
     plain = index.tolist() if hasattr(index, "tolist") else index
     if isinstance(plain, slice) or type(plain) is int:
@@ -442,16 +483,17 @@ def is_mask(index: object) -> TypeGuard[list[bool]]:
 
 
 def places(index: Any, size: int, what: str, whole: bool = True) -> list[int]:
-    """The places along an axis, counted from its start, that an index selects.
+    """Return the places that an index selects, counted from the start of the axis.
 
     Args:
         index: a result of `plain_index`.
-        size: the axis has the places 0 to `size - 1`. Negative ones count from its end.
-        what: the axis, for errors.
-        whole: whether other places are errors; otherwise they stay in the result.
+        size: the axis has the places 0 to `size - 1`. Negative places count from the end.
+        what: the name of the axis, for errors.
+        whole: whether places outside the axis raise an error; otherwise they stay in the result.
 
     Raises:
-        SelectionError: if a place is outside, a mask has another length, or numbers look like a mask.
+        SelectionError: if a place is outside, a mask has the wrong length, or numbers look like a
+            mask.
     """
     if isinstance(index, slice):
         return list(range(size)[index])
@@ -465,7 +507,7 @@ def places(index: Any, size: int, what: str, whole: bool = True) -> list[int]:
             raise SelectionError(f"{what} must be from {-size} to {size - 1}; got {place}")
     if whole and len(listed) == size > 2 and {*listed} <= {0, 1}:
         raise SelectionError(
-            f"a mask along {what} must have booleans, as .bool() gives them; got {size} numbers 0 and 1, "
-            "which would be the places 0 and 1"
+            f"a mask along {what} must contain booleans: call .bool(); got {size} numbers 0 and 1, "
+            "which would select the places 0 and 1"
         )
     return [place + size if place < 0 else place for place in listed]

@@ -1,4 +1,7 @@
-"""Small files of tensors and facts, written whole and checked when they are read; files of `torch.save`, read as plain data."""
+"""Files of tensors and facts, written completely and checked when they are read.
+
+Files of `torch.save` are read as plain data.
+"""
 
 import itertools
 import os
@@ -27,31 +30,35 @@ CHECKSUMS = "checksums"
 """The key of the checksums in a file's metadata."""
 
 SAFETENSORS = ("", ".safetensors")
-"""The suffixes of files of safetensors. A name without a suffix is kept as it is."""
+"""The suffixes of safetensors files. A name without a suffix is not changed."""
 
-# Suffixes of files, which no folder should have. Others, as in `llama-3.1`, are a part of the name.
+# A folder should not have the suffix of a file. Other suffixes, as in `llama-3.1`, are a part of
+# the name.
 _OF_FILES = {
     *(".safetensors", ".gguf", ".pt", ".pth", ".bin", ".ckpt", ".onnx", ".h5", ".pkl"),
     *(".npy", ".npz", ".parquet", ".arrow", ".json", ".jsonl", ".yaml", ".csv", ".txt", ".md"),
     *(".html", ".htm", ".png", ".jpg", ".jpeg", ".svg", ".pdf", ".zip", ".tar", ".gz"),
 }
 
-# Before the place of bytes that only fill a gap; no module's name starts with a dot.
+# The prefix of names of padding bytes; no module's name starts with a dot.
 _PAD = ".pad."
 
 
 def nbytes(tensors: Collection[Tensor]) -> int:
-    """The memory of `tensors`, in bytes. Shared storage counts once; sparse tensors count as dense ones."""
+    """Return the memory of `tensors` in bytes.
+
+    Shared storage counts once; sparse tensors count as dense ones.
+    """
     shared = {memory_of(t): t.untyped_storage().nbytes() for t in tensors if has_storage(t)}
     others = [t.numel() * t.element_size() for t in tensors if not has_storage(t)]
     return sum(shared.values()) + sum(others)
 
 
 def path_of(path: str | os.PathLike[str]) -> Path:
-    """Return a path, after a check that it is one.
+    """Return a path after a check of its type.
 
     Raises:
-        TypeError: if it is none.
+        TypeError: if `path` is neither a text nor a path.
 
     >>> path_of(3)
     Traceback (most recent call last):
@@ -62,14 +69,14 @@ def path_of(path: str | os.PathLike[str]) -> Path:
 
 
 def suffix_of(path: str | os.PathLike[str], supported: Iterable[str]) -> str:
-    """Return the suffix of a file that is to be written, in lower case: it decides the format.
+    """Return the suffix of a file to write, in lower case. The suffix decides the format.
 
     Args:
         path: the file. A name without a dot has the suffix `""`.
-        supported: the suffixes of the formats that there are, in lower case.
+        supported: the suffixes of the supported formats, in lower case.
 
     Raises:
-        ValueError: if the suffix is another one.
+        ValueError: if the suffix is not supported.
 
     >>> suffix_of("run.1/means.HTML", [".html", ".safetensors"])
     '.html'
@@ -90,14 +97,15 @@ def suffix_of(path: str | os.PathLike[str], supported: Iterable[str]) -> str:
 
 
 def require_folder(path: str | os.PathLike[str], files: Iterable[str] = ()) -> None:
-    """Refuse a name of a file, such as `model.safetensors`, where a folder is to be made.
+    """Check that the path of a folder does not look like a file, such as `model.safetensors`.
 
     Args:
         path: the folder.
         files: suffixes of files that could be written instead.
 
     Raises:
-        ValueError: if no folder is there and the suffix is that of a file, or the path is empty.
+        ValueError: if the path is empty, or if no folder exists at the path and the path has the
+            suffix of a file.
     """
     folder = path_of(path)
     if path == "":
@@ -116,23 +124,23 @@ def save(
     names: Collection[str] = (),
     later: Iterable[tuple[str, Tensor]] = (),
 ) -> None:
-    """Write tensors, and facts as JSON, to one file of a kind, completely or not at all.
+    """Write tensors, and facts as JSON, to one file, completely or not at all.
 
-    It is a file of safetensors, which any of its readers reads.
+    Any reader of safetensors can read the file.
 
     Args:
         path: the file; its name ends in `.safetensors` or has no suffix.
-        kind: what it is.
-        tensors: by their names.
-        facts: anything that fits JSON, and NaN and infinity.
-        place: as for `replacing`.
-        names, later: more tensors, which may be computed while others are written: all their names, and pairs of a name and
-            a tensor. Each is let go before the next is asked for.
+        kind: the kind of file, which is checked when the file is read.
+        tensors: the tensors by name.
+        facts: any value that fits JSON, and NaN and infinity.
+        place: see `replacing`.
+        names, later: more tensors, which may be computed during writing: all their names, and pairs
+            of a name and a tensor. Each tensor is released before the next one is requested.
 
     Raises:
-        ValueError: if the path has another suffix.
-        FileNotFoundError: if there is no such directory.
-        TypeError: if a fact does not fit JSON, or safetensors has no such dtype.
+        ValueError: if the path has a different suffix.
+        FileNotFoundError: if the directory does not exist.
+        TypeError: if a fact does not fit JSON, or safetensors does not support a dtype.
         OSError: if the disk is full.
     """
     suffix_of(path, SAFETENSORS)
@@ -149,15 +157,16 @@ def write(
     names: Collection[str] = (),
     later: Iterable[tuple[str, Tensor]] = (),
 ) -> None:
-    """Write to an open file what `save` writes.
+    """Write the content of a file of `save` to an open file.
 
-    1. The names say how much room the header may need, and that is left free.
-    2. Each tensor is written and let go; its dtype, shape, place and checksum are noted. Those in memory begin with the
-       widest numbers. Where another would not begin at a multiple of its numbers' width, bytes named `.pad.` fill the gap.
-    3. The header is written into its room.
+    1. The names determine the largest size of the header, and this space is left free.
+    2. Each tensor is written and released; its dtype, shape, place and checksum are recorded.
+       Tensors in memory are sorted, widest dtype first. If a tensor would not begin at a multiple
+       of the width of its dtype, bytes named `.pad.` fill the gap.
+    3. The header is written into the free space.
 
     Raises:
-        TypeError, OSError: as for `save`.
+        TypeError, OSError: see `save`.
     """
     text = strict_json.dumps(strict_json.encoded(facts))
 
@@ -170,7 +179,8 @@ def write(
             file.seek(at)
             file.write(content)
             file.flush()
-        except OSError as error:  # the disk is full
+        # For example, the disk is full.
+        except OSError as error:
             raise OSError(f"{path} could not be written: {error}") from None
 
     expected = [*tensors, *names]
@@ -185,7 +195,8 @@ def write(
         if gap := -end % value.element_size():
             put(begin + end, bytes(gap))
             entries[f"{_PAD}{end}"] = _entry("U8", [gap], end, end := end + gap)
-        value = value.detach().cpu().contiguous()  # copied once, if at all
+        # This copies the tensor at most once.
+        value = value.detach().cpu().contiguous()
         put(begin + end, _content(value))
         entries[name] = _entry(*_form(name, value), end, end := end + value.nbytes)
         sums[name] = checksum(name, value)
@@ -199,12 +210,12 @@ def _entry(dtype: str, shape: list[int], begin: int, end: int) -> dict[str, Any]
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 
 
-# A tensor has fewer than 2**63 numbers. Only one of more than 64 axes may need more room.
+# A tensor has fewer than 2**63 numbers. Only a tensor with more than 64 axes may need more space.
 _LONGEST = _entry("F8_E4M3FNUZ", [2**63] + [1] * 63, 2**63, 2**63)
 
 
 def _form(name: str, value: Tensor) -> tuple[str, list[int]]:
-    """The dtype and the shape of a tensor, as safetensors says them of one without numbers."""
+    """Return the dtype and the shape of a tensor, as the header of safetensors spells them."""
     empty = torch.empty(0, *value.shape, dtype=value.dtype, device="cpu")
     try:
         entry = header_of(safetensors.torch.save({name: empty}))[name]
@@ -214,17 +225,17 @@ def _form(name: str, value: Tensor) -> tuple[str, list[int]]:
 
 
 def header_of(data: bytes) -> dict[str, Any]:
-    """The header of a file of safetensors."""
+    """Return the header of a safetensors file."""
     size = int.from_bytes(data[:8], "little")
     return dict(strict_json.loads(data[8 : 8 + size]))
 
 
 def unpacked(kind: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Any:
-    """The facts of what `write` wrote, after a check that all is whole.
+    """Return the facts in a file of `write`, after a check that the file is complete.
 
     Raises:
-        ValueError: if it is damaged, or of another kind.
-        KeyError: if it was made by something else.
+        ValueError: if the file is damaged or has a different kind.
+        KeyError: if a different program wrote the file.
     """
     text = metadata["facts"]
     if (metadata["kind"], metadata[CHECKSUMS]) != (kind, checksums(tensors, text)):
@@ -233,26 +244,28 @@ def unpacked(kind: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, st
 
 
 def facts_of(metadata: Mapping[str, str]) -> Any:
-    """Return the facts in the metadata of what `write` wrote.
+    """Return the facts in the metadata of a file of `write`.
 
     Raises:
-        KeyError: if it was made by something else.
+        KeyError: if a different program wrote the file.
     """
     return strict_json.decoded(metadata["facts"])
 
 
 @contextmanager
 def opened(path: Path, kind: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """The tensors and the facts that `save` wrote to a file of this kind.
+    """Open a file of this kind that `save` wrote, and yield its tensors and facts.
 
     Raises:
-        FileNotFoundError: if there is no such file.
-        CacheError: if the file is damaged or another one, or if its content raises anything inside the `with`.
+        FileNotFoundError: if the file does not exist.
+        CacheError: if the file is damaged or has a different kind, or if its content raises an
+            error inside the `with`.
     """
     with one_error(path, f"be a complete {kind} that `save` wrote", CacheError):
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            names = [name for name in file.keys() if not name.startswith(_PAD)]  # noqa: SIM118  # not a mapping
+            # `file` is not a mapping, so it has no iterator.
+            names = [name for name in file.keys() if not name.startswith(_PAD)]  # noqa: SIM118
             tensors = {name: file.get_tensor(name) for name in names}
         yield tensors, unpacked(kind, tensors, metadata)
 
@@ -261,9 +274,11 @@ def opened(path: Path, kind: str) -> Iterator[tuple[dict[str, Any], dict[str, An
 def one_error(
     path: str | os.PathLike[str], rule: str = "", kind: type[Exception] = ValueError
 ) -> Iterator[None]:
-    """Turn each error that a file's content may raise into one of a kind, that names the file and the rule.
+    """Turn each error that a file's content may raise into one class of errors, which names the
+    file and the rule.
 
-    A damaged file is named as what it is. Errors that say that a file, a library or a name is missing stay as they are.
+    A damaged file is reported as damaged. Errors about a missing file, library or name are not
+    changed.
     """
     what = f"{path} must {rule}" if rule else str(path)
     try:
@@ -272,7 +287,7 @@ def one_error(
         raise
     except Exception as error:
         if os.path.isdir(path):
-            raise kind(f"{what}; it is a folder") from None
+            raise kind(f"{what}; got a folder") from None
         damage = damage_of(path)
         again = "; download it again" if kind is ValueError else ""
         if damage and rule:
@@ -280,32 +295,36 @@ def one_error(
         if damage:
             raise kind(f"{path} {damage}{again}") from None
         if isinstance(error, SafetensorError):
-            raise kind(f"{what}: it is no sound file of safetensors{again}") from None
+            raise kind(f"{what}: it is not a valid safetensors file{again}") from None
         if isinstance(error, UnicodeDecodeError):
             raise kind(f"{what}: it must be text in UTF-8; got other bytes{again}") from None
         if isinstance(error, KeyError):
-            raise kind(f"{what}: {error} must be there; got a file without it") from None
+            raise kind(f"{what}: {error} is missing from the file") from None
         reason = " ".join(str(error).split())[:500] or type(error).__name__
-        # An error of a function below may name the file already.
+        # An error from an inner function may already name the file.
         raise kind(reason if reason.startswith(str(path)) else f"{what}: {reason}") from None
 
 
 def read_saved(path: Path) -> Any:
-    """Return what `torch.save` wrote, if it holds nothing but tensors and plain values.
+    """Return the content of a file of `torch.save`, if it contains only tensors and plain values.
 
-    Checksums are compared first, because PyTorch compares none. Files from before PyTorch 1.6 have none.
+    Checksums are compared first, because PyTorch does not compare them. Files from before PyTorch
+    1.6 have no checksums.
 
     Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if it is damaged, another file, or would run code; the message names the file.
+        FileNotFoundError: if the file does not exist.
+        ValueError: if the file is damaged, has a different format, or would run code; the error
+            names the file.
     """
     with one_error(path), path.open("rb") as file:
-        if file.read(4) == b"PK\x03\x04":  # as PyTorch asks
+        # PyTorch recognises the new format in the same way.
+        if file.read(4) == b"PK\x03\x04":
             _require_undamaged(zipfile.ZipFile(file))
         file.seek(0)
         try:
             return torch.load(file, map_location="cpu", weights_only=True)
-        # Many kinds, from pickle and from its text. PyTorch's message says how to run the code anyway.
+        # pickle raises many classes of errors. PyTorch's message explains how to run the code
+        # anyway.
         except Exception as error:
             called = _called_by(error)
             remedy = "save model.state_dict() instead of a whole model"
@@ -317,14 +336,18 @@ _ONLY_TENSORS = "must hold only tensors and plain values, because a pickle may r
 
 
 def _called_by(refusal: Exception) -> str:
-    """Return what a pickle would call that PyTorch refused to read, by its message; empty if that does not say it."""
+    """Return the function that a pickle would call, from the message of PyTorch's error; empty if
+    the message does not name it.
+    """
     called = re.search(r"GLOBAL \S+", str(refusal))
     return called[0] if called else ""
 
 
 def _require_undamaged(records: zipfile.ZipFile) -> None:
-    """Refuse an archive with a record whose checksum differs, or that PyTorch would read as empty."""
-    # PyTorch reads nothing of a record that is marked as a directory.
+    """Raise an error if the checksum of a record in an archive differs, or if PyTorch would read
+    the record as empty.
+    """
+    # PyTorch reads no bytes from a record that is marked as a directory.
     marked = [entry.filename for entry in records.infolist() if entry.external_attr & 0x10]
     if damaged := records.testzip() or "".join(marked[:1]):
         raise ValueError(f"{damaged} in it must be as saved, by its checksum; it differs")
@@ -332,12 +355,13 @@ def _require_undamaged(records: zipfile.ZipFile) -> None:
 
 @contextmanager
 def only_tensors(where: str = "it") -> Iterator[None]:
-    """Turn PyTorch's refusal of a pickle into a ValueError that says what the pickle would call.
+    """Turn PyTorch's error for an unsafe pickle into a ValueError that names the function that the
+    pickle would call.
 
     PyTorch's message explains how to run the pickle anyway.
 
     Args:
-        where: the file or folder, for the message.
+        where: the file or folder, for the error.
     """
     try:
         yield
@@ -347,10 +371,10 @@ def only_tensors(where: str = "it") -> Iterator[None]:
 
 
 def create(partial: Path, path: Path) -> None:
-    """Move a file to a path where none is, in one step. Where a file system has no links, in two.
+    """Move a file to a free path in one step, or in two steps if the file system has no links.
 
     Raises:
-        FileExistsError: if one is there.
+        FileExistsError: if a file exists at the path.
     """
     try:
         os.link(partial, path)
@@ -364,19 +388,23 @@ def create(partial: Path, path: Path) -> None:
 def replacing(
     path: Path, place: Callable[[Path, Path], object] | None = None, alone: bool = False
 ) -> Iterator[Path]:
-    """A path to write to. That file takes the place of `path` at the end, unless something was raised.
+    """Yield a temporary path for writing.
+
+    At the end its file replaces `path`, unless an error was raised.
 
     Args:
         path: the file.
-        place: moves a file to it, by default in place of another: `create` refuses to replace one.
-        alone: whether nobody else writes this file now. Then one that a killed process left is written over.
+        place: the function that moves the temporary file to `path`. The default replaces an
+            existing file; `create` raises an error instead.
+        alone: whether no other process writes this file now. Then the temporary file of a killed
+            process is overwritten.
 
     Raises:
         FileNotFoundError: if there is no such directory.
     """
     if not path.parent.is_dir():
         raise FileNotFoundError(f"the directory of {str(path)!r} must exist")
-    # In the same directory, because a move between file systems is a copy.
+    # The temporary file is in the same directory, because a move between file systems is a copy.
     partial = path.with_name(f"{path.name}{'' if alone else f'.{uuid.uuid4().hex}'}.partial")
     try:
         yield partial
@@ -386,19 +414,19 @@ def replacing(
 
 
 def checksum(name: str, tensor: Tensor) -> int:
-    """A CRC of a tensor's name, dtype, shape and numbers. It finds damage, not forgery."""
+    """Return a CRC of a tensor's name, dtype, shape and numbers. It detects damage, not forgery."""
     described = zlib.crc32(repr((name, str(tensor.dtype), tuple(tensor.shape))).encode())
     return zlib.crc32(_content(tensor), described)
 
 
 def _content(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor's numbers."""
+    """Return the bytes of a tensor's numbers."""
     numbers = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     return numbers.flatten().view(torch.uint8).numpy().data
 
 
 def checksums(tensors: Mapping[str, Tensor], text: str = "") -> str:
-    """The checksums of tensors, and of a text under the empty name, as JSON."""
+    """Return the checksums of tensors, and of a text under the empty name, as JSON."""
     return _summed(checksums_of(tensors), text)
 
 
@@ -407,5 +435,5 @@ def _summed(sums: Mapping[str, int], text: str) -> str:
 
 
 def checksums_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """The checksum of each tensor by its name."""
+    """Return the checksum of each tensor by name."""
     return {name: checksum(name, tensor) for name, tensor in tensors.items()}

@@ -1,9 +1,9 @@
-"""Text: the tokens of a batch of texts, with all that is known of them, as one value.
+"""Text: the tokens of a batch of texts, with their mask, strings and spans, as one value.
 
-1. `model.to_tokens` makes it of strings, and `as_text` of tensors. `pairs.text` holds it, and every
-   function that takes texts takes it.
-2. It answers each question about padding, rows, positions and words of texts. The rules for
-   positions are in `hooks.base.selection`.
+1. `model.to_tokens` makes a `Text` from strings, and `as_text` from tensors. `pairs.text` is a
+   `Text`, and every function of texts accepts a `Text`.
+2. It has methods for padding, rows, positions and words of texts. The rules for positions are in
+   `hooks.base.selection`.
 3. A run reads `tokens` and `arguments(model)`.
 """
 
@@ -26,17 +26,20 @@ from hooks.base.selection import Index, Selection, real_of
 
 @dataclass(frozen=True, eq=False)
 class Text(HintsAtNames):
-    """The texts of one run. They unpack: `tokens, attention_mask = model.to_tokens(texts)`.
+    """The texts of one run.
+
+    A `Text` can be unpacked: `tokens, attention_mask = model.to_tokens(texts)`.
 
     Attributes:
-        tokens: [batch, pos]; or images or sounds [batch, ...], for a model that reads these.
+        tokens: the tokens [batch, pos]; or images or sounds [batch, ...], for a model of images or
+            sounds.
         attention_mask: True or 1 at real tokens, False or 0 at padding, [batch, pos]; None if there
             is no padding.
-        texts: the strings that were read; None if there were none.
+        texts: the strings; None if the texts were given as tokens.
         spans: positions in each text by name: a tensor [batch, n], or a list for each text.
-        more: other arguments of the model by name. Tensors with a row for each text go with the
-            texts, and so do lists of tensors, one for each text, which the model gets joined.
-            `position_ids` may be [section, batch, pos].
+        more: other arguments of the model by name. Tensors with a row for each text are selected
+            with the texts. So are lists of one tensor for each text, which are joined for the
+            model. `position_ids` may be [section, batch, pos].
 
     >>> text = Text(torch.tensor([[3, 1, 4], [0, 0, 5]]), torch.tensor([[1, 1, 1], [0, 0, 1]]))
     >>> text
@@ -65,10 +68,10 @@ class Text(HintsAtNames):
 
         Args:
             rows: the tokens of each text, on the CPU.
-            pad: the token where a shorter text is padded.
-            side: where it is padded.
-            device: where the batch goes; None for the CPU.
-            texts: the strings that the tokens were made of.
+            pad: the token that pads shorter texts.
+            side: the side of the padding.
+            device: the device of the batch. Default: the CPU.
+            texts: the strings of the tokens.
 
         >>> Text.padded([torch.tensor([3, 1, 4]), torch.tensor([5])], side="left").tokens
         tensor([[3, 1, 4],
@@ -94,7 +97,7 @@ class Text(HintsAtNames):
 
     @property
     def kwargs(self) -> dict[str, Any]:
-        """The model's arguments besides the tokens."""
+        """The arguments of the model, without the tokens."""
         more = {
             name: joined(name, value) if is_listed(value, len(self.tokens)) else value
             for name, value in self.more.items()
@@ -103,10 +106,11 @@ class Text(HintsAtNames):
         return more if mask is None else {"attention_mask": mask, **more}
 
     def arguments(self, model: nn.Module) -> dict[str, Any]:
-        """Return `kwargs`, and what a run of the model needs besides.
+        """Return `kwargs` and further arguments that a run of the model needs.
 
-        These are positions, where the model does not count them from the mask itself, and
-        `use_cache=False` for a model that runs only without a cache. Arguments of the texts stay.
+        These are positions, if the model does not count them from the mask itself, and
+        `use_cache=False` for a model that runs only without a cache. Arguments of the texts
+        themselves are not changed.
         """
         language, mask = language_of(model), self.attention_mask
         positions = getattr(language, "positions_of", None)
@@ -115,7 +119,9 @@ class Text(HintsAtNames):
 
     @property
     def of_logits(self) -> "Text":
-        """The texts whose positions logits have: the texts of a decoder, if there is one."""
+        """The texts whose positions the logits have: in an encoder-decoder model, the texts of the
+        decoder.
+        """
         decoded = self.more.get("decoder_input_ids")
         if not isinstance(decoded, Tensor):
             return self
@@ -126,12 +132,12 @@ class Text(HintsAtNames):
         """True at real tokens, on the tokens' device.
 
         Raises:
-            ValueError: if the mask has another shape than the tokens.
+            ValueError: if the shapes of the mask and the tokens differ.
         """
         return real_of(self.attention_mask, self.tokens.shape[:2]).to(self.tokens.device)
 
     def listed(self) -> list[list[int]]:
-        """The real tokens of each text."""
+        """Return the real tokens of each text."""
         rows = self.tokens.tolist()
         if self.attention_mask is None:
             return rows
@@ -139,7 +145,7 @@ class Text(HintsAtNames):
         return [[*itertools.compress(*pair)] for pair in zip(rows, real, strict=True)]
 
     def at(self, pos: Index | None) -> Bool[Tensor, "batch pos"]:
-        """Return True at the real tokens that are selected, counted in each text.
+        """Return a mask of the selected real tokens, counted in each text.
 
         Args:
             pos: the positions; None selects all real tokens.
@@ -156,17 +162,17 @@ class Text(HintsAtNames):
         return chosen
 
     def is_aligned_with(self, other: "Text") -> bool:
-        """Return whether other texts have the same columns and padding."""
+        """Return whether the other texts have the same columns and padding."""
         return torch.equal(self.real, other.real)
 
     def words(self, model: nn.Module, *others: "Text") -> list[str] | None:
-        """The text of each column; None without a tokenizer.
+        """Return the word of each column, or None without a tokenizer.
 
-        Where texts differ there are two words, as in "Mary|John", or none.
+        If the texts differ in a column, its word joins two words, as in "Mary|John", or is empty.
 
         Args:
             model: the model, whose tokenizer knows the tokens.
-            others: more texts of the same columns, such as corrupted ones.
+            others: more texts with the same columns, such as corrupted texts.
         """
         texts = (self, *others)
         write = writer_of(model)
@@ -184,15 +190,15 @@ class Text(HintsAtNames):
     def goes_by_rows(self) -> bool:
         """Return whether the texts can be divided and repeated.
 
-        Each argument must have a row for each text, or belong to no text.
+        Each argument must have a row for each text, or not depend on the texts.
         """
         return not [*without_rows(self.more, self.tokens.shape[:2])]
 
     def rows(self, rows: slice | Tensor) -> "Text":
-        """Some of the texts.
+        """Return some of the texts.
 
         Raises:
-            ValueError: if an argument has no rows for them.
+            ValueError: if an argument does not have a row for each text.
         """
         every = range(len(self.tokens))
         if isinstance(rows, slice) and every[rows] == every:
@@ -201,14 +207,14 @@ class Text(HintsAtNames):
         return self.changed(lambda value: value[rows])
 
     def repeated(self, n: int) -> "Text":
-        """`n` copies of the texts in sequence; see `rows` for errors."""
+        """Return `n` copies of the texts in sequence. For errors see `rows`."""
         if n == 1:
             return self
         require_rows(self.more, self.tokens.shape[:2])
         return self.changed(lambda value: value.repeat(n, *[1] * (value.ndim - 1)))
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> "Text":
-        """The texts after a change of each tensor that has a row for each text."""
+        """Return the texts after a change of each tensor with a row for each text."""
         numbers = change(torch.arange(len(self.tokens))).tolist()
 
         def rows_of(value: Any) -> Any:
@@ -229,9 +235,11 @@ class Text(HintsAtNames):
 
 
 def as_text(texts: Any) -> Any:
-    """Return the `Text` of a batch, or of a mapping of tensors.
+    """Return the `Text` of a batch or of a mapping of tensors.
 
-    Texts in other forms, which a model must read first, are returned as they are. The tokens of a mapping are `input_ids` or, without these, the first entry, such as images.
+    Return other forms, which need a tokenizer, unchanged.
+
+    The tokens of a mapping are `input_ids` or, without these, the first entry, such as images.
     """
     if isinstance(texts, Mapping):
         rest = {**texts}
@@ -243,9 +251,8 @@ def as_text(texts: Any) -> Any:
 
 
 def text_of_inputs(inputs: Mapping[str, Any]) -> Text | None:
-    """Return the texts of a run from its arguments by name.
-
-    None if the run was given no `tokens` or `input_ids`.
+    """Return the texts of a run from its arguments by name, or None without `tokens` and
+    `input_ids`.
 
     >>> text_of_inputs({"tokens": torch.tensor([[3, 1]]), "last": 1})
     Text [1, 2]
@@ -258,9 +265,8 @@ def text_of_inputs(inputs: Mapping[str, Any]) -> Text | None:
 
 
 def is_batch(inputs: Any) -> TypeGuard[Tensor]:
-    """Return whether inputs are a tensor with a row for each text.
-
-    They are tokens [batch, pos], or images or sounds [batch, ...].
+    """Return whether inputs are a tensor with a row for each text: tokens [batch, pos], or images
+    or sounds [batch, ...].
     """
     if not isinstance(inputs, Tensor):
         return False
@@ -268,7 +274,7 @@ def is_batch(inputs: Any) -> TypeGuard[Tensor]:
 
 
 def places_inside(pos: Index, n: int) -> list[int]:
-    """The places that are selected of a text of `n` tokens, without those that it is too short for.
+    """Return the selected places in a text of `n` tokens. Places after its end are left out.
 
     Raises:
         ValueError: if `pos` is not the same for all texts.
@@ -288,8 +294,8 @@ def named_spans(texts: Any, names: Sequence[str]) -> dict[str, Any]:
         names: the names of spans.
 
     Raises:
-        UnknownNameError: if there is no span of a name; it has close matches.
-        ValueError: if a text has none, as a chat without a message of a role.
+        UnknownNameError: if the texts have no span of a name; the error lists close matches.
+        ValueError: if one text lacks the span, such as a chat without a message of a role.
 
     >>> named_spans(Text(torch.tensor([[3, 1, 4]]), spans={"user": [[1, 2]]}), ["user"])
     {'user': [[1, 2]]}
@@ -299,5 +305,7 @@ def named_spans(texts: Any, names: Sequence[str]) -> dict[str, Any]:
         raise unknown_name(missing[0], known, "span of these texts")
     for name in names:
         if without := [n for n, places in enumerate(known[name]) if not len(places)]:
-            raise ValueError(f"each text must have the span {name!r}; text {without[0]} has none")
+            raise ValueError(
+                f"each text must have the span {name!r}; text {without[0]} does not have it"
+            )
     return {name: known[name] for name in names}

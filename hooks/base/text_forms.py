@@ -1,4 +1,6 @@
-"""Forms in which users give texts: strings, lists, tensors, mappings; one text or several."""
+"""The forms of texts that users can pass: strings, lists, tensors, mappings; one text
+or several.
+"""
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,13 +18,13 @@ Texts = str | Iterable[Any] | Int[Tensor, " pos"] | Shaped[Tensor, "batch pos *s
 """Texts in every form.
 
 A string, a list of tokens, or a tensor [pos] is one text. A list of these, a tensor [batch, pos] or
-a `Text` is a batch. A mapping with `input_ids` and `attention_mask`, which a tokenizer of
-`transformers` gives, is the texts in it. Strings need a model with a tokenizer. A model that reads
-images or sounds takes them as numbers [batch, ...]."""
+a `Text` is a batch. The output of a tokenizer of `transformers`, a mapping with
+`input_ids` and `attention_mask`, is a batch too. Strings need a model with a tokenizer. A model of
+images or sounds takes numbers [batch, ...]."""
 
 
 def is_integer(value: Any) -> bool:
-    """Return whether a value is a whole number, of Python, NumPy or PyTorch."""
+    """Return whether a value is an integer of Python, NumPy or PyTorch."""
     if isinstance(value, bool):
         return False
     try:
@@ -33,12 +35,12 @@ def is_integer(value: Any) -> bool:
 
 
 def is_columns(texts: object) -> bool:
-    """Return whether texts are a mapping or a table, which hold columns by name."""
+    """Return whether texts are a mapping or a table, which contain columns by name."""
     return isinstance(texts, Mapping) or hasattr(texts, "columns")
 
 
 def is_one_text(texts: Any) -> bool:
-    """Return whether texts are one text, not a batch."""
+    """Return whether texts are one text and not a batch."""
     if isinstance(texts, Mapping):
         texts = texts.get("input_ids", ())
     if isinstance(texts, str | Tensor):
@@ -55,9 +57,9 @@ def is_one_text(texts: Any) -> bool:
 def each_text(texts: Texts) -> Iterator[Any]:
     """Yield each text without padding: a string, or a list or tensor of tokens.
 
-    The texts may stream.
+    The texts may be a stream.
     """
-    # First of all, because what a tokenizer of transformers gives has a method `tokens`.
+    # Check this first, because the output of a tokenizer of transformers has a method `tokens`.
     if is_columns(texts):
         rows, real = columns_of(texts)
         yield from ([*itertools.compress(*pair)] for pair in zip(rows, real, strict=True))
@@ -78,7 +80,7 @@ def each_text(texts: Texts) -> Iterator[Any]:
 
 
 def number_of_texts(texts: Texts) -> int | None:
-    """The number of texts; None if only reading them tells."""
+    """Return the number of texts, or None if they must be read to count them."""
     is_text = isinstance(texts, str) or (isinstance(texts, Tensor) and texts.ndim == 1)
     if is_text or not isinstance(texts, Sequence | Tensor) or not len(texts):
         return 1 if is_text else None
@@ -86,19 +88,21 @@ def number_of_texts(texts: Texts) -> int | None:
 
 
 def columns_of(texts: Any) -> tuple[list[list[int]], list[list[bool]]]:
-    """Return the tokens and the mask of each text in a mapping with `input_ids`.
+    """Return the tokens and the mask of each text in the output of a tokenizer, a mapping with
+    `input_ids`.
 
     Raises:
-        ValueError: if the mapping has no `input_ids`, its mask does not fit, or it has other inputs
-            that a model reads.
+        ValueError: if the mapping has no `input_ids`, its mask does not fit, or it contains other
+            inputs of the model.
 
     >>> columns_of({"input_ids": [[3, 1], [4, 0]], "attention_mask": [[1, 1], [1, 0]]})
     ([[3, 1], [4, 0]], [[True, True], [True, False]])
     """
     if not isinstance(texts, Mapping) or "input_ids" not in texts:
         raise ValueError(
-            f"texts in a mapping or a table must have input_ids, as a tokenizer gives them; got a {type(texts).__name__} "
-            f"of {', '.join(map(str, texts)):.80} (of a column of texts, give a list)"
+            "texts in a mapping or a table must have input_ids, like the output of a tokenizer; "
+            f"got a {type(texts).__name__} "
+            f"of {', '.join(map(str, texts)):.80} (pass a column of texts as a list)"
         )
     rows = _listed(texts["input_ids"])
     mask = (
@@ -117,12 +121,13 @@ def columns_of(texts: Any) -> tuple[list[list[int]], list[list[bool]]]:
     for name in _READ_BESIDE & {*texts}:
         if bool(torch.as_tensor(texts[name]).any()):
             raise ValueError(
-                f"texts must be tokens and their mask alone; got {name} too (model(**texts) takes it, if the model does)"
+                f"texts must contain only tokens and their mask; got {name} too (call "
+                "model(**texts) if the model accepts it)"
             )
     return rows, [[bool(real) for real in row] for row in mask]
 
 
-# Other inputs that some models read. An input of zeros changes nothing.
+# Other inputs of some models. An input of zeros has no effect.
 _READ_BESIDE = {"token_type_ids", "position_ids", "inputs_embeds", "pixel_values", "input_features"}
 
 

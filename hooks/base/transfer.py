@@ -1,4 +1,6 @@
-"""Copies of tensors, also between the CPU and an accelerator without stopping the host."""
+"""Copies of tensors, including copies between the CPU and an accelerator that do not block the
+host.
+"""
 
 import weakref
 from collections.abc import Callable, Iterable
@@ -14,7 +16,10 @@ from hooks.base.scoped import Scoped
 
 
 def private(value: Tensor) -> Tensor:
-    """A copy without a graph. The copy of an expanded tensor is expanded too, so it takes no more memory."""
+    """Return a copy without a graph.
+
+    The copy of an expanded tensor is expanded too, so it needs no more memory.
+    """
     if not _torch.has_storage(value) or 0 not in value.stride():
         return value.detach().clone()
     tight = value.detach()[tuple(slice(None if stride else 1) for stride in value.stride())]
@@ -22,7 +27,7 @@ def private(value: Tensor) -> Tensor:
 
 
 class Copies:
-    """One copy for each tensor, as long as nothing is written into the tensor.
+    """One copy of each tensor, which is reused until the tensor is written to.
 
     >>> copies, value = Copies(), Tensor([3.0, 5.0])
     >>> first = copies(value)
@@ -36,8 +41,10 @@ class Copies:
     def __call__(
         self, value: Tensor, copied: Callable[[Tensor], Tensor] = private, how: object = None
     ) -> Tensor:
-        """Return `copied(value)`: the earlier copy if `how` is the same and nothing was written since."""
-        # Writes into these tensors are not counted, or this is a compiler.
+        """Return `copied(value)`, or the earlier copy if `how` is the same and the tensor was not
+        written to since.
+        """
+        # Writes into these tensors are not counted, or a compiler is tracing.
         if not _torch.has_storage(value) or value.is_inference():
             return copied(value)
         key = id(value), _torch.version(value), how
@@ -53,11 +60,13 @@ _TRUSTED = Scoped("trusted", False)
 def trusted() -> AbstractContextManager[None]:
     """Skip checks that read the numbers of tokens and masks; shapes and types are still checked.
 
-    On an accelerator each such check waits for the device. This is for callers whose tokens and masks
-    are known to be right: a token outside the vocabulary or a wrong mask gives arbitrary values there.
+    On an accelerator each of these checks waits for the device. Use this only if the tokens and
+    masks are known to be right: a token outside the vocabulary or a wrong mask leads to arbitrary
+    values there.
 
     >>> from models import Transformer, TransformerConfig
-    >>> model = Transformer(TransformerConfig(vocab_size=7, n_ctx=5, n_layers=1, n_heads=1, d_model=4))
+    >>> sizes = dict(vocab_size=7, n_ctx=5, n_layers=1, n_heads=1, d_model=4)
+    >>> model = Transformer(TransformerConfig(**sizes))
     >>> with trusted():
     ...     model(torch.tensor([[3, 0, 6]]), attention_mask=torch.tensor([[0, 1, 1]])).shape
     torch.Size([1, 3, 7])
@@ -71,32 +80,32 @@ def is_trusted() -> bool:
 
 
 def to_device(value: Tensor, device: torch.device) -> Tensor:
-    """`value` on a device. From the CPU, the host does not wait for the device."""
+    """Return `value` on a device. In a copy from the CPU, the host does not wait for the device."""
     if value.device == device:
         return value
-    # Pinned memory is read later, when somebody may have written there.
+    # Pinned memory is read later, and may have been overwritten by then.
     return value.to(device, non_blocking=value.is_cpu and not value.is_pinned())
 
 
 def all_to_device(tree: Any, device: torch.device) -> Any:
-    """Nested containers with all their tensors on a device."""
+    """Return nested containers with all their tensors on a device."""
     return mapped(tree, lambda leaf: to_device(leaf, device) if isinstance(leaf, Tensor) else leaf)
 
 
 def stacked(values: Iterable[Tensor]) -> Tensor:
-    """`torch.stack` of values that may be on several devices, on that of the first."""
+    """Return `torch.stack` of values on any devices, on the device of the first value."""
     first, *others = values
     return torch.stack([first, *(to_device(value, first.device) for value in others)])
 
 
 def to_host(value: Tensor) -> Tensor:
-    """A copy on the CPU. From CUDA it is complete only after `arrival(value)()`."""
+    """Return a copy on the CPU. A copy from CUDA is complete only after `arrival(value)()`."""
     # For CUDA, PyTorch then allocates pinned memory. Other accelerators may need the host to wait.
     return value.to("cpu", non_blocking=value.is_cuda)
 
 
 def arrival(source: Tensor) -> Callable[[], None]:
-    """A function that waits for the copies from the device of `source` that have been started so far."""
+    """Return a function that waits for all started copies from the device of `source`."""
     if not source.is_cuda:
         return lambda: None
     event = torch.cuda.Event()
@@ -105,7 +114,10 @@ def arrival(source: Tensor) -> Callable[[], None]:
 
 
 def later(value: Tensor) -> Callable[[], Any]:
-    """Start to copy `value` to the host. The function that it returns waits, and gives a list."""
+    """Start to copy `value` to the host.
+
+    Return a function that waits for the copy and returns a list.
+    """
     if not value.is_cuda:
         return value.tolist
     copy, wait = to_host(value.detach()), arrival(value)
@@ -118,11 +130,12 @@ def later(value: Tensor) -> Callable[[], Any]:
 
 
 class Placement:
-    """Puts values on a device and in a dtype. The host waits once, at the end.
+    """A function that moves values to a device and a dtype. The host waits once, at the end.
 
     Args:
-        device, dtype: where to, and as what; None for no change. Integers keep their dtype.
-        waits: whether each copy is complete at once. Otherwise it is after `wait()`.
+        device, dtype: the new device and dtype; None for no change. Integers keep their dtype.
+        waits: whether each copy is complete when it is returned. Otherwise all copies are complete
+            after `wait()`.
     """
 
     def __init__(
@@ -134,7 +147,7 @@ class Placement:
         self._sources: dict[torch.device, Tensor] = {}
 
     def __call__(self, value: Tensor) -> Tensor:
-        """`value`, or a copy of it that may not be complete yet."""
+        """Return `value`, or a copy that may not be complete yet."""
         # The cast comes first, because fewer bytes are copied then.
         if self._dtype is not None and value.is_floating_point():
             value = value.to(self._dtype)

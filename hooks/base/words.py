@@ -1,9 +1,14 @@
-"""Words: which keywords a model takes, so that a misspelt one is an error and not lost in `**kwargs`.
+"""Words: the keywords that a model accepts.
 
-1. A function knows the names of its parameters. If its `**kwargs` are typed (`Unpack[...]`), it knows those of the type.
-   A model hands `**kwargs` on to its parts, so it knows theirs.
-2. A decorator may take out words of its own first. They stand in its code or in its closure.
-3. Any other word is refused. Where `**kwargs` have no type it may be the model's own, so only what is close to one of ours is.
+A misspelt keyword raises an error and is not lost in `**kwargs`.
+
+1. A function knows the names of its parameters. If its `**kwargs` are typed (`Unpack[...]`), it
+   also knows the keys of the type. A model passes `**kwargs` to its parts, so it also knows their
+   parameters.
+2. A decorator may remove its own keywords first. They are in the code or the closure of the
+   decorator.
+3. Any other keyword raises an error. With untyped `**kwargs` it may be the model's own, so only
+   near-misspellings of our keywords raise an error.
 """
 
 import difflib
@@ -23,19 +28,19 @@ OURS = {
     *("names", "mode", "lazy", "run", "hooks", "backward", "receipts", "bos", "side"),
     *("positions", "device", "dtype", "detach", "grads"),
 }
-"""The words of the calls of this package."""
+"""The keywords of the calls of this package."""
 
 
 class Words:
-    """The keywords that a function takes.
+    """The keywords that a function accepts.
 
     Args:
         function: the function.
-        parts: functions that its `**kwargs` are handed on to.
+        parts: the functions that receive its `**kwargs`.
 
     Attributes:
         known: the keywords.
-        is_open: whether it may take others.
+        is_open: whether the function may accept unknown keywords.
 
     >>> words = Words(lambda tokens, *, scale=1.0: tokens)
     >>> words.require(["scales"], (), "the model")
@@ -48,7 +53,8 @@ class Words:
         self.is_open = True
         try:
             parameters = inspect.signature(function).parameters.values()
-        except (TypeError, ValueError):  # Python knows none
+        # Python does not know the signature.
+        except (TypeError, ValueError):
             return
         rest = next((p.annotation for p in parameters if p.kind is p.VAR_KEYWORD), None)
         typed = [kind for kind in typing.get_args(rest) if typing.is_typeddict(kind)]
@@ -63,21 +69,22 @@ class Words:
             self.known = self.known.union(_read_by_decorators(function), *inner)
 
     def require(self, given: Iterable[str], options: Collection[str], what: str) -> None:
-        """Refuse a keyword that is none.
+        """Raise an error if a keyword is unknown.
 
         Args:
             given: the keywords of a call.
-            options: what the caller takes itself, for close matches.
-            what: what was called, for the error.
+            options: the keywords of the caller itself, for close matches.
+            what: the name of the called function, for the error.
 
         Raises:
-            TypeError: naming the first, with close matches, or with our word for one of TransformerLens.
+            TypeError: if a keyword is unknown. The error names the first one with close matches or,
+                for a keyword of TransformerLens, with our keyword.
         """
         for name in given:
             if name in self.known:
                 continue
             if ours := argument_hint(name):
-                raise TypeError(f"{name}= is another library's word: here it is {ours}")
+                raise TypeError(f"{name}= is a keyword of another library; use {ours} instead")
             if self.is_open and not _close(name, OURS):
                 continue
             close = _close(name, {*options, *self.known} or OURS)
@@ -88,26 +95,31 @@ class Words:
 
 
 class NoOthers(typing.TypedDict):
-    """No keyword. A function with `**others: Unpack[NoOthers]` gives them to `refuse`, whose error is of help."""
+    """No keywords.
+
+    A function with `**others: Unpack[NoOthers]` passes them to `refuse`, which raises a helpful
+    error.
+    """
 
 
 def refuse(others: Iterable[str], function: Callable[..., Any], what: str) -> None:
-    """Refuse keywords that a function does not take, with close matches or our word for another library's.
+    """Raise an error for keywords that a function does not accept.
 
     Args:
-        others: the keywords.
-        function: the function, whose own words are known.
-        what: how it is called, for the error.
+        others: the unknown keywords.
+        function: the function, whose parameters are the known keywords.
+        what: the name of the function, for the error.
 
     Raises:
-        TypeError: naming the first.
+        TypeError: naming the first keyword, with close matches or with our keyword for a keyword of
+            another library.
     """
     if others:
         Words(function).require(others, (), what)
 
 
 def explains_calls(function: Callable[P, R]) -> Callable[P, R]:
-    """A function whose error for arguments that it does not take, or lacks, says how it is called.
+    """Return a function whose error for unknown or missing arguments explains how to call it.
 
     >>> explains_calls(lambda x, *, scale=1.0: x)(3, scales=2.0)
     Traceback (most recent call last):
@@ -126,7 +138,9 @@ def explains_calls(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def forwards_in(module: Any) -> Iterator[Callable[..., Any]]:
-    """The forwards of a module's parts, to which it may hand `**kwargs` on, and of theirs if these do so too."""
+    """Yield the `forward` of each part that may receive the `**kwargs` of a module, and of the
+    parts of these parts if they also accept `**kwargs`.
+    """
     for part in module.children():
         yield part.forward
         if any(
@@ -136,13 +150,16 @@ def forwards_in(module: Any) -> Iterator[Callable[..., Any]]:
 
 
 def _close(name: str, words: Collection[str]) -> list[str]:
-    """The words that a name may be a misspelling of. `position_ids` is none of `positions`."""
+    """Return the keywords that are similar to a misspelt name.
+
+    `position_ids` is not a misspelling of `positions`.
+    """
     similar = difflib.get_close_matches(name, sorted(words), n=3, cutoff=0.75)
     return [word for word in similar if abs(len(word) - len(name)) <= 2]
 
 
 def _read_by_decorators(function: Any) -> set[str]:
-    """The words in the code and the closures of a function's decorators."""
+    """Return the keywords in the code and the closures of a function's decorators."""
     words: set[str] = set()
     while (inner := getattr(function, "__wrapped__", None)) is not None:
         plain = getattr(function, "__func__", function)

@@ -344,8 +344,9 @@ def brief(error: Exception) -> str:
 
     >>> brief(KeyError("blocks"))
     "KeyError: 'blocks'"
-    >>> brief(HookError("embed fired twice; a cache keeps one value per name (use calls='all')"))
-    'HookError: embed fired twice; a cache keeps one value per name'
+    >>> message = "embed fired twice; a cache stores one value per name (see calls='all')"
+    >>> brief(HookError(message))
+    'HookError: embed fired twice; a cache stores one value per name'
     """
     line = " ".join(str(error).split())
     if isinstance(error, HookError) and line.endswith(")"):

@@ -50,7 +50,7 @@ def model():
 def test_each_call_is_kept(model):
     runner = HookedRunner(model)
     states, logits = by_hand(model, lambda n, state: state)
-    with pytest.raises(HookError, match="calls='all' keeps each"):
+    with pytest.raises(HookError, match="calls='all' stores all values"):
         runner.run_with_cache(TOKENS)
     output, cache = runner.run_with_cache(TOKENS, calls="all")
     assert torch.equal(output, logits)

@@ -70,7 +70,7 @@ def test_misspelt_words_are_refused(kind, call):
             getattr(runner, call)(X, **right, **{word: 1})
     with pytest.raises(TypeError, match="close matches: weight"):
         Words(Typed().forward).require(["weigth"], (), "the model")
-    with pytest.raises(TypeError, match=r"another library's word: here it is names="):
+    with pytest.raises(TypeError, match=r"a keyword of another library; use names="):
         getattr(runner, call)(X, **right, names_filter="point")
 
 

@@ -416,7 +416,7 @@ def test_what_is_missing_is_said():
     with attach(model, example=seeing.of_qwen(1)):
         runner = HookedRunner(model)
         skipped = runner.run_with_cache(**given)[1].skipped
-        assert "calls='all' keeps each" in skipped["vision.blocks.0.attn.pattern"]
+        assert "calls='all' stores all values" in skipped["vision.blocks.0.attn.pattern"]
         cache = runner.run_with_cache(**given, names="vision.*.pattern", calls="all")[1]
         assert cache["vision.pattern", 0].shape == (2, 1, 2, 16, 16)
         assert cache.axes(("vision.pattern", 0))[0] == "call"
