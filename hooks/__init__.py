@@ -1,8 +1,11 @@
-"""Hook points, a runner that registers hooks at them, and the cache that a run returns; they work on any `nn.Module`.
+"""Hook points, a runner that registers hooks at them, and the cache of a run.
 
-Read `point`, `names`, `session`, `edit`, `runner`, `capture`, `cache`, `lazy`, `replay`, `modes`, `plan` and `receipts` in this
-order; `beside` and `parts` belong to edits, `joined` belongs to captures, and `origin`, `masks` and `slicing` belong to the cache.
-General parts, which know nothing about hooks, are in `hooks.base`, and parts that `models` and `interp` build with are in `shared`.
+They work on any `nn.Module`.
+
+Read `point`, `names`, `session`, `edit`, `runner`, `capture`, `cache`, `lazy`, `replay`, `modes`,
+`plan` and `receipts` in this order. `beside` and `parts` belong to edits, `joined` belongs to
+captures, and `origin`, `masks` and `slicing` belong to the cache. General parts without hooks are
+in `hooks.base`. Further parts for `models` and `interp` are in `shared`.
 """
 
 from hooks.base import missing_name as _missing_name

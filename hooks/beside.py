@@ -1,11 +1,15 @@
-"""Beside: tensors that a module returns beside an edited one. An edit that they pass by would do less than it says.
+"""Further output tensors of a module whose first output tensor is edited.
 
-A router returns logits, and the weights and numbers of experts that were made of them. To edit the logits alone changes
-nothing, as the block reads the others. Attention returns its pattern beside its output, and the block reads the output.
+If the block reads these tensors instead, the edit has no effect.
 
-1. An edit replaces the first tensor of a module's output. The others are handed on as tensors that note when they are read.
-2. If the module's parent reads one before it returns, that is an error.
-3. At the end of the parent they are plain tensors again.
+A router returns logits, and the weights and numbers of experts, which were computed from the
+logits. An edit of only the logits has no effect, because the block reads the other two tensors.
+Attention returns its output and its pattern, and the block reads only the output.
+
+1. An edit replaces the first tensor of a module's output. The other tensors are replaced by watched
+   tensors, which detect a read.
+2. If the module's parent reads a watched tensor before it returns, an error is raised.
+3. At the end of the parent, the watched tensors become plain tensors again.
 """
 
 import dataclasses
@@ -20,10 +24,10 @@ from hooks.point import Point, has_forward
 
 
 class Watch:
-    """The time from an edit to the end of the parent.
+    """The watch over output tensors from an edit to the end of the parent module.
 
     Args:
-        point: where the edit acts.
+        point: the edited point.
         model: the model.
     """
 
@@ -37,7 +41,10 @@ class Watch:
                 break
 
     def handed_on(self, output: Any, edited: Tensor) -> Any:
-        """The output, whose other tensors are watched. Those in lists are states, which go on by themselves."""
+        """Return the output with all tensors but the edited one watched.
+
+        Tensors in lists are states, which are not watched.
+        """
         self.is_open = True
         if isinstance(output, tuple):
             parts = [self.handed_on(part, edited) for part in output]
@@ -56,41 +63,43 @@ class Watch:
         return watched
 
     def end(self, output: Any) -> Any:
-        """End at the parent's output, which then holds plain tensors."""
+        """End the watch, and return the parent's output with plain tensors."""
         self.is_open = False
         new = unwatched(output)
         return None if new is output else new
 
 
 class Beside(Tensor):
-    """A tensor beside an edited one.
+    """An output tensor next to an edited tensor.
 
     Attributes:
-        watch: says whether it may be read.
+        watch: the watch, which raises an error if the tensor is read too early.
     """
 
     watch: Watch | None = None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The function's result, of plain tensors.
+        """Return the function's result with plain tensors.
 
         Raises:
-            HookError: if it reads a tensor that is watched.
+            HookError: if the function reads a watched tensor.
         """
         for tensor in tensors_in((args, kwargs)):
             watch = tensor.watch if isinstance(tensor, Beside) else None
             if watch is not None and watch.is_open and not _is_size(func):
                 raise HookError(
-                    f"an edit at {watch.point.name} changes only the first of the tensors that it returns, and "
-                    f"{type(watch.parent).__name__} reads another (a router's experts read its weights, not its logits): "
+                    f"an edit at {watch.point.name} changes only the first tensor that the module "
+                    "returns, but "
+                    f"{type(watch.parent).__name__} reads another (a router's experts read its "
+                    "weights, not its logits): "
                     "edit a value that is read"
                 )
         return func(*mapped(args, _plain), **mapped(kwargs or {}, _plain))
 
 
 def unwatched(output: Any) -> Any:
-    """An output with plain tensors, which may be read."""
+    """Return an output with plain tensors, which may be read."""
     is_watched = any(isinstance(tensor, Beside) for tensor in tensors_in(output))
     return mapped(output, _plain) if is_watched else output
 
@@ -99,11 +108,12 @@ def _plain(leaf: Any) -> Any:
     return leaf.as_subclass(Tensor) if isinstance(leaf, Beside) else leaf
 
 
-# What tells no number of a tensor.
+# Attributes and functions that do not read the numbers of a tensor.
 _SIZES = {"shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda", "is_meta"}
 _SIZES |= {"size", "dim", "numel", "stride", "is_floating_point", "__len__"}
 
 
 def _is_size(func: Any) -> bool:
-    owner = getattr(func, "__self__", None)  # of the getter of an attribute
+    # The getter of an attribute has an owner.
+    owner = getattr(func, "__self__", None)
     return getattr(owner, "__name__", None) in _SIZES or getattr(func, "__name__", "") in _SIZES

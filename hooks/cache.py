@@ -315,9 +315,9 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
     def real(
         self, axis: str = "pos", name: str | None = None
     ) -> Bool[Tensor, "batch _size"] | None:
-        """Return the mask of the values along `pos`, `query` or `key`, sliced like the values:
+        """Return the mask of the values along `pos`, `query` or `key`, sliced like the values.
 
-        True at real tokens.
+        It is True at real tokens.
 
         Return None if all tokens are real, the padding is unknown, or the axis was dropped. A run
         may read several batches of texts, such as the texts of an encoder and its decoder; with

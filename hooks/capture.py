@@ -69,7 +69,7 @@ class Recorder:
         values: the recorded values by name; after `finish` in the model's order.
         axes: after `finish`, the axes of each value, including values that are not stored.
         fired: the names of the points that the run reached.
-        skipped: the reason why each optional point without a value has none, by name.
+        skipped: the optional points without a value, each with the reason.
         grads: the gradients from a later backward pass, without their graph.
     """
 
@@ -212,7 +212,7 @@ class Recorder:
         for name, calls in self._parts.items():
             shapes = sorted({tuple(call.shape) for call in calls})
             if len(shapes) > 1:
-                rule = f"the calls of {name} must have one shape to stand on an axis"
+                rule = f"the calls of {name} must have one shape to be stacked"
                 self.skip(self.points[name], HookError(f"{rule}; got {shapes[0]} and {shapes[-1]}"))
             else:
                 self.values[name] = torch.stack(calls)

@@ -14,18 +14,20 @@ from hooks.point import Point
 
 
 def require_next(pieces: Sequence[Tensor], point: Point) -> None:
-    """Refuse a piece that does not continue the earlier ones of the same rows.
+    """Check that a piece continues the earlier pieces of the same rows.
 
     Raises:
-        HookError: if the piece starts elsewhere, or has other rows.
+        HookError: if the piece starts at a different column, or has different rows.
     """
     piece, axis = piece_read(), _position_axis(point.name, point.axes)
     next_column = sum(part.shape[axis] for part in pieces)
     if pieces and piece_is_known() and (piece.start != next_column or piece.moved):
-        got = "other rows" if piece.moved else f"column {piece.start or 0}"
+        got = "different rows" if piece.moved else f"column {piece.start or 0}"
         raise HookError(
-            f"the pieces of a joined run must follow one another, for {point.name} from column {next_column} of the "
-            f"same rows; got {got} (a generation without a cache of keys, with beams or with an assistant)"
+            f"the pieces of a joined run must follow one another, for {point.name} from column "
+            f"{next_column} of the "
+            f"same rows; got {got} (a generation without a cache of keys, with beams or with an "
+            "assistant)"
         )
 
 

@@ -1,4 +1,4 @@
-"""Values of a lazy cache. The values inside a block are computed when they are read."""
+"""The values of a lazy cache. The values inside a block are computed when they are read."""
 
 import functools
 import itertools
@@ -18,15 +18,18 @@ from hooks.session import Edits
 
 
 class LazyValues(Mapping[str, Tensor]):
-    """Values of a lazy run: some kept from the run, the rest computed again, one block at a time.
+    """The values of a lazy run: some are stored in the run, and the rest are recomputed, one block
+    at a time.
 
-    Reading one value keeps it until `drop`; `several` keeps nothing. A deep copy or a pickle is a plain dict of all values.
+    A value that is read alone stays in memory until `drop`. `several` stores no values. A deep copy
+    or a pickle is a plain dict of all values.
 
     Args:
         recorder: the recorder of the run.
         calls: the stored calls of its blocks.
         edits: the edits that acted in the run.
-        change: a function of each name and value, whose result is given instead; None for the value itself.
+        change: a function of a name and a value that returns the value to read. Default: None, for
+            no change.
     """
 
     def __init__(
@@ -68,7 +71,10 @@ class LazyValues(Mapping[str, Tensor]):
         return name in self._recomputed or (not self._change and name in self._run.values)
 
     def several(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """The values of some names. Each block runs once for all of its own, and nothing is kept."""
+        """Return the values of some names.
+
+        Each block runs once for all its values, which are not stored.
+        """
         names, values = list(names), self._run.values | self._recomputed
         missing: dict[BlockCall, dict[str, Point]] = {}
         for name in names:
@@ -80,13 +86,16 @@ class LazyValues(Mapping[str, Tensor]):
         return {name: self._changed(name, values[name]) for name in names}
 
     def by_block(self) -> Iterator[tuple[str, Tensor]]:
-        """All names with their values. The values of one block are in memory at a time."""
+        """Yield all names with their values.
+
+        Only the values of one block are in memory at a time.
+        """
         yield from self.several(n for n in self if n not in self._calls_by_name).items()
         for call in self._calls:
             yield from self.several(name for name in call.points if name in self).items()
 
     def changed(self, change: Callable[[str, Tensor], Tensor]) -> "LazyValues":
-        """These values after one more change, which acts when they are read."""
+        """Return these values with one more change, which is applied when they are read."""
 
         def both(name: str, value: Tensor) -> Tensor:
             return change(name, value if self._change is None else self._change(name, value))
@@ -97,30 +106,30 @@ class LazyValues(Mapping[str, Tensor]):
         if self._change is None or name in self._recomputed:
             return value
         part = self._change(name, value)
-        # A view would keep the whole value in memory.
+        # Copy the part, because a view would keep the whole value in memory.
         is_part = part.untyped_storage().nbytes() > part.nbytes and _torch.has_storage(part)
         return private(part) if is_part else part
 
     def drop(self) -> None:
-        """Free the values that were computed again."""
+        """Free the recomputed values."""
         self._recomputed.clear()
 
     def held(self) -> list[Tensor]:
-        """Every tensor in memory: kept values, stored calls and recomputed values."""
+        """Return every tensor in memory: stored values, stored calls and recomputed values."""
         stored = [tensor for call in self._calls for tensor in call.tensors()]
         return [*self._run.values.values(), *stored, *self._recomputed.values()]
 
 
 def divided(points: Mapping[str, Point], blocks: Blocks) -> list[BlockCall]:
-    """One `BlockCall` for each block that has points.
+    """Return one `BlockCall` for each block with points.
 
     Raises:
-        HookError: if there are no blocks.
+        HookError: if the model has no blocks.
     """
     if not blocks:
         raise HookError("lazy=True needs blocks, as in a ModuleList; this model has none")
     inside: dict[tuple[str, nn.Module], dict[str, Point]] = {}
-    # Most points follow another of the same block.
+    # Most points follow a point of the same block.
     for block, names in itertools.groupby(points, blocks.get):
         if block is not None:
             inside.setdefault(block, {}).update({name: points[name] for name in names})

@@ -1,6 +1,7 @@
-"""TextMasks: which columns of a run's texts are real tokens, for every value of a cache.
+"""TextMasks: the masks of real tokens in a run's texts, for every value of a cache.
 
-Most runs read one batch of texts. An encoder and its decoder read two, and a value belongs to one of them.
+Most runs read one batch of texts. An encoder and its decoder read two batches, and each value
+belongs to one of them.
 """
 
 from collections.abc import Mapping
@@ -12,17 +13,18 @@ from hooks.base import Index
 from hooks.base.selection import index_by_axis
 
 NO_PADDING = -1
-"""The number of the texts of values that read no text with padding."""
+"""The batch number of values that read no text with padding."""
 
 
 @dataclass(frozen=True)
 class TextMasks:
-    """The masks of the texts that the values of a run belong to.
+    """The masks of the texts of a run's values.
 
     Attributes:
-        batches: for each batch of texts its masks [batch, column], True at real tokens, by the axis of the columns.
-        numbers: for the name of a value, the number of its batch of texts, or `NO_PADDING`. Names that are not here
-            belong to batch 0.
+        batches: the masks of each batch of texts, [batch, column], True at real tokens, by the axis
+            of the columns.
+        numbers: the number of the batch of texts of a value, or `NO_PADDING`, by the name of the
+            value. All other names belong to batch 0.
 
     >>> import torch
     >>> masks = TextMasks(({"pos": torch.tensor([[False, True]])},), {"encoder": NO_PADDING})
@@ -34,16 +36,17 @@ class TextMasks:
     numbers: Mapping[str, int] = field(default_factory=dict)
 
     def along(self, axis: str, name: str | None = None) -> Tensor | None:
-        """Return the mask along an axis of a value; None if its texts have no padding or nobody knows.
+        """Return the mask along an axis of a value, or None if its texts have no padding or the
+        padding is unknown.
 
-        Without a name it is the mask of the first batch of texts.
+        Without a name, return the mask of the first batch of texts.
         """
         number = 0 if name is None else self.numbers.get(name, 0)
         is_known = 0 <= number < len(self.batches)
         return self.batches[number].get(axis) if is_known else None
 
     def all_along(self, axis: str) -> list[Tensor]:
-        """Return the masks along an axis, of all batches of texts that have one."""
+        """Return the masks along an axis of all batches of texts with a mask."""
         return [masks[axis] for masks in self.batches if axis in masks]
 
     def of_texts(self, batch: Index) -> "TextMasks":
@@ -54,7 +57,10 @@ class TextMasks:
         return TextMasks(tuple(batches), self.numbers)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the masks by the names that they have in a file: `pos`, and `pos.1` of the next batch of texts."""
+        """Return the masks by their names in a file.
+
+        The names are `pos`, and `pos.1` for the second batch of texts.
+        """
         named: dict[str, Tensor] = {}
         for number, masks in enumerate(self.batches):
             ending = f".{number}" if number else ""
@@ -63,7 +69,7 @@ class TextMasks:
 
     @classmethod
     def read(cls, named: Mapping[str, Tensor], numbers: Mapping[str, int]) -> "TextMasks":
-        """Return the masks that `tensors` gave to a file."""
+        """Return the masks from a file with the names of `tensors`."""
         batches: list[dict[str, Tensor]] = []
         for name, mask in named.items():
             axis, _, number = name.partition(".")

@@ -1,4 +1,4 @@
-"""Modes and options: what a run keeps, and how."""
+"""Modes and options: the values that a run caches, and how they are stored."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -30,13 +30,14 @@ from hooks.point import Point
 
 
 class Mode(StrEnum):
-    """A choice of the values of a run to keep.
+    """A choice of the values that a run caches.
 
-    `none` keeps nothing. `svd_targets` keeps the attention scores, patterns and values. `residual`
-    adds the residual stream. Both need a model with `HookPoint`s. `full` keeps every point.
+    `none` caches nothing. `svd_targets` caches the attention scores, patterns and values.
+    `residual` adds the residual stream. Both need a model with `HookPoint`s. `full` caches every
+    point.
 
-    Scores are those before the mask, so they are not zero above the diagonal. `interp.svd_targets`
-    gives QK^T with zeros there, and the other matrices to decompose.
+    The scores are taken before the mask, so they are not zero above the diagonal.
+    `interp.svd_targets` returns QK^T with zeros there, and the other matrices to decompose.
 
     >>> Mode("residual")
     <Mode.residual: 'residual'>
@@ -54,7 +55,7 @@ class Mode(StrEnum):
 
 _TARGETS = frozenset({"scores", "pattern", "v"})
 
-# The one place that maps a mode to the last part of a name; `full` asks for every last part.
+# This is the only mapping from a mode to the last parts of names; `full` matches every last part.
 LAST_PARTS: Mapping[Mode, frozenset[str] | None] = {
     Mode.none: frozenset(),
     Mode.svd_targets: _TARGETS,
@@ -65,25 +66,28 @@ LAST_PARTS: Mapping[Mode, frozenset[str] | None] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options for keeping values: keyword arguments of every method that makes or plans a cache.
+    """Options for cached values: keyword arguments of every method that makes or plans a cache.
 
     Attributes:
-        positions: keep only these positions of the axes `pos` and `query`, in any form of a `Selection`: also
-            others in each text. Of texts with padding, negative ones count real tokens.
-        device, dtype: the device and floating dtype of kept values; integers keep their dtype. From
-            CUDA to the CPU they are copied while the model runs, into pinned memory.
-        placement: puts values on that device and in that dtype.
-        calls: `one` keeps one value of a point, and refuses a second. `all` keeps the values of all calls, for modules that
-            run many times in one run; they are stacked along a first axis `call`, also where there is one.
-        detach: whether kept values are detached from the autograd graph.
-        grads: whether `cache.grads` holds the gradients of the caller's last `backward()`.
-        max_bytes: the most that values and gradients may take; None for 0.9 of the memory that is free. A run that would
-            keep more ends by a MemoryLimitError, as soon as one layer shows it.
+        positions: cache only these positions of the axes `pos` and `query`, in any form of a
+            `Selection`, including different positions in each text. In texts with padding, negative
+            positions count real tokens.
+        device, dtype: the device and floating dtype of cached values; integers keep their dtype.
+            Copies from CUDA to the CPU run in parallel to the model, into pinned memory.
+        placement: the function that moves values to this device and dtype.
+        calls: `one` caches one value of a point and raises an error at a second value. `all` caches
+            the values of all calls, for modules that run many times in one run. They are stacked
+            along a first axis `call`, even if there is only one call.
+        detach: whether cached values are detached from the autograd graph.
+        grads: whether `cache.grads` contains the gradients of the caller's last `backward()`.
+        max_bytes: the memory limit of values and gradients. Default: 0.9 of the free memory. A run
+            that would exceed the limit raises a MemoryLimitError as soon as the size of one layer
+            is known.
 
     Raises:
-        ValueError: if options contradict each other, if `dtype` is not a floating one, or if `grads=True` while
-            gradients are off.
-        TypeError: if `positions` has no form of a `Selection`, or is one integer.
+        ValueError: if options contradict each other, if `dtype` is not a floating dtype, or if
+            `grads=True` while gradients are off.
+        TypeError: if `positions` is not a form of a `Selection`, or is a single integer.
 
     >>> Options(positions=range(2)).positions
     [0, 1]
@@ -97,7 +101,7 @@ class Options:
     grads: bool = False
     max_bytes: int | None = None
     placement: Placement = dataclasses.field(init=False, repr=False, compare=False)
-    # Chosen positions, by the sizes of axes and the piece of the texts.
+    # The chosen positions, by the sizes of the axes and the piece of the texts.
     _columns: dict[object, Tensor] = dataclasses.field(
         init=False, repr=False, compare=False, default_factory=dict
     )
@@ -111,13 +115,13 @@ class Options:
         kinds = (torch.dtype, type(None))
         require_kind("dtype", self.dtype, kinds, "a dtype of PyTorch, such as torch.float16")
         if self.dtype is not None and not self.dtype.is_floating_point:
-            raise ValueError(f"the dtype of kept values must be a floating one; got {self.dtype}")
+            raise ValueError(f"dtype= of cached values must be a floating dtype; got {self.dtype}")
         require_choice("calls", self.calls, ("one", "all"))
         if self.grads and self.keeps_calls:
             raise ValueError("calls='all' keeps no gradients: leave out grads=True")
         if self.grads and not torch.is_grad_enabled():
             raise ValueError("grads=True needs gradients, and they are switched off here (no_grad)")
-        # Gradients are placed during the caller's backward pass, and nothing waits at its end.
+        # Gradients are moved during the caller's backward pass, and no code waits at its end.
         placement = Placement(require_device(self.device), self.dtype, waits=self.grads)
         object.__setattr__(self, "placement", placement)
 
@@ -135,26 +139,29 @@ class Options:
 
     @property
     def keeps_calls(self) -> bool:
-        """Return whether the values of all calls of a point are kept."""
+        """Return whether the values of all calls of a point are cached."""
         return self.calls == "all"
 
     def memory_bound(self, names: Iterable[str], otherwise: str | None = None) -> Bound:
-        """The bound of the memory of values, and of their gradients, with these names.
+        """Return the memory limit for the values with these names, and for their gradients.
 
         Args:
-            names: the names of what is kept.
-            otherwise: what the error advises instead of its own words.
+            names: the names of the cached values.
+            otherwise: the advice of the error. Default: advice for an eager run.
         """
         return Bound([*names], self.max_bytes, otherwise, 2 if self.grads else 1)
 
     def apply(self, value: Tensor, point: Point) -> Tensor:
-        """Return `value` at the chosen positions of its axes `pos` and `query`, on the device and in the dtype.
+        """Return `value` at the chosen positions of its axes `pos` and `query`, on the device and
+        in the dtype.
 
-        Padding is what `hooks.position_offset` says here. It is `value` itself or a new tensor, never a view.
+        The padding is taken from `hooks.position_offset`. The result is `value` itself or a new
+        tensor, never a view.
 
         Raises:
-            HookError: if it has no named axes.
-            SelectionError: if it does not have these positions, or has not as many of each text.
+            HookError: if the value has no named axes.
+            SelectionError: if the value does not have these positions, or their number differs
+                between texts.
         """
         if self.positions is None:
             return self.placement(value)
@@ -169,7 +176,7 @@ class Options:
         return self.placement(value)
 
     def _chosen(self, size: int, batch: int | None, device: torch.device, what: str) -> Tensor:
-        """The chosen positions, [1 or batch, n]."""
+        """Return the chosen positions, [1 or batch, n]."""
         assert isinstance(self.positions, Selection)
         piece = piece_read()
         key = size, batch, device, piece
@@ -180,7 +187,9 @@ class Options:
         return self._columns[key]
 
     def kept_masks(self, piece: Piece) -> dict[str, Tensor]:
-        """Return the masks of the kept values, [batch, column] by axis, of a piece with padding."""
+        """Return the masks of the cached values for a piece with padding, [batch,
+        column] by axis.
+        """
         masks = {
             axis: private(mask.bool())
             for axis, mask in piece.others.items()

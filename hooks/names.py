@@ -1,4 +1,4 @@
-"""Names of points: selectors that choose among them, and the layers and blocks that they contain."""
+"""Names of points: selectors of points, and the layers and blocks in the names."""
 
 import fnmatch
 import reprlib
@@ -22,10 +22,10 @@ Selector = str | Mode | Callable[[Point], bool] | Iterable["Selector"]
 
 
 def flatten(selector: Selector) -> list[str | Callable[[Point], bool]]:
-    """The names, globs, predicates and modes in a selector, as a flat list.
+    """Return the names, globs, predicates and modes of a selector as a flat list.
 
     Raises:
-        TypeError: if a part is none of these.
+        TypeError: if a part has a different type.
     """
     if isinstance(selector, str) or callable(selector):
         return [selector]
@@ -38,23 +38,25 @@ def flatten(selector: Selector) -> list[str | Callable[[Point], bool]]:
 def resolve(
     selector: Selector, known: Mapping[str, Point], points: Mapping[str, Point] | None = None
 ) -> dict[str, Point]:
-    """The points that `selector` names, in the model's order.
+    """Return the points that `selector` matches, in the model's order.
 
     Args:
-        selector: what to look for.
-        known: all modules. Exact names are looked up here, and globs that match none of `points`.
-        points: what globs, predicates and modes choose from; None for all.
+        selector: the selector.
+        known: all modules. Exact names are looked up here, and so are globs that match none of
+            `points`.
+        points: the candidates for globs, predicates and modes. Default: all modules.
 
     Raises:
-        UnknownNameError: if a part of the selector matches nothing; it has close matches.
-        TypeError: if a part of the selector is of another kind.
+        UnknownNameError: if a part of the selector matches nothing; the error lists close matches.
+        TypeError: if a part of the selector has a different type.
     """
     parts = flatten(selector)
     if not parts:
         raise UnknownNameError("an empty selector matches no hook point")
     points = known if points is None else points
     matches = [_matching(part, known, points) for part in parts]
-    if len(matches) == 1:  # already in order, and thousands of names may be resolved one by one
+    # A single match is already in order, and thousands of names may be resolved one by one.
+    if len(matches) == 1:
         return {name: known[name] for name in matches[0]}
     chosen = set().union(*matches)
     return {name: point for name, point in known.items() if name in chosen}
@@ -65,7 +67,8 @@ def _matching(
 ) -> list[str]:
     if isinstance(part, Mode):
         last = LAST_PARTS[part]
-        # Only a HookPoint declares axes. Elsewhere a last part such as `v` may name anything.
+        # Only a HookPoint declares axes. In other modules, a last part such as `v` may have any
+        # meaning.
         marked = (name for name, point in points.items() if point.axes)
         matches = [*points] if last is None else [n for n in marked if n.rpartition(".")[2] in last]
     elif isinstance(part, str):
@@ -79,7 +82,7 @@ def _matching(
         hint = "" if any(point.axes for point in known.values()) else how_to_mark()
         raise UnknownNameError(f"{what} matches no hook point of this model{hint}")
     if part in list(Mode):
-        raise UnknownNameError(f"no hook point is named {part!r}; for the mode, give mode={part!r}")
+        raise UnknownNameError(f"no hook point is named {part!r}; did you mean mode={part!r}?")
     raise unknown_point(part, points or known, "hook point")
 
 
@@ -87,7 +90,7 @@ def _chooses(predicate: Callable[[Point], bool], point: Point) -> bool:
     try:
         return predicate(point)
     except (AttributeError, TypeError) as error:
-        # Other libraries give the predicate a name.
+        # Other libraries call the predicate with a name.
         form = 'lambda point: point.name.endswith(".z")'
         raise TypeError(f"a predicate gets a Point, as in {form}; it raised: {error}") from error
 
@@ -97,13 +100,13 @@ def _glob(pattern: str, names: Iterable[str]) -> list[str]:
 
 
 def names_by_layer(short: str, names: Collection[str]) -> dict[int, str]:
-    """The names that end in `short`, by layer.
+    """Return the names that end in `short`, by layer.
 
-    Names in `blocks` come before names in other stacks, whose name may stand first: `vision.resid_post` is short for
-    `vision.blocks.*.resid_post`, which is taken too.
+    Names in `blocks` have priority over names in other stacks. `short` may begin with the name of a
+    stack: `vision.resid_post` is short for `vision.blocks.*.resid_post`, which is accepted too.
 
     Raises:
-        UnknownNameError: if no name with a layer ends in `short`, or two in one layer do.
+        UnknownNameError: if no name with a layer ends in `short`, or two names in one layer do.
 
     >>> names_by_layer("encoder.z", ["encoder.blocks.0.z", "decoder.blocks.0.z"])
     {0: 'encoder.blocks.0.z'}
@@ -119,7 +122,7 @@ def names_by_layer(short: str, names: Collection[str]) -> dict[int, str]:
         if (layer := layered[name]) in by_layer:
             both = (by_layer[layer], name)
             stack = name.partition(".")[0]
-            rule = f"; the name of a stack may stand first, as in '{stack}.{short}'"
+            rule = f"; begin with the name of a stack, as in '{stack}.{short}'"
             hint = "" if both[0].startswith(f"{stack}.") else rule
             raise UnknownNameError(f"{short!r} is ambiguous in layer {layer}{hint}", short, both)
         by_layer[layer] = name
@@ -130,7 +133,9 @@ def names_by_layer(short: str, names: Collection[str]) -> dict[int, str]:
 
 
 def lines_by_layer(described: Mapping[str, str], limit: int | None = None) -> str:
-    """One line for each name and description, `limit` at most. Layers with the same description share a line.
+    """Return one line for each name and description, at most `limit` lines.
+
+    Layers with the same description share a line.
 
     >>> print(lines_by_layer({"embed": "tokens", "blocks.0.q": "queries", "blocks.1.q": "queries"}))
     embed         tokens
@@ -160,11 +165,12 @@ Blocks = dict[str, tuple[str, nn.Module]]
 
 
 def blocks_of(model: nn.Module) -> Blocks:
-    """The modules that a lazy run can run again, and what is inside them.
+    """Return the blocks, which are the modules that a lazy run can run again, by the name of each
+    module inside.
 
-    They are the callable modules in the model's outermost `ModuleList`s and their containers. Elsewhere
-    they are those that hold `HookPoint`s and nothing else, such as a final norm: it too may have a
-    fused form.
+    They are the callable modules in the model's outermost `ModuleList`s and their containers.
+    Outside of a `ModuleList`, they are the modules that contain only `HookPoint`s, such as a final
+    norm, because these may also have a fused form.
     """
     inside: Blocks = {}
     containers: set[str] = set()

@@ -1,4 +1,4 @@
-"""Origin: the run and the model that a cache comes from."""
+"""Origin: the run and the model of a cache."""
 
 import inspect
 import weakref
@@ -18,16 +18,16 @@ _KEPT_INPUTS = (type(None), bool, int, float, str)
 
 @dataclass(frozen=True)
 class Origin:
-    """The run and the model that a cache comes from.
+    """The run and the model of a cache.
 
     Attributes:
         known: the names of all points of the model, in order.
-        config_hash: the hash of its configuration.
-        inputs: what the run was given; see `inputs_of`.
-        hashed: `weights_hash` of a model that is no longer at hand; empty where it is not known.
-        skipped: why chosen points have no value, by name.
-        is_part: whether the cache was cut since, so that `inputs` are of more than its values.
-        model: the model, as long as it lives.
+        config_hash: the hash of the model's configuration.
+        inputs: the arguments of the run; see `inputs_of`.
+        hashed: the `weights_hash` of a model that no longer exists; empty if it is unknown.
+        skipped: the chosen points without a value, each with the reason.
+        is_part: whether the cache was sliced, so that `inputs` cover more than its values.
+        model: the model, as long as it exists.
 
     >>> Origin(("embed",)).known
     ('embed',)
@@ -39,19 +39,21 @@ class Origin:
     hashed: str = ""
     skipped: Mapping[str, str] = field(default_factory=dict)
     is_part: bool = False
-    # Weak, because a cache may outlive its model.
+    # The reference is weak, because a cache may outlive its model.
     model: weakref.ref[nn.Module] | None = None
 
     def weights_hash(self) -> str:
-        """The hash of the model's weights as they are now; empty where nothing is known of them."""
+        """Return the hash of the model's present weights, or an empty text if the weights are
+        unknown.
+        """
         model = None if self.model is None else self.model()
         return self.hashed if model is None else weights_hash(model)
 
     def require(self, model: nn.Module) -> None:
-        """Refuse a model that is known to have another configuration or other weights.
+        """Check that a model has the same configuration and weights, as far as they are known.
 
         Raises:
-            CacheError: if it has.
+            CacheError: if the configuration or the weights differ.
         """
         if self.model is not None and self.model() is model:
             return
@@ -62,7 +64,7 @@ class Origin:
             if ours != theirs:
                 raise CacheError(
                     f"the cache must be of a model with this model's {what} hash, {theirs[:12]}; "
-                    f"got {ours[:12]}: run this model again, or give the model that ran"
+                    f"got {ours[:12]}: run this model again, or pass the model that ran"
                 )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -71,7 +73,7 @@ class Origin:
 
 
 def signature_of(model: nn.Module) -> inspect.Signature | None:
-    """The signature of the model's `forward`; None where Python knows none."""
+    """Return the signature of the model's `forward`, or None if Python does not know it."""
     try:
         return inspect.signature(model.forward)
     except (TypeError, ValueError):
@@ -79,19 +81,23 @@ def signature_of(model: nn.Module) -> inspect.Signature | None:
 
 
 def prepared(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The arguments of a run as the model's own `prepare_inputs(*args, **kwargs)` gives them, if it has one.
+    """Return the arguments of a run after the model's method `prepare_inputs(*args, **kwargs)`, if
+    it has this method.
 
-    A model that reads strings makes tensors of them there, so that a cache can keep what was read.
+    A model of strings turns them into tensors there, so that a cache can store the tensors.
     """
     prepare = getattr(model, "prepare_inputs", None)
     return prepare(*args, **kwargs) if callable(prepare) and (args or kwargs) else (args, kwargs)
 
 
 def inputs_of(signature: inspect.Signature | None, args: Any, kwargs: Any) -> dict[str, Any]:
-    """A run's arguments by the names of `forward`. Further keywords keep their own names.
+    """Return a run's arguments by the parameter names of `forward`.
 
-    Tensors that are masks by name, or not of floating-point numbers, are copied; other tensors are left out.
-    None, numbers and strings are kept. If the arguments do not fit the signature, there are none.
+    Further keywords keep their names.
+
+    Masks (by name) and tensors without floating-point numbers are copied; other tensors are left
+    out. None, numbers and strings are included. If the arguments do not fit the signature, the
+    result is empty.
 
     >>> class Scaled(nn.Module):
     ...     def forward(self, tokens, scale=1.0): ...
@@ -100,7 +106,8 @@ def inputs_of(signature: inspect.Signature | None, args: Any, kwargs: Any) -> di
     """
     try:
         arguments = {} if signature is None else signature.bind(*args, **kwargs).arguments
-    except TypeError:  # the run itself says what is wrong
+    # The run itself raises the right error.
+    except TypeError:
         return {}
     for parameter in signature.parameters.values() if signature else ():
         if parameter.kind is parameter.VAR_KEYWORD:
@@ -119,9 +126,10 @@ def _is_mask(name: str) -> bool:
 
 
 class JoinedInputs:
-    """The arguments of all runs of a model inside a function, as if one run had covered all positions.
+    """The arguments of all runs of a model inside a function, as if one run had covered all
+    positions.
 
-    A generation runs the model once for each new token. Of each argument this keeps:
+    A generation runs the model once for each new token. For each argument, this class stores:
 
     1. the integers [batch, pos] of all runs, joined along the positions, such as tokens;
     2. the last mask, which covers all columns so far;
@@ -137,12 +145,12 @@ class JoinedInputs:
         self._runs: list[dict[str, Any]] = []
 
     def note(self, args: Any, kwargs: Any) -> None:
-        """Keep the arguments of a run; a hook before the model's forward."""
+        """Store the arguments of a run. This is a hook before the model's forward."""
         args, kwargs = prepared(self._model, args, kwargs)
         self._runs.append(inputs_of(self._signature, args, kwargs))
 
     def joined(self) -> dict[str, Any]:
-        """Return the arguments of all runs together, by the names of `forward`."""
+        """Return the arguments of all runs together, by the parameter names of `forward`."""
         if not self._runs:
             return {}
         inputs: dict[str, Any] = {}
@@ -159,11 +167,11 @@ class JoinedInputs:
 
 
 def _are_equal_numbers(values: list[Any]) -> bool:
-    """Return whether values are one number, string or None."""
+    """Return whether all values are the same number, the same string or None."""
     return all(isinstance(value, _KEPT_INPUTS) and value == values[0] for value in values)
 
 
 def _are_columns(values: list[Any]) -> bool:
-    """Return whether values are tensors [batch, pos] of one batch."""
+    """Return whether values are tensors [batch, pos] with the same batch."""
     are_tensors = all(isinstance(value, Tensor) and value.ndim == 2 for value in values)
     return are_tensors and len({len(value) for value in values}) == 1

@@ -1,13 +1,15 @@
-"""Parts: modules that a model has behind some of its points, for the time of a `with`.
+"""Parts: modules that run directly after some points of a model, inside a `with`.
 
-1. `with_parts` puts a hook on each point. It gives the value there to the part, and passes on what the part returns.
-2. A part may read the value of another point as well. A hook there keeps it for the part of the same thread.
-3. Points inside a part are points of the model: `blocks.1.resid_post` with a part that has a point `features` makes
-   `blocks.1.resid_post.features`.
-4. The end of the `with` takes hooks and points away.
+1. `with_parts` registers a hook on each point. The hook calls the part with the value, and replaces
+   the value by the result.
+2. A part may also read the value of another point. A hook there stores the value for the part in
+   the same thread.
+3. Points inside a part are points of the model: a part with a point `features` at
+   `blocks.1.resid_post` adds the point `blocks.1.resid_post.features`.
+4. The end of the `with` removes the hooks and points.
 
-Unlike an edit a part is no listener. It acts in every run, also when a block runs again, comes before all hooks at its
-point, and does not show in the model's state dict.
+A part is not an edit. It acts in every run, also when a block runs again. It acts before all hooks
+at its point, and it is not in the model's state dict.
 """
 
 import threading
@@ -25,10 +27,12 @@ from hooks.session import Wire, keys
 
 
 class Part(nn.Module):
-    """A module that stands behind a point. A subclass has points of the type `PartPoint`, and `forward(value, read)`.
+    """A module that runs directly after a point.
+
+    A subclass has points of the type `PartPoint` and a method `forward(value, read)`.
 
     Attributes:
-        reads: the name of the point whose value it also reads; None for its own point.
+        reads: the name of the other point that the part also reads; None for its own point.
     """
 
     reads: str | None = None
@@ -39,13 +43,13 @@ class PartPoint(HookPoint):
 
 
 class _Passing(Wire):
-    """Passes a point's value through a part."""
+    """A hook that passes a point's value through a part."""
 
     is_part = True
 
     def __init__(self, point: Point, part: Part) -> None:
         self.point, self.part = point, part
-        # By thread: several may run the model at once.
+        # The values are stored by thread, because several threads may run the model at once.
         self.read: dict[int, Tensor] = {}
         self.fired = self.ran = False
 
@@ -63,7 +67,9 @@ class _Passing(Wire):
 
 
 class _Reading(_Passing):
-    """Keeps the value of a point for a part elsewhere, after all edits there."""
+    """A hook that stores the value of a point for a part at another point, after all
+    edits there.
+    """
 
     comes_last = True
 
@@ -76,7 +82,7 @@ class _Reading(_Passing):
 
 
 class _Ran(Wire):
-    """Notes that the model ran to its end."""
+    """A hook that records that the model ran to its end."""
 
     def __init__(self, hooks: list[_Passing]) -> None:
         self.hooks = hooks
@@ -90,16 +96,17 @@ class _Ran(Wire):
 def with_parts(
     model: nn.Module, points: Mapping[str, Point], parts: Mapping[str, Part]
 ) -> Iterator[None]:
-    """A `with` in which the model has these parts. They act in all threads.
+    """Return a `with` in which the model has these parts. They act in all threads.
 
     Args:
         model: the model.
-        points: its points, and those that the parts read, by name.
-        parts: for names of points, what stands there.
+        points: the points of the parts, and the points that the parts read, by name.
+        parts: the parts by the names of their points.
 
     Raises:
-        HookError: if a point has a part already.
-        NeverFiredError: on leaving, if forward passes ended inside and all missed the point of a part.
+        HookError: if a point already has a part.
+        NeverFiredError: at the end of the `with`, if forward passes ran inside and none reached the
+            point of a part.
     """
     hooks = [_Passing(points[name], part) for name, part in parts.items()]
     listening: list[tuple[nn.Module, _Passing | _Ran]] = []
@@ -107,7 +114,9 @@ def with_parts(
         module, reads = hook.point.module, hook.part.reads
         taken = [name for name, _ in _points_of(hook.part) if hasattr(module, name)]
         if taken:
-            raise HookError(f"{hook.point.name} has {taken[0]} already: leave that with first")
+            raise HookError(
+                f"{hook.point.name} already has {taken[0]}: end the `with` of that part first"
+            )
         if reads is not None:
             listening.append((points[reads].module, _Reading(points[reads], hook)))
         listening.append((module, hook))
@@ -137,7 +146,7 @@ def with_parts(
 
 
 def parts_of(model: nn.Module) -> dict[str, Part]:
-    """The parts that a model has at this time, by the names of their points."""
+    """Return the present parts of a model by the names of their points."""
     passing = [hook for module in model.modules() for hook in hooks_of(module)]
     return {
         hook.point.name: hook.part

@@ -1,4 +1,4 @@
-"""Plans: what a cache would hold, found by a run on fake tensors."""
+"""Plans: the shapes and sizes of a cache, found by a run on fake tensors."""
 
 import textwrap
 from collections import OrderedDict
@@ -23,10 +23,10 @@ class Planned:
     """One value of a planned cache.
 
     Attributes:
-        shape: its sizes.
-        axes: their names; empty where the module declares none.
-        dtype: its type.
-        nbytes: its size in bytes if nothing shares its memory.
+        shape: the shape of the value.
+        axes: the names of the axes; empty if the module declares no axes.
+        dtype: the dtype of the value.
+        nbytes: the size in bytes, without regard to shared memory.
 
     >>> Planned((2, 3), ("batch", "pos"), torch.float32, 24).nbytes
     24
@@ -44,7 +44,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class Plan:
-    """The values that a cached run would keep, and their memory.
+    """The values that a cached run would store, and their memory.
 
     Attributes:
         values: each value by name.
@@ -71,7 +71,7 @@ def planned(
     args: Any,
     kwargs: Any,
 ) -> Plan:
-    """The plan of `run(model, args, kwargs)`, which is called with copies that have no numbers.
+    """Return the plan of `run(model, args, kwargs)`, which is called with copies without numbers.
 
     Raises:
         HookError: if the model cannot run on tensors without numbers.
@@ -90,23 +90,25 @@ def planned(
             raise
         except Exception as error:
             raise HookError(
-                f"a plan runs a copy of the model on tensors without numbers, and it failed: {error}"
+                "a plan runs a copy of the model on tensors without numbers, and it failed: "
+                f"{error}"
             ) from error
     return Plan(values, nbytes)
 
 
 def _deep_copies(model: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Copies that share no tensor with what was given."""
+    """Return deep copies that share no tensor with the arguments."""
     owned = [value for module in model.modules() for value in vars(module).values()]
-    # Fake tensors draw nothing from a generator, and among them PyTorch fails to copy one.
+    # Fake tensors do not use a generator, and PyTorch cannot copy a generator in fake mode.
     copies: dict[int, Any] = {id(v): v for v in owned if isinstance(v, torch.Generator)}
-    # Each module has a dozen of these, and `deepcopy` takes long for them.
+    # Each module has a dozen of these, and `deepcopy` is slow for them.
     copies |= {id(v): OrderedDict() for v in owned if type(v) is OrderedDict and not v}
 
     def copied(leaf: Any) -> Any:
         try:
             return deepcopy(leaf, copies)
-        except TypeError:  # a lock, for instance, which the run does not change
+        # For example, a lock cannot be copied, but the run does not change it.
+        except TypeError:
             return leaf
 
     model_copy = deepcopy(model, copies)
@@ -118,7 +120,9 @@ def _deep_copies(model: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 def _rebound(function: FunctionType, copies: dict[int, Any]) -> FunctionType:
-    """A forward that was put on a module, with copies in place of the modules in its closure."""
+    """Return a replaced `forward` of a module, with copies instead of the modules in
+    its closure.
+    """
     held = [cell.cell_contents for cell in function.__closure__ or ()]
     held = [
         _rebound(v, copies) if isinstance(v, FunctionType) else deepcopy(v, copies) for v in held

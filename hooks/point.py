@@ -1,4 +1,4 @@
-"""HookPoint, the identity module that names a value, and Point, a place where hooks can listen."""
+"""HookPoint, the identity module that names a value, and Point, a place for hooks."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,15 +15,15 @@ from hooks.base.errors import HookError
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """A place where hooks can listen.
+    """A place in a model where hooks can be registered.
 
     Attributes:
         name: the module's path, such as `blocks.3.attn.z`.
-        axes: names of the value's axes; empty where the module declares none.
-        meaning: what the value is, in a few words.
+        axes: the names of the value's axes; empty if the module declares no axes.
+        meaning: the meaning of the value, in a few words.
         module: the module whose output is the value.
         layer: the first number among the parts of the name, or None.
-        mesh: the processes that the model is split over; see `hooks.base.processes`.
+        mesh: the processes over which the model is split; see `hooks.base.processes`.
 
     >>> point = Point("blocks.3.attn.z", ("batch", "pos", "head", "d_head"))
     >>> print(point)
@@ -40,7 +40,7 @@ class Point:
 
     @property
     def layer(self) -> int | None:
-        """See above."""
+        """The first number among the parts of the name, or None."""
         return layer_of(self.name)
 
     def __str__(self) -> str:
@@ -48,19 +48,23 @@ class Point:
 
 
 Hook = Callable[[Tensor, Point], Tensor | None]
-"""`hook(activation, point)` returns the value to continue with. None means `activation` itself. It is
-the hook's own copy, so writing into it is an edit too."""
+"""`hook(activation, point)` returns the value to continue with.
+
+None means `activation` itself. The activation is a separate copy for the hook, so writing into it
+is an edit too.
+"""
 
 
 class HookPoint(Identity):
-    """Returns its input, and names it by the module's path.
+    """A module that returns its input and names it by the module's path.
 
     Args:
         axes: the value's axes, such as `"batch pos head d_head"`; `1` is an axis of size one.
-        meaning: what the value is, in a few words, for the generated table of points.
+        meaning: the meaning of the value, in a few words, for the table of points.
 
     Raises:
-        ValueError: if there is no axis, if one is neither an identifier nor `1`, or is repeated.
+        ValueError: if there is no axis, if an axis is neither an identifier nor `1`, or if an axis
+            is repeated.
 
     >>> HookPoint("batch pos d_model", "residual stream entering the block")
     HookPoint(batch pos d_model)
@@ -76,22 +80,23 @@ class HookPoint(Identity):
             raise ValueError(f"axes must be distinct identifiers separated by spaces; got {axes!r}")
 
     def extra_repr(self) -> str:
-        """The axes, for the model's printed tree."""
+        """Return the axes for the printed tree of the model."""
         return " ".join(self.axes)
 
 
 class HookPoints(nn.Module):
     """Points that fire while another module of the model runs.
 
-    A model that was not written with points can have them beside its own modules, which then pass values
-    through them. It has no weights, so the state dict does not change. A subclass may have a method
-    `plain(argument)`: what a lazy cache keeps of an argument of the module that is no tensor or number.
+    A model that was written without points can have them next to its modules, which then pass
+    values through the points. Points have no weights, so the state dict does not change. A subclass
+    may have a method `plain(argument)`, which returns the form in which a lazy cache stores an
+    argument of the module that is neither a tensor nor a number.
 
     Args:
-        module: the module that runs. It is no child.
+        module: the module that runs. It does not become a child.
 
     Attributes:
-        module: see above.
+        module: the module that runs.
 
     >>> block = nn.Linear(2, 2)
     >>> points = HookPoints(block)
@@ -102,27 +107,27 @@ class HookPoints(nn.Module):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        # Not as children: a state dict has each module once.
+        # Do not register them as children, because a state dict must contain each module only once.
         self.module: nn.Module
         vars(self)["module"] = module
         vars(module)["hook_points"] = self
 
 
 class OptionalPoints(nn.Module):
-    """Points of a part that a run may leave out, as one without an image does.
+    """Points in a part of the model that may not run, for example in a run without an image.
 
-    A cached run then skips them, unless they were asked for by their exact names.
+    A cached run then skips the points, unless they were selected by their exact names.
     """
 
 
 def inside(module: nn.Module) -> set[nn.Module]:
-    """Return a module, the modules in it, and its points elsewhere."""
+    """Return a module, the modules inside it, and its points outside it."""
     points: nn.Module | None = carried(module, "hook_points")
     return {*module.modules(), *(points.modules() if points is not None else ())}
 
 
 def point_of(name: str, module: nn.Module, mesh: Any = None) -> Point:
-    """The point of a module with this name. Only a `HookPoint` declares axes."""
+    """Return the point of a module with this name. Only a `HookPoint` declares axes."""
     if isinstance(module, HookPoint):
         return Point(name, module.axes, module.meaning, module, mesh)
     return Point(name, (), type(module).__name__, module, mesh)
@@ -134,10 +139,10 @@ def has_forward(module: nn.Module) -> bool:
 
 
 def first_tensor(output: Any, point: Point) -> Tensor:
-    """`output` itself, or the first tensor of a tuple, list, mapping or dataclass.
+    """Return `output` itself, or the first tensor of a tuple, list, mapping or dataclass.
 
     Raises:
-        HookError: if there is none.
+        HookError: if the output contains no tensor.
     """
     for tensor in tensors_in(output):
         return tensor
@@ -145,31 +150,38 @@ def first_tensor(output: Any, point: Point) -> Tensor:
 
 
 def as_node(value: Tensor, point: Point) -> Tensor:
-    """A copy of `value` as a new graph node, whose gradient is only what flows through `point`.
+    """Return a copy of `value` as a new graph node.
 
-    A view would lose its hooks when the model writes into it. If nothing before the point needs a gradient
-    (frozen weights), the graph begins here.
+    Its gradient is only the gradient through `point`.
+
+    A view would lose its hooks if the model writes into it. If nothing before the point needs a
+    gradient (frozen weights), the graph begins here.
 
     Raises:
         HookError: if no gradient can reach the point.
     """
     if not (torch.is_grad_enabled() and value.is_floating_point()):
-        needed = "gradients must be on (cached runs have them with grads=True or detach=False), and the value a floating one"
+        needed = (
+            "gradients must be on (for cached runs, use grads=True or detach=False), and the "
+            "value must have a floating dtype"
+        )
         raise HookError(f"{needed}; got {value.dtype} at {point.name}")
     return (value if value.requires_grad else value.detach().requires_grad_()).clone()
 
 
 def require_unsplit(value: Shaped[Tensor, "*axes"], point: Point) -> None:
-    """Refuse a value of which each process of a split model holds a part.
+    """Check that a value is whole: no process of a split model has only a part of it.
 
     Raises:
-        HookError: naming the point.
+        HookError: if the value is split; the error names the point.
     """
-    if point.mesh is None or (isinstance(value, FakeTensor) and point.axes):  # a plan's
+    # A plan has fake tensors.
+    if point.mesh is None or (isinstance(value, FakeTensor) and point.axes):
         return
     if isinstance(value, FakeTensor) or not is_whole(value, point.mesh):
         got = "a plan cannot tell" if isinstance(value, FakeTensor) else "each holds a part"
         raise HookError(
-            f"{point.name} must be the same in all {point.mesh.size()} processes that the model is split over; {got} "
+            f"{point.name} must be the same in all {point.mesh.size()} processes that the model "
+            f"is split over; {got} "
             "(models.attach has points that join the parts of heads and neurons)"
         )

@@ -1,4 +1,4 @@
-"""Receipts: what each hook of a context changed."""
+"""Receipts: records of the changes of each hook of a context."""
 
 from dataclasses import dataclass
 
@@ -11,13 +11,15 @@ from hooks.point import Hook, Point
 
 @dataclass
 class Receipt:
-    """A record of what one hook did at one point so far. Blocks that a lazy cache runs again do not count.
+    """A record of the changes of one hook at one point so far.
+
+    Runs of blocks by a lazy cache are not counted.
 
     Attributes:
         hook: the hook.
-        point: where it acts.
-        calls: how often it was called.
-        beside: how many other tensors the module returns, which the hook does not change.
+        point: the point of the hook.
+        calls: the number of calls of the hook.
+        beside: the number of other tensors that the module returns, which the hook does not change.
 
     >>> Receipt(lambda value, point: value * 2, Point("embed"))
     <lambda> at embed: 0 calls changed 0 rows by at most 0
@@ -26,14 +28,15 @@ class Receipt:
     hook: Hook
     point: Point
     calls: int = 0
-    # Tensors where there was a call: to read one stops the host until its device is done.
+    # These are tensors after the first call. Reading a tensor would make the host wait for the
+    # device.
     _rows: Tensor | int = 0
     _largest: Tensor | float = 0.0
     beside: int = 0
 
     @property
     def rows(self) -> int:
-        """The number of rows of the batch that it changed, summed over calls."""
+        """The number of batch rows that the hook changed, summed over calls."""
         return int(self._rows)
 
     @property
@@ -47,11 +50,11 @@ class Receipt:
         return f"{getattr(self.hook, '__name__', self.hook)} at {self.point.name}: {did}{beside}"
 
     def noting(self, activation: Tensor, point: Point) -> Tensor | None:
-        """Call the hook, and note what it changes."""
+        """Call the hook, and record its changes."""
         before = activation.detach().clone()
         new = self.hook(activation, point)
         after = activation if new is None else new
-        # A plan has no numbers. Anything but a tensor of that shape is refused later.
+        # A plan has no numbers. A result other than a tensor of this shape raises an error later.
         plain = isinstance(after, Tensor) and after.shape == before.shape
         if plain and not (before.is_meta or isinstance(before, FakeTensor)):
             self._add(before, after)
@@ -66,11 +69,12 @@ class Receipt:
         if changed.numel():
             rows = changed.reshape(len(changed) if changed.ndim else 1, -1).any(1)
             self._rows = rows.sum() + self._rows
-            self._largest = sizes.amax().clamp(min=self._largest)  # NaN stays NaN
+            # NaN stays NaN.
+            self._largest = sizes.amax().clamp(min=self._largest)
 
 
 class Receipts(list[Receipt]):
-    """Receipts of a context, in the order of the hooks; printed one a line.
+    """The receipts of a context, in the order of the hooks; printed on one line each.
 
     >>> Receipts([Receipt(torch.neg_, Point("embed"), 1, 4, 2.5), Receipt(torch.exp_, Point("1"))])
     neg_ at embed: 1 calls changed 4 rows by at most 2.5

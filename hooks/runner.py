@@ -440,7 +440,7 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
                 mode.
         """
         if names is not None and mode is not None:
-            raise ValueError("names= and mode= both choose points: give one of them")
+            raise ValueError("names= and mode= both choose points; pass only one of them")
         # Iterate over the selector only once: it may be a generator.
         selector = flatten(Mode(Mode.full if mode is None else mode) if names is None else names)
         modes = [part for part in selector if isinstance(part, Mode) and part is not Mode.none]
@@ -487,7 +487,7 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
         calls = divided(request.points, self._blocks)
         outside = [name for name in request.points if name not in self._blocks]
         limit = options.memory_bound(
-            [*outside, *(call.name for call in calls)], otherwise="give fewer or shorter texts"
+            [*outside, *(call.name for call in calls)], otherwise="use fewer or shorter texts"
         )
         recorder = Recorder(
             request.points,

@@ -1,4 +1,4 @@
-"""Parts of hooks that `models` and `interp` build with and that users do not need.
+"""Parts of hooks for `models` and `interp`, which users do not need.
 
 `models` and `interp` import from three places only: `hooks`, `hooks.base` and this module.
 """

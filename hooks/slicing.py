@@ -1,8 +1,9 @@
-"""Slice: the part of a cache's values at some rows, positions or heads, for `ActivationCache.at`.
+"""Slice: a selection of rows, positions or heads from a cache's values, for `ActivationCache.at`.
 
 1. Along most axes a subscript of PyTorch selects the part.
-2. Along positions of texts with padding, places count real tokens. They are other columns in each text.
-3. The masks of the texts are cut like the values, so that the part knows its padding.
+2. Along positions of texts with padding, places count real tokens, which are in different columns
+   in each text.
+3. The masks of the texts are sliced like the values, so that the padding of the part is known.
 """
 
 from collections.abc import Mapping
@@ -17,21 +18,22 @@ from hooks.masks import TextMasks
 
 
 class Slice:
-    """Indices by axis, and how they act on the values of a cache.
+    """Indices by axis, with methods that apply them to the values of a cache.
 
     Args:
         where: the index along each axis.
         masks: the masks of the cache's texts.
 
     Attributes:
-        where: see above.
+        where: the index along each axis.
     """
 
     def __init__(self, where: Mapping[str, Index], masks: TextMasks) -> None:
         self.where = where
         self._masks = masks.of_texts(where.get("batch", slice(None)))
         self._dropped = {axis for axis, index in where.items() if Selection(index).is_one}
-        # Indices that select the same columns of each text, and indices that count real tokens.
+        # Separate the indices that select the same columns in each text from the indices that count
+        # real tokens.
         self._subscripts: dict[str, Index] = {}
         self._by_text: dict[str, Selection] = {}
         for axis, index in where.items():
@@ -48,7 +50,7 @@ class Slice:
         return not all(selection.is_plain(mask) for mask in (None, *masks))
 
     def axes_left(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the axes of a value's part. An integer drops its axis."""
+        """Return the axes of a part. An integer drops its axis."""
         return tuple(axis for axis in axes if axis not in self._dropped)
 
     def part(self, value: Tensor, axes: tuple[str, ...], name: str) -> Tensor:
@@ -56,7 +58,8 @@ class Slice:
 
         Raises:
             CacheError: if nothing is selected.
-            SelectionError: if a place is outside or padding, or texts would have other numbers of places.
+            SelectionError: if a place is outside or at padding, or if the number of places differs
+                between texts.
         """
         subscripts = {axis: index for axis, index in self._subscripts.items() if axis in axes}
         _require_inside(value, axes, subscripts, name)
@@ -69,11 +72,11 @@ class Slice:
                 part = _columns_of(part, axes, axis, selection, mask, name)
                 axes = _without(axes, axis) if selection.is_one else axes
         if value.numel() and not part.numel():
-            raise CacheError(f"nothing of {name} {list(value.shape)} is at {dict(self.where)}")
+            raise CacheError(f"{dict(self.where)} selects nothing from {name} {list(value.shape)}")
         return part
 
     def masks_left(self) -> TextMasks:
-        """Return the masks of the part. An axis that an integer drops has none."""
+        """Return the masks of the part. An axis that an integer drops has no mask."""
         batches = tuple(self._masks_left(masks) for masks in self._masks.batches)
         return TextMasks(batches, self._masks.numbers)
 
@@ -91,8 +94,8 @@ class Slice:
 def _require_inside(
     value: Tensor, axes: tuple[str, ...], where: Mapping[str, Any], name: str
 ) -> None:
-    """Refuse a number of a row, a head or the like that a value does not have."""
-    # A module may declare no axes.
+    """Check that an integer index, such as the number of a row or a head, is inside a value."""
+    # The module may not declare axes.
     for axis, size in zip(axes, value.shape, strict=False):
         index = where.get(axis)
         if isinstance(index, int) and not -size <= index < size:
@@ -109,9 +112,9 @@ def _columns_of(
     mask: Tensor | None,
     what: str,
 ) -> Tensor:
-    """Return the part of a value at selected columns of an axis. One place drops the axis.
+    """Return a value at selected columns of an axis. A single place drops the axis.
 
-    The mask may have earlier columns too. A mask of other texts is ignored.
+    The mask may contain earlier columns too. A mask of different texts is ignored.
     """
     at = axes.index(axis)
     batch = axes.index("batch") if "batch" in axes else None

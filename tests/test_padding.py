@@ -277,7 +277,7 @@ def test_negative_positions_of_a_cache_count_real_tokens(kind, side, cut):
         wanted = torch.stack([text["resid_post", 1][0, -1] for text in alone])
         torch.testing.assert_close(last, wanted)
     for chosen in (slice(2, -1), slice(None, -1), [[-2], [-1, -3], [-1]]):
-        with pytest.raises(SelectionError, match="as many in each text"):
+        with pytest.raises(SelectionError, match="the same number in each text"):
             CUTS[cut](runner, batch, chosen)
     padding = [-5] if side == "right" else [0]
     with pytest.raises(SelectionError, match="of example [02]"):

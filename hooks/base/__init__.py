@@ -1,7 +1,9 @@
-"""General parts that all packages build with: texts, selections along an axis, comparisons, errors, storage and memory.
+"""General parts for all packages: texts, selections along an axis, comparisons, errors, storage and
+memory.
 
-Read `text_forms`, `pieces`, `text` and `selection` first, then `errors`, `hints` and `kinds`, and the other files in any order.
-This face has the names that `models` and `interp` use; `hooks` imports the rest from the file that has it.
+Read `text_forms`, `pieces`, `text` and `selection` first, then `errors`, `hints` and `kinds`, and
+the other files in any order. This module exports the names for `models` and `interp`. `hooks`
+imports other names directly from their files.
 """
 
 from hooks.base import storage, strict_json

@@ -1,4 +1,4 @@
-"""The one accessor of the objects that another package left on a module."""
+"""The only accessor of objects that another package attached to a module."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,16 +7,17 @@ from torch import nn
 
 
 def carried(module: nn.Module, name: str) -> Any:
-    """Return a thing that a module carries beside its own attributes; None if there is none.
+    """Return an object that is attached to a module, or None if it is missing.
 
-    `hook_points` are points that fire while it runs, `language_parts` what analyses use of an attached model, `shards` how
-    a value is divided among processes.
+    `hook_points` are points that fire while the module runs, `language_parts` are the parts of an
+    attached model for analyses, and `shards` describes the division of a value among processes.
     """
     return vars(module).get(name)
 
 
 def language_of(model: nn.Module) -> Any:
-    """Return the parts of a model that analyses use: those that an attached model carries, or the model itself.
+    """Return the parts of a model for analyses: the `language_parts` of an attached model, or the
+    model itself.
 
     >>> model = nn.Linear(2, 3)
     >>> language_of(model) is model
@@ -26,7 +27,8 @@ def language_of(model: nn.Module) -> Any:
 
 
 def writer_of(model: nn.Module) -> Callable[[Any], Any] | None:
-    """Return the function that gives the text of tokens of any shape, `model.to_pieces`; None without a tokenizer.
+    """Return `model.to_pieces`, a function from tokens of any shape to their texts, or None without
+    a tokenizer.
 
     >>> writer_of(nn.Linear(2, 3)) is None
     True
@@ -34,5 +36,6 @@ def writer_of(model: nn.Module) -> Callable[[Any], Any] | None:
     language = language_of(model)
     try:
         return None if getattr(language, "tokenizer", None) is None else language.to_pieces
-    except (ImportError, ValueError):  # its files cannot be read, and numbers do as well
+    # The files of the tokenizer cannot be read. Token numbers are shown instead.
+    except (ImportError, ValueError):
         return None

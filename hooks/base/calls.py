@@ -1,11 +1,16 @@
-"""Calls: which call of its module a value is of, for modules that run many times in one run."""
+"""Calls: the number of the call that computed a value, for modules that run many times
+in one run.
+"""
 
 from collections import Counter
 
 from hooks.base.scoped import Scoped
 
 number_of_call = Scoped[int | None]("call", None)
-"""The number of the call at whose value a hook acts, from 0 in each run of a model; None where nobody counts."""
+"""The number of the module's call whose value a hook edits, from 0 in each run of a model.
+
+None if calls are not counted.
+"""
 
 
 class Calls(Counter[str]):
@@ -17,6 +22,6 @@ class Calls(Counter[str]):
     """
 
     def next(self, name: str) -> int:
-        """The number of the call that a point fires in now, from 0; it is counted."""
+        """Count one call of a point and return its number, from 0."""
         self[name] += 1
         return self[name] - 1

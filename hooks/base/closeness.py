@@ -84,7 +84,7 @@ def agree(
     """Return whether two values of a module differ by at most a fraction of the largest number.
 
     Args:
-        one, other: the values. Values with different shapes do not agree, and neither does None.
+        one, other: the values. Values with different shapes do not agree. None never agrees.
         tolerance: the fraction. The limit is never below the rounding of a module.
 
     >>> one = torch.tensor([1e-6, 1.0])

@@ -1,8 +1,9 @@
-"""Damage of files that were downloaded, found by their first bytes and their sizes.
+"""Damage of downloaded files, detected from their first bytes and their sizes.
 
-1. An empty file, a pointer of Git LFS and a page of HTML stand where a download went wrong.
-2. A file of safetensors says in its header how long it is.
-3. Files of GGUF, NumPy and PyTorch begin with bytes of their own, and archives have their list at the end.
+1. A failed download leaves an empty file, a pointer of Git LFS or a page of HTML.
+2. The header of a safetensors file contains the length of the file.
+3. Files of GGUF, NumPy and PyTorch begin with known bytes, and archives end with a list of their
+   parts.
 """
 
 import json
@@ -16,7 +17,7 @@ _ARCHIVE, _PICKLE = b"PK", b"\x80"
 
 
 def damage_of(path: str | os.PathLike[str]) -> str:
-    """Return how a file is damaged, as the end of a sentence about it; empty if nothing is found.
+    """Return the damage of a file as the end of a sentence, or an empty text if no damage is found.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -34,14 +35,14 @@ def damage_of(path: str | os.PathLike[str]) -> str:
     if not size:
         return "is empty"
     if start.startswith(b"version https://git-lfs"):
-        return "is a pointer of Git LFS, which stands for the file"
+        return "is a pointer of Git LFS instead of the file"
     if start.lstrip().lower().startswith((b"<!doctype", b"<html")):
         return "is a page of HTML"
     return _damage_of_kind(file, start, size)
 
 
 def _damage_of_kind(file: Path, start: bytes, size: int) -> str:
-    """The damage of a file of tensors, by the kind that its suffix says."""
+    """Return the damage of a file of tensors, for the format of its suffix."""
     suffix = file.suffix.lower()
     if suffix in _TENSORS:
         return _damage_of_safetensors(file, start, size)
@@ -53,13 +54,17 @@ def _damage_of_kind(file: Path, start: bytes, size: int) -> str:
         return f"is no archive of NumPy, as it begins with {start[:4]!r}"
     if suffix in _TORCH and not start.startswith((_ARCHIVE, _PICKLE)):
         return f"is no file of PyTorch, as it begins with {start[:4]!r}"
-    if suffix in _ONNX and start[:1] != b"\x08":  # the field of its version comes first
+    # An ONNX file begins with the field of its version.
+    if suffix in _ONNX and start[:1] != b"\x08":
         return f"is no file of ONNX, as it begins with {start[:4]!r}"
     return ""
 
 
 def _is_archive(file: Path) -> bool:
-    """Return whether an archive has the list of its parts. The test of `zipfile` itself may raise an error."""
+    """Return whether an archive contains the list of its parts.
+
+    The check in `zipfile` may raise an error.
+    """
     try:
         with zipfile.ZipFile(file):
             return True

@@ -1,4 +1,6 @@
-"""Draws: a generator by seed and place; and whether a run drew random numbers, as dropout does in training mode."""
+"""Draws: generators from a seed and a place, and a check whether a run drew random numbers, like
+dropout in training mode.
+"""
 
 import hashlib
 from collections.abc import Sequence
@@ -12,33 +14,34 @@ from hooks.base.errors import warn
 
 
 def generator(*key: int | str, device: torch.device | str = "cpu") -> torch.Generator:
-    """Return a generator whose draws follow from numbers and words alone, whatever else is drawn.
+    """Return a generator whose draws depend only on the key, and not on any other draws.
 
-    Keys that differ have unrelated streams. PyTorch keeps 32 bits of a seed on the CPU, so two keys share a stream
-    with a chance of about one in four billion.
+    Different keys have unrelated streams. PyTorch keeps 32 bits of a seed on the CPU, so two keys
+    share a stream with a chance of about one in four billion.
 
     Args:
-        key: a seed, and for what it is used, such as a row.
-        device: where the numbers are drawn.
+        key: a seed, and the purpose of the draws, such as the number of a row.
+        device: the device of the draws.
 
     Raises:
-        TypeError: if a number is not whole.
+        TypeError: if a number is not an integer.
 
-    >>> first, again, other = (torch.rand(1, generator=generator(7, row)).item() for row in (0, 0, 1))
-    >>> first == again, first == other
+    >>> draws = [torch.rand(1, generator=generator(7, row)).item() for row in (0, 0, 1)]
+    >>> draws[0] == draws[1], draws[0] == draws[2]
     (True, False)
     """
-    # Numbers that follow each other are good seeds for rows, but not for users' seeds: row 1 of seed 0 would be row 0 of seed 1.
+    # Hash the key. With seed + row, row 1 of seed 0 would equal row 0 of seed 1.
     words = [part if isinstance(part, str) else index(part) for part in key]
     mixed = hashlib.blake2b(repr(words).encode(), digest_size=8).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(mixed))
 
 
 class Draws:
-    """The states of PyTorch's generators before a run of modules of which some are in training mode.
+    """The states of PyTorch's generators before a run of modules, some of which are in training
+    mode.
 
     Args:
-        modules: those that may run, the model first; none for no warning.
+        modules: the modules that may run, the model first. Without modules there is no warning.
 
     >>> import pytest
     >>> draws = Draws([nn.Dropout(0.5)])
@@ -55,13 +58,15 @@ class Draws:
         self._before = self._states()
 
     def warn(self, what: str) -> bool:
-        """Warn if numbers were drawn since, and say whether they were."""
-        with unset_fake_temporarily():  # a plan draws nothing
+        """Warn if random numbers were drawn since the start. Return whether any were drawn."""
+        # A plan draws no numbers.
+        with unset_fake_temporarily():
             pairs = zip(self._before, self._states(), strict=True)
             drew = any(not torch.equal(*pair) for pair in pairs)
         if drew:
             warn(
-                f"{what} drew random numbers in this run, as dropout does in training mode, so each run gives others: "
+                f"{what} drew random numbers in this run, like dropout in training mode, so each "
+                "run has different results: "
                 "call model.eval() first",
             )
         return drew

@@ -12,7 +12,9 @@ from hooks.base.storage import checksum
 
 
 def config_hash(model: nn.Module) -> str:
-    """A hash of the model's `config`, or of its parameters' names and shapes if it has none."""
+    """Return a hash of the model's `config`, or of the names and shapes of its parameters without a
+    config.
+    """
     config: Any = getattr(model, "config", None)
     described: Any
     if hasattr(config, "to_dict"):
@@ -26,7 +28,7 @@ def config_hash(model: nn.Module) -> str:
         described = dataclasses.asdict(config)
     else:
         described = {name: list(value.shape) for name, value in model.named_parameters()}
-    # The text is hashed and not kept, so a config may have NaN and infinity.
+    # The text is only hashed, so a config may contain NaN and infinity.
     text = json.dumps([type(model).__name__, described], sort_keys=True, default=_described)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -38,14 +40,14 @@ def _described(value: object) -> object:
 
 
 def weights_hash(model: nn.Module, whole: bool = False) -> str:
-    """A hash of the name, the shape and at most 16 numbers of each parameter.
+    """Return a hash of the name, the shape and at most 16 numbers of each parameter.
 
-    The `whole` is all numbers of these and of the buffers that belong to the model's state.
+    With `whole`, hash all numbers of the parameters and of the buffers in the model's state.
     """
     hashed = hashlib.sha256()
     weights = model.state_dict() if whole else dict(model.named_parameters())
     for name, part in weights.items():
-        # Of a model that is split over processes, what they hold together.
+        # Join the parts of a model that is split over processes.
         weight = part.full_tensor() if whole and hasattr(part, "full_tensor") else part
         numbers: Any = None
         if has_storage(weight) and not weight.is_meta:

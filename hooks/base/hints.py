@@ -1,9 +1,12 @@
-"""Hints in errors: the name that a thing of another library has here.
+"""Hints in errors: our name for an object of another library.
 
-This package knows no other library. The packages beside it may have a module `hints` with a value `HINTS`.
+This package knows no other library. The packages `models` and `interp` may have a module `hints`
+with a value `HINTS`.
 
-1. An error of an unknown point, attribute or keyword asks for hints (`unknown_point`, `attribute_hint`, `argument_hint`).
-2. Only then are the modules read, of the packages that the program has imported (`_imported`).
+1. An error about an unknown point, attribute or keyword looks up hints (`unknown_point`,
+   `attribute_hint`, `argument_hint`).
+2. Only then are the modules `hints` imported, for each package that the program has imported
+   (`_imported`).
 """
 
 import difflib
@@ -18,24 +21,27 @@ from hooks.base._torch import traced_as_constant
 from hooks.base.errors import UnknownNameError, unknown_name
 
 NameHint = Callable[[str, Collection[str], str], UnknownNameError | None]
-"""From a name, the known names, and their noun: an error that says more; None if there is nothing to say."""
+"""A function of a name, the known names and their noun that returns an error with a hint, or None
+without a hint.
+"""
 
 _ROOT = Path(__file__).parents[2]
 _FIRST_FILES = {name: str(_ROOT / name / "__init__.py") for name in ("models", "interp")}
-"""The packages beside this one that may have hints, and their first files."""
+"""The other packages that may have hints, and their first files."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hints:
-    """The words of other libraries that a package knows.
+    """The names from other libraries that a package knows.
 
     Attributes:
-        names: functions that give errors for unknown names.
-        arguments: keywords of other libraries, and what does the same here.
-        attributes: methods and attributes of their objects, likewise.
-        makers: for the name of a class, the call that makes an object of it. `{}` stands for a text that was given.
-        watchers: names of modules whose hooks stay on a model, and only look at values.
-        marking: the call that gives a model hook points.
+        names: functions that return errors for unknown names.
+        arguments: keywords of other libraries, each with our equivalent.
+        attributes: methods and attributes of their objects, each with our equivalent.
+        makers: the call that makes an object of a class, by the name of the class. `{}` is replaced
+            by a given text.
+        watchers: names of modules whose permanent hooks only read values.
+        marking: the call that adds hook points to a model.
 
     >>> Hints(arguments={"stop_at_layer": "capture(names=...)"}).arguments["stop_at_layer"]
     'capture(names=...)'
@@ -50,17 +56,17 @@ class Hints:
 
 
 def _imported() -> list[Hints]:
-    """The hints of the packages beside this one that are imported."""
+    """Return the hints of the other packages that are imported."""
     hints = []
     for package, file in _FIRST_FILES.items():
-        # A program may have a module of its own with that name.
+        # A program may have its own module with this name.
         if getattr(sys.modules.get(package), "__file__", None) == file:
             hints.append(importlib.import_module(f"{package}.hints").HINTS)
     return hints
 
 
 def unknown_point(name: str, known: Collection[str], what: str) -> UnknownNameError:
-    """The error for a `name` that no `what` has, with the first hint there is."""
+    """Return the error for an unknown `name` of a `what`, with the first hint, if there is one."""
     for hints in _imported():
         for name_hint in hints.names:
             if error := name_hint(name, known, what):
@@ -69,7 +75,7 @@ def unknown_point(name: str, known: Collection[str], what: str) -> UnknownNameEr
 
 
 def attribute_hint(name: str) -> str:
-    """Return what a missing attribute is here, for the end of an error; empty if nothing is known."""
+    """Return our equivalent of a missing attribute, for the end of an error, or an empty text."""
     for hints in _imported():
         if name in hints.attributes:
             return f"; here it is {hints.attributes[name]}"
@@ -77,7 +83,7 @@ def attribute_hint(name: str) -> str:
 
 
 def argument_hint(name: str) -> str:
-    """Return what a keyword of another library is here; empty if nothing is known."""
+    """Return our equivalent of a keyword of another library, or an empty text."""
     for hints in _imported():
         if name in hints.arguments:
             return hints.arguments[name]
@@ -85,7 +91,10 @@ def argument_hint(name: str) -> str:
 
 
 def made_by(kind: str, value: object) -> str:
-    """The call that makes an object of a class, of a text where one was given; empty if nothing is known."""
+    """Return the call that makes an object of a class, or an empty text without a hint.
+
+    The call contains the given value if the value is a text.
+    """
     text = f"{value!r:.60}" if isinstance(value, str) else "..."
     for hints in _imported():
         if kind in hints.makers:
@@ -94,24 +103,28 @@ def made_by(kind: str, value: object) -> str:
 
 
 def how_to_mark() -> str:
-    """The call that gives a model hook points, in parentheses; empty if nothing is known."""
+    """Return the call that adds hook points to a model, in parentheses, or an empty text."""
     markings = [hints.marking for hints in _imported() if hints.marking]
     return f" ({markings[0]})" if markings else ""
 
 
-# Without arguments, because a compiler may keep an answer only if all arguments are constants.
+# The function has no arguments, because a compiler can treat a result as a constant only if all
+# arguments are constants.
 @traced_as_constant
 def _watchers() -> tuple[str, ...]:
     return tuple(module for hints in _imported() for module in hints.watchers)
 
 
 def is_watcher(hook: Callable[..., Any]) -> bool:
-    """Return whether a hook stays on a model and only looks at values."""
+    """Return whether a hook is permanent and only reads values."""
     return getattr(hook, "__module__", None) in _watchers()
 
 
 def closest(name: str, known: Iterable[str]) -> list[str]:
-    """The known names that a name may be a misspelling of, the nearest first. Words may stand in another form or order."""
+    """Return the known names that are similar to a misspelt name, the closest first.
+
+    Words may have a different form or order.
+    """
     plain = {other.lower().replace("_", ""): other for other in known}
     wanted = name.lower().replace("_", "")
     inside = [one for one in plain if len(wanted) > 3 and wanted in one]
@@ -120,7 +133,9 @@ def closest(name: str, known: Iterable[str]) -> list[str]:
 
 
 class HintedClass(type):
-    """Names our equivalent of a missing attribute of a class, such as another library's `from_pretrained`."""
+    """A class whose error for a missing attribute, such as another library's `from_pretrained`,
+    names our equivalent.
+    """
 
     if not TYPE_CHECKING:
 
@@ -130,13 +145,13 @@ class HintedClass(type):
 
 
 class HintsAtNames:
-    """Names our equivalent of a missing attribute."""
+    """A class whose objects name our equivalent in the error for a missing attribute."""
 
-    # Hidden from type checkers, for which any attribute would exist otherwise.
+    # Hide this method from type checkers, because otherwise every attribute would exist for them.
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            # The method of a module finds its parts.
+            # This method of a module finds its children and weights.
             inherited = getattr(super(), "__getattr__", None)
             try:
                 if inherited is not None:

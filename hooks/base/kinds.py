@@ -62,7 +62,7 @@ def require_module(model: object) -> None:
 
 
 def require_device(device: Any) -> torch.device | None:
-    """Return a device after a check that it is available. Return None for None.
+    """Return a device after a check that it is available. None is returned unchanged.
 
     Raises:
         ValueError: if no device with this name is available; the error is one line.

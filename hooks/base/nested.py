@@ -1,4 +1,6 @@
-"""Tensors inside nested values: tuples, mappings and dataclasses, such as a module returns."""
+"""Tensors inside nested values: tuples, mappings and dataclasses, such as the output of
+a module.
+"""
 
 import copy
 import dataclasses
@@ -9,7 +11,7 @@ from torch import Tensor
 
 
 def with_first_tensor(output: Any, value: Tensor) -> Any:
-    """A copy of `output` with `value` in place of its first tensor."""
+    """Return a copy of `output` with `value` instead of its first tensor."""
     if isinstance(output, Tensor):
         return value
     key, field = next((k, f) for k, f in _fields(output) or () if any(True for _ in tensors_in(f)))
@@ -17,7 +19,7 @@ def with_first_tensor(output: Any, value: Tensor) -> Any:
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:
-    """The tensors of an output, in order."""
+    """Yield the tensors of an output, in order."""
     if isinstance(output, Tensor):
         yield output
         return
@@ -26,11 +28,12 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
 
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """A copy of nested tuples, lists, mappings and dataclasses, with `change(leaf)` for what they hold.
+    """Return a copy of nested tuples, lists, mappings and dataclasses, with `change(leaf)` for each
+    leaf.
 
-    None stays None.
+    None is not changed.
     """
-    # Most containers and leaves are one of these, and to ask whether they are mappings takes long.
+    # Most containers and leaves have one of these types, and a check for mappings is slow.
     if isinstance(value, tuple):
         parts = [part if part is None else mapped(part, change) for part in value]
         return value._make(parts) if hasattr(value, "_make") else type(value)(parts)
@@ -44,7 +47,7 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _fields(output: Any) -> Iterable[tuple[Any, Any]] | None:
-    """Return the items of a container by key; None if it is no container."""
+    """Return the items of a container by key, or None if the value is not a container."""
     if isinstance(output, (tuple, list)):
         return enumerate(output)
     if isinstance(output, Mapping):
@@ -63,6 +66,6 @@ def _with_fields(output: Any, changed: dict[Any, Any]) -> Any:
         if isinstance(output, (Mapping, list)):
             copied[key] = field
         else:
-            # dataclasses.replace would run the class's own initialisation again.
+            # dataclasses.replace would run the initialisation of the class again.
             object.__setattr__(copied, key, field)
     return copied

@@ -180,9 +180,8 @@ def token_mask() -> KeyMask | None:
 
     Returns:
         True at real tokens, False at padding, [batch, key], for all columns so far. None if there
-        is no
-        padding, or if the padding is unknown: the model does not report it, or `torch.compile` is
-            tracing.
+        is no padding, or if the padding is unknown: the model does not report it, or
+        `torch.compile` is tracing.
 
     >>> with position_offset(None, torch.tensor([[False, True, True]])):
     ...     token_mask()

@@ -1,9 +1,11 @@
-"""Progress bars, for whoever watches: on a terminal or in a notebook.
+"""Progress bars on a terminal or in a notebook.
 
-1. The outermost analysis, or loop, opens a display in its context. What runs inside of it opens none.
-2. A loop counts its steps, which costs one addition for each. Only the outermost loop is shown.
-3. A thread draws the count: first after two seconds, then twice a second. So a bar appears during a long step too.
-4. The end of the analysis, or its error, closes the display, and the thread takes the bar away.
+1. The outermost analysis, or loop, opens a display in its context. Analyses and loops inside it
+   open no further display.
+2. A loop counts its steps, at the cost of one addition per step. Only the outermost loop is shown.
+3. A thread draws the count: first after two seconds, then twice per second. So a bar also appears
+   during a long step.
+4. The end of the analysis, or an error in it, closes the display, and the thread removes the bar.
 """
 
 import functools
@@ -31,22 +33,23 @@ DELAY = 2.0
 EVERY = 0.5
 """The seconds between two frames."""
 
-_ROOM = 4  # columns behind a bar
+# The number of columns after a bar.
+_ROOM = 4
 
 
 class Count:
-    """The steps of a loop that are done. A call adds to them.
+    """The completed steps of a loop. A call adds steps.
 
     Args:
-        title: what is counted.
-        total: how many steps there are, or how much work; None if that is not known.
-        unit: the name of a step; empty if nothing is counted. Large counts of `tok` are written as 12.3k.
-        first: how many steps were done before.
-        stays: whether the bar appears at once, and stays at the end.
+        title: the title of the bar.
+        total: the number of steps, or the amount of work; None if it is unknown.
+        unit: the name of a step; empty for no count. Large counts of `tok` are written as 12.3k.
+        first: the number of steps that were completed before.
+        stays: whether the bar appears immediately and is not removed at the end.
 
     Attributes:
-        done: the steps, or the work, done so far.
-        note: a text behind the bar.
+        done: the completed steps, or the completed work.
+        note: a text after the bar.
 
     >>> count = Count("texts", total=3)
     >>> count()
@@ -74,12 +77,12 @@ class Count:
         self.started = time.time()
 
     def __call__(self, steps: float = 1) -> None:
-        """Add steps that are done."""
+        """Add completed steps."""
         self.done += steps
 
     @property
     def rate(self) -> float:
-        """The steps in a second so far."""
+        """The number of steps per second so far."""
         return (self.done - self.first) / max(time.time() - self.started, 1e-9)
 
 
@@ -87,11 +90,11 @@ class Display:
     """One line for the outermost analysis of a context, drawn by a thread.
 
     Args:
-        whole: the analysis as a whole, which is shown while no loop counts.
+        whole: the count of the whole analysis, which is shown while no loop counts.
 
     Attributes:
         count: the loop that is shown.
-        screen: where it is drawn.
+        screen: the place of the bar.
     """
 
     def __init__(self, whole: Count) -> None:
@@ -99,19 +102,20 @@ class Display:
         self.count: Count | None = None
         self.screen = _Screen()
         self._closed = threading.Event()
-        # The thread does not keep the display alive: without it, as after an interrupt, the thread ends.
+        # The thread does not keep the display alive. If the display disappears, for example after
+        # an interrupt, the thread ends.
         arguments = (weakref.ref(self), self._closed, self.screen, 0 if whole.stays else DELAY)
         self._thread = threading.Thread(target=_draw, args=arguments, daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Take the bar away. Nothing is written after this."""
+        """Remove the bar. No further text is written."""
         self._closed.set()
         self._thread.join()
 
 
 _OPEN: Scoped[Display | bool] = Scoped("progress", True)
-"""The display of a context. Without one: whether it may open one."""
+"""The display of a context or, without a display, whether the context may open one."""
 
 
 @contextmanager
@@ -136,13 +140,16 @@ def progress_bar(title: str, total: float | None = None, **options: Any) -> Iter
         try:
             yield count
         finally:
-            if ours and ours is outer:  # another loop may use the bar after this one
+            # The next loop may use the bar.
+            if ours and ours is outer:
                 ours.count = None
 
 
 def progress_of(items: Iterable[T], title: str, total: int | None = None) -> Iterator[T]:
-    """Count items, each as done when the next one is read. An error may leave an iterator half read, so the analysis that
-    reads it `shows_progress`, and takes the bar away.
+    """Yield items and count them. An item is complete when the next item is read.
+
+    After an error, an iterator may be only partly read. So the analysis that reads it must have the
+    decorator `shows_progress`, which removes the bar.
 
     >>> [*progress_of([3, 1], "numbers", total=2)]
     [3, 1]
@@ -154,7 +161,7 @@ def progress_of(items: Iterable[T], title: str, total: int | None = None) -> Ite
 
 
 def shows_progress(analysis: Callable[P, R]) -> Callable[P, R]:
-    """An analysis that shows a bar while it runs, unless its keyword `progress` is False."""
+    """Return an analysis that shows a bar while it runs, unless its keyword `progress` is False."""
 
     @functools.wraps(analysis)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -170,7 +177,7 @@ def shows_progress(analysis: Callable[P, R]) -> Callable[P, R]:
 
 @contextmanager
 def without_bar() -> Iterator[None]:
-    """A `with` for messages on the terminal, in which there is no bar."""
+    """Remove the bar inside a `with`, for messages on the terminal."""
     display = _OPEN.get()
     if not isinstance(display, Display):
         yield
@@ -182,7 +189,7 @@ def without_bar() -> Iterator[None]:
 
 @contextmanager
 def _display(whole: Count, wanted: bool = True) -> Iterator[Display | None]:
-    """The display that is open in this context, or a new one; None if nothing is to be shown."""
+    """Yield the open display of this context, or a new display, or None if no bar is shown."""
     outer = _OPEN.get()
     if isinstance(outer, Display) and wanted:
         yield outer
@@ -199,9 +206,9 @@ def _display(whole: Count, wanted: bool = True) -> Iterator[Display | None]:
 
 
 def _is_watched() -> bool:
-    """Return whether somebody can see a bar and wants one.
+    """Return whether bars are visible and wanted.
 
-    Of several processes only the first shows bars, because they share a terminal.
+    Only the first of several processes shows bars, because they share a terminal.
     """
     if os.environ.get("TQDM_DISABLE", "") not in ("", "0"):
         return False
@@ -209,7 +216,8 @@ def _is_watched() -> bool:
         return False
     try:
         return _is_notebook() or sys.stderr.isatty()
-    except (AttributeError, ValueError):  # there is none, or it is closed
+    # The stream is missing or closed.
+    except (AttributeError, ValueError):
         return False
 
 
@@ -222,7 +230,8 @@ class _Screen:
     """The place of one bar: standard error, or the cell of a notebook."""
 
     def __init__(self) -> None:
-        # Imported here: it takes time, and in a notebook without ipywidgets it warns and shows text.
+        # Import it here, because the import is slow. In a notebook without ipywidgets it warns and
+        # shows text.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             from tqdm.auto import tqdm
@@ -234,7 +243,7 @@ class _Screen:
         self._count: Count | None = None
 
     def draw(self, count: Count, title: str) -> None:
-        """Draw a frame; of another count a new bar."""
+        """Draw a frame, with a new bar for a different count."""
         if count is not self._count:
             self.end()
             self._bar, self._count = self._begun(count, title), count
@@ -244,20 +253,21 @@ class _Screen:
         self._bar.refresh()
 
     def clear(self) -> None:
-        """Take the bar away until the next frame."""
+        """Remove the bar until the next frame."""
         if self._bar is not None:
             self._bar.clear()
 
     def end(self) -> None:
-        """Take the bar away, or leave its last frame."""
+        """Remove the bar, or leave its last frame."""
         bar, self._bar, self._count = self._bar, None, None
         if bar is None:
             return
         if not bar.leave:
-            bar.total = None  # a notebook keeps a bar that did not come to its total
+            # A notebook does not remove a bar below its total.
+            bar.total = None
         bar.close()
         if self._stream is not None and not bar.leave and not bar.pos:
-            # The terminal may have written "^C" behind it.
+            # The terminal may have written "^C" after the bar.
             self._stream.write(f"\r{' ' * (_columns(self._stream) + _ROOM - 1)}\r")
             self._stream.flush()
 
@@ -272,7 +282,8 @@ class _Screen:
             unit_scale=count.unit == "tok",
             leave=count.stays,
             disable=False,
-            delay=1e-9,  # no frame before the count is set
+            # This prevents a frame before the count is set.
+            delay=1e-9,
             bar_format=_format(count),
             **where,
         )
@@ -281,19 +292,24 @@ class _Screen:
 
 
 def _columns(stream: IO[str]) -> int:
-    """The columns for a bar. Behind it there is room for "^C", which would else begin a new line."""
+    """Return the number of columns for a bar.
+
+    The columns after the bar are for "^C", which would otherwise begin a new line.
+    """
     try:
         columns = os.get_terminal_size(stream.fileno()).columns
-    except (AttributeError, OSError, ValueError):  # a stream of another kind
+    # The stream is not a terminal.
+    except (AttributeError, OSError, ValueError):
         columns = 80
     return max(20, columns - _ROOM)
 
 
 def _format(count: Count) -> str | None:
-    """The parts of a bar; None for those of `tqdm`."""
+    """Return the format of a bar, or None for the default format of `tqdm`."""
     if not count.unit:
         return "{desc}: {elapsed}"
-    if isinstance(count.total, float):  # shares of work, which have many digits
+    # Fractions of work have many digits.
+    if isinstance(count.total, float):
         return "{l_bar}{bar}| [{elapsed}<{remaining}]"
     return None
 
@@ -304,12 +320,13 @@ def _draw(
     screen: _Screen,
     delay: float,
 ) -> None:
-    """Draw the count of a display until it is closed or gone."""
+    """Draw the count of a display until the display is closed or deleted."""
     try:
         is_closed = closed.wait(delay)
         while (display := display_of()) is not None:
             whole, count = display.whole, display.count or display.whole
-            del display  # while it waits
+            # Do not keep the display alive during the wait.
+            del display
             if count.stays or not is_closed:
                 title = count.title if count is whole else f"{whole.title}: {count.title}"
                 with screen.lock:
@@ -317,7 +334,8 @@ def _draw(
             if is_closed:
                 break
             is_closed = closed.wait(EVERY)
-    except (OSError, ValueError):  # the terminal is gone
+    # The terminal no longer exists.
+    except (OSError, ValueError):
         pass
     finally:
         with suppress(OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Values of arguments in a few words, for errors. The numbers of a tensor are never printed."""
+"""Short descriptions of arguments for errors. The numbers of a tensor are never printed."""
 
 import os
 import reprlib
@@ -11,11 +11,15 @@ _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 60
 
 
-_SHOWN_AS_THEY_ARE = (str, bytes, bool, int, float, complex, os.PathLike, slice, range, torch.dtype, torch.device)  # fmt: skip
+_SHOWN_AS_THEY_ARE = (
+    *(str, bytes, bool, int, float, complex),
+    *(os.PathLike, slice, range, torch.dtype, torch.device),
+)
 
 
 def shown(value: object) -> str:
-    """Return a value in a few words: the dtype and the shape of a tensor, the class of a large object.
+    """Return a short description of a value: the dtype and the shape of a tensor, or the class of a
+    large object.
 
     >>> shown(torch.zeros(2, 3)), shown("def f(x):"), shown([1, 2]), shown({"a": torch.zeros(9)})
     ('a torch.float32 tensor [2, 3]', "'def f(x):'", '[1, 2]', 'a dict of 1')

@@ -1,4 +1,4 @@
-"""Scoped: values that hold inside a `with`, and that an interrupt cannot leave behind."""
+"""Scoped: values that are set inside a `with`, and that an interrupt cannot leave set."""
 
 import weakref
 from contextvars import ContextVar
@@ -7,13 +7,15 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 
 Entered = ContextVar[tuple[weakref.ref[Any], ...]]
-"""What the open `with` statements of a context hold, outermost first."""
+"""The values of the open `with` statements of a context, outermost first."""
 
 
 class Scoped(Generic[T]):
-    """A value that is another inside a `with`, in the context (see `contextvars`) that entered it.
+    """A value that can be changed inside a `with`, for the context (see `contextvars`) that entered
+    the `with`.
 
-    If an interrupt comes while the `with` begins or ends, the value dies with it: nothing else keeps it alive.
+    If an interrupt comes while the `with` begins or ends, the new value disappears, because only
+    the `with` keeps it alive.
 
     >>> start = Scoped("start", 0)
     >>> with start.set(5):
@@ -28,23 +30,26 @@ class Scoped(Generic[T]):
         self.entered: Entered = ContextVar(name, default=())
 
     def get(self) -> T:
-        """The value of the innermost `with` that is open, or the default."""
+        """Return the value of the innermost open `with`, or the default."""
         for ref in reversed(self.entered.get()):
             if (held := ref()) is not None and held.is_open:
                 return held.value
         return self._default
 
     def set(self, value: T) -> "_Held[T]":
-        """A `with` in which the value is this one."""
+        """Return a `with` in which the value is `value`."""
         return _Held(self, value)
 
 
 class InContext:
-    """A state that holds while its `with` is open, in the context that entered it. Nothing but the `with` keeps it alive.
+    """A state that is active while its `with` is open, in the context that entered the `with`.
+
+    Only the `with` keeps the state alive.
 
     Attributes:
-        is_open: whether the `with` has not ended. A copy of the context may still have it.
-        ref: how the context knows it.
+        is_open: whether the `with` is open. A copy of the context may still contain the state after
+            the end.
+        ref: the weak reference to the state in the context.
     """
 
     def __init__(self, entered: Entered) -> None:

@@ -196,7 +196,7 @@ class Selection:
             ]
             rows = rows[:1] if all(row == rows[0] for row in rows) else rows
         if whole and not any(rows):
-            raise SelectionError(f"{what} must be some of {size} places; got nothing")
+            raise SelectionError(f"{what} must select at least one of {size} places; got nothing")
         return rows
 
     def is_plain(self, real: KeyMask | None) -> bool:

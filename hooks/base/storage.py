@@ -297,7 +297,7 @@ def one_error(
         if isinstance(error, SafetensorError):
             raise kind(f"{what}: it is not a valid safetensors file{again}") from None
         if isinstance(error, UnicodeDecodeError):
-            raise kind(f"{what}: it must be text in UTF-8; got other bytes{again}") from None
+            raise kind(f"{what}: it must be text in UTF-8; got bytes that are not{again}") from None
         if isinstance(error, KeyError):
             raise kind(f"{what}: {error} is missing from the file") from None
         reason = " ".join(str(error).split())[:500] or type(error).__name__
@@ -350,7 +350,7 @@ def _require_undamaged(records: zipfile.ZipFile) -> None:
     # PyTorch reads no bytes from a record that is marked as a directory.
     marked = [entry.filename for entry in records.infolist() if entry.external_attr & 0x10]
     if damaged := records.testzip() or "".join(marked[:1]):
-        raise ValueError(f"{damaged} in it must be as saved, by its checksum; it differs")
+        raise ValueError(f"the checksum of {damaged} in it must match; it differs")
 
 
 @contextmanager

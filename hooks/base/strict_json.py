@@ -1,9 +1,14 @@
-"""JSON without NaN and infinity, which Python's own `json` writes and reads although the standard forbids them.
+"""JSON without NaN and infinity.
 
-1. `dumps` writes, and raises an error at NaN or infinity. The error names the place of the number.
-2. `finite` puts None in place of NaN and infinity, for readers that know null as a missing number.
-3. `encoded` puts an object in place of NaN and infinity, and `decoded` reads it, for our own files.
-4. `loads` reads, and raises an error at NaN or infinity. The error names the place of the number.
+Python's `json` writes and reads them, although the standard forbids them.
+
+1. `dumps` writes JSON and raises an error at NaN or infinity. The error names the place of the
+   number.
+2. `finite` replaces NaN and infinity by None, for readers that understand null as a missing number.
+3. `encoded` replaces NaN and infinity by an object, and `decoded` reads the object, for our own
+   files.
+4. `loads` reads JSON and raises an error at NaN or infinity. The error names the place of the
+   number.
 """
 
 import json
@@ -11,7 +16,8 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
-_MARK = "$float"  # the only key of an object that stands for a number, such as {"$float": "NaN"}
+# The only key of an object that represents a number, such as {"$float": "NaN"}.
+_MARK = "$float"
 _NAMES = {math.inf: "Infinity", -math.inf: "-Infinity"}
 
 
@@ -26,8 +32,8 @@ def dumps(
     """Return a value as JSON; for the options see `json.dumps`.
 
     Raises:
-        ValueError: if a number is not finite; the message says where.
-        TypeError: if JSON has no such value.
+        ValueError: if a number is not finite; the error names its place.
+        TypeError: if JSON cannot represent a value.
 
     >>> dumps({"effects": [0.5, None]})
     '{"effects": [0.5, null]}'
@@ -50,10 +56,10 @@ def dumps(
 
 
 def loads(text: str | bytes) -> Any:
-    """Return the value of some JSON.
+    """Return the value of a JSON text.
 
     Raises:
-        ValueError: if it is not JSON, or a number in it is not finite; the message says where.
+        ValueError: if it is not JSON, or a number in it is not finite; the error names its place.
 
     >>> loads('{"nodes": [{"influence": NaN}]}')
     Traceback (most recent call last):
@@ -65,17 +71,17 @@ def loads(text: str | bytes) -> Any:
 
 
 def require_finite(value: Any) -> None:
-    """Refuse a value of JSON with a number that is not finite.
+    """Check that all numbers in a value of JSON are finite.
 
     Raises:
-        ValueError: if there is one; the message names the first.
+        ValueError: if a number is not finite; the error names the first one.
     """
     if first := _first_nonfinite(value, ""):
         raise ValueError(f"numbers must be finite in JSON; got {first}")
 
 
 def finite(value: Any) -> Any:
-    """Return a value of JSON with None in place of NaN and infinity.
+    """Return a value of JSON with None instead of NaN and infinity.
 
     >>> finite({"low": -math.inf, "means": (1.5, math.nan)})
     {'low': None, 'means': [1.5, None]}
@@ -84,7 +90,7 @@ def finite(value: Any) -> Any:
 
 
 def encoded(value: Any) -> Any:
-    """Return a value of JSON with an object in place of each NaN and infinity.
+    """Return a value of JSON with an object instead of each NaN and infinity.
 
     >>> encoded({"bounds": (0.0, math.inf)})
     {'bounds': [0.0, {'$float': 'Infinity'}]}
@@ -93,7 +99,7 @@ def encoded(value: Any) -> Any:
 
 
 def decoded(text: str | bytes) -> Any:
-    """Return the value that `encoded` and `dumps` wrote. NaN of older files is read as it is.
+    """Return the value of a text from `encoded` and `dumps`. NaN in older files is read as NaN.
 
     >>> decoded('{"bounds": [0.0, {"$float": "Infinity"}]}')
     {'bounds': [0.0, inf]}
@@ -106,7 +112,7 @@ def _number_or_object(entries: dict[str, Any]) -> Any:
 
 
 def _replaced(value: Any, replace: Callable[[float], Any]) -> Any:
-    """A value of JSON with something else in place of each number that is not finite."""
+    """Return a value of JSON with a replacement for each number that is not finite."""
     if isinstance(value, float):
         return value if math.isfinite(value) else replace(value)
     if isinstance(value, dict):
@@ -117,12 +123,12 @@ def _replaced(value: Any, replace: Callable[[float], Any]) -> Any:
 
 
 def _key(key: Any) -> Any:
-    """A key of an object. JSON has only texts, so NaN may be one too."""
+    """Return a key of an object as text. The keys of JSON are texts, so NaN may be a key."""
     return str(key) if isinstance(key, float) and not math.isfinite(key) else key
 
 
 def _first_nonfinite(value: Any, place: str) -> str:
-    """The first NaN or infinity and its place, as `nan at a[3].b`; empty if there is none."""
+    """Return the first NaN or infinity and its place, as in `nan at a[3].b`, or an empty text."""
     if isinstance(value, float):
         return "" if math.isfinite(value) else f"{value} at {place or 'the top'}"
     parts: Iterable[tuple[str, Any]] = ()

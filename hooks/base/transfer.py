@@ -130,7 +130,7 @@ def later(value: Tensor) -> Callable[[], Any]:
 
 
 class Placement:
-    """A function that moves values to a device and a dtype. The host waits once, at the end.
+    """A callable that moves values to a device and a dtype. The host waits once, at the end.
 
     Args:
         device, dtype: the new device and dtype; None for no change. Integers keep their dtype.

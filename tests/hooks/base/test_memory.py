@@ -235,7 +235,7 @@ def test_layers_of_another_dtype_are_not_rounded_into_one_tensor(deep):
     deep.blocks[3].mlp.register_forward_pre_hook(lambda module, args: (args[0].double(),))
     deep.blocks[3].mlp.register_forward_hook(lambda module, args, output: output.float())
     _, lazy = run_with_cache(deep, TOKENS, names="*.mlp.post", lazy=True)
-    with pytest.raises(CacheError, match="alike .*float32.*float64"):
+    with pytest.raises(CacheError, match="all layers; got .*float32.*float64"):
         lazy.stack("mlp.post")
 
 

@@ -438,7 +438,7 @@ def test_two_at_a_time_and_leaving_after_an_error(model):
         with splice(model, {"blocks.1.resid_post": two}, error=None):
             assert torch.equal(model(TOKENS), both)
         alone = model(TOKENS)
-        with pytest.raises(HookError, match="leave that with first"):
+        with pytest.raises(HookError, match="end the `with` of that part first"):
             splice(model, {"blocks.0.resid_post": two}).__enter__()
         assert torch.equal(model(TOKENS), alone)
     with pytest.raises(ZeroDivisionError), splice(model, {"blocks.0.resid_post": one}, error=None):

@@ -585,7 +585,7 @@ def test_a_checkpoint_of_another_version_is_refused(saved, monkeypatch):
 
 def test_a_file_that_is_no_checkpoint_is_refused(saved):
     torch.save({"model": {}}, saved / "checkpoint.pt")
-    with pytest.raises(ValueError, match=r"checkpoint.pt: 'run' must be there"):
+    with pytest.raises(ValueError, match=r"checkpoint.pt: 'run' is missing from the file"):
         train(tiny(), TEXT, config(), directory=saved, resume=True)
 
 
