@@ -400,7 +400,7 @@ def test_attention_that_is_set_after_attach_is_said():
     model = made("llama")
     attach(model)
     model.set_attn_implementation("eager")
-    with pytest.raises(HookError, match=r"'eager' since: detach\(model\)"):
+    with pytest.raises(HookError, match=r"'eager': call detach\(model\)"):
         run_with_cache(model, TOKENS, names="*.pattern")
     detach(model)
     attach(model)

@@ -193,7 +193,7 @@ class Picture(nn.Module):
 def test_values_with_four_axes_are_called_what_they_are(inside, shape, said):
     model = Picture([Stage(inside()) for _ in range(2)]).eval()
     with pytest.raises(
-        AttachError, match=rf"'layers' that give \[{', '.join(map(str, shape))}\] .*{said}"
+        AttachError, match=rf"'layers' that return \[{', '.join(map(str, shape))}\] .*{said}"
     ):
         attach(model, example=torch.randn(shape))
     if said == "feature map":
