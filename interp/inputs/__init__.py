@@ -1,4 +1,4 @@
-"""Inputs of analyses: texts that a model reads, texts of a cache, and positions in them.
+"""Inputs of analyses: the texts that a model reads, the texts of a cache, and positions in texts.
 
 A text is one value, `hooks.base.Text`. Read `texts` first, then `cached`, `token_positions` and
 `copies`.

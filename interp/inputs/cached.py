@@ -1,4 +1,4 @@
-"""Texts of a cache: tokens and mask of the run that its values come from."""
+"""Texts of a cache: the tokens and the mask of the run whose values are cached."""
 
 from collections.abc import Sequence
 
@@ -11,12 +11,12 @@ from hooks.base import Text, text_of_inputs, to_device
 
 
 def text_of(cache: ActivationCache) -> Text | None:
-    """The texts of a cache's run; None where it was given no `tokens` or `input_ids`.
+    """Return the texts of the run of a cache, or None if the run had no `tokens` or `input_ids`.
 
     >>> from interp.protocol import run_with_cache
     >>> from models import Transformer, TransformerConfig
-    >>> model = Transformer(TransformerConfig(vocab_size=7, n_ctx=5, n_layers=1, n_heads=1, d_model=4))
-    >>> _, cache = run_with_cache(model.eval(), torch.tensor([[3, 1]]))
+    >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=1, n_heads=1, d_model=4)
+    >>> _, cache = run_with_cache(Transformer(config).eval(), torch.tensor([[3, 1]]))
     >>> text_of(cache).tokens
     tensor([[3, 1]])
     """
@@ -25,17 +25,16 @@ def text_of(cache: ActivationCache) -> Text | None:
         return None
     shape, mask = text.tokens.shape[:2], text.attention_mask
     fits = mask is not None and mask.shape == shape
-    # A later piece of a text, or a generation, has the mask that its points read.
+    # For a later piece of a text, or for a generation, the cache contains the mask.
     real = None if fits or "decoder_input_ids" in cache.inputs else cache.real()
     return text if real is None or real.shape != shape else Text(text.tokens, real)
 
 
 def text_of_values(cache: ActivationCache, shape: Sequence[int]) -> Text | None:
-    """Return the texts of a cache's values, [batch, pos].
+    """Return the texts of the values of a cache, [batch, pos].
 
-    None if the cache does not know their tokens.
-
-    A cache that `at` has cut knows only the texts before the cut.
+    The result is None if the cache does not know the tokens. A cache that was cut with `at` knows
+    only the texts before the cut.
     """
     text = text_of(cache)
     is_known = text is not None and not cache.is_part and text.tokens.shape == tuple(shape)
@@ -43,25 +42,27 @@ def text_of_values(cache: ActivationCache, shape: Sequence[int]) -> Text | None:
 
 
 def mask_of(cache: ActivationCache, shape: Sequence[int]) -> Tensor | None:
-    """Return the mask of a cache's values, True at real tokens; None if there is no padding.
+    """Return the mask of the values of a cache, which is True at real tokens, or None without
+    padding.
 
     Args:
         cache: the cache.
         shape: the shape of the values, [batch, pos].
 
     Raises:
-        CacheError: if texts of the run had padding, and it is not known which of these values are
-            padding.
+        CacheError: if the texts of the run had padding, but the cache does not know which of these
+            values are padding.
     """
     mask = cache.real()
     if mask is None and (text := text_of(cache)) is not None:
-        mask = text.attention_mask  # of a model that does not say which columns are padding
+        # The model does not tell its cache which columns are padding.
+        mask = text.attention_mask
     if mask is None or mask.shape == tuple(shape):
         return mask
     if bool(mask.all()):
         return None
     raise CacheError(
-        f"the cache must know which of its values, [batch, pos] {[*shape]}, are padding; its mask is "
+        f"the cache must have a mask of the shape of its values, [batch, pos] {[*shape]}; got "
         f"{[*mask.shape]}: read the whole cache, or attach the model before the run"
     )
 
@@ -69,5 +70,5 @@ def mask_of(cache: ActivationCache, shape: Sequence[int]) -> Tensor | None:
 def nan_at_padding(
     values: Float[Tensor, "*axes batch pos"], mask: Tensor | None
 ) -> Float[Tensor, "*axes batch pos"]:
-    """Values with NaN where the mask says padding."""
+    """Return values with NaN at padding."""
     return values if mask is None else values.where(to_device(mask, values.device), torch.nan)

@@ -2,8 +2,8 @@
 
 1. Hash the real tokens of each example, together with the other inputs that the model reads for it.
 2. Examples with the same hash are copies of one text. A cache does not keep all inputs of its run,
-   such as images. So two examples of a cache are copies only if their values agree too.
-3. Give each text a number. Copies have the same number. An analysis with held-out data puts copies
+   such as images. So two examples of a cache are copies only if their values agree as well.
+3. Number the texts. Copies have the same number. An analysis with held-out data puts copies
    into the same part, draws one label for all of them, and counts them once in its intervals.
 """
 
@@ -22,11 +22,11 @@ _OF_DECODER = {"decoder_input_ids", "decoder_attention_mask"}
 
 
 def digests(*texts: Text) -> list[str]:
-    """Return a hash of each example, by which it can be recognised.
+    """Return a hash of each example.
 
     Args:
-        texts: the texts. If there are several, such as clean and corrupted ones, their rows make one
-            example together.
+        texts: the texts. If several texts are given, such as clean and corrupted texts, an example
+            consists of the same row of each.
 
     >>> mask = torch.tensor([[False, True, True], [True, True, False]])
     >>> one, other = digests(Text(torch.tensor([[0, 3, 1], [3, 1, 0]]), mask))
@@ -48,8 +48,8 @@ def numbered(digests: Sequence[str], agree: Callable[[int, int], bool] | None = 
 
     Args:
         digests: the hash of each example.
-        agree: a function that says whether two examples with the same hash are copies. None if they
-            always are.
+        agree: a function of two examples with the same hash, which returns whether they are copies.
+            Default: they are always copies.
 
     >>> numbered(["a", "b", "a", "c"])
     [0, 1, 0, 2]
@@ -79,15 +79,15 @@ def groups(
 def groups_of_cache(
     cache: ActivationCache, values: Float[Tensor, "*axes example"], text: Text | None = None
 ) -> tuple[int, ...] | None:
-    """Return the number of each example's text for a table that was read from a cache.
+    """Return the number of each example's text, for a table of values from a cache.
 
     Args:
         cache: the cache.
         values: the table. The values of copies agree up to rounding.
-        text: the texts of the cache on the CPU, if the caller has copied them already.
+        text: the texts of the cache, on the CPU. Default: the texts are read from the cache.
 
     Returns:
-        The numbers; None if there are no copies, or the cache does not know its tokens.
+        The numbers, or None if there are no copies or the cache does not know its tokens.
     """
     text = text_of(cache) if text is None else text
     if text is None or cache.is_part or len(text.tokens) != values.shape[-1]:
@@ -101,7 +101,7 @@ def groups_of_cache(
 
 
 def unseen(text: Text, seen: set[str]) -> Bool[Tensor, " batch"]:
-    """Return True at each text that is not in `seen`, and add it there."""
+    """Return True for each text whose hash is not in `seen`, and add the hashes to `seen`."""
     is_new = []
     for digest in digests(text):
         is_new.append(digest not in seen)
@@ -110,7 +110,7 @@ def unseen(text: Text, seen: set[str]) -> Bool[Tensor, " batch"]:
 
 
 def _tokens(text: Text) -> list[object]:
-    """Return the real tokens of each text. Images and sounds have a hash instead."""
+    """Return the real tokens of each text, or a hash of each image or sound."""
     on_cpu = Text(
         text.tokens.cpu(), None if text.attention_mask is None else text.attention_mask.cpu()
     )
@@ -128,7 +128,8 @@ def _others(text: Text) -> list[tuple[object, ...]]:
     together = {*without_rows(text.more, shape)}
     for name in sorted(names):
         value = text.more[name]
-        if name in together:  # it is not known which part belongs to which text
+        # It is not known which part of this value belongs to which text.
+        if name in together:
             columns.append([(name, _content(value), row) for row in range(n)])
         elif isinstance(value, Tensor) and value.shape == text.tokens.shape:
             rows = zip(value.cpu(), text.real.cpu(), strict=True)

@@ -1,4 +1,4 @@
-"""Texts that a model reads: those of one run, and many that stream through it, a padded batch at a time."""
+"""Texts that a model reads: the texts of one run, or many texts in padded batches."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,39 +20,45 @@ from interp.protocol import of
 
 
 def text_for(model: nn.Module, texts: Texts, attention_mask: Tensor | None = None) -> Text:
-    """The texts of a run, as the model reads them.
+    """Return the texts of a run as the tokens that a model reads.
 
     Args:
         model: the model.
-        texts: see `Texts`.
-        attention_mask: the mask of a tensor [batch, pos].
+        texts: the texts in any form; see `Texts`.
+        attention_mask: the mask of the texts, if these are a tensor [batch, pos]. Default: no
+            padding.
 
     Raises:
-        ValueError: as for `model.to_tokens`, or if other texts come beside a mask.
-        TypeError: if the model reads tensors only.
+        ValueError: if `model.to_tokens` raises it, or if a mask is given and the texts are not a
+            tensor [batch, pos].
+        TypeError: if the model can read only tensors.
     """
     if isinstance(texts, Text):
         return texts
     if is_batch(texts):
         return Text(texts, attention_mask)
     if attention_mask is not None:
-        raise ValueError("attention_mask= needs tokens [batch, pos]; other texts have their own")
+        raise ValueError(
+            "attention_mask must be None unless texts are a tensor [batch, pos]; got a mask"
+        )
     if (to_tokens := getattr(of(model), "to_tokens", None)) is None:
         raise TypeError(
-            f"texts must be a tensor [batch, pos] for a {type(model).__name__}, which has no to_tokens; "
-            f"got a {type(texts).__name__}"
+            f"texts must be a tensor [batch, pos], because a {type(model).__name__} has no "
+            f"to_tokens; got a {type(texts).__name__}"
         )
     text: Text = to_tokens(texts)
     return text
 
 
 def padded(texts: Sequence[Any], model: nn.Module, numbers: Sequence[int]) -> Text:
-    """Texts as one batch, on the model's device, padded on the right. Equal lengths need no mask.
+    """Return texts as one batch on the model's device, padded on the right.
+
+    The batch has no mask if all lengths are equal.
 
     Args:
-        texts: each text, as `each_text` gives it; at least one.
-        model: the model that is to read them.
-        numbers: the number of each text, for errors.
+        texts: the texts, at least one, as strings or lists of tokens.
+        model: the model that will read the texts.
+        numbers: the number of each text in error messages.
 
     Raises:
         ValueError: if a text has no tokens, or is not a string or a list of integers.
@@ -64,7 +70,8 @@ def padded(texts: Sequence[Any], model: nn.Module, numbers: Sequence[int]) -> Te
     for number, text in zip(numbers, texts, strict=True):
         if isinstance(text, Mapping):
             raise ValueError(
-                f"a text must be a string or a list of tokens; got a {type(text).__name__} as text {number}"
+                f"a text must be a string or a list of tokens; got a {type(text).__name__} for "
+                f"text {number}"
             )
     rows = [
         text_for(model, text).tokens[0] if isinstance(text, str) else torch.as_tensor(text)
@@ -73,22 +80,23 @@ def padded(texts: Sequence[Any], model: nn.Module, numbers: Sequence[int]) -> Te
     for number, row in zip(numbers, rows, strict=True):
         if row.ndim != 1 or not row.numel() or row.is_floating_point() or row.dtype == torch.bool:
             raise ValueError(
-                "a text must be a list of tokens, at least one; "
-                f"got {row.dtype} {list(row.shape)} as text {number}"
+                "a text must be a list of at least one token; "
+                f"got {row.dtype} {list(row.shape)} for text {number}"
             )
     device = next((weight.device for weight in model.parameters()), None)
     return Text.padded(rows, getattr(of(model), "pad_token", 0), device=device)
 
 
 def batches(texts: Texts, model: nn.Module, size: int) -> Iterator[tuple[int, Text]]:
-    """Batches of at most `size` texts, each with the number of its first text.
+    """Yield batches of at most `size` texts, each with the number of its first text.
 
     Raises:
-        ValueError: as for `padded`, if `size` is below 1, or if there is no text.
+        ValueError: if `size` is below 1, if there is no text, or if a text is wrong; see `padded`.
     """
     require_integer("batch", size)
     rest, first = each_text(texts), 0
-    # An error may leave this iterator half read, so whoever reads it `shows_progress`, and takes the bar away.
+    # After an error, this iterator is not closed at once. The caller `shows_progress` and removes
+    # the bar.
     with progress_bar("texts", number_of_texts(texts)) as count:
         while some := list(itertools.islice(rest, size)):
             numbers = range(first, first + len(some))
@@ -96,4 +104,4 @@ def batches(texts: Texts, model: nn.Module, size: int) -> Iterator[tuple[int, Te
             count(len(some))
             first = numbers.stop
     if not first:
-        raise ValueError("texts must hold at least one text; got none")
+        raise ValueError("texts must contain at least one text; got no text")

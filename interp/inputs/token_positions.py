@@ -1,4 +1,7 @@
-"""Reading of a batch of texts: which tokens, at which columns, in which precision; not padding."""
+"""Tokens and positions of a batch of texts, and logits at these positions in float32.
+
+Padding is ignored.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,17 +14,20 @@ from hooks.base import Selection, at_least_float32, columns_of_last, shown, to_d
 from interp.protocol import of
 
 Tokens = int | str | Sequence[int] | Sequence[str] | Int[Tensor, "..."]
-"""One token or position for all examples, or one for each. A token may be a text, where a model reads it."""
+"""One token or position for all examples, or one for each.
+
+A token may be a string if a model reads it.
+"""
 
 SeveralTokens = Tokens | Sequence[Sequence[int]] | Sequence[Sequence[str]]
-"""As `Tokens`, or several for each example."""
+"""Tokens as in `Tokens`, or several tokens for each example."""
 
 Mask = Shaped[Tensor, "batch pos"]
 """True or 1 at real tokens, False or 0 at padding."""
 
 
 def is_worded(tokens: Any) -> bool:
-    """Whether tokens are given as text, all or some of them."""
+    """Return whether at least one token is a string."""
     if isinstance(tokens, str):
         return True
     return isinstance(tokens, Sequence) and any(map(is_worded, tokens))
@@ -32,10 +38,13 @@ def last_real(
     last: int,
     attention_mask: Shaped[Tensor, "batch _column"] | None = None,
 ) -> Float[Tensor, "batch _last vocab"]:
-    """Logits at the last real positions; at all columns if `last` is 0. A classifier has one position for all of a text.
+    """Return the logits at the last real positions, or at all columns if `last` is 0.
+
+    The logits of a classifier have one position for a whole text. The mask of the text is then
+    ignored.
 
     Raises:
-        ValueError: as for `columns_of_last`.
+        ValueError: see `columns_of_last`.
     """
     if attention_mask is not None and logits.shape[1] == 1 < attention_mask.shape[1]:
         attention_mask = None
@@ -46,36 +55,39 @@ def last_real(
 
 
 class Position:
-    """The position where a metric reads: one for all, or one for each example.
+    """The position at which a metric reads the logits of each example.
 
     Attributes:
         where: the position.
-        last: how many last real positions it needs; 0 for all.
+        last: the number of last real positions that the metric needs. 0 means all positions.
 
     Raises:
-        ValueError: if positions count from both ends; when called, if they do not fit the logits.
-        TypeError: if they are no integers.
+        ValueError: if some positions are negative and others are not. When called, if the positions
+            do not fit the logits.
+        TypeError: if the positions are not integers.
     """
 
     def __init__(self, pos: Tokens) -> None:
         self.where = Selection.one_each(pos)
         asked = [part if isinstance(part, int) else part[0] for part in self.where.parts]
         if min(asked) < 0 <= max(asked):
-            raise ValueError(f"positions must all be negative, or none; got {short(pos)}")
+            raise ValueError(
+                f"positions must be all negative or all non-negative; got {short(pos)}"
+            )
         self.last = max(0, -min(asked))
 
     def columns(
         self, n_pos: int, batch: int, attention_mask: Mask | None = None
     ) -> Int[Tensor, " _batch"]:
-        """The column of each example, or one for all.
+        """Return the column of each example, or one column for all examples.
 
         Raises:
-            ValueError: if a text has no such column, or it is padding.
+            ValueError: if a text is too short, or if the column is padding.
         """
         return self.where.columns(n_pos, "pos", batch, attention_mask)[:, 0]
 
     def __call__(self, logits: Tensor) -> Float[Tensor, "batch vocab"]:
-        """The logits there, in float32 if they are in half precision."""
+        """Return the logits at the position. Logits in half precision are converted to float32."""
         columns = self.columns(logits.shape[1], len(logits))
         if len(columns) == 1:
             return at_least_float32(logits[:, int(columns)])
@@ -84,10 +96,10 @@ class Position:
 
 
 def as_positions(pos: Tokens) -> int | Int[Tensor, " batch"]:
-    """One position, or a tensor with one for each example.
+    """Return one position, or a tensor with a position for each example.
 
     Raises:
-        ValueError, TypeError: as for `Position`.
+        ValueError, TypeError: see `Position`.
     """
     position = Position(pos)
     if position.where.is_one:
@@ -96,10 +108,10 @@ def as_positions(pos: Tokens) -> int | Int[Tensor, " batch"]:
 
 
 def token_ids(model: nn.Module, tokens: Any) -> Any:
-    """Tokens with a number in place of each text, which must be one token of the model's tokenizer.
+    """Return tokens as numbers. A string must be one token of the model's tokenizer.
 
     Raises:
-        ValueError: if a text is several tokens; it lists them.
+        ValueError: if a string is several tokens. The error lists these tokens.
         TypeError: if the model cannot read text.
     """
     if isinstance(tokens, str):
@@ -108,10 +120,13 @@ def token_ids(model: nn.Module, tokens: Any) -> Any:
 
 
 def tokens_of(tokens: SeveralTokens, most: int = 1) -> Int[Tensor, "..."]:
-    """Tokens [], [batch] or, where `most` is 2, [batch, n], on the CPU.
+    """Return tokens as a tensor [] or [batch] on the CPU.
+
+    If `most` is 2, the tensor may be [batch, n].
 
     Raises:
-        ValueError: if they are something else, or negative.
+        ValueError: if the tokens are not integers, if they are negative, or if they have too many
+            axes.
     """
     try:
         ids = torch.as_tensor(tokens, device="cpu")
@@ -125,29 +140,31 @@ def tokens_of(tokens: SeveralTokens, most: int = 1) -> Int[Tensor, "..."]:
             f"got {ids.dtype} {list(ids.shape)}"
         )
     if int(ids.min()) < 0:
-        raise ValueError(f"tokens must be 0 and up; got {int(ids.min())}")
+        raise ValueError(f"tokens must be at least 0; got {int(ids.min())}")
     return ids.long()
 
 
 def fitting(tokens: Tensor, logits: Tensor) -> Int[Tensor, "batch n"]:
-    """Tokens for each row of `logits` [batch, vocab].
+    """Return the tokens of each row of `logits` [batch, vocab].
 
     Raises:
-        ValueError: if they are as many as another batch has, or outside the vocabulary.
+        ValueError: if the number of tokens differs from the batch size, or if a token is outside
+            the vocabulary.
     """
     batch, vocab = logits.shape
     if tokens.ndim and len(tokens) != batch:
         raise ValueError(
-            f"tokens must be one, or one for each of the {batch} examples; got {len(tokens)}"
+            f"tokens must be one token, or a token for each of the {batch} examples; got "
+            f"{len(tokens)}"
         )
     if int(tokens.max()) >= vocab:
-        raise ValueError(f"tokens must be 0 to {vocab - 1}; got {int(tokens.max())}")
+        raise ValueError(f"tokens must be in [0, {vocab}); got {int(tokens.max())}")
     one_each = tokens.expand(batch) if tokens.ndim == 0 else tokens
     return to_device(one_each, logits.device).view(batch, -1)
 
 
 def short(value: object) -> str:
-    """A number, text, list or tensor, cut after three entries."""
+    """Return a number, string, list or tensor as text, with at most three of its entries."""
     if isinstance(value, str):
         return repr(value)
     listed = value.tolist() if isinstance(value, Tensor) else value

@@ -1,5 +1,5 @@
-"""Pairs of clean and corrupted texts, with what is measured on them.
+"""Pairs of clean and corrupted texts, with the metric of their answers.
 
-`pairs` has the class, `spans` checks that spans and answers fit the texts, and `wording` reads
-pairs of strings by a model's tokenizer. Read `pairs` first.
+The class is in `pairs`. The checks of spans and answers are in `spans`, and the conversion of
+strings to tokens is in `wording`. Read `pairs` first.
 """

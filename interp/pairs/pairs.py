@@ -1,4 +1,4 @@
-"""Pairs of clean and corrupted texts, checked for alignment, with their answers and named spans."""
+"""Pairs of clean and corrupted texts, with their answers and named spans."""
 
 import copy
 import functools
@@ -38,10 +38,13 @@ from interp.pictures import objects
 from interp.protocol import logits_of, runner_of
 
 Answers = Int[Tensor, " batch"] | Int[Tensor, "batch 2"] | int | str | Sequence[Any]
-"""The right token of each text, or the right and the wrong one, as numbers or as text."""
+"""The right token of each text, or the right and the wrong token, as numbers or as strings."""
 
 PatchingDirection = Literal["denoising", "noising"]
-"""Denoising edits the corrupted run, with values of the clean one; noising the clean run."""
+"""The run that is edited.
+
+Denoising patches clean values into the corrupted run, and noising the reverse.
+"""
 
 _TOKENS_AT_ONCE = 2048
 P = ParamSpec("P")
@@ -49,50 +52,69 @@ R = TypeVar("R")
 
 
 class Pairs(pictures.Shown):
-    """Texts to analyse: clean ones and, where two runs are compared, corrupted ones; and what is measured on them.
+    """Clean texts, the corrupted texts that they are compared with, if any, and the metric of an
+    analysis.
 
-    Without spans, a position of the clean text corresponds to the same position of the corrupted one, so
-    the two have the same shape and padding. With spans, only the positions of a span correspond, and
-    lengths may differ.
+    Without spans, a position of the clean text corresponds to the same position of the corrupted
+    text, so both texts must have the same shape and padding. With spans, only the positions of a
+    span correspond, and the lengths may differ.
 
-    Texts may be strings: `Pairs("Anne lost to", "Mark lost to", ("Mary", "John"))`. Then the analyses read them by
-    the model's tokenizer, or `read_by(model)` does.
+    Texts may be strings: `Pairs("Anne lost to", "Mark lost to", ("Mary", "John"))`. An analysis
+    converts the strings to tokens with the model's tokenizer. `read_by(model)` returns the
+    converted pairs.
 
     Args:
-        clean: the texts, [batch, pos] or in any form that `model.to_tokens` takes; or images or sounds [batch, ...], for a model
-            that reads these first. Or a mapping of the model's arguments, such as a processor gives: `input_ids` (or what else is
-            first), `attention_mask`, and others such as `pixel_values`, `decoder_input_ids` or `query_key_mask`. Tensors
-            with a row for each text go with the texts, and so do positions [section, batch, pos]. Where a model reads the images of all texts in a row, give a list
+        clean: the clean texts, as tokens [batch, pos] or in any form that `model.to_tokens`
+            accepts. For a model whose first input is an image or a sound, a tensor [batch, ...].
+            For several inputs, a mapping of the model's arguments, such as the output of a
+            processor: first `input_ids` (or another first input), then `attention_mask` and
+            arguments such as `pixel_values`, `decoder_input_ids` or `query_key_mask`. Tensors with
+            a row for each text are selected and reordered with the texts, and so are positions
+            [section, batch, pos]. If a model reads the images of all texts in a row, pass a list
             with a tensor for each text.
-        corrupted: other texts; if they are no mapping, with the mask and other arguments of the clean ones. None where no analysis
-            needs them, because values come from an edit or a source.
-        answers: the right token of each clean text, or the right and the wrong one, as a tensor; or a token, or a
-            tuple (right, wrong), for all texts, or a list of these. An answer that is a word of the text is that
-            word with a space before it, where that is one token.
-        attention_mask: True or 1 at real tokens of the texts; None if there is no padding, or texts are mappings with masks.
-        spans: by name, positions for each example in the clean text, or a mask of them. -1 is the last real
-            token. Of strings: a part of the text, or a tuple (of the clean one, of the corrupted one), or a list of
-            these; all tokens that it touches. Of chats (`models.chat`): names of their spans, such as `["assistant"]`.
-        metric: a function from logits to a number per example. By default the logit difference of right and
-            wrong answers, or the log-probability of the right ones.
-        corrupted_spans: the same for the corrupted texts; by default as in the clean ones.
-        last_only: keep only the last position of each span. Otherwise a span has as many positions in
-            the clean text as in the corrupted one.
-        pos: the position of the answers, one for all texts or one for each, as for `logit_diff`. By default
-            the last real token or, for a model that reads texts in both directions, the mask token.
+        corrupted: the corrupted texts. If they are not a mapping, they use the mask and the other
+            arguments of the clean texts. Default: None, for an analysis whose values come from an
+            edit or a source.
+        answers: the right token of each clean text, or the right and the wrong token, as a tensor.
+            Or a token, or a tuple (right, wrong), for all texts, or a list with one of these for
+            each text. An answer that is a word of the text means this word after a space, if the
+            word with the space is one token. Default: None, for a metric that needs no answers.
+        attention_mask: True or 1 at the real tokens of the texts. Default: None, if there is no
+            padding, or if the texts are mappings that contain masks.
+        spans: the positions of each example in the clean text, or a mask of these positions, by
+            name. -1 is the last real token. For strings, a span is a part of the text, or a tuple
+            (clean part, corrupted part), or a list with one of these for each text; the positions
+            are all tokens that overlap the part. For chats (`models.chat`), pass the names of their
+            spans, such as `["assistant"]`. Default: no spans.
+        metric: a function from logits to a number for each example. Default: the logit difference
+            of right and wrong answers, or the log-probability of the right answers if there are no
+            wrong ones.
+        corrupted_spans: the positions of the spans in the corrupted texts. Default: the same
+            positions as in the clean texts.
+        last_only: whether to use only the last position of each span. If False, a span must have
+            the same number of positions in both texts. Default: False.
+        pos: the position of the answers, one for all texts or one for each, as in `logit_diff`.
+            Default: the last real token, or the mask token for a model that reads texts in both
+            directions.
 
     Attributes:
-        is_read: whether all are tokens, as those of `read_by` are.
-        answers: as they were given, and a tensor of tokens once they are read.
-        pos: the position of the answers; None until a model reads the pairs, if it was not given.
-        solved_of: from how many pairs `solved` chose these; None if it did not, and for parts of these.
+        is_read: whether texts, answers and spans are tokens and positions, as in the result of
+            `read_by`.
+        answers: the answers as they were given, or a tensor of tokens after a model has read the
+            pairs.
+        pos: the position of the answers. If no position was given, it is None until a model reads
+            the pairs.
+        solved_of: the number of pairs from which `solved` selected these pairs. None for all other
+            pairs.
 
     Raises:
-        ValueError: if texts, answers, masks or spans do not fit each other; of strings when a model reads them.
-            If a model reads texts in both directions, and they do not have one mask token each.
-        TypeError: if the metric is no function.
+        ValueError: if texts, answers, masks or spans do not fit each other. For strings, this error
+            is raised when a model reads the pairs. Also if a model reads texts in both directions,
+            and a text does not have exactly one mask token.
+        TypeError: if the metric is not a function.
 
-    >>> clean, corrupted = torch.tensor([[3, 1, 4], [2, 1, 5]]), torch.tensor([[3, 6, 4], [2, 6, 5]])
+    >>> clean = torch.tensor([[3, 1, 4], [2, 1, 5]])
+    >>> corrupted = torch.tensor([[3, 6, 4], [2, 6, 5]])
     >>> pairs = Pairs(clean, corrupted, torch.tensor([[7, 8], [9, 8]]), spans={"name": [[1], [1]]})
     >>> pairs
     Pairs: 2, clean [2, 3], corrupted [2, 3], spans name
@@ -122,26 +144,31 @@ class Pairs(pictures.Shown):
             if isinstance(texts, int | float | nn.Module | ActivationCache):
                 raise TypeError(f"{name} must be texts; got {shown(texts)}")
         if metric is not None:
-            last_of(metric)  # refuses what is no function
+            # This raises an error if the metric is not a function.
+            last_of(metric)
             if pos is not None:
                 raise ValueError(
-                    f"pos must be given to the metric, as in {metric!r}; got pos={pos!r}"
+                    f"pos must be None if metric is given, because {metric!r} has its own; got "
+                    f"pos={pos!r}"
                 )
         self._metric, self.last_only = metric, last_only
         self.pos = None if pos is None else as_positions(pos)
-        # Gives the text of tokens, once a model has read the pairs.
+        # The function that returns the text of tokens. It is set when a model reads the pairs.
         self._write: Writer | None = None
-        # Each is a `Text`, or what a model must read first.
+        # Each is a `Text`, or texts that a model must read first.
         one, other = as_text(clean), as_text(corrupted)
         if attention_mask is not None:
             if not isinstance(one, Text) or one.attention_mask is not None:
-                got = "some with a mask of their own"
+                got = "texts with a mask"
                 got = got if isinstance(one, Text) else f"a {type(clean).__name__}"
-                raise ValueError(f"attention_mask needs texts that are tensors alone; got {got}")
+                raise ValueError(
+                    f"attention_mask needs texts that are tensors without a mask; got {got}"
+                )
             one = replace(one, attention_mask=attention_mask)
-        if isinstance(one, Text) and isinstance(corrupted, Tensor):  # the words alone are others
+        # A tensor of corrupted tokens uses the mask and the arguments of the clean texts.
+        if isinstance(one, Text) and isinstance(corrupted, Tensor):
             if not is_batch(corrupted):
-                got = f"{list(corrupted.shape)}: one text is torch.as_tensor(text)[None]"
+                got = f"{list(corrupted.shape)}: pass one text as torch.as_tensor(text)[None]"
                 raise ValueError(f"corrupted must be a tensor [batch, pos]; got {got}")
             other = replace(one, tokens=corrupted)
         are_tokens = isinstance(one, Text) and isinstance(other, Text | None)
@@ -150,16 +177,18 @@ class Pairs(pictures.Shown):
             named: Any = spans or {}
             one, other, answers = aligned(one, other, answers, named, corrupted_spans, last_only)
         elif corrupted_spans is not None:
-            raise ValueError("corrupted_spans needs texts and answers that are tensors")
+            raise ValueError(
+                "corrupted_spans needs texts and answers that are tensors; got strings or lists"
+            )
         self._one, self._other, self.answers, self._spans = one, other, answers, spans or {}
 
     def read_by(self, model: nn.Module) -> "Pairs":
-        """These pairs as tokens of a model, as which analyses run them.
+        """Return these pairs as tokens of a model. Analyses call this method.
 
         Raises:
-            ValueError: if an answer or a token of the metric is several tokens or may be two, a span is not in
-                its text once, or texts do not correspond.
-            TypeError: if the model reads tensors only.
+            ValueError: if an answer or a token of the metric is several tokens or ambiguous, if a
+                span does not occur exactly once in its text, or if texts do not correspond.
+            TypeError: if the model can read only tensors.
         """
         pairs = copy.copy(self)
         if not self.is_read:
@@ -179,14 +208,18 @@ class Pairs(pictures.Shown):
 
     @property
     def corrupted(self) -> Any:
-        """The corrupted texts, likewise; None without any."""
+        """The corrupted texts as they were given, or their tokens.
+
+        None if there are no corrupted texts.
+        """
         return self._other.tokens if isinstance(self._other, Text) else self._other
 
     @property
     def spans(self) -> Any:
-        """The spans of the clean texts as they were given or, once they are read, positions [batch, n] by name.
+        """The spans of the clean texts as they were given, or positions [batch, n] by name after a
+        model has read the pairs.
 
-        Where an example has fewer than n, its last one is repeated.
+        If an example has fewer than n positions, its last position is repeated.
         """
         return self._one.spans if self.is_read else self._spans
 
@@ -202,7 +235,7 @@ class Pairs(pictures.Shown):
 
     @property
     def other(self) -> Text | None:
-        """The corrupted texts, if there are any; see `text`."""
+        """The corrupted texts, or None if there are no corrupted texts; see `text`."""
         self._require_read()
         return self._other
 
@@ -212,16 +245,16 @@ class Pairs(pictures.Shown):
 
     @property
     def metric(self) -> Metric:
-        """The metric: that which was given, or that of the answers.
+        """The metric that was given, or the default metric of the answers.
 
         Raises:
-            ValueError: if there is neither.
+            ValueError: if the pairs have no metric and no answers.
         """
         metric = self._metric
         if metric is None:
             self._require_read()
             if self.answers is None:
-                raise ValueError("pairs must have answers or a metric; got neither")
+                raise ValueError("pairs must have answers or a metric; got None for both")
             pos = self._listed_pos()
             if self.answers.ndim == 2:
                 right, wrong = self.answers.unbind(1)
@@ -231,42 +264,46 @@ class Pairs(pictures.Shown):
         return in_words(metric, self._write)
 
     def _listed_pos(self) -> int | list[int]:
-        """The position of the answers as metrics take it."""
+        """Return the position of the answers as an integer or a list."""
         if self.pos is None:
             return -1
         return self.pos.tolist() if isinstance(self.pos, Tensor) else self.pos
 
     def measured_by(self, metric: Metric) -> "Pairs":
-        """The same pairs with another metric."""
+        """Return the same pairs with another metric."""
         same = copy.copy(self)
         same._metric = metric
         return same
 
     def texts(self, direction: PatchingDirection) -> tuple[Text, Text]:
-        """The text of the run that is edited, and that of the run that values come from.
+        """Return the text of the run that is edited, and the text of the run from which values are
+        taken.
 
         Raises:
-            ValueError: if there is no such direction, or there are no corrupted texts.
+            ValueError: if the direction is unknown, or if there are no corrupted texts.
         """
         require_choice("direction", direction, ("denoising", "noising"))
         other = self.other
         if other is None:
             raise ValueError(
-                "pairs must have corrupted texts to compare with; got clean ones alone"
+                "pairs must have corrupted texts for a comparison; got only clean texts"
             )
         return (self.text, other) if direction == "noising" else (other, self.text)
 
     @without_gradients
     def solved(self, model: nn.Module, metric: Metric | None = None) -> "Pairs":
-        """The pairs that the model gets right. They print how many they were of, as `17 of 20`.
+        """Return the pairs that the model answers correctly.
+
+        Their text contains both numbers, such as `17 of 20`.
 
         Args:
             model: a model in evaluation mode.
-            metric: what must be above 0 on the clean text. By default the right answer must be likelier
-                than the wrong one or, without wrong ones, the likeliest token.
+            metric: a metric that must be above 0 on the clean text. Default: the metric of the
+                pairs. If the pairs have no metric and no wrong answers, the right answer must be
+                the most probable token.
 
         Raises:
-            ValueError: if the model gets none right, or there are neither answers nor a metric.
+            ValueError: if no pair is correct, or if the pairs have neither answers nor a metric.
             ModeError: if the model is in training mode.
         """
         pairs = self.read_by(model)
@@ -274,7 +311,8 @@ class Pairs(pictures.Shown):
         if metric is None and self._metric is None and right is not None and right.ndim == 1:
             metric = accuracy(right, pos=pairs._listed_pos())
         metric = pairs.metric if metric is None else metric_for(model, metric)
-        runner_of(model)  # refuses dropout
+        # This raises an error if the model is in training mode.
+        runner_of(model)
         last = last_of(metric, every.of_logits.attention_mask)
         logits, n_rows = [], max(1, _TOKENS_AT_ONCE // every.tokens.shape[1])
         for start in range(0, len(pairs), n_rows):
@@ -284,17 +322,22 @@ class Pairs(pictures.Shown):
         values = evaluate(metric, torch.cat(logits), len(pairs))
         if not (values > 0).any():
             raise ValueError(
-                f"the model must get a pair right; got none of {len(self)} by {metric!r}"
+                f"the model must solve at least one pair; got 0 of {len(self)} by {metric!r}"
             )
         kept = pairs[values > 0]
         kept.solved_of = len(pairs)
         return kept
 
     def split(self, seed: int = 0, share: float = 0.5) -> tuple["Pairs", "Pairs"]:
-        """Two parts drawn at random, without replacement: `share` of the pairs, and the others.
+        """Return two random parts: a part with a `share` of the pairs, and a part with all other
+        pairs.
 
-        Copies, which are pairs with the same clean and corrupted tokens, go into the same part. Then
-        `share` is the share of the different pairs. Padding and answers do not count.
+        Copies are pairs with the same clean and corrupted tokens, apart from padding and answers.
+        They are put into the same part, and `share` is then the share of the different pairs.
+
+        Args:
+            seed: the seed of the random order. Default: 0.
+            share: the share of the first part. Default: 0.5.
 
         Raises:
             ValueError: if a part would be empty.
@@ -304,7 +347,7 @@ class Pairs(pictures.Shown):
         n = round(share * n_texts)
         if not 0 < n < n_texts:
             raise ValueError(
-                f"each part must have a pair, and copies stay together; got {n} and {n_texts - n} "
+                f"each part must have at least one different pair; got {n} and {n_texts - n} "
                 "different pairs"
             )
         order = torch.randperm(n_texts, generator=torch.Generator().manual_seed(seed))
@@ -312,11 +355,11 @@ class Pairs(pictures.Shown):
         return self[is_first], self[~is_first]
 
     def digests(self) -> list[str]:
-        """A hash of the texts of each pair, by which it can be recognised."""
+        """Return a hash of the texts of each pair."""
         return digests(*filter(None, (self.text, self.other)))
 
     def view(self) -> pictures.View:
-        """The first texts, with a mark at the tokens that differ."""
+        """Return a view of the first texts, in which the tokens that differ are marked."""
         if self.is_read and self.clean.ndim > 2:
             return pictures.View(repr(self), [])
         if self.is_read:
@@ -329,11 +372,15 @@ class Pairs(pictures.Shown):
         return len(self.clean) if self.is_read else sum(1 for _ in each_text(self.clean))
 
     def __getitem__(self, index: int | slice | Sequence[int] | Tensor) -> "Pairs":
-        """Some of the pairs: an index, a slice, a list, or a tensor of indices or booleans."""
+        """Return some of the pairs, selected by an index, a slice, a list, or a tensor of indices
+        or booleans.
+        """
         at = index.cpu() if isinstance(index, Tensor) else index
         rows = torch.arange(len(self))[at].view(-1)
         if not len(rows):
-            raise ValueError(f"some of the pairs must be selected; got none of {len(self)}")
+            raise ValueError(
+                f"an index of pairs must select at least one pair; got 0 of {len(self)}"
+            )
         for text in filter(None, (self.text, self.other)):
             require_rows(text.more, text.tokens.shape[:2])
         part = self._mapped(lambda value: value[rows.to(value.device)])
@@ -341,7 +388,7 @@ class Pairs(pictures.Shown):
         return part
 
     def to(self, device: torch.device | str) -> "Pairs":
-        """The pairs on another device."""
+        """Return the pairs on a device."""
         return self._mapped(lambda value: value.to(device))
 
     def _mapped(self, change: Callable[[Tensor], Tensor]) -> "Pairs":
@@ -368,13 +415,16 @@ class Pairs(pictures.Shown):
 
 
 def of_pairs(analysis: Callable[P, R]) -> Callable[P, R]:
-    """An analysis of pairs whose error for `metric=` says that the pairs hold it."""
+    """Decorate an analysis of pairs, so that the error for `metric=` shows how to pass the metric
+    with the pairs.
+    """
 
     @functools.wraps(analysis)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         if "metric" in kwargs:
             raise TypeError(
-                f"{analysis.__name__} takes no metric=, because the pairs hold it: Pairs(..., metric=...)"
+                f"{analysis.__name__} has no metric=, because the pairs contain the metric: "
+                "Pairs(..., metric=...)"
             )
         try:
             return analysis(*args, **kwargs)
@@ -386,11 +436,11 @@ def of_pairs(analysis: Callable[P, R]) -> Callable[P, R]:
 
 
 def pairs_for(model: nn.Module, pairs: Pairs) -> Pairs:
-    """The pairs as tokens of a model, after a check that they are not something else.
+    """Return pairs as tokens of a model.
 
     Raises:
-        TypeError: if they are.
-        ValueError: as for `Pairs.read_by`.
+        TypeError: if `pairs` is not a `Pairs`.
+        ValueError: see `Pairs.read_by`.
     """
     require_made("pairs", pairs, Pairs)
     return pairs.read_by(model)

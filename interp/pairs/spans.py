@@ -1,4 +1,4 @@
-"""Answers and spans of pairs: checks that they fit their texts, and the columns of spans."""
+"""Answers and spans of pairs: check that they fit their texts, and find the columns of spans."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,19 +11,23 @@ from torch import Tensor
 from hooks.base import Index, Selection, Text, real_columns, real_of, shown
 
 Spans = Mapping[str, Index]
-"""By name, the positions of a span in each example: a list of lists, or a tensor, of integers or booleans."""
+"""The positions of each span in each example, by the name of the span.
+
+The positions are a list of lists or a tensor, of integers or booleans.
+"""
 
 
 def aligned(
     one: Text, other: Text | None, answers: Any, spans: Spans, others: Spans | None, last_only: bool
 ) -> tuple[Text, Text | None, Tensor | None]:
-    """The texts of pairs with the columns of their spans, and their answers as a tensor.
+    """Return the texts of pairs with the columns of their spans, and the answers as a tensor.
 
     Args:
-        one, other: the clean texts, and the corrupted ones if there are any.
-        answers: as `Pairs` takes them.
-        spans, others: the spans of both; None for the same in both.
-        last_only: whether to keep the last position of each span.
+        one, other: the clean texts and the corrupted texts. None if there are no corrupted texts.
+        answers: the answers; see `Pairs`.
+        spans, others: the spans of the clean and the corrupted texts. None for the same spans in
+            both.
+        last_only: whether to use only the last position of each span.
 
     Raises:
         ValueError: if texts, masks, answers or spans do not fit each other.
@@ -36,11 +40,13 @@ def aligned(
     counts = [len(text.tokens) for text in texts]
     if not counts[0] or counts[0] != counts[-1]:
         got = " and ".join(map(str, counts))
-        raise ValueError(f"clean and corrupted texts must be as many, at least one; got {got}")
+        raise ValueError(
+            f"the numbers of clean and corrupted texts must be equal and at least 1; got {got}"
+        )
     if not spans and not torch.equal(reals[0].cpu(), reals[-1].cpu()):
         shapes = " and ".join(str([*text.tokens.shape]) for text in texts)
         raise ValueError(
-            "clean and corrupted tokens must have the same shape and padding, unless spans say "
+            "clean and corrupted tokens must have the same shape and padding, unless spans define "
             f"which positions correspond; got {shapes}"
         )
     named = zip(kinds, reals, (spans, spans if others is None else others), strict=False)
@@ -58,10 +64,10 @@ def aligned(
 
 
 def as_answers(answers: Any, tokens: Shaped[Tensor, "batch *size"]) -> Tensor | None:
-    """Answers as a tensor; a single one, or a tuple (right, wrong), is that of every text.
+    """Return answers as a tensor. One answer, or one tuple (right, wrong), is used for every text.
 
     Raises:
-        ValueError: if they are not one or two tokens for each text.
+        ValueError: if the answers are not one or two tokens for each text.
     """
     if answers is None:
         return None
@@ -72,37 +78,40 @@ def as_answers(answers: Any, tokens: Shaped[Tensor, "batch *size"]) -> Tensor | 
     batch = len(tokens)
     if answers.shape not in ((batch,), (batch, 2)):
         raise ValueError(
-            f"answers must be right ones [{batch}], or right and wrong ones [{batch}, 2]; "
+            f"answers must be right tokens [{batch}], or right and wrong tokens [{batch}, 2]; "
             f"got {list(answers.shape)}"
         )
     if int(answers.min()) < 0:
-        raise ValueError(f"answers must be tokens, 0 and up; got {int(answers.min())}")
+        raise ValueError(f"answers must be at least 0; got {int(answers.min())}")
     return answers
 
 
 def positions_of_spans(
     spans: Spans, real: Tensor, text: str, last_only: bool
 ) -> dict[str, list[list[int]]]:
-    """The columns of the spans in each example, all of real tokens."""
+    """Return the columns of the spans in each example. Padding is ignored."""
     listed, (batch, n_pos) = {}, real.shape
     for name, index in spans.items():
         span, what = Selection(index), f"span {name!r} of the {text} text"
         if len(span.parts) != batch:
             raise ValueError(
-                f"{what} must have a list of positions for each of the {batch} examples; got {shown(index)}"
+                f"{what} must be a list of positions for each of the {batch} examples; got "
+                f"{shown(index)}"
             )
         rows = span.rows(n_pos, what, batch, real_columns(real))
         if not all(rows):
-            raise ValueError(f"{what} must have a position in each example; got {shown(index)}")
+            raise ValueError(
+                f"{what} must have at least one position in each example; got {shown(index)}"
+            )
         listed[name] = [row[-1:] if last_only else row for row in rows * (batch // len(rows))]
     return listed
 
 
 def check_counts(counted: dict[str, list[list[int]]], others: dict[str, list[list[int]]]) -> None:
-    """Refuses spans that have other names or other numbers of positions in the two texts.
+    """Check that spans have the same names and the same numbers of positions in both texts.
 
     Raises:
-        ValueError: if they have.
+        ValueError: if the names or the numbers of positions differ.
     """
     if counted.keys() != others.keys():
         raise ValueError(
@@ -112,7 +121,8 @@ def check_counts(counted: dict[str, list[list[int]]], others: dict[str, list[lis
         for example, (row, other) in enumerate(zip(counted[name], others[name], strict=True)):
             if len(row) != len(other):
                 raise ValueError(
-                    f"span {name!r} must have as many positions in both texts, or last_only=True; "
+                    f"span {name!r} must have equally many positions in both texts, unless "
+                    "last_only=True; "
                     f"got {len(row)} and {len(other)} in example {example}"
                 )
 
@@ -120,7 +130,10 @@ def check_counts(counted: dict[str, list[list[int]]], others: dict[str, list[lis
 def as_tensors(
     spans: Mapping[str, list[list[int]]], device: torch.device
 ) -> dict[str, Int[Tensor, "batch _n"]]:
-    """Columns of each text by name, on a device. Where one has fewer, its last is repeated."""
+    """Return the columns of each text by name, as tensors on a device.
+
+    If a text has fewer columns than the longest span, its last column is repeated.
+    """
     tensors = {}
     for name, rows in spans.items():
         longest = max(map(len, rows))

@@ -1,4 +1,4 @@
-"""Pairs of strings: their tokens, answers and spans, by a model's tokenizer."""
+"""Pairs of strings: convert their texts, answers and spans to tokens with a model's tokenizer."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -21,12 +21,14 @@ def tokens_of_pairs(
     answers: Any,
     spans: Mapping[str, Any] | Sequence[str],
 ) -> tuple[Text, Text | None, Any, Mapping[str, Any], Mapping[str, Any] | None]:
-    """The texts of pairs, their answers and the spans of both as tokens, for those that are strings; see `Pairs`.
+    """Return the texts, the answers, the clean spans and the corrupted spans of pairs as tokens and
+    positions; see `Pairs`.
 
     Raises:
-        ValueError: if an answer is no token of its own or may be two, a span is not once in its text, or texts
-            without spans have another number of tokens; it shows both as tokens.
-        UnknownNameError: if chats have no span of a name.
+        ValueError: if an answer is several tokens or ambiguous, if a span does not occur exactly
+            once in its text, or if texts without spans have different numbers of tokens. The last
+            error shows the tokens of both texts.
+        UnknownNameError: if a chat has no span with a given name.
         TypeError: if the model cannot read text.
     """
     texts = (clean,) if corrupted is None else (clean, corrupted)
@@ -49,24 +51,27 @@ def tokens_of_pairs(
 def answer_positions(
     model: nn.Module, clean: Text, corrupted: Text | None
 ) -> int | Int[Tensor, " batch"] | None:
-    """Return the positions of the answers of pairs, counted from the end of each text; None for the last one.
+    """Return the positions of the answers of pairs, counted from the end of each text.
 
-    A causal model answers after the last token. A model that reads texts in both directions answers at the
-    mask token.
+    None means the last position.
+
+    A causal model answers after the last token. A model that reads texts in both directions answers
+    at the mask token.
 
     Raises:
-        ValueError: if that model has no mask token, a text does not have it once, or it is at other places
-            in the corrupted texts.
+        ValueError: if a model that reads texts in both directions has no mask token, if a text does
+            not contain the mask token exactly once, or if the mask token has different positions in
+            the clean and the corrupted text.
     """
     language = of(model)
     if getattr(language, "is_causal", True):
         return None
     rule = (
-        f"pairs must say with pos= where the answers are, because a {type(model).__name__} reads texts in "
-        "both directions"
+        f"pairs need pos=, the position of the answers, because a {type(model).__name__} reads "
+        "texts in both directions"
     )
     if (mask_token := _mask_token(language)) is None:
-        raise ValueError(f"{rule} and its tokenizer has no mask token")
+        raise ValueError(f"{rule}, and its tokenizer has no mask token")
     positions = []
     for text in (clean, corrupted):
         for number, row in enumerate([] if text is None else text.listed()):
@@ -76,22 +81,27 @@ def answer_positions(
     n_texts = len(clean.tokens)
     if positions[:n_texts] != positions[-n_texts:]:
         raise ValueError(
-            "the mask token must be as far from the end in the corrupted text as in the clean one; got "
+            "the mask token must be equally far from the end in clean and corrupted texts; got "
             f"{positions[:n_texts]} and {positions[-n_texts:]}"
         )
     return torch.tensor(positions[:n_texts])
 
 
 def _mask_token(language: Any) -> int | None:
-    """The token that stands where a masked language model predicts; None without one."""
+    """Return the token at which a masked language model predicts, or None if the model has no such
+    token.
+    """
     try:
         return getattr(language, "mask_token", None)
-    except (ImportError, ValueError):  # the files of its tokenizer cannot be read
+    # The files of the tokenizer cannot be read.
+    except (ImportError, ValueError):
         return None
 
 
 def _is_one(answers: Any) -> bool:
-    """Whether answers are those of every text: a token, or a tuple of the right and the wrong one."""
+    """Return whether the same answers are used for every text: a token, or a tuple
+    (right, wrong).
+    """
     return isinstance(answers, (str, int, tuple))
 
 
@@ -100,17 +110,21 @@ def _require_same_lengths(model: nn.Module, one: Text, other: Text) -> None:
         if len(row) != len(another):
             shown = ["|".join(of(model).to_pieces(tokens)) for tokens in (row, another)]
             raise ValueError(
-                "clean and corrupted texts must have equally many tokens, or spans that correspond; got "
+                "clean and corrupted texts must have equally many tokens, unless spans are "
+                "given; got "
                 f"{len(row)}, {shown[0]!r}, and {len(another)}, {shown[1]!r}"
             )
 
 
 def _answers(model: nn.Module, text: Text, answers: Sequence[Any]) -> Tensor:
-    """The right token of each text, [batch], or the right and the wrong one, [batch, 2]."""
+    """Return the right token of each text, [batch], or the right and the wrong token,
+    [batch, 2].
+    """
     rows = text.listed()
     if len(answers) != len(rows):
         raise ValueError(
-            f"answers must be one for each of {len(rows)} texts, or a tuple (right, wrong); got {len(answers)}"
+            f"answers must be a list with one answer for each of {len(rows)} texts, or a tuple "
+            f"(right, wrong); got {len(answers)} answers"
         )
     read = [
         [_answer(model, row, a) for a in answer]
@@ -122,10 +136,11 @@ def _answers(model: nn.Module, text: Text, answers: Sequence[Any]) -> Tensor:
 
 
 def _answer(model: nn.Module, row: list[int], answer: str | int) -> int:
-    """The token of an answer that continues a text.
+    """Return the token of an answer that continues a text.
 
     Raises:
-        ValueError: if it is several tokens, or may be a word with a space or the rest of one.
+        ValueError: if the answer is several tokens, or if it is ambiguous: a new word, or the rest
+            of the last word.
     """
     if isinstance(answer, int):
         return answer
@@ -134,12 +149,14 @@ def _answer(model: nn.Module, row: list[int], answer: str | int) -> int:
     plain, spaced = (_one_token(language, written) for written in (answer, f" {answer}"))
     if answer[:1].isspace() or text[-1:].isspace() or spaced is None:
         return int(language.to_id(answer))
-    # A word of the text is that word here too, and not the rest of the one before.
+    # If the text contains the answer as a word, the answer is a new word and not the rest of the
+    # last word.
     if plain in (None, spaced) or re.search(rf"\b{re.escape(answer)}\b", text):
         return spaced
     raise ValueError(
-        f"an answer must say whether it is a new word; after {text[-20:]!r} got {answer!r}: write {' ' + answer!r}, "
-        f"or give the token of the rest of a word, model.to_id({answer!r})"
+        f"an answer must be a new word or the rest of a word; after {text[-20:]!r} got {answer!r}: "
+        f"write {' ' + answer!r} for a new word, or pass model.to_id({answer!r}) for the rest of a "
+        "word"
     )
 
 
@@ -151,13 +168,17 @@ def _one_token(language: Any, text: str) -> int | None:
 
 
 def _columns(model: nn.Module, text: Text, name: str, span: Any, side: int) -> Any:
-    """The columns of a span in each text: of a string, or of one for the clean texts and one for the corrupted."""
+    """Return the columns of a span in each text.
+
+    A tuple contains the clean part and the corrupted part.
+    """
     if not is_worded(span):
         return span
     each = [span] * len(text.tokens) if _is_one(span) else span
     if len(each) != len(text.tokens):
         raise ValueError(
-            f"span {name!r} must be given once, or for each of {len(text.tokens)} texts; got {len(each)}"
+            f"span {name!r} must be one part, or a part for each of {len(text.tokens)} texts; got "
+            f"{len(each)}"
         )
     columns = [kept.nonzero().flatten().tolist() for kept in text.real]
     return [
@@ -167,19 +188,21 @@ def _columns(model: nn.Module, text: Text, name: str, span: Any, side: int) -> A
 
 
 def _tokens_inside(model: nn.Module, row: list[int], name: str, part: str) -> list[int]:
-    """The tokens of a text in which a part of it lies.
+    """Return the indices of the tokens of a text that overlap a part of the text.
 
     Raises:
-        ValueError: if the part is not in the text once.
+        ValueError: if the part does not occur exactly once in the text.
     """
     written = [of(model).to_text(row[:n]) if n else "" for n in range(len(row) + 1)]
     if (count := written[-1].count(part)) != 1:
         raise ValueError(
-            f"span {name!r} must be in the text once; got {part!r} {count} times in {written[-1]!r:.100}"
+            f"span {name!r} must occur once in the text; got {part!r} {count} times in "
+            f"{written[-1]!r:.100}"
         )
     start = written[-1].index(part)
     stop = start + len(part)
-    # While the bytes of a character are not complete, its place shows a sign for that.
+    # If the bytes of a character are incomplete, the text ends with U+FFFD instead of the
+    # character.
     starts = [len(before.rstrip("\ufffd")) for before in written[:-1]]
     ends = [max(len(after), 1) for after in written[1:]]
     return [n for n, (a, b) in enumerate(zip(starts, ends, strict=True)) if a < stop and b > start]

@@ -1,1 +1,1 @@
-"""Runs of the plain model: their context, masks, cached keys and values, generation and sampling."""
+"""Run the plain model: context, masks, cached keys and values, generation and sampling."""

@@ -1,4 +1,6 @@
-"""Context: what blocks read besides the residual stream, such as masks, rotations and past keys."""
+"""Context: the masks, rotations and past keys that blocks read in addition to the
+residual stream.
+"""
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,22 +19,24 @@ from models.running.masks import Rule, Visible, as_real, as_seen, has_gaps, shar
 KeysAndValues = tuple[
     Float[Tensor, "_rows kv_head key d_head"], Float[Tensor, "_rows kv_head key d_head"]
 ]
-"""One layer's keys and values, after norm and rotation."""
+"""The keys and values of one layer, after norm and rotation."""
 
 
 class Context(NamedTuple):
-    """The values that one call gives to every block; made by `model.context(tokens)`.
+    """The values that every block reads during one call. `model.context(tokens)` returns a context.
 
     Attributes:
-        positions: each token's position in its own text, without padding: Int[batch pos], or
-            [1 pos] if all rows have the same.
-        masks: for each window in use, which keys a query sees; see `Visible`.
-        rotation: the cosines and sines that rotary models rotate queries and keys with; None in other models.
-        start: how many columns of the text come before these.
-        kv_cache: the cache that holds earlier keys and values, and takes the new ones.
-        real: which columns so far are not padding: Bool[batch key]; None if all are. On the CPU, if it
-            could be read there.
-        past: the keys and values of earlier columns for each layer, read-only.
+        positions: the position of each token in its text, without padding: Int[batch pos], or [1
+            pos] if all rows have the same positions.
+        masks: the keys that a query sees, for each window in use; see `Visible`.
+        rotation: the cosines and sines that rotate the queries and keys of rotary models. None in
+            other models.
+        start: the number of columns of the text before the columns of this call.
+        kv_cache: the cache that contains the earlier keys and values. The new keys and values are
+            added to it.
+        real: True at the columns so far that are not padding: Bool[batch key]; None if there is no
+            padding. The tensor is on the CPU if it could be read there.
+        past: the keys and values of earlier columns for each layer. They are not changed.
 
     >>> from models import Transformer, TransformerConfig
     >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=1, n_heads=1, d_model=4)
@@ -51,18 +55,24 @@ class Context(NamedTuple):
 
     @property
     def is_causal(self) -> bool:
-        """Whether no query sees a later key, so that earlier values do not depend on later ones."""
+        """Whether no query sees a later key. Then values do not depend on later tokens."""
         masks = [mask for mask in self.masks.values() if isinstance(mask, Tensor)]
         return not any(bool(mask.triu(1 + self.start).any()) for mask in masks)
 
     def piece(self) -> AbstractContextManager[None]:
-        """A `with` in which edits know where this call starts and what is padding. No use while compiling."""
+        """Return a context manager in which edits know the first column of this call and the
+        padding.
+
+        While compiling, the context manager has no effect.
+        """
         if torch.compiler.is_compiling() or (self.kv_cache is None and self.real is None):
             return nullcontext()
         return position_offset(start_of_piece() if self.kv_cache is None else self.start, self.real)
 
     def commit(self) -> None:
-        """Tells the key/value cache that all blocks have read the new positions."""
+        """Update the length and the mask of the key/value cache after all blocks have read the new
+        positions.
+        """
         if self.kv_cache is not None:
             self.kv_cache.length = self.start + self.positions.shape[1]
             self.kv_cache.mask = self.real
@@ -84,17 +94,23 @@ class Context(NamedTuple):
         return k, v
 
     def to(self, device: torch.device) -> "Context":
-        """The context for blocks on a device. Keys and values of past columns stay where they are."""
+        """Return the context for blocks on a device.
+
+        Keys and values of past columns are not moved.
+        """
         parts = all_to_device((self.positions, self.masks, self.rotation), device)
         return self._replace(**dict(zip(("positions", "masks", "rotation"), parts, strict=True)))
 
     def repeated(self, n: int) -> "Context":
-        """The context of `n` copies of the batch in sequence: row `copy * batch + row`.
+        """Return the context of `n` copies of the batch.
 
-        All copies share one past.
+        Copy `copy` of row `row` is row `copy * batch + row`.
+
+        All copies use the same past.
 
         Raises:
-            ValueError: if the context has a `KVCache`, which has the rows of one batch only.
+            ValueError: if the context has a `KVCache`, because a cache has the rows of one batch
+                only.
         """
         self._refuse_cache("repeated")
         names = ("positions", "masks", "rotation", "real")
@@ -102,24 +118,26 @@ class Context(NamedTuple):
         return self._replace(**tiled)
 
     def after(self, pos: int, past: Sequence[KeysAndValues]) -> "Context":
-        """The context of the same texts from column `pos` on.
+        """Return the context of the same texts from column `pos` on.
 
-        A block that runs on `resid[:, pos:]` gives the same values as on the whole text.
+        A block that runs on `resid[:, pos:]` returns the same values as a block that runs on the
+        whole text.
 
         Args:
-            pos: counted from the start of the text.
-            past: for each layer, keys and values of all columns before `pos`, after norm and rotation.
-                They are only read. Their rows are those of the batch, before or after `repeated`.
+            pos: the first column, counted from the start of the text.
+            past: the keys and values of all columns before `pos`, for each layer, after norm and
+                rotation. They are not changed. Their rows are the rows of the batch, before or
+                after `repeated`.
 
         Raises:
-            ValueError: if the context has a `KVCache` or no column `pos`, or the past does not have
-                `pos` columns.
+            ValueError: if the context has a `KVCache` or no column `pos`, or if the past does not
+                have `pos` columns.
         """
         self._refuse_cache("after")
         end = self.start + self.positions.shape[1]
         require_integer("pos", pos, self.start, end - 1)
         for columns in {part.shape[2] for pair in past for part in pair} - {pos}:
-            raise ValueError(f"past must have the {pos} columns before pos; got {columns}")
+            raise ValueError(f"past must have the {pos} columns before pos; got {columns} columns")
         skipped, device = pos - self.start, self.positions.device
 
         def later(mask: Visible) -> Visible:
@@ -143,8 +161,9 @@ class Context(NamedTuple):
 ContextOrMask = Context | Tensor | None
 """The second argument of blocks and attention.
 
-A model gives its context. Without a model it may be a mask of queries and keys, like `query_key_mask`
-of `Transformer.forward`, or None for the causal rule and the window. Positions then count from 0.
+A model passes its context. Without a model, the argument may be a mask of queries and keys, like
+`query_key_mask` of `Transformer.forward`, or None for the causal rule and the window. Positions are
+then counted from 0.
 """
 
 
@@ -157,15 +176,16 @@ def make_context(
     query_key_mask: Tensor | None = None,
     kv_cache: KVCache | None = None,
 ) -> Context:
-    """The context of one call.
+    """Return the context of one call.
 
     Args:
-        x: the new tokens, or vectors of the stream; only shape and device matter.
-        windows: the windows of the blocks that will read it.
-        n_heads: their query heads.
-        rotate: gives the rotation of positions.
+        x: the new tokens, or vectors of the residual stream. Only the shape and the device are
+            used.
+        windows: the windows of the blocks that will read the context.
+        n_heads: the number of query heads of these blocks.
+        rotate: a function that returns the rotation of positions.
         attention_mask, query_key_mask: see `Transformer.forward`.
-        kv_cache: the keys and values read before.
+        kv_cache: the cache with earlier keys and values. Default: no cache.
 
     Raises:
         ValueError: if tokens, masks and cache do not fit each other.
@@ -184,7 +204,8 @@ def make_context(
         query_key_mask = as_seen(query_key_mask, (batch, n_heads, new, end), is_cached)
         if drops_keys:
             raise ValueError(
-                "query_key_mask must be None with a KVCache of a sliding window, which drops keys; "
+                "query_key_mask must be None with a KVCache of a sliding window, because this "
+                "cache drops keys; "
                 f"got {tuple(query_key_mask.shape)}"
             )
     gaps = real is not None and any(windows) and not drops_keys and has_gaps(real)
@@ -206,9 +227,11 @@ def make_context(
 def _rule(
     window: int, first: int, end: int, real: Tensor | None, positions: Tensor | None
 ) -> Rule | None:
-    """The rule for the keys, from column `first` on, that the last queries see; None: all up to their own.
+    """Return the rule for the keys that the last queries see, or None if they see all keys up to
+    their own.
 
-    Where there are gaps in texts, and so positions, no key was dropped, and `first` is 0.
+    The keys begin at column `first`. If `positions` are given, because texts have padding between
+    tokens, no key was dropped and `first` is 0.
     """
     if real is None:
         return Rule(window) if window and end - first > window else None
@@ -220,12 +243,18 @@ def _mapped(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
 
 
 def _tiled(value: Tensor, n: int) -> Tensor:
-    """`n` copies along the batch. A batch of one broadcasts, so it stays as it is."""
+    """Return `n` copies of a tensor along the batch.
+
+    A batch of one row is not copied, because it broadcasts.
+    """
     return value if value.shape[0] == 1 else value.repeat(n, *[1] * (value.ndim - 1))
 
 
 def joined(old: Tensor, new: Tensor) -> Tensor:
-    """Past and new keys or values, joined. The new ones may have several copies of the past's batch."""
+    """Return past and new keys or values as one tensor.
+
+    The new rows may be several copies of the batch.
+    """
     copies = len(new) // len(old)
     old = old.expand(copies, *old.shape)  # [copy, batch, kv_head, key, d_head]
     new = new.unflatten(0, (copies, -1))  # [copy, batch, kv_head, pos, d_head]

@@ -1,9 +1,11 @@
-"""Generation: continues prompts of any lengths token by token, with cached keys and values.
+"""Generation: continue prompts of any lengths token by token, with cached keys and values.
 
-1. Arguments and prompts are checked before any work, and the prompts padded on the left (`stream`).
-2. The model reads the prompts in chunks, and keeps their keys and values (`_last_logits`).
-3. `Sampling.choose` takes a token for each row from the logits of the last position (`_steps`).
-4. Rows that have met a stop token are finished. While any row runs, the model reads the new tokens: step 3.
+1. Check arguments and prompts before the model runs, and pad the prompts on the left (`stream`).
+2. Run the model on the prompts in chunks, and cache their keys and values (`_last_logits`).
+3. Choose a token for each row from the logits of the last position, with `Sampling.choose`
+   (`_steps`).
+4. A row ends after a stop token. While any row continues, run the model on the new tokens and
+   repeat step 3.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -40,12 +42,13 @@ from models.transformer import Transformer
 
 @dataclass(frozen=True)
 class Step:
-    """One more token for each row.
+    """One step of generation: a new token for each row.
 
     Attributes:
         tokens: the new token of each row.
-        running: whether the row had no stop token before this step; otherwise ignore its token.
-        logits: the logits of the choice, before temperature, top_k, top_p and min_p.
+        running: True at each row that had no stop token before this step. The tokens of all other
+            rows have no meaning.
+        logits: the logits of the new token, before temperature, top_k, top_p and min_p.
 
     >>> from models import load
     >>> model = load("pydoc-4l")
@@ -60,7 +63,7 @@ class Step:
 
 
 class GenerationOptions(TypedDict, total=False):
-    """The options that `generate` passes on to `stream`; see there."""
+    """The options that `generate` passes to `stream`."""
 
     attention_mask: Shaped[Tensor, "batch pos"] | None
     temperature: float
@@ -76,25 +79,27 @@ class GenerationOptions(TypedDict, total=False):
 def generate(
     model: Transformer, prompts: Texts, *, max_new_tokens: int, **options: Unpack[GenerationOptions]
 ) -> list[list[int]]:
-    """Returns each prompt, without padding, and its continuation, up to and including a stop token.
+    """Return each prompt without padding, followed by its new tokens, up to and including a stop
+    token.
 
-    Rows end at the `eos_token_ids` of the model's config, unless `stop` says otherwise. A row of a
-    batch gets the same tokens as it would alone, up to rounding. Other batch sizes may use
-    other kernels, so two tokens of almost equal probability may change places.
+    Rows end at the `eos_token_ids` of the model's config, unless `stop` is given. The tokens of a
+    row do not depend on the other rows of the batch, up to rounding. The kernels may depend on the
+    batch size, so the order of two tokens with almost equal probabilities may change.
 
-    Hooks act in every step. To keep the values of all steps in one cache, use
-    `runner.run_with_cache(prompts, run=functools.partial(generate, model, max_new_tokens=20))`. Its
-    positions are the prompt and all new tokens but the last, which the model does not read.
+    Hooks act in every step. To cache the values of all steps, use
+    `runner.run_with_cache(prompts, run=functools.partial(generate, model, max_new_tokens=20))`. The
+    positions of this cache are the prompt and all new tokens except the last, which the model does
+    not read.
 
     Args:
-        model: in evaluation mode.
-        prompts: texts in any form, of any lengths; see `Transformer.to_tokens`.
-        max_new_tokens: how many tokens to add at most.
+        model: a model in evaluation mode.
+        prompts: texts of any lengths, in any form; see `Transformer.to_tokens`.
+        max_new_tokens: the largest number of new tokens.
         options: `attention_mask`, `temperature`, `top_k`, `top_p`, `min_p`, `stop`, `seed`,
             `max_context` and `prefill_chunk`; see `stream`.
 
     Raises:
-        ValueError: as for `stream`.
+        ValueError: see `stream`.
 
     >>> from models import Transformer, TransformerConfig
     >>> config = TransformerConfig(vocab_size=5, n_ctx=9, n_layers=1, n_heads=2, d_model=4)
@@ -108,7 +113,7 @@ def generate(
     steps = stream(model, texts, max_new_tokens=max_new_tokens, **options)
     new = [(step.tokens, step.running) for step in steps]
     lengths = torch.stack([running for _, running in new], 1).sum(1)
-    # One tensor, because each is waited for.
+    # Copy one tensor to the CPU, because each copy waits for the device.
     rows = torch.stack([lengths, *(tokens for tokens, _ in new)], 1).tolist()
     return [text + added[:length] for text, (length, *added) in zip(texts, rows, strict=True)]
 
@@ -116,20 +121,22 @@ def generate(
 def generate_text(
     model: Transformer, prompts: Texts, *, max_new_tokens: int, **options: Unpack[GenerationOptions]
 ) -> Any:
-    """Returns a text with its continuation, or a list of texts with theirs.
+    """Return a text with its continuation, or a list of texts with their continuations.
 
-    The model also reads the tokens with which its tokenizer begins a text; they are not in the result.
-    Without `stop`, a row also ends at the tokenizer's own end of text. The result leaves out the end of
-    text that ended a row, but not stop tokens that were given. An incomplete last character is U+FFFD.
+    The model also reads the tokens that its tokenizer adds at the beginning of a text. These tokens
+    are not in the result. If `stop` is not given, a row also ends at the end-of-text tokens of the
+    tokenizer, and the result does not contain the end-of-text token. If `stop` is given, the result
+    contains the stop token. An incomplete last character is U+FFFD.
 
     Args:
-        model: in evaluation mode, with a `tokenizer`.
+        model: a model in evaluation mode, with a `tokenizer`.
         prompts: a text, or a batch of texts, in any form; see `Transformer.to_tokens`.
-        max_new_tokens: how many tokens to add at most.
+        max_new_tokens: the largest number of new tokens.
         options: see `stream`.
 
     Raises:
-        ValueError: as for `stream`, or by the tokenizer.
+        ValueError: see `stream`. The tokenizer also raises this error if it does not know a
+            character or a token.
 
     >>> from models import load
     >>> generate_text(load("pydoc-4l"), "impor", max_new_tokens=1)
@@ -138,14 +145,14 @@ def generate_text(
     _require(model)
     if "tokenizer" in options or hasattr(prompts, "decode"):
         raise TypeError(
-            "generate_text takes texts; a tokenizer is assigned: model.tokenizer = tokenizer"
+            "generate_text takes texts and no tokenizer: set model.tokenizer = tokenizer"
         )
     refuse(options, stream, "generate_text")
     tokenizer: Tokenizer = model.require_tokenizer()
     ends: set[int] = set()
     if options.get("stop") is None:
         known_ends = (*model.config.eos_token_ids, *tokenizer.eos_token_ids)
-        # A tokenizer may be that of a larger model, with tokens that this one lacks.
+        # The tokenizer of a larger model may have tokens that this model does not have.
         options["stop"] = ends = {token for token in known_ends if token < model.config.vocab_size}
     is_one = is_one_text(prompts)
     several: list[Any] = [prompts] if is_one else [*prompts]
@@ -155,8 +162,8 @@ def generate_text(
         read = prompts_as_text(model, prompts, options.pop("attention_mask", None)).listed()
         several = [tokenizer.decode(row) for row in read]
     rows = generate(model, read, max_new_tokens=max_new_tokens, **options)
-    # Some tokenizers drop the first token's space or rewrite characters: decode whole rows, but keep
-    # the prompt as it was given.
+    # Some tokenizers drop the space of the first token or rewrite characters. So decode whole rows,
+    # but return the prompt unchanged.
     texts = [
         text
         + tokenizer.decode(row[: -1 if row[-1] in ends else None])[len(tokenizer.decode(old)) :]
@@ -181,28 +188,31 @@ def stream(
     prefill_chunk: int = 1024,
     **others: Unpack[NoOthers],
 ) -> Iterator[Step]:
-    """Yields the steps of `generate` one at a time.
+    """Yield the steps of `generate` one at a time.
 
-    A caller may change a step's tensors: the next step does not read them.
+    A caller may change the tensors of a step, because the next step does not read them.
 
     Args:
-        model: in evaluation mode.
-        prompts: texts in any form, of any lengths; see `Transformer.to_tokens`.
-        max_new_tokens: how many tokens to add at most.
-        attention_mask: 1 for tokens and 0 for padding, which may be on either side; None for no padding.
-        temperature, top_k, top_p, min_p: see `Sampling`; temperature 0 takes the most probable token.
-        stop: a token that ends a row, or several; None for the `eos_token_ids` of the model's config,
-            () for none.
-        seed: row i draws from `row_generator(seed, i)`, whatever the other rows are. Or a generator,
-            from which all rows draw in turn.
-        max_context: the largest number of positions; None for the model's `n_ctx`.
-        prefill_chunk: how many positions of the prompts are read at once.
+        model: a model in evaluation mode.
+        prompts: texts of any lengths, in any form; see `Transformer.to_tokens`.
+        max_new_tokens: the largest number of new tokens.
+        attention_mask: 1 for tokens and 0 for padding, which may be on either side. Default: no
+            padding.
+        temperature, top_k, top_p, min_p: see `Sampling`. Default: temperature 0, which selects the
+            most probable token.
+        stop: the token or tokens that end a row. If it is (), no token ends a row. Default: the
+            `eos_token_ids` of the model's config.
+        seed: the seed of random draws. Row i draws from `row_generator(seed, i)`, independently of
+            the other rows. If a generator is given, all rows draw from this generator in turn.
+            Default: 0.
+        max_context: the largest number of positions. Default: the model's `n_ctx`.
+        prefill_chunk: the number of positions of the prompts that are read at once. Default: 1024.
 
     Raises:
-        ValueError: at the call, if a sampling option is out of range, a prompt is empty or too long
-            with its continuation, a token is outside the vocabulary, the mask has another shape or
-            other values, or the model is in training mode. Later, if the logits of a running row are not
-            finite.
+        ValueError: at the call, if a sampling option is out of range, if a prompt is empty, if a
+            prompt and its new tokens are too long, if a token is outside the vocabulary, if the
+            mask has a wrong shape or wrong values, or if the model is in training mode. During the
+            steps, if the logits of a running row are not finite.
 
     >>> from models import Transformer, TransformerConfig
     >>> config = TransformerConfig(vocab_size=5, n_ctx=9, n_layers=1, n_heads=2, d_model=4)
@@ -239,26 +249,27 @@ def _as_stops(stop: Any) -> list[int]:
     """Return the numbers of the tokens that end a text.
 
     Raises:
-        ValueError: if they are no numbers, such as the text of a token.
+        ValueError: if a token is not a number, such as a string.
     """
     listed = [*stop] if isinstance(stop, Iterable) and not isinstance(stop, str) else [stop]
     if not all(map(is_integer, listed)):
-        rule = "stop must be the number of a token, or several, as model.to_id('.') gives it"
+        rule = "stop must be the number of a token, such as model.to_id('.'), or several numbers"
         raise ValueError(f"{rule}; got {shown(stop)}")
     return [index(token) for token in listed]
 
 
-# Not on the generator below: there it would also act between the steps.
+# On the generator below, this decorator would also disable gradients between the steps.
 @without_gradients
 def _last_logits(
     model: Transformer, cache: KVCache, mask: Tensor | None, chunk: int, tokens: Tensor
 ) -> Tensor:
-    """The logits after the last token: [batch, vocab]."""
+    """Return the logits after the last token: [batch, vocab]."""
     if model.training:
         raise ValueError(IN_TRAINING)
     for piece in tokens.split(chunk, 1):
         seen = None if mask is None else mask[:, : cache.length + piece.shape[1]]
-        with trusted():  # `check_prompts` has read the tokens, and the mask was made here
+        # The tokens were checked in `check_prompts`, and the mask was made in `stream`.
+        with trusted():
             logits = model(piece, attention_mask=seen, kv_cache=cache, last=1)
     return logits[:, -1]
 
@@ -290,7 +301,10 @@ def _require(model: object) -> None:
     if not isinstance(model, Transformer):
         hint = ""
         if isinstance(model, nn.Module) and isinstance(uncompiled(model), Transformer):
-            hint = " (give compiled._orig_mod, the model inside; each step has another shape)"
+            hint = (
+                " (pass compiled._orig_mod, the model before compilation, because each step has a "
+                "new shape)"
+            )
         elif hasattr(model, "generate"):
             hint = " (try its own .generate)"
         raise TypeError(f"generate needs a models.Transformer; got {shown(model)}{hint}")

@@ -1,4 +1,4 @@
-"""KVCache: the keys and values of positions that a model has already read."""
+"""KVCache: a cache of the keys and values of positions that a model has already read."""
 
 import torch
 from jaxtyping import Bool, Float
@@ -17,20 +17,24 @@ DECISIVE = (
 
 
 class KVCache:
-    """A key/value cache, with which a model continues a text: `model(new_tokens, kv_cache=cache)`.
+    """A cache of keys and values, with which a model continues a text:
 
-    Keys and values are stored after norm, rotation and edits by hooks. A block with a sliding window
-    keeps only what the window can still reach. A forward pass that fails leaves the cache unchanged.
-    Gradients flow into positions that were read while gradients were recorded. As an intervention, a
-    model with other weights but the same sizes and positions can continue from it.
+    `model(new_tokens, kv_cache=cache)`.
+
+    Keys and values are stored after norm, rotation and edits by hooks. For a block with a sliding
+    window, only the positions that the window can still reach are stored. A forward pass that fails
+    does not change the cache. Gradients flow into positions that were read while gradients were
+    recorded. As an intervention, a model with other weights but the same sizes and positions can
+    continue from the cache.
 
     Args:
-        max_context: the largest number of positions; None for the model's `n_ctx`.
+        max_context: the largest number of positions. Default: the model's `n_ctx`.
 
     Attributes:
-        length: how many positions have been read.
-        mask: which of them are not padding: Bool[batch _length]; None if all are. It may be shorter than
-            `length`; the positions beyond its end are not padding.
+        length: the number of positions that have been read.
+        mask: True at the positions that are not padding: Bool[batch _length]. None if there is no
+            padding. The mask may be shorter than `length`; the positions after its end are not
+            padding.
 
     Raises:
         ValueError: if `max_context` is not a whole number of at least 1.
@@ -53,23 +57,27 @@ class KVCache:
         self._config: TransformerConfig | None = None
 
     def __repr__(self) -> str:
-        return f"KVCache of {self.length} positions in {len(self.layers)} layers, {self.nbytes:,} bytes"
+        return (
+            f"KVCache of {self.length} positions in {len(self.layers)} layers, {self.nbytes:,} "
+            "bytes"
+        )
 
     @property
     def nbytes(self) -> int:
-        """The memory it holds, in bytes."""
+        """The size of the keys and values in bytes."""
         return sum(layer.nbytes for layer in self.layers)
 
     def reserve(self, config: TransformerConfig, batch: int, new: int) -> None:
-        """Checks that `new` more positions fit. At the first call it also makes the layers.
+        """Check that `new` more positions fit. The first call also makes the layers.
 
         Args:
             config: the config of the model that will run.
-            batch: rows of the next call.
-            new: positions of the next call.
+            batch: the number of rows of the next call.
+            new: the number of positions of the next call.
 
         Raises:
-            ValueError: if they do not fit, or the batch size or the model does not match.
+            ValueError: if the positions do not fit, or if the batch size or the model does not
+                match the cache.
         """
         limit = min(self.max_context or config.n_ctx, config.n_ctx)
         if self.length + new > limit:
@@ -85,36 +93,39 @@ class KVCache:
             other = [n for n in DECISIVE if getattr(config, n) != getattr(self._config, n)]
             if other:
                 raise ValueError(
-                    f"a KVCache must be used by models of the same {', '.join(other)}; they differ"
+                    f"models that share a KVCache must have the same {', '.join(other)}; got "
+                    "different values"
                 )
         if self.layers[0].batch != batch:
             raise ValueError(
-                f"tokens must have as many rows as the KVCache ({self.layers[0].batch}); got {batch}"
+                f"tokens must have the batch size of the KVCache ({self.layers[0].batch}); got "
+                f"{batch}"
             )
 
 
 class LayerCache:
-    """Keys and values of one block, in order of position.
+    """The keys and values of one block, in the order of their positions.
 
     Args:
-        window: how many positions a query sees, its own included; 0 means all.
+        window: the number of positions that a query sees, including its own. 0 means all positions.
         limit: the largest number of positions.
     """
 
     def __init__(self, window: int, limit: int) -> None:
         self.window = window
         self._limit = limit
-        self._first = 0  # the position that the buffers begin with
+        # The first position in the buffers.
+        self._first = 0
         self._keys = self._values = torch.empty(0, 0, 0, 0)
 
     @property
     def batch(self) -> int:
-        """Rows of the batch; 0 before the first call."""
+        """The number of rows of the batch. It is 0 before the first call."""
         return self._keys.shape[0]
 
     @property
     def nbytes(self) -> int:
-        """The memory it holds, in bytes."""
+        """The size of the keys and values in bytes."""
         return self._keys.nbytes + self._values.nbytes
 
     def append(
@@ -125,17 +136,19 @@ class LayerCache:
     ) -> tuple[
         Float[Tensor, "batch kv_head key d_head"], Float[Tensor, "batch kv_head key d_head"]
     ]:
-        """Stores new keys and values, and returns all those that the new positions may see.
+        """Store new keys and values, and return all keys and values that the new positions may see.
 
         Args:
-            start: the first new position. Anything stored from there on is overwritten.
-            k, v: keys and values of the new positions.
+            start: the first new position. Keys and values that are stored from this position on are
+                overwritten.
+            k, v: the keys and values of the new positions.
         """
         oldest, end = oldest_reached(self.window, start), start + k.shape[2]
         is_full = end - self._first > self._keys.shape[2] or not self.batch
-        # A backward pass needs the values in a graph, so they must not be overwritten.
+        # A backward pass needs the values in the graph, so these must not be overwritten.
         has_graph = self._keys.requires_grad or self._values.requires_grad
-        # A compiler cannot ask this, and an inference tensor raises PyTorch's own error there.
+        # The compiler does not support these calls. In compiled code, PyTorch itself raises an
+        # error for an inference tensor.
         is_locked = (
             not torch.compiler.is_compiling()
             and self._keys.is_inference()
@@ -149,8 +162,10 @@ class LayerCache:
         return self._keys.narrow(*seen), self._values.narrow(*seen)
 
     def _make_room(self, oldest: int, start: int, end: int, like: Tensor) -> None:
-        """Moves to buffers with room beyond `end`, without positions that no query can see again."""
-        # A window's buffers move repeatedly, and need a step of room each time.
+        """Move to buffers with space after `end`, and drop positions that no query can
+        see again.
+        """
+        # The buffers of a window are moved again and again, and need the space of a step each time.
         needed = end - oldest + (STEP if self.window else 0)
         capacity = min(-(-needed // STEP) * STEP, self._limit - oldest)
         batch, heads, _, width = like.shape
@@ -163,5 +178,5 @@ class LayerCache:
 
 
 def oldest_reached(window: int, start: int) -> int:
-    """The first position that a query at `start` sees; a window of 0 sees all."""
+    """Return the first position that a query at `start` sees. A window of 0 sees all positions."""
     return max(0, start - window + 1) if window else 0

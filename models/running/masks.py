@@ -1,4 +1,7 @@
-"""Masks of the keys that each query sees: checked as the caller gave them, and kept as rules where large."""
+"""Masks of the keys that each query sees.
+
+The masks of callers are checked; large masks are rules.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,18 +14,21 @@ from hooks.base import require_kind
 from models.checks import should_read
 from models.running.kvcache import oldest_reached
 
-# Up to this many queries a mask is made once for all layers; beyond, by blocks of so many in each layer.
+# With at most this number of queries, one mask is made for all layers. With more queries, each
+# layer makes its mask in blocks of this number of queries.
 BLOCK = 512
 
 
 class Rule(NamedTuple):
-    """A mask that takes no memory: each query sees keys up to its own column, with these exceptions.
+    """A mask that uses no memory.
+
+    Each query sees the keys up to its own column, with these exceptions.
 
     Attributes:
-        window: a key must be less than this many positions before its query; 0 means any number.
-        real: which keys are not padding: Bool[batch key]; None means all.
-        positions: each key's position in its own text: Int[batch key]; None if columns are as far
-            apart as positions, because there is no padding within a text.
+        window: the number of positions that a query sees, including its own. 0 means all positions.
+        real: True at the keys that are not padding: Bool[batch key]. None if there is no padding.
+        positions: the position of each key in its text: Int[batch key]. None if there is no padding
+            between tokens, so that distances of columns are distances of positions.
     """
 
     window: int = 0
@@ -32,7 +38,10 @@ class Rule(NamedTuple):
     def seen(
         self, first: int, start: int, end: int, device: torch.device
     ) -> Bool[Tensor, "_batch 1 query key"]:
-        """The mask of the queries from column `start` and the keys from column `first`, up to `end`."""
+        """Return the mask of the queries from column `start` to `end`.
+
+        The keys are the columns from `first` to `end`.
+        """
         columns = torch.arange(first, end, device=device)
         seen = (columns <= columns[start - first :, None])[None]
         if self.window:
@@ -46,20 +55,20 @@ class Rule(NamedTuple):
 Visible = Tensor | Rule | None
 """The keys that queries see: Bool[batch head query key], where an axis may have size 1, or a rule.
 
-None means all keys up to the query's own. The last query is always at the last key.
+None means that a query sees all keys up to its own. The last query is always at the last key.
 """
 
 
 def part(
     mask: Visible, queries: slice, shape: Sequence[int], device: torch.device
 ) -> tuple[slice, Bool[Tensor, "_batch _head _query _key"] | None]:
-    """Return the keys that some queries may see at all, and the mask of these queries and keys.
+    """Return a slice of the keys that some queries may see, and the mask of these queries and keys.
 
     Args:
-        mask: of all queries and keys.
-        queries: a slice of them, with a start and a stop.
-        shape: how many queries and keys there are.
-        device: where numbers are made.
+        mask: the mask of all queries and keys.
+        queries: a slice of the queries, with a start and a stop.
+        shape: the number of queries and the number of keys.
+        device: the device of the mask that a rule makes.
     """
     if isinstance(mask, Tensor):
         return slice(0, shape[1]), mask if mask.shape[2] == 1 else mask[:, :, queries]
@@ -72,14 +81,16 @@ def part(
 def dense(
     mask: Visible, shape: Sequence[int], device: torch.device
 ) -> Bool[Tensor, "_batch _head _query _key"]:
-    """The mask of all queries and all keys, as numbers."""
+    """Return the mask of all queries and all keys as a tensor."""
     if isinstance(mask, Tensor):
         return mask
     return (mask or Rule()).seen(0, shape[1] - shape[0], shape[1], device)
 
 
 def shared(mask: Visible, shape: Sequence[int], device: torch.device) -> Visible:
-    """The form in which the layers of a model share a mask: numbers if few, otherwise the rule."""
+    """Return a mask that all layers of a model can share: a tensor if it is small, otherwise the
+    rule.
+    """
     if (mask is None and shape[0] in (1, shape[1])) or shape[0] > BLOCK:
         return mask
     return dense(mask, shape, device)
@@ -93,25 +104,30 @@ def as_real(
     known: Bool[Tensor, "batch end"] | None = None,
     windowed: bool = False,
 ) -> Bool[Tensor, "batch end"] | None:
-    """Return which columns are not padding; None if all are. The mask is read once, on the CPU, if it may be.
+    """Return True at the columns that are not padding, or None if there is no padding.
+
+    The mask is checked on the CPU. If its values may not be read, only its shape is checked.
 
     Args:
         mask: the caller's `attention_mask`.
-        batch: rows of the tokens.
-        end: columns, cached ones included.
-        start: how many of them are cached; None without a cache.
-        known: which columns are not padding, as far as a cache knows; None if all are.
-        windowed: whether a cache drops keys.
+        batch: the number of rows of the tokens.
+        end: the number of columns, including cached columns.
+        start: the number of cached columns, or None if there is no cache.
+        known: True at the columns that are not padding according to the cache. None if there is no
+            padding.
+        windowed: whether the cache drops keys.
 
     Raises:
-        ValueError: if the mask has another shape or other numbers than 0 and 1, a row of padding only
-            (without a cache), contradicts what is known, or needs keys that are dropped.
+        ValueError: if the mask has a wrong shape, if it contains other numbers than 0 and 1, if a
+            row contains only padding (without a cache), if the mask differs from `known`, or if it
+            needs keys that are dropped.
     """
     require_kind("attention_mask", mask, Tensor, "a tensor [batch, key]")
     if mask.shape != (batch, end):
-        hint = ": for a mask of queries and keys there is query_key_mask" if mask.ndim > 2 else ""
+        hint = ": pass a mask of queries and keys as query_key_mask" if mask.ndim > 2 else ""
         raise ValueError(
-            f"attention_mask must be [batch, key], here {(batch, end)}, where keys include cached "
+            f"attention_mask must be [batch, key], here {(batch, end)}, including the keys of "
+            "cached "
             f"positions; got {tuple(mask.shape)}{hint}"
         )
     if not should_read(mask):
@@ -122,11 +138,11 @@ def as_real(
     elif not (
         real[:, :start].all() if known is None else known[:, :start].cpu().equal(real[:, :start])
     ):
-        raise ValueError("attention_mask must be the same as before for cached tokens; got another")
+        raise ValueError("attention_mask must not change for cached tokens; got different values")
     if start is not None and windowed and bool((real[:, 1:] < real[:, :-1]).any()):
         raise ValueError(
-            "padding must be on the left with a KVCache of a sliding window, which keeps the "
-            "last keys; got padding after a real token"
+            "padding must be on the left with a KVCache of a sliding window, because this cache "
+            "contains only the last keys; got padding after a real token"
         )
     return None if real.all() else real
 
@@ -134,24 +150,28 @@ def as_real(
 def as_seen(
     mask: Shaped[Tensor, "..."], shape: tuple[int, int, int, int], is_cached: bool
 ) -> Bool[Tensor, "_batch _head _query _key"]:
-    """The caller's `query_key_mask` with all four axes. It is read once, on the CPU, if it may be.
+    """Return the caller's `query_key_mask` with all four axes.
+
+    The mask is checked on the CPU. If its values may not be read, only its shape is checked.
 
     Args:
-        mask: the caller's.
-        shape: sizes of batch, head, query and key.
-        is_cached: whether a cache is used; then a row may be without keys.
+        mask: the caller's `query_key_mask`.
+        shape: the sizes of batch, head, query and key.
+        is_cached: whether a cache is used. With a cache, a row may have no keys.
 
     Raises:
-        ValueError: if the mask has another shape or other numbers than 0 and 1, or a row without keys.
+        ValueError: if the mask has a wrong shape, if it contains other numbers than 0 and 1, or if
+            a row has no keys.
     """
     batch, _, new, end = shape
     shapes = {2: (new, end), 3: (batch, new, end), 4: shape}
     pairs = list(zip(mask.shape, shapes.get(mask.ndim, ()), strict=False))
-    # With two axes, [1, key] would be a padding mask in the wrong place.
+    # With two axes, a mask [1, key] is probably a padding mask, so its axes must have their full
+    # sizes.
     if not pairs or any(size != full and (mask.ndim == 2 or size != 1) for size, full in pairs):
         raise ValueError(
             f"query_key_mask must be [query, key], here {shapes[2]}, or [batch, query, key], "
-            f"{shapes[3]}, or [batch, head, query, key], {shapes[4]}, where keys include cached "
+            f"{shapes[3]}, or [batch, head, query, key], {shapes[4]}, including the keys of cached "
             f"positions; got {tuple(mask.shape)}"
         )
     mask = mask[None] if mask.ndim == 2 else mask
@@ -165,7 +185,10 @@ def as_seen(
 
 
 def has_gaps(real: Bool[Tensor, "batch key"]) -> bool:
-    """Whether a row has padding between real tokens. A mask that may not be read could have it."""
+    """Return whether a row has padding between real tokens.
+
+    The result is True if the mask may not be read.
+    """
     if not should_read(real):
         return True
     return bool(((real[:, 1:] > real[:, :-1]).sum(1) + real[:, 0] > 1).any())
@@ -182,7 +205,8 @@ def _as_boolean(name: str, mask: Tensor) -> Tensor:
 
 
 def _check_no_row_is_empty(name: str, allowed: Tensor) -> None:
-    # Not with a cache: when a text is read in pieces, a whole piece of a row may be padding.
+    # This is not checked with a cache, because a whole piece of a row may be padding if a text is
+    # read in pieces.
     if allowed.numel() and not allowed.flatten(1).any(1).all():
         row = int((~allowed.flatten(1).any(1)).nonzero()[0])
-        raise ValueError(f"{name} must leave each row a key; got none in row {row}")
+        raise ValueError(f"{name} must leave each row at least one key; got no key in row {row}")

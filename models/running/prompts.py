@@ -1,4 +1,4 @@
-"""Prompts as one text, and their checks."""
+"""Convert the prompts of a generation to one text, and check them."""
 
 from dataclasses import replace
 
@@ -15,17 +15,20 @@ IN_TRAINING = "the model must be in evaluation mode; got training mode: call mod
 def prompts_as_text(
     model: Transformer, prompts: Texts, attention_mask: Shaped[Tensor, "batch pos"] | None
 ) -> Text:
-    """The prompts as one text, with the mask that was given beside them.
+    """Return the prompts as one text, with the attention mask if it is given.
 
     Raises:
-        ValueError: if a mask does not fit the prompts.
+        ValueError: if the mask does not fit the prompts.
     """
     text = model.to_tokens(prompts)
     check_tokens(text.tokens)
     if attention_mask is None:
         return text
     if text.attention_mask is not None:
-        raise ValueError("prompts of unequal lengths have their own attention_mask; got another")
+        raise ValueError(
+            "attention_mask must be None if prompts have unequal lengths or a mask; got a second "
+            "mask"
+        )
     shape, real = tuple(text.tokens.shape), attention_mask.tolist()
     if attention_mask.shape != shape or set().union(*real) - {0, 1}:
         rule = "attention_mask must be 1 at tokens and 0 at padding, with the shape of prompts"
@@ -36,13 +39,14 @@ def prompts_as_text(
 def check_prompts(
     model: Transformer, texts: list[list[int]], stops: list[int], new: int, max_context: int | None
 ) -> None:
-    """Refuses arguments that would give wrong tokens, or fail after some steps."""
+    """Raise an error for arguments that would cause wrong tokens, or an error after some steps."""
     if any(module.training for module in model.modules()):
         raise ValueError(IN_TRAINING)
     empty = [row for row, text in enumerate(texts) if not text]
     if empty or not texts:
         raise ValueError(
-            f"each prompt must have at least one token; got {len(texts)} prompts, empty in rows {empty}"
+            f"each prompt must have at least one token; got {len(texts)} prompts, empty in rows "
+            f"{empty}"
         )
     vocab, n_ctx = model.config.vocab_size, model.config.n_ctx
     require(model.config, "causal", model.config.causal, "True to write texts")
@@ -51,7 +55,7 @@ def check_prompts(
     for name, tokens in (("stop", stops), *((f"prompt {i}", t) for i, t in enumerate(texts))):
         outside = [token for token in tokens if not 0 <= token < vocab]
         if outside:
-            raise ValueError(f"{name} must have tokens from 0 to {vocab - 1}; got {outside[0]}")
+            raise ValueError(f"the tokens of {name} must be in [0, {vocab}); got {outside[0]}")
     limit = n_ctx if max_context is None else min(max_context, n_ctx)
     longest = max(map(len, texts))
     if longest + new > limit:
@@ -59,5 +63,5 @@ def check_prompts(
         more = "" if is_learned else ", or call model.extend_context"
         raise ValueError(
             f"a prompt and its new tokens must fit in {limit} positions; got {longest} and {new}: "
-            f"ask for fewer and go on from the last tokens of the result{more}"
+            f"reduce max_new_tokens, and continue from the last tokens of the result{more}"
         )

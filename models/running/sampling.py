@@ -1,4 +1,4 @@
-"""Sampling: takes the most probable next token, or draws one by temperature and cuts."""
+"""Sampling: select the most probable token, or draw a random token with a temperature and cuts."""
 
 import math
 from dataclasses import dataclass
@@ -18,18 +18,19 @@ class Sampling:
     """The choice of a token from logits: the most probable one, or a random draw.
 
     Attributes:
-        temperature: the divisor of logits; below 1e-6 the most probable token is taken.
-        top_k: draw from this many of the most probable tokens.
-        top_p: draw from the fewest tokens whose probabilities sum to at least this (Holtzman et al.
-            2020).
-        min_p: draw from tokens at least this many times as probable as the most probable one (Nguyen
-            et al. 2024).
+        temperature: the number by which logits are divided. Below 1e-6, the most probable token is
+            selected. Default: 0.
+        top_k: draw from this number of the most probable tokens. Default: no cut.
+        top_p: draw from the smallest set of most probable tokens whose probabilities sum to at
+            least this number (Holtzman et al. 2020). Default: no cut.
+        min_p: draw from the tokens whose probability is at least this number times the largest
+            probability (Nguyen et al. 2024). Default: no cut.
 
-    The cuts act after the temperature, one after another in this order. The most probable token always
-    remains.
+    The cuts are applied after the temperature, in this order. They never remove the most probable
+    token.
 
     Raises:
-        ValueError: if an option is out of range, or a cut is given without a temperature.
+        ValueError: if an option is out of range, or if a cut is given without a temperature.
 
     >>> logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
     >>> Sampling(temperature=1.0, top_k=2).cut(logits).softmax(-1)
@@ -47,33 +48,38 @@ class Sampling:
         for name, (least, most) in {"temperature": (0, math.inf), **cuts}.items():
             value = getattr(self, name)
             if value is not None and not least <= value <= most:
-                bound = f"{least} to {most}" if most < math.inf else f"at least {least}"
+                bound = f"in [{least}, {most}]" if most < math.inf else f"at least {least}"
                 raise ValueError(f"{name} must be {bound}; got {value}")
             if name in cuts and value is not None and self.is_greedy:
                 raise ValueError(
-                    f"{name} must come with a temperature above 0, because it acts on random draws; "
+                    f"{name} needs a temperature above 0, because it changes random draws; "
                     f"got temperature={self.temperature}"
                 )
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most probable token is taken."""
+        """Whether the most probable token is selected."""
         return self.temperature < GREEDY_BELOW
 
     def cut(self, logits: Float[Tensor, "batch vocab"]) -> Float[Tensor, "batch vocab"]:
-        """The logits to draw from: divided by the temperature, -inf where a cut forbids a token."""
+        """Return the logits to draw from, divided by the temperature.
+
+        They are -inf at tokens that a cut removes.
+        """
         logits = logits.float() / self.temperature
         if self.top_k is not None:
             count = min(self.top_k, logits.shape[-1])
             least = logits.topk(count).values[:, -1:]
             above, level = logits > least, logits == least
-            # Of equal tokens keep the first ones, for exactly `top_k` tokens.
+            # If logits are equal, select the first tokens, so that exactly `top_k` tokens remain.
             allowed = above | (level & (level.cumsum(-1) <= count - above.sum(-1, keepdim=True)))
             logits = torch.where(allowed, logits, -torch.inf)
-        if self.top_p is not None and self.top_p < 1:  # a sum of probabilities may round to 1 early
+        # With top_p of 1 no token is removed, although a sum of probabilities may be rounded to 1
+        # too early.
+        if self.top_p is not None and self.top_p < 1:
             ordered, order = logits.sort(descending=True, stable=True)
             probabilities = ordered.softmax(-1)
-            # Keep the token at which the sum reaches top_p, and always the most probable one.
+            # The token at which the sum reaches top_p remains, and so does the most probable token.
             beyond = probabilities.cumsum(-1) - probabilities >= self.top_p
             beyond[:, 0] = False
             forbidden = torch.zeros_like(beyond).scatter_(1, order, beyond)
@@ -90,28 +96,33 @@ class Sampling:
         generators: list[torch.Generator],
         running: Bool[Tensor, " batch"] | None = None,
     ) -> Int[Tensor, " batch"]:
-        """One token for each row.
+        """Return one token for each row.
 
         Args:
             logits: the logits of the next token.
-            generators: the generator of each row, on any device; not used at temperature 0.
-            running: the rows whose tokens count; None for all. The logits of others may be anything.
+            generators: the generator of each row, on any device. They are not used at temperature
+                0.
+            running: True at the rows whose tokens are used. The logits of all other rows are not
+                checked. Default: all rows.
 
         Raises:
-            ValueError: if a row's logits hold NaN or are all -inf, or hold inf when tokens are drawn.
+            ValueError: if the logits of a row contain NaN, if they are all -inf, or if they contain
+                inf when tokens are drawn.
         """
-        best = logits.max(-1)  # NaN counts as the largest
+        # The maximum of values with NaN is NaN.
+        best = logits.max(-1)
         largest = best.values if running is None else best.values.where(running, 0.0)
         for row, value in enumerate(largest.tolist()):
             if not (value > -math.inf and (self.is_greedy or value < math.inf)):
                 raise ValueError(
-                    f"logits of the next token must be finite; got {value} in row {row}, from the "
-                    "weights or from a hook"
+                    f"logits of the next token must be finite; got {value} in row {row}: check the "
+                    "weights and hooks"
                 )
         if self.is_greedy:
             return best.indices
         odds = self.cut(logits).softmax(-1)
-        # What torch.multinomial draws, without its checks, in which the host waits for each row.
+        # The tokens equal the draws of torch.multinomial, without its checks, because they would
+        # wait for the device in each row.
         noise = [
             torch.empty(odds.shape[1], device=drawn_from.device).exponential_(generator=drawn_from)
             for _, drawn_from in zip(range(len(odds)), generators, strict=True)
@@ -121,15 +132,16 @@ class Sampling:
 
 
 def row_generator(seed: int, row: int, device: torch.device | str = "cpu") -> torch.Generator:
-    """The generator from which row `row` of `generate(..., seed=seed)` draws.
+    """Return the generator from which row `row` of `generate(..., seed=seed)` draws.
 
-    With it as the seed, a prompt alone draws what it draws as that row of a batch. Other seeds have
-    unrelated streams, but for a chance of about one in four billion for each row.
+    If it is passed as the seed, a prompt alone draws the same tokens as in this row of a batch. The
+    random numbers of two seeds are unrelated, with a probability of error of about one in four
+    billion for each row.
 
     Args:
         seed: any whole number.
-        row: the place of the row in the batch.
-        device: where the model's logits are.
+        row: the index of the row in the batch.
+        device: the device of the model's logits. Default: "cpu".
 
     >>> first, second = (torch.rand(1, generator=row_generator(7, row)) for row in (0, 1))
     >>> bool(first == second)

@@ -1,1 +1,1 @@
-"""Texts and tokens: tokenizers, their files, and what a model reads as text."""
+"""Texts and tokens: tokenizers, the files of tokenizers, chats, and models that read text."""

@@ -1,15 +1,17 @@
 """Charsmaps: the tables by which SentencePiece normalises texts.
 
-1. A table maps sequences of characters to texts, such as `ﬁ` to `fi`. It is a trie over their bytes (`_Trie`).
-2. At each position of a text, replace the longest sequence that is in the table, and continue after it. If no sequence
-   fits, keep one character.
+1. A table maps sequences of characters to texts, such as `ﬁ` to `fi`. It is a trie over the
+   bytes of the sequences (`_Trie`).
+2. At each position of a text, replace the longest sequence that is in the table, and continue after
+   it. If no sequence fits, keep one character.
 
-`tokenizers.normalizers.Precompiled` reads the same tables by another rule. It replaces a whole grapheme of up to five bytes
-by the text of the shortest sequence that fits, so an accent after a wide space is lost. In longer graphemes it finds only
-sequences of one character.
+`tokenizers.normalizers.Precompiled` reads the same tables with a different rule. It replaces a
+whole grapheme of up to five bytes with the text of the shortest sequence that fits, so an accent
+after a wide space is lost. In longer graphemes it finds only sequences of one character.
 
-The format is that of SentencePiece's src/normalizer.cc: the number of bytes of a double array (darts-clone), this array of
-32-bit units, and the texts, each with a zero byte behind it.
+The format is defined in SentencePiece's src/normalizer.cc. A table contains the number of bytes of
+a double array (darts-clone), then this array of 32-bit units, then the texts. Each text ends with a
+zero byte.
 """
 
 import struct
@@ -24,31 +26,33 @@ if TYPE_CHECKING:
     import tokenizers
 
 _ROOT = 0
-_MOST_PAIRS = 1 << 17  # that are remembered, some ten megabytes
+# The largest number of cached pairs. The pairs use some ten megabytes.
+_MOST_PAIRS = 1 << 17
 
 
 class Charsmap:
-    """A normalizer that replaces the longest known sequence at each place of a text.
+    """A normalizer that replaces the longest known sequence at each position of a text.
 
     Args:
-        data: the table, as files of SentencePiece hold it.
+        data: the bytes of the table, in the format of SentencePiece.
 
     Raises:
-        ValueError: if it is no such table.
+        ValueError: if the table is damaged.
     """
 
     def __init__(self, data: bytes) -> None:
         self._data = data
         self._trie = _Trie(data)
-        self._kept: set[str] = set()  # pairs of characters, the first of which stays
+        # Pairs of characters whose first character is not replaced.
+        self._kept: set[str] = set()
 
     def __reduce__(self) -> tuple[type["Charsmap"], tuple[bytes]]:
         return Charsmap, (self._data,)
 
     def before(self, tokenizer: "tokenizers.Tokenizer") -> "tokenizers.Tokenizer":
-        """Return a copy of a tokenizer of the library that normalises with this table first. Both share one vocabulary.
+        """Return a copy of a library tokenizer that first normalises texts with this table.
 
-        The library cannot write the copy to a file.
+        The copy shares the vocabulary of the original. The library cannot write the copy to a file.
         """
         library_ = library("tokenizers")
         made = library_.Tokenizer(tokenizer.model)
@@ -64,14 +68,18 @@ class Charsmap:
         return made
 
     def normalize(self, text: "tokenizers.NormalizedString") -> None:
-        """Normalise a text of the library in place, which keeps the places of its characters."""
+        """Normalise a text of the library in place.
+
+        The library still knows the offsets of its characters.
+        """
         before = text.normalized
         replaced = [*self._replaced(before)]
         if not replaced:
             return
         used = set(before).union(*(new for _, _, new in replaced))
-        # At a given place, the library can only exchange one character for another. So a character of private use stands for
-        # each text of another length, and for the rest of a sequence, until all are replaced at once.
+        # At a given position, the library can only exchange one character for another. So a
+        # private-use character represents each text that is not one character long, and the rest of
+        # each sequence. At the end, all of these are replaced at once.
         free = (sign for sign in map(chr, range(0xF0000, 0x110000)) if sign not in used)
         characters, signs = [*before], {"": next(free)}
         for start, end, new in replaced:
@@ -85,7 +93,7 @@ class Charsmap:
             text.replace(sign, new)
 
     def _replaced(self, text: str) -> Iterator[tuple[int, int, str]]:
-        """Yield where each sequence that is replaced begins and ends, and what replaces it."""
+        """Yield the start, the end and the new text of each sequence that is replaced."""
         end = 0
         for start, pair in enumerate(map(str.__add__, text, text[1:] + "\0")):
             if start < end or pair in self._kept:
@@ -99,9 +107,11 @@ class Charsmap:
                 self._kept.add(pair)
 
     def _longest(self, text: str, start: int) -> tuple[int, str | None, int]:
-        """Return the end of the longest sequence from a place on, what replaces it, and how many characters show that.
+        """Return the end of the longest sequence at `start`, its new text, and the number of
+        characters that were read.
 
-        Where there is none, the sequence is one character, and nothing replaces it.
+        If the table has no sequence at `start`, the sequence is one character, and its new text is
+        None.
         """
         node, end, new = _ROOT, start + 1, None
         for after in range(start + 1, len(text) + 1):
@@ -117,11 +127,14 @@ class Charsmap:
 class _Trie:
     """A double array, read one character at a time.
 
-    Each unit has the offset of its children, a label, and whether a sequence ends there. A child is at the exclusive or of
-    that offset and its byte. Behind the end of a sequence is a unit with the place of its text.
+    Each unit contains the offset of its children, a label, and a bit that is set if a sequence ends
+    there. The index of a child is the exclusive or of the index of the node, this offset and the
+    byte of the child. The child with byte 0 contains the position of the text of a sequence that
+    ends at the node.
 
     Raises:
-        ValueError: if a unit leads out of the array, or to no text. The library would keep silent about an error later.
+        ValueError: if a unit leads out of the array, or to no text. This is checked at once,
+            because the library ignores errors that are raised later, while it normalises.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -146,7 +159,11 @@ class _Trie:
         self._units: list[int] = units.tolist()
 
     def step(self, node: int, character: str) -> tuple[int, str | None] | None:
-        """Return the node behind a character, and the text for the sequence so far, or None; None if no sequence goes on so."""
+        """Return the node after a character, and the text that replaces the sequence so far, or
+        None if no sequence ends here.
+
+        Return None if no sequence continues with this character.
+        """
         for byte in character.encode():
             node ^= _offset(self._units[node]) ^ byte
             if not byte or self._units[node] & 0x800000FF != byte:
@@ -157,5 +174,8 @@ class _Trie:
 
 
 def _offset(unit: Any) -> Any:
-    """The offset of a unit's children, or of those of an array of units: in bits 10 to 30, times 256 if bit 9 is set."""
+    """Return the offset of the children of a unit, or of each unit in an array.
+
+    The offset is in bits 10 to 30. It is multiplied by 256 if bit 9 is set.
+    """
     return (unit >> 10) << ((unit & 1 << 9) >> 6)

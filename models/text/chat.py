@@ -1,4 +1,6 @@
-"""Chats: messages as the text that a model reads, and where the content of each is in it."""
+"""Chats: messages as the text that a model reads, and the positions of each message in
+this text.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,30 +21,37 @@ def chat(
     add_generation_prompt: bool = False,
     **variables: Any,
 ) -> Text:
-    """Write messages as a model was trained to read them, and find where each is.
+    """Return messages as the text that a model was trained to read, with the positions of each
+    message.
 
     Args:
-        model: a model with a tokenizer, also an attached one.
+        model: a model with a tokenizer. It may be an attached model.
         messages: the messages of a chat, or a list of chats.
-        template: a template, or its source; None for that of the tokenizer's files.
-        add_generation_prompt, variables: see `ChatTemplate.render`.
+        template: a `ChatTemplate`, or the source of one in Jinja. Default: the template in the
+            files of the tokenizer.
+        add_generation_prompt: whether to add the beginning of an answer. Default: False.
+        variables: other variables of the template, such as `tools`.
 
     Returns:
-        The texts. Their `spans` are the positions of contents in each chat: by role (`user`, `assistant`, `system`), and of
-        each message by its number, `0` and so on. Edits and readings take them as `pos=`, and functions of texts know
-        them by name.
+        The texts. Their `spans` contain the positions of the message contents in each chat. The
+        keys are the roles (`user`, `assistant`, `system`) and the numbers of the messages (`0`,
+        `1`, ...). Edits and readings accept these positions as `pos=`, and functions that take
+        texts accept the names of the spans.
 
     Raises:
-        ValueError: if a message has no role or content; if there is no tokenizer or no template; or as for `ChatTemplate`.
+        ValueError: if a message has no role or no content, if there is no tokenizer or no template,
+            or if the template raises an error or changes a content.
 
     >>> from models import load
     >>> source = "{% for m in messages %}{{ m.role }}: {{ m.content }}. {% endfor %}"
-    >>> one = chat(load("pydoc-4l"), [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ok"}], template=source)
+    >>> messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ok"}]
+    >>> one = chat(load("pydoc-4l"), messages, template=source)
     >>> one.texts, one.spans["assistant"]
     (('user: hi. assistant: ok. ',), [[21, 22]])
     """
     rule = (
-        "messages must be a list of messages, as [{'role': 'user', 'content': 'hi'}], or of chats"
+        "messages must be a list of messages, such as [{'role': 'user', 'content': 'hi'}], or a "
+        "list of chats"
     )
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
         raise ValueError(f"{rule}; got {messages!r:.80}")
@@ -51,16 +60,19 @@ def chat(
         raise ValueError(f"{rule}; got {messages!r:.80}")
     for message in chain(*chats):
         if not isinstance(message, Mapping):
-            raise ValueError(f"{rule}; got {message!r:.80} among them")
+            raise ValueError(f"{rule}; got the message {message!r:.80}")
         if not all(isinstance(message.get(key), str) for key in ("role", "content")):
             raise ValueError(
-                f"a message must have a role and a content, both texts; got {message!r:.80}"
+                f"a message must have a role and a content that are strings; got {message!r:.80}"
             )
     language = language_of(model)
     tokenizer = language.require_tokenizer()
     chosen = getattr(tokenizer, "chat_template", None) if template is None else template
     if chosen is None:
-        raise ValueError("a chat needs a template; the tokenizer's files have none: give template=")
+        raise ValueError(
+            "a chat needs a template, but the files of the tokenizer contain no template: "
+            "pass template="
+        )
     if isinstance(chosen, str):
         chosen = ChatTemplate(chosen)
     options = {"add_generation_prompt": add_generation_prompt, **variables}
@@ -74,6 +86,6 @@ def chat(
             ]
             for name in (message["role"], str(n)):
                 spans.setdefault(name, [[] for _ in chats])[row] += touched
-    # A list is read as it is, without a second token at its beginning.
+    # Encode the texts here, because to_tokens would add a second beginning token to a string.
     batch = language.to_tokens([tokenizer.encode(text) for text in texts])
     return replace(batch, texts=texts, spans=spans)

@@ -1,4 +1,6 @@
-"""Reads the files of a tokenizer: vocabulary.json, tokenizer.json, tekken.json, or a vocabulary with its merges."""
+"""Read the files of tokenizers: vocabulary.json, tokenizer.json, tekken.json, or a vocabulary with
+its merges.
+"""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -19,31 +21,42 @@ from models.text.tokenizer import (
     frame_texts,
 )
 
-# File names of a vocabulary and its merges, by OpenAI and by Hugging Face.
+# The file names of a vocabulary and its merges, first of OpenAI and then of Hugging Face.
 _PAIRS = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
-# tokenizer.model, spiece.model, Mistral's tokenizer.model.v3
+# Names such as tokenizer.model, spiece.model and Mistral's tokenizer.model.v3.
 _MODEL = re.compile(r"\.model(\.v\w+)?$")
 _CONFIG, _SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
 _CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
-_END = "<|endoftext|>"  # GPT-2's, also before a text where one is asked for
-# Tokens that no merge makes: <|endoftext|>, <s>, and fairseq's filler words.
+# GPT-2 uses this token at the end of a text, and also at the beginning if a beginning is requested.
+_END = "<|endoftext|>"
+# Tokens that no merge produces, such as <|endoftext|>, <s>, and the filler words of fairseq.
 _SPECIAL = re.compile(r"<.+>|madeupword\d+")
 _IN_TEMPLATES = ("unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 
 
 def tokenizer_from(path: Path) -> Tokenizer:
-    """Loads the tokenizer in a directory, a tokenizer.json or a tekken.json.
+    """Return the tokenizer in a directory, a tokenizer.json or a tekken.json.
 
-    In a directory it looks for these in order: vocabulary.json, a list of characters;
-    tokenizer.json; encoder.json with vocab.bpe; vocab.json with merges.txt; tekken.json. Beside tokenizer.json it
-    reads the end of a text from tokenizer_config.json and special_tokens_map.json; beside the last two
-    also added tokens, from these and added_tokens.json.
+    In a directory, the first of these files is read:
+
+    1. vocabulary.json, a list of characters;
+    2. tokenizer.json;
+    3. encoder.json with vocab.bpe;
+    4. vocab.json with merges.txt;
+    5. tekken.json.
+
+    For tokenizer.json and for a vocabulary with merges, the tokens that begin and end a text, and
+    the chat template, are read from tokenizer_config.json, special_tokens_map.json and
+    chat_template.jinja in the same directory. For a vocabulary with merges, the added tokens are
+    also read, from the two JSON files and from added_tokens.json.
 
     Raises:
-        FileNotFoundError: if the directory holds none of them; it names a SentencePiece model that is there.
+        FileNotFoundError: if the directory contains none of these files. The error names a `.model`
+            file if the directory contains one.
         ImportError: if the library `tokenizers` is needed and missing.
-        ValueError: if a file is damaged or describes another kind of tokenizer; it names the file.
+        ValueError: if a file is damaged, or contains an unsupported kind of tokenizer. The error
+            names the file.
     """
     if path.is_file() and _MODEL.search(path.name):
         raise ValueError(_model_in(path))
@@ -61,19 +74,20 @@ def tokenizer_from(path: Path) -> Tokenizer:
         return tokenizer_of_tekken(file)
     others = sorted(file for file in path.glob("*") if _MODEL.search(file.name))
     raise FileNotFoundError(
-        f"{path} must hold vocabulary.json, tokenizer.json, tekken.json, "
+        f"{path} must contain vocabulary.json, tokenizer.json, tekken.json, "
         + " or ".join(" with ".join(names) for names in _PAIRS)
         + "".join(f"; {_model_in(file)}" for file in others[:1])
     )
 
 
 def _model_in(path: Path) -> str:
-    """What a tokenizer's `.model` is, and how to read it."""
+    """Return an error message that describes a `.model` file and shows how to convert it."""
     with path.open("rb") as file:
         is_ranks = re.match(rb"[\w+/]+=* \d+\n", file.read(99))
-    kind = "a vocabulary of tiktoken" if is_ranks else "SentencePiece's"
+    kind = "a vocabulary of tiktoken" if is_ranks else "a SentencePiece model"
     return (
-        f"{path} is {kind}, which is not read here: transformers (with sentencepiece or tiktoken) makes a tokenizer.json of it, by "
+        f"{path} is {kind}, which is unsupported: convert it to a tokenizer.json with "
+        "transformers (and sentencepiece or tiktoken), "
         f"AutoTokenizer.from_pretrained({str(path.parent)!r}).save_pretrained({str(path.parent)!r})"
     )
 
@@ -81,7 +95,7 @@ def _model_in(path: Path) -> str:
 def _characters(path: Path) -> CharTokenizer:
     characters = read_json(path)
     if not isinstance(characters, list) or not all(isinstance(c, str) for c in characters):
-        raise ValueError(f"{path} must hold a list of characters; got {str(characters)[:40]}")
+        raise ValueError(f"{path} must contain a list of characters; got {str(characters)[:40]}")
     with storage.one_error(path):
         return CharTokenizer(characters)
 
@@ -94,14 +108,15 @@ def _from_json(path: Path) -> SubwordTokenizer:
 
 
 def _from_pairs(vocabulary: Path, merges: Path) -> SubwordTokenizer:
-    """Loads GPT-2's two files, and the added and special tokens from the files beside them."""
+    """Return the tokenizer of GPT-2's two files.
+
+    Added and special tokens come from files in the same directory.
+    """
     library_ = library("tokenizers")
     with _beside(vocabulary, _CONFIG) as config:
         kind = config.get("tokenizer_class") or _CLASSES[0]
     if kind not in _CLASSES or config.get("auto_map") or config.get("split_special_tokens"):
-        rule = (
-            "must hold a tokenizer.json, because its tokenizer may not split texts as GPT-2's does"
-        )
+        rule = "must contain a tokenizer.json, because its tokenizer may not split texts like GPT-2"
         raise ValueError(f"{vocabulary.parent} {rule}; got the tokenizer_class {kind!r}")
     with storage.one_error(f"{vocabulary} and {merges.name}"):
         pieces, pairs = library_.models.BPE.read_file(str(vocabulary), str(merges))
@@ -110,7 +125,10 @@ def _from_pairs(vocabulary: Path, merges: Path) -> SubwordTokenizer:
     mergeable = {first + second for first, second in pairs} | tokens.keys()
     unmergeable = [piece for piece in pieces if len(piece) > 1 and piece not in mergeable]
     if plain := [piece for piece in unmergeable if not _SPECIAL.fullmatch(piece)]:
-        raise ValueError(f"{merges} must make all pieces of {vocabulary.name}; got no {plain[:5]}")
+        raise ValueError(
+            f"{merges} must contain the merges of all tokens of {vocabulary.name}; missing for "
+            f"{plain[:5]}"
+        )
     tokens |= {piece: (_token(piece), None) for piece in unmergeable}
     tokenizer = byte_level(model, add_prefix_space=bool(config.get("add_prefix_space")))
     tokenizer.add_tokens([token for token, _ in tokens.values()])
@@ -120,18 +138,21 @@ def _from_pairs(vocabulary: Path, merges: Path) -> SubwordTokenizer:
         if numbered != expected:
             where = f"{vocabulary.parent}: the number of the added token {piece!r}"
             raise ValueError(f"{where} must be {expected}; got {numbered}")
-    return _finished(vocabulary, tokenizer, _END, begins=bool(config.get("add_bos_token")))  # OPT's
+    # The tokenizer of OPT begins each text with a token.
+    return _finished(vocabulary, tokenizer, _END, begins=bool(config.get("add_bos_token")))
 
 
 def _added_tokens(vocabulary: Path) -> dict[str, tuple[Any, int | None]]:
-    """The tokens that are recognised before a text is split: the library's token and its number."""
+    """Return the tokens that are recognised before a text is split, each with its number if the
+    files contain it.
+    """
     numbered: dict[str, tuple[Any, int]] = {}
     with _beside(vocabulary, "added_tokens.json") as older:
         numbered |= {piece: (_token(piece), index(number)) for piece, number in older.items()}
     with _beside(vocabulary, _CONFIG) as config:
         for number, token in config.get("added_tokens_decoder", {}).items():
             numbered[token["content"]] = (_token(token), int(number))
-    # The library numbers new tokens in order of addition.
+    # The library numbers new tokens in the order in which they are added.
     tokens: dict[str, tuple[Any, int | None]] = {
         piece: numbered[piece] for piece in sorted(numbered, key=lambda piece: numbered[piece][1])
     }
@@ -143,16 +164,17 @@ def _added_tokens(vocabulary: Path) -> dict[str, tuple[Any, int | None]]:
 
 
 def _named(described: Mapping[str, Any]) -> Iterator[Any]:
-    """The special tokens of a config: under a name such as `eos_token`, or in a list."""
+    """Yield the special tokens of a config, under names such as `eos_token` or in a list."""
     for name, value in described.items():
-        if name.endswith("_token") and isinstance(value, str | dict):  # not add_bos_token
+        # The value of add_bos_token is a boolean.
+        if name.endswith("_token") and isinstance(value, str | dict):
             yield value
         elif name in ("additional_special_tokens", "extra_special_tokens"):
             yield from value.values() if isinstance(value, dict) else value or ()
 
 
 def _token(described: Any) -> Any:
-    """The library's added token, from its text or from an object with its text and flags."""
+    """Return the library's added token for a text, or for an object with the text and flags."""
     values = {"content": described} if isinstance(described, str) else described
     flags = {flag: values.get(flag, False) for flag in _FLAGS}
     return library("tokenizers").AddedToken(values["content"], **flags)
@@ -161,7 +183,11 @@ def _token(described: Any) -> Any:
 def _finished(
     file: Path, tokenizer: Any, default: str | None = None, begins: bool = False
 ) -> SubwordTokenizer:
-    """The tokenizer, with the tokens that begin and end a text by the files beside `file`, or the default."""
+    """Return the tokenizer with the special tokens and the template that the files in the directory
+    of `file` name.
+
+    `default` begins and ends a text if these files name no token.
+    """
     pieces: dict[str, str | None] = dict.fromkeys(("bos_token", "eos_token"), default)
     for name in (_CONFIG, _SPECIAL_TOKENS):
         with _beside(file, name) as described:
@@ -187,7 +213,11 @@ def _finished(
 
 @contextmanager
 def _beside(file: Path, name: str) -> Iterator[dict[str, Any]]:
-    """The object in a file beside `file`, empty if there is none. Errors inside the `with` name it."""
+    """Yield the object in the file `name` in the directory of `file`, or an empty object if that
+    file is missing.
+
+    Errors inside the `with` name the file.
+    """
     path = file.with_name(name)
     described = read_object(path) if path.is_file() else {}
     with storage.one_error(path):

@@ -1,7 +1,9 @@
-"""Reads Mistral's tekken.json: the bytes of each token by rank, and a pattern that splits texts.
+"""Read Mistral's tekken.json, which contains the bytes of each token by rank and a pattern to split
+texts.
 
-1. The first tokens are special ones, by number; the others follow in the order of their ranks.
-2. Two tokens whose bytes make another are merged to it, the lowest rank first, as in tiktoken.
+1. Number the special tokens first, then all other tokens in the order of their ranks.
+2. Two tokens are merged if their joined bytes are a token. The token with the lowest rank is merged
+   first, as in tiktoken.
 """
 
 import base64
@@ -13,19 +15,22 @@ from models.files import read_object
 from models.text.tokenizer import SubwordTokenizer, byte_level, byte_signs, frame_texts
 
 _BEGIN, _END = "<s>", "</s>"
-# Files of the versions 3 and 7 may leave out their special tokens; these are they.
+# Files of versions 3 and 7 may omit their special tokens. These are the special tokens of both
+# versions.
 _SPECIAL = (
-    f"<unk> {_BEGIN} {_END} [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] [/TOOL_RESULTS] [TOOL_CALLS] "
-    "[IMG] <pad> [IMG_BREAK] [IMG_END] [PREFIX] [MIDDLE] [SUFFIX] [SYSTEM_PROMPT] [/SYSTEM_PROMPT] [TOOL_CONTENT]"
+    f"<unk> {_BEGIN} {_END} [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] "
+    "[/TOOL_RESULTS] [TOOL_CALLS] "
+    "[IMG] <pad> [IMG_BREAK] [IMG_END] [PREFIX] [MIDDLE] [SUFFIX] [SYSTEM_PROMPT] "
+    "[/SYSTEM_PROMPT] [TOOL_CONTENT]"
 )
 
 
 def tokenizer_of_tekken(path: Path) -> SubwordTokenizer:
-    """The tokenizer in a tekken.json.
+    """Return the tokenizer in a tekken.json.
 
     Raises:
         ImportError: if the library `tokenizers` is missing.
-        ValueError: if the file is damaged; it names the file.
+        ValueError: if the file is damaged. The error names the file.
     """
     data = read_object(path)
     with storage.one_error(path):
@@ -46,14 +51,14 @@ def _made(data: dict[str, Any]) -> SubwordTokenizer:
         token = base64.b64decode(entry["token_bytes"])
         vocabulary["".join(signs[byte] for byte in token)] = n_special + entry["rank"]
     if [*vocabulary.values()] != [*range(size)]:
-        raise ValueError(f"its tokens must have the numbers 0 to {size - 1} in order, each once")
+        raise ValueError(f"its tokens must have the numbers 0 to {size - 1} in this order")
     merges = [
         (piece[:n], piece[n:])
         for piece in [*vocabulary][n_special:]
         for n in range(1, len(piece))
         if piece[:n] in vocabulary and piece[n:] in vocabulary
     ]
-    # A text that is a token needs no merges.
+    # With ignore_merges, a text that is a token is not built from merges.
     model = library_.models.BPE(vocabulary, merges, ignore_merges=True)
     tokenizer = byte_level(model, [config["pattern"]])
     tokenizer.add_special_tokens(

@@ -1,4 +1,4 @@
-"""Chat templates: messages written as one text, by the Jinja template that comes with a tokenizer."""
+"""Chat templates: write messages as one text with the Jinja template of a tokenizer."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -9,15 +9,16 @@ from typing import Any
 from hooks.base import library
 
 Messages = Sequence[Mapping[str, str]]
-"""Messages as `{"role": "user", "content": "Hello"}`."""
+"""A list of messages, such as `[{"role": "user", "content": "Hello"}]`."""
 
 
 class ChatTemplate:
     """A template that writes messages as one text, as `transformers` does.
 
     Args:
-        source: in Jinja.
-        special: texts of special tokens that it may use, such as `bos_token`.
+        source: the template, in Jinja.
+        special: the texts of special tokens, such as `bos_token`. The template may use them.
+            Default: no special tokens.
 
     >>> template = ChatTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
     >>> template.render([{"role": "user", "content": "Hello"}])
@@ -30,15 +31,16 @@ class ChatTemplate:
     def render(
         self, messages: Messages, add_generation_prompt: bool = False, **variables: Any
     ) -> str:
-        """The text of messages.
+        """Return messages as one text.
 
         Args:
             messages: the messages.
-            add_generation_prompt: whether what comes before an answer is added.
-            variables: others that the template knows, such as `tools`.
+            add_generation_prompt: whether to add the beginning of an answer. Default:
+                False.
+            variables: other variables of the template, such as `tools`.
 
         Raises:
-            ValueError: if the template refuses the messages, or is damaged.
+            ValueError: if the template raises an error, or is damaged.
         """
         jinja = library("jinja2")
         values = {**self.special, **variables, "add_generation_prompt": add_generation_prompt}
@@ -46,15 +48,16 @@ class ChatTemplate:
             text: str = _environment().from_string(self.source).render(messages=messages, **values)
         except jinja.TemplateError as error:
             raise ValueError(
-                f"the chat template must accept the messages; it says: {error}"
+                f"the chat template must accept the messages; its error is: {error}"
             ) from None
         return text
 
     def places(self, messages: Messages, text: str, **options: Any) -> list[tuple[int, int]]:
-        """Where the content of each message is in its text, from a character to another.
+        """Return the first character and the end of the content of each message in a text.
 
         Raises:
-            ValueError: if the template changes a content otherwise than by taking spaces off its ends.
+            ValueError: if the template changes a content and does not only remove spaces at its
+                ends.
         """
         signs = [f"\ue000{n}\ue001" for n in range(len(messages))]
         marked = [
@@ -65,7 +68,8 @@ class ChatTemplate:
         for kept in (contents, [content.strip() for content in contents]):
             places, written, rest = [], "", pattern
             for sign, content in zip(signs, kept, strict=True):
-                if sign not in rest:  # a template may leave a message out
+                # A template may omit a message.
+                if sign not in rest:
                     places.append((0, 0))
                     continue
                 before, _, rest = rest.partition(sign)
@@ -75,26 +79,33 @@ class ChatTemplate:
             if written + rest == text:
                 return places
         raise ValueError(
-            "the chat template must keep contents as they are, for their places to be known"
+            "the chat template must not change contents, because their positions in the text "
+            "must be known"
         )
 
 
 def template_of(source: Any, special: Mapping[str, Any]) -> ChatTemplate | None:
-    """The template of a tokenizer's files: a text, or the one named `default` of several; None if there is none.
+    """Return the template in the files of a tokenizer, or None if they contain no template.
+
+    Args:
+        source: the text of a template, or several templates by name. The template named `default`
+            is used.
+        special: the texts of special tokens. Values that are not strings are ignored.
 
     Raises:
-        ValueError: if there are several without a default, or it is something else.
+        ValueError: if there are several templates and none is named `default`, or if the template
+            is not a string.
     """
     if isinstance(source, list):
         source = {each["name"]: each["template"] for each in source}
     if isinstance(source, Mapping):
         if "default" not in source:
-            raise ValueError(f"one chat template must be named default; got {', '.join(source)}")
+            raise ValueError(f"one chat template must be named 'default'; got {', '.join(source)}")
         source = source["default"]
     if source is None:
         return None
     if not isinstance(source, str):
-        raise ValueError(f"a chat template must be a text; got {source!r:.60}")
+        raise ValueError(f"a chat template must be a string; got {source!r:.60}")
     return ChatTemplate(
         source, {name: str(text) for name, text in special.items() if isinstance(text, str)}
     )
@@ -102,12 +113,14 @@ def template_of(source: Any, special: Mapping[str, Any]) -> ChatTemplate | None:
 
 @cache
 def _environment() -> Any:
-    """Jinja as `transformers` sets it up: without access to Python's insides, and with its functions and tags."""
+    """Return a Jinja environment like the one of `transformers`: in a sandbox, with the same
+    functions and tags.
+    """
     jinja = library("jinja2")
     from jinja2 import ext, sandbox
 
     class Generation(ext.Extension):
-        """`{% generation %}`, which marks answers and writes what is inside."""
+        """The tag `{% generation %}`. It marks answers, and its content is written unchanged."""
 
         tags = {"generation"}  # noqa: RUF012  # as Jinja declares it
 
@@ -121,7 +134,7 @@ def _environment() -> Any:
     def tojson(
         value: Any, indent: int | None = None, separators: Any = None, sort_keys: bool = False
     ) -> str:
-        # The text is a part of the prompt, and must be the text that `transformers` gives.
+        # The text becomes part of the prompt, so it must equal the text that `transformers` writes.
         return json.dumps(
             value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys
         )

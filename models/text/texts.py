@@ -1,4 +1,4 @@
-"""Texts in, texts out: what a model that has a tokenizer reads, and how its tokens are shown."""
+"""Texts of models with a tokenizer: convert texts to tokens, and tokens to texts."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,34 +25,40 @@ from hooks.base import (
 )
 from models.text.tokenizer import Tokenizer, as_tokenizer, pieces_of
 
-_SET_ANOTHER = "set model.tokenizer (load_tokenizer(path) or one of transformers; --tokenizer on the command line)"
+_SET_ANOTHER = (
+    "set model.tokenizer to load_tokenizer(path) or to a tokenizer of transformers (on the command "
+    "line: --tokenizer)"
+)
 
 
 class ReadsText:
-    """A model's own reading of texts, by its tokenizer.
+    """Methods of a model that convert between texts and tokens with its tokenizer.
 
-    Where the tokenizer's files say that a text begins with a token, such as `<s>`, or ends with one, such as
-    BERT's `[SEP]`, strings get it too; a list of tokens is read as it is.
+    If the files of the tokenizer add a token at the beginning of a text, such as `<s>`, or at the
+    end, such as BERT's `[SEP]`, these tokens are added to strings. No tokens are added to a list of
+    tokens.
     """
 
-    # The tokenizer, or a `partial` that loads it.
+    # The tokenizer, or a `partial` that loads the tokenizer.
     _tokenizer: Any = None
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer; None if the model has none. It may be set, also to a tokenizer of `transformers`.
+        """The tokenizer, or None if the model has no tokenizer.
 
-        A loaded model reads its files when the tokenizer is first asked for.
+        It can be set, also to a tokenizer of `transformers`.
+
+        The files of the tokenizer of a loaded model are read at the first access.
 
         Raises:
             ImportError: if a library that the tokenizer needs is not installed.
-            ValueError: if its files are damaged or of an unknown kind.
+            ValueError: if the files are damaged or unsupported.
         """
         if isinstance(self._tokenizer, partial):
             try:
                 self._tokenizer = self._tokenizer()
             except ValueError as error:
-                raise ValueError(f"{error} (instead of it {_SET_ANOTHER})") from None
+                raise ValueError(f"{error} (or {_SET_ANOTHER})") from None
         return self._tokenizer
 
     @tokenizer.setter
@@ -63,27 +69,33 @@ class ReadsText:
         """Return the tokenizer.
 
         Raises:
-            ValueError: if there is none; it says how to give one.
+            ValueError: if the model has no tokenizer. The error shows how to set a tokenizer.
         """
         if (tokenizer := self.tokenizer) is None:
             raise ValueError(
-                "the model must have a tokenizer to read or write text; it has none: "
-                f"{_SET_ANOTHER}, or give tokens"
+                "the model must have a tokenizer to read or write text; got no tokenizer: "
+                f"{_SET_ANOTHER}, or pass tokens"
             )
         return tokenizer
 
     def _text_device(self) -> torch.device | None:
-        """The device for tokens; None for the CPU."""
+        """Return the device of tokens. None means the CPU."""
         return None
 
     @property
     def mask_token(self) -> int | None:
-        """The token that stands where a masked language model predicts; None if the tokenizer names none."""
+        """The token at which a masked language model predicts.
+
+        None if the tokenizer has no mask token.
+        """
         return getattr(self.tokenizer, "mask_token_id", None)
 
     @property
     def pad_token(self) -> int:
-        """The token that stands where a text is padded. A model that masks padding never reads it."""
+        """The token that is used as padding.
+
+        A model that masks padding never reads it.
+        """
         return 0
 
     def to_tokens(
@@ -94,16 +106,20 @@ class ReadsText:
         side: Literal["left", "right"] = "right",
         **others: Unpack[NoOthers],
     ) -> Text:
-        """Tokens and mask of texts of any lengths. A tensor [batch, pos] is returned as it is.
+        """Return the tokens and the mask of texts of any lengths.
+
+        The tokens of a tensor [batch, pos] are not changed.
 
         Args:
-            texts: see `Texts`.
-            bos: whether strings begin with the token for the beginning of a text; None as the tokenizer's own
-                configuration says, with the token at the end too where it has one. False adds neither.
-            side: where shorter texts are padded, with `pad_token`.
+            texts: the texts in any form; see `Texts`.
+            bos: whether to add a beginning token to strings. With True, the tokens that the
+                tokenizer adds at the end are added too; with False, nothing is added. Default:
+                None, which adds the tokens that the tokenizer itself adds.
+            side: the side on which shorter texts are padded with `pad_token`. Default: "right".
 
         Raises:
-            ValueError: if there is no tokenizer for strings, a text has no tokens, or they are something else.
+            ValueError: if a string is given and the model has no tokenizer, if a text has no
+                tokens, or if a text is neither a string nor a list of integers.
 
         >>> from models import load
         >>> tokens, mask = load("pydoc-4l").to_tokens(["a list", "a"])
@@ -121,7 +137,7 @@ class ReadsText:
             text = self._padded([*map(_integers, rows)], side)
             if text.attention_mask is None and all(map(all, real)):
                 return text
-            # Such texts may have padding of their own too.
+            # Columns of texts may also contain padding.
             mask = Text.padded([*map(torch.tensor, real)], side=side, device=self._text_device())
             return replace(text, attention_mask=mask.tokens.bool())
         several: list[Any] = [texts] if is_one_text(texts) else [*texts]
@@ -138,7 +154,7 @@ class ReadsText:
         side: Literal["left", "right"],
         strings: tuple[str, ...] | None = None,
     ) -> Text:
-        """The tokens of texts of any lengths as one batch."""
+        """Return the tokens of texts of any lengths as one batch."""
         empty = [n for n, row in enumerate(rows) if not row]
         if empty or not rows:
             raise ValueError(
@@ -153,7 +169,10 @@ class ReadsText:
         )
 
     def encoded(self, text: str, bos: bool | None = None, closed: bool = True) -> list[int]:
-        """The tokens of one text; see `to_tokens`. Without `closed` none is added at the end."""
+        """Return the tokens of one text; see `to_tokens`.
+
+        If `closed` is False, no token is added at the end.
+        """
         tokenizer = self.require_tokenizer()
         tokens = tokenizer.encode(text)
         if bos is False:
@@ -162,7 +181,8 @@ class ReadsText:
         if bos and not start:
             if (token := getattr(tokenizer, "bos_token_id", None)) is None:
                 raise ValueError(
-                    "the tokenizer must have a token for the beginning of a text; it has none (bos=True)"
+                    "the tokenizer must have a token for the beginning of a text if bos=True; got "
+                    "no token"
                 )
             start = (token,)
         begun = tuple(tokens[: len(start)]) == start
@@ -170,10 +190,12 @@ class ReadsText:
         return [*(() if begun else start), *tokens, *closing]
 
     def to_text(self, tokens: Texts | int | Int[Tensor, ""]) -> Any:
-        """The text of a token, of the tokens of one text or, as a list, of several, without padding.
+        """Return the text of one token or of one list of tokens, or a list of several texts.
+
+        Padding is ignored.
 
         Raises:
-            ValueError: if there is no tokenizer, or it does not know a token.
+            ValueError: if the model has no tokenizer, or if a token is not in the vocabulary.
 
         >>> from models import load
         >>> model = load("pydoc-4l")
@@ -186,13 +208,16 @@ class ReadsText:
         return written[0] if is_one_text(listed) else written
 
     def to_pieces(self, tokens: Any) -> Any:
-        """The text of each token, for display: a string, or lists of them in the shape of the tokens.
+        """Return the text of each token for display.
+
+        The result is a string, or lists of strings in the shape of the tokens.
 
         Args:
-            tokens: an integer, or integers of any shape in tensors or lists; or a string, to see its tokens.
+            tokens: an integer, or a tensor or nested list of integers of any shape, or a string
+                whose tokens are shown.
 
         Raises:
-            ValueError: if there is no tokenizer.
+            ValueError: if the model has no tokenizer.
 
         >>> from models import load
         >>> load("pydoc-4l").to_pieces(torch.tensor([[64], [65]]))
@@ -206,15 +231,17 @@ class ReadsText:
             try:
                 return tokenizer.tokens_as_text([token])[0]
             except ValueError:
-                return f"<token {token}>"  # vocabularies of models are often rounded up
+                # The vocabulary of a model is often larger than the vocabulary of its tokenizer.
+                return f"<token {token}>"
 
         return pieces_of(tokens.tokens if isinstance(tokens, Text) else tokens, piece)
 
     def to_id(self, text: str) -> int:
-        """The one token of a text, such as `" cat"`.
+        """Return the token of a text that is one token, such as `" cat"`.
 
         Raises:
-            ValueError: if there is no tokenizer, or the text is several tokens; it lists them.
+            ValueError: if the model has no tokenizer, or if the text is several tokens. The error
+                lists these tokens.
 
         >>> from models import load
         >>> load("pydoc-4l").to_id("a")
@@ -224,7 +251,8 @@ class ReadsText:
         tokens = self.require_tokenizer().encode(text)
         if len(tokens) != 1:
             raise ValueError(
-                f"a text must be one token; got {text!r}, which is {len(tokens)}: {self.to_pieces(tokens)}"
+                f"a text must be one token; got {text!r}, which is {len(tokens)} tokens: "
+                f"{self.to_pieces(tokens)}"
             )
         return tokens[0]
 
@@ -232,16 +260,18 @@ class ReadsText:
 def read(
     model: ReadsText, texts: Any, attention_mask: Tensor | None, kv_cache: object | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Tokens and mask of what a model was called with; tensors as they are.
+    """Return the tokens and the mask of the texts that a model was called with.
+
+    Tensors are not changed.
 
     Raises:
-        ValueError: as for `to_tokens`, or if texts come beside a mask or a cache.
+        ValueError: see `to_tokens`, or if texts are given with a mask or a cache.
     """
     if isinstance(texts, Tensor) and texts.ndim != 1:
         return texts, attention_mask
     if attention_mask is not None or kv_cache is not None:
         raise ValueError(
-            "tokens must be [batch, pos] beside attention_mask= or a cache; got "
+            "tokens must be [batch, pos] if attention_mask= or a cache is given; got "
             + (f"{list(texts.shape)}" if isinstance(texts, Tensor) else f"a {type(texts).__name__}")
         )
     batch = model.to_tokens(texts)
@@ -249,7 +279,8 @@ def read(
 
 
 def _integers(tokens: Any) -> list[int]:
-    listed = tokens.tolist() if hasattr(tokens, "tolist") else tokens  # NumPy's arrays too
+    # This also converts arrays of NumPy.
+    listed = tokens.tolist() if hasattr(tokens, "tolist") else tokens
     if not isinstance(listed, Sequence) or not all(map(is_integer, listed)):
         raise ValueError(f"a text must be a string or a list of integers; got {shown(tokens)}")
     return [*map(index, listed)]

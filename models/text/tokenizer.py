@@ -1,4 +1,4 @@
-"""Tokenizers: one token per character, or any that the library `tokenizers` can read."""
+"""Tokenizers: one token per character, or any tokenizer of the library `tokenizers`."""
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -21,10 +21,10 @@ _NO_TOKEN = "\0 no token"
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """Turns text into tokens and back.
+    """An object that converts texts to tokens and tokens to texts.
 
     Attributes:
-        bos_token_ids: the tokens that models of its family expect before a text.
+        bos_token_ids: the tokens that a model expects before a text.
         eos_token_ids: the tokens that end a text.
 
     >>> isinstance(CharTokenizer("abc"), Tokenizer)
@@ -35,27 +35,36 @@ class Tokenizer(Protocol):
     eos_token_ids: tuple[int, ...]
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of `text`; no special token is added."""
+        """Return the tokens of `text`. No special token is added."""
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of `tokens`, including special ones."""
+        """Return the text of `tokens`, including special tokens."""
 
     def tokens_as_text(self, tokens: Sequence[int]) -> list[str]:
-        """The text of each token, for display."""
+        """Return the text of each token, for display."""
 
 
 def as_tokenizer(tokenizer: Any) -> Tokenizer | None:
-    """A tokenizer of ours, of the user's own, or of `transformers`; None stays None.
+    """Return an object as a `Tokenizer`.
+
+    Args:
+        tokenizer: an object with the methods and attributes of `Tokenizer`, a fast tokenizer of
+            `transformers`, or None.
+
+    Returns:
+        The tokenizer, or None if `tokenizer` is None. A tokenizer of `transformers` is converted to
+        a `SubwordTokenizer`.
 
     Raises:
-        TypeError: if it is something else, or one of `transformers` that is not of the library `tokenizers`.
+        TypeError: if the object is not a tokenizer, or if it is a slow tokenizer of `transformers`.
     """
     if tokenizer is None or isinstance(tokenizer, Tokenizer):
         return tokenizer
     if (backend := getattr(tokenizer, "backend_tokenizer", None)) is None:
         raise TypeError(
-            "a tokenizer must have encode, decode, tokens_as_text, bos_token_ids and eos_token_ids, or be a "
-            f"fast one of transformers; got a {type(tokenizer).__name__}"
+            "a tokenizer must have encode, decode, tokens_as_text, bos_token_ids and "
+            "eos_token_ids, or be a "
+            f"fast tokenizer of transformers; got a {type(tokenizer).__name__}"
         )
     copied = library("tokenizers").Tokenizer.from_str(backend.to_str())
     end, begin = tokenizer.eos_token_id, tokenizer.bos_token_id
@@ -67,16 +76,17 @@ def as_tokenizer(tokenizer: Any) -> Tokenizer | None:
 
 
 class CharTokenizer:
-    """One token per character; none begins or ends a text.
+    """A tokenizer with one token per character. It has no tokens that begin or end a text.
 
     Args:
-        characters: the vocabulary; a character's index in it is its token.
+        characters: the vocabulary. The token of a character is its index in the vocabulary.
 
     Attributes:
         vocab_size: the number of tokens.
 
     Raises:
-        ValueError: if the characters are not single and distinct.
+        ValueError: if the vocabulary contains a character twice, or a string that is not one
+            character.
 
     >>> tokenizer = CharTokenizer.of("hello world")
     >>> tokenizer.encode("hole")
@@ -95,7 +105,7 @@ class CharTokenizer:
         self._token = {character: token for token, character in enumerate(self.characters)}
         if len(self._token) != len(self.characters) or any(len(c) != 1 for c in self.characters):
             raise ValueError(
-                f"a vocabulary must be of distinct single characters; got {characters!r:.80}"
+                f"a vocabulary must contain different single characters; got {characters!r:.80}"
             )
 
     def __repr__(self) -> str:
@@ -103,28 +113,40 @@ class CharTokenizer:
 
     @classmethod
     def of(cls, text: str) -> "CharTokenizer":
-        """The tokenizer of the characters in `text`, in order of code point."""
+        """Return the tokenizer of the characters in `text`, in the order of their code points."""
         return cls(sorted(set(text)))
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of `text`. A ValueError names characters that are not in the vocabulary."""
+        """Return the tokens of `text`.
+
+        Raises:
+            ValueError: if a character is not in the vocabulary. The error names these characters.
+        """
         if unknown := sorted(set(text) - self._token.keys()):
             raise ValueError(
-                f"characters must be in the vocabulary of {len(self.characters)}, "
+                f"characters must be in the vocabulary of {len(self.characters)} characters, "
                 f"{''.join(self.characters)!r}; got {', '.join(map(repr, unknown))}"
             )
         return [self._token[character] for character in text]
 
     def offsets(self, text: str) -> list[tuple[int, int]]:
-        """From which character of a text to which each of its tokens is."""
+        """Return the first character and the end of each token in a text."""
         return [(n, n + 1) for n in range(len(text))]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of `tokens`. A ValueError names those outside the vocabulary."""
+        """Return the text of `tokens`.
+
+        Raises:
+            ValueError: if a token is not in the vocabulary. The error names these tokens.
+        """
         return "".join(self.tokens_as_text(tokens))
 
     def tokens_as_text(self, tokens: Shaped[Tensor, "..."] | Sequence[Any]) -> list[Any]:
-        """The text of each token, in lists of their shape. A ValueError names those outside the vocabulary."""
+        """Return the text of each token, in lists of the shape of the tokens.
+
+        Raises:
+            ValueError: if a token is not in the vocabulary. The error names these tokens.
+        """
         known = range(len(self.characters))
         return pieces_of(tokens, lambda token: self.characters[_known([token], known)[0]])
 
@@ -132,23 +154,31 @@ class CharTokenizer:
 class SubwordTokenizer:
     """A tokenizer of the library `tokenizers`.
 
-    It adds no special tokens, even if the tokenizer's template does; `bos_token_ids` are those that the
-    template puts before a text. Special tokens written in the text are recognised. Texts are never
-    truncated or padded. With byte-level tokens, decoding gives exactly the encoded text; many
-    SentencePiece tokenizers drop a space at the beginning.
+    No special tokens are added to a text, even if the template of the tokenizer adds them. The
+    attribute `bos_token_ids` contains the tokens that the template adds before a text. Special
+    tokens that are written in a text are recognised. Texts are never truncated or padded. With
+    byte-level tokens, decoding returns exactly the encoded text. Many SentencePiece tokenizers
+    remove a space at the beginning.
 
     Args:
-        tokenizer: the library's tokenizer; its truncation, padding and dropout are switched off.
-        eos_token_ids: the tokens that end a text, which the library does not know.
-        bos_token_id: the token that may begin a text, even if the template does not put it there.
-        charsmap: normalises texts before the tokenizer's own normalizer; None for nothing.
+        tokenizer: the tokenizer of the library. Its truncation, padding and dropout are switched
+            off.
+        eos_token_ids: the tokens that end a text. The library does not know them. Default: no
+            tokens.
+        bos_token_id: the token that may begin a text, even if the template does not add it.
+            Default: no token.
+        charsmap: a table that normalises texts before the normalizer of the tokenizer. Default: no
+            table.
 
     Attributes:
-        vocab_size: the least that a model of its tokens has: the largest token plus 1.
-        closing_token_ids: the tokens that the template puts after a text.
-        chat_template: writes messages as one text; None if its files have none.
-        pad_token_id: the token of padding; None if its files name none.
-        mask_token_id: the token where a masked language model predicts; None if its files name none.
+        vocab_size: the smallest vocabulary of a model with these tokens, which is the largest token
+            plus 1.
+        closing_token_ids: the tokens that the template adds after a text.
+        chat_template: the template of messages, or None if the files of the tokenizer contain no
+            template.
+        pad_token_id: the token of padding, or None if the files name no such token.
+        mask_token_id: the token at which a masked language model predicts, or None if the files
+            name no such token.
     """
 
     def __init__(
@@ -179,11 +209,12 @@ class SubwordTokenizer:
             for piece, token in tokenizer.get_vocab(with_added_tokens=True).items()
         }
         self.vocab_size = max(self._bytes) + 1
-        # Without an unknown token, BPE would drop characters in silence. With one that is not in the
-        # vocabulary, it raises.
+        # Without an unknown token, BPE silently drops unknown characters. With an unknown token
+        # that is not in the vocabulary, it raises an error.
         if isinstance(tokenizer.model, library_.models.BPE):
             tokenizer.model.unk_token = tokenizer.model.unk_token or _NO_TOKEN
-            tokenizer.model.dropout = None  # else a text's tokens would be other ones each time
+            # With dropout, the tokens of a text would be random.
+            tokenizer.model.dropout = None
         self._charsmap, self._without_charsmap = charsmap, tokenizer
         if charsmap is not None:
             self._tokenizer = charsmap.before(tokenizer)
@@ -195,7 +226,8 @@ class SubwordTokenizer:
         return f"SubwordTokenizer({self.vocab_size} tokens{ends})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_tokenizer": self._without_charsmap}  # the library can write this one
+        # The library can write only the tokenizer without the charsmap.
+        return vars(self) | {"_tokenizer": self._without_charsmap}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -203,41 +235,48 @@ class SubwordTokenizer:
             self._tokenizer = self._charsmap.before(self._without_charsmap)
 
     def __deepcopy__(self, memo: Any) -> "SubwordTokenizer":
-        return self  # it does not change, and a vocabulary is large
+        # A tokenizer does not change, and its vocabulary is large.
+        return self
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of `text`.
+        """Return the tokens of `text`.
 
         Raises:
-            ValueError: if the text has a lone surrogate, or characters without a token.
+            ValueError: if the text contains a lone surrogate, or characters without a token.
         """
-        text.encode()  # raises for a lone surrogate, and names it
+        # This raises an error that names a lone surrogate.
+        text.encode()
         try:
             return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
-        except Exception as error:  # the library raises nothing more particular
+        # The library raises no more specific class of errors.
+        except Exception as error:
             if _NO_TOKEN not in str(error):
                 raise
             raise ValueError(
-                f"all characters of a text must have tokens; got {text[:80]!r}"
+                f"each character of a text must have a token; got {text[:80]!r}"
             ) from None
 
     def offsets(self, text: str) -> list[tuple[int, int]]:
-        """From which character of a text to which each of its tokens is."""
+        """Return the first character and the end of each token in a text."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).offsets)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of `tokens`. Bytes that are not UTF-8 become U+FFFD.
+        """Return the text of `tokens`. Bytes that are not UTF-8 become U+FFFD.
 
         Raises:
-            ValueError: naming the tokens outside the vocabulary.
+            ValueError: if a token is not in the vocabulary. The error names these tokens.
         """
         tokens = _known(tokens, self._bytes)
-        if self._byte_level:  # the library would decode letters of added tokens as bytes
+        # The library would decode the letters of added tokens as bytes.
+        if self._byte_level:
             return b"".join(self._bytes[token] for token in tokens).decode("utf-8", "replace")
         return self._tokenizer.decode(tokens, skip_special_tokens=False)
 
     def tokens_as_text(self, tokens: Shaped[Tensor, "..."] | Sequence[Any]) -> list[Any]:
-        r"""The text of each token, in lists of their shape. Bytes that are not UTF-8 show as `\xe2`."""
+        r"""Return the text of each token, in lists of the shape of the tokens.
+
+        Bytes that are not UTF-8 are written as `\xe2`.
+        """
         return pieces_of(tokens, self._piece)
 
     def _piece(self, token: int) -> str:
@@ -247,9 +286,13 @@ class SubwordTokenizer:
 def byte_level(
     model: "tokenizers.models.BPE", patterns: Sequence[str] = (), add_prefix_space: bool = False
 ) -> "tokenizers.Tokenizer":
-    """A tokenizer of the library for byte-level BPE.
+    """Return a tokenizer of the library for byte-level BPE.
 
-    It splits texts by patterns, one after the other; where there are none, by GPT-2's.
+    Args:
+        model: the model of the library.
+        patterns: the patterns that split texts, applied in this order. Default: the pattern of
+            GPT-2.
+        add_prefix_space: whether to add a space before a text. Default: False.
     """
     library_ = library("tokenizers")
     tokenizer, splitters = library_.Tokenizer(model), library_.pre_tokenizers
@@ -263,7 +306,7 @@ def byte_level(
 def frame_texts(
     tokenizer: "tokenizers.Tokenizer", before: Sequence[int], after: Sequence[int] = ()
 ) -> None:
-    """Makes a tokenizer of the library put tokens before and after each text."""
+    """Set the tokens that a library tokenizer adds before and after each text."""
     first, last = ([tokenizer.id_to_token(token) for token in ids] for ids in (before, after))
     tokenizer.post_processor = library("tokenizers").processors.TemplateProcessing(
         single=[*first, "$A", *last],
@@ -272,7 +315,7 @@ def frame_texts(
 
 
 def _bytes_of(piece: str, signs: Mapping[str, int]) -> bytes:
-    """The bytes of a vocabulary's piece, in byte-level or SentencePiece notation."""
+    """Return the bytes of a token that is written in byte-level or SentencePiece notation."""
     if signs.keys() >= set(piece):
         return bytes(signs[sign] for sign in piece)
     if byte := _BYTE.fullmatch(piece):
@@ -281,10 +324,10 @@ def _bytes_of(piece: str, signs: Mapping[str, int]) -> bytes:
 
 
 def byte_signs() -> dict[str, int]:
-    """A map from the characters of a byte-level vocabulary to bytes.
+    """Return a map from the characters of a byte-level vocabulary to bytes.
 
-    Printable Latin-1 characters map to themselves. Characters from 256 on map to the other bytes in
-    order (`bytes_to_unicode` in GPT-2's encoder.py).
+    Printable Latin-1 characters map to themselves. The characters from 256 on map to the remaining
+    bytes in order (`bytes_to_unicode` in GPT-2's encoder.py).
     """
     alphabet = sorted(library("tokenizers").pre_tokenizers.ByteLevel.alphabet())
     printable = {sign: ord(sign) for sign in alphabet if ord(sign) < 256}
@@ -293,21 +336,22 @@ def byte_signs() -> dict[str, int]:
 
 
 def pieces_of(tokens: Any, piece: Callable[[int], str]) -> Any:
-    """The text of each token: lists in the shape of the tokens, or one string for one token."""
-    if hasattr(tokens, "tolist"):  # NumPy's arrays too
+    """Return the text of one token, or of all tokens in lists of the same shape."""
+    # This also converts arrays of NumPy.
+    if hasattr(tokens, "tolist"):
         tokens = tokens.tolist()
     return [pieces_of(t, piece) for t in tokens] if isinstance(tokens, Sequence) else piece(tokens)
 
 
 def _known(tokens: Sequence[int], known: Collection[int]) -> list[int]:
-    """The tokens as plain integers, after checking that all are `known`."""
+    """Return tokens as Python integers. A token that is not in `known` is an error."""
     try:
         tokens = [index(token) for token in tokens]
     except TypeError:
         raise TypeError(f"tokens must be whole numbers; got {shown(tokens)}") from None
     if outside := [token for token in tokens if token not in known]:
         raise ValueError(
-            f"tokens must be among the vocabulary's {len(known)}, 0 to {max(known, default=-1)}; "
+            f"tokens must be in the vocabulary of {len(known)}, 0 to {max(known, default=-1)}; "
             f"got {outside[:5]}"
         )
     return tokens

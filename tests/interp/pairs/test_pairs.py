@@ -68,7 +68,7 @@ def test_one_mask_serves_both_texts(tokens, corrupted):
     assert pairs.text.attention_mask.dtype == pairs.other.attention_mask.dtype == torch.bool
     assert torch.equal(pairs.other.attention_mask, mask.bool())
     given = {"input_ids": tokens, "attention_mask": mask}
-    for masked, got in ((given, "a mask of their own"), ([[3, 1]], "a list")):
+    for masked, got in ((given, "texts with a mask"), ([[3, 1]], "a list")):
         with pytest.raises(ValueError, match=f"attention_mask.*got .*{got}"):
             Pairs(masked, attention_mask=mask)
     other = torch.ones_like(mask)
@@ -134,7 +134,7 @@ def test_the_pairs_that_a_model_gets_right(model, tokens, corrupted, side, at_on
     assert torch.equal(pairs.solved(model, second).clean, clean[[1]])
     with pytest.raises(ValueError, match="attention_mask"):
         pairs.solved(model, cross_entropy(clean))
-    with pytest.raises(ValueError, match="none of 4"):
+    with pytest.raises(ValueError, match="got 0 of 4"):
         pairs.solved(model, log_prob(3))
     with pytest.raises(ModeError):
         pairs.solved(model.train())
@@ -161,7 +161,7 @@ def test_parts_of_pairs(tokens, corrupted):
     again = [pairs.split(seed, 0.5)[0].answers.tolist() for seed in range(9)]
     assert again == [pairs.split(seed)[0].answers.tolist() for seed in range(9)]
     assert len(set(map(tuple, again))) > 1
-    with pytest.raises(ValueError, match="none of 4"):
+    with pytest.raises(ValueError, match="got 0 of 4"):
         pairs[4:]
     with pytest.raises(ValueError, match="0 and 4"):
         pairs.split(share=0.1)
@@ -211,7 +211,7 @@ TEXT = torch.ones(BATCH, POS).long()
         ({"corrupted": torch.ones(3, POS).long()}, "4 and 3"),
         ({"clean": torch.ones(0, 2).long(), "corrupted": torch.ones(0, 2).long()}, "0 and 0"),
         ({"corrupted": torch.ones(BATCH, 5).long()}, r"\[4, 7\] and \[4, 5\]"),
-        ({"corrupted": torch.ones(POS).long()}, r"corrupted.*\[7\]: one text"),
+        ({"corrupted": torch.ones(POS).long()}, r"corrupted.*\[7\]: pass one text"),
         ({"answers": torch.ones(BATCH, 3).long()}, r"\[4, 3\]"),
         ({"answers": torch.tensor([1, 2, -1, 3])}, "-1"),
         ({"attention_mask": torch.ones(BATCH, 6)}, r"attention_mask.*\[4, 6\]"),

@@ -420,9 +420,9 @@ BAD = [
     (dict(prompts=[]), "0 texts"),
     (dict(prompts=[[1], [], [2], []]), r"\[1, 3\]"),
     (dict(prompts=torch.zeros(2, 0, dtype=torch.int64)), r"\[0, 1\]"),
-    (dict(prompts=[[1], [5, 29]]), "prompt 1 .*28.* 29"),
+    (dict(prompts=[[1], [5, 29]]), r"prompt 1 .*29\).* 29"),
     (dict(prompts=[[1, -1]]), "prompt 0 .* -1"),
-    (dict(stop=[3, 29]), "stop .*28.* 29"),
+    (dict(stop=[3, 29]), r"stop .*29\).* 29"),
     (dict(stop=[-1]), "stop .* -1"),
     (dict(max_new_tokens=13), "19 positions; got 7 and 13"),
     (dict(max_context=8), "8 positions; got 7 and 2"),
@@ -431,7 +431,7 @@ BAD = [
     (dict(prompts="text"), "tokenizer"),
     # Numbers that would have to be rounded.
     *((dict(prompts=prompts), "integers") for prompts in ([[1.5]], torch.ones(2, 3))),
-    (dict(stop=29), "stop .*28.* 29"),
+    (dict(stop=29), r"stop .*29\).* 29"),
     (dict(prefill_chunk=0), "prefill_chunk .*0"),
     (dict(attention_mask=torch.ones(4, 7)), "attention_mask"),
     *(

@@ -238,7 +238,7 @@ def test_tokens_become_text_again():
     assert model.to_pieces("the cat") == ["the", " cat"]
     assert model.to_pieces(4) == "cat"
     assert model.to_id(" cat") == 16
-    with pytest.raises(ValueError, match=r"'the cat', which is 2: \['the', ' cat'\]"):
+    with pytest.raises(ValueError, match=r"'the cat', which is 2 tokens: \['the', ' cat'\]"):
         model.to_id("the cat")
 
 
@@ -283,7 +283,7 @@ def test_texts_bring_their_own_mask_and_begin_a_text():
     from models import KVCache
 
     model = reading()
-    with pytest.raises(ValueError, match="beside attention_mask"):
+    with pytest.raises(ValueError, match="if attention_mask"):
         model(TEXTS, attention_mask=torch.ones(2, 6))
     with pytest.raises(ValueError, match="or a cache"):
         model("the cat", kv_cache=KVCache(9))
