@@ -27,7 +27,7 @@ def require_cache(cache: object, model: nn.Module | None = None) -> None:
 
     >>> require_cache("def f(x):")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    TypeError: cache must be an ActivationCache; got 'def f(x):'; HookedRunner(model)...
+    TypeError: cache must be an ActivationCache; got 'def f(x):'...
     """
     require_kind("cache", cache, ActivationCache, "an ActivationCache")
     assert isinstance(cache, ActivationCache)
