@@ -1,8 +1,10 @@
-"""Sparse autoencoders and transcoders: loaded from any format, spliced into any model, and measured.
+"""Sparse autoencoders and transcoders: load them from any format, splice them into any model, and
+measure them.
 
-Read `activations` and `dictionary` (one layer) first; `cross_layer` and `matching_pursuit` are other dictionaries, and
-`loading` reads them from files, with `forms`, `hub` and `bundled`. `places` says which point a file means; `splicing` puts
-dictionaries behind points, and `evaluation`, `cards` and `controls` measure them.
+Read `activations` and `dictionary` (dictionaries of one layer) first. `cross_layer` and
+`matching_pursuit` contain other kinds of dictionaries. `loading` reads dictionaries from files,
+with the help of `forms`, `hub` and `bundled`. `places` finds the point that a file names.
+`splicing` inserts dictionaries into a model, and `evaluation`, `cards` and `controls` measure them.
 
 >>> from interp.features import load_sae, splice
 >>> from models import load
@@ -25,9 +27,22 @@ from interp.features.matching_pursuit import MatchingPursuit
 from interp.features.splicing import splice
 
 __all__ = [
-    "CrossLayerTranscoder", "Dictionary", "DictionaryScores", "FeatureCard", "FeatureCards",
-    "Gated", "GroupMax", "JumpReLU", "MatchingPursuit", "TopK", "evaluate_sae", "feature_cards",
-    "load_sae", "purity", "splice", "stability",
-]  # fmt: skip
+    "CrossLayerTranscoder",
+    "Dictionary",
+    "DictionaryScores",
+    "FeatureCard",
+    "FeatureCards",
+    "Gated",
+    "GroupMax",
+    "JumpReLU",
+    "MatchingPursuit",
+    "TopK",
+    "evaluate_sae",
+    "feature_cards",
+    "load_sae",
+    "purity",
+    "splice",
+    "stability",
+]
 
 __getattr__ = _missing_name(__name__, __all__)

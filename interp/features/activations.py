@@ -1,4 +1,7 @@
-"""Nonlinearities of dictionaries: from pre-activations [... feature] to features of the same shape."""
+"""Nonlinearities of dictionaries.
+
+They map pre-activations [... feature] to features of the same shape.
+"""
 
 import torch
 from jaxtyping import Float
@@ -8,11 +11,12 @@ Features = Float[Tensor, "*rows feature"]
 
 
 class JumpReLU(nn.Module):
-    """`pre` where it exceeds a threshold and 0, and 0 elsewhere (Rajamanoharan et al., 2024).
+    """The pre-activations above both a threshold and 0, and 0 elsewhere (Rajamanoharan et al.,
+    2024).
 
     Args:
-        threshold: one for each feature, or one for all.
-        relu: whether negative values above a negative threshold become 0.
+        threshold: one threshold for each feature, or a single threshold for all features.
+        relu: whether negative values above a negative threshold are set to 0. Default: True.
     """
 
     threshold: Tensor
@@ -25,7 +29,9 @@ class JumpReLU(nn.Module):
         self.register_buffer("threshold", threshold)
 
     def scaled(self, by: Float[Tensor, " feature"]) -> "JumpReLU":
-        """Return one that gives `by` times the features for `by` times the pre-activations."""
+        """Return a nonlinearity that maps `by` times the pre-activations to `by` times the
+        features.
+        """
         return JumpReLU(self.threshold * by, self.relu)
 
     def forward(self, pre: Features) -> Features:
@@ -34,12 +40,13 @@ class JumpReLU(nn.Module):
 
 
 class TopK(nn.Module):
-    """The `k` largest pre-activations of each row (Gao et al., 2024).
+    """The `k` largest pre-activations of each row, and 0 elsewhere (Gao et al., 2024).
 
     Args:
-        k: how many are kept.
-        by: whether `value` or `size` says which are the largest.
-        relu: whether the negative ones among them become 0.
+        k: the number of features that are kept in each row.
+        by: how to compare pre-activations: by `value`, or by `size`, the absolute value. Default:
+            `value`.
+        relu: whether negative values among the kept ones are set to 0. Default: True.
     """
 
     def __init__(self, k: int, by: str = "value", relu: bool = True) -> None:
@@ -51,7 +58,7 @@ class TopK(nn.Module):
         return f"k={self.k}, by={self.by!r}, relu={self.relu}"
 
     def top(self, pre: Features) -> tuple[Float[Tensor, "*rows k"], Tensor]:
-        """Return the kept features of each row and their numbers [... k]."""
+        """Return the kept features of each row and their indices, both [... k]."""
         order = pre.abs() if self.by == "size" else pre
         numbers = order.topk(self.k, dim=-1, sorted=False).indices
         kept = pre.gather(-1, numbers)
@@ -64,7 +71,9 @@ class TopK(nn.Module):
 
 
 class GroupMax(nn.Module):
-    """The largest of each of `k` groups of neighbours, where it is positive (sparsify)."""
+    """The largest positive value in each of `k` groups of neighbouring features, and 0 elsewhere
+    (sparsify).
+    """
 
     def __init__(self, k: int) -> None:
         super().__init__()
@@ -82,12 +91,14 @@ class GroupMax(nn.Module):
 
 
 class Gated(nn.Module):
-    """Magnitudes where a gate with the same weights is open (Rajamanoharan et al., 2024).
+    """Magnitudes where a gate is open, and 0 elsewhere (Rajamanoharan et al., 2024).
+
+    The gate and the magnitude share their weights up to a factor for each feature.
 
     Args:
-        b_gate: bias of the gate.
-        r_mag: logarithm of what a magnitude's weights are multiplied by.
-        b_mag: bias of the magnitude.
+        b_gate: the bias of the gate.
+        r_mag: the logarithm of the factor by which the weights of the magnitude are multiplied.
+        b_mag: the bias of the magnitude.
     """
 
     b_gate: Tensor
@@ -106,7 +117,9 @@ class Gated(nn.Module):
         self.register_buffer("b_mag", b_mag)
 
     def scaled(self, by: Float[Tensor, " feature"]) -> "Gated":
-        """Return one that gives `by` times the features for `by` times the pre-activations."""
+        """Return a nonlinearity that maps `by` times the pre-activations to `by` times the
+        features.
+        """
         return Gated(self.b_gate * by, self.r_mag, self.b_mag * by)
 
     def forward(self, pre: Features) -> Features:

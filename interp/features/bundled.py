@@ -1,4 +1,7 @@
-"""The dictionaries that ship with `pydoc-4l`, and their files: weights in 8 bits, one scale for each feature."""
+"""The dictionaries that are bundled with `pydoc-4l`.
+
+Their files contain weights in 8 bits, with one scale for each feature.
+"""
 
 from collections.abc import Mapping
 from importlib.resources import files
@@ -12,23 +15,27 @@ from interp.features.activations import TopK
 from interp.features.dictionary import Dictionary
 
 NAMES = ("pydoc-4l/resid_post", "pydoc-4l/transcoders")
-"""A sparse autoencoder of the stream after block 2, and skip transcoders of all MLPs."""
+"""The names of a sparse autoencoder of the stream after block 2, and of skip transcoders of all
+MLPs.
+"""
 
 
 def bundled(name: str) -> dict[str, Dictionary]:
-    """Return the dictionaries of one of `NAMES`, by the point where each stands.
+    """Return the dictionaries with one of the names in `NAMES`, by the points where they are
+    spliced in.
 
-    They were made by `examples/train_dictionaries.py`.
+    The dictionaries were trained by `examples/train_dictionaries.py`.
     """
     file = files("interp.features").joinpath("bundled_files", f"{name}.safetensors")
     return unpacked(load(file.read_bytes()))
 
 
 def packed(dictionaries: Mapping[str, Dictionary]) -> dict[str, Shaped[Tensor, "..."]]:
-    """Return the weights of TopK dictionaries in 8 bits, for a file.
+    """Return the tensors of a file that stores the weights of TopK dictionaries in 8 bits.
 
     Args:
-        dictionaries: by the point where each stands; those of `mlp_out` read `ln2.normalized`.
+        dictionaries: the dictionaries by the points that they write. Dictionaries of `mlp_out` read
+            `ln2.normalized`.
     """
     tensors: dict[str, Tensor] = {}
     for writes, d in dictionaries.items():
@@ -44,7 +51,7 @@ def packed(dictionaries: Mapping[str, Dictionary]) -> dict[str, Shaped[Tensor, "
 
 
 def unpacked(tensors: Mapping[str, Shaped[Tensor, "..."]]) -> dict[str, Dictionary]:
-    """Return the dictionaries of a file that `packed` made."""
+    """Return the dictionaries from the tensors of a file, as `packed` returns them."""
     by_point: dict[str, dict[str, Tensor]] = {}
     for name, tensor in sorted(tensors.items()):
         writes, _, part = name.partition("/")

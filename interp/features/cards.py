@@ -1,9 +1,12 @@
-"""Cards of features: where each is active, what it writes, and how often; for a page or for Neuronpedia's JSON.
+"""Cards of features, for a page or for Neuronpedia's JSON.
 
-1. Run the model on texts, and keep the chosen features at every position.
-2. The examples of a feature are the texts around its largest values, no text twice. Copies of a text
-   are one text.
-3. What it writes is its decoder row times the directions of tokens (`token_directions`).
+A card shows where and how often a feature is active, and which tokens it promotes.
+
+1. Run the model on texts, and cache the chosen features at every position.
+2. The examples of a feature are the texts around its largest values. Each text is used at most
+   once, and copies of a text count as one text.
+3. The tokens that a feature raises and lowers come from its decoder row times the directions of
+   tokens (`token_directions`).
 """
 
 import json
@@ -46,12 +49,12 @@ _BINS, _BEFORE, _AFTER = 20, 24, 8
 
 @dataclass(frozen=True)
 class FeatureExample:
-    """A text around a place where a feature is large.
+    """A text around a position where a feature is large.
 
     Attributes:
-        tokens: its tokens as text; their numbers where the model has no tokenizer.
-        activations: the feature at each of them.
-        pos: which of them is the place.
+        tokens: the tokens as text, or their ids if the model has no tokenizer.
+        activations: the value of the feature at each token.
+        pos: the index of the token where the feature is largest.
     """
 
     tokens: Sequence[str]
@@ -61,19 +64,21 @@ class FeatureExample:
 
 @dataclass(frozen=True)
 class FeatureCard:
-    """What is known of one feature; made by `feature_cards`.
+    """The facts about one feature, returned by `feature_cards`.
 
     Attributes:
-        index: its number.
-        density: the share of positions where it is not 0.
-        examples: texts where it is largest, the largest first.
-        top, bottom: tokens whose logits it raises and lowers most, with how much a feature of 1 does so, up to the
-            scale of the final norm; empty where it does not write to the residual stream.
-        nearest: other features of the dictionary, with the cosine of their decoder rows.
-        histogram: how many positions have it in each of 20 equal steps up to `largest`, zeros apart.
-        largest: its largest value.
-        n_tokens: how many positions were read; None if that is not known. A feature that is active
-            at none of them may only be rare: see `interp.features.evaluation.LEAST_FOR_DEAD`.
+        index: the index of the feature in the dictionary.
+        density: the share of positions where the feature is not 0.
+        examples: the texts where the feature is largest, in descending order.
+        top, bottom: the tokens whose logits the feature raises and lowers most, with the change of
+            the logit for a feature value of 1, up to the scale of the final norm. Both are empty if
+            the feature does not write to the residual stream.
+        nearest: the most similar features of the dictionary, with the cosine of their decoder rows.
+        histogram: the number of positions with a positive value in each of 20 equal bins from 0 to
+            `largest`.
+        largest: the largest value of the feature.
+        n_tokens: the number of positions that were read, or None if it is unknown. A feature that
+            is never active may only be rare: see `interp.features.evaluation.LEAST_FOR_DEAD`.
     """
 
     index: int
@@ -88,7 +93,7 @@ class FeatureCard:
 
     @property
     def frequency(self) -> str:
-        """The density in words."""
+        """The density as a sentence."""
         count = "" if self.n_tokens is None else f"{self.n_tokens:,} "
         return f"active at {self.density:.2%} of {count}positions"
 
@@ -102,7 +107,10 @@ class FeatureCard:
         return "\n".join(lines)
 
     def to_neuronpedia(self) -> dict[str, Any]:
-        """Return it as the JSON that Neuronpedia's front end reads. None stands for NaN and infinity."""
+        """Return the card as the JSON that Neuronpedia's front end reads.
+
+        NaN and infinity become None.
+        """
         examples = [
             {
                 "tokens": [*example.tokens],
@@ -127,17 +135,18 @@ class FeatureCard:
 
     @classmethod
     def from_neuronpedia(cls, data: Mapping[str, Any]) -> "FeatureCard":
-        """Read what `to_neuronpedia`, or another tool, wrote.
+        """Return a card from JSON that `to_neuronpedia` or another tool wrote.
 
-        Logits are then NaN, as the format has none. Null is NaN too.
+        Logits are NaN, because the format does not contain them. Null is read as NaN.
 
         Raises:
-            ValueError: if it has no index or no examples.
+            ValueError: if the index or the examples are missing.
         """
         missing = [name for name in ("index", "examples_quantiles") if name not in data]
         if missing:
             raise ValueError(
-                f"a feature of Neuronpedia must have index and examples_quantiles; got none of {missing}"
+                "a feature of Neuronpedia must have index and examples_quantiles; missing: "
+                f"{missing}"
             )
         examples = [
             FeatureExample(
@@ -153,21 +162,26 @@ class FeatureCard:
             for end in ("top", "bottom")
         )
         return cls(
-            int(data["index"]), _number(data.get("activation_frequency")), examples, top, bottom,
-            histogram=[*map(_number, data.get("histogram", ()))], largest=_number(data.get("act_max")),
-        )  # fmt: skip
+            int(data["index"]),
+            _number(data.get("activation_frequency")),
+            examples,
+            top,
+            bottom,
+            histogram=[*map(_number, data.get("histogram", ()))],
+            largest=_number(data.get("act_max")),
+        )
 
 
 def _number(value: float | None) -> float:
-    """A number of JSON; NaN for null."""
+    """Return a number of JSON, or NaN for null."""
     return math.nan if value is None else float(value)
 
 
 class FeatureCards(list[FeatureCard], pictures.Shown):
-    """Cards of features. A notebook shows them as a page, which `save("cards.html")` writes.
+    """A list of cards of features, which a notebook displays as a page.
 
-    `save("cards")` makes a folder with a JSON file of Neuronpedia's format for each feature, named by
-    its number.
+    `save("cards.html")` writes this page. `save("cards")` writes a folder with a JSON file in
+    Neuronpedia's format for each feature, named by the index of the feature.
     """
 
     def __repr__(self) -> str:
@@ -175,15 +189,15 @@ class FeatureCards(list[FeatureCard], pictures.Shown):
         return "\n".join(map(repr, self[:5])) + more
 
     def view(self) -> pictures.View:
-        """One card below the other."""
+        """Return a view of all cards, one below the other."""
         return pictures.features(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the page where the path ends in `.html`, and otherwise a folder of JSON files.
+        """Write the page if the path ends in `.html`, and otherwise a folder of JSON files.
 
         Raises:
-            ValueError: if the suffix is that of another kind of file, such as `.json`, and no folder has
-                this name.
+            ValueError: if the path ends in the suffix of another kind of file, such as `.json`, and
+                is not an existing folder.
         """
         if storage.path_of(path).suffix.lower() == ".html":
             super().save(path)
@@ -199,18 +213,22 @@ class FeatureCards(list[FeatureCard], pictures.Shown):
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str]) -> "FeatureCards":
-        """Read the files that `save`, or another tool, wrote."""
+        """Return the cards in a folder of JSON files that `save` or another tool wrote."""
         paths = sorted(Path(directory).glob("*.json"), key=lambda path: (len(path.stem), path.stem))
         if not paths:
-            raise FileNotFoundError(f"{directory} must have JSON files of features; it has none")
-        # In files of other tools, NaN is a number that is not known.
+            raise FileNotFoundError(
+                f"{directory} must contain JSON files of features; it contains none"
+            )
+        # Other tools write NaN for unknown numbers, so the JSON is not read strictly.
         return cls(
             FeatureCard.from_neuronpedia(json.loads(path.read_text("utf-8"))) for path in paths
         )
 
 
 class _Row(NamedTuple):
-    """A text: its tokens, their values, which of them count, and whether no copy was before it."""
+    """A text: its tokens, the values of the features, which positions count, and whether it is no
+    copy of an earlier text.
+    """
 
     tokens: list[int]
     values: Tensor
@@ -232,43 +250,48 @@ def feature_cards(
     batch: int = 16,
     progress: bool = True,
 ) -> FeatureCards:
-    """Find where features are active and what they write.
+    """Return a card for each of some features: where the feature is active, and which tokens it
+    promotes.
 
     Args:
-        model: any model in evaluation mode. Without `W_U` cards have no logits.
-        dictionary, reads: see `splice`; one dictionary.
-        texts: the texts, read once.
-        features: the numbers of the features.
-        k: how many examples, tokens and neighbours each card has.
-        pos: the positions of each text that count; None for all. At others examples show 0.
-        batch: how many texts are read together.
-        progress: whether to show a bar after two seconds.
+        model: any model in evaluation mode. If the model has no `W_U`, the cards have no logits.
+        dictionary, reads: a single dictionary, and the point that it reads; see `splice`.
+        texts: the texts. They are read once.
+        features: the indices of the features.
+        k: the number of examples, tokens and neighbours on each card. Default: 8.
+        pos: the positions of each text that count. The examples show 0 at all other positions.
+            Default: all positions.
+        batch: the number of texts in a batch. Default: 16.
+        progress: whether to show a progress bar after two seconds. Default: True.
 
     Raises:
-        ValueError: if there are several dictionaries, no text, or no such feature.
-        TypeError, UnknownNameError, HookError, ModeError: as for `splice`.
+        ValueError: if there are several dictionaries, there is no text, or a feature does not
+            exist.
+        TypeError, UnknownNameError, HookError, ModeError: for the same reasons as in `splice`.
 
     Warns:
-        UserWarning: as for `splice`.
+        UserWarning: for the same reasons as in `splice`.
 
     >>> from interp.features import load_sae
     >>> from models import load
-    >>> cards = feature_cards(load("pydoc-4l"), load_sae("pydoc-4l/resid_post"), ["def f(x): return x"], [0, 5], k=3)
+    >>> model, sae = load("pydoc-4l"), load_sae("pydoc-4l/resid_post")
+    >>> cards = feature_cards(model, sae, ["def f(x): return x"], [0, 5], k=3)
     >>> [card.index for card in cards]
     [0, 5]
     """
     unspliced = runner_of(model)
     parts = placed(unspliced, dictionary, "live", reads)
     if len(parts) != 1:
-        raise ValueError(f"cards are of one dictionary at a time; got {len(parts)}")
+        raise ValueError(f"feature_cards needs a single dictionary; got {len(parts)}")
     ((point, part),) = parts.items()
     chosen = part.dictionary
     require_integer("k", k)
-    require_kind("features", features, Sequence, "a list of numbers of features", "[3, 17]")
+    require_kind("features", features, Sequence, "a list of indices of features", "[3, 17]")
     wrong = [n for n in features if not isinstance(n, int) or not 0 <= n < chosen.n_features]
     if wrong or not features:
         raise ValueError(
-            f"features must be numbers from 0 to {chosen.n_features - 1}, at least one; got {[*features]}"
+            f"features must be a list of at least one index in [0, {chosen.n_features}); got "
+            f"{[*features]}"
         )
     writes = _tokens_moved(model, part.has_heads, chosen, features, k)
     rows: list[_Row] = []
@@ -304,9 +327,14 @@ Scored = list[tuple[str, float]]
 
 
 def _card(
-    model: nn.Module, index: int, rows: list[_Row], k: int, nearest: list[tuple[int, float]],
-    top: Scored, bottom: Scored,
-) -> FeatureCard:  # fmt: skip
+    model: nn.Module,
+    index: int,
+    rows: list[_Row],
+    k: int,
+    nearest: list[tuple[int, float]],
+    top: Scored,
+    bottom: Scored,
+) -> FeatureCard:
     values = torch.cat([row.values[row.counts] for row in rows])
     shown_rows = [(row.tokens, row.values.where(row.counts, 0)) for row in rows if row.is_new]
     best = sorted(shown_rows, key=lambda row: -row[1].max().item())[:k]
@@ -345,10 +373,12 @@ def _nearest(dictionary: Dictionary, index: int, k: int) -> list[tuple[int, floa
 def _tokens_moved(
     model: nn.Module, has_heads: bool, dictionary: Dictionary, features: Sequence[int], k: int
 ) -> list[tuple[Scored, Scored]]:
-    """The tokens that each feature raises and lowers most."""
+    """Return the tokens that each feature raises and lowers most."""
     directions = None
-    for fold in () if has_heads else (True, False):  # norms of the stream itself cannot be folded
-        with suppress(TypeError, ValueError):  # it may have no unembedding
+    # A norm that acts on the stream itself cannot be folded. The model may also have no
+    # unembedding.
+    for fold in () if has_heads else (True, False):
+        with suppress(TypeError, ValueError):
             directions = token_directions(model, torch.arange(n_logits(model)), fold)
             break
     if directions is None or directions.shape[1] != dictionary.d_out:
@@ -359,8 +389,10 @@ def _tokens_moved(
     ends = []
     for sign in (1, -1):
         best = (sign * logits).topk(min(k, logits.shape[1]), dim=1)
-        ends.append([
-            [*zip(write(tokens), (sign * values).tolist(), strict=True)]
-            for tokens, values in zip(best.indices.tolist(), best.values, strict=True)
-        ])  # fmt: skip
+        ends.append(
+            [
+                [*zip(write(tokens), (sign * values).tolist(), strict=True)]
+                for tokens, values in zip(best.indices.tolist(), best.values, strict=True)
+            ]
+        )
     return [*zip(*ends, strict=True)]

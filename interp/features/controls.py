@@ -1,4 +1,8 @@
-"""Controls for dictionaries: whether another seed finds the same features, and what activates them beside neurons."""
+"""Controls for dictionaries.
+
+`stability` measures whether another seed finds the same features. `purity` compares how uniform the
+tokens are that activate features and neurons.
+"""
 
 import torch
 from jaxtyping import Float
@@ -13,13 +17,15 @@ from interp.protocol import runner_of
 
 
 def stability(one: Dictionary, other: Dictionary) -> Float[Tensor, " feature"]:
-    """Return, for each feature of `one`, the largest cosine of its decoder row with a row of `other`.
+    """Return, for each feature of `one`, the largest cosine of its decoder row with a decoder row
+    of `other`.
 
-    For two seeds of the same training: 1 if the other found the same feature. Compare the mean with that of random
-    directions of this number and size, `stability(one, random)`.
+    For two seeds of the same training, the value is 1 if the other seed found the same feature.
+    Compare the mean with `stability(one, random)`, where `random` has the same number of random
+    directions of the same size.
 
     Raises:
-        ValueError: if they write vectors of different sizes.
+        ValueError: if the two dictionaries write vectors of different sizes.
 
     >>> eye, zero = torch.eye(2), torch.zeros(2)
     >>> turned = Dictionary(eye, torch.tensor([[1.0, 1.0], [0.0, 2.0]]), zero, zero, nn.ReLU())
@@ -27,7 +33,10 @@ def stability(one: Dictionary, other: Dictionary) -> Float[Tensor, " feature"]:
     tensor([0.7071, 1.0000])
     """
     if one.d_out != other.d_out:
-        raise ValueError(f"both must write vectors of one size; got {one.d_out} and {other.d_out}")
+        raise ValueError(
+            "both dictionaries must write vectors of the same size; "
+            f"got {one.d_out} and {other.d_out}"
+        )
     rows, others = (nn.functional.normalize(d.W_dec.float(), dim=1) for d in (one, other))
     return (rows @ others.mT).amax(1)
 
@@ -44,27 +53,30 @@ def purity(
     batch: int = 16,
     progress: bool = True,
 ) -> Float[Tensor, " unit"]:
-    """Return, for each unit of a point, how uniform the tokens are where it is largest.
+    """Return, for each unit of a point, how uniform the tokens are at the positions where the unit
+    is largest.
 
-    It is the share of the most common token among the `k` positions with the largest values. Units are features, inside
-    `splice`, or neurons, so that both can be compared. Copies of a text count once, because they would
-    have the same tokens.
+    The purity is the share of the most common token among the `k` positions with the largest
+    values. The units are features (inside `splice`) or neurons, so the two can be compared. Copies
+    of a text count once, because they have the same tokens.
 
     Args:
         model: any model in evaluation mode.
         texts: the texts.
-        point: a point with the axes batch, pos and one more, such as `blocks.1.resid_post.features` or `blocks.1.mlp.post`.
-        k: how many positions count.
-        pos: the positions of each text that are read; None for all.
-        batch: how many texts are read together.
-        progress: whether to show a bar after two seconds.
+        point: a point with the axes batch, pos and one more, such as `blocks.1.resid_post.features`
+            or `blocks.1.mlp.post`.
+        k: the number of positions that count. Default: 20.
+        pos: the positions of each text that are read. Default: all positions.
+        batch: the number of texts in a batch. Default: 16.
+        progress: whether to show a progress bar after two seconds. Default: True.
 
     Returns:
-        Shares between 0 and 1; NaN for units that are positive at fewer than `k` positions.
+        A share between 0 and 1 for each unit, or NaN if the unit is positive at fewer than `k`
+        positions.
 
     Raises:
-        UnknownNameError: if there is no such point.
-        ValueError: if it has other axes, `k` is below 1, or there is no text.
+        UnknownNameError: if the point does not exist.
+        ValueError: if the point has other axes, `k` is below 1, or there is no text.
 
     >>> from models import load
     >>> purity(load("pydoc-4l"), ["aaab", "bbba"], "blocks.0.mlp.post", k=2).shape
@@ -77,12 +89,13 @@ def purity(
         value = runner.capture(text.tokens, names=point, **text.arguments(model))[point]
         if value.ndim != 3:
             raise ValueError(
-                f"the point must have the axes batch, pos and one more; got {[*value.shape]} at {point}"
+                f"the point must have the axes batch, pos and one more; got {[*value.shape]} at "
+                f"{point}"
             )
         kept = to_device(text.at(pos) & unseen(text, seen)[:, None], value.device)
         rows = value[kept]
         here = to_device(text.tokens, value.device)[kept][:, None].expand_as(rows)
-        # The best so far, and those of this batch.
+        # Join the best positions so far and the positions of this batch.
         rows, here = torch.cat([values.to(rows), rows]), torch.cat([tokens.to(here), here])
         best = largest_rows(rows, k)
         values, tokens = rows.gather(0, best), here.gather(0, best)

@@ -1,4 +1,4 @@
-"""Transcoders across layers."""
+"""Cross-layer transcoders, whose features write to several layers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,22 +10,34 @@ from interp.features.dictionary import Dictionary
 
 
 class CrossLayerTranscoder(nn.Module):
-    """Features of each layer that write to it and to all later layers (Ameisen et al. 2025). It serves attribution graphs.
+    """A transcoder whose features of each layer write to that layer and to all later layers
+    (Ameisen et al. 2025).
+
+    It is made for attribution graphs.
 
     Args:
-        W_enc: encoders, one [d_model feature] for each layer.
-        W_dec: decoders, one [feature later d_model] for each layer: what its features write to this layer, the next, ...
-        b_enc: biases of the encoders, one [feature] for each layer.
-        b_dec: what is written to each layer whatever the features are, [layer d_model].
+        W_enc: the encoders, one [d_model feature] for each layer.
+        W_dec: the decoders, one [feature later d_model] for each layer. Index 0 of the axis `later`
+            is the layer of the features, index 1 the next layer, and so on.
+        b_enc: the biases of the encoders, one [feature] for each layer.
+        b_dec: the biases of the decoders, [layer d_model]. They are written to each layer
+            independently of the features.
         activations: a nonlinearity for each layer.
-        W_skip: skip connections, one [d_model d_model] for each layer, from what it reads to what is written there.
-        reads, writes: the last part of the names of the points of each layer, such as `resid_mid` and `mlp_out`.
-        config: what its files say about it.
+        W_skip: the skip connections, one [d_model d_model] for each layer, from the vector that the
+            layer reads to the vector that it writes. Default: no skip connections.
+        reads, writes: the last part of the names of the points of each layer, such as `resid_mid`
+            and `mlp_out`. Default: unknown.
+        config: the config in the files of the transcoder. Default: empty.
 
     >>> import torch
     >>> one = torch.ones(1, 1)
     >>> both = CrossLayerTranscoder(
-    ...     [one, one], [torch.ones(1, 2, 1), torch.ones(1, 1, 1)], [torch.zeros(1)] * 2, torch.zeros(2, 1), [nn.ReLU()] * 2)
+    ...     W_enc=[one, one],
+    ...     W_dec=[torch.ones(1, 2, 1), torch.ones(1, 1, 1)],
+    ...     b_enc=[torch.zeros(1), torch.zeros(1)],
+    ...     b_dec=torch.zeros(2, 1),
+    ...     activations=[nn.ReLU(), nn.ReLU()],
+    ... )
     >>> both.decode(both.encode([torch.tensor([[3.0]]), torch.tensor([[5.0]])]))
     [tensor([[3.]]), tensor([[8.]])]
     """
@@ -58,16 +70,23 @@ class CrossLayerTranscoder(nn.Module):
         return len(self.W_enc)
 
     def dictionary(self, layer: int) -> Dictionary:
-        """Return what the features of a layer read, and what they write to that layer alone."""
+        """Return the features of a layer as a dictionary that writes to that layer only."""
         return Dictionary(
-            self.W_enc[layer], self.W_dec[layer][:, 0], self.b_enc[layer], self.b_dec[layer], self.activations[layer],
-            W_skip=self.W_skip[layer] if self.W_skip else None, reads=self.reads, writes=self.writes, transcodes=True,
-        )  # fmt: skip
+            self.W_enc[layer],
+            self.W_dec[layer][:, 0],
+            self.b_enc[layer],
+            self.b_dec[layer],
+            self.activations[layer],
+            W_skip=self.W_skip[layer] if self.W_skip else None,
+            reads=self.reads,
+            writes=self.writes,
+            transcodes=True,
+        )
 
     def encode(
         self, streams: list[Float[Tensor, "*rows d_model"]]
     ) -> list[Float[Tensor, "*rows _feature"]]:
-        """Return the features of each layer, from what each reads."""
+        """Return the features of each layer from the vectors that each layer reads."""
         layers = map(self.dictionary, range(self.n_layers))
         return [layer.encode(x) for x, layer in zip(streams, layers, strict=True)]
 
@@ -76,14 +95,14 @@ class CrossLayerTranscoder(nn.Module):
         features: list[Float[Tensor, "*rows _feature"]],
         streams: list[Float[Tensor, "*rows d_model"]] | None = None,
     ) -> list[Float[Tensor, "*rows d_model"]]:
-        """Return what is written to each layer.
+        """Return the vectors that are written to each layer.
 
         Args:
             features: the features of each layer.
-            streams: what each layer reads, for skip connections.
+            streams: the vectors that each layer reads. Only skip connections need them.
 
         Raises:
-            ValueError: if there are skip connections, and nothing for them to read.
+            ValueError: if the transcoder has skip connections and `streams` is missing.
         """
         outputs = [
             sum(features[n] @ self.W_dec[n][:, layer - n] for n in range(layer + 1)) + bias
@@ -92,6 +111,8 @@ class CrossLayerTranscoder(nn.Module):
         if not self.W_skip:
             return outputs
         if streams is None:
-            raise ValueError("decode needs what each layer reads, as there are skip connections")
+            raise ValueError(
+                "decode needs streams, the vectors that each layer reads, for the skip connections"
+            )
         skips = zip(outputs, streams, self.W_skip, strict=True)
         return [output + x.to(W.dtype) @ W for output, x, W in skips]

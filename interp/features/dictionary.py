@@ -1,11 +1,14 @@
 """Dictionaries: sparse autoencoders and transcoders of one layer.
 
-1. A dictionary reads a vector x, possibly normed, and makes pre-activations `pre = (x - b_dec) @ W_enc + b_enc`.
-2. Its nonlinearity makes features of them, most of them 0.
-3. It writes `features @ W_dec + b_dec`, and adds `x @ W_skip` if it has a skip connection.
+1. A dictionary reads a vector x, which may be normalized, and computes the pre-activations
+   `pre = (x - b_dec) @ W_enc + b_enc`.
+2. A nonlinearity computes the features from the pre-activations. Most features are 0.
+3. The dictionary writes `features @ W_dec + b_dec`, and adds `x @ W_skip` if it has a skip
+   connection.
 
-A sparse autoencoder writes what it reads (Bricken et al. 2023, "Towards Monosemanticity"; Cunningham et al. 2023); a
-transcoder writes what a sublayer adds (Dunefsky et al. 2024). `load_sae` makes them from files.
+A sparse autoencoder reconstructs the vector that it reads (Bricken et al. 2023, "Towards
+Monosemanticity"; Cunningham et al. 2023). A transcoder computes the output of a sublayer from its
+input (Dunefsky et al. 2024). `load_sae` loads both from files.
 """
 
 from collections.abc import Mapping
@@ -26,13 +29,15 @@ NormKind = Literal["none", "constant_norm_rescale", "layer_norm"]
 
 @dataclass(frozen=True)
 class Origin:
-    """Facts of where a dictionary was trained.
+    """The place where a dictionary was trained.
 
     Attributes:
-        reads, writes: names of the points that it was trained on; None if unknown.
-        head: the head whose values it reads; None for all.
-        transcodes: whether it is a transcoder; None if its points or sizes say so.
-        config: what its files say about it.
+        reads, writes: the names of the points that the dictionary was trained to read and write.
+            Default: unknown.
+        head: the head whose values the dictionary reads. Default: all heads.
+        transcodes: whether the dictionary is a transcoder. Default: inferred from the points and
+            sizes.
+        config: the config in the files of the dictionary. Default: empty.
     """
 
     reads: str | None = None
@@ -43,27 +48,35 @@ class Origin:
 
 
 class Dictionary(pictures.Shown, nn.Module):
-    """A sparse autoencoder or a transcoder. Its weights are frozen.
+    """A sparse autoencoder or a transcoder with frozen weights.
 
     Args:
-        W_enc: encoder, [d_in feature].
-        W_dec: decoder, [feature d_out].
-        b_enc, b_dec: biases of both.
-        activation: makes features from pre-activations; see `interp.features.activations`.
-        W_skip: the skip connection of a transcoder, [d_in d_out].
-        subtracts_b_dec: whether `b_dec` is subtracted from what is read.
-        norm: what is done to x first, and undone at the output of an autoencoder: `constant_norm_rescale` makes its
-            length √d_in, but that of zeros, and `layer_norm` its mean 0 and its standard deviation 1.
-        origin: where it was trained, such as `reads="blocks.3.resid_post"`; see `Origin`. Each is an attribute too.
+        W_enc: the encoder, [d_in feature].
+        W_dec: the decoder, [feature d_out].
+        b_enc, b_dec: the biases of the encoder and the decoder.
+        activation: the nonlinearity that computes features from pre-activations; see
+            `interp.features.activations`.
+        W_skip: the skip connection of a transcoder, [d_in d_out]. Default: no skip connection.
+        subtracts_b_dec: whether `b_dec` is subtracted from the input. Default: False.
+        norm: the normalization of the input, which is undone at the output of an autoencoder.
+            `constant_norm_rescale` scales the input to the length √d_in, except that zeros stay
+            zeros. `layer_norm` sets the mean to 0 and the standard deviation to 1. Default: `none`.
+        origin: the fields of `Origin`, such as `reads="blocks.3.resid_post"`. Each field becomes an
+            attribute of the dictionary.
 
     Raises:
-        ValueError: if a weight has another size, or `k` is more than the features.
-        TypeError: if there is no such keyword; it has close matches.
+        ValueError: if a weight has the wrong size, or `k` is larger than the number of features.
+        TypeError: if a keyword is unknown. The error lists close matches.
 
     >>> import torch
     >>> autoencoder = Dictionary(
-    ...     W_enc=torch.tensor([[1.0, -1.0]]), W_dec=torch.tensor([[1.0], [-1.0]]), b_enc=torch.zeros(2),
-    ...     b_dec=torch.tensor([3.0]), activation=nn.ReLU(), subtracts_b_dec=True)
+    ...     W_enc=torch.tensor([[1.0, -1.0]]),
+    ...     W_dec=torch.tensor([[1.0], [-1.0]]),
+    ...     b_enc=torch.zeros(2),
+    ...     b_dec=torch.tensor([3.0]),
+    ...     activation=nn.ReLU(),
+    ...     subtracts_b_dec=True,
+    ... )
     >>> autoencoder.encode(torch.tensor([[7.0], [1.0]]))
     tensor([[4., 0.],
             [0., 2.]])
@@ -125,17 +138,17 @@ class Dictionary(pictures.Shown, nn.Module):
         self.eval()
 
     def view(self) -> pictures.View:
-        """What it is, and how long its rows are."""
+        """Return a view of the sizes and settings, and of the lengths of the decoder rows."""
         return objects.dictionary(self)
 
     @property
     def d_in(self) -> int:
-        """The size of what is read."""
+        """The size of the input."""
         return self.W_enc.shape[0]
 
     @property
     def d_out(self) -> int:
-        """The size of what is written."""
+        """The size of the output."""
         return self.W_dec.shape[1]
 
     @property
@@ -145,22 +158,27 @@ class Dictionary(pictures.Shown, nn.Module):
 
     @property
     def is_transcoder(self) -> bool:
-        """Whether it writes something else than it reads."""
+        """Whether the dictionary is a transcoder, so that its output is not a reconstruction of its
+        input.
+        """
         if self.transcodes is not None:
             return self.transcodes
         return self.W_skip is not None or self.reads != self.writes or self.d_in != self.d_out
 
     @property
     def offset(self) -> Float[Tensor, " feature"]:
-        """What is added to `x @ W_enc`, where there is no norm."""
+        """The vector that is added to `x @ W_enc` in the pre-activations of a dictionary without a
+        norm.
+        """
         return self.b_enc - self.b_dec @ self.W_enc if self.subtracts_b_dec else self.b_enc
 
     def pre_activations(self, x: Float[Tensor, "*rows d_in"]) -> Features:
-        """Return what the nonlinearity is given."""
+        """Return the input of the nonlinearity."""
         if not isinstance(x, Tensor) or x.shape[-1:] != (self.d_in,):
             reads = f"cache[{self.reads!r}]" if self.reads else "a value of a cache"
             raise ValueError(
-                f"a dictionary must read a tensor [..., {self.d_in}], such as {reads}; got {shown(x)}"
+                f"a dictionary must read a tensor [..., {self.d_in}], such as {reads}; got "
+                f"{shown(x)}"
             )
         x = self._normed(x.to(self.W_enc.dtype))
         if self.subtracts_b_dec:
@@ -175,80 +193,91 @@ class Dictionary(pictures.Shown, nn.Module):
     def write(
         self, features: Features, x: Float[Tensor, "*rows d_in"]
     ) -> Float[Tensor, "*rows d_out"]:
-        """Return what features add to the output: the linear part of `decode`.
+        """Return the contribution of features to the output, which is the linear part of `decode`.
 
         Args:
-            features: any features, or differences of them.
-            x: what was read. It matters only with a norm.
+            features: any features, or differences of features.
+            x: the input of the dictionary. It is only used if the dictionary has a norm.
         """
         return self._in_units_of(x, features @ self.W_dec)
 
     def decode(
         self, features: Features, x: Float[Tensor, "*rows d_in"] | None = None
     ) -> Float[Tensor, "*rows d_out"]:
-        """Return the output that has these features.
+        """Return the output for some features.
 
         Args:
             features: the features.
-            x: what was read. It matters with a norm or a skip connection alone.
+            x: the input of the dictionary. It is only needed if the dictionary undoes a norm or has
+                a skip connection.
 
         Raises:
-            ValueError: if it matters and is not given.
+            ValueError: if `x` is needed and missing.
         """
         n_features = len(self.W_dec)
         if not isinstance(features, Tensor) or features.shape[-1:] != (n_features,):
             raise ValueError(
-                f"a dictionary must decode a tensor [..., {n_features}], such as encode gives; "
+                f"decode needs a tensor [..., {n_features}], as encode returns it; "
                 f"got {shown(features)}"
             )
         if x is None:
             if self._undoes_norm or self.W_skip is not None:
                 raise ValueError(
-                    "decode needs x, what was read: the dictionary has a norm or a skip"
+                    "decode needs x, the input, because the dictionary has a norm or a skip "
+                    "connection"
                 )
             x = features.new_zeros(*features.shape[:-1], self.d_in)
         return self.write(features, x) + self._constant(x)
 
     def forward(self, x: Float[Tensor, "*rows d_in"]) -> Float[Tensor, "*rows d_out"]:
-        """Return the output: of an autoencoder the reconstruction of `x`, of a transcoder that of what it replaces."""
+        """Return the output: the reconstruction of `x` by an autoencoder, or the output of the
+        sublayer that a transcoder replaces.
+        """
         if not isinstance(self.activation, TopK):
             return self.decode(self.encode(x), x)
-        # Few features of many: their rows are added up, and no tensor of all features is made.
+        # Few features are active, so add up their decoder rows without a tensor of all features.
         kept, numbers = self.activation.top(self.pre_activations(x))
         rows, weights = numbers.flatten(0, -2), kept.flatten(0, -2)
         sums = embedding_bag(rows, self.W_dec, per_sample_weights=weights, mode="sum")
         return self._in_units_of(x, sums.view(*x.shape[:-1], -1)) + self._constant(x)
 
     def with_input_gain(self, gain: Float[Tensor, " d_in"]) -> "Dictionary":
-        """Return a dictionary that reads `x * gain` as this one reads `x`.
+        """Return a dictionary whose output for `x * gain` is the output of this dictionary for `x`.
 
-        Transcoders trained on the output of a norm before its gain (Gemma Scope 1) read our point `ln2.normalized`
-        this way: `load_sae(path).with_input_gain(block.ln2.weight)`.
+        Transcoders of Gemma Scope 1 were trained on the output of a norm before its gain. This
+        method makes them fit our point `ln2.normalized`, which includes the gain:
+        `load_sae(path).with_input_gain(block.ln2.weight)`.
 
         >>> import torch
-        >>> identity = Dictionary(torch.eye(1), torch.eye(1), torch.zeros(1), torch.zeros(1), nn.ReLU())
+        >>> one, zero = torch.eye(1), torch.zeros(1)
+        >>> identity = Dictionary(one, one, zero, zero, nn.ReLU())
         >>> identity.with_input_gain(torch.tensor([2.0]))(torch.tensor([6.0]))
         tensor([3.])
         """
         skip = None if self.W_skip is None else self.W_skip / gain[:, None]
         if self.norm != "none" or self.subtracts_b_dec:
             raise ValueError(
-                "a gain goes into the encoder only without a norm and a bias before it"
+                "a gain cannot be multiplied into the encoder of a dictionary that has a norm or "
+                "subtracts b_dec"
             )
         reads = self.reads and self.reads.replace("hook_normalized", "normalized")
         return self._with(W_enc=self.W_enc / gain[:, None], W_skip=skip, reads=reads)
 
     def with_unit_decoder(self) -> "Dictionary":
-        """Return a dictionary of the same function whose decoder rows have length 1, as Neuronpedia shows features.
+        """Return a dictionary with the same outputs whose decoder rows have length 1, as
+        Neuronpedia shows features.
 
-        Features, their biases and thresholds are multiplied by what the rows' lengths were. Rows of zeros stay.
+        Features, biases and thresholds are multiplied by the original lengths of the rows. Rows of
+        zeros are unchanged.
 
         Raises:
-            ValueError: if other features would win, or features are no function of one pre-activation each: of top-k with
-                rows of different lengths, or with steps.
+            ValueError: if a feature depends on other pre-activations than its own. This is the case
+                for top-k if the rows have different lengths, because other features would be
+                selected, and for matching pursuit.
 
         >>> import torch
-        >>> double = Dictionary(torch.eye(1), 2 * torch.eye(1), torch.zeros(1), torch.zeros(1), nn.ReLU())
+        >>> one, zero = torch.eye(1), torch.zeros(1)
+        >>> double = Dictionary(one, 2 * one, zero, zero, nn.ReLU())
         >>> unit = double.with_unit_decoder()
         >>> unit.encode(torch.tensor([3.0])), unit(torch.tensor([3.0])), double(torch.tensor([3.0]))
         (tensor([6.]), tensor([6.]), tensor([6.]))
@@ -260,22 +289,26 @@ class Dictionary(pictures.Shown, nn.Module):
             activation = activation.scaled(length)
         elif not isinstance(activation, nn.ReLU | nn.Identity) and not length.allclose(length[0]):
             raise ValueError(
-                f"rows of the decoder must have one length, as {activation} compares features; "
+                f"all rows of the decoder must have the same length, because {activation} "
+                "compares features; "
                 f"got lengths from {length.min():.3g} to {length.max():.3g}"
             )
         return self._with(
-            W_enc=self.W_enc * length, b_enc=self.b_enc * length, W_dec=self.W_dec / length[:, None], activation=activation,
-        )  # fmt: skip
+            W_enc=self.W_enc * length,
+            b_enc=self.b_enc * length,
+            W_dec=self.W_dec / length[:, None],
+            activation=activation,
+        )
 
     def _with(self, **changes: Any) -> "Dictionary":
-        """This dictionary with other weights or settings."""
+        """Return this dictionary with some weights or settings replaced."""
         weights = ("W_enc", "W_dec", "b_enc", "b_dec", "activation", "W_skip")
         settings = ("subtracts_b_dec", "norm", *(field.name for field in fields(Origin)))
         same = {name: getattr(self, name) for name in (*weights, *settings)}
         return Dictionary(**same | changes)
 
     def extra_repr(self) -> str:
-        """Sizes and points, for the printed module."""
+        """The sizes and points, for the printed module."""
         skip = ", skip" if self.W_skip is not None else ""
         norm = f", norm={self.norm!r}" if self.norm != "none" else ""
         place = self.reads if self.reads == self.writes else f"{self.reads} -> {self.writes}"
@@ -292,11 +325,11 @@ class Dictionary(pictures.Shown, nn.Module):
     def _in_units_of(
         self, x: Float[Tensor, "*rows d_in"], written: Float[Tensor, "*rows d_out"]
     ) -> Float[Tensor, "*rows d_out"]:
-        """What is written, with the norm of an autoencoder undone."""
+        """Return an output with the norm of an autoencoder undone."""
         return written * self._scale(x) if self._undoes_norm else written
 
     def _scale(self, x: Float[Tensor, "*rows d_in"]) -> Float[Tensor, "*rows 1"]:
-        """What the norm divides by, without what keeps it from 0."""
+        """Return the divisor of the norm, without the constant that prevents a division by 0."""
         x = x.to(self.W_enc.dtype)
         if self.norm == "layer_norm":
             return x.std(-1, keepdim=True)
@@ -308,10 +341,11 @@ class Dictionary(pictures.Shown, nn.Module):
         if self.norm == "none":
             return x
         scale = self._scale(x)
-        return x / scale.where(scale > 0, 1.0)  # zeros, as values at padding may be, stay zeros
+        # Zeros stay zeros. Values at padding may be zero.
+        return x / scale.where(scale > 0, 1.0)
 
     def _constant(self, x: Float[Tensor, "*rows d_in"]) -> Float[Tensor, "..."]:
-        """What is written whatever the features are."""
+        """Return the part of the output that does not depend on the features."""
         x = x.to(self.W_enc.dtype)
         constant = self.b_dec
         if self._undoes_norm:
@@ -322,7 +356,7 @@ class Dictionary(pictures.Shown, nn.Module):
 
 
 def _require_matrix(name: str, weight: object, axes: str) -> None:
-    """Refuse what is no tensor of two axes."""
+    """Raise an error unless a weight is a tensor with two axes."""
     hint = "load_sae(path) reads a dictionary"
     require_kind(name, weight, Tensor, f"a tensor [{axes}]", hint)
     assert isinstance(weight, Tensor)
@@ -333,7 +367,7 @@ def _require_matrix(name: str, weight: object, axes: str) -> None:
 def _require_sizes(
     sizes: Mapping[str, int], weights: Mapping[str, tuple[Tensor | None, str]]
 ) -> None:
-    """Refuses weights of another size: PyTorch would stretch those of size 1."""
+    """Raise an error if a weight has the wrong size. PyTorch would broadcast an axis of size 1."""
     for name, (weight, axes) in weights.items():
         wanted = [sizes[axis] for axis in axes.split()]
         one_for_all = name == "threshold" and weight is not None and weight.ndim == 0

@@ -1,11 +1,15 @@
-"""Scores of dictionaries: what they reconstruct, what the model loses with them, and how sparse they are.
+"""Scores of dictionaries: the quality of the reconstruction, the loss of the model with it, and the
+sparsity.
 
-1. Run the model, and encode and decode what each dictionary reads: explained variance, features at a position.
-2. Run it with the reconstructions, and with zeros and with means in their place.
-3. The share of the loss that is recovered is (ablated - spliced) / (ablated - unedited), of mean losses.
+1. Run the model, and encode and decode the values that each dictionary reads. This gives the
+   explained variance and the number of active features at a position.
+2. Run the model with the reconstructions, with zeros, and with means in place of the values.
+3. The share of the loss that is recovered is (ablated - spliced) / (ablated - unedited), where each
+   term is a mean loss.
 
-A high share is no evidence that features mean something: a dictionary can have it with its decoder near the random
-start. Compare two seeds (`stability`), and what activates features with what activates neurons (`purity`).
+A high share is no evidence that features are meaningful: a dictionary can reach a high share while
+its decoder is still close to its random initialization. Compare two seeds (`stability`), and
+compare the tokens that activate features and neurons (`purity`).
 """
 
 import math
@@ -45,26 +49,27 @@ Ablation = Literal["zero", "mean"]
 ABLATIONS: tuple[Ablation, ...] = ("zero", "mean")
 RUNS = ("unedited", "spliced", *ABLATIONS)
 DENSE = 0.1
-"""A feature that is active at a larger share of positions is dense."""
+"""A feature is dense if it is active at more than this share of the positions."""
 LEAST_FOR_DEAD = 1_000_000
-"""The fewest tokens on which features that were never active count as dead.
+"""The minimum number of tokens that is needed to call features dead.
 
-If a feature was active at none of n tokens, its density is below 3 / n with a confidence of 95%,
-here below 3 in a million. On fewer tokens many of these features are only rare. In training,
-libraries call a feature dead after 4 million tokens without it (SAELens) or after 10 million
-(sparsify, dictionary_learning).
+If a feature was inactive at all of n tokens, its density is below 3 / n with a confidence of 95%.
+For this number of tokens, the density is below 3 in a million. On fewer tokens, many inactive
+features are only rare. During training, libraries call a feature dead after 4 million tokens
+without activity (SAELens) or 10 million (sparsify, dictionary_learning).
 """
 
 
 @dataclass(frozen=True, eq=False)
 class PointScores:
-    """Scores of one dictionary.
+    """The scores of one dictionary.
 
     Attributes:
-        explained_variance: 1 less the squared error over the variance of what it stands for; NaN if that is constant.
+        explained_variance: 1 minus the squared error divided by the variance of the values that the
+            dictionary approximates; NaN if these values are constant.
         l0: the mean number of features that are not 0 at a position.
-        density: for each feature, the share of positions where it is not 0.
-        n_tokens: how many positions were read; 0 if that is not known.
+        density: the share of positions where a feature is not 0, for each feature.
+        n_tokens: the number of positions that were read, or 0 if it is unknown.
     """
 
     explained_variance: float
@@ -74,7 +79,9 @@ class PointScores:
 
     @property
     def dead(self) -> float:
-        """The share of features that are never active. It is NaN below `LEAST_FOR_DEAD` tokens."""
+        """The share of features that are never active, or NaN if fewer than `LEAST_FOR_DEAD` tokens
+        were read.
+        """
         if self.n_tokens < LEAST_FOR_DEAD:
             return math.nan
         return (self.density == 0).float().mean().item()
@@ -98,15 +105,16 @@ class PointScores:
 
 @dataclass(frozen=True, eq=False)
 class DictionaryScores(pictures.Shown):
-    """Scores of one or several dictionaries in a model; made by `evaluate_sae`.
+    """The scores of one or several dictionaries in a model, returned by `evaluate_sae`.
 
     Attributes:
-        losses: the mean loss of each text in nats per token, [run example]: of the model unedited, with the
-            reconstructions, with zeros, and with means over all positions in their place.
+        losses: the mean loss of each text in nats per token, [run example]. The runs are the
+            unedited model, and the model with the reconstructions, with zeros, and with means over
+            all positions in place of the values.
         kl: the mean KL(unedited ‖ spliced) of each text, in nats.
-        points: scores of each dictionary.
-        groups: a number for each text, which its copies share. Intervals count copies once. None if
-            there are no copies.
+        points: the scores of each dictionary, by the point that it writes.
+        groups: a number for each text. Copies of a text have the same number, and intervals count
+            them once. None if there are no copies.
     """
 
     losses: Float[Tensor, "run example"]
@@ -115,23 +123,30 @@ class DictionaryScores(pictures.Shown):
     groups: tuple[int, ...] | None = None
 
     def recovered(self, ablation: Ablation = "zero") -> Result:
-        """The share of the loss that the dictionaries recover, with an interval: 1 is the unedited model.
+        """Return the share of the loss that the dictionaries recover, with an interval.
+
+        A share of 1 means that the loss is the loss of the unedited model.
 
         Args:
-            ablation: what is 0: the model with zeros, or with means, in place of the values.
+            ablation: the model with a share of 0: with zeros, or with means, in place of the
+                values. Default: `zero`.
 
         Raises:
-            ValueError: if that ablation hardly changes the loss: by less than 0.01 nats, or two standard errors. A
-                ratio would say nothing then; see `losses`.
+            ValueError: if the ablation raises the loss by less than 0.01 nats or by less than two
+                standard errors. A ratio is then meaningless; see `losses` instead.
         """
         require_choice("ablation", ablation, ABLATIONS)
         unedited, spliced, ablated = (self.losses[RUNS.index(run)] for run in (*RUNS[:2], ablation))
         gap = ablated - unedited
-        error = standard_error(gap, self.groups).nan_to_num()  # NaN for a single text
+        # The standard error of a single text is NaN.
+        error = standard_error(gap, self.groups).nan_to_num()
         if gap.mean() < max(0.01, 2 * error.item()):
             raise ValueError(
-                f"the ablation {ablation!r} must raise the loss by at least 0.01 nats and two standard errors; it goes from "
-                f"{unedited.mean():.4f} to {ablated.mean():.4f} (standard error {error:.4f}), and a share of that says nothing"
+                f"the ablation {ablation!r} must raise the loss by at least 0.01 nats and two "
+                "standard errors; it changes the "
+                f"loss from {unedited.mean():.4f} to {ablated.mean():.4f} (standard error "
+                f"{error:.4f}), and a share of this "
+                "change is meaningless"
             )
         values, labels = (spliced - ablated)[None], {"run": ["spliced"]}
         axes, same = ("run", "example"), self.groups
@@ -139,7 +154,7 @@ class DictionaryScores(pictures.Shown):
         return effects.normalized()
 
     def view(self) -> pictures.View:
-        """The losses, and how often each feature is active."""
+        """Return a view of the losses and of the density of features."""
         axes, labels = ("run", "example"), {"run": [*RUNS]}
         losses = Result(self.losses, axes, labels=labels, unit="nats", groups=self.groups)
         return objects.dictionary_scores(self, losses)
@@ -177,27 +192,34 @@ def evaluate_sae(
     batch: int = 16,
     progress: bool = True,
 ) -> DictionaryScores:
-    """Measure how well dictionaries stand for the values of a model, together, on texts that they were not trained on.
+    """Measure how well dictionaries replace the values of a model.
+
+    Several dictionaries are spliced in together. Use texts that the dictionaries were not trained
+    on.
 
     Args:
         model: any model, in evaluation mode.
         dictionaries, reads: see `splice`.
-        texts: the texts. Padding does not count, and texts of one token, which have no loss, are left out.
-        pos: the positions of each text that are scored, and where values are replaced; None for all. The others keep the
-            model's values. `slice(1, None)` leaves out the first token, whose stream is many times as long in most models.
-        batch: how many texts are read together.
-        progress: whether to show a bar after two seconds.
+        texts: the texts. Padding is ignored. Texts of a single token are left out, because they
+            have no loss.
+        pos: the positions of each text that are scored and where values are replaced. All other
+            positions keep the values of the model. `slice(1, None)` leaves out the first token,
+            whose stream is many times longer in most models. Default: all positions.
+        batch: the number of texts in a batch. Default: 16.
+        progress: whether to show a progress bar after two seconds. Default: True.
 
     Raises:
-        TypeError, UnknownNameError, ValueError, HookError, ModeError: as for `splice`; or if there are no texts.
+        TypeError, UnknownNameError, ValueError, HookError, ModeError: for the same reasons as in
+            `splice`, or if there are no texts.
 
-    Warns:
-        UserWarning: as for `splice`; if texts were left out; or if one position has most of the variance, so that explained variance says
-            little of the others.
+    Warns: UserWarning: for the same reasons as in `splice`; if texts were left out; or if a single
+        position has most of the
+            variance, so that the explained variance mainly measures this position.
 
     >>> from interp.features import load_sae
     >>> from models import load
-    >>> scores = evaluate_sae(load("pydoc-4l"), load_sae("pydoc-4l/resid_post"), ["def f(x): return x", "class A: pass"])
+    >>> texts = ["def f(x): return x", "class A: pass"]
+    >>> scores = evaluate_sae(load("pydoc-4l"), load_sae("pydoc-4l/resid_post"), texts)
     >>> scores.recovered().mean() > 0.9
     tensor([True])
     """
@@ -237,7 +259,9 @@ def evaluate_sae(
 def _add_values(
     sums: Mapping[str, "_Sums"], runner: HookedRunner, text: Text, kept: Bool[Tensor, "batch pos"]
 ) -> Float[Tensor, "batch pos vocab"]:
-    """Run the unedited model on a text, add its values at the kept positions, and return the logits."""
+    """Run the unedited model on a text, add its values at the scored positions to the sums, and
+    return the logits.
+    """
     names = [*sums, *(total.part.reads for total in sums.values() if total.part.reads)]
     arguments = text.arguments(runner.model)
     output, cache = runner.run_with_cache(text.tokens, names=names, **arguments)
@@ -248,28 +272,32 @@ def _add_values(
 
 
 def _loss(text: Text, logits: Float[Tensor, "batch pos vocab"]) -> Float[Tensor, " batch"]:
-    """The mean loss of each text, in nats per token."""
+    """Return the mean loss of each text, in nats per token."""
     metric = cross_entropy(text.tokens, attention_mask=text.attention_mask)
     return measure(metric, logits, text.attention_mask).cpu()
 
 
 def _with_loss(read: list[Text]) -> list[Text]:
-    """The texts of at least two tokens.
+    """Return the texts of at least two tokens.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if all texts are shorter.
     """
     long = [text.real.sum(1) > 1 for text in read]
     n, n_long = sum(map(len, long)), sum(int(rows.sum()) for rows in long)
     if not n_long:
-        raise ValueError("texts must have at least two tokens, one to read and one to predict")
+        raise ValueError(
+            "texts must have at least two tokens: a token to read and a token to predict"
+        )
     if n_long < n:
-        warn(f"{n - n_long} of {n} texts are left out: one token alone has no loss")
+        warn(f"{n - n_long} of {n} texts are left out, because a text of one token has no loss")
     return [text.rows(rows) for text, rows in zip(read, long, strict=True) if rows.any()]
 
 
 def _replaced(part: SplicedDictionary, vector: Float[Tensor, " d_out"]) -> Hook:
-    """A hook that puts one vector where a dictionary stands, at the positions that it replaces."""
+    """Return a hook that replaces the values at the point of a dictionary by one vector, at the
+    scored positions.
+    """
 
     def put(value: Tensor, point: Point) -> Tensor:
         return part.replaced(value, to_device(vector, value.device)[None, None])
@@ -278,11 +306,12 @@ def _replaced(part: SplicedDictionary, vector: Float[Tensor, " d_out"]) -> Hook:
 
 
 class _Sums:
-    """Sums over positions, in float64, from which the scores of one dictionary follow."""
+    """Sums over positions, in float64, from which the scores of one dictionary are computed."""
 
     def __init__(self, part: SplicedDictionary) -> None:
         self.part, self.n = part, 0
-        self.totals = torch.zeros(0, part.dictionary.d_out, dtype=torch.float64)  # by position
+        # The totals, squares and counts have a row for each position.
+        self.totals = torch.zeros(0, part.dictionary.d_out, dtype=torch.float64)
         self.squares, self.counts = torch.zeros(2, 0, dtype=torch.float64)
         self.error = 0.0
         self.active = torch.zeros(part.dictionary.n_features, dtype=torch.float64)
@@ -309,30 +338,32 @@ class _Sums:
         self.active += (features != 0).sum(0).cpu()
 
     def ablated(self, ablation: Ablation) -> Float[Tensor, " d_out"]:
-        """The vector that an ablation puts in the place of each value."""
+        """Return the vector that replaces each value in an ablation."""
         if ablation == "zero":
             return torch.zeros(self.part.dictionary.d_out)
         return (self.totals.sum(0) / self.n).float()
 
     def variances(self) -> Float[Tensor, " pos"]:
-        """The squared deviations from the mean of all rows, summed at each position."""
+        """Return the sum of squared deviations from the mean of all rows, for each position."""
         mean = self.totals.sum(0) / self.n
         return self.squares - 2 * self.totals @ mean + self.counts * mean.square().sum()
 
     def warn_of_one_position(self, name: str) -> None:
-        """Warn if one of several positions has most of the variance."""
+        """Warn if a single position has most of the variance."""
         shares = self.variances() / self.variances().sum()
         if (self.counts > 0).sum() > 3 and shares.max() > 0.5:
             warn(
-                f"position {int(shares.argmax())} has {float(shares.max()):.0%} of the variance at {name}, so explained "
-                "variance says little of the others: leave it out by pos=, as in pos=slice(1, None)",
+                f"position {int(shares.argmax())} has {float(shares.max()):.0%} of the variance "
+                f"at {name}, so the explained "
+                "variance mainly measures this position: leave it out by pos=, for example "
+                "pos=slice(1, None)",
             )
 
     def scores(self) -> PointScores:
         if not self.n:
             raise ValueError("pos must select a token of at least one text; got none")
         variance = self.variances().sum().item()
-        # What the difference may be by rounding.
+        # A smaller variance may be due to rounding.
         is_constant = variance <= 1e-12 * self.squares.sum().item()
         explained = math.nan if is_constant else 1 - self.error / variance
         density = self.active / self.n

@@ -1,4 +1,8 @@
-"""Dictionaries on the Hugging Face hub: by repository and folder, or by SAELens' names where that package is installed."""
+"""Download dictionaries from the Hugging Face hub.
+
+A dictionary is named by its repository and folder or, if the package sae_lens is installed, by the
+release and id of SAELens.
+"""
 
 import importlib
 import importlib.util
@@ -13,46 +17,56 @@ _NAME = re.compile(r"(\w[\w.-]*/[\w.-]+)(?:/(.+))?")
 
 
 def may_be_on_hub(name: str) -> bool:
-    """Whether it looks like `owner/repository`, or that and a folder or file in it."""
+    """Return whether a name looks like `owner/repository`, optionally followed by a
+    folder or file.
+    """
     return _NAME.fullmatch(name) is not None
 
 
 def downloaded(name: str) -> Path:
-    """Return the folder or file of `owner/repository/folder`, downloaded unless it is in the hub's cache.
+    """Return the local path of `owner/repository/folder`, and download it unless it is in the hub's
+    cache.
 
-    A repository alone is downloaded whole.
+    A name without a folder downloads the whole repository.
 
     Raises:
-        FileNotFoundError: if the hub has no such thing, cannot be reached, or its library is missing, in one line.
-        UnknownNameError: if a release of SAELens has no such id.
+        FileNotFoundError: if the name is not on the hub, the hub cannot be reached, or
+            huggingface_hub is not installed. The error is a single line.
+        UnknownNameError: if a release of SAELens does not contain the id.
     """
     match = _NAME.fullmatch(_of_sae_lens(name) or name)
     assert match is not None
     repository, inside = match[1], (match[2] or "").rstrip("/")
     patterns = [inside, f"{inside}/*"] if inside else None
     if patterns and inside.endswith(_WEIGHTS):
-        # The config in its folder may say what the file does not.
+        # The file may need settings from a config in its folder.
         place = PurePosixPath(inside)
         configs = (*_CONFIGS, f"{place.stem}_cfg.json")
         patterns += [place.with_name(name).as_posix() for name in configs]
     try:
         fetch = library("huggingface_hub").snapshot_download
         path = Path(fetch(repository, allow_patterns=patterns)) / inside
-    except Exception as error:  # many kinds, from the hub, HTTP, the network or the disk
+    # The hub, HTTP, the network and the disk raise many kinds of errors.
+    except Exception as error:
         reason = " ".join(str(error).split())
         raise FileNotFoundError(
-            f"no file or folder is at {name!r}, and the hub cannot give {inside or 'all'} of {repository}: {reason} "
-            "(names of SAELens' releases need its package: pip install sae-lens)"
+            f"{name!r} must be a local file or folder, or be on the hub; the download of "
+            f"{inside or 'all files'} from "
+            f"{repository} failed: {reason} (names of SAELens releases need its package: pip "
+            "install sae-lens)"
         ) from error
     if not path.exists():
         raise FileNotFoundError(
-            f"{repository} must have {inside}; it does not, or it is not in the hub's cache"
+            f"{repository} must contain {inside}; it is missing there, or in the hub's cache"
         )
     return path
 
 
 def _of_sae_lens(name: str) -> str | None:
-    """The place on the hub of `release/id` in the table of an installed SAELens, which is read and not imported."""
+    """Return the place of `release/id` on the hub, from the table of an installed SAELens.
+
+    SAELens itself is not imported.
+    """
     package = importlib.util.find_spec("sae_lens")
     if package is None or package.origin is None:
         return None
@@ -62,7 +76,8 @@ def _of_sae_lens(name: str) -> str | None:
     entry = re.search(rf"^{re.escape(release)}:\n((?:[ -].*\n?)*)", text, re.MULTILINE)
     if entry is None:
         return None
-    yaml = importlib.import_module("yaml")  # SAELens needs it
+    # SAELens depends on this library, so it is installed.
+    yaml = importlib.import_module("yaml")
     about = yaml.safe_load(entry[1])
     paths = {str(each["id"]): each["path"] for each in about["saes"]}
     if wanted not in paths:

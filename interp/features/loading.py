@@ -1,8 +1,9 @@
-"""Dictionaries from files: the format is recognised by what lies in a folder.
+"""Load dictionaries from files. The format is recognized by the names of the files.
 
-1. Find the folder or the file: a bundled one, one on this machine, or one on the Hugging Face hub.
-2. Ask each form whether it is one of its own. A file is never read as its siblings.
-3. Read it, and widen half precision.
+1. Find the folder or the file: bundled, on this machine, or on the Hugging Face hub.
+2. Find the format to which the folder or file belongs. If the path is a file, no sibling is loaded
+   in its place.
+3. Read the files, and convert half precision to float32.
 """
 
 import inspect
@@ -32,36 +33,44 @@ def load_sae(
     scale_embeddings: bool | None = None,
     transcodes: bool | None = None,
 ) -> Loaded:
-    """Load a sparse autoencoder or transcoders from the files of any of these libraries and releases.
+    """Load a sparse autoencoder or transcoders from files.
 
-    SAELens 6 and before, sparsify, dictionary_learning, Gemma Scope 1 and 2, circuit-tracer, Llama Scope, OpenAI, Qwen
-    Scope, Goodfire and Kissane et al. (`z` of GPT-2). Points that the files name are given our names. `.to(device)` moves the weights.
+    The supported libraries and releases are SAELens 6 and before, sparsify, dictionary_learning,
+    Gemma Scope 1 and 2, circuit-tracer, Llama Scope, OpenAI, Qwen Scope, Goodfire and Kissane et
+    al. (`z` of GPT-2). The names of points in the files are translated to our names. `.to(device)`
+    moves the weights.
 
     Args:
-        path: a folder, or a file in it. A file of one of several layers, such as `layer_1.safetensors`,
-            is this layer alone. Or the name of a bundled dictionary, `pydoc-4l/resid_post` or
-            `pydoc-4l/transcoders`; or a place on the Hugging Face hub, such as
-            `google/gemma-scope-2b-pt-res/layer_20/width_16k/average_l0_71`. Where the package sae_lens is
-            installed, also a release and an id as SAELens names them.
-        format: whose files they are, where a folder has those of several.
-        dtype: of weights and features. By default that of the file, but half precision becomes float32, whose features
-            are those of circuit-tracer.
-        norm_factor: what activations were multiplied by in training, where the files do not have it (SAELens), or what
-            they were divided by (dictionary_learning). It goes into the weights.
-        k: how many features are kept, where the files do not say it (circuit-tracer, Qwen Scope).
-        scale_embeddings: whether it is for embeddings, which are scaled by √d_model, where the path does not say it
-            (Gemma Scope 1).
-        transcodes: whether it is a transcoder, where path and files do not say it (Gemma Scope 1, sparsify).
+        path: a folder, or a file in it. The file of one of several layers, such as
+            `layer_1.safetensors`, loads only this layer. The path can also be the name of a bundled
+            dictionary, `pydoc-4l/resid_post` or `pydoc-4l/transcoders`, or a place on the Hugging
+            Face hub, such as `google/gemma-scope-2b-pt-res/layer_20/width_16k/average_l0_71`. If
+            the package sae_lens is installed, a release and an id of SAELens are also possible.
+        format: the format of the files. It is only needed if a folder contains files of several
+            formats. Default: `auto`.
+        dtype: the dtype of weights and features. Default: the dtype of the file, but float32 for
+            half precision, so that features equal the features of circuit-tracer.
+        norm_factor: the factor by which activations were multiplied in training (SAELens) or
+            divided (dictionary_learning), if the files do not contain it. It is multiplied into the
+            weights.
+        k: the number of active features at a position, if the files do not contain it
+            (circuit-tracer, Qwen Scope).
+        scale_embeddings: whether the dictionary reads embeddings, which are scaled by √d_model, if
+            the path does not tell (Gemma Scope 1).
+        transcodes: whether the dictionary is a transcoder, if the path and the files do not tell
+            (Gemma Scope 1, sparsify).
 
     Returns:
-        A dictionary; or, of several layers, one for each point, as `splice` takes them; or a cross-layer transcoder.
+        A dictionary; or a mapping from points to dictionaries for several layers, as `splice`
+        accepts it; or a cross-layer transcoder.
 
     Raises:
-        FileNotFoundError: if there is no such folder, here or on the hub, or it has no known files.
-        ImportError: if it may be on the hub, and huggingface_hub is not installed.
-        UnknownNameError: if there is no such format.
-        ValueError: if files of several formats are there, a field or a tensor is missing or unknown, or
-            the path is that of a part of a cross-layer transcoder.
+        FileNotFoundError: if the path does not exist here or on the hub, or contains no known
+            files.
+        ImportError: if the folder contains a `config.yaml`, and pyyaml is not installed.
+        UnknownNameError: if the format is unknown.
+        ValueError: if the folder contains files of several formats, a field or a tensor is missing
+            or unknown, or the path is a part of a cross-layer transcoder.
 
     >>> load_sae("pydoc-4l/resid_post")
     Dictionary(
@@ -91,7 +100,9 @@ def load_sae(
     }
     options = {setting: value for setting, value in settings.items() if value is not None}
     if idle := sorted(options.keys() - inspect.signature(read).parameters):
-        raise ValueError(f"{', '.join(idle)} must be None for files of {name}, which say all")
+        raise ValueError(
+            f"{', '.join(idle)} must be None for files of {name}, which contain all settings"
+        )
     if FORMS[name].single and source.is_dir():
         source = _only_file(FORMS[name], source)
     with storage.one_error(source):
@@ -102,28 +113,31 @@ def load_sae(
 
 
 def _recognised(local: Path, format: str) -> tuple[str, Callable[..., Loaded], Path]:
-    """Return the name of the form of the files at a path, its reader, and what the reader takes.
+    """Return the name of the format of the files at a path, its reader, and the path for the
+    reader.
 
     Raises:
-        FileNotFoundError: if there is no such path, or it has no known files.
-        UnknownNameError: if there is no such format.
-        ValueError: if files of several formats are there, or a download is damaged.
+        FileNotFoundError: if the path does not exist or contains no known files.
+        UnknownNameError: if the format is unknown.
+        ValueError: if the path contains files of several formats, or a download is damaged.
     """
     if not local.exists():
         raise FileNotFoundError(
-            f"no folder or file is at {str(local)!r} (bundled: {', '.join(NAMES)}; on the hub: owner/repository/folder)"
+            f"path must be a folder or a file; {str(local)!r} does not exist (bundled: "
+            f"{', '.join(NAMES)}; "
+            "on the hub: owner/repository/folder)"
         )
     if format != "auto" and format not in FORMS:
         raise unknown_name(format, FORMS, "format of dictionaries")
     wanted = FORMS if format == "auto" else {format: FORMS[format]}
     readings = {name: _reading(form, local) for name, form in wanted.items()}
     fitting = {name: reading for name, reading in readings.items() if reading is not None}
-    # A file of a folder's form is no dictionary of its own.
+    # A file that belongs to the format of its folder is no dictionary by itself.
     folders = {name: reading for name, reading in fitting.items() if not FORMS[name].single}
     fitting = folders or fitting
     if len(fitting) > 1:
         raise ValueError(
-            f"format= must say which of the files in {local} to read; it has those of {' and '.join(fitting)}"
+            f"{local} contains files of several formats, {' and '.join(fitting)}; give format="
         )
     if not fitting and (damage := damage_of(local)):
         raise ValueError(f"{local} {damage}; download it again")
@@ -136,7 +150,7 @@ def _recognised(local: Path, format: str) -> tuple[str, Callable[..., Loaded], P
 
 
 def _at_least_float32(module: nn.Module) -> torch.dtype:
-    """The widest dtype of a module's weights, float32 at least."""
+    """Return the widest dtype of the weights of a module, and at least float32."""
     return reduce(
         torch.promote_types,
         (tensor.dtype for tensor in module.state_dict().values()),
@@ -145,14 +159,14 @@ def _at_least_float32(module: nn.Module) -> torch.dtype:
 
 
 def _reading(form: Form, local: Path) -> tuple[Callable[..., Loaded], Path] | None:
-    """The reader of a form and the path that it takes; None if the path is of no such form.
+    """Return the reader of a format and the path for it, or None if the path has another format.
 
-    1. A folder has the files of the form.
-    2. A file is a whole dictionary, or one layer of several.
-    3. Another file of a folder, such as its config, stands for the folder.
+    1. A folder must contain the files of the format.
+    2. A file can be a whole dictionary, or one of several layers.
+    3. Any other file of a folder, such as its config, is read as the folder.
 
     Raises:
-        ValueError: if a file is a part of a dictionary.
+        ValueError: if the file is only a part of a dictionary.
     """
     if local.is_dir():
         return (form.read, local) if _has(form, local) else None
@@ -161,7 +175,8 @@ def _reading(form: Form, local: Path) -> tuple[Callable[..., Loaded], Path] | No
     if _is_one_of(local, form.layers):
         if form.read_layer is None:
             raise ValueError(
-                f"path must be the folder {local.parent}, as one layer is no dictionary; got {local}"
+                f"path must be the folder {local.parent}, because a single layer is no "
+                f"dictionary; got {local}"
             )
         return form.read_layer, local
     for pattern in (*form.files, "config.yaml"):
@@ -175,19 +190,20 @@ def _is_one_of(local: Path, patterns: Iterable[str]) -> bool:
 
 
 def _has(form: Form, folder: Path) -> bool:
-    """Whether a folder has the files of a form."""
+    """Return whether a folder contains the files of a format."""
     return (any if form.single else all)(any(folder.glob(each)) for each in form.files)
 
 
 def _only_file(form: Form, folder: Path) -> Path:
-    """The file in a folder of a form whose dictionaries are single files.
+    """Return the only file in a folder, for a format whose dictionaries are single files.
 
     Raises:
-        ValueError: if there are several.
+        ValueError: if the folder contains several files.
     """
     files = sorted(file for pattern in form.files for file in folder.glob(pattern))
     if len(files) > 1:
         raise ValueError(
-            f"the path must be of one file, not of a folder of {len(files)}, such as {files[0]}"
+            f"path must be one of the {len(files)} files in the folder, such as {files[0]}; got "
+            "the folder"
         )
     return files[0]

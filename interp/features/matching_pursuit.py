@@ -1,4 +1,4 @@
-"""Dictionaries whose encoder takes one feature after another."""
+"""Dictionaries of matching pursuit: the encoder selects features one after another."""
 
 from typing import Any
 
@@ -11,15 +11,20 @@ from interp.features.dictionary import Dictionary
 
 
 class MatchingPursuit(Dictionary):
-    """A dictionary whose encoder takes one feature after another, each the best for what is left (Mallat & Zhang 1993).
+    """A dictionary of matching pursuit (Mallat & Zhang 1993): the encoder selects features one
+    after another.
+
+    Each step selects the feature with the largest product with the residual, and subtracts its
+    contribution.
 
     Args:
-        W_dec: decoder, [feature d_out]. The encoder is its transpose.
-        b_dec: bias, which is subtracted first and added at the end.
-        threshold: a row is done when what is left is shorter.
-        most: the most steps; None for d_in.
-        stops_when_same: a row is also done when a step takes a feature again.
-        settings: `norm` and the keywords of `Origin`, as for `Dictionary`.
+        W_dec: the decoder, [feature d_out]. The encoder is its transpose.
+        b_dec: the bias, which is subtracted from the input and added to the output.
+        threshold: the encoding of a row ends when its residual is shorter than this.
+        most: the maximum number of steps. Default: d_in.
+        stops_when_same: whether the encoding of a row also ends when a step selects a feature
+            again. Default: True.
+        settings: `norm` and the keywords of `Origin`; see `Dictionary`.
     """
 
     def __init__(
@@ -37,8 +42,12 @@ class MatchingPursuit(Dictionary):
         self.most = self.d_in if most is None else most
 
     def with_unit_decoder(self) -> Dictionary:
-        """Refused: a step that takes a feature also takes its row away."""
-        raise ValueError("features must be readings of one step; got those of matching pursuit")
+        """Raise an error, because each step of the encoder subtracts decoder rows, so their lengths
+        matter.
+        """
+        raise ValueError(
+            "with_unit_decoder needs features of one step; got a dictionary of matching pursuit"
+        )
 
     def encode(self, x: Float[Tensor, "*rows d_in"]) -> Features:
         """Return the features of each row."""

@@ -1,13 +1,16 @@
-"""Places that dictionaries were trained at, as their files name them, and our points that have their values.
+"""Find the points for the places where dictionaries were trained, as their files name them.
 
-1. A place that has the same value in every model that has it gets our name when the file is read (`ours`).
-2. A place that depends on the model is looked up when a dictionary is spliced into it (`point_at`): the model runs on a
-   few tokens, and the point is the one whose value the named module read or gave, bit by bit. So a norm or a factor
-   between the two gives no point.
-3. A dictionary that is used at another place is a warning (`warn_of_place`). If this model has no such point, only the
-   layer counts. The stream after a block is the stream before the next block, so these two names are one place. Other
-   points may have the same value too, such as `embed` and `blocks.0.resid_pre` without position encodings, so the model
-   runs on a few tokens before a warning.
+1. Some names mean the same point in every model. They are translated when the file is read
+   (`ours`).
+2. The meaning of other names depends on the model. They are resolved when a dictionary is spliced
+   into the model (`point_at`): the model runs on a few tokens, and the point is the one whose value
+   equals the input or output of the named module bit by bit. If a norm or a factor lies between the
+   module and all points, no point is found.
+3. A warning is issued if a dictionary is used at another place (`warn_of_place`). If the model has
+   no point for the place, only the layers are compared. The stream after a block is the stream
+   before the next block, so these two names are one place. Further points may have equal values,
+   such as `embed` and `blocks.0.resid_pre` without position encodings, so the model runs on a few
+   tokens before a warning.
 """
 
 import itertools
@@ -23,36 +26,42 @@ from hooks.shared import names_by_layer
 from interp.protocol import n_logits, of
 from interp.transformer_lens import hooks_name
 
-# A block of a model of `transformers`, a module in it, and whether what that reads or what it gives is meant.
+# A block of a model of `transformers`, a module in the block, and the input or output of the
+# module.
 _MODULE = re.compile(
     r"(?:(?:base_model|model|language_model|transformer|gpt_neox|decoder)\.)*"
-    r"(?:layers|h|blocks)\.(?P<layer>\d+)(?:\.(?P<module>(?!input$|output$).+?))?(?:\.(?P<end>input|output))?"
+    r"(?:layers|h|blocks)\.(?P<layer>\d+)"
+    r"(?:\.(?P<module>(?!input$|output$).+?))?(?:\.(?P<end>input|output))?"
 )
 _DICTIONARY_LEARNING = re.compile(
     r"(?P<module>resid_post|mlp_out|attention_out)_layer_(?P<layer>\d+)"
 )
 _MODULES = {"resid_post": "", "mlp_out": "mlp", "attention_out": "self_attn"}
 
-# What is the same in every model that has such a module, by the module and the end of it that is meant.
+# Points that are the same in every model with such a module, by the module and its input or output.
 _EXACT = {
     ("", "input"): "resid_pre",
     ("", "output"): "resid_post",
     ("pre_feedforward_layernorm", "output"): "ln2.normalized",
     ("post_feedforward_layernorm", "output"): "mlp_out",
 }
-# Words of families for the same module.
+# Names of the same module in different families of models.
 _WORDS = (
     ("self_attn", "attention", "attn", "self_attention"),
     ("o_proj", "out_proj", "dense", "c_proj", "output"),
 )
-# Our points of a block, the usual first: norms and streams may give the same tensor twice.
+# The points of a block. The usual points come first, because several points may have the same
+# value.
 _POINTS = ["resid_post", "mlp_out", "attn_out", "resid_mid", "resid_pre"]
 _POINTS += ["ln2.normalized", "ln1.normalized", "attn.z", "mlp.post"]
 _AFTER_BLOCK = re.compile(r"(.*\bblocks\.)(\d+)\.resid_post")
 
 
 def ours(name: str | None) -> str | None:
-    """Our name of a place that has the same value in every model; the name itself for any other, for `point_at`."""
+    """Return our name of a place that is the same point in every model.
+
+    All other names are returned unchanged, and `point_at` resolves them.
+    """
     if name is None:
         return None
     layer, module, end = _parsed(name)
@@ -65,7 +74,9 @@ def ours(name: str | None) -> str | None:
 
 
 def point_at(name: str, runner: HookedRunner) -> str:
-    """The name of the point of a model that has the value of a place; the name itself if none is known to."""
+    """Return the name of the point with the value of a place in a model, or the unchanged name if
+    there is no known point.
+    """
     if name in runner.points:
         return name
     name = ours(name) or name
@@ -79,32 +90,34 @@ def point_at(name: str, runner: HookedRunner) -> str:
 
 
 def warn_of_place(runner: HookedRunner, *uses: tuple[str | None, str]) -> None:
-    """Warn, once, if a dictionary is used at a point that is known to be another place.
+    """Warn once if a dictionary is used at a different place than in training.
 
     Args:
         runner: the runner of the model.
-        uses: a place that the dictionary was trained at, None if unknown, and the name of the
-            point that is used for it. A transcoder has two uses: where it writes, and what it reads.
+        uses: pairs of a place where the dictionary was trained, or None if it is unknown, and the
+            name of the point that is used for it. A transcoder has two uses: the point that it
+            writes and the point that it reads.
     """
     wrong = [
         (place, point)
-        for place, point in dict.fromkeys(uses)  # of an autoencoder, both uses are the same
+        # Both uses of an autoencoder are the same.
+        for place, point in dict.fromkeys(uses)
         if place and not _may_be_at(place, point, runner)
     ]
     if wrong:
         places, here = (" and ".join(dict.fromkeys(names)) for names in zip(*wrong, strict=True))
         warn(
             f"the dictionary was trained at {places} and is used at {here}, which has other "
-            "values: its features may mean nothing there"
+            "values: its features may be meaningless there"
         )
 
 
 def _may_be_at(place: str, point: str, runner: HookedRunner) -> bool:
-    """Whether a place has the value of a point, or nobody knows."""
+    """Return False only if a place is known to have another value than a point."""
     known = point if point == place else point_at(place, runner)
     layer, last = layer_of(point), known.removeprefix("blocks.*.")
     if layer is not None and any(name.endswith(f".{last}") for name in runner.points):
-        # Dictionaries across layers name a point without its block.
+        # Cross-layer transcoders name a point without its block.
         known = names_by_layer(last, runner.points).get(layer, known)
     if _as_entering(known) == _as_entering(point):
         return True
@@ -114,13 +127,17 @@ def _may_be_at(place: str, point: str, runner: HookedRunner) -> bool:
 
 
 def _as_entering(name: str) -> str:
-    """The name of a point. The stream after a block gets the name of the stream before the next."""
+    """Return the name of a point, where the stream after a block gets the name of the stream before
+    the next block.
+    """
     match = _AFTER_BLOCK.fullmatch(name)
     return f"{match[1]}{int(match[2]) + 1}.resid_pre" if match else name
 
 
 def _parsed(name: str) -> tuple[int | None, str, str]:
-    """The block, the module in it and the end of it that a name means; no block if it is no such name."""
+    """Return the block, the module in it, and its `input` or `output` from a name, or no block if
+    the name has another form.
+    """
     if match := _DICTIONARY_LEARNING.fullmatch(name):
         return int(match["layer"]), _MODULES[match["module"]], "output"
     if match := _MODULE.fullmatch(name):
@@ -129,7 +146,9 @@ def _parsed(name: str) -> tuple[int | None, str, str]:
 
 
 def _measured(layer: int, module: str, end: str, runner: HookedRunner) -> str | None:
-    """The point whose value a module reads or gives in a run on a few tokens."""
+    """Return the point whose value equals the input or output of a module in a run on a
+    few tokens.
+    """
     blocks = getattr(of(runner.model), "blocks", ())
     modules = dict(blocks[layer].named_modules()) if layer < len(blocks) else {}
     words = [next((same for same in _WORDS if part in same), (part,)) for part in module.split(".")]
@@ -144,7 +163,8 @@ def _measured(layer: int, module: str, end: str, runner: HookedRunner) -> str | 
         value = (args, kwargs) if end == "input" else output
         seen.append(next(tensors_in(value)).detach().clone())
 
-    _few_tokens(runner, names[:1])  # an attached model may run more than once the first time
+    # The first capture of an attached model may run the model more than once.
+    _few_tokens(runner, names[:1])
     handle = owner.register_forward_hook(see, with_kwargs=True)
     try:
         cache = _few_tokens(runner, names)
@@ -155,25 +175,29 @@ def _measured(layer: int, module: str, end: str, runner: HookedRunner) -> str | 
 
 
 def have_one_value(one: str, other: str, runner: HookedRunner) -> bool:
-    """Whether two points have the same value in a run on a few tokens; False without tokens."""
+    """Return whether two points have the same value in a run on a few tokens, or False if the run
+    fails.
+    """
     try:
         cache = _few_tokens(runner, [one, other])
-    except Exception:  # a model that reads images or two texts may raise anything
+    # A model that reads images or two texts may raise any error.
+    except Exception:
         return False
     return _is_same(cache[one], cache[other])
 
 
 def _few_tokens(runner: HookedRunner, names: list[str]) -> ActivationCache:
-    """The values of points in a run on a few tokens."""
+    """Return the values of points in a run on a few tokens."""
     device = next(runner.model.parameters()).device
     tokens = torch.arange(1, 6, device=device)[None] % n_logits(runner.model)
     return runner.capture(tokens, names=names, **Text(tokens).arguments(runner.model))
 
 
 def _is_same(value: Tensor, seen: Tensor) -> bool:
-    """Whether two values are the same bit by bit, heads in a row, and not zero, which might be anything.
+    """Return whether two values are equal bit by bit, with concatenated heads, and not zero.
 
-    Both are copies of one tensor of one run, so rounding is the same in both.
+    Zeros would match many places. The two values are copies of one tensor in one run, so the
+    rounding is the same.
     """
     if value.numel() != seen.numel() or not seen.any():
         return False

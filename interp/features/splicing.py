@@ -1,10 +1,11 @@
-"""Splicing: dictionaries behind points of a model, as parts of it, and their features as points.
+"""Splice dictionaries into a model, with their features as points.
 
-1. At its point a dictionary encodes what it reads. Features pass through the point `features`, where hooks see and
-   change them.
-2. The value passed on is `value + (edited - features) @ W_dec`. So what the dictionary does not explain stays, and where
-   nothing is edited the value does too, bit by bit.
-3. While nobody listens to the features nothing is computed. With `error=None` the reconstruction is passed on instead.
+1. A dictionary encodes the value that it reads. The features pass through the point `features`,
+   where hooks can read and edit them.
+2. The value becomes `value + (edited - features) @ W_dec`. The error of the dictionary is therefore
+   preserved. If no feature is edited, the value is unchanged bit by bit.
+3. Without a hook at the features, nothing is computed. With `error=None`, the value becomes the
+   reconstruction instead.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,25 +26,28 @@ from interp.kinds import require_made
 from interp.protocol import of, runner_of
 
 Error = Literal["live", "frozen"] | None
-"""What becomes of the error, the part of a value that the dictionary does not explain; see `splice`."""
+"""The treatment of the error, the part of a value that the dictionary does not reconstruct; see
+`splice`.
+"""
 
 Dictionaries = Mapping[str, Dictionary] | Dictionary | CrossLayerTranscoder
-"""Dictionaries by the points where they stand, or one that says where it belongs."""
+"""Dictionaries by the points that they write, or a single dictionary with a known point."""
 
 Value = Float[Tensor, "batch pos *axes"]
 
 
 class SplicedDictionary(Part):
-    """A dictionary behind a point. Its point is `features`, [batch pos feature].
+    """A dictionary that is spliced in at a point. Its own point is `features`, [batch pos feature].
 
     Args:
         dictionary: the dictionary.
-        point: the point whose value it changes.
-        reads: the name of the point that it reads; None for the same.
+        point: the point whose value the dictionary changes.
+        reads: the name of the point that the dictionary reads, or None for the same point.
         error: see `splice`.
 
     Attributes:
-        kept: where its reconstruction is passed on, if the error is left out; None for all positions.
+        kept: the positions where the reconstruction replaces the value if the error is left out.
+            Default: all positions.
     """
 
     kept: Bool[Tensor, "batch pos"] | None = None
@@ -67,7 +71,8 @@ class SplicedDictionary(Part):
         features = dictionary.encode(x)
         edited = self.features(features)
         if edited is features and self.error == "live":
-            return value  # even where features are no numbers
+            # This also preserves the value if features are NaN.
+            return value
         if self.error is None:
             return self.replaced(value, dictionary.decode(edited, x))
         before = self.vector(value)
@@ -81,21 +86,23 @@ class SplicedDictionary(Part):
     forward = FusedUnlessHooked("features", fused=_fused)(_explicit)
 
     def vector(self, value: Value) -> Float[Tensor, "batch pos d"]:
-        """What the dictionary sees of a value: one head, or all in a row."""
+        """Return the part of a value that the dictionary reads: one head, or all heads
+        concatenated.
+        """
         if self.has_heads:
             head = self.dictionary.head
             value = value.flatten(-2) if head is None else value[..., head, :]
         return value
 
     def replaced(self, value: Value, vector: Float[Tensor, "#batch #pos d"]) -> Value:
-        """Return the value with another vector at the positions that are `kept`."""
+        """Return the value with another vector at the positions in `kept`."""
         before = self.vector(value)
         if self.kept is not None:
             vector = vector.where(to_device(self.kept, value.device)[..., None], before)
         return self.put(value, vector.expand_as(before))
 
     def put(self, value: Value, vector: Float[Tensor, "batch pos d"]) -> Value:
-        """Return the value with another vector in place of what the dictionary sees of it."""
+        """Return the value with another vector in place of the part that the dictionary reads."""
         vector = vector.to(value.dtype)
         if not self.has_heads or self.dictionary.head is None:
             return vector.view(value.shape)
@@ -114,34 +121,39 @@ def splice(
     reads: str | Mapping[str, str] | None = None,
     at: str | None = None,
 ) -> Iterator[HookedRunner]:
-    """A `with` in which dictionaries are part of a model, and their features are points like others.
+    """Make dictionaries part of a model inside a `with` statement, with their features as points.
 
-    `blocks.1.resid_post.features` is the point of a dictionary at `blocks.1.resid_post`. It can be kept, edited, swept
-    and attributed to like any other, in every run inside the `with`, in all threads. A dictionary acts before all hooks
-    at its point. Lazy caches of features must be read inside.
+    `blocks.1.resid_post.features` is the point of a dictionary at `blocks.1.resid_post`. The point
+    can be cached, edited, swept and attributed like any point of the model, in every run inside the
+    `with` statement and in all threads. A dictionary acts before all hooks at its point. Lazy
+    caches of features must be read inside the `with` statement.
 
     Args:
         model: any model, in evaluation mode.
-        dictionaries: for each point its dictionary, or one that says where it belongs. Transcoders stand where they
-            write, such as `blocks.1.mlp_out`.
-        error: `live`: what features do not explain is added, so the model computes what it did before until
-            features are edited; gradients flow through it. `frozen`: likewise, but no gradient flows through it, so
-            all that passes goes through features (and a skip connection). None: the error is left out.
-        reads: the point that a transcoder reads, or one for each point; by default that of its config. A last part
-            such as `ln2.normalized` is that of the same layer.
-        at: the point where a single dictionary stands; by default that of its config. Names of modules of `transformers`
-            that a config gives are those of the point with the same value in this model, which runs on a few tokens.
+        dictionaries: a dictionary for each point, or a single dictionary with a known point. The
+            point of a transcoder is the point that it writes, such as `blocks.1.mlp_out`.
+        error: the treatment of the error, the part of the value that the features do not
+            reconstruct. With `live`, the error is added, so the outputs of the model only change
+            when features are edited, and gradients flow through the error. With `frozen`, the error
+            is added without a gradient, so all gradients flow through features (and a skip
+            connection). With None, the error is left out. Default: `live`.
+        reads: the point that a transcoder reads, or a mapping from the points of transcoders to
+            points that they read. A name without a block, such as `ln2.normalized`, means the point
+            in the same layer. Default: the point in the config.
+        at: the point of a single dictionary. If the config names a module of `transformers`, the
+            model runs on a few tokens to find the point with the same value. Default: the point in
+            the config.
 
     Raises:
-        TypeError: if one is no dictionary, or writes to several layers.
-        UnknownNameError: if the model has no such point.
-        ValueError: if a size does not fit, or a dictionary does not say what it reads or where it belongs.
-        HookError: if a transcoder reads in another block than it writes, or the point has a dictionary already.
+        TypeError: if an object is no dictionary, or writes to several layers.
+        UnknownNameError: if a point is not in the model.
+        ValueError: if a size is wrong, or the point that a dictionary reads or writes is unknown.
+        HookError: if a transcoder reads and writes in different blocks, or the point already has a
+            dictionary.
         ModeError: if the model is in training mode.
 
     Warns:
-        UserWarning: if a dictionary says that it was trained at another place; see
-            `interp.features.places`.
+        UserWarning: if a dictionary was trained at another place; see `interp.features.places`.
 
     >>> from interp import edits
     >>> from interp.features import TopK
@@ -150,7 +162,8 @@ def splice(
     >>> neurons = Dictionary(W, W, torch.zeros(128), torch.zeros(128), TopK(5))
     >>> with splice(model, {"blocks.1.resid_post": neurons}) as runner:
     ...     logits, cache = runner.run_with_cache("def f(x):", names="*.features")
-    ...     without = runner.run_with_hooks("def f(x):", hooks={"*.features": edits.zero(feature=[3, 7])})
+    ...     hooks = {"*.features": edits.zero(feature=[3, 7])}
+    ...     without = runner.run_with_hooks("def f(x):", hooks=hooks)
     >>> cache
     ActivationCache of 1 values, 4,608 bytes
       blocks.1.resid_post.features  float32 [1, 9, 128]  batch pos feature
@@ -168,11 +181,15 @@ def placed(
     reads: str | Mapping[str, str] | None = None,
     at: str | None = None,
 ) -> dict[str, SplicedDictionary]:
-    """Dictionaries as parts for points of a model, with the warnings of `splice`; see there."""
+    """Return dictionaries as parts for the points of a model.
+
+    Errors and warnings are described at `splice`.
+    """
     if isinstance(dictionaries, nn.Module):
-        dictionaries = {at or _place_of(dictionaries): dictionaries}  # type: ignore[dict-item]  # refused below
+        # The loop below raises an error if the module is not a dictionary.
+        dictionaries = {at or _place_of(dictionaries): dictionaries}  # type: ignore[dict-item]
     elif at is not None:
-        raise ValueError(f"at must be None where each dictionary has its point; got {at}")
+        raise ValueError(f"at must be None if dictionaries are given by their points; got {at}")
     if not isinstance(dictionaries, Mapping):
         require_made("dictionaries", dictionaries, Dictionary)
     parts: dict[str, SplicedDictionary] = {}
@@ -180,12 +197,12 @@ def placed(
         if not isinstance(dictionary, Dictionary):
             several = isinstance(dictionary, CrossLayerTranscoder)
             rule = (
-                "one that writes to several layers is for attribution graphs"
+                "cross-layer transcoders only work in attribution graphs"
                 if several
                 else "see load_sae"
             )
             raise TypeError(
-                f"a dictionary of one layer must stand at {name}; got {type(dictionary).__name__} ({rule})"
+                f"{name} needs a dictionary of one layer; got {type(dictionary).__name__} ({rule})"
             )
         point = _point(runner, name, "at")
         source = _reading(runner, dictionary, point, reads)
@@ -202,18 +219,25 @@ def _place_of(dictionary: nn.Module) -> str:
     place = getattr(dictionary, "writes", None)
     if not isinstance(place, str):
         raise ValueError(
-            "the dictionary must say where it belongs, or give at=, such as at='blocks.1.mlp_out'; it does not"
+            "the point of the dictionary is unknown; give at=, such as at='blocks.1.mlp_out'"
         )
     return place
 
 
 def _point(runner: HookedRunner, name: str, option: str) -> Point:
-    """The point that a name means here; the option is what says another."""
+    """Return the point that a name means in a model.
+
+    Args:
+        runner: the runner of the model.
+        name: the name of the point.
+        option: the argument of `splice` that sets the point, for the error.
+    """
     known = point_at(name, runner)
     if known not in runner.points:
         problem = unknown_point(name, runner.points, "hook point").args[0]
         raise UnknownNameError(
-            f"{problem}, nor known to have its value in this model: give {option}= with the one that is meant",
+            f"{problem}, and no point of the model is known to have its value: give the right "
+            f"point as {option}=",
             name,
             runner.points,
         )
@@ -226,7 +250,7 @@ def _reading(
     point: Point,
     reads: str | Mapping[str, str] | None,
 ) -> Point:
-    """The point that a dictionary reads if it stands at `point`."""
+    """Return the point that a dictionary at `point` reads."""
     name = reads.get(point.name) if isinstance(reads, Mapping) else reads
     if name is None:
         if not dictionary.is_transcoder:
@@ -234,7 +258,7 @@ def _reading(
         name = dictionary.reads
         if name is None:
             raise ValueError(
-                f"the transcoder at {point.name} does not say what it reads: give reads="
+                f"the point that the transcoder at {point.name} reads is unknown; give reads="
             )
     if point.layer is not None and any(each.endswith(f".{name}") for each in runner.points):
         name = names_by_layer(name, runner.points).get(point.layer, name)
@@ -242,18 +266,20 @@ def _reading(
     blocks = blocks_of(runner.model)
     if blocks.get(source.name) != blocks.get(point.name):
         raise HookError(
-            f"a transcoder must read in the block where it writes; {point.name} is not in that of {name}"
+            f"a transcoder must read and write in the same block; {name} and {point.name} are in "
+            "different blocks"
         )
     return source
 
 
 def _check_sizes(model: nn.Module, dictionary: Dictionary, point: Point, source: Point) -> None:
-    """Refuses points whose values the dictionary cannot read or write."""
+    """Raise an error if the dictionary cannot read or write the values of its points."""
     for place, size in ((source, dictionary.d_in), (point, dictionary.d_out)):
         axes = place.axes
         if axes and (axes[:2] != ("batch", "pos") or axes[-1] == "1"):
             raise ValueError(
-                f"a dictionary needs vectors at positions, [batch pos d_model] or like that; got {place}"
+                "a dictionary needs a vector at each position, such as [batch pos d_model]; got "
+                f"{place}"
             )
         heads, head = _heads(model, axes), dictionary.head
         if heads is not None and head is not None and not 0 <= head < heads:
@@ -262,12 +288,15 @@ def _check_sizes(model: nn.Module, dictionary: Dictionary, point: Point, source:
         if expected not in (size, None):
             what = "read" if place is source else "write"
             raise ValueError(
-                f"the dictionary at {point.name} must {what} {expected} numbers at {place}; got one for {size} (reads= and at= say other points)"
+                f"the dictionary at {point.name} must {what} vectors of size {expected} at "
+                f"{place}; got a dictionary for size {size} (set the points by reads= and at=)"
             )
 
 
 def _size(model: nn.Module, axes: tuple[str, ...], head: int | None) -> int | None:
-    """The size of a dictionary's vectors at a point with these axes; None if unknown."""
+    """Return the size of the vectors of a dictionary at a point with some axes, or None if it is
+    unknown.
+    """
     config: Any = getattr(of(model), "config", None)
     sizes = [getattr(config, axis, None) for axis in axes[-1:]]
     if "d_head" in axes and head is None:
@@ -276,7 +305,9 @@ def _size(model: nn.Module, axes: tuple[str, ...], head: int | None) -> int | No
 
 
 def _heads(model: nn.Module, axes: tuple[str, ...]) -> int | None:
-    """The number of heads at a point with these axes; None if it has none, or that is unknown."""
+    """Return the number of heads at a point with some axes, or None if the point has no heads or
+    the number is unknown.
+    """
     name = next((size for axis, size in _HEADS.items() if axis in axes), None)
     return None if name is None else getattr(getattr(of(model), "config", None), name, None)
 

@@ -1,8 +1,9 @@
-"""Attribution graphs: which features, errors and embeddings make a logit, as exact direct effects.
+"""Attribution graphs: the exact direct effects of features, errors and embeddings on logits.
 
-Read `frozen` (a run with attention and norms frozen), `descent` (directions that are carried down it) and `attribution`
-(which fills the rows of a graph) in this order. `traced` has the graph, with its readings in `influence`, `attention`,
-`intervention` and `pruned`; `transcoders`, `targets`, `nodes` and `neuronpedia` have what these take and give.
+Read the files in this order: `frozen` (a run with frozen attention and norms), `descent` (carries
+directions of targets down the layers of the run) and `attribution` (fills the rows of a graph).
+`traced` contains the graph. Its methods are implemented in `influence`, `attention`, `intervention`
+and `pruned`. `transcoders`, `targets`, `nodes` and `neuronpedia` contain the inputs and outputs.
 """
 
 from hooks.base import missing_name as _missing_name

@@ -1,7 +1,9 @@
-"""Attention in an attribution graph: which sources make a head look at a key, and which scores decide a target.
+"""Attention in an attribution graph: the sources that make a head attend to a key, and the scores
+that decide a target.
 
-A query and a key are targets like any other: each of their numbers is a direction of the stream that attention reads, so a
-frozen run gives what each source adds to it. A score is the product of both, and so a sum over pairs of sources.
+The query and the key of a head are targets. Each of their components is a direction of the stream
+that attention reads, so a frozen run yields the effect of each source on it. A score is the product
+of a query and a key, and therefore a sum over pairs of sources.
 """
 
 from collections.abc import Sequence
@@ -37,7 +39,15 @@ def why(
     through: Literal["paths", "writers"],
     k: int,
 ) -> Result:
-    """The pairs of sources of a score; for arguments see `AttributionGraph.attention`."""
+    """Return the effects of pairs of sources on a score; see `AttributionGraph.attention`.
+
+    Args:
+        run: the frozen run.
+        nodes: all nodes of the graph.
+        place: the head, the query and the keys.
+        through: `paths` or `writers`.
+        k: the number of sources on each side.
+    """
     require_choice("through", through, ("paths", "writers"))
     if through == "writers":
         return why_attends(run.graph.model, run.cache, *place, k=k)
@@ -57,7 +67,7 @@ def why(
 
 
 def _labelled(run: FrozenRun, nodes: Sequence[Node], names: set[str]) -> dict[str, str]:
-    """A text for each of some nodes."""
+    """Return a label for each named node."""
     chosen = {node.id: n for n, node in enumerate(nodes[: run.n_sources]) if node.id in names}
     features = [n for n in chosen.values() if n < len(run.layer)]
     raised = promoted_tokens(run, torch.tensor(features, dtype=torch.long, device=run.layer.device))
@@ -71,7 +81,9 @@ def _labelled(run: FrozenRun, nodes: Sequence[Node], names: set[str]) -> dict[st
 def _rows_of_head(
     run: FrozenRun, side: Side, head: tuple[int, int], weights: Float[Tensor, " pos"]
 ) -> Float[Tensor, "d_head source"]:
-    """What each source adds to the numbers of a head's query or key, weighted sums over positions."""
+    """Return the effect of each source on the query or key of a head, as a weighted sum over
+    positions.
+    """
     (layer, number), pos = head, weights.nonzero()[:, 0]
     readings, number = run.scores_of(layer).part(side, number)
     directions = weights[pos, None, None] * run.like(readings.directions(number)[0, pos])
@@ -85,7 +97,9 @@ def _rows_of_head(
 
 
 def without_each_head(run: FrozenRun, target: Targets, source: int) -> Float[Tensor, "layer head"]:
-    """What a source adds to one target without the paths through each head."""
+    """Return the effect of a source on one target without the paths through a head, for
+    each head.
+    """
     layers, n_heads = len(run.graph.layers), run.n_heads
     cut = run.logits.new_ones(layers * n_heads, layers, n_heads)
     cut.view(layers * n_heads, -1).fill_diagonal_(0)
@@ -99,7 +113,15 @@ def without_each_head(run: FrozenRun, target: Targets, source: int) -> Float[Ten
 def largest_cells(
     run: FrozenRun, nodes: Sequence[Node], target: Targets, name: str, k: int
 ) -> list[AttentionCell]:
-    """The scores that decide a target most; for arguments see `AttributionGraph.cells`."""
+    """Return the scores that decide a target most; see `AttributionGraph.cells`.
+
+    Args:
+        run: the frozen run.
+        nodes: all nodes of the graph.
+        target: the target.
+        name: the name of the node of the target.
+        k: the number of scores.
+    """
     worth = Descent(run, target, attention=True, keep=True).cells
     largest = [
         (float(cells.flatten()[place]), layer, place)

@@ -1,8 +1,10 @@
-"""Attribution graphs: how features, errors and embeddings make the logits of one text (Ameisen et al. 2025).
+"""Build attribution graphs: the effects of features, errors and embeddings on the logits of one
+text (Ameisen et al. 2025).
 
-1. Rows of effects on the chosen logits come first (`FrozenRun.rows`).
-2. Then features get rows of their own, the most influential first; after each batch influence is computed anew.
-3. Active features without a row stay as sources, so no row loses a part.
+1. Compute the rows of effects on the chosen logits (`FrozenRun.rows`).
+2. Compute rows of effects on features, starting with the most influential features. The influence
+   is updated after each batch.
+3. Active features without a row remain sources, so each row is complete.
 """
 
 import math
@@ -22,8 +24,10 @@ from interp.tracing.targets import ChosenTargets, chosen_targets
 from interp.tracing.traced import AttributionGraph
 from interp.tracing.transcoders import Transcoders
 
-_LARGEST_GAP = 0.05  # above what rounding in half precision makes
-_TENSORS = 8  # of the size of the stream, for each target
+# Rounding in half precision causes smaller gaps.
+_LARGEST_GAP = 0.05
+# The number of tensors of the size of the stream that are needed for each target.
+_TENSORS = 8
 
 
 @shows_progress
@@ -42,36 +46,48 @@ def attribution_graph(
     max_bytes: int = 2**30,
     progress: bool = True,
 ) -> AttributionGraph:
-    """Trace which features, errors and embeddings make the logits of a text (Ameisen et al. 2025, "Circuit Tracing").
+    """Trace the effects of features, errors and embeddings on the logits of a text (Ameisen et al.
 
-    Patterns and scales of norms are frozen at the run's values, and MLPs are replaced by transcoders and their errors.
-    The rest of the model is linear, so what acts on a node adds up to it. A layer without a transcoder has errors alone.
+    2025, "Circuit Tracing").
+
+    Attention patterns and the scales of norms are frozen at the values of the run, and MLPs are
+    replaced by transcoders and their errors. The rest of the model is linear, so the effects on a
+    node add up to its value. A layer without a transcoder only has errors.
 
     Args:
         model: a plain or an attached model in evaluation mode; see `FrozenRun`.
-        text: one text, or its tokens.
-        transcoders: by `blocks.L.mlp_out`, or one across layers, as `load_sae` gives them; on the device of the logits.
-        targets: the most tokens, a token's text, or a list. In it a text or a number is a token, two of them are the
-            difference of their logits, and three numbers are a feature, (layer, feature, pos).
-        desired_prob: likely tokens are targets until their probabilities add up to this.
-        pos: the position of the logits.
-        max_features: how many features have their own inputs traced, the most influential first.
-        first: the first position with features: 1 leaves out a first token that all texts have.
-        attention: whether to estimate, beside these effects, those of attention that moves: see `AttributionGraph.by_attention`.
-        max_bytes: bounds the memory beyond the model, its run and the rows.
-        progress: whether to show a bar after two seconds.
+        text: a single text, or its tokens.
+        transcoders: transcoders by `blocks.L.mlp_out`, or a cross-layer transcoder, as `load_sae`
+            returns them. They must be on the device of the logits.
+        targets: the maximum number of likely tokens, the text of a token, or a list of targets. In
+            a list, a text or a number is a token, a pair of tokens is the difference of their
+            logits, and three numbers are a feature, (layer, feature, pos). Default: 10.
+        desired_prob: likely tokens are chosen until the sum of their probabilities reaches this
+            value. Default: 0.95.
+        pos: the position of the logits. Default: -1.
+        max_features: the maximum number of features whose inputs are traced, starting with the most
+            influential features. Default: 4096.
+        first: the first position with features. With 1, a first token that all texts share has no
+            features. Default: 0.
+        attention: whether to estimate also the effects by changes of attention; see
+            `AttributionGraph.by_attention`. Default: False.
+        max_bytes: a bound of the memory in addition to the model, its run and the rows. Default:
+            2³⁰.
+        progress: whether to show a progress bar after two seconds. Default: True.
 
     Raises:
-        ValueError: as for `FrozenRun`; if a text is several tokens, a feature is not active, there is no target or no such position,
+        ValueError: for the same reasons as in `FrozenRun`; if the text of a target is several
+            tokens, a feature is not active, there are no targets, the position is outside the text,
             a number is not finite, or effects do not add up.
-        TypeError: as for `Graph`.
+        TypeError: for the same reasons as in `Graph`.
 
     Warns:
-        UserWarning: as for `FrozenRun`.
+        UserWarning: for the same reasons as in `FrozenRun`.
 
     >>> from interp.features import load_sae
     >>> from models import load
-    >>> graph = attribution_graph(load("pydoc-4l"), "part KV8 and part K", load_sae("pydoc-4l/transcoders"))
+    >>> model, transcoders = load("pydoc-4l"), load_sae("pydoc-4l/transcoders")
+    >>> graph = attribution_graph(model, "part KV8 and part K", transcoders)
     >>> graph.logits[0].label, graph.gap < 1e-5
     ('V', True)
     """
@@ -81,7 +97,7 @@ def attribution_graph(
     pos %= n_pos
     chosen = chosen_targets(model, run, targets, desired_prob, pos)
     if not chosen.logits and not chosen.features:
-        raise ValueError("targets must be at least one; got none")
+        raise ValueError("targets must contain at least one target; got none")
     n_features = max(len(chosen.features), min(max_features, len(run.layer)))
     table = _Table(run, chosen, pos, n_features, attention)
     bytes_each = _TENSORS * run.tokens.numel() * run.model.config.d_model * table.rows.itemsize
@@ -94,24 +110,26 @@ def attribution_graph(
     graph = table.graph()
     if not (gap := max(graph.gap, graph.attention_gap if attention else 0.0)) <= _LARGEST_GAP:
         raise ValueError(
-            f"effects must add up to what they explain; they miss {gap:.0%}: a part of the model does something else"
+            f"effects must add up to the value of their target; {gap:.0%} is missing, because a "
+            "part of the model is not supported"
         )
     return graph
 
 
 class _Table:
-    """Rows of effects, which are filled a few at a time: first those of logits, then those of features.
+    """Rows of effects, which are filled in batches: first the rows of logits, then the rows of
+    features.
 
     Args:
         run: the frozen run.
         targets: the chosen targets.
         pos: the position of the logits.
-        n_features: how many features get a row.
-        attention: whether to estimate effects by attention too.
+        n_features: the number of features that get a row.
+        attention: whether to estimate also the effects by attention.
 
     Attributes:
-        rows: what each source adds to each node that is explained.
-        n_filled: how many rows are filled.
+        rows: the effect of each source on each target.
+        n_filled: the number of rows that are filled.
     """
 
     def __init__(
@@ -136,7 +154,7 @@ class _Table:
         self._waiting = torch.tensor(targets.features, dtype=torch.long, device=device)
 
     def next_targets(self, batch: int) -> Targets:
-        """Return the next targets, at most a batch of them."""
+        """Return the next targets, at most `batch`."""
         if self.n_filled < len(self._targets.logits):
             directions = self._targets.directions[self.n_filled : self.n_filled + batch]
             return self._run.of_logits(directions, self._pos)
@@ -148,7 +166,9 @@ class _Table:
         return self._run.of_features(features)
 
     def _most_influential(self) -> Int[Tensor, " feature"]:
-        """The features with the most influence, by the filled rows, that have no row yet."""
+        """Return the features without a row that have the most influence according to the filled
+        rows.
+        """
         filled = slice(self.n_filled)
         shares = influence.shares(self.rows[filled])
         scores = influence.influence(shares, self._weights[filled], self._column[filled])
@@ -174,7 +194,7 @@ class _Table:
         self.n_filled = place.stop
 
     def graph(self) -> AttributionGraph:
-        """The graph of the rows."""
+        """Return the graph of the rows."""
         return AttributionGraph(
             run=self._run,
             rows=self.rows,

@@ -1,14 +1,19 @@
-"""Directions of targets, carried down a frozen run from layer to layer, and what each source adds to them.
+"""Carry the directions of targets down the layers of a frozen run, and compute the effect of each
+source on each target.
 
-1. Start with the direction that a target reads, at its position.
-2. Go down the layers. At `mlp_out` read off what each feature and the error add. A skip connection passes the direction on
-   to what the MLP reads; attention passes it on along its pattern.
-3. If attention may move, a change of the pattern is worth what the moved values are worth along the direction. It goes back
-   to scores, and from there to queries and keys, and the direction at the stream that these read is added.
-4. At the bottom read off what embeddings add.
+1. Start with the direction of the stream that a target reads, at its position.
+2. Go down the layers. At `mlp_out`, compute the effects of features and of the error. A skip
+   connection carries the direction to the input of the MLP, and attention carries it to other
+   positions along its pattern.
+3. If attention may change, compute the gradient of the target with respect to the pattern, then to
+   scores, and then to queries and keys, and add the gradient at the stream that they read to the
+   direction.
+4. At the bottom, compute the effects of embeddings.
 
-Without 3 rows are exact about the frozen run. With it they are its first-order change, where a query's part and a key's part
-of a score each count whole: rows then add up to the target and, on both sides, to `gradient · score` (`moved`).
+Without step 3, the rows are exact for the frozen run. With step 3, they also contain the effects by
+attention to first order. The gradient of a score is counted in full for the query and again for the
+key, so a row adds up to the target plus `gradient · score` for queries plus `gradient · score` for
+keys. The last two terms are `moved`.
 """
 
 from typing import Any, NamedTuple
@@ -20,22 +25,23 @@ from torch import Tensor
 from hooks.base import without_gradients
 
 TARGETS_AT_ONCE = 256
-"""More are no faster."""
+"""The number of targets that are computed at once. A larger number is not faster."""
 
 _BYTES = 2**28
-"""Of what moves patterns at one time."""
+"""The memory for gradients of patterns that are computed at once."""
 
 
 class Targets(NamedTuple):
-    """Values of the run that are to be explained.
+    """The values of the run that are explained.
 
     Attributes:
-        stage: how many sublayers, two for each block, are below the stream that each reads: `2 * n` for attention of block n,
-            `2 * n + 1` for its MLP (`2 * n` in parallel blocks), all of them for logits.
-        pos: its position.
-        direction: the direction of the stream there.
-        bias: what its own bias and that of its norm add.
-        total: its value.
+        stage: the number of sublayers, two for each block, below the stream that a target reads:
+            `2 * n` for the attention of block n, `2 * n + 1` for its MLP (`2 * n` in parallel
+            blocks), and the number of all sublayers for logits.
+        pos: the position of the target.
+        direction: the direction of the stream at this position.
+        bias: the contribution of the target's own bias and of the bias of its norm.
+        total: the value of the target.
     """
 
     stage: Int[Tensor, " target"]
@@ -46,20 +52,24 @@ class Targets(NamedTuple):
 
 
 class Descent:
-    """What each source adds to each target.
+    """The effect of each source on each target.
 
     Args:
         run: the frozen run.
         targets: the targets.
-        strengths: what each head's paths are multiplied by, for each target. Biases stay as they are.
-        attention: whether patterns move.
-        keep: whether to keep `cells`, of one target.
-        row: the row of each target, where several are added up; None if each has one.
+        strengths: the factors by which the paths through each head are multiplied, for each target.
+            Biases are unchanged. Default: 1.
+        attention: whether patterns may change. Default: False.
+        keep: whether to store `cells`, for a single target. Default: False.
+        row: the row of each target. Targets with the same row are added up. Default: one row for
+            each target.
 
     Attributes:
-        rows: what each source adds.
-        cells: by layer, the gradient of each score times how far the score is above the pattern's mean of its row.
-        moved: `gradient · score`, summed over scores, queries and keys; 0 where patterns do not move.
+        rows: the effect of each source.
+        cells: by layer, the gradient of each score times the difference between the score and the
+            mean score of its query, weighted by the pattern.
+        moved: `gradient · score`, summed over scores, queries and keys, or 0 if patterns do not
+            change.
     """
 
     rows: Float[Tensor, "target source"]
@@ -79,20 +89,20 @@ class Descent:
         self._run, self._moves, self._keep, self.cells = run, attention, keep, {}
         stage, pos, direction, bias, _ = targets
         row = torch.arange(len(stage), device=stage.device) if row is None else row
-        # The targets that are read last come first.
+        # Sort rows by the highest stage of their targets, in descending order.
         last = stage.new_zeros(int(row.max()) + 1).scatter(0, row, stage)
         order = last.argsort(descending=True, stable=True)
         back = order.argsort()
         row, last = back[row], last[order]
         self._strengths = None if strengths is None else strengths[order]
-        # Where attention looks back alone, all is 0 behind the last target.
+        # With causal attention, all directions are 0 after the last target.
         self._stop = int(pos.max()) + 1 if run.is_causal else len(run.tokens)
         g = direction.new_zeros(self._stop, len(last), direction.shape[-1])
         self.rows, self.moved = g.new_zeros(len(last), run.n_sources), g.new_zeros(len(last))
         self.rows[:, -1].index_add_(0, row, bias)
         n_stages = 2 * len(run.graph.layers)
         for now in range(n_stages, -1, -1):
-            # Those that began above pass the sublayer between.
+            # Carry targets from higher stages through this sublayer.
             if now < n_stages:
                 self._go_down(now, g[:, : int((last > now).sum())])
             at = (stage == now).nonzero()[:, 0]
@@ -108,7 +118,7 @@ class Descent:
         self.rows, self.moved = self.rows[back], self.moved[back]
 
     def _go_down(self, stage: int, g: Float[Tensor, "pos target d_model"]) -> None:
-        """Carry directions in the stream above a stage to it."""
+        """Carry directions in the stream above a sublayer to the stream below it, in place."""
         n, is_mlp = divmod(stage, 2)
         if not self._run.graph.layers[n].is_parallel:
             g.copy_(self._mlp(n, g) if is_mlp else g + self._attention(n, g))
@@ -118,7 +128,9 @@ class Descent:
     def _mlp(
         self, n: int, g: Float[Tensor, "pos target d_model"]
     ) -> Float[Tensor, "pos target d_model"]:
-        """Read off what is added at `mlp_out`, and return the direction in the stream that the MLP reads."""
+        """Store the effects of the values that are added at `mlp_out`, and return the direction in
+        the stream that the MLP reads.
+        """
         run, rows = self._run, self.rows[: g.shape[1]]
         if n not in run.errors:
             return g
@@ -146,7 +158,10 @@ class Descent:
     def _attention(
         self, n: int, g: Float[Tensor, "pos target d_model"]
     ) -> Float[Tensor, "pos target d_model"]:
-        """What attention passes on of a direction. What its constants add goes to the bias."""
+        """Return the direction in the stream that attention reads.
+
+        The effects of its constants are added to the bias.
+        """
         run, (stop, n_targets, _) = self._run, g.shape
         rows, layer = self.rows[:n_targets], run.graph.layers[n]
         attention, added = layer.attention.sublayer, layer.added
@@ -162,7 +177,7 @@ class Descent:
         flat = at_z.permute(2, 0, 1, 3).reshape(heads, stop, n_targets * d_head)
         at_v = (pattern.mT @ flat).view(len(W_V), heads // len(W_V), stop, n_targets, d_head).sum(1)
         reading = run.reading(layer.attention.norm, layer.attention.reads)
-        # What every value has whatever the norm reads: its bias, and that of the norm through W_V.
+        # The constant part of every value: its bias, and the bias of the norm times W_V.
         constant = b_V + torch.einsum("d,hde->he", run.like(reading.linear.bias), W_V)
         rows[:, -1] += torch.einsum("hpte,he->t", at_v, constant)
         at_norm = at_v.permute(1, 2, 0, 3).flatten(2) @ W_V.mT.flatten(0, 1)
@@ -173,7 +188,9 @@ class Descent:
     def _moved(
         self, n: int, at_z: Float[Tensor, "pos target head d_head"], bias: Tensor
     ) -> Float[Tensor, "pos target d_model"]:
-        """The direction in what queries and keys read, by what moved patterns would add."""
+        """Return the direction in the normalized stream that queries and keys read, due to changes
+        of patterns.
+        """
         run, stop = self._run, self._stop
         scores = run.scores_of(n)
         n_pos, heads = len(run.tokens), at_z.shape[2]

@@ -1,13 +1,19 @@
-"""Direct effects of features, errors and embeddings on features and logits, with attention and norms frozen.
+"""Direct effects of features, errors and embeddings on features and logits, with frozen attention
+and norms.
 
-With patterns and the scales of norms fixed at a run's values, and MLPs cut, a model is linear (Ameisen et al. 2025,
-"Circuit Tracing"). The effect of each source is then a product of weights:
+A model is linear if its patterns and the scales of its norms are frozen at the values of a run, and
+its MLPs are cut (Ameisen et al. 2025, "Circuit Tracing"). The effect of each source is then a
+product of weights:
 
-1. Run the model once, and encode what each transcoder reads. What features do not explain of an MLP is its error.
-2. A target is a direction that something reads, at its position, pulled back through its norm to the stream.
-3. Carry that direction down the layers, and read off what each source adds (`interp.tracing.descent`).
+1. Run the model once, and encode the value that each transcoder reads. The error of an MLP is the
+   part of its output that the features do not explain.
+2. A target is a direction at a position of the stream: the direction that a feature or logit reads,
+   carried back through the norm.
+3. Carry this direction down the layers, and compute the effect of each source
+   (`interp.tracing.descent`).
 
-Constants that norms, attention and transcoders add are the bias. So the parts add up to the target.
+The bias is the sum of all constants that norms, attention and transcoders add. With the bias, the
+effects add up to the target.
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,13 +45,14 @@ from interp.tracing.transcoders import LayerTranscoder, Transcoders, by_layer
 
 
 class FrozenReading(NamedTuple):
-    """What an MLP, a transcoder or the unembedding reads in the run, and the norm before it.
+    """The value that an MLP, a transcoder or the unembedding reads in the run, and the norm before
+    it.
 
     Attributes:
-        name: its point.
-        value: what is read.
+        name: the name of the point of the value.
+        value: the value.
         linear: the linear part of the norm.
-        scale: what the norm divided by.
+        scale: the divisor of the norm.
     """
 
     name: str
@@ -55,36 +62,43 @@ class FrozenReading(NamedTuple):
 
 
 class FrozenRun:
-    """The run of one text, with attention and norms frozen and transcoders in place of MLPs.
+    """The run of one text, with frozen attention and norms, and with transcoders in place of MLPs.
 
-    Its sources are, in this order: active features; the error of each layer with an MLP at each position, which is all
-    that an MLP without a transcoder adds; tokens; positions, where the model adds them; and all constants together.
+    The sources are, in this order: the active features; the error of each layer with an MLP, at
+    each position; the tokens; the positions, if the model adds position embeddings; and the sum of
+    all constants. The error of a layer without a transcoder is the whole output of the MLP.
 
     Args:
-        model: a model with the parts that `Graph` needs and `W_U`, in evaluation mode.
+        model: a model in evaluation mode, with `W_U` and the parts that `Graph` needs.
         text: the text, or its tokens.
-        transcoders: by `blocks.L.mlp_out`, or one that says where it belongs, or one of all layers. Each reads
-            `blocks.L.ln2.normalized`, or the stream before that norm.
-        first: the first position with features. What MLPs add before it are errors.
+        transcoders: transcoders by `blocks.L.mlp_out`, a single transcoder with a known point, or a
+            cross-layer transcoder. Each transcoder must read `blocks.L.ln2.normalized`, or the
+            stream before that norm.
+        first: the first position with features. The outputs of MLPs before this position are
+            errors. Default: 0.
 
     Attributes:
-        tokens: the text.
-        logits: of the model, in at least float32.
-        layer, pos, feature, activation: of each active feature.
-        cache: of the run.
-        errors: by layer.
-        transcoders, readings: of each layer with features: these, and what they read.
-        final: what the unembedding reads.
-        write: gives the text of tokens, or their numbers where the model has no tokenizer.
+        tokens: the tokens of the text.
+        logits: the logits of the model, in at least float32.
+        layer, pos, feature, activation: the layer, position, index and value of each active
+            feature.
+        cache: the cache of the run.
+        errors: the errors by layer.
+        transcoders, readings: the transcoder of each layer with features, and the value that it
+            reads.
+        final: the value that the unembedding reads.
+        write: a function that returns the texts of tokens, or their ids if the model has no
+            tokenizer.
 
     Raises:
-        ValueError: if there are several texts, a number of the run or of a transcoder in it is not finite, if `first` is negative, or if a transcoder stands or reads elsewhere, has another
-            size, or has a norm or a gate of its own, as its features are then no linear readings.
-        TypeError, ValueError: as for `Graph`.
+        ValueError: if there are several texts, a number in the run or in an active part of a
+            transcoder is not finite, `first` is negative, or a transcoder reads or writes another
+            point, has the wrong size, or has features that are not linear in its input, because of
+            a norm, a gate or steps.
+        TypeError, ValueError: for the same reasons as in `Graph`.
 
     Warns:
-        UserWarning: if a transcoder says that it was trained at another place; see
-            `interp.features.places`.
+        UserWarning: if a transcoder was trained at another place; see `interp.features.places`.
 
     >>> from interp.features import load_sae
     >>> from models import load
@@ -106,7 +120,7 @@ class FrozenRun:
         one_text = text_for(model, text)
         if len(one_text.tokens) != 1 or not one_text.real.all():
             raise ValueError(
-                f"the text must be one, without padding; got {[*one_text.tokens.shape]}"
+                f"text must be a single text without padding; got tokens {[*one_text.tokens.shape]}"
             )
         require_integer("first", first, 0)
         logits = self._run(one_text.tokens)
@@ -127,22 +141,26 @@ class FrozenRun:
         return logits_of(output)
 
     def _looks_back(self) -> bool:
-        """Whether no query has weight at a later key."""
+        """Return whether no query attends to a later key."""
         patterns = (self.at(layer.attention.sublayer.pattern) for layer in self.graph.layers)
         # A masked weight is exactly 0: the exponential of its score is below the smallest number.
         return not any(pattern.triu(1).any() for pattern in patterns)
 
     def _inputs(self, dtype: torch.dtype) -> Float[Tensor, "writer pos d_model"]:
-        """The embeddings whose sum enters the first block, up to the rounding of a dtype."""
+        """Return the embeddings, whose sum must equal the input of the first block up to the
+        rounding of a dtype.
+        """
         inputs = self.graph.inputs(lambda point: self.at(point)[None])[:, 0]
         entering = self.at(self.graph.layers[0].attention.reads)
         if is_rounding(inputs.sum(0), entering, dtype).all():
             return inputs
-        # Something acts on the embeddings that is no norm of ours: their result is the source.
+        # An unknown function acts on the embeddings, so the input of the first block is the source.
         return entering[None]
 
     def _placed(self, transcoders: Transcoders) -> dict[int, LayerTranscoder]:
-        """The transcoders of each layer; a warning if one was trained at another place."""
+        """Return the transcoders of each layer, and warn if a transcoder was trained at another
+        place.
+        """
         written_at = {self.graph.names[mlp.added]: n for n, mlp in self._mlps.items()}
         placed = by_layer(transcoders, written_at)
         for n, (dictionary, _) in placed.items():
@@ -151,9 +169,9 @@ class FrozenRun:
         return placed
 
     def _encode(self, first: int) -> None:
-        """Encode what transcoders read: set the active features, errors and constants.
+        """Encode the inputs of transcoders, and set the active features, errors and constants.
 
-        An error is what active features and constants leave of the output of an MLP.
+        An error is the output of an MLP minus the contributions of active features and constants.
         """
         self.errors = {n: self.at(mlp.added) for n, mlp in self._mlps.items()}
         self.constants = {n: torch.zeros_like(error) for n, error in self.errors.items()}
@@ -164,13 +182,13 @@ class FrozenRun:
             pos, feature, activation = self._explain_features(n, first)
             active.append((torch.full_like(pos, n), pos, feature, activation))
         for n, error in self.errors.items():
-            finite(error, f"what features and constants leave of layer {n}'s output")
+            finite(error, f"the error of layer {n}")
         self.layer, self.pos, self.feature, self.activation = map(
             torch.cat, zip(*active, strict=True)
         )
 
     def _explain_constants(self, n: int) -> None:
-        """Take the bias and the skip connection of a layer's transcoder out of the error."""
+        """Subtract the bias and the skip connection of a layer's transcoder from the error."""
         dictionary, reading = self.transcoders[n].dictionary, self.readings[n]
         explained = self.like(dictionary.b_dec)
         self.constants[n] += explained
@@ -183,10 +201,11 @@ class FrozenRun:
     def _explain_features(
         self, n: int, first: int
     ) -> tuple[Int[Tensor, " active"], Int[Tensor, " active"], Float[Tensor, " active"]]:
-        """Take what a layer's features write out of the errors of this layer and later ones.
+        """Subtract the outputs of a layer's features from the errors of this layer and of later
+        layers.
 
         Returns:
-            The position, the number and the value of each active feature.
+            The position, the index and the value of each active feature.
         """
         dictionary, decoders = self.transcoders[n]
         features = dictionary.encode(self.readings[n].value)
@@ -201,16 +220,18 @@ class FrozenRun:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the run, whose rounding sums may miss."""
+        """The dtype of the run. Sums are only exact up to its rounding."""
         return self.cache[self.graph.needed[-1]].dtype
 
     def values(self, parts: Sequence[str]) -> dict[str, Tensor]:
-        """The values of all points whose names end in one of these, such as `pattern`."""
+        """Return the values of all points whose names end in one of some parts, such as
+        `pattern`.
+        """
         names = (name for name in self.cache if name.rpartition(".")[2] in parts)
         return {name: self.cache[name] for name in names}
 
     def scores_of(self, layer: int) -> BlockScores:
-        """The scores of a block, and what they are made of."""
+        """Return the attention scores of a block, with their queries, keys and values."""
         block = self.graph.layers[layer]
         stream = self.cache[self.graph.names[block.attention.reads]]
         return BlockScores(block, stream, self._context)
@@ -227,21 +248,27 @@ class FrozenRun:
 
     @property
     def n_heads(self) -> int:
-        """The most heads of a layer."""
+        """The largest number of heads in a layer."""
         return max(layer.heads.stop - layer.heads.start for layer in self.graph.layers)
 
     @property
     def embeddings(self) -> list[int]:
-        """The embeddings among the first writers of the graph: of tokens and, where there are any, of positions."""
+        """The indices of embeddings among the first writers of the graph: of tokens and, if the
+        model has them, of positions.
+        """
         names = self.graph.writers[: len(self.inputs)]
         return [n for n, name in enumerate(names) if not name.endswith("bias")]
 
     @without_gradients
     def of_features(self, sources: Int[Tensor, " target"]) -> Targets:
-        """The pre-activations of features, by their numbers among the active ones."""
+        """Return the pre-activations of features as targets.
+
+        The features are given by their indices among the active features.
+        """
         sources = sources % len(self.layer)
         parts = []
-        # Sources are in the order of layers, so their parts are put back by one sort.
+        # Sort the sources by layer, because targets are computed layer by layer, and restore the
+        # order at the end.
         ordered, order = sources.sort()
         for n, (dictionary, _) in self.transcoders.items():
             chosen = ordered[self.layer[ordered] == n]
@@ -253,9 +280,10 @@ class FrozenRun:
 
     @without_gradients
     def of_logits(self, weights: Float[Tensor, "target vocab"], pos: int = -1) -> Targets:
-        """Weighted sums of logits at a position, before a cap.
+        """Return weighted sums of logits at a position as targets, before a cap.
 
-        Each is less the same sum of the mean logit, unless its weights add up to 0.
+        The mean logit is subtracted from each logit. This makes no difference if the weights add up
+        to 0.
         """
         direction, offset = self.of_vocabulary(weights)
         at = self.tokens.new_full((len(weights),), pos % len(self.tokens))
@@ -264,7 +292,9 @@ class FrozenRun:
     def of_vocabulary(
         self, weights: Float[Tensor, "target vocab"]
     ) -> tuple[Float[Tensor, "target d_model"], Float[Tensor, " target"]]:
-        """The directions and offsets, after the final norm, of weighted sums of logits less their mean."""
+        """Return the directions and offsets, after the final norm, of weighted sums of logits minus
+        the mean logit.
+        """
         weights = self.like(weights)
         weights = weights - weights.mean(-1, keepdim=True)
         direction, bias = weights @ self.like(self.model.W_U).mT, getattr(self.model, "b_U", None)
@@ -276,11 +306,12 @@ class FrozenRun:
     def rows(
         self, targets: Targets, strengths: Float[Tensor, "target layer head"] | None = None
     ) -> Float[Tensor, "target source"]:
-        """What each source adds to each target.
+        """Return the effect of each source on each target.
 
         Args:
             targets: the targets.
-            strengths: what each head's paths are multiplied by, for each target. Biases stay as they are.
+            strengths: the factors by which the paths through each head are multiplied, for each
+                target. Biases are unchanged. Default: 1.
         """
         return Descent(self, targets, strengths).rows
 
@@ -292,14 +323,14 @@ class FrozenRun:
         direction: Float[Tensor, "target d_model"],
         offset: Float[Tensor, " target"],
     ) -> Targets:
-        """Directions of what is read, at a stage and at positions, as targets."""
+        """Return directions in a value that is read, at a stage and at positions, as targets."""
         total = (reading.value[pos] * direction).sum(-1) + offset
         bias = direction @ self.like(reading.linear.bias) + offset
         stream = reading.linear.before(direction) / reading.scale[pos]
         return Targets(torch.full_like(pos, stage), pos, stream, bias, total)
 
     def _points(self) -> Iterator[nn.Module]:
-        """The points that are needed besides those of the graph."""
+        """Yield the points that are needed in addition to the points of the graph."""
         norms = [getattr(self.model, "ln_final", None)]
         for branch in (*(layer.attention for layer in self.graph.layers), *self._mlps.values()):
             norms.append(branch.norm)
@@ -311,16 +342,18 @@ class FrozenRun:
                 yield from (norm.scale, norm.normalized)
 
     def at(self, point: nn.Module) -> Float[Tensor, "*size"]:
-        """The value of a point, in at least float32, on the device of the logits."""
+        """Return the value of a point in at least float32, on the device of the logits."""
         value = at_least_float32(self.cache[self.graph.names[point]])[0]
         return to_device(value, self.logits.device)
 
     def like(self, values: Tensor) -> Tensor:
-        """Values on the device and in the dtype of the logits."""
+        """Return values on the device and in the dtype of the logits."""
         return like(values, self.logits)
 
     def reading(self, norm: Any, stream: nn.Module) -> FrozenReading:
-        """What a norm gives of a point of the stream."""
+        """Return the output of a norm that reads a point of the stream, or the stream itself if the
+        norm is the identity.
+        """
         linear = linear_part(norm, self.inputs.shape[-1])
         point = stream if is_identity(norm) else norm.normalized
         value = self.at(point)
@@ -328,7 +361,9 @@ class FrozenRun:
         return FrozenReading(self.graph.names[point], value, linear, scale)
 
     def _read_by(self, layer: int, transcoder: LayerTranscoder) -> FrozenReading:
-        """What features read: what the MLP reads, or the stream."""
+        """Return the value that the features of a layer read: the input of the MLP, or the stream
+        before its norm.
+        """
         branch, names = self._mlps[layer], self.graph.names
         known = {names[branch.reads]: None}
         if not is_identity(branch.norm):
@@ -338,23 +373,26 @@ class FrozenRun:
         ]
         if not wanted:
             raise ValueError(
-                f"the transcoder of layer {layer} must read {' or '.join(known)}, and say so in its `reads`; "
+                f"the attribute reads of the transcoder of layer {layer} must be "
+                f"{' or '.join(known)}; "
                 f"got {transcoder.dictionary.reads}"
             )
         d_model = self.inputs.shape[-1]
         sizes = {transcoder.dictionary.d_in, *(each.shape[1] for each in transcoder.decoders)}
         if sizes != {d_model}:
             raise ValueError(
-                f"a transcoder must read and write {d_model} numbers; got {sorted(sizes)} in layer {layer}"
+                f"a transcoder must read and write vectors of size {d_model}; got {sorted(sizes)} "
+                f"in layer {layer}"
             )
         return self.reading(known[wanted[0]], branch.reads)
 
 
 def _require_finite(logits: Float[Tensor, "pos vocab"], model: nn.Module) -> None:
-    """Refuse logits that are not finite.
+    """Raise an error if logits are not finite.
 
     Raises:
-        ValueError: naming a weight that is not finite, as that says more than a place among logits.
+        ValueError: if logits are not finite. The error names a weight that is not finite, if there
+            is one.
     """
     if not logits.isfinite().all():
         for name, weight in model.named_parameters():

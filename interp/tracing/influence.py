@@ -1,8 +1,10 @@
-"""Influence in an attribution graph, and what is kept of it, as circuit-tracer defines them (Ameisen et al. 2025).
+"""The influence of nodes in an attribution graph, and pruning, as circuit-tracer defines them
+(Ameisen et al. 2025).
 
-1. Each row of effects is taken by size and divided by its sum.
-2. The influence of a node is the sum, over all paths from it to the targets, of the products of these shares, times the
-   weight of the target: `w (A + A² + ...)`.
+1. Take the absolute values of each row of effects, and divide them by their sum. The results are
+   the shares.
+2. The influence of a node is a sum over all paths from the node to the targets. The term of a path
+   is the product of its shares and the weight of the target: `w (A + A² + ...)`.
 """
 
 import torch
@@ -15,7 +17,7 @@ Rows = Float[Tensor, "row source"]
 
 
 def shares(rows: Rows) -> Rows:
-    """The sizes of effects as shares of their row."""
+    """Return the absolute values of effects as shares of the sum of their row."""
     sizes = rows.abs()
     return sizes / finite(sizes.sum(1, keepdim=True), "summed effects").clamp(min=1e-10)
 
@@ -23,25 +25,25 @@ def shares(rows: Rows) -> Rows:
 def influence(
     shares: Rows, weights: Float[Tensor, " row"], column: Int[Tensor, " row"]
 ) -> Float[Tensor, " source"]:
-    """The influence of each source on the targets.
+    """Return the influence of each source on the targets.
 
     Args:
-        shares: of each row; see `shares`.
-        weights: of each row as a target; 0 if it is none.
-        column: which source each row explains; -1 for a logit.
+        shares: the shares of each row; see `shares`.
+        weights: the weight of each row as a target, or 0 if the row is no target.
+        column: the index of the source that each row explains, or -1 for a logit.
 
     Raises:
-        ValueError: if effects are not finite, or go in a circle.
+        ValueError: if effects are not finite, or form a cycle.
     """
     total = shares.new_zeros(shares.shape[1])
-    # Each step goes down by at least one layer, so it ends; with NaN it would not.
+    # Each step goes down by at least one layer, so the loop ends. With NaN, it would not end.
     for _ in range(len(total) + 1):
         if not weights.any():
             return total
         step = finite(weights @ shares, "influence")
         total += step
         weights = torch.where(column >= 0, step[column], 0)
-    raise ValueError("effects must lead from earlier nodes to later ones; they go in a circle")
+    raise ValueError("effects must lead from earlier nodes to later nodes; they form a cycle")
 
 
 def scores(
@@ -51,10 +53,11 @@ def scores(
     is_error: Bool[Tensor, " source"],
     is_input: Bool[Tensor, " source"],
 ) -> dict[str, float]:
-    """How much of a graph is explained, as circuit-tracer defines it.
+    """Return two scores of how much of a graph is explained, as circuit-tracer defines them.
 
-    `replacement` is the share of influence that begins in inputs, not in errors; `completeness` the share of the inputs of
-    all nodes, weighted by influence, that are not errors. Nodes without inputs count as complete.
+    `replacement` is the share of influence that comes from inputs and not from errors.
+    `completeness` is the share of the effects on all nodes, weighted by the influence of the nodes,
+    that do not come from errors. Nodes without effects on them count as complete.
     """
     of_row = shares(rows)
     reached = influence(of_row, weights, column)
@@ -68,14 +71,18 @@ def scores(
 
 
 def threshold(scores: Float[Tensor, " score"], share: float) -> Float[Tensor, ""]:
-    """The score from which on the largest scores make up this share of the sum."""
+    """Return the largest score such that all scores of at least this size make up a share of the
+    sum.
+    """
     ordered = scores.sort(descending=True).values
     reached = ordered.cumsum(0) / ordered.sum()
     return ordered[min(int(torch.searchsorted(reached, share)), len(ordered) - 1)]
 
 
 def cumulative(scores: Float[Tensor, " node"]) -> Float[Tensor, " node"]:
-    """For each score the share of the sum that it and all larger ones make up."""
+    """Return, for each score, the share of the sum that this score and all larger
+    scores make up.
+    """
     ordered, order = scores.sort(descending=True)
     return torch.empty_like(scores).scatter(0, order, ordered.cumsum(0) / ordered.sum())
 
@@ -88,18 +95,20 @@ def pruned(
     node: float,
     edge: float,
 ) -> tuple[Bool[Tensor, " source"], Bool[Tensor, "row source"]]:
-    """The sources and edges that carry most influence.
+    """Return masks of the sources and edges that carry most influence.
 
-    A source that no kept edge leaves goes, and so does one with a row that no kept edge enters.
+    A source is removed if no remaining edge starts at it, or if it has a row and no remaining edge
+    ends at it.
 
     Args:
-        rows, weights, column: as for `influence`.
-        is_kept: sources that stay.
-        node, edge: the shares of the influence of nodes, and of edges, that stay.
+        rows: the effects, one row for each explained node.
+        weights, column: see `influence`.
+        is_kept: the sources that are never removed.
+        node, edge: the shares of the influence of nodes and of edges that remain.
     """
     scores = influence(shares(rows), weights, column)
     stays = is_kept | (scores >= threshold(scores, node))
-    # A row goes with the source that it explains; rows of logits stay.
+    # A row is removed with the source that it explains. Rows of logits are never removed.
     has_row = torch.where(column >= 0, stays[column], True)
     inner = shares(rows * stays * has_row[:, None])
     through = influence(inner, weights, column)

@@ -1,7 +1,9 @@
-"""Interventions on features: what an attribution graph predicts, and what the model does.
+"""Interventions on features: compare the predictions of an attribution graph with the changes in
+the model.
 
-A changed feature moves a target by `change * effect / activation`, if all else is held. Features that are not held pass
-their own change on, with their gates as they were; so over all paths the changes are those of `(I - A)⁻¹`.
+A changed feature changes a target by `change * effect / activation` if all other features are
+frozen. Features that are not frozen change too, with frozen gates. The total change over all paths
+is therefore given by `(I - A)⁻¹`.
 """
 
 import math
@@ -23,18 +25,22 @@ from interp.tracing.frozen import FrozenRun
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Intervention:
-    """Predicted and true changes of nodes after features were set to values; made by `AttributionGraph.intervene`.
+    """Predicted and true changes of nodes after features were set to values, returned by
+    `AttributionGraph.intervene`.
 
     Attributes:
         changed: the features that were set, with their values before and after.
-        nodes: the nodes that were not: logits, features with a row, and supernodes, whose features are added up.
-        direct: the changes while all other features are held.
-        predicted: the changes over all paths, with norms and gates held; and with patterns held, unless the graph was made
-            with `attention=True`.
-        by_attention: the part of `predicted` that moving attention has.
-        true: the changes in the model, of which nothing is held.
-        patterns_held: those in the model with attention patterns held. So `true - patterns_held` is what attention did.
-        scales_held: those with patterns and the scales of norms held. What `predicted` misses of these is the gates' part.
+        nodes: the nodes that were not set: logits, features with a row, and supernodes. The change
+            of a supernode is the sum over its features.
+        direct: the predicted changes if all other features are frozen.
+        predicted: the predicted changes over all paths, with frozen norms and gates. Patterns are
+            frozen too, unless the graph was made with `attention=True`.
+        by_attention: the part of `predicted` that is due to changes of attention.
+        true: the changes in the model, with nothing frozen.
+        patterns_held: the changes in the model with frozen attention patterns, so
+            `true - patterns_held` is the effect of attention.
+        scales_held: the changes in the model with frozen patterns and scales of norms. The
+            difference from `predicted` is due to gates.
     """
 
     changed: Mapping[str, tuple[float, float]]
@@ -48,12 +54,17 @@ class Intervention:
 
     @property
     def correlation(self) -> float:
-        """Pearson's, of predicted and true changes of the nodes that were predicted to change; NaN below two."""
+        """Pearson's correlation of the predicted and true changes, over nodes with a predicted
+        change; NaN for fewer than two nodes.
+        """
         return float(torch.corrcoef(self._pairs)[0, 1]) if self._pairs.shape[1] > 1 else math.nan
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Fisher's 95 % interval of the correlation; NaN below four nodes, or without one."""
+        """Fisher's 95 % interval of the correlation;
+
+        NaN for fewer than four nodes or if the correlation is NaN.
+        """
         n = self._pairs.shape[1]
         if n < 4 or math.isnan(self.correlation):
             return math.nan, math.nan
@@ -78,20 +89,32 @@ class Intervention:
         width = max(map(len, self.nodes), default=4)
         by_attention = self.by_attention, self.true - self.patterns_held
         columns = self.direct, self.predicted, by_attention[0], self.true, by_attention[1]
-        return "\n".join([
-            f"Intervention on {len(self.changed)} features, {len(self.nodes)} others; "
-            f"correlation {self.correlation:.3f}{interval_text(low, high, '.3f')}",
-            *lines[:10],
-            f"  {'node':{width}} {'direct':>10} {'predicted':>10} {'attention':>10} {'true':>10} {'attention':>10}",
-            *(f"  {self.nodes[n]:{width}}" + "".join(f" {x[n]:>+10.4g}" for x in columns) for n in order),
-        ])  # fmt: skip
+        return "\n".join(
+            [
+                f"Intervention on {len(self.changed)} features, {len(self.nodes)} others; "
+                f"correlation {self.correlation:.3f}{interval_text(low, high, '.3f')}",
+                *lines[:10],
+                f"  {'node':{width}} {'direct':>10} {'predicted':>10} {'attention':>10} "
+                f"{'true':>10} {'attention':>10}",
+                *(
+                    f"  {self.nodes[n]:{width}}" + "".join(f" {x[n]:>+10.4g}" for x in columns)
+                    for n in order
+                ),
+            ]
+        )
 
 
 @without_gradients
 def intervened(
     graph: Any, values: Mapping[str, float], groups: Mapping[str, Sequence[str]]
 ) -> Intervention:
-    """The changes after features are set; for arguments see `AttributionGraph.intervene`."""
+    """Return the changes after features are set; see `AttributionGraph.intervene`.
+
+    Args:
+        graph: the attribution graph.
+        values: the new values, by the names of features or groups.
+        groups: the names of the features in each group.
+    """
     n_features = len(graph.run.layer)
     wanted: dict[int, float] = {}
     for name, value in values.items():
@@ -100,7 +123,8 @@ def intervened(
         raise ValueError("values must name at least one feature; got none")
     change, old = torch.zeros_like(graph.run.activation), graph.run.activation
     numbers = torch.tensor([*wanted], device=change.device)
-    new = change.new_tensor([*wanted.values()])  # too large a number is infinite there
+    # A number that is too large for the dtype becomes infinite.
+    new = change.new_tensor([*wanted.values()])
     change[numbers] = finite(new, f"values of {', '.join(values)}") - old[numbers]
     is_set = torch.zeros_like(change, dtype=torch.bool)
     is_set[numbers] = True
@@ -136,7 +160,7 @@ def _feature(graph: Any, name: str) -> int:
     place = graph.place(name)
     if place >= len(graph.run.layer):
         kind = graph.nodes[place].kind
-        raise ValueError(f"{name} must be a feature to be set; it is a {kind}")
+        raise ValueError(f"only features can be set; {name} is a node of the kind {kind}")
     return int(place)
 
 
@@ -147,19 +171,20 @@ def predicted_changes(
     change: Float[Tensor, " feature"],
     is_set: Bool[Tensor, " feature"],
 ) -> tuple[Float[Tensor, " row"], Float[Tensor, " row"]]:
-    """Changes of what the rows explain: direct ones, and those over all paths.
+    """Return the predicted changes of the explained nodes: the direct changes, and the changes over
+    all paths.
 
     Args:
-        rows, column: of the graph.
-        activation: of the active features, the first sources.
-        change: of those that are set.
-        is_set: which features are set; no change passes through their rows.
+        rows, column: the rows of the graph and the sources that they explain.
+        activation: the values of the active features, which are the first sources.
+        change: the changes of the features that are set, and 0 for all other features.
+        is_set: a mask of the features that are set. No change passes through their rows.
     """
     per_unit = rows[:, : len(activation)] / activation
     direct = finite(per_unit @ change, "predicted changes")
     total, step = direct, direct
     passes = (column >= 0) & ~is_set[column]
-    # Each step goes up by at least one layer, so it ends; with NaN it would not.
+    # Each step goes up by at least one layer, so the loop ends. With NaN, it would not end.
     while step[passes].any():
         passed = torch.zeros_like(change).index_put((column[passes],), step[passes])
         step = finite(per_unit @ passed, "predicted changes")
@@ -175,15 +200,18 @@ def true_values(
     pos: int,
     held: Sequence[str] = (),
 ) -> tuple[Float[Tensor, " feature"], Float[Tensor, " logit"]]:
-    """Active features, and sums of logits, in a run of the model in which features are set to values.
+    """Return the active features, and sums of logits, in a run of the model in which features are
+    set to values.
 
-    A feature is set by adding what it writes, times its change in that run, where MLPs write.
+    A feature is set by adding its decoder rows, times the change of the feature in this run, to the
+    outputs of MLPs.
 
     Args:
         run: the frozen run.
-        values: of features, by their numbers among the active ones.
-        directions, pos: see `FrozenRun.of_logits`.
-        held: the last parts of points that stay as they were.
+        values: the new values of features, by the indices of the features among the active
+            features.
+        directions, pos: the weights of logits and their position; see `FrozenRun.of_logits`.
+        held: the last parts of the names of points whose values are frozen. Default: no points.
     """
     read: dict[str, Tensor] = {}
 

@@ -1,7 +1,9 @@
-"""Nodes of attribution graphs in Neuronpedia's JSON, as four programs write it: circuit-tracer, Neuronpedia, Anthropic, we.
+"""Read and write nodes of attribution graphs in Neuronpedia's JSON, in the variants of
+circuit-tracer, Neuronpedia, Anthropic and this package.
 
-It has features, errors, tokens and logits. Positions and constants are written as embeddings with names of their own.
-The names of nodes differ between the programs, so a node that is read gets the name that `Node` gives it.
+The format has features, errors, tokens and logits. Positions and constants are written as
+embeddings with special names. The programs use different names for nodes, so nodes that are read
+get the names of `Node`.
 """
 
 import json
@@ -20,22 +22,27 @@ _TYPES: dict[Kind, str] = {
     "logit": "logit",
 }
 _KINDS: dict[str, Kind] = {name: kind for kind, name in [*_TYPES.items()][::-1]}
-_KINDS["unexplored node"] = "feature"  # Anthropic's; their page shows it so too
+# Graphs of Anthropic contain this type, and their page displays it as a feature.
+_KINDS["unexplored node"] = "feature"
 _EMBEDDINGS: dict[str, Kind] = {"E": "token", "P": "position", "B": "bias"}
-_NAME = re.compile(r".+_(-?\d+)_(\d+)")  # `1_57794_2`; on Neuronpedia's server `1_cro_57794_2`
-# `Output " a" (p=0.250)`, on Neuronpedia's server `Logit`, at Anthropic `output:`.
+# Names look like `1_57794_2`, or `1_cro_57794_2` on Neuronpedia's server.
+_NAME = re.compile(r".+_(-?\d+)_(\d+)")
+# Labels look like `Output " a" (p=0.250)`, and begin with `Logit` on Neuronpedia's server and
+# `output:` at Anthropic.
 _LOGIT = re.compile(r"""(?:Output|Logit|output:) (["'])(.*)\1 \(p=[^)]*\)""", re.DOTALL)
 
 
 def node_facts(node: Node, best: float) -> dict[str, Any]:
-    """A node as JSON. Logits whose probability is `best` are the chosen ones."""
+    """Return a node as JSON. Logits with the probability `best` are marked as target logits."""
     first, second, _ = node.id.split("_")
     layer, number = node.layer, node.number
     script_id = f"{first}_{second}-0"
     if node.kind == "feature":
-        number = (layer + number) * (layer + number + 1) // 2 + number  # Cantor's pairing
+        # The format uses Cantor's pairing of the layer and the number.
+        number = (layer + number) * (layer + number + 1) // 2 + number
     elif layer < 0:
-        # The pages take embeddings with one number at one place for one node.
+        # The pages merge embeddings that have the same number and position, so the numbers must
+        # differ.
         number = {"token": node.pos, "position": -2 - node.pos}.get(node.kind, -1)
         script_id = f"{first}_{second}-{node.pos}"
     elif node.kind == "logit":
@@ -62,43 +69,48 @@ def node_facts(node: Node, best: float) -> dict[str, Any]:
 
 
 def read(data: Mapping[str, Any], tokens: Sequence[str], labels: Mapping[str, str]) -> Node:
-    """The node of some JSON, with our name.
+    """Return the node in some JSON, with our name.
 
     Args:
         data: the JSON.
-        tokens: the text, in pieces.
-        labels: those that a reader gave to features in a page, by `feature`, or by layer, `feature` and position.
+        tokens: the tokens of the text.
+        labels: the labels that a user gave to features in a page, by `feature`, or by layer,
+            `feature` and position.
 
     Raises:
         KeyError: if a part is missing.
-        ValueError: if it is of an unknown type, or has a name, a layer or a position that no node has.
+        ValueError: if the type of the node is unknown, or its name, layer or position is
+            impossible.
     """
     name, kind = data["node_id"], _KINDS.get(data["feature_type"])
     layer, pos, feature = str(data["layer"]), int(data["ctx_idx"]), data["feature"]
     label, matched = data.get("clerp") or "", _NAME.fullmatch(name)
     if kind is None:
         raise ValueError(
-            f"a node must be one of {', '.join(_KINDS)}; got {data['feature_type']!r} as {name}"
+            f"feature_type of {name} must be one of {', '.join(_KINDS)}; got "
+            f"{data['feature_type']!r}"
         )
     if layer != "E" and not layer.isdecimal():
-        raise ValueError(f"the layer of a node must be E or a number; got {layer!r} as {name}")
+        raise ValueError(f"the layer of {name} must be E or a number; got {layer!r}")
     if not 0 <= pos < len(tokens):
-        raise ValueError(f"a node must be at one of {len(tokens)} tokens; {name} is at {pos}")
+        raise ValueError(f"ctx_idx of {name} must be in [0, {len(tokens)}); got {pos}")
     if matched is None and kind != "error":
-        raise ValueError(f"a node's name must end in its number and position; got {name!r}")
+        raise ValueError(f"the name of a node must end in its number and position; got {name!r}")
     index, depth = int(matched[1]) if matched else -1, -1 if layer == "E" else int(layer)
     first, chance = layer, None
     if kind == "error":
         index = -1
     elif kind == "feature":
-        label = "" if label == f"F{feature}" else label  # what Neuronpedia's server writes for none
+        # Neuronpedia's server writes this label for features without a label.
+        label = "" if label == f"F{feature}" else label
         places = str(feature), f"{layer}_{feature}_{pos}"
         label = next((labels[place] for place in places if labels.get(place)), label)
     elif kind == "logit":
-        # Differences of logits have none, and the format has 0 for that.
+        # Differences of logits have no probability, and the format contains 0 for them.
         chance, written_as = number_or_none(data, "token_prob") or None, data["jsNodeId"]
         label = said[2] if (said := _LOGIT.fullmatch(label)) else label
-        # circuit-tracer and we write the number of layers plus 1; the server and Anthropic the number alone.
+        # circuit-tracer and this package write the number of layers plus 1. The server and
+        # Anthropic write the number of layers.
         depth -= written_as != name and "_-" not in written_as
         first = str(depth + 1)
     else:
@@ -114,8 +126,8 @@ def number_of(data: Mapping[str, Any], name: str) -> float:
     """Return a number of a node or a link.
 
     Raises:
-        KeyError: if it is missing.
-        ValueError: if it is no number; the message names it.
+        KeyError: if the number is missing.
+        ValueError: if the value is no number. The error names the value.
     """
     value = data[name]
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -125,18 +137,18 @@ def number_of(data: Mapping[str, Any], name: str) -> float:
 
 
 def number_or_none(data: Mapping[str, Any], name: str) -> float | None:
-    """Return a number of a node; None if it is null or missing.
+    """Return a number of a node, or None if it is null or missing.
 
     Raises:
-        ValueError: if it is something else; the message names it.
+        ValueError: if the value is anything else. The error names the value.
     """
     return None if data.get(name) is None else number_of(data, name)
 
 
 def state(data: Mapping[str, Any]) -> tuple[list[str], list[list[str]], dict[str, str]]:
-    """The pins, the groups and the labels of a page's state.
+    """Return the pins, the groups and the labels in the state of a page.
 
-    circuit-tracer's page saves its URL's parameters: strings or null.
+    The page of circuit-tracer saves the parameters of its URL, which are strings or null.
     """
     pins = data.get("pinnedIds") or []
     pins = pins.split(",") if isinstance(pins, str) else [*pins]

@@ -7,20 +7,22 @@ Kind = Literal["feature", "error", "token", "position", "bias", "logit"]
 
 
 class Node(NamedTuple):
-    """One node.
+    """A node of an attribution graph.
 
     Attributes:
-        id: its name. A feature is `layer_feature_pos`, an error `layer_-1_pos`, a token `E_token_pos`, a position
-            `P_pos_pos`, all constants `B_0_0`, and a logit `layers+1_token_pos`.
-        kind: what it is.
-        layer: -1 for embeddings, the number of layers for logits.
-        pos: its position.
-        number: of the feature, or of the token.
-        label: a text for the reader.
-        activation: of a feature.
-        probability: of a logit's token.
-        influence: the share of all influence that it and all stronger nodes have.
-        raises: the tokens whose logits a feature's decoder raises most.
+        id: the name of the node: `layer_feature_pos` for a feature, `layer_-1_pos` for an error,
+            `E_token_pos` for a token, `P_pos_pos` for a position, `B_0_0` for the sum of all
+            constants, and `layers+1_token_pos` for a logit.
+        kind: the kind of node.
+        layer: the layer, which is -1 for embeddings and the number of layers for logits.
+        pos: the position.
+        number: the index of the feature, or the id of the token.
+        label: a text for the reader. Default: empty.
+        activation: the value of a feature. Default: None.
+        probability: the probability of the token of a logit. Default: None.
+        influence: the share of the total influence that this node and all stronger nodes have.
+            Default: None.
+        raises: the tokens whose logits the decoder of a feature raises most. Default: empty.
     """
 
     id: str
@@ -36,16 +38,17 @@ class Node(NamedTuple):
 
 
 class AttentionCell(NamedTuple):
-    """A score of a head, through which a target is decided.
+    """An attention score that decides a target.
 
     Attributes:
-        layer, head, query, key: where it is.
-        target: the name of the node that is decided.
-        weight: `gradient · (score - mean)`, in the unit of the target; an estimate to first order.
+        layer, head, query, key: the layer, the head, and the positions of the query and the key.
+        target: the name of the target node.
+        weight: `gradient · (score - mean)` in the unit of the target, an estimate to first order.
         score: the score.
-        size: the summed sizes of all pairs of sources that make it.
-        pattern: how the head weighs all positions there.
-        pairs: the largest pairs: source of the query, source of the key, and what they add to the score.
+        size: the sum of the absolute effects of all pairs of sources on the score.
+        pattern: the attention weights of the head at all keys for this query.
+        pairs: the pairs with the largest effects: the source of the query, the source of the key,
+            and their effect on the score.
     """
 
     layer: int
@@ -61,7 +64,9 @@ class AttentionCell(NamedTuple):
 
 
 class Link(NamedTuple):
-    """What one node adds to another, in the unit of that: of pre-activations or logits."""
+    """The direct effect of a source on a target, in the unit of the target: pre-activations or
+    logits.
+    """
 
     source: str
     target: str
@@ -69,7 +74,9 @@ class Link(NamedTuple):
 
 
 def sources(run: Any, words: Sequence[str], influence: Sequence[float]) -> Iterator[Node]:
-    """Yield the nodes of a frozen run's sources, in the order of columns, each with its influence."""
+    """Yield the nodes of a frozen run's sources, in the order of columns, each with its
+    influence.
+    """
     numbers, n_pos = run.tokens.tolist(), len(run.tokens)
     features = (each.tolist() for each in (run.layer, run.pos, run.feature, run.activation))
     nodes = [

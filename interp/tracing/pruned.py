@@ -1,4 +1,4 @@
-"""A pruned attribution graph: what is drawn, and written to and read from files."""
+"""Pruned attribution graphs, which can be drawn, saved and loaded."""
 
 import json
 import math
@@ -20,17 +20,21 @@ from interp.tracing.nodes import AttentionCell, Link, Node
 
 @dataclass(repr=False)
 class PrunedGraph(pictures.Shown):
-    """The nodes and links of an attribution graph that carry most influence; it shows itself in a notebook.
+    """The nodes and links of an attribution graph that carry most influence.
+
+    A notebook displays the graph.
 
     Attributes:
-        nodes, links: what is left.
-        tokens: the text, in pieces.
-        scores: `replacement`, `completeness` and `gap` of the whole graph; empty if they are not known.
-        node_threshold: the share of influence of the nodes that are left.
-        supernodes: names of groups, with the names of their nodes.
-        pins: names of nodes that are pinned.
-        about: other facts from a file, such as `slug` and `scan`.
-        cells: scores of attention that decide a target, where the graph was made with `attention=True`. Files have none.
+        nodes, links: the remaining nodes and links.
+        tokens: the tokens of the text.
+        scores: `replacement`, `completeness` and `gap` of the whole graph, or an empty mapping if
+            they are unknown.
+        node_threshold: the share of the influence that the remaining nodes have. Default: unknown.
+        supernodes: the names of the nodes in each group. Default: no groups.
+        pins: the names of the pinned nodes. Default: no pins.
+        about: more facts from a file, such as `slug` and `scan`.
+        cells: the attention scores that decide a target, if the graph was made with
+            `attention=True`. Files do not contain them.
     """
 
     nodes: Sequence[Node]
@@ -44,10 +48,10 @@ class PrunedGraph(pictures.Shown):
     cells: Sequence[AttentionCell] = ()
 
     def __getitem__(self, name: str) -> Node:
-        """Return a node.
+        """Return the node with a name.
 
         Raises:
-            UnknownNameError: if there is no such node; it has close matches.
+            UnknownNameError: if there is no node with this name. The error lists close matches.
         """
         known = {node.id: node for node in self.nodes}
         if name not in known:
@@ -55,31 +59,34 @@ class PrunedGraph(pictures.Shown):
         return known[name]
 
     def inputs(self, name: str) -> list[tuple[str, float]]:
-        """What acts on a node, the strongest first."""
+        """Return the sources of the links to a node with their weights, the strongest first."""
         node = self[name].id
         return _strongest((link.source, link.weight) for link in self.links if link.target == node)
 
     def outputs(self, name: str) -> list[tuple[str, float]]:
-        """What a node acts on, the strongest first."""
+        """Return the targets of the links from a node with their weights, the strongest first."""
         node = self[name].id
         return _strongest((link.target, link.weight) for link in self.links if link.source == node)
 
     def subgraph_scores(self, pins: Sequence[str] | None = None) -> dict[str, float]:
-        """Replacement and completeness of the pinned nodes, by the links that are left.
+        """Return the replacement and completeness of the pinned nodes, computed from the remaining
+        links.
 
-        Features that are not pinned count as errors: what one adds is added to the error of its place, and what adds to
-        it is left out. So it is on Neuronpedia's page, but that leaves out features whose error was pruned away,
-        which here are errors of their own.
+        Features that are not pinned count as errors. Their effects are added to the effects of the
+        error in the same layer and position, and effects on them are left out. Neuronpedia's page
+        does the same, except for features whose error was pruned: the page leaves them out, and
+        this method treats them as errors.
 
         Args:
-            pins: the names of nodes; the graph's pins.
+            pins: the names of the nodes. Default: the pins of the graph.
 
         Returns:
-            Scores by the names `replacement` and `completeness`.
+            The scores by the names `replacement` and `completeness`.
 
         Raises:
-            UnknownNameError: if there is no such node; it has close matches.
-            ValueError: if links go in a circle.
+            UnknownNameError: if there is no node with one of the names. The error lists close
+                matches.
+            ValueError: if links form a cycle.
         """
         pinned = {self[name].id for name in (self.pins if pins is None else pins)}
         places = {node.id: n for n, node in enumerate(self.nodes)}
@@ -102,7 +109,7 @@ class PrunedGraph(pictures.Shown):
         is_error = torch.zeros(len(places), dtype=torch.bool)
         is_error[[*errors.values()]] = True
         is_input = torch.tensor([node.kind in ("token", "position", "bias") for node in self.nodes])
-        # Targets that are no token have no probability.
+        # Targets that are not tokens have no probability, and get the weight 1.
         chances = [
             1.0 if node.kind == "logit" and node.probability is None else node.probability or 0.0
             for node in self.nodes
@@ -111,7 +118,7 @@ class PrunedGraph(pictures.Shown):
         return influence.scores(effects, weights, column, is_error, is_input)
 
     def view(self) -> pictures.View:
-        """Its nodes and links, with the strongest paths first."""
+        """Return a view of the nodes and links, with the strongest paths first."""
         return pictures.attribution(self)
 
     def __repr__(self) -> str:
@@ -119,32 +126,43 @@ class PrunedGraph(pictures.Shown):
         counts = ", ".join(f"{kind} {count}" for kind, count in kinds.items())
         scores = "".join(f", {name} {value:.3g}" for name, value in self.scores.items())
         heads = f", {len(self.cells)} scores of heads" if self.cells else ""
-        return f"PrunedGraph of {''.join(self.tokens)[:60]!r}: {len(self.links)} links; nodes: {counts}{heads}{scores}"
+        return (
+            f"PrunedGraph of {''.join(self.tokens)[:60]!r}: {len(self.links)} links; nodes: "
+            f"{counts}{heads}{scores}"
+        )
 
     def as_json(self, slug: str, scan: str) -> dict[str, Any]:
-        """Return it in Neuronpedia's format. At nodes, None stands for NaN and infinity.
+        """Return the graph in Neuronpedia's format. NaN and infinity at nodes become None.
 
         Args:
             slug: the name of the graph.
             scan: the name of the model.
 
         Raises:
-            ValueError: if the weight of a link is not finite, as each link of the format has one.
+            ValueError: if the weight of a link is not finite, because the format requires a weight.
         """
         for link in self.links:
             if not math.isfinite(link.weight):
                 ends = f"{link.source} to {link.target}"
                 raise ValueError(f"weights of links must be finite; got {link.weight} from {ends}")
         metadata = {
-            "prompt": "".join(self.tokens), "transcoder_list": [], **self.about, "slug": slug, "scan": scan,
-            "prompt_tokens": [*self.tokens], "schema_version": 1,
-        }  # fmt: skip
+            "prompt": "".join(self.tokens),
+            "transcoder_list": [],
+            **self.about,
+            "slug": slug,
+            "scan": scan,
+            "prompt_tokens": [*self.tokens],
+            "schema_version": 1,
+        }
         if self.node_threshold is not None:
             metadata["node_threshold"] = self.node_threshold
         state = {
-            "pinnedIds": [*self.pins], "supernodes": [[name, *ids] for name, ids in self.supernodes.items()],
-            "linkType": "both", "clickedId": "", "sg_pos": "",
-        }  # fmt: skip
+            "pinnedIds": [*self.pins],
+            "supernodes": [[name, *ids] for name, ids in self.supernodes.items()],
+            "linkType": "both",
+            "clickedId": "",
+            "sg_pos": "",
+        }
         best = max((node.probability or 0.0 for node in self.nodes), default=0.0)
         made = {
             "metadata": metadata,
@@ -157,22 +175,23 @@ class PrunedGraph(pictures.Shown):
     def to_neuronpedia(self, directory: str | os.PathLike[str], slug: str, scan: str) -> Path:
         """Write `slug.json` in Neuronpedia's format, and return its path.
 
-        circuit-tracer's page shows the directory; it finds the graphs by `graph-metadata.json`, which is written too.
+        The page of circuit-tracer can display the directory. It finds the graphs in
+        `graph-metadata.json`, which this method updates.
 
         Args:
-            directory: where it goes; made if it is not there.
+            directory: the directory of the file, which is created if it does not exist.
             slug, scan: see `as_json`.
 
         Raises:
-            ValueError: if `graph-metadata.json` is there and lists no graphs, the directory has the name of
-                a file, or the weight of a link is not finite.
+            ValueError: if an existing `graph-metadata.json` lists no graphs, the directory is a
+                file, or the weight of a link is not finite.
         """
         storage.require_folder(directory)
         path, data = Path(directory) / f"{slug}.json", self.as_json(slug, scan)
         path.parent.mkdir(parents=True, exist_ok=True)
         index = path.with_name("graph-metadata.json")
         with _errors_of(index):
-            # Only this list is written again, where NaN of an older file becomes null.
+            # Only this list is written again. NaN from an older file becomes null.
             listed = json.loads(index.read_text("utf-8"))["graphs"] if index.exists() else []
             graphs = [each for each in listed if each["slug"] != slug]
         for file, content in ((path, data), (index, {"graphs": [*graphs, data["metadata"]]})):
@@ -183,14 +202,16 @@ class PrunedGraph(pictures.Shown):
 
     @classmethod
     def from_neuronpedia(cls, path: str | os.PathLike[str]) -> "PrunedGraph":
-        """Read what `to_neuronpedia`, circuit-tracer and its page, Neuronpedia or Anthropic wrote.
+        """Load a graph that `to_neuronpedia`, circuit-tracer, its page, Neuronpedia or Anthropic
+        wrote.
 
-        Nodes get the names of `Node`, and labels that were edited in a page are the labels of their nodes.
+        Nodes get the names of `Node`. Labels that were edited in a page become the labels of the
+        nodes.
 
         Raises:
-            FileNotFoundError: if there is no such file.
-            ValueError: if a part is missing, a number is not finite, a node is of an unknown type, two have
-                one name, or a link has an end that is no node.
+            FileNotFoundError: if the file does not exist.
+            ValueError: if a part is missing, a number is not finite, the type of a node is unknown,
+                two nodes have the same name, or a link has an end that is no node.
         """
         with _errors_of(path):
             return cls._from_json(
@@ -203,14 +224,15 @@ class PrunedGraph(pictures.Shown):
         tokens = metadata.pop("prompt_tokens")
         pins, groups, labels = neuronpedia.state(data["qParams"] or {})
         nodes = [neuronpedia.read(each, tokens, labels) for each in data["nodes"]]
-        # circuit-tracer names an error `0_layer_pos`, as it would a feature of layer 0.
+        # circuit-tracer names an error `0_layer_pos`, which is also the name of a feature in layer
+        # 0.
         names = {each["node_id"]: node.id for each, node in zip(data["nodes"], nodes, strict=True)}
         distinct = min(len(names), len({node.id for node in nodes}))
         if distinct < len(nodes):
             counts = Counter(each["node_id"] for each in data["nodes"])
             raise ValueError(
-                "each node must have a name of its own; "
-                f"it has {len(nodes) - distinct} names twice, such as {counts.most_common(1)[0][0]}"
+                "the names of nodes must be unique; "
+                f"{len(nodes) - distinct} names are repeated, such as {counts.most_common(1)[0][0]}"
             )
         links = [
             Link(
@@ -233,13 +255,15 @@ class PrunedGraph(pictures.Shown):
 
 @contextmanager
 def _errors_of(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Errors that a file's content raises, as one that names the file."""
+    """Convert errors that the content of a file raises to a ValueError that names the file."""
     try:
         yield
     except KeyError as error:
-        raise ValueError(f"{path} must be as Neuronpedia has it; a part has no {error}") from None
+        raise ValueError(
+            f"{path} must be a graph in Neuronpedia's format; {error} is missing"
+        ) from None
     except (ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} must be as Neuronpedia has it: {error}") from None
+        raise ValueError(f"{path} must be a graph in Neuronpedia's format: {error}") from None
 
 
 def _strongest(ends: Iterable[tuple[str, float]]) -> list[tuple[str, float]]:

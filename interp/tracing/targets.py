@@ -1,4 +1,8 @@
-"""Targets of an attribution graph: likely tokens, named tokens, differences of logits, and features; and what features promote."""
+"""Targets of an attribution graph: likely tokens, chosen tokens, differences of logits, and
+features.
+
+`promoted_tokens` returns the tokens that features promote.
+"""
 
 from collections.abc import Sequence
 from operator import index
@@ -15,12 +19,12 @@ from interp.tracing.nodes import Node
 
 
 class ChosenTargets(NamedTuple):
-    """Targets of an attribution graph.
+    """The targets of an attribution graph.
 
     Attributes:
         logits: the nodes of logits and of differences of logits.
-        directions: their weights of the vocabulary.
-        features: the numbers of features among the active ones.
+        directions: the weights of the vocabulary for each of these nodes.
+        features: the indices of the chosen features among the active features.
     """
 
     logits: list[Node]
@@ -35,13 +39,20 @@ def chosen_targets(
     desired_prob: float,
     pos: int,
 ) -> ChosenTargets:
-    """Return what a caller of `attribution_graph` chose as targets; see there for the arguments.
+    """Return the targets that a caller of `attribution_graph` chose.
+
+    Args:
+        model: the model.
+        run: the frozen run.
+        targets, desired_prob, pos: see `attribution_graph`.
 
     Raises:
         TypeError: if a number is no integer.
-        ValueError: if a text is several tokens, there is no such token, a feature is not active, or two are the same.
+        ValueError: if a text is several tokens, a token does not exist, a feature is not active, or
+            two targets are the same.
     """
-    if isinstance(targets, str):  # else its characters would be targets
+    # Wrap a text in a list, because a text is also a sequence of characters.
+    if isinstance(targets, str):
         targets = [targets]
     require_kind("targets", targets, (int, Sequence, Tensor), "a number, or a list of tokens")
     chances = run.logits[pos].softmax(-1)
@@ -63,7 +74,7 @@ def chosen_targets(
         directions[len(logits), ids[0]] += 1
         for token in ids[1:]:
             directions[len(logits), token] -= 1
-        # Differences have numbers behind those of the vocabulary, as in circuit-tracer.
+        # Differences have numbers after the ids of the vocabulary, as in circuit-tracer.
         number = ids[0] if len(ids) == 1 else vocab + len(logits)
         chance = float(chances[ids[0]]) if len(ids) == 1 else None
         name = f"{layer + 1}_{number}_{pos}"
@@ -75,30 +86,33 @@ def chosen_targets(
 
 
 def _active_feature(run: FrozenRun, layer: int, feature: int, pos: int) -> int:
-    """The number of a feature among the active ones."""
+    """Return the index of a feature among the active features."""
     at = (run.layer == layer) & (run.feature == feature) & (run.pos == pos % len(run.tokens))
     if not at.any():
         raise ValueError(
-            "a feature must be active to be a target, (layer, feature, pos); "
-            f"got {(layer, feature, pos)}"
+            f"a target (layer, feature, pos) must be an active feature; got {(layer, feature, pos)}"
         )
     return int(at.nonzero()[0])
 
 
 def _tokens_of_target(model: nn.Module, target: Any, vocab: int) -> list[int]:
-    """The token of a target, or the two tokens of a difference."""
+    """Return the token of a target, or the two tokens of a difference."""
     several = isinstance(target, (tuple, list))
     ids = [index(token) for token in token_ids(model, [*target] if several else [target])]
     known = all(0 <= token < vocab for token in ids)
     if len(ids) not in (1, 2) or len({*ids}) < len(ids) or not known:
         raise ValueError(
-            f"a target must be a token of {vocab}, two different ones or (layer, feature, pos); got {shown(target)}"
+            f"a target must be a token in [0, {vocab}), two different tokens or (layer, feature, "
+            f"pos); got {shown(target)}"
         )
     return ids
 
 
 def promoted_tokens(run: FrozenRun, sources: Int[Tensor, " source"], k: int = 3) -> list[list[str]]:
-    """The tokens whose logits the decoders of features raise most, all layers that they write to together."""
+    """Return the tokens whose logits features raise most.
+
+    The decoders to all layers are added up.
+    """
     if not len(sources):
         return []
     places = zip(run.layer[sources].tolist(), run.feature[sources].tolist(), strict=True)

@@ -1,4 +1,6 @@
-"""AttributionGraph: direct effects of features, errors and embeddings on each other, and what follows from them."""
+"""The class AttributionGraph: direct effects of features, errors and embeddings, and the analyses
+of these effects.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -26,21 +28,25 @@ from interp.tracing.targets import promoted_tokens
 
 @dataclass(frozen=True, eq=False, repr=False)
 class AttributionGraph(pictures.Shown):
-    """Direct effects of nodes on each other in one text; made by `attribution_graph`.
+    """The direct effects of nodes on each other in one text, returned by `attribution_graph`.
 
     Attributes:
         run: the frozen run.
-        rows: what each source adds to each node that is explained: first the logits, then features.
-        column: which source each row explains; -1 for a logit.
-        weights: of each row as a target: the probability of a token, 1 for others, 0 for what is no target.
+        rows: the effect of each source on each explained node. The rows of logits come first, then
+            the rows of features.
+        column: the index of the source that each row explains, or -1 for a logit.
+        weights: the weight of each row as a target: the probability of a token, 1 for any other
+            target, and 0 if the row is no target.
         logits: the nodes of the first rows.
-        directions: weights of the vocabulary that make these rows' logits.
-        totals: the value of what each row explains.
-        tokens: the text, in pieces.
-        by_attention: what each source adds to each of these by moving attention, an estimate to first order. It is no part of
-            `rows`; None if it was not asked for.
-        attention_gap: the largest difference between the sum of a row of `by_attention` and `gradient · score` on both sides,
-            which it should be, as a share of the row's summed sizes.
+        directions: the weights of the vocabulary for each of these nodes.
+        totals: the value of each explained node.
+        tokens: the tokens of the text.
+        by_attention: the effect of each source on each explained node by changes of attention,
+            estimated to first order. It is not included in `rows`. None if the graph was made
+            without `attention=True`.
+        attention_gap: the sum of a row of `by_attention` should equal `gradient · score`, summed
+            over queries and keys. The gap is the largest difference as a share of the sum of
+            absolute values in the row.
     """
 
     run: FrozenRun
@@ -56,18 +62,20 @@ class AttributionGraph(pictures.Shown):
 
     @property
     def gap(self) -> float:
-        """The largest difference between the sum of a row and its target, as a share of the row's summed sizes."""
+        """The largest difference between the sum of a row and its target, as a share of the sum of
+        absolute values in the row.
+        """
         missed = (self.rows.sum(1) - self.totals).abs()
         return float((missed / self.rows.abs().sum(1).clamp(min=1e-30)).max())
 
     @cached_property
     def influence(self) -> Float[Tensor, " source"]:
-        """Of each source on the targets; see `interp.tracing.influence`."""
+        """The influence of each source on the targets; see `interp.tracing.influence`."""
         return influence.influence(influence.shares(self.rows), self.weights, self.column)
 
     @cached_property
     def _is_unexplained(self) -> Tensor:
-        """Errors, and features without a row of their own."""
+        """The mask of errors and of features without a row."""
         n, n_errors = len(self.run.layer), len(self.run.tokens) * len(self.run.errors)
         unexplained = torch.zeros(self.rows.shape[1], dtype=torch.bool, device=self.rows.device)
         unexplained[: n + n_errors] = True
@@ -84,20 +92,22 @@ class AttributionGraph(pictures.Shown):
 
     @property
     def replacement(self) -> float:
-        """The share of influence that begins in embeddings and constants, not in errors.
+        """The share of influence that comes from embeddings and constants, and not from errors.
 
-        Features without a row count as errors, so more of `max_features` can only raise it.
+        Features without a row count as errors, so the share can only rise with `max_features`.
         """
         return self._scores["replacement"]
 
     @property
     def completeness(self) -> float:
-        """The share of the inputs of all nodes, weighted by influence, that are not errors."""
+        """The share of the effects on all nodes, weighted by the influence of the nodes, that do
+        not come from errors.
+        """
         return self._scores["completeness"]
 
     @cached_property
     def nodes(self) -> list[Node]:
-        """All nodes: the sources in the order of columns, then the logits."""
+        """All nodes: the sources in the order of columns, followed by the logits."""
         shares = influence.cumulative(self.influence).tolist()
         return [*sources(self.run, self.tokens, shares), *self.logits]
 
@@ -106,10 +116,10 @@ class AttributionGraph(pictures.Shown):
         return {node.id: n for n, node in enumerate(self.nodes)}
 
     def place(self, name: str) -> int:
-        """The number of a node.
+        """Return the index of a node in `nodes`.
 
         Raises:
-            UnknownNameError: if there is no such node; it has close matches.
+            UnknownNameError: if there is no node with this name. The error lists close matches.
         """
         if name not in self._places:
             raise unknown_name(name, self._places, "node of this graph")
@@ -117,29 +127,33 @@ class AttributionGraph(pictures.Shown):
 
     @cached_property
     def explained(self) -> list[int]:
-        """The number of the node that each row explains."""
+        """The index of the node that each row explains."""
         logits = torch.arange(len(self.column), device=self.column.device) + self.rows.shape[1]
         return torch.where(self.column >= 0, self.column, logits).tolist()
 
     def _row(self, name: str) -> int:
-        """The row of a node that is explained."""
+        """Return the row of an explained node."""
         place = self.place(name)
         rows = [row for row, explained in enumerate(self.explained) if explained == place]
         if not rows:
             raise ValueError(
-                f"{name} must be a logit or a feature with a row of its own; it has none: raise max_features"
+                f"{name} must be a logit or a feature with a row; it has no row: increase "
+                "max_features"
             )
         return rows[0]
 
     def effect(self, source: str, target: str, by_attention: bool = False) -> float:
-        """What one node adds to another, in logits or in the unit of the pre-activation.
+        """Return the direct effect of one node on another node, in the unit of the logit or
+        pre-activation.
 
         Args:
-            source, target: names of nodes.
-            by_attention: give the estimate of what it adds by moving attention instead.
+            source, target: the names of the nodes.
+            by_attention: whether to return the estimated effect by changes of attention instead.
+                Default: False.
 
         Raises:
-            UnknownNameError: if there is no such node; it has close matches.
+            UnknownNameError: if there is no node with one of the names. The error lists close
+                matches.
             ValueError: if the target has no row, or the graph was made without `attention=True`.
         """
         rows = self.by_attention if by_attention else self.rows
@@ -148,7 +162,11 @@ class AttributionGraph(pictures.Shown):
         return float(rows[self._row(target), self.place(source)])
 
     def pruned(self, node: float = 0.8, edge: float = 0.98) -> PrunedGraph:
-        """The nodes and links that carry these shares of the influence. Tokens and targets stay.
+        """Return the graph of the strongest nodes and links. Tokens and targets are never removed.
+
+        Args:
+            node: the share of influence that the remaining nodes carry. Default: 0.8.
+            edge: the share of influence that the remaining links carry. Default: 0.98.
 
         Raises:
             ValueError: if a share is not between 0 and 1.
@@ -179,18 +197,20 @@ class AttributionGraph(pictures.Shown):
 
     @without_gradients
     def heads(self, source: str, target: str) -> Result:
-        """How much of an effect is lost when a head's frozen paths are cut.
+        """Return the part of an effect that is lost if all frozen paths through a head are cut, for
+        each head.
 
-        A path may pass several heads, and then each counts it, so the shares need not add up to the effect.
+        A path through several heads counts for each of them, so the parts need not add up to the
+        effect.
 
         Args:
-            source, target: names of nodes.
+            source, target: the names of the nodes.
 
         Returns:
-            Effects with the axes `layer` and `head`, in the unit of the target.
+            The lost effects with the axes `layer` and `head`, in the unit of the target.
 
         Raises:
-            UnknownNameError, ValueError: as for `effect`.
+            UnknownNameError, ValueError: for the same reasons as in `effect`.
         """
         row, column = self._row(target), self.place(source)
         lost = self.rows[row, column] - without_each_head(self.run, self._targets(row), column)
@@ -210,35 +230,41 @@ class AttributionGraph(pictures.Shown):
         through: Literal["paths", "writers"] = "paths",
         k: int = 30,
     ) -> Result:
-        """Find which pairs of sources make a head look where it looks; see `interp.why_attends`.
+        """Find the pairs of sources that make a head attend to a key; see `interp.why_attends`.
 
         Args:
             head: the layer and the head.
-            query, key, against, k: see `why_attends`; key is where the head looks most, by default.
-            through: `paths` has the graph's own sources, by all their frozen paths to the query and to the key; `writers` has
-                heads and MLPs, by what they wrote there.
+            query, key, against, k: see `why_attends`. The default of `key` is the position with the
+                largest attention weight.
+            through: with `paths`, the sources are the sources of the graph, and their effects on
+                the query and the key include all frozen paths. With `writers`, the sources are
+                heads and MLPs, and their effects are their outputs at these positions. Default:
+                `paths`.
 
         Returns:
-            A result as that of `why_attends`. Sources by paths are named as nodes, and their words are labels of nodes.
+            A result like the result of `why_attends`. With `paths`, the sources have the names of
+            nodes, and their words are the labels of nodes.
 
         Raises:
-            ValueError: if there is no such head or position, `through` is something else, or k is below 1.
+            ValueError: if the head or a position does not exist, `through` has another value, or k
+                is below 1.
         """
         return why(self.run, self.nodes, AskedPlace(head, query, key, against), through, k)
 
     @without_gradients
     def cells(self, target: str | None = None, k: int = 8) -> list[AttentionCell]:
-        """The scores through which most of a target's attention is decided: the largest `gradient · (score - mean)`.
+        """Return the attention scores that decide a target most, with the largest absolute
+        `gradient · (score - mean)`.
 
-        The gradient of a score says what the target gains if the head looks more at that key; the mean is that of the
-        query's scores, as the pattern weighs them.
+        The gradient of a score is the increase of the target if the head attends more to that key.
+        The mean is the mean score of the query, weighted by the pattern.
 
         Args:
-            target: the name of a node with a row; the first one by default.
-            k: how many.
+            target: the name of a node with a row. Default: the node of the first row.
+            k: the number of scores. Default: 8.
 
         Raises:
-            UnknownNameError, ValueError: as for `effect`.
+            UnknownNameError, ValueError: for the same reasons as in `effect`.
         """
         row = 0 if target is None else self._row(target)
         name = self.nodes[self.explained[row]].id
@@ -248,20 +274,26 @@ class AttributionGraph(pictures.Shown):
     def intervene(
         self, values: Mapping[str, float], supernodes: Mapping[str, Sequence[str]] | None = None
     ) -> Intervention:
-        """Set features to values, and compare what the graph predicts with what the model does.
+        """Set features to values, and compare the predictions of the graph with the changes in the
+        model.
 
         Args:
-            values: new activations of features, by their names, or of all features of a supernode by its name.
-            supernodes: names of groups of features, such as those of a pruned graph. Their changes are added up.
+            values: the new activations by the names of features. The name of a supernode sets all
+                of its features.
+            supernodes: the names of the features in each group, for example the supernodes of a
+                pruned graph. The changes of the features in a group are added up. Default: no
+                groups.
 
         Raises:
-            UnknownNameError: if there is no such node; it has close matches.
-            ValueError: if a node is no feature, none is given, or a value or a change is not finite.
+            UnknownNameError: if there is no node with one of the names. The error lists close
+                matches.
+            ValueError: if a node is no feature, no values are given, or a value or a change is not
+                finite.
         """
         return intervention.intervened(self, values, supernodes or {})
 
     def view(self) -> pictures.View:
-        """What is left of it after `pruned()`."""
+        """Return a view of `pruned()`."""
         return self.pruned().view()
 
     def _targets(self, row: int) -> Targets:
@@ -272,8 +304,10 @@ class AttributionGraph(pictures.Shown):
     def __repr__(self) -> str:
         explained = int((self.column >= 0).sum())
         lines = [
-            f"AttributionGraph of {len(self.tokens)} tokens: {len(self.run.layer)} active features, {explained} explained",
-            f"  replacement {self.replacement:.3f}, completeness {self.completeness:.3f}, gap {self.gap:.1e}",
+            f"AttributionGraph of {len(self.tokens)} tokens: {len(self.run.layer)} active "
+            f"features, {explained} explained",
+            f"  replacement {self.replacement:.3f}, completeness {self.completeness:.3f}, gap "
+            f"{self.gap:.1e}",
         ]
         for node in self.logits[:10]:
             chance = "" if node.probability is None else f"  probability {node.probability:.3f}"

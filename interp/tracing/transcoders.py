@@ -1,4 +1,6 @@
-"""Transcoders by layer, of one layer or across layers: dictionaries, with what their features write to later layers."""
+"""Transcoders by layer: dictionaries, with the decoders of their features to this layer and to
+later layers.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -13,15 +15,17 @@ from interp.features.matching_pursuit import MatchingPursuit
 from interp.kinds import require_made
 
 Transcoders = Mapping[str, Dictionary] | Dictionary | CrossLayerTranscoder
-"""Transcoders by `blocks.L.mlp_out`, or one that says where it belongs, or one across layers."""
+"""Transcoders by `blocks.L.mlp_out`, a single transcoder with a known point, or a cross-layer
+transcoder.
+"""
 
 
 class LayerTranscoder(NamedTuple):
     """The features of one layer.
 
     Attributes:
-        dictionary: what they read, and what they write to this layer.
-        decoders: what they write to this layer, the next, ...
+        dictionary: the encoder of the features, and their decoder to this layer.
+        decoders: the decoders of the features to this layer, to the next layer, and so on.
     """
 
     dictionary: Dictionary
@@ -29,15 +33,15 @@ class LayerTranscoder(NamedTuple):
 
 
 def by_layer(transcoders: Transcoders, places: Mapping[str, int]) -> dict[int, LayerTranscoder]:
-    """The features of each layer that has some, in the order of layers.
+    """Return the features of each layer with features, in the order of layers.
 
     Args:
         transcoders: the transcoders.
-        places: the layers by the names of the points where MLPs write.
+        places: the layers by the names of the points that MLPs write.
 
     Raises:
-        ValueError: if a transcoder stands elsewhere, or has a norm, a gate, or steps, as its features are then no linear
-            readings.
+        ValueError: if a transcoder has another point, or its features are not linear in its input,
+            because of a norm, a gate or steps.
     """
     if isinstance(transcoders, Dictionary):
         transcoders = {transcoders.writes or "": transcoders}
@@ -56,12 +60,14 @@ def _of_one_layer(
         require_made(f"the transcoder at {name}", dictionary, Dictionary)
         if name not in places:
             raise ValueError(
-                f"a transcoder must stand where an MLP writes, such as {next(iter(places), None)}; got {name!r}"
+                "the point of a transcoder must be the output of an MLP, such as "
+                f"{next(iter(places), None)}; got {name!r}"
             )
         steps = isinstance(dictionary, MatchingPursuit)
         if steps or dictionary.norm != "none" or isinstance(dictionary.activation, Gated):
             raise ValueError(
-                f"features must be linear readings, without a norm, a gate or steps; got others at {name}"
+                f"the transcoder at {name} must have features that are linear in its input; got a "
+                "norm, a gate or steps"
             )
     return {places[name]: LayerTranscoder(d, [d.W_dec]) for name, d in transcoders.items()}
 
@@ -72,7 +78,8 @@ def _across(
     layers = range(transcoder.n_layers)
     if sorted(places.values()) != [*layers]:
         raise ValueError(
-            f"a cross-layer transcoder must have features for each layer with an MLP, {len(places)}; "
+            "a cross-layer transcoder must have features for each layer with an MLP, "
+            f"{len(places)}; "
             f"got {transcoder.n_layers}"
         )
     return {

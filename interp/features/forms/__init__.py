@@ -1,10 +1,12 @@
-"""Forms in which libraries and releases publish dictionaries: what lies in the folder, and who reads it.
+"""Formats in which libraries and releases publish dictionaries: the files of each format and its
+reader.
 
-Read `common` first, which has what readers share; each other file reads the forms of one library or release, in any order.
+Read `common` first: it contains functions for all readers. Each other file reads the formats of one
+library or release.
 
-A reader takes the folder, or the file where a form is a single file, and gives our form of what is in it. Its other
-arguments are what a caller of `load_sae` may have to add, as the files do not say it. A field of a
-config is known and honoured, known to change nothing, or refused.
+A reader takes a folder, or a file if the format is a single file, and returns our dictionaries. Its
+keyword arguments are settings that the files may lack and that callers of `load_sae` can add. Each
+field of a config is used by a reader, is known to change nothing, or raises an error.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,14 +30,17 @@ Loaded = Dictionary | dict[str, Dictionary] | CrossLayerTranscoder
 
 @dataclass(frozen=True)
 class Form:
-    """The files by which a form is recognised, as patterns, and its reader.
+    """The patterns of files by which a format is recognized, and the reader of the format.
 
     Attributes:
-        files: patterns of files, each of which must be in the folder; one of them if a file is a whole dictionary.
+        files: the patterns of files. A folder must contain a match of each pattern, or of any
+            pattern if a single file is a whole dictionary.
         read: the reader.
-        single: whether one file is a whole dictionary, and the reader takes its path.
-        layers: patterns of files that have one layer each, where a folder has several.
-        read_layer: the reader of one such file; None if a layer alone is no dictionary.
+        single: whether a single file is a whole dictionary. The reader then takes the path of the
+            file. Default: False.
+        layers: the patterns of files that contain one of several layers. Default: none.
+        read_layer: the reader of a file with one layer, or None if a single layer is no dictionary.
+            Default: None.
     """
 
     files: tuple[str, ...]

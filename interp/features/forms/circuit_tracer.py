@@ -1,4 +1,4 @@
-"""Transcoders of circuit-tracer, of one layer and across layers."""
+"""Read transcoders and cross-layer transcoders of circuit-tracer."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,13 +22,15 @@ from interp.features.places import ours
 
 
 def read(folder: Path, *, k: int | None = None) -> dict[str, Dictionary]:
-    """circuit-tracer: `layer_0.safetensors` and so on, and `config.yaml` if it is there. By the points where they stand."""
+    """Return the transcoders in `layer_0.safetensors` and so on, and an optional `config.yaml`, by
+    the points that they write.
+    """
     config = _config_of(folder, "transcoder_set")
     there = len([*folder.glob("layer_*.safetensors")])
     listed = _listed(config)
     if listed and listed != [f"layer_{n}.safetensors" for n in range(there)]:
         raise ValueError(
-            f"transcoders must list layer_0.safetensors and so on, which are read; got {listed}"
+            f"transcoders in config.yaml must list layer_0.safetensors and so on; got {listed}"
         )
     made = [
         _of_layer(folder / f"layer_{layer}.safetensors", layer, config, k) for layer in range(there)
@@ -37,22 +39,26 @@ def read(folder: Path, *, k: int | None = None) -> dict[str, Dictionary]:
 
 
 def read_layer(path: Path, *, k: int | None = None) -> Dictionary:
-    """One file of circuit-tracer, such as `layer_3.safetensors`, and `config.yaml` beside it."""
+    """Return the transcoder in a file such as `layer_3.safetensors`, with an optional `config.yaml`
+    in the same folder.
+    """
     number = path.stem.removeprefix("layer_")
     if not number.isdecimal():
         raise ValueError(
-            f"path must end in the number of a layer, as layer_3.safetensors; got {path}"
+            f"path must end in the number of a layer, such as layer_3.safetensors; got {path}"
         )
     layer = int(number)
     config = _config_of(path.parent, "transcoder_set")
     listed = _listed(config)
     if listed and listed[layer : layer + 1] != [path.name]:
-        raise ValueError(f"transcoders must list {path.name} as number {layer}; got {listed}")
+        raise ValueError(
+            f"transcoders in config.yaml must list {path.name} at index {layer}; got {listed}"
+        )
     return _of_layer(path, layer, config, k)
 
 
 def _of_layer(path: Path, layer: int, config: Mapping[str, Any], k: int | None) -> Dictionary:
-    """The transcoder of one layer, from its file."""
+    """Return the transcoder of one layer from its file."""
     weights = tensors_of(path)
     saved_k = weights.pop("k", None)
     more = weights.keys() & {"W_skip", "activation_function.threshold"}
@@ -72,7 +78,9 @@ def _of_layer(path: Path, layer: int, config: Mapping[str, Any], k: int | None) 
 
 
 def read_cross_layer(folder: Path) -> CrossLayerTranscoder:
-    """circuit-tracer's cross-layer transcoders: `W_enc_0.safetensors`, `W_dec_0.safetensors` and so on."""
+    """Return the cross-layer transcoder in `W_enc_0.safetensors`, `W_dec_0.safetensors`
+    and so on.
+    """
     config = _config_of(folder, "cross_layer_transcoder")
     layers: list[Weights] = []
     for n in range(len([*folder.glob("W_enc_*.safetensors")])):
@@ -101,7 +109,7 @@ def read_cross_layer(folder: Path) -> CrossLayerTranscoder:
 
 
 def _config_of(folder: Path, kind: str) -> dict[str, Any]:
-    """What `config.yaml` says of transcoders of this kind."""
+    """Return the fields of `config.yaml`, whose transcoders must be of one kind."""
     config = {"model_kind": kind} | known_fields(yaml_of(folder), "config.yaml of circuit-tracer")
     if config["model_kind"] != kind:
         raise ValueError(
@@ -111,7 +119,7 @@ def _config_of(folder: Path, kind: str) -> dict[str, Any]:
 
 
 def _listed(config: Mapping[str, Any]) -> list[str]:
-    """The names of the files that the config lists; none if it lists none."""
+    """Return the names of the files that the config lists, or an empty list."""
     paths = config.get("transcoders") or ()
     return [path.partition("?")[0].rpartition("/")[2] for path in paths]
 
@@ -122,12 +130,13 @@ def _activation(
     k: int | None = None,
     saved_k: Tensor | None = None,
 ) -> nn.Module:
-    """The nonlinearity that config and file say; where the config says none, that which the file's tensors are of.
+    """Return the nonlinearity from the config or, if the config does not name one, from the tensors
+    in the file.
 
     Args:
-        config: what `config.yaml` says.
-        threshold, saved_k: tensors of the file, where they are there.
-        k: the number that a caller gave.
+        config: the fields of `config.yaml`.
+        threshold, saved_k: the tensors of the file, or None if they are missing.
+        k: the number of active features from the caller, if any.
     """
     fields = ("activation", "activation_function")
     named = {str(config[name]).lower().replace("_", "") for name in fields if config.get(name)}
@@ -142,15 +151,18 @@ def _activation(
     if kinds == {"topk"} and threshold is None and len(ks) == 1 and is_of_one_layer:
         return TopK(ks.pop(), relu=False)
     raise ValueError(
-        "activation must be 'relu', 'jump_relu' with thresholds or, in one layer, 'topk' with one k, which config.yaml or "
-        f"k= says; got {' and '.join(sorted(kinds))} with {'no' if threshold is None else 'a'} threshold and k {sorted(ks)}"
+        "activation must be 'relu', 'jump_relu' with thresholds or, in one layer, 'topk' with "
+        "one k in config.yaml or "
+        f"k=; got {' and '.join(sorted(kinds))} with {'no' if threshold is None else 'a'} "
+        f"threshold and k {sorted(ks)}"
     )
 
 
 def _last_part(config: Mapping[str, Any], end: str) -> str | None:
-    """The last part of our names of the points that all layers read or write."""
+    """Return the last part of our names for the points that all layers read or write."""
     name = config.get(f"feature_{end}_hook")
-    # circuit-tracer adds these to TransformerLens. A norm after the MLP would come between the second and `mlp_out`.
+    # circuit-tracer adds these two names to TransformerLens. If a norm follows the MLP, it lies
+    # between the second point and `mlp_out`.
     alone = {"mlp.hook_in": "ln2.normalized", "mlp.hook_out": "mlp_out"}.get(name or "")
     name = alone or ours(name)
     return name and name.removeprefix("blocks.*.")

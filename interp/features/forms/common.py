@@ -1,4 +1,7 @@
-"""What readers of several forms share: configs with the types of their fields, files of tensors, and the check of both."""
+"""Functions for the readers of all formats.
+
+They read configs and files of tensors, and check their contents.
+"""
 
 import math
 from collections.abc import Callable, Mapping
@@ -20,21 +23,22 @@ def json_of(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file.
 
     Raises:
-        ValueError: if it is no such file, or a number is not finite; the message names the file and
-            the place.
+        ValueError: if the file contains no JSON object, or a number is not finite. The error names
+            the file and the place.
     """
     with storage.one_error(path):
         config = strict_json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(config, dict):
-        raise ValueError(f"{path} must hold a JSON object; got {_shown(config)}")
+        raise ValueError(f"{path} must contain a JSON object; got {_shown(config)}")
     return config
 
 
 def yaml_of(folder: Path) -> dict[str, Any]:
-    """Return what `config.yaml` in a folder says; nothing if there is none.
+    """Return the fields of `config.yaml` in a folder, or an empty dictionary if there is no such
+    file.
 
     Raises:
-        ValueError: if it is no file of YAML with named fields; the message names the file.
+        ValueError: if the file is no YAML file with named fields. The error names the file.
     """
     path = folder / "config.yaml"
     if not path.is_file():
@@ -43,64 +47,67 @@ def yaml_of(folder: Path) -> dict[str, Any]:
     with storage.one_error(path):
         config = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     if not isinstance(config, dict):
-        raise ValueError(f"{path} must hold named fields; got {_shown(config)}")
+        raise ValueError(f"{path} must contain named fields; got {_shown(config)}")
     return config
 
 
 def tensors_of(path: Path) -> Weights:
-    """Return the tensors in a file of safetensors, or in an archive of NumPy.
+    """Return the tensors in a safetensors file or in a NumPy archive.
 
     Raises:
-        ValueError: if it is damaged or no such file; the message names the file.
+        ValueError: if the file is damaged or has another format. The error names the file.
     """
     with storage.one_error(path):
         if path.suffix == ".safetensors":
             return dict(load_file(path))
-        # NumPy would leave a damaged file open.
+        # Open the file here, because NumPy leaves a damaged file open.
         with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             return {name: torch.from_numpy(file[name]) for name in file}
 
 
 def pickled(path: Path) -> dict[str, Any]:
-    """Return what `torch.save` wrote to a file: tensors and plain values by name.
+    """Return the tensors and plain values, by name, that `torch.save` wrote to a file.
 
     Raises:
-        ValueError: if it is damaged, or has anything else; the message names the file.
+        ValueError: if the file is damaged or contains anything else. The error names the file.
     """
     held = storage.read_saved(path)
     if not isinstance(held, dict):
         kind = "None" if held is None else f"a {type(held).__name__}"
-        raise ValueError(f"{path} must hold tensors by name; got {kind}")
+        raise ValueError(f"{path} must contain tensors by name; got {kind}")
     return held
 
 
 def known_fields(config: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """Return the fields of a config that are not null, each of which is of its type.
+    """Return the fields of a config that are not null, after a check of their names and types.
 
     Args:
         config: the config.
-        what: what it is, a key of `fields.json`, which has the fields of the libraries' own classes, over all versions.
+        what: the kind of config, a key of `fields.json`. This file lists the fields of the
+            libraries' own classes over all versions.
 
     Raises:
-        ValueError: if a field is neither honoured by a reader nor known to change nothing, or has another type.
+        ValueError: if a field is neither used by a reader nor known to change nothing, or has the
+            wrong type.
     """
     fields = json_of(Path(__file__).with_name("fields.json"))[what]
     known = {*fields["honoured"], *fields["ignored"]}
     for name in sorted(map(str, config.keys() - known)):
         hint = str(UnknownNameError("", name, known))
         raise ValueError(
-            f"fields of {what} must be known here, or they might change what is computed; got {name!r}{hint}"
+            f"fields of {what} must be known, because an unknown field might change the result; "
+            f"got {name!r}{hint}"
         )
     require_types(config, what)
     return {name: value for name, value in config.items() if value is not None}
 
 
 def require_types(config: Mapping[str, Any], what: str) -> None:
-    """Raise a ValueError if a field that a reader honours has another type than `fields.json` says.
+    """Raise a ValueError if a field that a reader uses does not have the type in `fields.json`.
 
     Args:
-        config: the config, or a part of it. Other fields may be anything.
-        what: as for `known_fields`.
+        config: the config, or a part of it. All other fields may have any type.
+        what: the kind of config; see `known_fields`.
     """
     kinds = json_of(Path(__file__).with_name("fields.json"))[what]["honoured"]
     for name, value in config.items():
@@ -152,24 +159,25 @@ def _shown(value: Any) -> str:
 def require(
     weights: Mapping[str, Any], names: set[str], what: str, across_layers: bool = False
 ) -> None:
-    """Raise a ValueError unless the weights are exactly the named ones, and tensors of floating point with the right axes.
+    """Raise a ValueError unless the weights have exactly the expected names, and are floating-point
+    tensors with the right axes.
 
     Args:
         weights: the tensors of a file.
-        names: the names of the tensors that the form has.
-        what: the file, or the part of it.
-        across_layers: whether decoders have an axis of layers.
+        names: the expected names.
+        what: the file, or the part of the file, for the error.
+        across_layers: whether decoders have an axis of layers. Default: False.
     """
     missing, unknown = sorted(names - weights.keys()), sorted(map(str, weights.keys() - names))
     if missing or unknown:
         lacks = f"; {', '.join(missing)} is missing" if missing else ""
-        more = f"; {', '.join(unknown)} is not known" if unknown else ""
+        more = f"; {', '.join(unknown)} is unknown" if unknown else ""
         raise ValueError(f"the tensors of {what} must be {', '.join(sorted(names))}{lacks}{more}")
     for name in sorted(names - _COUNTS):
         weight = weights[name]
         if not isinstance(weight, Tensor) or not weight.is_floating_point():
             shown = weight.dtype if isinstance(weight, Tensor) else type(weight).__name__
-            raise ValueError(f"{name} of {what} must be a tensor of floating point; got {shown}")
+            raise ValueError(f"{name} of {what} must be a floating-point tensor; got {shown}")
         n_axes = _AXES.get(name.lower().rpartition(".")[2])
         if name.lower() == "w_dec":
             n_axes = 3 if across_layers else 2
@@ -177,15 +185,16 @@ def require(
             raise ValueError(f"{name} of {what} must have {n_axes} axes; got {[*weight.shape]}")
 
 
-_COUNTS = {"k", "group_sizes"}  # whole numbers that lie among the tensors
+# Tensors of whole numbers.
+_COUNTS = {"k", "group_sizes"}
 _AXES = {"w_enc": 2, "w_skip": 2, "weight": 2, "b_enc": 1, "b_dec": 1, "bias": 1}
 
 
 def whole_of(name: str, value: Any) -> int:
-    """Return a whole number that stands in a config, or in a tensor of one number.
+    """Return a whole number from a config, or from a tensor with one element.
 
     Raises:
-        ValueError: if it is none, or smaller than 1.
+        ValueError: if the value is no whole number, or is smaller than 1.
     """
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
@@ -196,19 +205,24 @@ def whole_of(name: str, value: Any) -> int:
 
 
 def no_factor(norm_factor: float | None) -> None:
-    """Raise a ValueError if a factor is given where the files say all."""
+    """Raise a ValueError if a factor is given although the files do not need it."""
     if norm_factor is not None:
         raise ValueError(
-            f"norm_factor must be None here: the files say all, or were normed at run time; got {norm_factor}"
+            "norm_factor must be None for these files, which contain all factors or normalize at "
+            f"run time; got {norm_factor}"
         )
 
 
 def full_precision(weights: Weights) -> Weights:
-    """Return weights in float32, or in what they have if that is more. A factor goes into them without rounding."""
+    """Return weights in at least float32.
+
+    A factor can then be multiplied into the weights without rounding to half precision.
+    """
     return {name: at_least_float32(weight) for name, weight in weights.items()}
 
 
-BY_HAND = """By hand, three lines build one:
+BY_HAND = """To build a dictionary by hand, write three lines:
     weights = torch.load(path, weights_only=True)  # or safetensors.torch.load_file(path)
-    W_enc, W_dec, b_enc, b_dec = ...  # of these: [d_in feature], [feature d_out], [feature], [d_out]
-    sae = Dictionary(W_enc, W_dec, b_enc, b_dec, torch.nn.ReLU())  # or TopK(k), JumpReLU(threshold); see help(Dictionary)"""
+    W_enc, W_dec, b_enc, b_dec = ...  # [d_in feature], [feature d_out], [feature], [d_out]
+    sae = Dictionary(W_enc, W_dec, b_enc, b_dec, torch.nn.ReLU())  # or TopK(k), JumpReLU(threshold)
+See help(Dictionary)."""

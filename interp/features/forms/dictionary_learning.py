@@ -1,4 +1,4 @@
-"""Dictionaries of dictionary_learning."""
+"""Read dictionaries of the library dictionary_learning."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +20,7 @@ from interp.features.forms.common import (
 )
 from interp.features.places import ours
 
-# Our names of tensors.
+# Names of tensors in that library, and our names.
 _OURS = {
     "encoder.weight": "W_enc",
     "decoder.weight": "W_dec",
@@ -30,7 +30,8 @@ _OURS = {
     "decoder.bias": "b_dec",
 }
 _THRESHOLD = ({"b_enc", "threshold"}, {"k", "group_sizes"})
-# The tensors that each kind of dictionary needs besides weights and `b_dec`, and those that it may have.
+# The required and the optional tensors of each kind of dictionary, in addition to the weights and
+# `b_dec`.
 _NAMES: dict[str, tuple[set[str], set[str]]] = {
     "AutoEncoder": ({"b_enc"}, set()),
     "AutoEncoderNew": ({"b_enc"}, set()),
@@ -43,20 +44,22 @@ _NAMES: dict[str, tuple[set[str], set[str]]] = {
 
 
 def read(folder: Path, *, norm_factor: float | None = None) -> Dictionary:
-    """dictionary_learning: `config.json` and `ae.pt`, also of an interrupted training.
+    """Return the dictionary in `config.json` and `ae.pt`. The training may have been interrupted.
 
-    Features are those of the file. That library's own loader divides decoder rows of `AutoEncoder` by their lengths, and
-    multiplies features with them.
+    The scale of features is the scale in the file. The loader of dictionary_learning itself divides
+    the decoder rows of an `AutoEncoder` by their lengths, and multiplies the features by these
+    lengths.
     """
     trainer = _trainer(json_of(folder / "config.json"))
     weights, norm_factor = _weights(pickled(folder / "ae.pt"), norm_factor)
     kind = trainer.get("dict_class")
     tensors = _renamed(weights)
-    if norm_factor is not None:  # that library does so at the end of a training
+    # The library scales the biases at the end of a training.
+    if norm_factor is not None:
         for name in tensors.keys() & {"b_enc", "b_dec", "gate_bias", "mag_bias", "threshold"}:
             tensors[name] = tensors[name] * norm_factor
     if kind not in _NAMES:
-        raise ValueError(f"dict_class must be one that is known here; got {kind!r}")
+        raise ValueError(f"dict_class must be one of {', '.join(_NAMES)}; got {kind!r}")
     needed, optional = _NAMES[kind]
     require(tensors, {"W_enc", "W_dec", "b_dec"} | needed | (tensors.keys() & optional), kind)
     place = ours(trainer.get("submodule_name"))
@@ -74,40 +77,45 @@ def read(folder: Path, *, norm_factor: float | None = None) -> Dictionary:
 
 
 def _trainer(config: dict[str, Any]) -> dict[str, Any]:
-    """The settings of the training, which stand in the config of a run, or alone."""
+    """Return the settings of the training, which may be a part of the config or the
+    whole config.
+    """
     if "trainer" not in config:
         return known_fields(config, "trainer in config.json")
     config = known_fields(config, "config.json of dictionary_learning")
     trainer = known_fields(config["trainer"], "trainer in config.json")
     buffer = known_fields(config.get("buffer", {}), "buffer in config.json")
     if (end := buffer.get("io", "out")) != "out":
-        raise ValueError(f"io must be 'out', as values that go in have no place here; got {end!r}")
+        raise ValueError(f"io must be 'out', because inputs are not supported; got {end!r}")
     return trainer
 
 
 def _weights(
     saved: Mapping[str, Any], norm_factor: float | None
 ) -> tuple[Mapping[str, Tensor], float | None]:
-    """The tensors of a file, and the factor that its biases are not scaled by yet; None if they are."""
+    """Return the tensors of a file, and the factor by which the biases must be scaled, or None if
+    they are already scaled.
+    """
     weights = saved
-    if "ae" in saved:  # an interrupted training: {step, ae, optimizer, ..., norm_factor}
+    # An interrupted training wrote {step, ae, optimizer, ..., norm_factor}.
+    if "ae" in saved:
         norm_factor = saved.get("norm_factor", 1.0) if norm_factor is None else norm_factor
         weights = saved["ae"]
         if not is_number(norm_factor) or not isinstance(weights, dict):
             raise ValueError(
-                "ae.pt must have a number as norm_factor, and tensors by name as ae; "
+                "norm_factor in ae.pt must be a number, and ae must contain tensors by name; "
                 f"got {norm_factor!r:.40} and {weights!r:.40}"
             )
     else:
         no_factor(norm_factor)
     others = [name for name, weight in weights.items() if not isinstance(weight, Tensor)]
     if others:
-        raise ValueError(f"ae.pt must hold tensors by name; got something else at {others}")
+        raise ValueError(f"ae.pt must contain tensors by name; got other values at {others}")
     return weights, norm_factor
 
 
 def _renamed(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors under our names, with weights of linear layers transposed."""
+    """Return the tensors under our names, with transposed weights of linear layers."""
     tensors = {}
     for name, weight in weights.items():
         is_linear = name.endswith("coder.weight")
@@ -116,7 +124,7 @@ def _renamed(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _activation(kind: str, tensors: Mapping[str, Tensor], trainer: Mapping[str, Any]) -> nn.Module:
-    """The nonlinearity of a kind of dictionary."""
+    """Return the nonlinearity of a kind of dictionary."""
     if kind in ("AutoEncoder", "AutoEncoderNew"):
         return nn.ReLU()
     if kind == "GatedAutoEncoder":

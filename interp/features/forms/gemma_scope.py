@@ -1,4 +1,4 @@
-"""Dictionaries of Gemma Scope, 1 and 2."""
+"""Read dictionaries of Gemma Scope 1 and 2."""
 
 import re
 from pathlib import Path
@@ -8,20 +8,24 @@ from interp.features.dictionary import Dictionary
 from interp.features.forms.common import json_of, known_fields, require, tensors_of
 from interp.features.places import ours
 
-# A repository, or its folder in a cache: `models--google--gemma-scope-2b-pt-res`. What its dictionaries write, by its name.
+# The end of the name of a repository, or of its folder in a cache such as
+# `models--google--gemma-scope-2b-pt-res`, determines the point that the dictionaries write.
 _REPOSITORY = re.compile(r"gemma-scope-\d+b-[a-z]+-(res|mlp|att|transcoders)\b")
 _WRITES = {"res": "resid_post", "mlp": "mlp_out", "att": "attn.z", "transcoders": "mlp_out"}
-# What they are of, in a repository: `embedding/width_4k/average_l0_6` or `layer_3/width_16k/average_l0_59`.
+# Folders in a repository are `embedding/width_4k/average_l0_6` or
+# `layer_3/width_16k/average_l0_59`.
 _PLACE = re.compile(r".*/(?:embedding/width_|layer_(\d+)(?:/|$))")
 
 
 def read(
     folder: Path, *, scale_embeddings: bool | None = None, transcodes: bool | None = None
 ) -> Dictionary:
-    """Gemma Scope 1: `params.npz`. The path says what is in it, and else the caller.
+    """Return the dictionary of Gemma Scope 1 in `params.npz`.
 
-    A folder `embedding/width_4k` has those that read embeddings scaled by √d_model. A repository `...-transcoders` has those
-    that read what the norm before the MLP gives, before its gain; see `Dictionary.with_input_gain`.
+    The kind of dictionary follows from the path, or else from the arguments. A folder such as
+    `embedding/width_4k` contains dictionaries of embeddings that are scaled by √d_model. A
+    repository `...-transcoders` contains transcoders that read the output of the norm before the
+    MLP, before the gain; see `Dictionary.with_input_gain`.
     """
     weights = tensors_of(folder / "params.npz")
     names = {"W_enc", "W_dec", "b_enc", "b_dec", "threshold"}
@@ -32,8 +36,9 @@ def read(
         scale_embeddings = is_embedding
     if scale_embeddings is None:
         raise ValueError(
-            f"scale_embeddings= must say whether {folder} is for embeddings, which are scaled by √d_model, and transcodes= "
-            "whether it is a transcoder: its path does not"
+            f"the path {folder} does not contain the kind of dictionary: give scale_embeddings=, "
+            "whether it reads embeddings, "
+            "which are scaled by √d_model, and transcodes=, whether it is a transcoder"
         )
     if transcodes is None and (kind or scale_embeddings):
         transcodes = kind == "transcoders"
@@ -41,16 +46,25 @@ def read(
     writes = "embed" if scale_embeddings else f"{block}{_WRITES[kind]}" if kind and block else None
     reads = f"{block}ln2.hook_normalized" if transcodes else writes
     return Dictionary(
-        weights["W_enc"] / root, weights["W_dec"] * root, weights["b_enc"], weights["b_dec"], JumpReLU(weights["threshold"]),
-        # The features of both are the same. What they read is not: `splice` refuses this name.
-        reads="what load_sae(..., transcodes=) says" if transcodes is None else reads, writes=writes, transcodes=transcodes,
-    )  # fmt: skip
+        weights["W_enc"] / root,
+        weights["W_dec"] * root,
+        weights["b_enc"],
+        weights["b_dec"],
+        JumpReLU(weights["threshold"]),
+        # An autoencoder and a transcoder read different points. `splice` raises an error for this
+        # name.
+        reads="what load_sae(..., transcodes=) says" if transcodes is None else reads,
+        writes=writes,
+        transcodes=transcodes,
+    )
 
 
 def _said_by(folder: Path) -> tuple[str | None, bool | None, str]:
-    """The kind of repository, whether the dictionary is for embeddings, and the first part of names in its block.
+    """Return the kind of repository, whether the dictionary is for embeddings, and the prefix of
+    points in its block.
 
-    Files in a cache are links to others whose path says less than the folder's; elsewhere a file may be a link into a cache.
+    The files in a cache are links to paths with fewer facts than the path of the folder, while a
+    file elsewhere may be a link into a cache. Both paths are therefore searched.
     """
     kind, is_embedding, block = None, None, ""
     for path in (folder.resolve(), folder.absolute(), (folder / "params.npz").resolve().parent):
@@ -62,7 +76,7 @@ def _said_by(folder: Path) -> tuple[str | None, bool | None, str]:
 
 
 def read_2(folder: Path) -> Dictionary:
-    """Gemma Scope 2: `params.safetensors` and `config.json`."""
+    """Return the dictionary of Gemma Scope 2 in `params.safetensors` and `config.json`."""
     config = known_fields(json_of(folder / "config.json"), "config.json of Gemma Scope 2")
     weights = tensors_of(folder / "params.safetensors")
     if config.get("architecture") != "jump_relu":
@@ -71,21 +85,35 @@ def read_2(folder: Path) -> Dictionary:
     require(weights, {"w_enc", "w_dec", "b_enc", "b_dec", "threshold"} | skip, "config.json")
     if config.get("affine_connection", bool(skip)) != bool(skip):
         raise ValueError(
-            f"affine_connection must be {str(bool(skip)).lower()}, as the weights have {'an' if skip else 'no'} affine_skip_connection"
+            f"affine_connection must be {str(bool(skip)).lower()}, because the weights have "
+            f"{'an' if skip else 'no'} affine_skip_connection"
         )
     reads, writes = (
-        # In Gemma 3 nothing stands between heads and this map.
-        ours(name and re.sub(r"^(?:\w+\.)*layers\.(\d+)\.self_attn\.o_proj\.input$", r"blocks.\1.attn.z", name))
+        # In Gemma 3, the outputs of the heads enter this map unchanged.
+        ours(
+            name
+            and re.sub(
+                r"^(?:\w+\.)*layers\.(\d+)\.self_attn\.o_proj\.input$", r"blocks.\1.attn.z", name
+            )
+        )
         for name in (config.get(f"hf_hook_point_{end}") for end in ("in", "out"))
-    )  # fmt: skip
+    )
     writes = writes or reads
     kind = config.get("type")
     if kind not in (None, "sae", "transcoder") or (kind == "sae" and reads != writes):
         raise ValueError(
-            f"type must be 'sae', of one point, or 'transcoder'; got {kind!r} from {reads} to {writes}"
+            f"type must be 'sae', of one point, or 'transcoder'; got {kind!r} from {reads} to "
+            f"{writes}"
         )
     return Dictionary(
-        weights["w_enc"], weights["w_dec"], weights["b_enc"], weights["b_dec"], JumpReLU(weights["threshold"]),
-        W_skip=weights.get("affine_skip_connection"), transcodes=None if kind is None else kind == "transcoder",
-        reads=reads, writes=writes, config=config,
-    )  # fmt: skip
+        weights["w_enc"],
+        weights["w_dec"],
+        weights["b_enc"],
+        weights["b_dec"],
+        JumpReLU(weights["threshold"]),
+        W_skip=weights.get("affine_skip_connection"),
+        transcodes=None if kind is None else kind == "transcoder",
+        reads=reads,
+        writes=writes,
+        config=config,
+    )

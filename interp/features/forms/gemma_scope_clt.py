@@ -1,4 +1,4 @@
-"""Cross-layer transcoders of Gemma Scope 2."""
+"""Read cross-layer transcoders of Gemma Scope 2."""
 
 from pathlib import Path
 
@@ -12,10 +12,11 @@ _READS = "pre_feedforward_layernorm"
 
 
 def read(folder: Path) -> CrossLayerTranscoder:
-    """Gemma Scope 2: `params_layer_0.safetensors` and so on, and `config.json` if it is there.
+    """Return the cross-layer transcoder in `params_layer_0.safetensors` and so on, and an optional
+    `config.json`.
 
-    They read what the norm before the MLP gives, and write what the norm after it gives. Crosscoders have files of the same
-    names, and are refused.
+    It reads the output of the norm before the MLP, and writes the output of the norm after the MLP.
+    Crosscoders have files with the same names and raise an error.
     """
     path = folder / "config.json"
     config = json_of(path) if path.is_file() else {}
@@ -26,7 +27,8 @@ def read(folder: Path) -> CrossLayerTranscoder:
     )
     if kind != "jump_relu" or _READS not in reads or "crosscoder" in folder.absolute().parts[-2:]:
         raise ValueError(
-            f"a cross-layer transcoder must be of jump_relu and read {_READS}.output; got {kind} at {reads} in {folder}"
+            "a cross-layer transcoder must have the architecture jump_relu and read "
+            f"{_READS}.output; got {kind} at {reads} in {folder}"
         )
     layers: list[Weights] = []
     n_layers = len([*folder.glob("params_layer_*.safetensors")])
@@ -41,13 +43,21 @@ def read(folder: Path) -> CrossLayerTranscoder:
             or weights["w_dec"][:, :n].any()
         ):
             raise ValueError(
-                f"w_dec of params_layer_{n} must be [feature layer d_model] of {n_layers} layers, and 0 for those before; "
-                f"got {[*weights['w_dec'].shape]}, or others before"
+                f"w_dec of params_layer_{n} must be [feature layer d_model] with {n_layers} "
+                f"layers, and 0 for all layers before {n}; "
+                f"got {[*weights['w_dec'].shape]}, or nonzero values before {n}"
             )
         layers.append(weights | {"w_dec": weights["w_dec"][:, n:].contiguous()})
     return CrossLayerTranscoder(
-        [w["w_enc"] for w in layers], [w["w_dec"] for w in layers], [w["b_enc"] for w in layers],
-        torch.stack([w["b_dec"] for w in layers]), [JumpReLU(w["threshold"]) for w in layers],
-        W_skip=[w["affine_skip_connection"] for w in layers] if "affine_skip_connection" in layers[0] else None,
-        reads="ln2.normalized", writes="mlp_out", config=config,
-    )  # fmt: skip
+        [w["w_enc"] for w in layers],
+        [w["w_dec"] for w in layers],
+        [w["b_enc"] for w in layers],
+        torch.stack([w["b_dec"] for w in layers]),
+        [JumpReLU(w["threshold"]) for w in layers],
+        W_skip=[w["affine_skip_connection"] for w in layers]
+        if "affine_skip_connection" in layers[0]
+        else None,
+        reads="ln2.normalized",
+        writes="mlp_out",
+        config=config,
+    )

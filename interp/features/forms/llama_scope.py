@@ -1,4 +1,6 @@
-"""Dictionaries of Llama Scope, and of its second form, that of R1 (OpenMOSS' Language-Model-SAEs)."""
+"""Read dictionaries of Llama Scope and Llama Scope R1, in the formats of OpenMOSS' library
+Language-Model-SAEs.
+"""
 
 from collections.abc import Mapping, Set
 from math import sqrt
@@ -31,10 +33,10 @@ _WEIGHTS = {"encoder.weight", "encoder.bias", "decoder.weight", "decoder.bias"}
 
 
 def read(folder: Path) -> Dictionary:
-    """Llama Scope: `hyperparams.json` and `checkpoints/final.safetensors`.
+    """Return the dictionary in `hyperparams.json` and `checkpoints/final.safetensors`.
 
-    Features have the scale of what is read as it is; the library's own loader gives those of `with_unit_decoder`. The
-    threshold was found for these.
+    The features have the scale of the unnormalized activations. The loader of that library returns
+    the features of `with_unit_decoder` instead, and the threshold in the file refers to these.
     """
     config = _config_of(folder / "hyperparams.json", {"jump_relu_threshold"})
     weights = tensors_of(folder / "checkpoints" / "final.safetensors")
@@ -46,9 +48,10 @@ def read(folder: Path) -> Dictionary:
 
 
 def read_r1(folder: Path) -> Dictionary:
-    """Llama Scope R1: `config.json` and `sae_weights.safetensors`, which has the norms of activations.
+    """Return the dictionary of Llama Scope R1 in `config.json` and `sae_weights.safetensors`.
 
-    Its thresholds were trained, on features of normed activations.
+    The second file contains the norms of activations. The thresholds were trained on features of
+    normalized activations.
     """
     config = _config_of(folder / "config.json")
     weights = tensors_of(folder / "sae_weights.safetensors")
@@ -73,11 +76,11 @@ def _number_in(name: str, tensor: Tensor) -> float:
 
 
 def _config_of(path: Path, needed: Set[str] = frozenset()) -> dict[str, Any]:
-    """The config in a file, if it says nothing that a `Dictionary` cannot do."""
+    """Return the config in a file, or raise an error if a `Dictionary` cannot express it."""
     config = known_fields(json_of(path), "config of Llama Scope")
     needed = needed | ({"expansion_factor"} if "d_sae" not in config else frozenset())
     if missing := sorted(({"hook_point_in", "d_model"} | needed) - config.keys()):
-        raise ValueError(f"{path.name} must have {', '.join(missing)}; it does not")
+        raise ValueError(f"{path.name} must contain {', '.join(missing)}; it does not")
     for name, rule in _RULES.items():
         if (value := config.get(name, rule)) != rule:
             raise ValueError(f"{name} of {path.name} must be {rule!r}; got {value!r}")
@@ -87,14 +90,17 @@ def _config_of(path: Path, needed: Set[str] = frozenset()) -> dict[str, Any]:
 def _factors(
     config: Mapping[str, Any], norm_in: float | None, norm_out: float | None
 ) -> tuple[float, float]:
-    """What activations were multiplied by in training, so that their mean length was √d_model."""
+    """Return the factors of the input and the output in training, which scaled the mean length of
+    activations to √d_model.
+    """
     kind = config.get("norm_activation", "dataset-wise")
     if kind == "inference":
         return 1.0, 1.0
     if kind != "dataset-wise" or not _is_positive(norm_in) or not _is_positive(norm_out):
         raise ValueError(
-            "norm_activation must be 'inference', or 'dataset-wise' with dataset_average_activation_norm of what is read and "
-            f"written; got {kind!r} with {norm_in} and {norm_out}"
+            "norm_activation must be 'inference', or 'dataset-wise' with "
+            "dataset_average_activation_norm of the points that are read "
+            f"and written; got {kind!r} with {norm_in} and {norm_out}"
         )
     root = sqrt(config["d_model"])
     assert norm_in is not None
@@ -109,13 +115,14 @@ def _is_positive(norm: float | None) -> bool:
 def _made(
     config: Mapping[str, Any], weights: Weights, s_in: float, s_out: float, threshold: Tensor
 ) -> Dictionary:
-    """The dictionary with the factors in its weights.
+    """Return the dictionary, with the factors multiplied into its weights.
 
     Args:
         config: the config.
         weights: the tensors of the file.
-        s_in, s_out: what was multiplied with what is read and written.
-        threshold: of each feature times the length of its row in `W_dec` if the config says so, else of the feature.
+        s_in, s_out: the factors of the input and the output in training.
+        threshold: the threshold of each feature. If `sparsity_include_decoder_norm` is true in the
+            config, it applies to the feature times the length of its row in `W_dec`.
     """
     width = config["d_model"]
     size = [int(config.get("d_sae") or width * config["expansion_factor"]), width]
@@ -127,6 +134,12 @@ def _made(
         threshold = threshold / W_dec.norm(dim=1)
     reads = ours(config["hook_point_in"])
     return Dictionary(
-        weights["encoder.weight"].T, W_dec, weights["encoder.bias"] / s_in, weights["decoder.bias"] / s_out,
-        JumpReLU(threshold, relu=False), reads=reads, writes=ours(config.get("hook_point_out")) or reads, config=config,
-    )  # fmt: skip
+        weights["encoder.weight"].T,
+        W_dec,
+        weights["encoder.bias"] / s_in,
+        weights["decoder.bias"] / s_out,
+        JumpReLU(threshold, relu=False),
+        reads=reads,
+        writes=ours(config.get("hook_point_out")) or reads,
+        config=config,
+    )

@@ -1,4 +1,4 @@
-"""Dictionaries of SAELens."""
+"""Read dictionaries of SAELens."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,7 +23,8 @@ from interp.features.matching_pursuit import MatchingPursuit
 from interp.features.places import ours
 
 _CONFIG = "cfg.json of SAELens"
-# Before version 6 one flat object held all that is in `metadata` since, the first of these under older names.
+# Before version 6, the fields of `metadata` were in the config itself. The names on the left are
+# older names.
 _OLD_NAMES = {
     "hook_point": "hook_name",
     "hook_point_head_index": "hook_head_index",
@@ -32,7 +33,7 @@ _OLD_NAMES = {
 
 
 def read(folder: Path, *, norm_factor: float | None = None) -> Dictionary:
-    """SAELens: `cfg.json` and `sae_weights.safetensors`, of version 6 or before."""
+    """Return the dictionary in `cfg.json` and `sae_weights.safetensors`, of SAELens 6 or before."""
     weights = tensors_of(folder / "sae_weights.safetensors")
     config, about = _config(json_of(folder / "cfg.json"))
     _translate(config, weights)
@@ -74,7 +75,9 @@ def read(folder: Path, *, norm_factor: float | None = None) -> Dictionary:
 
 
 def _config(held: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a config under the names of version 6, and the same joined with its metadata."""
+    """Return a config with the field names of version 6, and the same config merged with its
+    metadata.
+    """
     require_types(held, _CONFIG)
     metadata = held.get("metadata") or {}
     require_types(metadata, _CONFIG)
@@ -92,7 +95,9 @@ def _matching_pursuit(
     norm_factor: float | None,
     place: Mapping[str, Any],
 ) -> MatchingPursuit:
-    """A dictionary of the architecture `matching_pursuit`, whose encoder is its decoder."""
+    """Return a dictionary of the architecture `matching_pursuit`, whose encoder is the transpose of
+    its decoder.
+    """
     norm, _ = _norm(config, norm_factor)
     require(weights, {"W_dec", "b_dec"} | weights.keys() & {"W_enc"}, "matching_pursuit")
     b_dec = weights["b_dec"]
@@ -108,21 +113,23 @@ def _matching_pursuit(
 
 
 def _subtracts(config: Mapping[str, Any]) -> bool:
-    """Whether a config says that `b_dec` is subtracted from what is read."""
+    """Return whether `b_dec` is subtracted from the input, according to the config."""
     return bool(config.get("apply_b_dec_to_input", True))
 
 
 def _norm(config: Mapping[str, Any], norm_factor: float | None) -> tuple[NormKind, float]:
-    """The norm, and the factor that goes into the weights."""
+    """Return the norm, and the factor that is multiplied into the weights."""
     name = config.get("normalize_activations") or "none"
     if name == "expected_average_only_in":
         if norm_factor is None:
             raise ValueError(
-                f"normalize_activations is {name!r}, whose factor cfg.json does not have: give norm_factor="
+                f"normalize_activations is {name!r}, and cfg.json does not contain the factor: "
+                "give norm_factor="
             )
         if config.get("architecture") == "matching_pursuit":
             raise ValueError(
-                "a factor cannot go into the weights of matching pursuit, which are tied"
+                "norm_factor cannot be multiplied into the weights of matching pursuit, because "
+                "they are tied"
             )
         return "none", norm_factor
     norms: dict[str, NormKind] = {
@@ -131,17 +138,21 @@ def _norm(config: Mapping[str, Any], norm_factor: float | None) -> tuple[NormKin
         "layer_norm": "layer_norm",
     }
     if name not in norms:
-        raise ValueError(f"normalize_activations must be one that is known here; got {name!r}")
+        raise ValueError(
+            "normalize_activations must be one of expected_average_only_in, "
+            f"{', '.join(norms)}; got {name!r}"
+        )
     no_factor(norm_factor)
     return norms[name], 1.0
 
 
 def _translate(config: dict[str, Any], weights: Weights) -> None:
-    """Gives a config of any version the fields of version 6."""
+    """Convert a config of any version to the fields of version 6, in place."""
     activation = config.get("activation_fn", "relu")
     if activation == "topk" and "metadata" in config and config.get("architecture") != "topk":
         raise ValueError(
-            f"architecture must be 'topk', as activation_fn is; got {config.get('architecture')!r}"
+            "architecture must be 'topk', because activation_fn is 'topk'; got "
+            f"{config.get('architecture')!r}"
         )
     if activation == "topk":
         config |= {"architecture": "topk", **config.get("activation_fn_kwargs", {})}
@@ -156,7 +167,8 @@ def _translate(config: dict[str, Any], weights: Weights) -> None:
     if isinstance(norm, bool):
         config["normalize_activations"] = "expected_average_only_in" if norm else "none"
     factor = weights.pop("scaling_factor", None)
-    if factor is not None and not torch.equal(factor, torch.ones_like(factor)):  # set, not computed
+    # A factor of 1 is set and not computed, so the comparison can be exact.
+    if factor is not None and not torch.equal(factor, torch.ones_like(factor)):
         raise ValueError("scaling_factor must be 1 everywhere: fold it into W_dec first")
 
 
@@ -171,7 +183,7 @@ def _activation(kind: str, config: Mapping[str, Any], weights: Weights) -> nn.Mo
             )
         return JumpReLU(weights[names.pop()].to(weights["W_enc"].dtype))
     if kind in ("topk", "abstopk") and "k" not in config:
-        raise ValueError(f"cfg.json of a {kind} dictionary must say k; it does not")
+        raise ValueError(f"cfg.json of a {kind} dictionary must contain k; it does not")
     if kind == "topk":
         return TopK(whole_of("k", config["k"]))
     if kind == "abstopk":
@@ -180,4 +192,4 @@ def _activation(kind: str, config: Mapping[str, Any], weights: Weights) -> nn.Mo
         return Gated(weights["b_gate"], weights["r_mag"], weights["b_mag"])
     if kind in ("standard", "transcoder", "skip_transcoder"):
         return nn.ReLU()
-    raise ValueError(f"architecture must be one that is known here; got {kind!r}")
+    raise ValueError(f"the architecture {kind!r} is not supported")

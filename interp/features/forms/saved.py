@@ -1,4 +1,7 @@
-"""Dictionaries that are one file of `torch.save`: OpenAI, Qwen Scope, Goodfire, and Kissane et al. on `z`."""
+"""Read dictionaries that are a single file of `torch.save`:
+
+OpenAI, Qwen Scope, Goodfire, and Kissane et al. on `z`.
+"""
 
 import re
 from pathlib import Path
@@ -12,7 +15,7 @@ from interp.features.forms.common import BY_HAND, json_of, pickled, require, who
 from interp.features.places import ours
 
 _STATISTICS = {"stats_last_nonzero", "latents_activation_frequency", "latents_mean_square"}
-# The last two repeat the content of `activation_state_dict`.
+# The last two fields repeat the content of `activation_state_dict`.
 _ACTIVATION = {"activation", "activation_state_dict", "activation.k", "activation.postact_fn"}
 _OPENAI_PLACES = {
     "resid_post_mlp": "resid_post",
@@ -24,11 +27,12 @@ _OPENAI_PLACES = {
 
 
 def read(path: Path, *, k: int | None = None) -> Dictionary:
-    """One file, whose form its tensors say.
+    """Return the dictionary in a file. The release is recognized by the names of the tensors.
 
     Args:
         path: the file.
-        k: how many features are kept, for Qwen Scope: it is in the name of the repository only, after `L0_`.
+        k: the number of active features at a position, for Qwen Scope only. It is the number after
+            `L0_` in the name of the repository.
     """
     held = pickled(path)
     if "W_enc" in held and _is_hook_z(held):
@@ -43,19 +47,20 @@ def read(path: Path, *, k: int | None = None) -> Dictionary:
         return _goodfire(path, held)
     names = ", ".join(map(str, held))
     raise ValueError(
-        f"{path} must have the tensors of OpenAI, Qwen Scope, Goodfire or Kissane et al.; got {names:.300}. {BY_HAND}"
+        f"{path} must contain the tensors of OpenAI, Qwen Scope, Goodfire or Kissane et al.; got "
+        f"{names:.300}. {BY_HAND}"
     )
 
 
 def _openai(path: Path, held: dict[str, Any]) -> Dictionary:
-    """OpenAI: top-k behind a norm (v5), or ReLU without one (v1, v4).
+    """Return a dictionary of OpenAI: top-k after a norm (v5), or ReLU without a norm (v1, v4).
 
-    The folders say the place: `resid_post_mlp_v5_32k/autoencoders/7.pt`.
+    The names of the folders contain the place, as in `resid_post_mlp_v5_32k/autoencoders/7.pt`.
     """
     kind, state = held.get("activation", "ReLU"), held.get("activation_state_dict", {})
     if not isinstance(kind, str) or not isinstance(state, dict):
         raise ValueError(
-            f"{path.name} must have a text as activation and an object as activation_state_dict; "
+            f"activation in {path.name} must be a text and activation_state_dict an object; "
             f"got {type(kind).__name__} and {type(state).__name__}"
         )
     weights = {n: w for n, w in held.items() if n not in _STATISTICS | _ACTIVATION}
@@ -66,7 +71,8 @@ def _openai(path: Path, held: dict[str, Any]) -> Dictionary:
     )
     if not is_top_k and (kind not in plain or state):
         raise ValueError(
-            f"activation of {path.name} must be TopK with k and postact_fn, ReLU or Identity; got {kind!r} with {dict(state)}"
+            f"activation of {path.name} must be TopK with k and postact_fn, ReLU or Identity; got "
+            f"{kind!r} with {dict(state)}"
         )
     activation = (
         TopK(whole_of("k", state["k"]), relu=state["postact_fn"] == "ReLU")
@@ -78,13 +84,23 @@ def _openai(path: Path, held: dict[str, Any]) -> Dictionary:
     layer = re.search(r"(?<=layer_)\d+|\d+(?=\.pt$)", folders)
     point = f"blocks.{layer[0]}.{place}" if layer and place else None
     return Dictionary(
-        weights["encoder.weight"].T, weights["decoder.weight"].T, weights["latent_bias"], weights["pre_bias"], activation,
-        subtracts_b_dec=True, norm="layer_norm" if is_top_k else "none", reads=point, writes=point,
-    )  # fmt: skip
+        weights["encoder.weight"].T,
+        weights["decoder.weight"].T,
+        weights["latent_bias"],
+        weights["pre_bias"],
+        activation,
+        subtracts_b_dec=True,
+        norm="layer_norm" if is_top_k else "none",
+        reads=point,
+        writes=point,
+    )
 
 
 def _is_hook_z(held: dict[str, Any]) -> bool:
-    """Whether `W_enc` is [d_in feature], as in the files of Kissane et al. In those of Qwen Scope it is [feature d_in]."""
+    """Return whether `W_enc` is [d_in feature], as in the files of Kissane et al.
+
+    In Qwen Scope, it is [feature d_in].
+    """
     weights = [held.get(name) for name in ("W_enc", "b_enc", "b_dec")]
     if not all(isinstance(weight, Tensor) for weight in weights):
         return False
@@ -93,13 +109,16 @@ def _is_hook_z(held: dict[str, Any]) -> bool:
 
 
 def _hook_z(path: Path, held: dict[str, Any], k: int | None) -> Dictionary:
-    """Kissane et al. 2024, on the heads of attention layers: ReLU of `z` in a row, `b_dec` subtracted first.
+    """Return a dictionary of Kissane et al.
 
-    The point is in `<name>_cfg.json` beside the file, or in its name, as in `gpt2-small_L5_Hcat_z_lr1.20e-03.pt`.
+    2024: ReLU features of `z` with concatenated heads, after subtracting `b_dec`.
+
+    The point is in the file `<name>_cfg.json` in the same folder, or in the name of the file, as in
+    `gpt2-small_L5_Hcat_z_lr1.20e-03.pt`.
     """
     require(held, {"W_enc", "W_dec", "b_enc", "b_dec"}, path.name)
     if k is not None:
-        raise ValueError(f"k must be None for {path.name}, which keeps all features; got {k}")
+        raise ValueError(f"k must be None for {path.name}, which has a ReLU; got {k}")
     beside = path.with_name(f"{path.stem}_cfg.json")
     config = json_of(beside) if beside.is_file() else {}
     layer = re.search(r"_L(\d+)_Hcat_z", path.name)
@@ -108,27 +127,49 @@ def _hook_z(path: Path, held: dict[str, Any], k: int | None) -> Dictionary:
         raise ValueError(f"act_name in {beside.name} must be a text; got {name!r:.60}")
     point = ours(name)
     return Dictionary(
-        held["W_enc"], held["W_dec"], held["b_enc"], held["b_dec"], nn.ReLU(),
-        subtracts_b_dec=True, reads=point, writes=point, config=config,
-    )  # fmt: skip
+        held["W_enc"],
+        held["W_dec"],
+        held["b_enc"],
+        held["b_dec"],
+        nn.ReLU(),
+        subtracts_b_dec=True,
+        reads=point,
+        writes=point,
+        config=config,
+    )
 
 
 def _qwen_scope(path: Path, held: dict[str, Any], k: int | None) -> Dictionary:
-    """Qwen Scope: `layer7.sae.pt`, top-k of the stream after a block."""
+    """Return a dictionary of Qwen Scope, `layer7.sae.pt`: top-k features of the stream after a
+    block.
+    """
     require(held, {"W_enc", "W_dec", "b_enc", "b_dec"}, path.name)
     if k is None:
         raise ValueError(
-            f"k= must say how many features {path.name} keeps: only the name of its repository does, after L0_"
+            f"{path.name} does not contain the number of active features: give k=, the number "
+            "after L0_ in the name of the repository"
         )
     return Dictionary(
-        held["W_enc"].T, held["W_dec"].T, held["b_enc"], held["b_dec"], TopK(k, relu=False),
+        held["W_enc"].T,
+        held["W_dec"].T,
+        held["b_enc"],
+        held["b_dec"],
+        TopK(k, relu=False),
         **_after_block(r"layer(\d+)\.sae\.pt", path),
-    )  # fmt: skip
+    )
 
 
 def _goodfire(path: Path, held: dict[str, Any]) -> Dictionary:
-    """Goodfire: `Llama-3.1-8B-Instruct-SAE-l19.pth`, ReLU of the stream after a block."""
-    names = ("encoder_linear.weight", "decoder_linear.weight", "encoder_linear.bias", "decoder_linear.bias")  # fmt: skip
+    """Return a dictionary of Goodfire, `Llama-3.1-8B-Instruct-SAE-l19.pth`:
+
+    ReLU features of the stream after a block.
+    """
+    names = (
+        "encoder_linear.weight",
+        "decoder_linear.weight",
+        "encoder_linear.bias",
+        "decoder_linear.bias",
+    )
     require(held, {*names}, path.name)
     W_enc, W_dec, b_enc, b_dec = (held[name] for name in names)
     return Dictionary(
@@ -137,6 +178,8 @@ def _goodfire(path: Path, held: dict[str, Any]) -> Dictionary:
 
 
 def _after_block(pattern: str, path: Path) -> dict[str, Any]:
-    """The point after the block whose number is in the name of a file."""
+    """Return the stream after a block as the point to read and write, if the name of the file
+    contains the block.
+    """
     layer = re.search(pattern + "$", path.name)
     return dict.fromkeys(("reads", "writes"), f"blocks.{layer[1]}.resid_post") if layer else {}

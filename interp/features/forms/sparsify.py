@@ -1,4 +1,4 @@
-"""Dictionaries of sparsify."""
+"""Read dictionaries of the library sparsify."""
 
 from pathlib import Path
 
@@ -10,35 +10,47 @@ from interp.features.places import ours
 
 
 def read(folder: Path, *, transcodes: bool | None = None) -> Dictionary:
-    """sparsify: `cfg.json` and `sae.safetensors`.
+    """Return the dictionary in `cfg.json` and `sae.safetensors`.
 
-    Transcoders from before `transcode` was a field (February 2025) subtract the bias of the decoder, as autoencoders do.
-    Those with a skip connection are known by it, others only to the caller.
+    Transcoders that were trained before the field `transcode` existed (February 2025) subtract the
+    bias of the decoder, as autoencoders do. They are recognized by a skip connection. Without a
+    skip connection, `transcodes` must be given.
     """
     config = known_fields(json_of(folder / "cfg.json"), "cfg.json of sparsify")
     weights = tensors_of(folder / "sae.safetensors")
     skip = weights.keys() & {"W_skip"}
     require(weights, {"encoder.weight", "encoder.bias", "W_dec", "b_dec"} | skip, "cfg.json")
     if "k" not in config:
-        raise ValueError("cfg.json of sparsify must say k; it does not")
+        raise ValueError("cfg.json of sparsify must contain k; it does not")
     kinds = {"topk": TopK, "groupmax": GroupMax}
     kind = config.get("activation", "topk")
     require_choice("activation", kind, kinds)
     if config.get("signed"):
-        raise ValueError("signed must be false, as features are not negative; got true")
+        raise ValueError(
+            "signed must be false, because negative features are unsupported; got true"
+        )
     if bool(skip) != config.get("skip_connection", bool(skip)):
         raise ValueError(
-            f"skip_connection must be {str(bool(skip)).lower()}, as the weights have {'a' if skip else 'no'} W_skip"
+            f"skip_connection must be {str(bool(skip)).lower()}, because the weights have "
+            f"{'a' if skip else 'no'} W_skip"
         )
-    # The folder has the name of a module of transformers.
+    # The name of the folder is the name of a module of transformers.
     name = folder.absolute().name
     is_transcoder = config.get("transcode", bool(skip) or bool(transcodes))
     if transcodes not in (None, is_transcoder):
         raise ValueError(
-            f"transcodes must be None or {is_transcoder}, as cfg.json says; got {transcodes}"
+            f"transcodes must be None or {is_transcoder}, the value in cfg.json; got {transcodes}"
         )
     return Dictionary(
-        weights["encoder.weight"].T, weights["W_dec"], weights["encoder.bias"], weights["b_dec"], kinds[kind](config["k"]),
-        W_skip=weights["W_skip"].T if skip else None, subtracts_b_dec=not config.get("transcode", False), transcodes=is_transcoder,
-        reads=ours(f"{name}.input" if is_transcoder else name), writes=ours(name), config=config,
-    )  # fmt: skip
+        weights["encoder.weight"].T,
+        weights["W_dec"],
+        weights["encoder.bias"],
+        weights["b_dec"],
+        kinds[kind](config["k"]),
+        W_skip=weights["W_skip"].T if skip else None,
+        subtracts_b_dec=not config.get("transcode", False),
+        transcodes=is_transcoder,
+        reads=ours(f"{name}.input" if is_transcoder else name),
+        writes=ours(name),
+        config=config,
+    )

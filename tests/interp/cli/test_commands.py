@@ -90,7 +90,9 @@ def test_features_are_those_of_python(capsys):
     assert "blocks.3.mlp_out" in refused(capsys, *given[:-2])
     assert "1023" in refused(capsys, *given, "--feature", "1024")
     assert "no hook point" in refused(capsys, "features", "--prompt", "x", "--at", "nowhere")
-    assert "no folder" in refused(capsys, "features", "--prompt", "x", "--dictionary", "nowhere")
+    assert "must be a folder or a file" in refused(
+        capsys, "features", "--prompt", "x", "--dictionary", "nowhere"
+    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         printed(capsys, "features", "--prompt", "def", "--at", "blocks.1.attn_out", "--top", "2")

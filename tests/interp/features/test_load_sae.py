@@ -522,7 +522,7 @@ REFUSED = {
         {"config": {"buffer": {"io": "in_and_out"}}},
         "io",
     ),
-    "k": ("sae_lens_topk", {"drop": ["k"]}, "must say k"),
+    "k": ("sae_lens_topk", {"drop": ["k"]}, "must contain k"),
     "too large k": ("sae_lens_topk", {"config": {"k": 12}}, "from 1 to 11"),
     "class": (
         "dictionary_learning_AutoEncoder",

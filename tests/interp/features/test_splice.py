@@ -423,9 +423,9 @@ def test_hooks_that_were_there_before_see_what_is_passed_on(model):
 
 def test_a_point_that_a_fused_kernel_skips_is_reached(model):
     d = dictionary(1, 1, activation=nn.ReLU())
-    with pytest.raises(ValueError, match="vectors at positions"):
+    with pytest.raises(ValueError, match="a vector at each position"):
         splice(model, {"blocks.0.ln1.scale": d}).__enter__()
-    with pytest.raises(ValueError, match="vectors at positions"):
+    with pytest.raises(ValueError, match="a vector at each position"):
         splice(model, {"blocks.0.attn.pattern": d}).__enter__()
 
 
@@ -462,12 +462,12 @@ def test_a_dictionary_that_never_acts_is_an_error():
 
 WRONG = {
     "no such point": ({"blocks.1.resid_pots": dictionary()}, {}, UnknownNameError, "resid_post"),
-    "width": ({"blocks.1.resid_post": dictionary(7, 7)}, {}, ValueError, "read 12 numbers"),
+    "width": ({"blocks.1.resid_post": dictionary(7, 7)}, {}, ValueError, "read vectors of size 12"),
     "written width": (
         {"blocks.1.mlp_out": dictionary(D, 7, reads="blocks.1.ln2.normalized")},
         {},
         ValueError,
-        "write 12 numbers",
+        "write vectors of size 12",
     ),
     "heads in a row": ({"blocks.1.attn.z": dictionary(D_HEAD, D_HEAD)}, {}, ValueError, "12"),
     "no such head": (
@@ -481,9 +481,9 @@ WRONG = {
         {"blocks.1.mlp_out": dictionary(skip=True)},
         {"reads": "blocks.0.resid_post"},
         HookError,
-        "in the block",
+        "in the same block",
     ),
-    "no place": (dictionary(), {}, ValueError, "where it belongs"),
+    "no place": (dictionary(), {}, ValueError, "point of the dictionary is unknown"),
     "error": ({"embed": dictionary()}, {"error": "dead"}, ValueError, "got 'dead'"),
     "no dictionary": ({"embed": nn.Linear(D, D)}, {}, TypeError, "load_sae"),
     "several layers": (

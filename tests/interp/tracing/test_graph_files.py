@@ -280,7 +280,7 @@ def test_a_feature_without_an_error_counts_as_one():
     }
     assert graph.subgraph_scores(["0_1_0", "1_2_0"]) == pytest.approx(expected)
     graph.links = [*links, Link("1_2_0", "0_1_0", 1.0)]
-    with pytest.raises(ValueError, match="in a circle"):
+    with pytest.raises(ValueError, match="form a cycle"):
         graph.subgraph_scores(["0_1_0", "1_2_0"])
 
 

@@ -166,7 +166,7 @@ def test_the_files_of_circuit_tracer_are_read(tmp_path):
     ("change", "message"),
     [
         (lambda data: data.pop("links"), "no 'links'"),
-        (lambda data: data["nodes"].append(data["nodes"][0]), "1 names twice"),
+        (lambda data: data["nodes"].append(data["nodes"][0]), "1 names are repeated"),
         (lambda data: data["links"][0].update(source="E_8_0"), "no 'E_8_0'"),
         (lambda data: data["nodes"][0].update(feature_type="lorsa"), "got 'lorsa' as 1_5_0"),
     ],

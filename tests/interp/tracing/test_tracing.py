@@ -240,7 +240,7 @@ def test_an_effect_is_the_sum_over_targets_that_are_asked_for():
     assert len(whole.rows) == 2 + len(run.layer)
     assert whole.replacement > graph.replacement
     quiet = graph.nodes[({*range(len(run.layer))} - {*graph.column.tolist()}).pop()].id
-    with pytest.raises(ValueError, match="has none: raise max_features"):
+    with pytest.raises(ValueError, match="has no row: increase max_features"):
         graph.effect("E_3_0", quiet)
     few = attribution_graph(model, TEXT, dictionaries, targets=[2], max_bytes=1, max_features=9)
     torch.testing.assert_close(
@@ -449,7 +449,7 @@ def test_transcoders_that_are_not_linear_or_stand_or_read_elsewhere_are_refused(
     model, one = model_of("plain"), torch.ones(17, dtype=torch.float64)
     weights = drawn(8, 17), drawn(17, 8), drawn(17), drawn(8)
     wrong = {
-        "without a norm, a gate or steps; got others at blocks.1.mlp_out": [
+        "the transcoder at blocks.1.mlp_out must have features that are linear in its input": [
             Dictionary(*weights, Gated(one, one, one), reads="resid_mid", transcodes=True),
             Dictionary(*weights, nn.ReLU(), reads="resid_mid", norm="layer_norm", transcodes=True),
             MatchingPursuit(drawn(17, 8), drawn(8), 0.1, reads="resid_mid", transcodes=True),
@@ -485,16 +485,16 @@ def test_transcoders_that_are_not_linear_or_stand_or_read_elsewhere_are_refused(
         attribution_graph(model, TEXT, {}, first=-1)
     with pytest.raises(ValueError, match="pos .*-5 to 4; got 5"):
         attribution_graph(model, TEXT, {}, pos=5)
-    with pytest.raises(ValueError, match="must be one, without padding"):
+    with pytest.raises(ValueError, match="must be a single text without padding"):
         FrozenRun(model, TEXT.expand(2, -1), {})
     wrong_targets = {
         "at least one": [],
-        "a token of 7": [9],
-        "must be active": [(1, 2, 3)],
-        "two different ones": [(1, 2, 3, 4)],
+        r"a token in \[0, 7\)": [9],
+        "must be an active feature": [(1, 2, 3)],
+        "two different tokens": [(1, 2, 3, 4)],
         "must differ from each other": [2, 5, 2],
         "targets .*got -1": -1,
-        r"ones .* got \(2, 2\)": [(2, 2)],
+        r"tokens .* got \(2, 2\)": [(2, 2)],
     }
     for message, targets in wrong_targets.items():
         with pytest.raises(ValueError, match=message):
@@ -545,7 +545,9 @@ def test_features_that_are_set_together_stay_as_they_are_set():
     before = model(TEXT)[0, -1]
     change = (logits - logits.mean() - before + before.mean())[2]
     assert float(result.true[0]) == pytest.approx(float(change.detach()), rel=1e-7)
-    with pytest.raises(ValueError, match="must be a feature to be set; it is a token"):
+    with pytest.raises(
+        ValueError, match="only features can be set; E_3_0 is a node of the kind token"
+    ):
         graph.intervene({"E_3_0": 1.0})
     with pytest.raises(ValueError, match="at least one feature"):
         graph.intervene({})
@@ -577,7 +579,7 @@ def test_a_named_feature_stays_and_rows_that_do_not_add_up_are_refused(monkeypat
     assert feature.id in {node.id for node in graph.pruned(0.01).nodes}
     rows = FrozenRun.rows
     monkeypatch.setattr(FrozenRun, "rows", lambda *arguments: 0.9 * rows(*arguments))
-    with pytest.raises(ValueError, match="must add up to what they explain; they miss"):
+    with pytest.raises(ValueError, match="must add up to the value of their target; .* is missing"):
         attribution_graph(model, TEXT, dictionaries)
 
 
