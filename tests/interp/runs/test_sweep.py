@@ -610,7 +610,7 @@ CLEAN, CORRUPTED = some_tokens(1), some_tokens(2)
         (ValueError, r"layers.*\[2\]", {"layers": 2}),
         (ValueError, "neurons.*0", {"site": "mlp.post", "over": ("neuron",), "neurons": 0}),
         (ValueError, "pos.*'head'", {"over": ("layer", "head")}),
-        (ValueError, "different", {"over": ("layer", "layer")}),
+        (ValueError, "without repetition", {"over": ("layer", "layer")}),
         (ValueError, "spans", {"over": ("span",)}),
         (ValueError, "not both", {"over": ("span", "pos")}),
         (ValueError, "heads=", {"site": "z", "over": ("layer", "pos"), "heads": [3]}),
