@@ -286,7 +286,8 @@ def one_error(
     except (FileNotFoundError, ImportError, UnknownNameError):
         raise
     except Exception as error:
-        if os.path.isdir(path):
+        # Reading a folder as a file raises these errors. Other errors concern a file in the folder.
+        if os.path.isdir(path) and isinstance(error, IsADirectoryError | SafetensorError):
             raise kind(f"{what}; got a folder") from None
         damage = damage_of(path)
         again = "; download it again" if kind is ValueError else ""
