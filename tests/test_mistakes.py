@@ -140,7 +140,7 @@ load_sae('pydoc-4l/nope/nope')                                  | FileNotFoundEr
 load_sae('no_such_folder')                                      | FileNotFoundError | no_such_folder
 load_sae('pydoc-4l/resid_post', dtype='float16')                | TypeError | float16
 evaluate_sae(model, 'pydoc-4l/resid_post', [TEXT])              | TypeError | load_sae
-evaluate_sae(model, sae, [])                                    | ValueError | none
+evaluate_sae(model, sae, [])                                    | ValueError | no text
 spliced(model, 'pydoc-4l/resid_post')                           | TypeError | load_sae
 spliced(model, None)                                            | TypeError | None
 spliced(model, {'nope': sae})                                   | UnknownNameError | nope
