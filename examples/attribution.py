@@ -1,9 +1,9 @@
-"""Compares attribution patching with exact patching, and says how far to trust it.
+"""Compare attribution patching with exact patching, to see how accurate the estimate is.
 
-The texts name a part and ask for it again; the model copies its last digit (# below). A patch puts
-one value of a run with another digit in place. Exact patching runs the model once for each place;
-attribution estimates all places from one backward pass, and integrated gradients from several. It
-takes half a minute.
+The texts name a part twice, and the model copies its last digit. A patch copies one value from the
+run with another digit. Exact patching runs the model once for each place. Attribution estimates all
+places with one backward pass, and integrated gradients use several. The example takes half a
+minute.
 
     python examples/attribution.py --out out
 """
@@ -61,7 +61,7 @@ def run(out: Path | None) -> None:
 
 
 def verdict(rank_correlation: float) -> str:
-    """Say in words what a rank correlation means."""
+    """Describe a rank correlation in words."""
     if rank_correlation > 0.95:
         return "can be trusted for the order"
     return "finds some" if rank_correlation > 0.7 else "cannot be trusted for the order"

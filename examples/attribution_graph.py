@@ -1,9 +1,8 @@
-"""Traces how the bundled model copies a digit: an attribution graph, the heads behind it, and
-interventions that test it.
+"""Trace how the bundled model copies a digit: an attribution graph, its heads, and interventions.
 
-The text names a part, and asks for it again up to its last digit. Transcoders stand in place of the
-MLPs. Attention is held, and its own part is estimated beside. It takes half a minute; with more
-texts, of parts that are drawn, some 20 seconds each.
+The text names a part twice, the second time without its last digit. Transcoders replace the MLPs.
+Attention is frozen, and the effect through attention is estimated separately. The example takes
+half a minute, and about 20 seconds for each additional text.
 
     python examples/attribution_graph.py --out out --texts 10
 """
@@ -56,15 +55,15 @@ def correlations(graph: AttributionGraph) -> Tensor:
 
 
 def show(table: Tensor) -> None:
-    """Print correlations; there is none where nothing is predicted to move."""
+    """Print correlations. A layer without a predicted change has no correlation."""
     for name, row in zip(("0", "1", "2", "3", "all"), table.tolist(), strict=True):
         numbers = ("none" if math.isnan(number) else f"{number:+.2f}" for number in row)
         print(f"  {name:4}" + "".join(f"{number:>8}" for number in numbers))
 
 
 def run(out: Path | None, texts: int) -> None:
-    """Draws the graph of the digit, says why heads look where they do, and sets its strongest
-    features to 0, one at a time.
+    """Draw the graph, explain the attention of heads, and set the strongest features to 0 one by
+    one.
     """
     if out:
         out.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ VISIBLE = {"\n": "↵", " ": "·"}
 
 
 class Parser(argparse.ArgumentParser):
-    """Shows the whole docstring as help, and says in one line what is wrong with an option."""
+    """A parser that prints the whole docstring as help, and errors of options in one line."""
 
     def __init__(self, description: str | None) -> None:
         kind = argparse.RawDescriptionHelpFormatter
@@ -46,7 +46,7 @@ def parser(description: str | None, out: str | None, steps: int) -> Parser:
 
 
 def attempt(work: Callable[[], None]) -> int:
-    """Runs `work` and returns the exit status: 0, 1 after an error in one line, 130 for Ctrl-C."""
+    """Run `work` and returns the exit status: 0, 1 after an error in one line, 130 for Ctrl-C."""
     try:
         work()
     except (
@@ -64,7 +64,7 @@ def attempt(work: Callable[[], None]) -> int:
 
 
 def refuse(reason: str) -> int:
-    """Prints the reason in one line and returns the exit status."""
+    """Print the reason in one line and returns the exit status."""
     print("error:", as_option(" ".join(reason.split())), file=sys.stderr)
     return 1
 
@@ -75,8 +75,10 @@ def as_option(reason: str) -> str:
 
 
 def require_matplotlib(out: Path | None = None) -> None:
-    """Raises ModuleNotFoundError before the work, not after it, and makes a directory
-    for figures.
+    """Check that figures can be drawn, before any work, and create the directory for figures.
+
+    Raises:
+        ModuleNotFoundError: if Matplotlib is missing.
     """
     if find_spec("matplotlib") is None:
         raise ModuleNotFoundError('figures need Matplotlib: pip install "hookscope[plots]"')
@@ -85,7 +87,7 @@ def require_matplotlib(out: Path | None = None) -> None:
 
 
 class Pace:
-    """Says, from the steps since it was first called, how long the others will take."""
+    """Print the remaining time, estimated from the steps since the first call."""
 
     def __init__(self, steps: int) -> None:
         self.steps, self.first = steps, (0, 0.0)
@@ -102,7 +104,7 @@ class Pace:
 
 
 def save_figure(result: Result, path: Path, title: str, text: Sequence[str] = ()) -> None:
-    """Draws a result under a title; positions are marked with the characters of `text`, if it is
+    """Draw a result under a title; positions are marked with the characters of `text`, if it is
     given.
     """
     figure = result.plot()
@@ -115,7 +117,11 @@ def save_figure(result: Result, path: Path, title: str, text: Sequence[str] = ()
 
 
 def require_least(options: argparse.Namespace, least: Mapping[str, int]) -> None:
-    """Raises ValueError if options are below their least values; it names each of them."""
+    """Check that options are not below their minimum.
+
+    Raises:
+        ValueError: naming every option that is too small.
+    """
     given = {name: getattr(options, name) for name in least}
     wrong = [
         f"--{name.replace('_', '-')} must be at least {least[name]}; got {value}"
@@ -127,12 +133,12 @@ def require_least(options: argparse.Namespace, least: Mapping[str, int]) -> None
 
 
 def require_own(directory: Path, *, resume: bool) -> None:
-    """Refuses a directory in which a run cannot start or, with `resume`, continue.
+    """Check that a run can start in a directory or, with `resume`, continue.
 
     `train` does this too, but only after the model is built.
 
     Raises:
-        OSError: the message says what to do instead.
+        OSError: with advice.
     """
     if directory.exists() and not directory.is_dir():
         raise NotADirectoryError(f"--out must be a directory; got the file {directory}")

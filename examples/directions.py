@@ -1,10 +1,10 @@
-"""Finds, tests, erases and steers along the direction of "inside a part number" in the bundled
-model.
+"""Find, test, erase and steer along the direction "inside a part number" in the bundled model.
 
-Texts of one kind end inside a part number, those of the other inside a word. A probe says where
-they can be told apart, with labels by chance as its control. What is erased on some texts is read
-again on others. The direction is then added to texts of the other kind: how much likelier is a
-capital letter next, and what does it cost elsewhere? It takes some twenty seconds.
+Texts of the first kind end inside a part number, and texts of the second kind inside a word. A
+probe measures where the two kinds can be separated, with random labels as the control. The erasure
+is fitted on some texts and tested on other texts. Then the direction is added to texts of the
+second kind: how much does the probability of a capital letter rise, and what is the cost on other
+texts? The example takes about twenty seconds.
 
     python examples/directions.py --out out
 """
@@ -39,9 +39,7 @@ def texts(words: list[str], count: int, seed: int) -> tuple[list[str], list[str]
 
 @torch.no_grad()
 def run(out: Path | None) -> None:
-    """Prints where the direction is, what is left of it after erasing, and what steering along it
-    does.
-    """
+    """Print the scores of the direction, of the erasure and of steering."""
     if out:
         out.mkdir(parents=True, exist_ok=True)
     model = load("pydoc-4l")

@@ -1,9 +1,8 @@
-"""Opens a sparse autoencoder of the bundled model: what its features do, and what happens without
-them or with more of them.
+"""Inspect a sparse autoencoder of the bundled model, ablate its features and steer with one.
 
-The text names a part, and asks for it again up to its last digit, which the model copies. The
-autoencoder stands in the residual stream after block 2, and has 1,024 features of which 32 are
-active at a position. It takes some ten seconds.
+The text names a part twice, the second time without its last digit, which the model copies. The
+autoencoder reads the residual stream after block 2. It has 1,024 features, of which 32 are active
+at a position. The example takes about ten seconds.
 
     python examples/features.py --out out
 """

@@ -1,7 +1,7 @@
 """The induction exercise of the TransformerLens course: find the heads, ablate them, patch them.
 
-Comments say what the line would be there. `examples/guides/from_transformer_lens.py` has a table of
-all such lines.
+Comments show the same line in TransformerLens. The guide
+`examples/guides/from_transformer_lens.ipynb` has a table of all lines.
 
     python examples/from_transformer_lens.py
 """
@@ -22,7 +22,9 @@ PERIOD = 20
 
 
 def main() -> int:
-    """Print which heads do induction, what the loss is without each, and what each brings back."""
+    """Print the induction heads, the loss without each head, and the share that each
+    head restores.
+    """
     # HookedTransformer.from_pretrained(...). The model and its hooks are two objects here.
     model = load("pydoc-4l")
     runner = HookedRunner(model)

@@ -39,7 +39,7 @@ class Adder(nn.Module):
         self.numbers = HookPoint("batch pos d_model")
 
     def forward(self, tokens: Int[Tensor, "batch 2"]) -> Float[Tensor, "batch 2 answer"]:
-        """Logits of the five sums, the same at both positions."""
+        """Return the logits of the five sums, equal at both positions."""
         one_hot = nn.functional.one_hot(tokens, N).float().flatten(1)
         numbers = self.numbers((one_hot @ self.rotation.mT)[:, None].expand(-1, 2, -1))
         a, b = (numbers @ self.rotation).split(N, -1)
@@ -54,7 +54,7 @@ def add(a: int, b: int, first: int | None = None) -> Mapping[str, int]:
 
 
 def sums() -> tuple[Pairs, Pairs]:
-    """Inputs and others whose first number is another, to fit on and to test on."""
+    """Return pairs of inputs with different first numbers, for the fit and for the test."""
     rows = [row for row in itertools.product(range(N), repeat=4) if row[0] != row[2]]
     random.Random(0).shuffle(rows)
     answers = [
@@ -90,7 +90,7 @@ def parts(count: int, seed: int) -> Pairs:
 
 @torch.no_grad()
 def run(out: Path | None) -> None:
-    """Prints the alignments of both models."""
+    """Print the alignments of both models."""
     if out:
         out.mkdir(parents=True, exist_ok=True)
     train, test = sums()

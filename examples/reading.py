@@ -1,8 +1,8 @@
-"""Reads the bundled model: which heads do what, and what each part says about the next character.
+"""Read the bundled model: roles of heads, and contributions of components to the next character.
 
-The texts name a part and ask for it again, up to its last digit, which the model copies. Tuned and
-Jacobian lens are fitted on a little text; it takes half a minute. The guide's table of lenses is of
-larger fits, which take some minutes:
+The texts name a part twice, the second time without its last digit, which the model copies. A tuned
+lens and a Jacobian lens are fitted on a short text. The example takes half a minute. The table of
+lenses in the guide comes from larger fits, which take a few minutes:
 
     python examples/reading.py --out out
     python examples/reading.py --lens-steps 250 --lens-rows 50
@@ -49,7 +49,7 @@ KINDS = {
 
 
 def run(options: argparse.Namespace) -> None:
-    """Prints tables, and draws them where `--out` says."""
+    """Print tables, and draw them in the folder of `--out`."""
     require_least(options, {"lens_steps": 1, "lens_rows": 1})
     if options.out:
         require_matplotlib(options.out)
@@ -129,7 +129,7 @@ def run(options: argparse.Namespace) -> None:
         named = zip(characters, best.values.tolist(), strict=True)
         print(f"  {name:<14}", *(f"{text!r} {logit:+.1f}" for text, logit in named))
 
-    # The next character of each position, against the mean of all characters.
+    # The next character of each position, minus the mean of all characters.
     columns = model.W_U.detach() - model.W_U.detach().mean(1, keepdim=True)
     following = torch.cat([texts[:, 1:], right[:, None]], 1)
     whole = direct_logit_attribution(model, cache, direction=columns.T[following])

@@ -1,4 +1,4 @@
-"""Trains the dictionaries that ship with pydoc-4l: a sparse autoencoder and four skip transcoders.
+"""Train the dictionaries that ship with pydoc-4l: a sparse autoencoder and four skip transcoders.
 
 The autoencoder reads the residual stream after block 2; each transcoder reads what one MLP reads,
 and writes what it adds. All have 1,024 features, of which 32 are active at a position. The text is
@@ -48,7 +48,7 @@ def texts(part: Tensor, rows: int, copies: int, vocab_size: int, seed: int) -> T
 
 
 def fit(read: Tensor, write: Tensor, steps: int, seed: int, reads: str, writes: str) -> Dictionary:
-    """Trains a dictionary that makes `write` of `read`, both [row d_model]."""
+    """Train a dictionary that makes `write` of `read`, both [row d_model]."""
     generator = torch.Generator().manual_seed(seed)
     is_transcoder = reads != writes
     in_mean, out_mean = read.mean(0), write.mean(0)
@@ -118,7 +118,7 @@ def fit(read: Tensor, write: Tensor, steps: int, seed: int, reads: str, writes: 
 
 
 def run(options: argparse.Namespace) -> None:
-    """Trains all, writes two files, and prints the scores."""
+    """Train all, writes two files, and prints the scores."""
     require_least(options, {"steps": 1})
     model = load("pydoc-4l")
     tokenizer, vocab_size = model.tokenizer, model.config.vocab_size

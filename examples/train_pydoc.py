@@ -1,4 +1,4 @@
-"""Trains a character model like the bundled pydoc-4l on Python's own documentation.
+"""Train a character model like the bundled pydoc-4l on Python's own documentation.
 
 The text is `pydoc_data.topics`, a part of every Python. Its last tenth is held out. At first
 batches are only prose, and the model learns to attend to the previous character. Then six of their
@@ -110,7 +110,8 @@ def run(options: argparse.Namespace, command: str) -> None:
     def after_step(model: Transformer, step: int, loss: float) -> None:
         nonlocal best
         where = pace(step)
-        if step == 25:  # soon, so that somebody who waits knows how long
+        # An early message shows how long the training takes.
+        if step == 25:
             tqdm.write(f"{where}: loss {loss:.2f} nats")
         if step % schedule.evaluate_every and step != options.steps:
             return

@@ -1,4 +1,4 @@
-"""The public names of `interp`, each with its module; `__init__.py` imports a name when it is first used."""
+"""The public names of `interp` and their modules. `__init__.py` imports a name at its first use."""
 
 from hooks import __version__ as __version__
 from interp import edits as edits

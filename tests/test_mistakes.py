@@ -172,7 +172,7 @@ models.load_tokenizer(model)                                    | TypeError | Tr
 models.attach('gpt2')                                           | TypeError | models.load.'gpt2'
 models.attach(None)                                             | TypeError | None
 models.attach(cache)                                            | TypeError | ActivationCache
-models.attach(model)                                            | TypeError | points already
+models.attach(model)                                            | TypeError | already has points
 models.detach('gpt2')                                           | TypeError | 'gpt2'
 models.from_hf('gpt2')                                          | TypeError | 'gpt2'
 models.from_hf(model)                                           | TypeError | Transformer
@@ -273,7 +273,7 @@ runner.run_with_cache(cache)                                    | ValueError | A
 runner.add('embed', edits.zero())                               | TypeError | add.self, hooks
 runner.hooks('embed', edits.zero())                             | TypeError | hooks.self, hooks
 runner.capture(tokens)                                          | TypeError | 'names'
-HookedRunner(transformers_model).run_with_cache(TEXT)           | TypeError | no text.*'def f.*give tokens
+HookedRunner(transformers_model).run_with_cache(TEXT)           | TypeError | no text.*'def f.*pass tokens
 hooks.position_offset('a')                                      | ValueError | 'a'
 runner.run_with_cache(None)                                     | ValueError | None
 runner.run_with_cache([[1, 'a']])                               | ValueError | 'a'

@@ -78,7 +78,8 @@ def frequency_power(
 def answer_power(
     logits: Float[Tensor, "*inputs n"], answers: Int[Tensor, "*inputs"]
 ) -> Float[Tensor, " frequency"]:
-    """The power of logits that follow only how far a number is from the right answer, by frequency.
+    """Return the power, by frequency, of logits that depend only on the distance to the right
+    answer.
 
     For sums modulo n it is the power of cos(w (a + b - c)) and sin(w (a + b - c)) in the logits of
     c, the functions of Nanda et al. 2023; over `logits.square().sum()` it is a share. Powers of

@@ -1,9 +1,9 @@
 """The worked numbers of tiny-transformer-handout.md, section 4.3: QK^T, S, A and Y.
 
-They are computed by the formulas of section 4.2, without a mask and with a causal one, and compared
-with `models.scaled_dot_product_attention`. In a model, S is the hook point `scores` (before the
-mask), A is `pattern`, and Y is `z`. A causal mask leaves the last row unchanged, not the first as
-the handout says.
+They are computed with the formulas of section 4.2, without a mask and with a causal mask, and
+compared with `models.scaled_dot_product_attention`. In a model, S is the hook point `scores`
+(before the mask), A is `pattern`, and Y is `z`. A causal mask leaves the last row unchanged, not
+the first as the handout says.
 
 With --out it also draws the handout's figures: 1 (attention.png), 2 (cost.png), 4 (positions.png)
 and 6 (temperature.png). Figures 3 and 5 are those of `tiny_lm.py`, of a trained model. It takes
@@ -104,7 +104,7 @@ def temperature(axes: "Axes") -> None:
 
 
 def run(out: Path | None) -> None:
-    """Prints the matrices and, with `out`, draws the figures."""
+    """Print the matrices and, with `out`, draws the figures."""
     if out:
         require_matplotlib(out)
     found = {name: worked(mask) for name, mask in MASKS.items()}

@@ -1,4 +1,4 @@
-"""Trains a small model with and without QK-norm and compares attention scores, entropy and loss.
+"""Train a small model with and without QK-norm, and compare attention scores, entropy and loss.
 
 The model is a small version of d12_post_norm in qk-norm.md. Text, seed and batches are the same for
 both. Without the norm, scores grow with the learning rate, and attention can saturate. With it,
@@ -90,7 +90,7 @@ def compared(options: argparse.Namespace) -> dict[str, list[Measurement]]:
     learned, held_out = split(torch.tensor(tokenizer.encode(text)))
     size = {"vocab_size": len(tokenizer.characters), "n_ctx": options.context}
     size |= {"n_layers": options.layers, "n_heads": options.heads, "d_model": options.width}
-    # Only part of the held-out text, because every measurement reads it.
+    # Use a part of the held-out text, because every measurement reads it.
     held_out = held_out[: 64 * options.context + 1]
     tokens = held_out[: len(held_out) // options.context * options.context]
     tokens = tokens.view(-1, options.context)[:8]

@@ -16,13 +16,13 @@ SERIES = ("tab:blue", "tab:orange", "black")
 
 
 def draw_spectra(tables: Tables, path: Path) -> None:
-    """Draws singular values: a line for each checkpoint, a panel for each target and layer."""
+    """Draw singular values: a line for each checkpoint, a panel for each target and layer."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 1 + 2.5 * len(tables.layers)), layout="constrained")
     panels = figure.subplots(len(tables.layers), 3, sharex="col", sharey="col", squeeze=False)
-    # From green to dark violet; the colours before are too pale on white.
+    # Use green to dark violet, because the first colours are too pale on white.
     shades = colormaps["viridis_r"].resampled(len(tables.steps) + 1)
     for column, (target, title) in enumerate(TITLES.items()):
         for layer in tables.layers:
@@ -49,7 +49,7 @@ def draw_spectra(tables: Tables, path: Path) -> None:
 
 
 def draw_drift(tables: Tables, setting: Setting, path: Path) -> None:
-    """Draws the angle between consecutive checkpoints, by target and layer."""
+    """Draw the angle between consecutive checkpoints, by target and layer."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
@@ -75,7 +75,7 @@ def draw_drift(tables: Tables, setting: Setting, path: Path) -> None:
 
 
 def draw_events(tables: Tables, setting: Setting, path: Path) -> None:
-    """Draws differences with intervals, untrained and trained, and angles around an event."""
+    """Draw differences with intervals, untrained and trained, and angles around an event."""
     from matplotlib.figure import Figure
 
     first, last = tables.steps[0], tables.steps[-1]

@@ -1,4 +1,4 @@
-"""Are a small transformer's attention maps less stable around events?
+"""Measure whether attention maps of a small transformer are less stable around events.
 
 The study of svd-transformer.md.
 
@@ -52,7 +52,8 @@ from models import TrainingConfig, Transformer, build, sample_batch, save, train
 
 TRAINING, LENGTH, BUFFER = 500, 160, 5
 REGIONS, DEGREE, JUMPERS = 4, 4, 2
-SHAPE = ("window", "delay", "vertices")  # what a resumed run must have as it had it before
+# A resumed run must keep these options.
+SHAPE = ("window", "delay", "vertices")
 TOP = 3  # the dimension of the top singular subspaces
 # Saves per run: a killed run loses at most one part of this many, a second or two.
 SAVES = 60
@@ -61,7 +62,7 @@ SAVES = 60
 def kept_steps(steps: int) -> list[int]:
     """Up to nine steps for analysis, including 0 and the last.
 
-    Early ones are closer together, because most changes happen there.
+    Early steps are closer together, because most changes happen early.
     """
     return sorted({0, *(round(steps * 2.0**-part) for part in range(6)), steps * 3 // 4})
 
@@ -69,7 +70,7 @@ def kept_steps(steps: int) -> list[int]:
 def train_with_checkpoints(
     model: Transformer, walks: Walks, config: TrainingConfig, out: Path, resume: bool
 ) -> dict[int, Path]:
-    """Trains on the walks' sliding windows, and returns the paths of the models to analyse, by
+    """Train on the walks' sliding windows, and returns the paths of the models to analyse, by
     step.
 
     Each model is saved before the run's own checkpoint of that step, so a resumed run always has
@@ -81,7 +82,7 @@ def train_with_checkpoints(
     kept = {step: out / "checkpoints" / f"step-{step}" for step in kept_steps(config.steps)}
 
     def batches(step: int, generator: torch.Generator) -> Tensor:
-        # One more than the model reads, because its last position also predicts a token.
+        # One more than the context, because the last position also predicts a token.
         return sample_batch(walks.tokens, 32, model.config.n_ctx + 1, generator)
 
     pace = Pace(config.steps)
@@ -121,15 +122,15 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Trains, analyses the checkpoints, writes tables and figures, and prints the findings.
+    """Train a model, analyse its checkpoints, write tables and figures, and print the results.
 
     Raises:
-        ValueError, OSError, FloatingPointError: the message says what is wrong.
+        ValueError, OSError, FloatingPointError: if training or writing fails.
     """
     require_matplotlib()
     least = {"steps": 1, "walks": FEWEST, "window": TOP + 1, "delay": 1}
     require_least(options, least | {"vertices": REGIONS * (DEGREE + 1)})
-    # Else hardly any event and its landing fits behind the first window of a walk.
+    # Otherwise almost no event and its landing fit after the first window of a walk.
     for name, most in {"window": LENGTH - 16, "delay": LENGTH // 3}.items():
         if getattr(options, name) > most:
             rule = f"--{name} must be at most {most} for walks of {LENGTH}"

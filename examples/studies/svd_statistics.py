@@ -58,10 +58,10 @@ def interval(values: Float[Tensor, "walk step"], inside: Bool[Tensor, "walk step
 def locked(
     values: Float[Tensor, "walk step"], events: Bool[Tensor, "walk step"], lags: Iterable[int]
 ) -> list[AtLag]:
-    """The mean of values at each lag from an event; negative lags are before it.
+    """Return the mean of values at each lag from an event. Negative lags are before the event.
 
     Args:
-        values: the values to average; NaN does not count.
+        values: the values to average. NaN is ignored.
         events: where events begin.
         lags: in steps, each shorter than a walk.
     """

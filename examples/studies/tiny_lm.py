@@ -1,13 +1,13 @@
-"""Trains a small language model on a text, samples from it, and draws what it learned.
+"""Train a small language model on a text, sample from it, and draw its attention and loss.
 
 The default is nanoGPT's setting for a CPU (4 layers, 4 heads, width 128, context 64, 2000 batches
 of 12, no dropout) with twice its learning rate, on the text that --text names or on Python's own
 documentation. It takes some minutes. On Tiny Shakespeare it reaches 1.82 nats per character on the
-held-out tenth. With nanoGPT's own 1e-3 it is 1.90. nanoGPT's published 1.88 is an estimate from 20
-random batches, with a standard deviation of 0.016. Options change sizes, positions, regularisation
-and schedule, or choose any registered config. Tokens are characters, bytes, or those of a tokenizer
-whose directory --tokens names, such as that of GPT-2's encoder.json and vocab.bpe; their 50,257
-tokens make steps slower.
+held-out tenth. With the learning rate of nanoGPT, 1e-3, it reaches 1.90. nanoGPT's published 1.88
+is an estimate from 20 random batches, with a standard deviation of 0.016. Options change sizes,
+positions, regularisation and schedule, or choose any registered config. Tokens are characters,
+bytes, or those of a tokenizer whose directory --tokens names, such as that of GPT-2's encoder.json
+and vocab.bpe; their 50,257 tokens make steps slower.
 
 A directory holds one run. Without --out it is out/tiny-lm or, with --model, out/ and the model's
 name. Give each further experiment its own --out. The first line below is a look at everything in
@@ -61,7 +61,7 @@ from models import (
 )
 from models.text.tokenizer import SubwordTokenizer, byte_level
 
-# Options for fields of the model's config. Options that are given replace its values.
+# Options for fields of the config of the model. They replace its values.
 FIELDS = {
     "layers": "n_layers",
     "heads": "n_heads",
@@ -98,12 +98,12 @@ def nano(vocab_size: int) -> TransformerConfig:
 
 
 def tokenizer_of(kind: str, text: str, out: Path) -> CharTokenizer | SubwordTokenizer:
-    """The tokenizer of the characters of `text`, of bytes, or of a directory.
+    """Return a tokenizer of the characters of `text`, of bytes, or from a directory.
 
-    Its files go to `out`.
+    Its files are written to `out`.
 
     Raises:
-        ImportError, OSError, ValueError: the message says what is missing or wrong.
+        ImportError, OSError, ValueError: if a library or a file is missing or wrong.
     """
     if kind == "characters":
         return CharTokenizer.of(text)  # saved with the model
@@ -142,8 +142,10 @@ def prompt_of(given: str | None, text: str, tokenizer: Tokenizer) -> list[int]:
 def continued(
     model: Transformer, prompt: list[int], length: int, sampling: Sampling, seed: int
 ) -> list[int]:
-    """A prompt and `length` more tokens, also beyond the context. Each time it is full, the model
-    reads the last half of a context again."""
+    """Return a prompt with `length` more tokens, also beyond the context.
+
+    When the context is full, the model continues from the last half of it.
+    """
     n_ctx, tokens = model.config.n_ctx, list(prompt)
     generator = torch.Generator().manual_seed(seed)
     while (left := len(prompt) + length - len(tokens)) > 0:
@@ -202,7 +204,7 @@ def all_options() -> argparse.ArgumentParser:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Trains with a sample at each validation, then writes model, samples and figures to the
+    """Train with a sample at each validation, then writes model, samples and figures to the
     directory.
     """
     # A context of 1 has no room for a character after the prompt.

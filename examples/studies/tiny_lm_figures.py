@@ -53,7 +53,7 @@ def attention_figure(model: Transformer, tokenizer: Tokenizer, tokens: Sequence[
     labels = labels_of(tokenizer.tokens_as_text(tokens))
     # Horizontal code points and words would overlap.
     rotation = "vertical" if max(map(len, labels)) > 1 else "horizontal"
-    style: dict[str, Any] = {"fontsize": 5, "parse_math": False}  # or $ would begin a formula
+    style: dict[str, Any] = {"fontsize": 5, "parse_math": False}  # $ must not begin a formula
     figure = Figure(figsize=(2.4 * heads + 0.6, 2.5 * layers + 0.4), layout="constrained")
     grid = figure.subplots(layers, heads, squeeze=False)
     # The square root makes weights of a tenth visible too.

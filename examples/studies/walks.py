@@ -85,7 +85,7 @@ def random_graph(n: int, regions: int, degree: int, jumpers: int, seed: int) -> 
         upper = torch.ones(n, n, dtype=torch.bool).triu(1)
         inside = (region[:, None] == number) & (region == number)
         free = (upper & inside & ~adjacency).nonzero()
-        # The cycle has as many edges as members, and gives each member two neighbours.
+        # The cycle has one edge per member and gives each member two neighbours.
         chords = (degree - 2) * len(members) // 2
         chosen = free[torch.randperm(len(free), generator=generator)[:chords]]
         adjacency[chosen[:, 0], chosen[:, 1]] = adjacency[chosen[:, 1], chosen[:, 0]] = True

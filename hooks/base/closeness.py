@@ -13,7 +13,7 @@ more operations lie between them:
 | a sum of many terms, in a different order | 1000 eps, at most 0.03 | the largest | `is_rounding` |
 | a difference of two means | 100 eps | the mean size | `is_cancelled` |
 | n additions to the residual stream | 4 eps √n + 1e-4 | the largest | `stream_rounding` |
-| a metric, in a different batch | 10 √eps, or 16 eps of the model | 1 + number | `metric_rounding` |
+| a metric, other batch | 10 √eps, or 16 eps of the model | 1 + number | `metric_rounding` |
 | logits, in a different batch | 1e-3, or 0.05 in half precision | the largest | `logits_rounding` |
 | a whole model, in a different way | 1e-10, 1e-4, 1e-2, 1e-1 (below) | the largest | `model_gap` |
 

@@ -20,8 +20,17 @@ from interp.alignment.fitting import Fit
 from interp.alignment.nullspace import NullSpaces, null_spaces
 
 __all__ = [
-    "Alignment", "Featurizer", "Fit", "NullSpaces", "align", "counterfactual", "neurons",
-    "null_spaces", "of_dictionary", "pca", "subspace",
-]  # fmt: skip
+    "Alignment",
+    "Featurizer",
+    "Fit",
+    "NullSpaces",
+    "align",
+    "counterfactual",
+    "neurons",
+    "null_spaces",
+    "of_dictionary",
+    "pca",
+    "subspace",
+]
 
 __getattr__ = _missing_name(__name__, __all__)

@@ -24,8 +24,17 @@ from interp.directions.steering import SteeringCurve, steering_curve
 from interp.numbers.moments import Moments
 
 __all__ = [
-    "Direction", "Eraser", "Erasure", "Moments", "Probe", "SteeringCurve", "difference_of_means",
-    "erasure", "leace", "probe", "steering_curve",
-]  # fmt: skip
+    "Direction",
+    "Eraser",
+    "Erasure",
+    "Moments",
+    "Probe",
+    "SteeringCurve",
+    "difference_of_means",
+    "erasure",
+    "leace",
+    "probe",
+    "steering_curve",
+]
 
 __getattr__ = _missing_name(__name__, __all__)

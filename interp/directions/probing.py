@@ -160,10 +160,12 @@ def probe(
     for name in progress_of(points, "points", len(points)):
         values = torch.cat([part.values[name] for part in parts]).double().cpu().numpy()
         for kept in [slice(None)] if positions is None else positions:
-            scores.append([
-                classifier.aurocs(values[kept], rows.at(kept, label), fold_of)
-                for label in (rows.label, *drawn)
-            ])  # fmt: skip
+            scores.append(
+                [
+                    classifier.aurocs(values[kept], rows.at(kept, label), fold_of)
+                    for label in (rows.label, *drawn)
+                ]
+            )
         vector, offsets[name] = classifier.fitted(values, rows.label)
         vectors[name] = torch.tensor(vector).float()
     labels_of: dict[str, Sequence[Any]] = {"point": points}

@@ -31,8 +31,18 @@ from interp.edits.kinds import add, knockout, mean, noise, replace, resample, sc
 from interp.edits.subspaces import interchange, project_out
 
 __all__ = [
-    "Edit", "add", "all_but", "interchange", "knockout", "mean", "noise", "project_out", "replace",
-    "resample", "scale", "zero",
-]  # fmt: skip
+    "Edit",
+    "add",
+    "all_but",
+    "interchange",
+    "knockout",
+    "mean",
+    "noise",
+    "project_out",
+    "replace",
+    "resample",
+    "scale",
+    "zero",
+]
 
 __getattr__ = _missing_name(__name__, __all__)

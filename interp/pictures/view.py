@@ -206,7 +206,7 @@ def _page(title: str, body: str, parts: Sequence[Mapping[str, Any]], exact: bool
 </head>
 <body>
 {body}
-<noscript><p>The pictures are drawn by this page's own script, and scripts are switched off.</p></noscript>
+<noscript><p>A script of this page draws the pictures, and scripts are switched off.</p></noscript>
 <script type="application/json" id="data">{data}</script>
 <script>{script}</script>
 </body>

@@ -29,8 +29,17 @@ from interp.store.streaming import PlannedHarvest, plan, statistics
 from interp.store.summary import Statistics, StatisticsByPoint
 
 __all__ = [
-    "Activations", "PlannedHarvest", "Ray", "Settings", "Statistics", "StatisticsByPoint",
-    "from_arrow", "harvest", "plan", "statistics", "to_arrow",
-]  # fmt: skip
+    "Activations",
+    "PlannedHarvest",
+    "Ray",
+    "Settings",
+    "Statistics",
+    "StatisticsByPoint",
+    "from_arrow",
+    "harvest",
+    "plan",
+    "statistics",
+    "to_arrow",
+]
 
 __getattr__ = _missing_name(__name__, __all__)

@@ -316,7 +316,7 @@ def test_layers_and_positions_are_axes():
     assert found.accuracy.labels["point"] == ("blocks.1.resid_pre", "blocks.2.resid_pre")
     assert found.accuracy.labels["pos"] == (-1, 5)
     assert found.accuracy.values.shape == (5, 2, 2, 8)
-    with pytest.raises(ValueError, match="8 are in both"):
+    with pytest.raises(ValueError, match="8 pairs in both"):
         align(model, pairs, "resid_pre", 4, test=pairs[16:])
     with pytest.raises(ValueError, match="k .*1 to 128"):
         align(model, pairs[:16], "resid_pre", 129, test=pairs[16:])
@@ -366,7 +366,7 @@ def test_featurizers_are_what_they_say():
         subspace(torch.eye(128)[:, :2]).interchanged(x.bfloat16(), y.bfloat16()).dtype
         == torch.bfloat16
     )
-    with pytest.raises(ValueError, match="those of an autoencoder"):
+    with pytest.raises(ValueError, match="must be an autoencoder"):
         of_dictionary(next(iter(load_sae("pydoc-4l/transcoders").values())))
 
 

@@ -111,7 +111,8 @@ ERRORS = [
     TypeError("'NoneType' object is not iterable"),
     ValueError("not enough values to unpack (expected 3, got 2)"),
     HookError(
-        "blocks.0.attn_out fired twice; a cache stores one value per name (calls='all' stores all values)"
+        "blocks.0.attn_out fired twice; a cache stores one value per name "
+        "(calls='all' stores all values)"
     ),
     NeverFiredError("blocks.1.z never fired"),
     AssertionError(),
