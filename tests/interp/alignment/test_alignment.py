@@ -137,7 +137,7 @@ def test_pairs_with_the_same_texts_share_a_drawn_answer_and_count_once(monkeypat
     expected = stats.binomtest(round(float(right.sum()) / 3), 17).proportion_ci(method="wilson")
     ends = [float(end[4, 0, 0]) for end in found.accuracy.interval()]
     assert ends == pytest.approx([*expected], abs=1e-6)
-    with pytest.raises(ValueError, match="1 are in both"):
+    with pytest.raises(ValueError, match="1 pairs in both"):
         align(model, train[rows], "h", 2, test=train[[0, 100]])
 
 
@@ -320,7 +320,7 @@ def test_layers_and_positions_are_axes():
         align(model, pairs, "resid_pre", 4, test=pairs[16:])
     with pytest.raises(ValueError, match="k .*1 to 128"):
         align(model, pairs[:16], "resid_pre", 129, test=pairs[16:])
-    with pytest.raises(ValueError, match="with answers"):
+    with pytest.raises(ValueError, match="must have answers"):
         align(model, Pairs(clean[:2], corrupted[:2]), "resid_pre", 4, test=pairs[16:])
     with pytest.raises(ValueError, match="head= is needed if the point has heads"):
         align(model, pairs[:16], "z", 4, test=pairs[16:])

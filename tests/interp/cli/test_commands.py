@@ -88,7 +88,7 @@ def test_features_are_those_of_python(capsys):
     torch.testing.assert_close(torch.tensor([card["act_max"] for card in data]), best.values)
     assert "feature 5:" in printed(capsys, *given, "--feature", "5")
     assert "blocks.3.mlp_out" in refused(capsys, *given[:-2])
-    assert "1023" in refused(capsys, *given, "--feature", "1024")
+    assert "[0, 1024)" in refused(capsys, *given, "--feature", "1024")
     assert "no hook point" in refused(capsys, "features", "--prompt", "x", "--at", "nowhere")
     assert "must be a folder or a file" in refused(
         capsys, "features", "--prompt", "x", "--dictionary", "nowhere"
@@ -397,7 +397,7 @@ def test_edits_are_parsed(text, expected):
         ),
         ("lens --text-file no/such", "No such file"),
         ("lens --prompt a --model no/such", "no file, directory or model"),
-        ("patch --prompt ab --corrupted abc --answers a", "the same number of tokens"),
+        ("patch --prompt ab --corrupted abc --answers a", "equally many tokens"),
         ("patch --prompt ab --corrupted ac --answers a b c", "one or two"),
         ("patch --prompt ab --corrupted ac --answers a --site zz", "zz"),
         ("lens", "--prompt"),

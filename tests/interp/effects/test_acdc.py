@@ -97,7 +97,7 @@ def test_thresholds_share_their_tests():
     assert len(both[2.0]) < len(both[1.0])
     assert both[1.0].found_on == {*pairs.read_by(model).digests()}
     for wrong in ([], [0.1, 0.0]):
-        with pytest.raises(ValueError, match="thresholds must be above 0"):
+        with pytest.raises(ValueError, match="thresholds must be numbers above 0"):
             acdc(model, pairs, wrong)
 
 

@@ -260,7 +260,7 @@ def test_cards_show_where_features_are_and_what_they_write(model, tmp_path):
     again = FeatureCards.load(tmp_path / "out")
     assert [card.index for card in again] == [4, 28]
     assert again[1].examples == cards[0].examples
-    with pytest.raises(ValueError, match="0 to 28"):
+    with pytest.raises(ValueError, match=r"in \[0, 29\)"):
         feature_cards(model, {PLACE: d}, TEXTS, [29])
     with pytest.raises(FileNotFoundError):
         FeatureCards.load(tmp_path)

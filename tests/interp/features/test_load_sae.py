@@ -173,7 +173,7 @@ def test_a_file_of_one_layer_honours_its_config(tmp_path):
     text = "{activation: topk, k: 2, transcoders: [layer_1.safetensors, layer_0.safetensors]}"
     folder = yaml_changed("circuit_tracer_topk", tmp_path, text)
     path = folder / "layer_0.safetensors"
-    with pytest.raises(ValueError, match=r"list layer_0\.safetensors as number 0"):
+    with pytest.raises(ValueError, match=r"list layer_0\.safetensors at index 0"):
         load_sae(path)
     (folder / "config.yaml").write_text("{activation: topk, transcoders: [a/layer_0.safetensors]}")
     assert load_sae(path, k=3).activation.k == 3
@@ -345,7 +345,9 @@ def test_a_path_that_says_nothing_asks(tmp_path):
         with pytest.raises(UnknownNameError, match="transcodes=" if asked is None else "gain"):
             splice(model, {"blocks.1.mlp_out": made}).__enter__()
     made = load_sae(folder, scale_embeddings=False, transcodes=False)
-    with pytest.raises(ValueError, match="must read 128 numbers"):  # its place is no question
+    with pytest.raises(
+        ValueError, match="must read vectors of size 128"
+    ):  # its place is no question
         splice(model, {"blocks.1.mlp_out": made}).__enter__()
 
 
@@ -367,7 +369,7 @@ def test_a_transcoder_of_sparsify_is_known_by_its_skip_connection(tmp_path):
     assert (told.is_transcoder, told.subtracts_b_dec) == (True, True)
     with pytest.raises(ValueError, match="transcodes must be"):
         load_sae(FIXTURES / "sparsify_topk" / "layers.1.mlp", transcodes=True)
-    with pytest.raises(ValueError, match="must read 128 numbers"):
+    with pytest.raises(ValueError, match="must read vectors of size 128"):
         splice(model, made).__enter__()  # at the point that the name means here
 
 
@@ -460,7 +462,7 @@ def test_input_gain_before_the_encoder():
     assert_close(
         made.with_input_gain(gain)(wanted["x"] * gain), wanted["output"], rtol=1e-4, atol=1e-5
     )
-    with pytest.raises(ValueError, match="before it"):
+    with pytest.raises(ValueError, match="subtracts b_dec"):
         load_sae(FIXTURES / "sae_lens_standard").with_input_gain(gain)
 
 

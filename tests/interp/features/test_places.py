@@ -296,7 +296,7 @@ def test_a_dictionary_of_gemma_scope_2_in_its_model(models):
     _, attached, _ = models("gemma3_text")
     made = load_sae(FIXTURES / "gemma_scope_2")
     assert (made.reads, made.writes) == ("blocks.1.ln2.normalized", "blocks.1.mlp_out")
-    with pytest.raises(ValueError, match="must read 24 numbers"):  # in the right block
+    with pytest.raises(ValueError, match="must read vectors of size 24"):  # in the right block
         splice(attached, made).__enter__()
 
 

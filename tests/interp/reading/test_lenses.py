@@ -146,7 +146,7 @@ def test_fits_refuse_what_they_cannot_read():
     for fit in (jacobian_lens, tuned_lens):
         with pytest.raises(ValueError, match="at least"):
             fit(model, [])
-        with pytest.raises(ValueError, match=r"list of tokens.*text 0"):
+        with pytest.raises(ValueError, match=r"at least one token.*text 0"):
             fit(model, [[]])
         with torch.inference_mode(), pytest.raises(ValueError, match="inference mode"):
             fit(model, [[1] * 20])

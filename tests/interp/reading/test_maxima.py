@@ -82,7 +82,7 @@ def test_what_has_no_place_is_refused(model):
         with pytest.raises(KeyError, match=reason):
             max_activating(model, TEXTS, point, **options)
     for texts, options, reason in (
-        ([], {}, "got none"),
+        ([], {}, "got no text"),
         ([[3], []], {"batch": 1}, "text 1"),
         ([[0.5]], {}, "float32"),
         (TEXTS, {"k": 0}, "k must"),
