@@ -467,7 +467,7 @@ def test_masks_of_a_model_that_are_refused(argument, mask, match):
 def test_a_context_without_rotations_is_refused():
     model, tokens = variant("rotary"), some_tokens()
     context = model.context(tokens)
-    with pytest.raises(ValueError, match="rotation"):
+    with pytest.raises(ValueError, match="rotary embeddings"):
         model.blocks[0](model.input_resid(tokens, context), context._replace(rotation=None))
 
 

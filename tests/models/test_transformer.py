@@ -83,8 +83,8 @@ def test_a_token_outside_the_vocabulary_is_named(model, tokens, at, value, match
 @pytest.mark.parametrize(
     ("wrong", "match"),
     [
-        (torch.zeros(5).long(), r"\(5,\)"),
-        (torch.zeros(1, 2, 5).long(), r"\(1, 2, 5\)"),
+        (torch.zeros(5).long(), r"\[5\]"),
+        (torch.zeros(1, 2, 5).long(), r"\[1, 2, 5\]"),
         (torch.zeros(2, 5), "float32"),
         (torch.zeros(2, 5).bool(), "bool"),
         ([[1, 2]], "list"),

@@ -102,11 +102,14 @@ def saved(change):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda data: data["nodes"][0].update(feature_type="lorsa error"), "'lorsa error' as 0_"),
-        (lambda data: data["nodes"][-1].update(layer="-1"), "got '-1' as 4_8_5"),
-        (lambda data: data["nodes"][0].update(ctx_idx=6), "6 tokens; 0_114_1 is at 6"),
+        (
+            lambda data: data["nodes"][0].update(feature_type="lorsa error"),
+            "of 0_114_1 must be .*'lorsa error'",
+        ),
+        (lambda data: data["nodes"][-1].update(layer="-1"), "layer of 4_8_5 .*got '-1'"),
+        (lambda data: data["nodes"][0].update(ctx_idx=6), r"ctx_idx of 0_114_1 .* got 6"),
         (lambda data: data["nodes"][0].update(node_id="a"), "got 'a'"),
-        (lambda data: data["nodes"][0].pop("layer"), "has no 'layer'"),
+        (lambda data: data["nodes"][0].pop("layer"), "'layer' is missing"),
         (lambda data: data["qParams"].update(supernodes="[['"), "Neuronpedia"),
         (lambda data: data["qParams"].update(supernodes=[[]]), "Neuronpedia"),
         (lambda data: data["nodes"][1].update(data["nodes"][0], node_id="0_cro_114_1"), "1 names"),

@@ -165,10 +165,13 @@ def test_the_files_of_circuit_tracer_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda data: data.pop("links"), "no 'links'"),
+        (lambda data: data.pop("links"), "'links' is missing"),
         (lambda data: data["nodes"].append(data["nodes"][0]), "1 names are repeated"),
-        (lambda data: data["links"][0].update(source="E_8_0"), "no 'E_8_0'"),
-        (lambda data: data["nodes"][0].update(feature_type="lorsa"), "got 'lorsa' as 1_5_0"),
+        (lambda data: data["links"][0].update(source="E_8_0"), "'E_8_0' is missing"),
+        (
+            lambda data: data["nodes"][0].update(feature_type="lorsa"),
+            "of 1_5_0 must be .*got 'lorsa'",
+        ),
     ],
 )
 def test_a_broken_file_is_refused(change, message, tmp_path):

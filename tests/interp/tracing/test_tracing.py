@@ -454,11 +454,11 @@ def test_transcoders_that_are_not_linear_or_stand_or_read_elsewhere_are_refused(
             Dictionary(*weights, nn.ReLU(), reads="resid_mid", norm="layer_norm", transcodes=True),
             MatchingPursuit(drawn(17, 8), drawn(8), 0.1, reads="resid_mid", transcodes=True),
         ],
-        "must read blocks.1.resid_mid or blocks.1.ln2.normalized, and say so in its `reads`": [
+        "must be blocks.1.resid_mid or blocks.1.ln2.normalized": [
             Dictionary(*weights, nn.ReLU(), transcodes=True),
             Dictionary(*weights, nn.ReLU(), reads="blocks.0.resid_mid", transcodes=True),
         ],
-        "must read and write 8 numbers; got": [
+        "must read and write vectors of size 8; got": [
             Dictionary(drawn(7, 17), *weights[1:], nn.ReLU(), reads="resid_mid", transcodes=True)
         ],
     }
@@ -607,7 +607,7 @@ def within_seconds(seconds):
         ("blocks.1.attn.output.weight", r"blocks\.1\.attn\.output\.weight"),
         ("W_enc", "the features of layer 2"),
         ("W_dec", "the decoder of layer 2 to layer 2"),
-        ("b_dec", "layer 2's output"),
+        ("b_dec", "the error of layer 2"),
     ],
 )
 def test_a_graph_of_numbers_that_are_not_finite_is_refused(part, named, number):

@@ -250,7 +250,7 @@ def test_a_loss_of_the_router_does_not_stand_for_logits():
 
 def test_left_out_says_why():
     with attach(made("jetmoe")) as attached:
-        assert "numbers" in attached.left_out["mlp.routing"]
+        assert "indices" in attached.left_out["mlp.routing"]
         assert "attn.router" in attached.left_out
     with attach(made("llama4_text")) as attached:
         assert "multiplied by their weights" in attached.left_out["mlp.routing"]
