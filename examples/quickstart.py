@@ -16,7 +16,7 @@ output, cache = runner.run_with_cache(text)
 print(cache["pattern", 23].shape)  # [batch, head, query, key]
 print(attached.to_pieces(output.logits[0, -1].topk(3).indices))  # the most likely next tokens
 
-# Which heads restore the answer in a text with the other name?
+# Which heads restore the answer, if their output is patched into the text with the other name?
 other = "When Mary and John went to the store, Mary gave a drink to"
 pairs = Pairs(text, other, (" Mary", " John"))
 restored = activation_patching(model, pairs, site="z").normalized()
