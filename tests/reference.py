@@ -269,7 +269,7 @@ class Reference:
         return key <= query and (not near or query - key < config.window)
 
     def qk_norm(self, x, at):
-        """x [batch pos d]: of each head for itself, or of all as one vector."""
+        """Normalize x [batch pos d], for each head or as one vector."""
         if self.config.qk_norm == "none":
             return x
         size = self.config.d_head if self.config.qk_norm == "head" else x.shape[-1]

@@ -23,7 +23,7 @@ FORMS = {
 
 
 def made(seed=0, **choices):
-    """A model whose every weight matters, in float64."""
+    """Return a model in float64 in which every weight matters."""
     from models import Transformer, TransformerConfig
 
     model = Transformer(TransformerConfig(**{**SIZES, **choices})).double().eval()

@@ -12,9 +12,7 @@ from hooks.base import progress
 
 
 def appear_soon(monkeypatch, delay, every):
-    """Let bars appear after `delay` seconds and be drawn again after `every`, whatever the
-    environment says.
-    """
+    """Show bars after `delay` seconds and draw them every `every` seconds, in any environment."""
     monkeypatch.delenv("TQDM_DISABLE", raising=False)
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(progress, "DELAY", delay)
@@ -55,7 +53,7 @@ class Terminal(io.StringIO):
         return [line.rstrip() for line in lines if line.strip()]
 
     def wait_for(self, text):
-        """Wait until a text can be seen, and say whether it came within five seconds."""
+        """Wait until a text is visible, and return whether it appeared within five seconds."""
         end = time.monotonic() + 5
         while time.monotonic() < end:
             if text in "\n".join(self.screen):

@@ -197,7 +197,7 @@ RUNS = [
     ),
     pytest.param(["baked"], "inductor", marks=pytest.mark.full),
 ]
-# One process runs its scripts one after the other, as its start takes longer than they do.
+# One process runs all scripts, because starting a process takes longer than a script.
 PROCESS = """
     import sys, warnings
     import torch

@@ -85,7 +85,7 @@ def cached() -> Calls:
 
 
 def full() -> Calls:
-    """Everything cached, T=1024, against a transformers forward that keeps nothing."""
+    """Return cached runs of everything, T=1024, and a forward of transformers without a cache."""
     tokens, ours = peers.SMALL.tokens(), peers.ours(peers.SMALL)
     runner = HookedRunner(ours)
     sdpa, eager = (peers.of_transformers(peers.SMALL, kind) for kind in ("sdpa", "eager"))
@@ -396,9 +396,7 @@ def imports() -> Calls:
 
 
 def caching(model: Any, tokens: torch.Tensor) -> Calls:
-    """What caches and edits of every layer cost, beside raw PyTorch hooks that keep the same
-    values.
-    """
+    """Return caches and edits of every layer, and raw PyTorch hooks that store the same values."""
     runner = HookedRunner(model)
     points = [model.get_submodule(name) for name in runner.run_with_cache(tokens)[1]]
     changes = {"blocks.*.resid_pre": edits.scale(0.5)}
@@ -490,7 +488,7 @@ def lazy_bytes() -> str:
 
 
 def main() -> None:
-    """Measures the rows that were asked for, all of them where none was."""
+    """Measure the given rows. Default: all rows."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -174,7 +174,9 @@ def half() -> torch.dtype:
 
 
 def runnable(calls: Calls) -> Calls:
-    """The calls without those of peers that fail, such as compiled ones without a C compiler."""
+    """Return the calls, except calls of other libraries that fail, for example without a C
+    compiler.
+    """
     found = {}
     for name, call in calls.items():
         try:

@@ -50,7 +50,7 @@ def lazy(model: Transformer, tokens: torch.Tensor) -> Any:
 
 
 def pairs(tokens: torch.Tensor) -> Pairs:
-    """The text beside one whose first token is another."""
+    """Return the text, and a copy with another first token."""
     corrupted = tokens.clone()
     corrupted[:, 0] = (corrupted[:, 0] + 1) % VOCAB
     return Pairs(tokens, corrupted, torch.tensor([[3, 5]]))

@@ -1,4 +1,4 @@
-"""The same shapes in other libraries; those that are not installed are left out, and said to be."""
+"""The same shapes in other libraries. Libraries that are not installed are reported and skipped."""
 
 import importlib.util
 from dataclasses import dataclass

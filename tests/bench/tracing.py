@@ -79,7 +79,7 @@ def theirs() -> Any:
 
 
 def ours(peer: Any) -> tuple[Transformer, dict[str, Dictionary]]:
-    """The same weights here; random ones without circuit-tracer."""
+    """Return the same weights here, or random weights without circuit-tracer."""
     dictionaries = {}
     for n in range(LAYERS):
         if peer is None:

@@ -55,7 +55,7 @@ def test_an_attribution_graph_is_that_of_the_cpu(kind):
         changes.append(graph.intervene({feature: 0.0}).true.cpu())
     ours, there = graphs
     assert [node.id for node in there.nodes] == [node.id for node in ours.nodes]
-    # Rows come in the order of influence, where rounding decides between equal ones.
+    # Rows are sorted by influence, and rounding decides between equal rows.
     orders = [graph.column.cpu().argsort(stable=True) for graph in graphs]
     for name in ("rows", "by_attention"):
         rows = [

@@ -78,7 +78,7 @@ def test_long_texts_of_odd_lengths(where, kind, dtype, pos):
 @pytest.mark.parametrize(
     "backend", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "MATH"]
 )
-@pytest.mark.filterwarnings("ignore")  # PyTorch says at length why a kernel does not fit
+@pytest.mark.filterwarnings("ignore")  # PyTorch warns about kernels that it cannot use
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "mistral"])
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Gradient caches and backward hooks, against autograd."""
+"""Gradient caches and backward hooks are compared with autograd."""
 
 from contextlib import nullcontext
 

@@ -142,7 +142,7 @@ def suspended(small):
 
 
 def test_a_generator_closed_while_a_hook_is_registered_does_not_block(small):
-    """The garbage collector may do this at any time."""
+    """Close the session, as the garbage collector can do at any time."""
     generator = suspended(small)
     generator.__enter__()
 

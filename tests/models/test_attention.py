@@ -255,7 +255,7 @@ WITH_MASKS = [(name, mask) for name in SOME for mask in ("padding", "4-D")]
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "mask"), [(name, "none") for name in VARIANTS] + WITH_MASKS)
 def test_explicit_and_fused_agree_in_values_and_gradients(name, mask):
-    """Every option, with masks under which some queries see no key."""
+    """Test every option with masks in which some queries see no key."""
     model, tokens, given = variant(name), some_tokens(), GIVEN_MASKS[mask]
     runner, weights = HookedRunner(model), list(model.parameters())
 

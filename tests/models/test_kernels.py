@@ -57,7 +57,7 @@ SOME = ["pre", "grouped", "multi-query", "window", "attn_cap", "like llama", "li
 
 @pytest.fixture(params=[1, 2, 3, 5])
 def block(request, monkeypatch):
-    """Blocks of few queries."""
+    """Use blocks of few queries."""
     for module in (kernels, masks):
         monkeypatch.setattr(module, "BLOCK", request.param)
 

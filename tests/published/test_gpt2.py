@@ -1,4 +1,4 @@
-"""Published weights, where they are to be had: what GPT-2 medium is known to say."""
+"""Known answers of GPT-2 medium, if its published weights are available."""
 
 import pytest
 

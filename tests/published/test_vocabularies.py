@@ -61,7 +61,7 @@ def test_every_line_is_as_llama_cpp_has_it(name, folder):
         text = "Hello world, 12 cafés: 日本"
         assert tokenizer.decode(tokenizer.encode(text)).strip() == text
         return
-    # Without translating line ends, which are among the texts.
+    # Do not translate line ends, because the texts contain them.
     parts = texts.read_bytes().decode().split("\n__ggml_vocab_test__\n")
     lines = path.with_name(f"{path.name}.out").read_text().split("\n")
     assert len(parts) > 40

@@ -727,7 +727,7 @@ def test_a_text_of_both_kinds_is_in_one_fold(model, given, pos):
     assert found.auroc.counts == (13 / 4, 13 / 4)
     assert found.control.counts == (13 / 8, 13 / 8)
     assert 0.1 < float(found.control.mean()) < 0.9
-    # Some groups contain both kinds, and others only one.
+    # Some of the groups contain both kinds, and other groups contain one kind.
     mixed = probe(model, texts[:9], texts[5:], name, folds=3)
     assert mixed.auroc.counts == (3, 8 / 3)
     assert mixed.control.counts == pytest.approx((13 / 6, 13 / 6))

@@ -15,7 +15,7 @@ from tests.reference import variant
 
 
 def bound(n, sampled, missed):
-    """Return the largest count among n for which more than 5% of all samples show as few."""
+    """Return the largest count for which more than 5% of all samples contain as few places."""
     samples = list(itertools.combinations(range(n), sampled))
     chances = [
         sum(sum(one < kind for one in sample) <= missed for sample in samples) / len(samples)

@@ -176,7 +176,7 @@ def test_a_cache_may_have_the_name_of_older_versions(name, old, monkeypatch):
     torch.testing.assert_close(torch.cat(logits, 1), wanted, rtol=1e-4, atol=1e-5)
 
 
-# Both warnings come from peft, whose generation passes the cache under both names.
+# Both warnings come from peft, which passes the cache under both names.
 @pytest.mark.filterwarnings("ignore:.is_gradient", "ignore:Both .past_key_values")
 @torch.no_grad()
 def test_virtual_tokens_of_prefix_tuning_are_no_positions():
