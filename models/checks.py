@@ -90,14 +90,17 @@ def check_tokens(tokens: object) -> None:
 
 
 def can_be_read(tensor: Tensor) -> bool:
-    """Whether the numbers of a tensor can be read now. During compilation or a plan they cannot."""
+    """Return whether the numbers of a tensor can be read now.
+
+    During compilation or a plan they cannot.
+    """
     absent = tensor.is_meta or isinstance(tensor, FakeTensor)
     return not absent and not torch.compiler.is_compiling()
 
 
 def should_read(tensor: Tensor) -> bool:
-    """Whether to check the numbers of a tensor: they can be read, and the caller has not promised
-    that they are right.
+    """Return whether to check the numbers of a tensor: they can be read, and the caller has not
+    promised that they are right.
     """
     return can_be_read(tensor) and not is_trusted()
 

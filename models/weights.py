@@ -104,7 +104,10 @@ def _load_one_for_both(
 
 
 def differ(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors contain different numbers. NaN equals NaN, and dtypes may differ."""
+    """Return whether two tensors contain different numbers.
+
+    NaN equals NaN, and dtypes may differ.
+    """
     if one.shape != other.shape:
         return True
     if one is other or not (can_be_read(one) and can_be_read(other)):

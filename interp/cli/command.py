@@ -76,8 +76,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _versions(as_json: bool) -> str:
-    """What runs here: this package, Python, the libraries that numbers depend on, and
-    the device.
+    """Return the versions of this package, of Python and of the libraries that numbers depend on,
+    and the device.
     """
     versions = {"hookscope": __version__, "python": platform.python_version()}
     for name in ("torch", "transformers", "tokenizers", "numpy", "safetensors"):

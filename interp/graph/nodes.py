@@ -171,7 +171,7 @@ class Layer:
 
     @property
     def added(self) -> Added:
-        """The factors of the attention output, computed from the current weights."""
+        """The output weights and the biases of attention, computed from the current weights."""
         attn = self.attention.sublayer
         return added_by(self.attention, attn.W_O, attn.b_O)
 

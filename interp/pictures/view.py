@@ -295,7 +295,7 @@ class Shown:
     """The base of classes with a picture, which they return in `view`."""
 
     is_plot: ClassVar[bool] = False
-    """Whether the picture is a plot, which also has a figure."""
+    """Return whether the picture is a plot, which also has a figure."""
 
     def view(self) -> View:
         """Return the picture."""

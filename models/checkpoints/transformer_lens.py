@@ -100,7 +100,7 @@ def from_transformer_lens(
 
 
 def is_transformer_lens(weights: Mapping[Any, Any]) -> bool:
-    """Whether a state dict has TransformerLens' classic names."""
+    """Return whether a state dict has TransformerLens' classic names."""
     return {"embed.W_E", "unembed.W_U", "blocks.0.attn.W_Q"} <= weights.keys()
 
 
@@ -241,6 +241,6 @@ def _same_rotation(
 
 
 def _is_centred(weights: Mapping[str, Tensor]) -> bool:
-    """Whether the unembedding was centred over the vocabulary."""
+    """Return whether the unembedding was centred over the vocabulary."""
     unembedding = weights["unembed.W_U"].double()
     return bool(unembedding.mean(1).abs().max() < 1e-6 * unembedding.abs().max())

@@ -81,7 +81,7 @@ class Family:
         return expanded(rows, config, keys, lambda key: self._spelled(key, keys))
 
     def is_ignored(self, key: str) -> bool:
-        """Whether the model does not need a key of a file."""
+        """Return whether the model does not need a key of a file."""
         bare = key.removeprefix(self.prefix)
         return any(re.fullmatch(pattern, bare) for pattern in self.facts.get("ignored", ()))
 
