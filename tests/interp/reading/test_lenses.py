@@ -157,7 +157,7 @@ def test_fits_refuse_what_they_cannot_read():
     for wrong, value in (("steps", 0), ("batch", 0), ("learning_rate", -1.0)):
         with pytest.raises(ValueError, match=wrong.replace("_", " ")):
             tuned_lens(model, TEXTS, **{wrong: value})
-    with pytest.raises(ValueError, match=r"list of tokens.*text 1"):
+    with pytest.raises(ValueError, match=r"list of at least one token.*text 1"):
         tuned_lens(model, [[3], []], steps=2, batch=1)
     wrong = copy.deepcopy(model)
     wrong.blocks[0].mlp.output.weight.data[0, 0] = torch.nan
