@@ -23,6 +23,7 @@ from hooks import (
     position_offset,
     start_of_piece,
 )
+from hooks.base.pieces import Piece, reading
 from interp import edits
 from models import KVCache, Transformer, TransformerConfig, generate
 
@@ -664,6 +665,25 @@ def test_a_place_may_be_narrowed_but_not_chosen_twice(source):
 )
 def test_the_first_column_that_may_change(wide, edit, name, first):
     assert edit.first(wide.points.get(name, Point(name)), POS) == first
+
+
+@pytest.mark.parametrize(
+    ("edit", "first"),
+    [
+        (edits.zero(pos=-1), 3),  # the last token of the text that is padded on the right
+        (edits.zero(pos=-4), 0),  # the first token of the same text
+        (edits.zero(pos=-1, batch=0), 6),
+        (edits.zero(pos=2), 2),
+    ],
+)
+def test_the_first_column_that_may_change_skips_padding(wide, edit, first):
+    mask = torch.ones(2, POS, dtype=torch.bool)
+    mask[0, :2] = False
+    mask[1, 4:] = False
+    with reading(Piece(None, mask)):
+        assert edit.first(wide.points["embed"], POS) == first
+        with pytest.raises(SelectionError, match="example 0 must be a column of a real token"):
+            edits.zero(pos=1).first(wide.points["embed"], POS)
 
 
 ONES = torch.ones(BATCH, POS, 10).double()
