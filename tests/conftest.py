@@ -127,15 +127,17 @@ def seeded():
 
 @pytest.fixture(autouse=True)
 def hears_ctrl_c():
-    """Enable Ctrl-C as on a terminal.
+    """Enable Ctrl-C as on a terminal, and restore its handler after the test.
 
-    It is ignored under `nohup`, in background jobs and in some CI systems.
+    It is ignored under `nohup`, in background jobs and in some CI systems. The command line leaves
+    a handler that ends the process, and the next Ctrl-C in a test would end the worker.
     """
-    before = signal.getsignal(signal.SIGINT)
-    if before is not signal.SIG_IGN or threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
