@@ -120,7 +120,9 @@ def filled(
     for field, end in ends.items():
         read = tokenizer.encode(text[:end])
         if tokens[: len(read)] != read:
-            raise ValueError(f"a token must not go on after {text[:end]!r}; it does in {text!r}")
+            raise ValueError(
+                f"a token must end where {text[:end]!r} ends; in {text!r} it continues"
+            )
         spans[field] = len(start) + len(read) - 1
     return start + tokens, spans | {"end": len(start) + len(tokens) - 1}
 

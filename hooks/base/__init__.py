@@ -10,6 +10,7 @@ from hooks.base import storage, strict_json
 from hooks.base._torch import (
     Component,
     FakeTensor,
+    explains_calls,
     hooks_last,
     hooks_of,
     is_compiled,
@@ -17,7 +18,6 @@ from hooks.base._torch import (
     is_unwatched,
     memory_of,
     peak_bytes,
-    refuse_unbound,
     remove_hooks,
     traced_as_constant,
     uncompiled,
@@ -89,4 +89,4 @@ from hooks.base.text_forms import (
 )
 from hooks.base.transfer import all_to_device, is_trusted, later, stacked, to_device, trusted
 from hooks.base.widening import HALF, at_least_float32, wide_dtype
-from hooks.base.words import NoOthers, Words, explains_calls, forwards_in, refuse
+from hooks.base.words import NoOthers, Words, forwards_in, refuse

@@ -368,6 +368,25 @@ def refuse_unbound(function: Callable[..., Any], args: Any, kwargs: Any, error: 
         raise TypeError(f"{name} must be called as {name}({takes}): {reason}") from None
 
 
+def explains_calls(function: Callable[P, Result]) -> Callable[P, Result]:
+    """Return a function whose error for unknown or missing arguments explains how to call it.
+
+    >>> explains_calls(lambda x, *, scale=1.0: x)(3, scales=2.0)
+    Traceback (most recent call last):
+    TypeError: <lambda> takes no argument scales=; close matches: scale
+    """
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> Result:
+        try:
+            return function(*args, **kwargs)
+        except TypeError as error:
+            refuse_unbound(function, args, kwargs, error)
+            raise
+
+    return run
+
+
 def without_gradients(function: Callable[P, Result]) -> Callable[P, Result]:
     """Return a function that runs with gradients off, as under `torch.no_grad()`.
 

@@ -1,8 +1,8 @@
 """Comparisons of tensors, exactly or up to rounding, and the limits of rounding.
 
 An operation rounds its result by up to a fraction `eps` of its size: 2.2e-16 in float64, 1.2e-7 in
-float32, 9.8e-4 in float16 and 7.8e-3 in bfloat16. Two computations of one value may differ more if
-more operations lie between them:
+float32, 9.8e-4 in float16 and 7.8e-3 in bfloat16. Two computations of the same value may differ
+by a limit that depends on the operations between them:
 
 | between the two values | they may differ by | of | in |
 | --- | --- | --- | --- |

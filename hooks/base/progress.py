@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import IO, Any, ParamSpec, TypeVar
 
-from hooks.base._torch import refuse_unbound
+from hooks.base._torch import explains_calls
 from hooks.base.scoped import Scoped
 
 P = ParamSpec("P")
@@ -163,14 +163,12 @@ def progress_of(items: Iterable[T], title: str, total: int | None = None) -> Ite
 def shows_progress(analysis: Callable[P, R]) -> Callable[P, R]:
     """Return an analysis that shows a bar while it runs, unless its keyword `progress` is False."""
 
+    explained = explains_calls(analysis)
+
     @functools.wraps(analysis)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         with _display(Count(analysis.__name__, unit=""), bool(kwargs.get("progress", True))):
-            try:
-                return analysis(*args, **kwargs)
-            except TypeError as error:
-                refuse_unbound(analysis, args, kwargs, error)
-                raise
+            return explained(*args, **kwargs)
 
     return run
 

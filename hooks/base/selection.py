@@ -183,7 +183,8 @@ class Selection:
         parts, batch = self.parts, len(real) if real is not None else batch
         if batch is not None and len(parts) not in (1, batch):
             raise SelectionError(
-                f"{what} must be given for each of {batch} examples, or for all; got {len(parts)}"
+                f"{what} must have one entry for each of {batch} examples, or one entry for all; "
+                f"got {len(parts)}"
             )
         if real is None:
             rows = [_places(part, size, what, whole) for part in parts]

@@ -351,7 +351,7 @@ def _require_undamaged(records: zipfile.ZipFile) -> None:
     # PyTorch reads no bytes from a record that is marked as a directory.
     marked = [entry.filename for entry in records.infolist() if entry.external_attr & 0x10]
     if damaged := records.testzip() or "".join(marked[:1]):
-        raise ValueError(f"the checksum of {damaged} in it must match; it differs")
+        raise ValueError(f"the record {damaged} must match its checksum, but it is damaged")
 
 
 @contextmanager

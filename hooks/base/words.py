@@ -12,17 +12,12 @@ A misspelt keyword raises an error and is not lost in `**kwargs`.
 """
 
 import difflib
-import functools
 import inspect
 import typing
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
-from hooks.base._torch import refuse_unbound
 from hooks.base.hints import argument_hint
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 OURS = {
     *("names", "mode", "lazy", "run", "hooks", "backward", "receipts", "bos", "side"),
@@ -116,25 +111,6 @@ def refuse(others: Iterable[str], function: Callable[..., Any], what: str) -> No
     """
     if others:
         Words(function).require(others, (), what)
-
-
-def explains_calls(function: Callable[P, R]) -> Callable[P, R]:
-    """Return a function whose error for unknown or missing arguments explains how to call it.
-
-    >>> explains_calls(lambda x, *, scale=1.0: x)(3, scales=2.0)
-    Traceback (most recent call last):
-    TypeError: <lambda> takes no argument scales=; close matches: scale
-    """
-
-    @functools.wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return function(*args, **kwargs)
-        except TypeError as error:
-            refuse_unbound(function, args, kwargs, error)
-            raise
-
-    return run
 
 
 def forwards_in(module: Any) -> Iterator[Callable[..., Any]]:

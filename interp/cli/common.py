@@ -121,8 +121,8 @@ def model_of(options: argparse.Namespace, *, trained: bool) -> Any:
         return _loaded(options)
     if trained:
         raise ValueError(
-            f"a run needs a trained model; got the config {name!r}: train it, for instance with "
-            f"`python examples/studies/tiny_lm.py --model {name}`, and give the directory"
+            f"this command needs a trained model; got the config {name!r}; train it, for instance "
+            f"with `python examples/studies/tiny_lm.py --model {name}`, and pass its directory"
         )
     # On the meta device, weights need no memory.
     with torch.device("meta"):

@@ -17,7 +17,8 @@ def run(options: argparse.Namespace) -> None:
     result = activation_patching(
         model, pairs, options.site, options.over, direction=options.direction
     )
-    base, target = (float(values[0]) for values in (result.base, result.target))  # type: ignore[index]
+    base = float(result.base[0])  # type: ignore[index]
+    target = float(result.target[0])  # type: ignore[index]
     lines = [
         f"logit of {answers[0]!r} less that of {answers[1]!r}"
         if isinstance(answers, tuple)

@@ -100,7 +100,8 @@ def _kinds_of(
     if len(stores) == 1:
         others = no if isinstance(yes, Activations) else yes
         raise ValueError(
-            f"yes and no must both be stores, or neither; got a store and a {type(others).__name__}"
+            "yes and no must be two stores or two lists of texts; "
+            f"got a store and a {type(others).__name__}"
         )
     if isinstance(yes, Activations) and isinstance(no, Activations):
         return all_of(yes), all_of(no)

@@ -17,9 +17,9 @@ from hooks.base import (
     Texts,
     as_text,
     each_text,
+    explains_calls,
     is_batch,
     refuse,
-    refuse_unbound,
     require_choice,
     require_rows,
     shown,
@@ -419,6 +419,8 @@ def of_pairs(analysis: Callable[P, R]) -> Callable[P, R]:
     with the pairs.
     """
 
+    explained = explains_calls(analysis)
+
     @functools.wraps(analysis)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         if "metric" in kwargs:
@@ -426,11 +428,7 @@ def of_pairs(analysis: Callable[P, R]) -> Callable[P, R]:
                 f"{analysis.__name__} has no metric=, because the pairs contain the metric: "
                 "Pairs(..., metric=...)"
             )
-        try:
-            return analysis(*args, **kwargs)
-        except TypeError as error:
-            refuse_unbound(analysis, args, kwargs, error)
-            raise
+        return explained(*args, **kwargs)
 
     return run
 

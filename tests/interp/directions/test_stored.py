@@ -190,7 +190,7 @@ def test_stores_that_do_not_fit_are_refused(model, tmp_path):
         "two kinds": {"labels": [True] * 24},
         "no must be omitted": {"labels": labels, "no": store},
         "no must be given": {},
-        "both be stores": {"no": NO},
+        "two stores or two lists of texts": {"no": NO},
     }
     for match, options in wrong.items():
         for method in (difference_of_means, erasure, probe):
