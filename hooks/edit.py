@@ -15,6 +15,7 @@ from hooks.base import (
     Calls,
     FakeTensor,
     number_of_call,
+    require_callable,
     require_fired,
     shown,
     tensors_in,
@@ -276,12 +277,8 @@ def _require_two_arguments(hook: Hook, selector: object) -> None:
     # Other callables are our own edits, which are many and have the right form.
     if not inspect.isfunction(hook):
         return
-    signature = inspect.signature(hook)
-    try:
-        signature.bind(None, None)
-    except TypeError:
-        form = "must take (activation, point), as in lambda activation, point: activation * 0"
-        raise TypeError(f"the hook at {selector!r} {form}; its signature is {signature}") from None
+    example = "for example: lambda activation, point: activation * 0"
+    require_callable(f"the hook at {selector!r}", hook, ("activation", "point"), example)
 
 
 def edit_at(

@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Bool, Float, Real, Shaped
 from torch import Tensor, nn
 
-from hooks.base import is_unwatched, require_room
+from hooks.base import is_unwatched, require_integer, require_room
 
 
 def scaled_dot_product_attention(
@@ -78,9 +78,13 @@ def require_room_for_scores(
 def causal_mask(pos: int, device: torch.device | str | None = None) -> Bool[Tensor, "query key"]:
     """Return a mask that is True where the key is not later than the query.
 
+    Raises:
+        ValueError: if `pos` is not a whole number of at least 0.
+
     >>> causal_mask(3).int().tolist()
     [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
     """
+    require_integer("pos", pos, least=0)
     return torch.ones(pos, pos, dtype=torch.bool, device=device).tril()
 
 

@@ -21,7 +21,7 @@ from interp.directions import Direction
 from tests.count import ROOT
 from tests.shipped import pydoc
 
-MISTAKES = """
+MISTAKES = r"""
 logit_lens(model, TEXT)                                         | TypeError | 'def f.*run_with_cache
 logit_lens(model, logits)                                       | TypeError | tensor .1, 18, 103
 logit_lens(model, tokens)                                       | TypeError | tensor .1, 18
@@ -317,6 +317,7 @@ store.harvest(model, [TEXT], 'embed', 'folder', without=['a'])  | TypeError | 'a
 store.harvest(model, [TEXT], 'embed')                           | TypeError | 'out'
 store.statistics(model, TEXT, 'embed', reading='induction')     | TypeError | 'induction'.*lambda
 store.statistics(model, TEXT, 'embed', reading=lambda m, c: 3)  | TypeError | Result.*got 3
+store.statistics(model, TEXT, 'embed', reading=lambda c: 3)     | TypeError | model, cache.*\(c\).*head_scores
 store.statistics(model, TEXT, 'embed', top='x')                 | ValueError | 'x'
 store.statistic                                                 | AttributeError | statistics
 store.Activations(None)                                         | TypeError | None
@@ -347,6 +348,10 @@ interp.ActivationPatching                                       | AttributeError
 models.HookedTransformer                                        | AttributeError | models.load
 models.loads                                                    | AttributeError | load
 hooks.Runner                                                    | AttributeError | HookedRunner
+hooks.index_by_axis(None, {'pos': 0}, 'the stream')             | TypeError | axes.*None.*'batch'
+hooks.index_by_axis(('pos',), 0, 'the stream')                  | TypeError | where.*got 0
+models.causal_mask('a')                                         | ValueError | whole number.*'a'
+models.causal_mask(-1)                                          | ValueError | -1
 """
 LINES = [[part.strip() for part in line.split(" | ")] for line in MISTAKES.strip().splitlines()]
 TEXT = "def f(x): return x"

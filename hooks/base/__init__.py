@@ -54,7 +54,13 @@ from hooks.base.errors import (
 )
 from hooks.base.hashes import config_hash, weights_hash
 from hooks.base.hints import HintedClass, Hints, HintsAtNames, unknown_point
-from hooks.base.kinds import missing_name, require_device, require_kind, require_module
+from hooks.base.kinds import (
+    missing_name,
+    require_callable,
+    require_device,
+    require_kind,
+    require_module,
+)
 from hooks.base.memory import require_room
 from hooks.base.nested import mapped, tensors_in, with_first_tensor
 from hooks.base.paths import layer_of

@@ -3,9 +3,11 @@ that makes an object of it.
 
 1. `require_kind` checks the class of a value. The hints of a package contain the call that makes an
    object of the class.
-2. `require_device` checks that a device is available.
+2. `require_callable` checks that a user's function takes the right number of arguments.
+3. `require_device` checks that a device is available.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any
@@ -42,6 +44,41 @@ def require_kind(
     call = call or made_by(classes[0].__name__, value)
     hint = f"; {call}" if call else ""
     raise TypeError(f"{name} must be {words}; got {shown(value)}{hint}")
+
+
+def require_callable(
+    name: str, function: object, parameters: tuple[str, ...], example: str = ""
+) -> None:
+    """Check that a user's function can be called with a number of positional arguments.
+
+    Only the number is checked, not the names. A callable object whose signature Python does not
+    know, such as a function that is written in C, is accepted.
+
+    Args:
+        name: the name of the argument.
+        function: the given value.
+        parameters: the names of the arguments that the function receives.
+        example: an example of the function. Default: none.
+
+    Raises:
+        TypeError: if the value is no function, or takes another number of arguments.
+
+    >>> require_callable("reading", lambda model: 0, ("model", "cache"))
+    Traceback (most recent call last):
+    TypeError: reading must be a function of (model, cache); its arguments are (model)
+    """
+    hint = f"; {example}" if example else ""
+    rule = f"{name} must be a function of ({', '.join(parameters)})"
+    if not callable(function):
+        raise TypeError(f"{rule}; got {shown(function)}{hint}")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*parameters)
+    except TypeError:
+        raise TypeError(f"{rule}; its arguments are {signature}{hint}") from None
 
 
 def require_module(model: object) -> None:

@@ -430,12 +430,17 @@ def index_by_axis(
 
     Raises:
         UnknownNameError: if a name is not one of `axes`, the axes of `what`.
-        TypeError: if an index is not an integer, a slice, a list of integers or a mask.
+        TypeError: if `axes` is not a tuple of names, if `where` is not a mapping, or if an index is
+            not an integer, a slice, a list of integers or a mask.
         ValueError: if two indices are lists.
 
     >>> index_by_axis(("batch", "pos", "d_model"), {"pos": slice(2, None)}, "the stream")
     (slice(None, None, None), slice(2, None, None), slice(None, None, None))
     """
+    require_kind("axes", axes, tuple, "a tuple of names", "for example: ('batch', 'pos')")
+    require_kind(
+        "where", where, Mapping, "a mapping from axes to indices", "for example: {'pos': 0}"
+    )
     require_axes(where, axes, what)
     index = tuple(plain_index(where.get(axis, slice(None))) for axis in axes)
     if sum(isinstance(part, list) for part in index) > 1:

@@ -13,8 +13,8 @@ from hooks import ActivationCache, Selector
 from hooks.base import (
     Texts,
     Words,
+    require_callable,
     require_kind,
-    shown,
     shows_progress,
     to_device,
     without_gradients,
@@ -70,8 +70,8 @@ def statistics(
     Statistics of 51 rows [128]
     """
     require_options(options, {field.name for field in fields(Settings)})
-    if reading is not None and not callable(reading):
-        raise TypeError(f"reading must be a function; got {shown(reading)}; {_READING}")
+    if reading is not None:
+        require_callable("reading", reading, ("model", "cache"), _READING)
     runner = runner_of(model)
     points = by_token(runner, names) if reading is None else names
 
