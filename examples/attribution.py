@@ -19,7 +19,7 @@ from interp import (
     Pairs,
     activation_patching,
     attribution_patching,
-    compare,
+    compare_effects,
     integrated_gradients,
     patch_top_k,
 )
@@ -44,7 +44,7 @@ def run(out: Path | None) -> None:
             attribution_patching(model, pairs, site=site),
             integrated_gradients(model, pairs, site=site),
         ):
-            found = compare(exact, estimate)
+            found = compare_effects(exact, estimate)
             size = (found.estimate.abs().sum() / found.exact.abs().sum()).item()
             print(f"\n{site}, {estimate.about['estimate']}: {found}")
             print(

@@ -18,9 +18,9 @@ import torch
 from commands import attempt, figures_parser, pydoc_text
 from torch import Tensor
 
-from interp import attribution_graph, load_sae, pictures
+from interp import attribution_graph, load_sae, plots
+from interp.attribution_graphs import AttributionGraph, Node
 from interp.features import feature_cards
-from interp.tracing import AttributionGraph, Node
 from models import load
 
 TEXT, RIGHT, WRONG = "part ZQXJ-KV81 is sold out; ask for ZQXJ-KV8", "1", "4"
@@ -139,7 +139,7 @@ of a layer, and over all features:
                 cards[layer] = feature_cards(
                     model, {place: transcoders[place]}, texts, numbers, k=3
                 )
-        pictures.attribution(pruned, cards).save(out / "attribution_graph.html")
+        plots.attribution(pruned, cards).save(out / "attribution_graph.html")
         written = pruned.to_neuronpedia(out, slug="digit", scan="pydoc-4l")
         print(f"\n{out / 'attribution_graph.html'} shows the graph, {written} holds it")
 

@@ -22,7 +22,7 @@ from interp import (
     evaluate_sae,
     load_sae,
     measure,
-    pictures,
+    plots,
     splice,
 )
 from interp.features import feature_cards
@@ -76,7 +76,7 @@ def run(out: Path | None) -> None:
     cards = feature_cards(model, autoencoder, [*texts, CLEAN, CORRUPTED], best[:3], k=4)
     print(f"\nWhere the first of them are active\n{cards}")
     if out:
-        pictures.features(cards).save(out / "features.html")
+        plots.features(cards).save(out / "features.html")
         print(f"{out / 'features.html'} shows the features")
 
 

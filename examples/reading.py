@@ -25,7 +25,7 @@ from commands import (
 
 from interp import (
     Result,
-    accumulated,
+    accumulated_logits,
     direct_logit_attribution,
     head_scores,
     jacobian_lens,
@@ -34,7 +34,7 @@ from interp import (
     run_with_cache,
     tuned_lens,
 )
-from models import load, split
+from models import load, train_test_split
 
 TEXT = "The part ZQXJ-KV8{} is sold out; please ask for ZQXJ-KV8"
 RIGHT, WRONG = "01234567", "34567012"
@@ -82,13 +82,15 @@ def run(options: argparse.Namespace) -> None:
     print(parts.top(8))
     adds = "to the logit of the right digit minus that of another"
     figures["parts"] = parts, f"What each part adds {adds}"
-    streams = accumulated(model, cache, right=right, wrong=wrong, pos=-1)
+    streams = accumulated_logits(model, cache, right=right, wrong=wrong, pos=-1)
     figures["streams"] = streams, f"What all parts up to each place add together {adds}"
     print(
         f"\nFitting lenses: {options.lens_steps} steps, {options.lens_rows} Jacobians.", flush=True
     )
     text = model.to_tokens(pydoc_text()).tokens[0]
-    trained_on, held_out = (part[: len(part) // 128 * 128].view(-1, 128) for part in split(text))
+    trained_on, held_out = (
+        part[: len(part) // 128 * 128].view(-1, 128) for part in train_test_split(text)
+    )
     spread = trained_on[:3000, :64]  # a backward pass for each of 128 entries: shorter rows
     lenses = {
         "logit": None,
@@ -132,7 +134,7 @@ def run(options: argparse.Namespace) -> None:
     # The next character of each position, minus the mean of all characters.
     columns = model.W_U.detach() - model.W_U.detach().mean(1, keepdim=True)
     following = torch.cat([texts[:, 1:], right[:, None]], 1)
-    whole = direct_logit_attribution(model, cache, direction=columns.T[following])
+    whole = direct_logit_attribution(model, cache, vector=columns.T[following])
     title = "What each part adds, at each character, to the logit of the next one (mean logit: 0)"
     figures["text"] = whole.select(example=0), title
 

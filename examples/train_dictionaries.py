@@ -34,7 +34,7 @@ from train_pydoc import repeated
 from interp.features import Dictionary, TopK, evaluate_sae
 from interp.features.bundled import packed, unpacked
 from interp.store import harvest
-from models import load, split
+from models import load, train_test_split
 
 FEATURES, ACTIVE, ROWS, COPIES, LENGTH = 1024, 32, 1200, 400, 256
 
@@ -122,7 +122,7 @@ def run(options: argparse.Namespace) -> None:
     require_least(options, {"steps": 1})
     model = load("pydoc-4l")
     tokenizer, vocab_size = model.tokenizer, model.config.vocab_size
-    training, validation = split(torch.tensor(tokenizer.encode(pydoc_text())))
+    training, validation = train_test_split(torch.tensor(tokenizer.encode(pydoc_text())))
     tokens = texts(training, ROWS, COPIES, vocab_size, options.seed)
     places = {"blocks.2.resid_post": "blocks.2.resid_post"}
     places |= {f"blocks.{n}.mlp_out": f"blocks.{n}.ln2.normalized" for n in range(4)}

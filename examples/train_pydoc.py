@@ -41,8 +41,8 @@ from models import (
     next_token_loss,
     sample_batch,
     save,
-    split,
     train,
+    train_test_split,
 )
 
 ROWS, COPIES = 16, 6
@@ -78,7 +78,7 @@ def run(options: argparse.Namespace, command: str) -> None:
     require_own(options.out, resume=options.resume)
     text = pydoc_text()
     tokenizer = CharTokenizer.of(text)
-    training, validation = split(torch.tensor(tokenizer.encode(text)))
+    training, validation = train_test_split(torch.tensor(tokenizer.encode(text)))
     config = model_config(len(tokenizer.characters), options.dropout)
     schedule = TrainingConfig(
         steps=options.steps,

@@ -279,7 +279,7 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
         """Return a cache of views, sliced by axis name: `cache.at(batch=0, pos=slice(5, None))`.
 
         An integer drops the axis. A list or a mask makes copies. Values without the axis are not
-        sliced. `pos` also slices `query`, like `positions=` of a run, unless `query` is given too.
+        sliced. `pos` also slices `query`, like `pos=` of a run, unless `query` is given too.
         A lazy cache returns a lazy cache, whose values are computed and sliced when they are read.
         Missing positions raise an error when they are read.
 

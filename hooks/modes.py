@@ -69,7 +69,7 @@ class Options:
     """Options for cached values: keyword arguments of every method that makes or plans a cache.
 
     Attributes:
-        positions: cache only these positions of the axes `pos` and `query`, in any form of a
+        pos: cache only these positions of the axes `pos` and `query`, in any form of a
             `Selection`, including different positions in each text. In texts with padding, negative
             positions count real tokens.
         device, dtype: the device and floating dtype of cached values; integers keep their dtype.
@@ -87,13 +87,13 @@ class Options:
     Raises:
         ValueError: if options contradict each other, if `dtype` is not a floating dtype, or if
             `grads=True` while gradients are off.
-        TypeError: if `positions` is not a form of a `Selection`, or is a single integer.
+        TypeError: if `pos` is not a form of a `Selection`, or is a single integer.
 
-    >>> Options(positions=range(2)).positions
+    >>> Options(pos=range(2)).pos
     [0, 1]
     """
 
-    positions: Index | Selection | None = None
+    pos: Index | Selection | None = None
     device: torch.device | str | None = None
     dtype: torch.dtype | None = None
     calls: Literal["one", "all"] = "one"
@@ -107,11 +107,11 @@ class Options:
     )
 
     def __post_init__(self) -> None:
-        if self.positions is not None:
-            positions = Selection(self.positions)
-            if positions.is_one:
-                raise TypeError(f"positions must be a slice, list or mask; got {positions}")
-            object.__setattr__(self, "positions", positions)
+        if self.pos is not None:
+            pos = Selection(self.pos)
+            if pos.is_one:
+                raise TypeError(f"pos must be a slice, list or mask; got {pos}")
+            object.__setattr__(self, "pos", pos)
         kinds = (torch.dtype, type(None))
         require_kind("dtype", self.dtype, kinds, "a dtype of PyTorch, such as torch.float16")
         if self.dtype is not None and not self.dtype.is_floating_point:
@@ -163,10 +163,10 @@ class Options:
             SelectionError: if the value does not have these positions, or their number differs
                 between texts.
         """
-        if self.positions is None:
+        if self.pos is None:
             return self.placement(value)
         if not point.axes:
-            raise HookError(f"positions= needs named axes, and {point.name} declares none")
+            raise HookError(f"pos= needs named axes, and {point.name} declares none")
         batch = point.axes.index("batch") if "batch" in point.axes else None
         for at, axis in enumerate(point.axes):
             if axis in POSITION_AXES:
@@ -177,12 +177,12 @@ class Options:
 
     def _chosen(self, size: int, batch: int | None, device: torch.device, what: str) -> Tensor:
         """Return the chosen positions, [1 or batch, n]."""
-        assert isinstance(self.positions, Selection)
+        assert isinstance(self.pos, Selection)
         piece = piece_read()
         key = size, batch, device, piece
         if key not in self._columns:
             real = piece.mask_of(batch or 0, size)
-            columns = self.positions.columns(size, f"positions= of {what}", batch, real)
+            columns = self.pos.columns(size, f"pos= of {what}", batch, real)
             self._columns[key] = to_device(columns, device)
         return self._columns[key]
 
@@ -199,7 +199,7 @@ class Options:
         if real is None or real_columns(real) is None:
             return masks
         read = private(real[:, piece.start or 0 :].bool())
-        if self.positions is not None:
+        if self.pos is not None:
             with reading(piece):
                 chosen = self._chosen(read.shape[1], len(read), read.device, "the texts")
             read = taken(read, chosen, 1, 0)

@@ -143,7 +143,7 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
             run: a function to call instead of the model. It may run the model many times, like a
                 generation. The values of all runs are joined along their positions. Scores of later
                 keys, which attention did not compute, are zero.
-            kwargs: `positions=`, `device=`, `dtype=`, `calls=`, `detach=` and `grads=` control how
+            kwargs: `pos=`, `device=`, `dtype=`, `calls=`, `detach=` and `grads=` control how
                 values are cached; see `hooks.Options`. All other keywords are passed to the model.
 
         Raises:
@@ -159,8 +159,8 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
         options, kwargs = self._options(kwargs, self.run_with_cache, run)
         if run is None:
             args, kwargs = self._prepared("run_with_cache", args, kwargs)
-        if run is not None and (lazy or options.grads or options.positions is not None):
-            raise ValueError("run= cannot be combined with lazy=, grads= or positions=")
+        if run is not None and (lazy or options.grads or options.pos is not None):
+            raise ValueError("run= cannot be combined with lazy=, grads= or pos=")
         request = self._request(names, mode, options, lazy)
         if run is not None:
             return self._run_joined(request, run, args, kwargs)
@@ -357,8 +357,22 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
     ) -> tuple[Options, dict[str, Any]]:
         """Split the keywords of a method into options and arguments for the model or `run`, which
         must accept them.
+
+        Raises:
+            TypeError: if a keyword is both an option and a parameter of the model's `forward`, or
+                if neither the method nor the model accepts it.
         """
         options, others = Options.taken_from(kwargs)
+        if run is None and self._signature is not None:
+            both = [
+                name for name in kwargs if name in Options.names() & {*self._signature.parameters}
+            ]
+            if both:
+                raise TypeError(
+                    f"{both[0]}= is an option of {call.__name__} and an argument of "
+                    f"{type(self.model).__name__}.forward; pass the argument without its name, or "
+                    f"as in run=lambda x: model(x, {both[0]}=...)"
+                )
         self._refuse_unknown(others, call, run, Options.names())
         return options, others
 

@@ -1,12 +1,12 @@
 """Analyses of what happens inside a model, through its hook points and `interp.protocol`.
 
 The analyses are in `effects` (values are changed), `reading` (caches are read), `spectral`
-(singular values and weights), `features` (dictionaries), `directions`, `alignment` and `tracing`
-(attribution graphs). `store` saves the values of many texts. Read `protocol` first, which defines
+(singular values and weights), `features` (dictionaries), `directions`, `alignment` and
+`attribution_graphs`. `store` saves the values of many texts. Read `protocol` first, which defines
 the parts that a model needs. Then read `inputs` (texts and positions in them), `metrics`, `pairs`
-of texts, `edits` and `results`, the tables that `pictures` draws. Then read the `graph` of a model
-and `runs` (sweeps, masked runs, gradients). All analyses use these packages and `numbers`. After
-them, each analysis can be read separately. `cli` has a file for each command.
+of texts, `edits` and `results`, the tables that `plots` draws. Then read the `graph` of a model and
+`runs` (sweeps, masked runs, gradients). All analyses use these packages and `numbers`. After them,
+each analysis can be read separately. `cli` has a file for each command.
 
 A name is imported when it is first used. `__init__.pyi` contains the module of each name.
 """
@@ -35,6 +35,17 @@ _MODULES = _modules()
 
 __all__ = [name for name in _MODULES if not name.startswith("_")]
 
+_MOVED = {
+    "accumulated": "interp.accumulated_logits",
+    "auroc": "interp.circuit_auroc",
+    "compare": "interp.compare_effects",
+    "curve": "interp.circuit_curve",
+    "pictures": "interp.plots",
+    "spectra": "interp.svd_spectra",
+    "tracing": "interp.attribution_graphs",
+    "why_attends": "interp.attention_attribution",
+}
+
 
 def __getattr__(name: str) -> _Any:
     """Import a public name, or a module of this package.
@@ -51,7 +62,7 @@ def __getattr__(name: str) -> _Any:
     else:
         from hooks.base import missing_name
 
-        return missing_name(__name__, __all__)(name)
+        return missing_name(__name__, __all__, moved=_MOVED)(name)
     globals()[name] = value
     return value
 

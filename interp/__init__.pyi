@@ -1,18 +1,19 @@
 """The public names of `interp` and their modules. `__init__.py` imports a name at its first use."""
 
 from hooks import __version__ as __version__
+from interp import attribution_graphs as attribution_graphs
 from interp import edits as edits
 from interp import features as features
 from interp import graph as graph
-from interp import pictures as pictures
+from interp import plots as plots
 from interp import spectral as spectral
-from interp import tracing as tracing
+from interp.attribution_graphs import attribution_graph as attribution_graph
 from interp.effects.acdc import acdc as acdc
 from interp.effects.attribution import attribution_patching as attribution_patching
-from interp.effects.comparison import compare as compare
-from interp.effects.curves import curve as curve
+from interp.effects.comparison import compare_effects as compare_effects
+from interp.effects.curves import circuit_curve as circuit_curve
 from interp.effects.edges import edge_attribution as edge_attribution
-from interp.effects.evaluation import auroc as auroc
+from interp.effects.evaluation import circuit_auroc as circuit_auroc
 from interp.effects.evaluation import completeness as completeness
 from interp.effects.evaluation import faithfulness as faithfulness
 from interp.effects.evaluation import minimality as minimality
@@ -40,7 +41,7 @@ from interp.metrics import rank as rank
 from interp.pairs.pairs import Pairs as Pairs
 from interp.protocol import LanguageModel as LanguageModel
 from interp.protocol import run_with_cache as run_with_cache
-from interp.reading.attending import why_attends as why_attends
+from interp.reading.attending import attention_attribution as attention_attribution
 from interp.reading.decompose import apply_norm as apply_norm
 from interp.reading.decompose import decompose as decompose
 from interp.reading.experts import expert_load as expert_load
@@ -49,7 +50,7 @@ from interp.reading.heads import repeated_tokens as repeated_tokens
 from interp.reading.jacobian import JacobianLens as JacobianLens
 from interp.reading.jacobian import jacobian_lens as jacobian_lens
 from interp.reading.lens import logit_lens as logit_lens
-from interp.reading.logit_attribution import accumulated as accumulated
+from interp.reading.logit_attribution import accumulated_logits as accumulated_logits
 from interp.reading.logit_attribution import direct_logit_attribution as direct_logit_attribution
 from interp.reading.maxima import max_activating as max_activating
 from interp.reading.tuned import TunedLens as TunedLens
@@ -58,7 +59,7 @@ from interp.results.result import Result as Result
 from interp.runs.masked import run_circuit as run_circuit
 from interp.spectral.factored import FactoredMatrix as FactoredMatrix
 from interp.spectral.targets import residual_stream as residual_stream
-from interp.spectral.targets import spectra as spectra
+from interp.spectral.targets import svd_spectra as svd_spectra
 from interp.spectral.targets import svd_targets as svd_targets
 from interp.spectral.weight_scores import composition_scores as composition_scores
 from interp.spectral.weight_scores import copying_scores as copying_scores
@@ -68,5 +69,4 @@ from interp.spectral.weights import ov_circuit as ov_circuit
 from interp.spectral.weights import qk_circuit as qk_circuit
 from interp.spectral.weights import singular_tokens as singular_tokens
 from interp.spectral.weights import token_directions as token_directions
-from interp.tracing import attribution_graph as attribution_graph
 from interp.transformer_lens import hooks_name as hooks_name

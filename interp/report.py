@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from hooks import HookedRunner, HookError
 from hooks.base import Text, progress_bar, without_gradients, writer_of
-from interp import pictures
+from interp import plots
 from interp.effects.patching import activation_patching
 from interp.measuring import Metric
 from interp.metrics import log_prob
 from interp.pairs.pairs import Pairs
-from interp.pictures.view import View, visible
+from interp.plots.view import View, visible
 from interp.protocol import logits_of, of, runner_of
 from interp.reading.heads import head_scores, repeated_tokens
 from interp.reading.lens import logit_lens
@@ -121,7 +121,7 @@ def derive_corruption(
     chunks = tried.split(max(1, _TOKENS_PER_FORWARD // len(row)))
     language, runner = of(model, "blocks", "unembed"), runner_of(model)
     final = f"blocks.{len(language.blocks) - 1}.resid_post"
-    options = {"names": final, "positions": [-1], **Text(clean).arguments(model)}
+    options = {"names": final, "pos": [-1], **Text(clean).arguments(model)}
     metrics = []
     with progress_bar("deriving a corruption", total=len(chunks)) as count:
         for chunk in chunks:
@@ -173,13 +173,13 @@ def report(
     # Some models do not support direct attribution.
     with suppress(TypeError, ValueError, HookError):
         results["Direct attribution"] = direct_logit_attribution(model, cache, right=answer, pos=-1)
-    results["Attention patterns"] = pictures.patterns(model, cache)
+    results["Attention patterns"] = plots.patterns(model, cache)
     results["Induction heads"] = _induction(runner, logits.shape[-1], period)
     results["Previous-token heads"] = head_scores(model, cache)
     results["Logit lens"] = logit_lens(model, cache)
     losses = -logits[0, :-1].double().log_softmax(-1).gather(-1, clean[0, 1:, None])[:, 0]
     words = write(clean[0].tolist())
-    results["Loss of each token"] = pictures.text(
+    results["Loss of each token"] = plots.text(
         words, [math.nan, *losses.tolist()], unit="nats", title="loss"
     )
     changed = (clean != corrupted)[0].nonzero()[:, 0].tolist()
@@ -242,7 +242,7 @@ def _parts(results: Mapping[str, Any], changed: list[int]) -> list[Mapping[str, 
 
 
 def _drawn(result: Any) -> View:
-    return pictures.effects(result) if isinstance(result, Result) else pictures.lens(result)
+    return plots.effects(result) if isinstance(result, Result) else plots.lens(result)
 
 
 def _check_texts(clean: Tensor, corrupted: Tensor | None) -> None:

@@ -6,20 +6,27 @@ order. `running` contains what a run needs, `text` tokenizers, `checkpoints` the
 """
 
 from hooks.base import missing_name as _missing_name
-from hooks.base import trusted
+from hooks.base import skip_token_checks
 from models.attached import Attached, attach, detach
 from models.attention import Attention
 from models.block import Block
-from models.checkpoints import bundled, from_hf, from_transformer_lens, load, load_tokenizer, save
+from models.checkpoints import (
+    from_hf,
+    from_transformer_lens,
+    list_models,
+    load,
+    load_tokenizer,
+    save,
+)
 from models.config import TransformerConfig
 from models.dot_product import causal_mask, scaled_dot_product_attention
 from models.mlp import MLP, GatedMLP
 from models.norm import LayerNorm, RMSNorm
 from models.processing import center, fold_norms
-from models.registry import available, build, config_of, register
+from models.registry import build, config_of, list_configs, register
 from models.rotary_scaling import RotaryScaling
 from models.running.context import Context
-from models.running.generation import Step, generate, generate_text, stream
+from models.running.generation import Step, generate, generate_steps, generate_text
 from models.running.kvcache import KVCache
 from models.running.sampling import Sampling, row_generator
 from models.text.chat import chat
@@ -33,8 +40,8 @@ from models.training import (
     evaluate,
     next_token_loss,
     sample_batch,
-    split,
     train,
+    train_test_split,
 )
 from models.transformer import Transformer
 from models.verification import VerificationError, verify
@@ -63,9 +70,7 @@ __all__ = [
     "TransformerConfig",
     "VerificationError",
     "attach",
-    "available",
     "build",
-    "bundled",
     "causal_mask",
     "center",
     "chat",
@@ -76,7 +81,10 @@ __all__ = [
     "from_hf",
     "from_transformer_lens",
     "generate",
+    "generate_steps",
     "generate_text",
+    "list_configs",
+    "list_models",
     "load",
     "load_tokenizer",
     "next_token_loss",
@@ -85,11 +93,20 @@ __all__ = [
     "sample_batch",
     "save",
     "scaled_dot_product_attention",
-    "split",
-    "stream",
+    "skip_token_checks",
     "train",
-    "trusted",
+    "train_test_split",
     "verify",
 ]
 
-__getattr__ = _missing_name(__name__, __all__)
+__getattr__ = _missing_name(
+    __name__,
+    __all__,
+    moved={
+        "available": "models.list_configs",
+        "bundled": "models.list_models",
+        "split": "models.train_test_split",
+        "stream": "models.generate_steps",
+        "trusted": "models.skip_token_checks",
+    },
+)

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar, cast, get_args, get_origin
 import torch
 from torch import Tensor
 
-from hooks.base import FakeTensor, is_trusted, refuse, require_choice, shown
+from hooks.base import FakeTensor, refuse, require_choice, shown, skips_token_checks
 
 T = TypeVar("T")
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -102,7 +102,7 @@ def should_read(tensor: Tensor) -> bool:
     """Return whether to check the numbers of a tensor: they can be read, and the caller has not
     promised that they are right.
     """
-    return can_be_read(tensor) and not is_trusted()
+    return can_be_read(tensor) and not skips_token_checks()
 
 
 def _is(value: object, kind: Any) -> bool:

@@ -47,10 +47,10 @@ def register(name: str) -> Callable[[Describe], Describe]:
     return add
 
 
-def available() -> list[str]:
+def list_configs() -> list[str]:
     """Return the registered names, in order of registration.
 
-    >>> available()[:2]
+    >>> list_configs()[:2]
     ['gpt2', 'gpt2-medium']
     """
     return list(_configs)
@@ -62,15 +62,15 @@ def config_of(name: str, **overrides: Any) -> TransformerConfig:
     Derived sizes, such as `d_mlp` from `d_model`, are derived again.
 
     Raises:
-        UnknownNameError: if the name (see `available`) or a field is unknown. It is a KeyError with
-            close matches.
+        UnknownNameError: if the name (see `list_configs`) or a field is unknown. It is a KeyError
+            with close matches.
         ValueError: if an override is not allowed.
 
     >>> config_of("gpt2", n_heads=6).d_head
     128
     """
     if name not in _configs:
-        raise unknown_name(name, _configs, "config of models.available()")
+        raise unknown_name(name, _configs, "config of models.list_configs()")
     config = _configs[name]
     for field in overrides.keys() - config.__dataclass_fields__.keys():
         raise unknown_name(field, config.__dataclass_fields__, "field of a config")

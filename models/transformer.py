@@ -44,7 +44,7 @@ class TokenEmbedding(nn.Embedding):
         """Return the vectors of the tokens, on the device of the weights.
 
         Tokens are checked on the CPU. Tokens on an accelerator are copied to the CPU for this
-        check, except inside `models.trusted()`.
+        check, except inside `models.skip_token_checks()`.
 
         Raises:
             ValueError: if a token is outside the vocabulary; the error names the first such token.
@@ -136,8 +136,8 @@ class Transformer(HintsAtNames, ReadsText, BlockWeights, metaclass=HintedClass):
         Args:
             tokens: the tokens [batch, pos], on the CPU or on the device of the model. With a
                 `kv_cache`, only the new tokens. Tokens on an accelerator are copied to the CPU
-                once, for a check (see `models.trusted`). Texts in any other form are converted by
-                `to_tokens` and padded on the right.
+                once, for a check (see `models.skip_token_checks`). Texts in any other form are
+                converted by `to_tokens` and padded on the right.
             attention_mask: a mask [batch, key] of the tokens that are not padding, including cached
                 tokens: boolean, or 0 and 1. Each row gets the same values as without its padding,
                 on either side. Values at padding have no meaning.

@@ -94,7 +94,7 @@ ANALYSES = {
     ),
     "decompose": reading(interp.decompose, neurons=True),
     "logits": reading(interp.direct_logit_attribution, right=3, wrong=CLEAN),
-    "accumulated": reading(interp.accumulated, right=3),
+    "accumulated": reading(interp.accumulated_logits, right=3),
     "logit lens": through(None),
     "tuned lens": through(interp.tuned_lens, steps=2),
     "jacobian lens": through(interp.jacobian_lens, skip=1),
@@ -110,9 +110,9 @@ ANALYSES = {
     ],
     "attribution graph": traced,
     "dictionaries": spliced,
-    "why a head looks there": reading(interp.why_attends, head=(1, 2), key=1),
+    "why a head looks there": reading(interp.attention_attribution, head=(1, 2), key=1),
     "why, from a cache on the CPU": lambda model: (
-        interp.why_attends(model, cached(model, device="cpu"), (0, 2), key=1).values
+        interp.attention_attribution(model, cached(model, device="cpu"), (0, 2), key=1).values
     ),
     "targets": lambda model: interp.svd_targets(model, cached(model)).avwo,
 }

@@ -17,7 +17,7 @@ from interp import (
     load_sae,
     log_prob,
     logit_lens,
-    pictures,
+    plots,
     splice,
 )
 from models import load
@@ -69,7 +69,7 @@ def test_what_is_no_model_is_told_so(model, cache):
         with pytest.raises(TypeError, match="ActivationCache.*cache comes after"):
             swapped()
     with pytest.raises(TypeError, match="got a ActivationCache"):
-        pictures.patterns(cache, model)
+        plots.patterns(cache, model)
 
 
 def test_a_partial_cache_is_told_what_is_needed(model):
@@ -86,7 +86,7 @@ def test_a_result_has_no_items(model):
 
 def test_a_mean_of_another_length_may_go_over_positions(model):
     runner, reference = HookedRunner(model), HookedRunner(model).run_with_cache([TEXT, OTHER])[1]
-    with pytest.raises(EditError, match=r"got 17 .*over=\('batch', 'pos'\)"):
+    with pytest.raises(EditError, match=r"got 17 .*across=\('batch', 'pos'\)"):
         runner.run_with_hooks("def", hooks={"blocks.1.mlp_out": edits.mean(reference)})
 
 

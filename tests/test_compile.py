@@ -60,7 +60,7 @@ CACHED = """
         for name, value in expected.items():
             torch.testing.assert_close(cache[name], value, atol=1e-5, rtol=0)
         for some in (slice(2, 5), [5, -3], [True, False] * 3 + [True]):
-            _, cache = compiled.run_with_cache(tokens, names="*.1.attn.pattern", positions=some)
+            _, cache = compiled.run_with_cache(tokens, names="*.1.attn.pattern", pos=some)
             found = cache["blocks.1.attn.pattern"]
             torch.testing.assert_close(found, value[:, :, some], atol=1e-5, rtol=0)
 """

@@ -104,5 +104,5 @@ def test_examples_of_docstrings(cyclic):
 
 
 def test_the_former_place_names_the_file():
-    with pytest.raises(AttributeError, match="here it is in examples/studies/cyclic.py"):
+    with pytest.raises(AttributeError, match="now in examples/studies/cyclic.py"):
         _ = spectral.frequency_power

@@ -51,14 +51,14 @@ def test_imports_go_one_way():
 
 # The files and packages of `interp`. Each imports only earlier entries, and a package also its own
 # files.
-INTERP = """shadowed transformer_lens hints numbers kinds pictures protocol inputs measuring metrics pairs edits results graph runs
-    spectral reading features effects store directions alignment tracing report cli __main__""".split()
+INTERP = """shadowed transformer_lens hints numbers kinds plots protocol inputs measuring metrics pairs edits results graph runs
+    spectral reading features effects store directions alignment attribution_graphs report cli __main__""".split()
 # In these packages, only these files may be imported by other files of the package.
 FLAT = {
     "spectral": "singular factored folded",
     "reading": "affine components",
     "effects": "qk_correction reader_gradients edge_scores",
-    "pictures": "view figure parts plots tables texts",
+    "plots": "view figure parts matplotlib_figures tables texts",
 }
 
 
@@ -183,19 +183,19 @@ PUBLIC = {
         start_of_piece token_mask position_offset""",
     "models": """Attached Attention Batches Block CharTokenizer ChatTemplate Context Evaluation GatedMLP KVCache LayerNorm MLP
         RMSNorm RotaryScaling Sampling Step Tokenizer TrainingConfig TrainingResult
-        Transformer TransformerConfig VerificationError attach available build bundled causal_mask
+        Transformer TransformerConfig VerificationError attach list_configs build list_models causal_mask
         center chat config_of detach evaluate fold_norms from_hf from_transformer_lens generate generate_text load load_tokenizer
-        next_token_loss register row_generator sample_batch save scaled_dot_product_attention split
-        stream train trusted verify""",
+        next_token_loss register row_generator sample_batch save scaled_dot_product_attention train_test_split
+        generate_steps train skip_token_checks verify""",
     "interp": """Circuit FactoredMatrix JacobianLens LanguageModel Metric Pairs Result
-        TunedLens accumulated accuracy activation_patching apply_norm
-        acdc attribution_graph attribution_patching auroc circuits compare completeness composition_scores
-        copying_scores cross_entropy curve decompose direct_logit_attribution
+        TunedLens accumulated_logits accuracy activation_patching apply_norm
+        acdc attribution_graph attribution_patching circuit_auroc circuits compare_effects completeness composition_scores
+        copying_scores cross_entropy circuit_curve decompose direct_logit_attribution
         edge_attribution edge_patching edits evaluate_sae expert_load faithfulness features full_circuits graph head_scores hooks_name
         integrated_gradients jacobian_lens kl_divergence load_sae log_prob logit_diff logit_lens
-        max_activating measure minimality node_effects ov_circuit path_patching pictures positional_scores qk_circuit
+        max_activating measure minimality node_effects ov_circuit path_patching plots positional_scores qk_circuit
         rank repeated_tokens residual_stream run_circuit run_with_cache singular_tokens
-        spectra spectral splice svd_targets sweep token_directions top_attributions tracing tuned_lens why_attends
+        svd_spectra spectral splice svd_targets sweep token_directions top_attributions attribution_graphs tuned_lens attention_attribution
         patch_top_k""",
 }
 
@@ -210,7 +210,7 @@ def test_public_names_are_pinned(package):
 SHOWN = {
     "hooks": set(PUBLIC["hooks"].split()) - {"Hook", "Hooks", "Selector"},  # types
     "models": {"Attention", "Block", "LayerNorm", "RMSNorm", "KVCache", "generate", "load"}
-    | {"trusted"},
+    | {"skip_token_checks"},
 }
 
 

@@ -36,7 +36,7 @@ logit_lens(model)                                               | TypeError | ca
 logit_lens(model, cache, topk=3)                                | TypeError | topk=.*top_k
 decompose(model, TEXT)                                          | TypeError | 'def f.*run_with_cache
 decompose(model, logits)                                        | TypeError | run_with_cache
-accumulated(model, TEXT, right='a')                             | TypeError | run_with_cache
+accumulated_logits(model, TEXT, right='a')                             | TypeError | run_with_cache
 apply_norm(model, TEXT, logits, 0)                              | TypeError | run_with_cache
 head_scores(model, TEXT, 'induction')                           | TypeError | run_with_cache
 head_scores(model, cache, 'inducton')                           | UnknownNameError | inducton.*induction
@@ -52,11 +52,11 @@ svd_targets(model, TEXT)                                        | TypeError | ru
 svd_targets(model, cache, which='wvwo')                         | TypeError | which=
 direct_logit_attribution(model, TEXT, right='a')                | TypeError | run_with_cache
 direct_logit_attribution(model, cache, right='not one token')   | ValueError | not one token
-why_attends(model, TEXT, (1, 0))                                | TypeError | run_with_cache
-why_attends(model, cache, 'a1.h0')                              | ValueError | a1.h0
+attention_attribution(model, TEXT, (1, 0))                                | TypeError | run_with_cache
+attention_attribution(model, cache, 'a1.h0')                              | ValueError | a1.h0
 expert_load(model, TEXT)                                        | TypeError | run_with_cache
 interp.residual_stream(model, TEXT)                             | TypeError | Transformer
-interp.spectra(model)                                           | TypeError | svd_targets
+interp.svd_spectra(model)                                           | TypeError | svd_targets
 spectral.effective_rank(TEXT)                                   | TypeError | 'def f
 attribution_graph(model, TEXT, 'pydoc-4l/transcoders')          | TypeError | load_sae.'pydoc-4l/transcoders'
 attribution_graph(model, TEXT, None)                            | TypeError | None
@@ -74,9 +74,9 @@ Circuit(model, ['m0->logits'])                                  | TypeError | Gr
 Circuit(graph, 'm0->logits')                                    | TypeError | m0->logits
 Circuit(graph, ['m0'])                                          | ValueError | m0
 Circuit(graph, ['m0->m9'])                                      | UnknownNameError | m9
-auroc(effects, TEXT)                                            | TypeError | known
-compare(effects, TEXT)                                          | TypeError | estimate
-compare(model, effects)                                         | TypeError | exact
+circuit_auroc(effects, TEXT)                                            | TypeError | known
+compare_effects(effects, TEXT)                                          | TypeError | estimate
+compare_effects(model, effects)                                         | TypeError | exact
 path_patching(model, pairs, receivers=[(3, 2)])                 | UnknownNameError | a3.h2<q>
 path_patching(model, pairs, receivers=['a3.h2'])                | UnknownNameError | a3.h2<
 path_patching(model, pairs, receivers=3)                        | TypeError | 3
@@ -97,7 +97,7 @@ node_effects(model, pairs, 3)                                   | TypeError | so
 run_circuit(model, pairs, 3)                                    | TypeError | Circuit.*3
 edge_patching(model, pairs, [3])                                | TypeError | m0->logits.*3
 acdc(model, pairs, '0.1')                                       | ValueError | numbers above 0
-curve(model, pairs, effects, 3)                                 | TypeError | Graph.*Result
+circuit_curve(model, pairs, effects, 3)                                 | TypeError | Graph.*Result
 activation_patching(pairs, model, 'z')                          | TypeError | Pairs
 activation_patching(runner, pairs, 'z')                         | TypeError | HookedRunner
 activation_patching('gpt2', pairs, 'z')                         | TypeError | models.load.'gpt2'
@@ -195,7 +195,7 @@ models.next_token_loss(TEXT, tokens)                            | TypeError | mo
 models.next_token_loss(logits, tokens[:, :3])                   | ValueError | 1, 3.*1, 18, 103
 models.evaluate(model, TEXT)                                    | TypeError | 'def f.*encode
 models.evaluate(None, tokens)                                   | TypeError | None
-models.split(None)                                              | TypeError | None
+models.train_test_split(None)                                              | TypeError | None
 models.train(model, TEXT, models.TrainingConfig(steps=1))       | TypeError | 'def f.*encode
 models.generate_text(model, TEXT, max_new_tokens=2, stop='zzz') | ValueError | 'zzz'.*
 models.Attention(None)                                          | TypeError | TransformerConfig
@@ -214,7 +214,7 @@ models.generate_text(model, TEXT, max_new_tokens=2, temprature=1) | TypeError | 
 models.generate(model, TEXT, max_new_tokens=2, do_sample=True)  | TypeError | do_sample=
 models.generate(model, TEXT, max_new_tokens='3')                | ValueError | '3'
 models.generate('gpt2', TEXT, max_new_tokens=2)                 | TypeError | 'gpt2'
-models.stream(model, TEXT, max_new_tokens=2, do_sample=True)    | TypeError | do_sample=
+models.generate_steps(model, TEXT, max_new_tokens=2, do_sample=True)    | TypeError | do_sample=
 models.chat(model, {'role': 'user', 'content': 'hi'})           | ValueError | role
 models.chat(model, 'hi')                                        | ValueError | 'hi'
 models.chat(model, None)                                        | ValueError | None
@@ -265,7 +265,9 @@ runner.run_with_cache(TEXT, name='embed')                       | TypeError | na
 runner.run_with_cache(TEXT, names='embedd')                     | UnknownNameError | embedd.*embed
 runner.run_with_cache(TEXT, names=3)                            | TypeError | 3
 runner.run_with_cache(TEXT, mode='fulll')                       | ValueError | fulll
-runner.run_with_cache(TEXT, positions='last')                   | TypeError | 'last'
+runner.run_with_cache(TEXT, positions=[1])                      | TypeError | positions=; use pos=
+edits.mean(cache, over='pos')                                   | TypeError | over=.*across=
+runner.run_with_cache(TEXT, pos='last')                   | TypeError | 'last'
 runner.run_with_cache(TEXT, dtype='float16')                    | TypeError | torch.float16
 runner.run_with_cache(TEXT, max_bytes='1GB')                    | TypeError | '1GB'
 runner.run_with_cache(TEXT, run='generate')                     | TypeError | 'generate'
@@ -297,7 +299,7 @@ edits.add(np.ones(128))                                         | TypeError | fl
 edits.add('embed')                                              | TypeError | 'embed'
 edits.add([1.0, 2.0])                                           | TypeError | as_tensor
 edits.replace(TEXT)                                             | TypeError | 'def f
-edits.mean(cache, over=3)                                       | TypeError | 3
+edits.mean(cache, across=3)                                     | TypeError | 3
 edits.noise('a')                                                | TypeError | 'a'
 edits.noise(1.0, seed='a')                                      | ValueError | 'a'
 edits.interchange(cache, 'pca')                                 | TypeError | columns.*'pca'
@@ -341,9 +343,11 @@ HookPoint('batch batch')                                        | ValueError | b
 Mode('x')                                                       | ValueError | full
 FactoredMatrix(3, 4)                                            | TypeError | rows, columns.*3
 spectral.effective_rnk                                          | AttributeError | effective_rank
-pictures.attention                                              | AttributeError | attribution
-tracing.graph                                                   | AttributeError | attribution_graph
+plots.attention                                                 | AttributeError | attribution
+attribution_graphs.graph                                        | AttributeError | attribution_graph
 interp.logits_lens                                              | AttributeError | logit_lens
+interp.why_attends                                              | AttributeError | now interp.attention_attribution
+models.stream                                                   | AttributeError | now models.generate_steps
 interp.ActivationPatching                                       | AttributeError | activation_patching
 models.HookedTransformer                                        | AttributeError | models.load
 models.loads                                                    | AttributeError | load

@@ -147,7 +147,9 @@ READ = {
         )
     ),
     "accumulated": on_cache(
-        lambda model, cache, n: interp.accumulated(model, cache, right=RIGHT[n], pos=-2).values
+        lambda model, cache, n: (
+            interp.accumulated_logits(model, cache, right=RIGHT[n], pos=-2).values
+        )
     ),
     "previous_token": on_cache(lambda model, cache, n: interp.head_scores(model, cache).values),
     "induction": on_cache(
@@ -158,7 +160,7 @@ READ = {
     ),
     "spectra": on_cache(
         lambda model, cache, n: (
-            interp.spectra(interp.svd_targets(model, cache))["qkt"].s[..., :3].movedim(0, -1)
+            interp.svd_spectra(interp.svd_targets(model, cache))["qkt"].s[..., :3].movedim(0, -1)
         )
     ),
     "max_activating": strongest,
@@ -246,13 +248,11 @@ CUTS = {
     "at, lazily": lambda runner, batch, chosen: runner.run_with_cache(batch, lazy=True)[1].at(
         pos=chosen
     ),
-    "run": lambda runner, batch, chosen: runner.run_with_cache(batch, positions=chosen)[1],
-    "lazy run": lambda runner, batch, chosen: runner.run_with_cache(
-        batch, positions=chosen, lazy=True
-    )[1],
-    "capture": lambda runner, batch, chosen: runner.capture(
-        batch, names="blocks.1.*", positions=chosen
-    ),
+    "run": lambda runner, batch, chosen: runner.run_with_cache(batch, pos=chosen)[1],
+    "lazy run": lambda runner, batch, chosen: runner.run_with_cache(batch, pos=chosen, lazy=True)[
+        1
+    ],
+    "capture": lambda runner, batch, chosen: runner.capture(batch, names="blocks.1.*", pos=chosen),
 }
 
 
@@ -312,7 +312,7 @@ def test_gradients_at_the_last_token_of_each_text():
     model = model_of("rotary")
     runner = HookedRunner(model)
     batch = model.to_tokens(ROWS, side="right")
-    logits, cache = runner.run_with_cache(batch, names="embed", positions=[-1], grads=True)
+    logits, cache = runner.run_with_cache(batch, names="embed", pos=[-1], grads=True)
     logits[batch.attention_mask].square().sum().backward()
     for n, row in enumerate(ROWS):
         alone, whole = runner.run_with_cache(torch.tensor([row]), names="embed", grads=True)
@@ -361,7 +361,7 @@ def test_positions_of_a_later_piece_and_of_a_generation():
         held = models.KVCache(max_context=9)
         model(tokens[:, :2], attention_mask=mask[:, :2], kv_cache=held)
         given = dict(attention_mask=mask, kv_cache=held)
-        _, cut = runner.run_with_cache(tokens[:, 2:], **given, positions=[-1])
+        _, cut = runner.run_with_cache(tokens[:, 2:], **given, pos=[-1])
     assert whole.real().tolist() == mask[:, 2:].tolist()
     assert torch.equal(
         text_of(whole).attention_mask, mask[:, 2:]
@@ -560,7 +560,7 @@ def test_positions_from_the_end_count_in_the_texts_of_a_source(kind, side, sourc
     runner, to_tokens = HookedRunner(model), protocol.of(model).to_tokens
     batch = to_tokens(ROWS, side=side)
     _, source = runner.run_with_cache(to_tokens(SOURCES, side=source_side))
-    last = runner.run_with_cache(to_tokens(SOURCES, side=source_side), positions=[-1])[1]
+    last = runner.run_with_cache(to_tokens(SOURCES, side=source_side), pos=[-1])[1]
     name = "blocks.1.resid_post"
     alone = [runner.run_with_cache(torch.tensor([row]))[1][name][0] for row in SOURCES]
     plain = [runner.run_with_cache(torch.tensor([row]))[1][name][0] for row in ROWS]

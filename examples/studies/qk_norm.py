@@ -25,7 +25,15 @@ import torch
 from commands import attempt, parser, pydoc_text, require_least, require_matplotlib, text_at
 
 from hooks import HookedRunner
-from models import CharTokenizer, TrainingConfig, Transformer, build, evaluate, split, train
+from models import (
+    CharTokenizer,
+    TrainingConfig,
+    Transformer,
+    build,
+    evaluate,
+    train,
+    train_test_split,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -87,7 +95,7 @@ def compared(options: argparse.Namespace) -> dict[str, list[Measurement]]:
     ]
     text = pydoc_text() if options.text is None else text_at(options.text)
     tokenizer = CharTokenizer.of(text)
-    learned, held_out = split(torch.tensor(tokenizer.encode(text)))
+    learned, held_out = train_test_split(torch.tensor(tokenizer.encode(text)))
     size = {"vocab_size": len(tokenizer.characters), "n_ctx": options.context}
     size |= {"n_layers": options.layers, "n_heads": options.heads, "d_model": options.width}
     # Use a part of the held-out text, because every measurement reads it.

@@ -26,7 +26,7 @@ from walks import Walks, event_windows, sliding_windows
 
 from hooks import HookedRunner
 from interp import residual_stream, svd_targets
-from interp import spectra as spectra_of
+from interp import svd_spectra as spectra_of
 from interp.spectral import (
     SVD,
     condition_number,

@@ -51,13 +51,13 @@ from models import (
     TrainingResult,
     Transformer,
     TransformerConfig,
-    available,
     config_of,
     generate,
+    list_configs,
     load_tokenizer,
     save,
-    split,
     train,
+    train_test_split,
 )
 from models.text.tokenizer import SubwordTokenizer, byte_level
 
@@ -181,7 +181,7 @@ def all_options() -> argparse.ArgumentParser:
         help="the most contexts of the held-out tenth to evaluate (all)",
     )
     model = options.add_argument_group("model (by default nanoGPT's or --model's values)")
-    model.add_argument("--model", metavar="NAME", help=", ".join(available()))
+    model.add_argument("--model", metavar="NAME", help=", ".join(list_configs()))
     for name in ("layers", "heads", "width", "mlp-width", "context"):
         model.add_argument(f"--{name}", type=int)
     model.add_argument("--positions", help="learned, sinusoidal, rotary or none")
@@ -221,7 +221,7 @@ def run(options: argparse.Namespace) -> None:
     given = {field: getattr(options, option) for option, field in FIELDS.items()}
     config = base.replace(**{name: value for name, value in given.items() if value is not None})
     tokens = tokenizer.encode(text)
-    learned, held_out = split(torch.tensor(tokens))
+    learned, held_out = train_test_split(torch.tensor(tokens))
     windows = options.validation_windows or len(held_out)
     held_out = held_out[: windows * config.n_ctx + 1]
     characters = len(tokenizer.decode(held_out.tolist())) / len(held_out)

@@ -93,6 +93,13 @@ from hooks.base.text_forms import (
     is_one_text,
     number_of_texts,
 )
-from hooks.base.transfer import all_to_device, is_trusted, later, stacked, to_device, trusted
+from hooks.base.transfer import (
+    all_to_device,
+    later,
+    skip_token_checks,
+    skips_token_checks,
+    stacked,
+    to_device,
+)
 from hooks.base.widening import HALF, at_least_float32, wide_dtype
 from hooks.base.words import NoOthers, Words, forwards_in, refuse

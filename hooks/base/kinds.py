@@ -7,9 +7,12 @@ that makes an object of it.
 3. `require_device` checks that a device is available.
 """
 
+import dis
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
+from types import FrameType
 from typing import Any
 
 import torch
@@ -136,10 +139,13 @@ def missing_name(
 ) -> Callable[[str], Any]:
     """Return the `__getattr__` of a package. Its error for an unknown name lists close matches.
 
+    The error is an ImportError in `from package import name`, because Python would replace the
+    words of an AttributeError there. Elsewhere it is an AttributeError.
+
     Args:
         module: the name of the package.
         known: the names in the package.
-        moved: former names, each with its new place.
+        moved: former names, each with its new name or place.
     """
 
     def __getattr__(name: str) -> Any:
@@ -147,9 +153,19 @@ def missing_name(
         # error.
         if name.startswith("_") or find_spec(f"{module}.{name}") is not None:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        hint = f"; here it is {moved[name]}" if moved and name in moved else attribute_hint(name)
+        hint = f"; it is now {moved[name]}" if moved and name in moved else attribute_hint(name)
         close = [] if hint else closest(name, known)
         matches = f"; close matches: {', '.join(close)}" if close else ""
-        raise AttributeError(f"module {module!r} has no attribute {name!r}{hint}{matches}")
+        words = f"module {module!r} has no attribute {name!r}{hint}{matches}"
+        raise ImportError(words) if _imports_a_name(sys._getframe(1)) else AttributeError(words)
 
     return __getattr__
+
+
+def _imports_a_name(frame: FrameType | None) -> bool:
+    """Return whether the first frame outside of a `__getattr__` runs `from package import name`."""
+    while frame is not None and frame.f_code.co_name == "__getattr__":
+        frame = frame.f_back
+    if frame is None:
+        return False
+    return dis.opname[frame.f_code.co_code[frame.f_lasti]] == "IMPORT_FROM"

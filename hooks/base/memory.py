@@ -116,7 +116,7 @@ class Bound:
         )
         if self._otherwise is not None:
             return f"{said}: {self._otherwise}"
-        said = f"{said}: use lazy=True or positions="
+        said = f"{said}: use lazy=True or pos="
         for part, size in sizes.most_common(len(sizes) - 1):
             if left <= limit:
                 break

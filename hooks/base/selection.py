@@ -25,7 +25,7 @@ TEXT_AXES = ("pos", "query", "key")
 POSITION_AXES = ("pos", "query")
 """The text axes that have only the positions of this call.
 
-`positions=` slices them, and a joined run appends to them.
+`pos=` slices them, and a joined run appends to them.
 """
 
 KeyMask = Shaped[Tensor, "batch key"]

@@ -54,10 +54,10 @@ class Copies:
         return entry[1]
 
 
-_TRUSTED = Scoped("trusted", False)
+_SKIPS_TOKEN_CHECKS = Scoped("skip_token_checks", False)
 
 
-def trusted() -> AbstractContextManager[None]:
+def skip_token_checks() -> AbstractContextManager[None]:
     """Skip checks that read the numbers of tokens and masks; shapes and types are still checked.
 
     On an accelerator each of these checks waits for the device. Use this only if the tokens and
@@ -67,16 +67,16 @@ def trusted() -> AbstractContextManager[None]:
     >>> from models import Transformer, TransformerConfig
     >>> sizes = dict(vocab_size=7, n_ctx=5, n_layers=1, n_heads=1, d_model=4)
     >>> model = Transformer(TransformerConfig(**sizes))
-    >>> with trusted():
+    >>> with skip_token_checks():
     ...     model(torch.tensor([[3, 0, 6]]), attention_mask=torch.tensor([[0, 1, 1]])).shape
     torch.Size([1, 3, 7])
     """
-    return _TRUSTED.set(True)
+    return _SKIPS_TOKEN_CHECKS.set(True)
 
 
-def is_trusted() -> bool:
-    """Return whether this is inside `trusted`."""
-    return _TRUSTED.get()
+def skips_token_checks() -> bool:
+    """Return whether this is inside `skip_token_checks`."""
+    return _SKIPS_TOKEN_CHECKS.get()
 
 
 def to_device(value: Tensor, device: torch.device) -> Tensor:

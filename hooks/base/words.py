@@ -21,9 +21,17 @@ from hooks.base.hints import argument_hint
 
 OURS = {
     *("names", "mode", "lazy", "run", "hooks", "backward", "receipts", "bos", "side"),
-    *("positions", "device", "dtype", "detach", "grads"),
+    *("pos", "position", "positions", "device", "dtype", "detach", "grads"),
 }
-"""The keywords of the calls of this package."""
+"""The keywords of the calls of this package, and common spellings of one of them."""
+
+RENAMED = {
+    "position": "pos",
+    "positions": "pos",
+    "direction": "vector",
+    "at": "point",
+}
+"""Former or common spellings of our keywords, each with the keyword."""
 
 
 class Words:
@@ -78,6 +86,8 @@ class Words:
         for name in given:
             if name in self.known:
                 continue
+            if RENAMED.get(name) in {*options, *self.known}:
+                raise TypeError(f"{what} takes no argument {name}=; use {RENAMED[name]}=")
             if ours := argument_hint(name):
                 raise TypeError(f"{name}= is a keyword of another library; use {ours} instead")
             if self.is_open and not _close(name, OURS):
@@ -128,7 +138,7 @@ def forwards_in(module: Any) -> Iterator[Callable[..., Any]]:
 def _close(name: str, words: Collection[str]) -> list[str]:
     """Return the keywords that are similar to a misspelt name.
 
-    `position_ids` is not a misspelling of `positions`.
+    A keyword with three more or three fewer characters is not similar.
     """
     similar = difflib.get_close_matches(name, sorted(words), n=3, cutoff=0.75)
     return [word for word in similar if abs(len(word) - len(name)) <= 2]

@@ -26,7 +26,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks.base import Words, progress_bar, shows_progress, without_gradients
-from interp import pictures
+from interp import plots
 from interp.alignment.featurizers import Featurizer, neurons
 from interp.alignment.fitting import Fit
 from interp.alignment.runs import InterchangeRuns, Scores
@@ -58,7 +58,7 @@ def counterfactual(
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Alignment(pictures.Shown):
+class Alignment(plots.Shown):
     """Learned parts of values and their scores; the result of `align`.
 
     Attributes:
@@ -77,9 +77,9 @@ class Alignment(pictures.Shown):
 
     is_plot = True
 
-    def view(self) -> pictures.View:
+    def view(self) -> plots.View:
         """Return a view of the accuracies."""
-        return pictures.effects(self.accuracy)
+        return plots.effects(self.accuracy)
 
     def __repr__(self) -> str:
         ends, mean = self.accuracy.interval(), self.accuracy.mean()

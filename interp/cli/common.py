@@ -112,12 +112,12 @@ def _device(name: str) -> torch.device:
 
 def model_of(options: argparse.Namespace, *, trained: bool) -> Any:
     """Return the model of the options. If it need not be trained, a registered config is enough."""
-    from models import available, build
+    from models import build, list_configs
     from models.registry import ON_HUB
 
     name = options.model
     # The names of GPT-2's configs are also names of trained models on the hub.
-    if name not in available() or os.path.exists(name) or (trained and name in ON_HUB):
+    if name not in list_configs() or os.path.exists(name) or (trained and name in ON_HUB):
         return _loaded(options)
     if trained:
         raise ValueError(

@@ -3,10 +3,10 @@
 import argparse
 from pathlib import Path
 
-from interp import pictures
+from interp import plots
+from interp.attribution_graphs import AttributionGraph, PrunedGraph, attribution_graph
 from interp.cli.common import model_of, print_or_write, text_of
 from interp.features import load_sae
-from interp.tracing import AttributionGraph, PrunedGraph, attribution_graph
 
 
 def run(options: argparse.Namespace) -> None:
@@ -25,7 +25,7 @@ def run(options: argparse.Namespace) -> None:
     if options.out is not None:
         page = Path(options.out) / f"{options.slug}.html"
         written = pruned.to_neuronpedia(options.out, options.slug, Path(options.model).name)
-        pictures.attribution(pruned).save(page)
+        plots.attribution(pruned).save(page)
         said += f"\nwrote {page} and {written}"
     options.out = None
     print_or_write(options, said, pruned.as_json(options.slug, Path(options.model).name))

@@ -13,15 +13,15 @@ from torch import Tensor
 
 from hooks import CacheError, Point
 from hooks.base import layer_of, require_kind, storage, unknown_name
-from interp import pictures
-from interp.pictures.view import told
+from interp import plots
+from interp.plots.view import told
 from interp.results.result import Result
 
 _KIND = "direction"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Direction(pictures.Shown):
+class Direction(plots.Shown):
     """A vector at each of some points, usually one point in each layer.
 
     `edits.add` steers along it.
@@ -110,7 +110,7 @@ class Direction(pictures.Shown):
             if name in values
         }
 
-    def view(self) -> pictures.View:
+    def view(self) -> plots.View:
         """Return a view of how the direction was found, and of the length of each vector."""
         lengths = torch.stack([vector.norm().float().cpu() for vector in self.vectors.values()])
         result = Result(
@@ -119,9 +119,7 @@ class Direction(pictures.Shown):
             labels={"point": [name.removeprefix("blocks.") for name in self.vectors]},
             unit="length",
         )
-        return pictures.View(
-            "a direction", pictures.effects(result).parts, says=[*told(self.about)]
-        )
+        return plots.View("a direction", plots.effects(result).parts, says=[*told(self.about)])
 
     def _writers(self) -> dict[str, Callable[[Path], object]]:
         files = dict.fromkeys(storage.SAFETENSORS, self._save)

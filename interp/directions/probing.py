@@ -28,7 +28,7 @@ from hooks.base import (
     shows_progress,
     without_gradients,
 )
-from interp import pictures
+from interp import plots
 from interp.directions.direction import Direction
 from interp.directions.examples import Contrast, Examples, Kind, text_numbers
 from interp.directions.stored import Labels
@@ -40,7 +40,7 @@ _ROUNDING = 10 * np.finfo(np.float32).eps
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Probe(pictures.Shown):
+class Probe(plots.Shown):
     """Probes of a site, one for each point; the result of `probe`.
 
     Attributes:
@@ -63,13 +63,13 @@ class Probe(pictures.Shown):
         """The difference `auroc` - `control`."""
         return self.auroc - self.control
 
-    def view(self) -> pictures.View:
+    def view(self) -> plots.View:
         """Return a view of the AUROC with true and with random labels."""
         values = torch.stack([self.auroc.values, self.control.values])
         labels = {"labels": ["true", "drawn"], **self.auroc.labels}
         axes = ("labels", *self.auroc.axes)
         both = replace(self.auroc, values=values, axes=axes, labels=labels)
-        return pictures.effects(both)
+        return plots.effects(both)
 
     def __repr__(self) -> str:
         ends, labels = self.auroc.interval(), self.auroc.labels

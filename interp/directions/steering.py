@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from hooks.base import Index, Texts, named_spans, shows_progress, without_gradients
-from interp import edits, pictures
+from interp import edits, plots
 from interp.directions.direction import Direction
 from interp.edits import Edit
 from interp.effects.patching import sweep
@@ -20,7 +20,7 @@ from interp.results.result import Result
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class SteeringCurve(pictures.Shown):
+class SteeringCurve(plots.Shown):
     """Effects of a direction for each strength; the result of `steering_curve`.
 
     Attributes:
@@ -57,12 +57,12 @@ class SteeringCurve(pictures.Shown):
         means = self.score.mean().tolist()
         return self.strengths[max(fits, key=lambda n: means[n])]
 
-    def view(self) -> pictures.View:
+    def view(self) -> plots.View:
         """Return a view of the score and the KL at each strength."""
         shown = {"What the score gains": self.score}
         if self.kl is not None:
             shown["What other texts lose"] = self.kl
-        return pictures.together("steering", shown)
+        return plots.together("steering", shown)
 
     def __repr__(self) -> str:
         shown = [("score", self.score), *([("KL", self.kl)] if self.kl is not None else [])]
@@ -85,7 +85,7 @@ class SteeringCurve(pictures.Shown):
 @without_gradients
 def steering_curve(
     model: nn.Module,
-    direction: Direction,
+    vectors: Direction,
     prompts: Texts,
     strengths: Sequence[float],
     score: Metric,
@@ -101,7 +101,7 @@ def steering_curve(
 
     Args:
         model: the model, in evaluation mode.
-        direction: the direction to add. `direction.at(2)` selects the vector of layer 2.
+        vectors: the direction to add. `vectors.at(2)` selects the vector of layer 2.
         prompts: the texts that are scored.
         strengths: the factors of the direction.
         score: the score, see `interp.metrics`.
@@ -131,7 +131,7 @@ def steering_curve(
         at = named_spans(texts, [pos])[pos] if isinstance(pos, str) else pos
         where = {} if at is None else {"pos": at}
         return [
-            {name: edits.add(direction, scale, **where) for name in direction.vectors}
+            {name: edits.add(vectors, scale, **where) for name in vectors.vectors}
             for scale in strengths
         ]
 

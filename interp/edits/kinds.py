@@ -105,14 +105,14 @@ def replace(source: Values, *, source_pos: Index | None = None, **where: Index) 
 
 def mean(
     reference: Values,
-    over: str | tuple[str, ...] = "batch",
+    across: str | tuple[str, ...] = "batch",
     *,
     attention_mask: Shaped[Tensor, "batch pos"] | None = None,
     **where: Index,
 ) -> Edit:
     """Replace values by the mean of reference runs (mean ablation).
 
-    The mean is taken separately at each position, unless `over` contains the positions. If `pos`
+    The mean is taken separately at each position, unless `across` contains the positions. If `pos`
     counts from the end, the mean is over positions counted from the end of each reference text:
     `mean(cache, pos=-1)` is the mean over the last tokens, as for function vectors (Todd et al.
     2024).
@@ -120,14 +120,14 @@ def mean(
     Args:
         reference: the values of reference runs of any number of texts; or statistics, which contain
             means.
-        over: the axes to average over: `"batch"`, or `("batch", "pos")`. If a point declares no
+        across: the axes to average over: `"batch"`, or `("batch", "pos")`. If a point declares no
             axes, its first axis is the batch.
         attention_mask: 1 or True for real columns of the reference. Padding is ignored. Default:
             the mask of a cache; a tensor has no padding.
         where: the place that is replaced, by axis.
 
     Raises:
-        ValueError: if `over` names no axis.
+        ValueError: if `across` names no axis.
         EditError: when the edit is applied, if it is a mean of one row, or if `pos` counts from the
             end and differs between texts.
 
@@ -136,10 +136,12 @@ def mean(
     >>> edit(torch.zeros(1, 2), Point("any", ("batch", "pos")))
     tensor([[2., 5.]])
     """
-    require_kind("over", over, (str, tuple, list), "a name of an axis, or several names")
-    dropped = (over,) if isinstance(over, str) else tuple(over)
+    if "over" in where:
+        raise TypeError("edits.mean takes no argument over=; it is now across=")
+    require_kind("across", across, (str, tuple, list), "a name of an axis, or several names")
+    dropped = (across,) if isinstance(across, str) else tuple(across)
     if not dropped:
-        raise ValueError("over must name at least one axis; got ()")
+        raise ValueError("across must name at least one axis; got ()")
     if isinstance(reference, Means):
         return Edit("mean", _source_values, {"0": reference}, ValueSource(reference)).at(**where)
     source = ValueSource(
@@ -166,7 +168,7 @@ def mean(
             return value.mean(dims, keepdim=True)
         return _mean_of_real(value, _real_columns(real, dropped, value, place), dims, place)
 
-    arguments = {"0": reference, "over": over, "attention_mask": attention_mask}
+    arguments = {"0": reference, "across": across, "attention_mask": attention_mask}
     return Edit("mean", averaged, arguments, source).at(**where)
 
 

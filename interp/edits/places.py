@@ -168,7 +168,7 @@ class Region:
         rule = f"at least {end} columns (or pos select fewer)" if grows else f"size {full}"
         hint = ""
         if axis in TEXT_AXES and "batch" in source.whole:
-            hint = f" (use over={(*source.whole, axis)} in edits.mean)"
+            hint = f" (use across={(*source.whole, axis)} in edits.mean)"
         elif axis in TEXT_AXES:
             hint = " (for texts of another length, select columns with pos= and source_pos=)"
         raise EditError(

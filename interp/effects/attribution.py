@@ -55,8 +55,8 @@ def attribution_patching(
 
     Two forward passes and one backward pass estimate the effects of all places (Nanda 2023,
     "Attribution Patching"). The estimate is exact if the metric is linear in the value. It can be
-    very wrong otherwise: if attention is saturated, or if a whole stream is replaced. Use `compare`
-    to check the estimate.
+    very wrong otherwise: if attention is saturated, or if a whole stream is replaced. Use
+    `compare_effects` to check the estimate.
 
     The options `qk_correction` and `grad_drop` are from AtP* (Kramár et al. 2024, "AtP*: An
     efficient and scalable method for localizing LLM behaviour to components").

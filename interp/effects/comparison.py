@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hooks.base import sum_rounding
-from interp import pictures
+from interp import plots
 from interp.kinds import require_made
 from interp.numbers.ranks import ranks
 from interp.results.result import Result
@@ -40,8 +40,8 @@ class Miss(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Comparison(pictures.Shown):
-    """Exact and estimated mean effects at the same places; returned by `compare`.
+class Comparison(plots.Shown):
+    """Exact and estimated mean effects at the same places; returned by `compare_effects`.
 
     Attributes:
         exact, estimate: the mean effect at each place, in `unit`.
@@ -64,25 +64,25 @@ class Comparison(pictures.Shown):
 
     is_plot = True
 
-    def view(self) -> pictures.View:
+    def view(self) -> plots.View:
         """Return a view of both effects of each place, in the order of the exact effects."""
         order = self.exact.argsort(descending=True)
         lines = {"exact": self.exact[order], "estimate": self.estimate[order]}
         says = repr(self).splitlines()
-        shown = pictures.curves(
+        shown = plots.curves(
             lines,
             axis="places, by the exact effect",
             unit=self.unit,
             title="exact and estimated effects",
         )
-        return pictures.View(says[0], shown.parts, self.plot, says[1:])
+        return plots.View(says[0], shown.parts, self.plot, says[1:])
 
     def plot(self) -> "Figure":
         """Plot the estimate against the exact effect, one dot for each place.
 
         It needs the extra `plots`.
         """
-        from interp.pictures.plots import scatter
+        from interp.plots.matplotlib_figures import scatter
 
         named = [(miss.exact, miss.estimate, miss.place) for miss in self.misses]
         title = repr(self).splitlines()[1].strip()
@@ -96,7 +96,7 @@ class Comparison(pictures.Shown):
         return "\n  ".join([title, correlation, *map(repr, self.misses[:3])])
 
 
-def compare(exact: Result, estimate: Result) -> Comparison:
+def compare_effects(exact: Result, estimate: Result) -> Comparison:
     """Compare the mean effects of an estimate with exact mean effects.
 
     If the estimate has no signs, it is compared with means of absolute exact effects.
@@ -111,7 +111,7 @@ def compare(exact: Result, estimate: Result) -> Comparison:
 
     >>> exact = Result(torch.tensor([[2.0, 4.0], [0.0, -1.0], [0.0, 0.2]]), ("head", "example"))
     >>> estimate = Result(torch.tensor([[1.0, 1.0], [0.0, 0.5], [0.0, 0.2]]), ("head", "example"))
-    >>> compare(exact, estimate)
+    >>> compare_effects(exact, estimate)
     Comparison of 3 places
       rank correlation +0.500, the same sign at 67%
       head 0  exact +3, estimate +1

@@ -38,7 +38,7 @@ class Area(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Curve:
-    """Faithfulness as a function of the share of edges in the circuit; returned by `curve`.
+    """Faithfulness as a function of the share of edges in the circuit; returned by `circuit_curve`.
 
     Attributes:
         signed: faithfulness [edges, example] of circuits of the edges that help most.
@@ -65,7 +65,7 @@ class Curve:
 
     def plot(self) -> "Figure":
         """Plot the three curves with 95% intervals. It needs the extra `plots`."""
-        from interp.pictures.plots import curves
+        from interp.plots.matplotlib_figures import curves
 
         kinds = {"signed": self.signed, "absolute": self.absolute, "random": self.random}
         heights = {name: (kind.mean(), *kind.interval()) for name, kind in kinds.items()}
@@ -85,7 +85,7 @@ class Curve:
 
 @shows_progress
 @of_pairs
-def curve(
+def circuit_curve(
     model: nn.Module,
     pairs: Pairs,
     graph: Graph,
@@ -127,7 +127,7 @@ def curve(
     >>> from interp import edge_attribution
     >>> scores = edge_attribution(model, pairs)
     >>> others = Pairs(torch.tensor([[5, 2, 6]]), torch.tensor([[1, 2, 0]]), torch.tensor([[4, 3]]))
-    >>> measured = curve(model, others, Graph(model), scores, shares=(0.5, 1.0))
+    >>> measured = circuit_curve(model, others, Graph(model), scores, shares=(0.5, 1.0))
     >>> measured.signed.select(edges=1.0).mean()
     tensor(1.)
     """

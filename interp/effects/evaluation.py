@@ -137,7 +137,7 @@ def minimality(
     return runs.shares(losses, "node", nodes)
 
 
-def auroc(scores: Result, known: Circuit, signed: bool = False) -> float:
+def circuit_auroc(scores: Result, known: Circuit, signed: bool = False) -> float:
     """Return the area under the ROC curve of scores as a test for the edges of a known circuit.
 
     The area is the probability that a random edge of the circuit has a higher score than a random
@@ -158,7 +158,7 @@ def auroc(scores: Result, known: Circuit, signed: bool = False) -> float:
     >>> graph = Graph(model)
     >>> known = Circuit(graph, ["input->m0", "m0->logits"])
     >>> values = known.kept[graph.allowed].float()[:, None]
-    >>> auroc(Result(values, ("edge", "example"), labels={"edge": graph.edges}), known)
+    >>> circuit_auroc(Result(values, ("edge", "example"), labels={"edge": graph.edges}), known)
     1.0
     """
     require_made("known", known, Circuit)

@@ -36,7 +36,7 @@ from hooks.base import (
     writer_of,
 )
 from hooks.shared import with_parts
-from interp import pictures
+from interp import plots
 from interp.features.dictionary import Dictionary
 from interp.features.splicing import Dictionaries, placed
 from interp.inputs.copies import unseen
@@ -177,7 +177,7 @@ def _number(value: float | None) -> float:
     return math.nan if value is None else float(value)
 
 
-class FeatureCards(list[FeatureCard], pictures.Shown):
+class FeatureCards(list[FeatureCard], plots.Shown):
     """A list of cards of features, which a notebook displays as a page.
 
     `save("cards.html")` writes this page. `save("cards")` writes a folder with a JSON file in
@@ -188,9 +188,9 @@ class FeatureCards(list[FeatureCard], pictures.Shown):
         more = f"\nand {len(self) - 5} more" if len(self) > 5 else ""
         return "\n".join(map(repr, self[:5])) + more
 
-    def view(self) -> pictures.View:
+    def view(self) -> plots.View:
         """Return a view of all cards, one below the other."""
-        return pictures.features(self)
+        return plots.features(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the page if the path ends in `.html`, and otherwise a folder of JSON files.

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding_bag
 
 from hooks.base import Words, require_integer, require_kind, shown
-from interp import pictures
+from interp import plots
 from interp.features.activations import Features, Gated, JumpReLU, TopK
-from interp.pictures import objects
+from interp.plots import objects
 
 NormKind = Literal["none", "constant_norm_rescale", "layer_norm"]
 
@@ -47,7 +47,7 @@ class Origin:
     config: Mapping[str, Any] | None = None
 
 
-class Dictionary(pictures.Shown, nn.Module):
+class Dictionary(plots.Shown, nn.Module):
     """A sparse autoencoder or a transcoder with frozen weights.
 
     Args:
@@ -137,7 +137,7 @@ class Dictionary(pictures.Shown, nn.Module):
         self.config = dict(trained.config or {})
         self.eval()
 
-    def view(self) -> pictures.View:
+    def view(self) -> plots.View:
         """Return a view of the sizes and settings, and of the lengths of the decoder rows."""
         return objects.dictionary(self)
 

@@ -34,14 +34,14 @@ from hooks.base import (
     without_gradients,
 )
 from hooks.shared import with_parts
-from interp import pictures
+from interp import plots
 from interp.features.splicing import Dictionaries, SplicedDictionary, placed
 from interp.inputs.copies import digests, groups
 from interp.inputs.texts import batches
 from interp.measuring import measure
 from interp.metrics import cross_entropy, kl_divergence
 from interp.numbers.intervals import interval_text, standard_error
-from interp.pictures import objects
+from interp.plots import objects
 from interp.protocol import logits_of, runner_of
 from interp.results.result import Result
 
@@ -104,7 +104,7 @@ class PointScores:
 
 
 @dataclass(frozen=True, eq=False)
-class DictionaryScores(pictures.Shown):
+class DictionaryScores(plots.Shown):
     """The scores of one or several dictionaries in a model, returned by `evaluate_sae`.
 
     Attributes:
@@ -153,7 +153,7 @@ class DictionaryScores(pictures.Shown):
         effects = Result(values, axes, ablated, unedited, labels, "nats", groups=same)
         return effects.normalized()
 
-    def view(self) -> pictures.View:
+    def view(self) -> plots.View:
         """Return a view of the losses and of the density of features."""
         axes, labels = ("run", "example"), {"run": [*RUNS]}
         losses = Result(self.losses, axes, labels=labels, unit="nats", groups=self.groups)

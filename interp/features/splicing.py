@@ -119,7 +119,7 @@ def splice(
     *,
     error: Error = "live",
     reads: str | Mapping[str, str] | None = None,
-    at: str | None = None,
+    point: str | None = None,
 ) -> Iterator[HookedRunner]:
     """Make dictionaries part of a model inside a `with` statement, with their features as points.
 
@@ -140,7 +140,7 @@ def splice(
         reads: the point that a transcoder reads, or a mapping from the points of transcoders to
             points that they read. A name without a block, such as `ln2.normalized`, means the point
             in the same layer. Default: the point in the config.
-        at: the point of a single dictionary. If the config names a module of `transformers`, the
+        point: the point of a single dictionary. If the config names a module of `transformers`, the
             model runs on a few tokens to find the point with the same value. Default: the point in
             the config.
 
@@ -170,7 +170,7 @@ def splice(
     """
     require_choice("error", error, ("live", "frozen", None))
     runner = runner_of(model)
-    with with_parts(model, runner.points, placed(runner, dictionaries, error, reads, at)):
+    with with_parts(model, runner.points, placed(runner, dictionaries, error, reads, point)):
         yield HookedRunner(model)
 
 
@@ -179,7 +179,7 @@ def placed(
     dictionaries: Dictionaries,
     error: Error = "live",
     reads: str | Mapping[str, str] | None = None,
-    at: str | None = None,
+    point: str | None = None,
 ) -> dict[str, SplicedDictionary]:
     """Return dictionaries as parts for the points of a model.
 
@@ -187,9 +187,11 @@ def placed(
     """
     if isinstance(dictionaries, nn.Module):
         # The loop below raises an error if the module is not a dictionary.
-        dictionaries = {at or _place_of(dictionaries): dictionaries}  # type: ignore[dict-item]
-    elif at is not None:
-        raise ValueError(f"at must be None if dictionaries are given by their points; got {at}")
+        dictionaries = {point or _place_of(dictionaries): dictionaries}  # type: ignore[dict-item]
+    elif point is not None:
+        raise ValueError(
+            f"point must be None if dictionaries are given by their points; got {point!r}"
+        )
     if not isinstance(dictionaries, Mapping):
         require_made("dictionaries", dictionaries, Dictionary)
     parts: dict[str, SplicedDictionary] = {}
@@ -204,14 +206,12 @@ def placed(
             raise TypeError(
                 f"{name} needs a dictionary of one layer; got {type(dictionary).__name__} ({rule})"
             )
-        point = _point(runner, name, "at")
-        source = _reading(runner, dictionary, point, reads)
-        _check_sizes(runner.model, dictionary, point, source)
-        places = (dictionary.writes, point.name), (dictionary.reads, source.name)
-        warn_of_place(runner, *places)
-        parts[point.name] = SplicedDictionary(
-            dictionary, point, None if source is point else source.name, error
-        )
+        target = _point(runner, name, "point")
+        source = _reading(runner, dictionary, target, reads)
+        _check_sizes(runner.model, dictionary, target, source)
+        warn_of_place(runner, (dictionary.writes, target.name), (dictionary.reads, source.name))
+        source_name = None if source is target else source.name
+        parts[target.name] = SplicedDictionary(dictionary, target, source_name, error)
     return parts
 
 
@@ -219,7 +219,7 @@ def _place_of(dictionary: nn.Module) -> str:
     place = getattr(dictionary, "writes", None)
     if not isinstance(place, str):
         raise ValueError(
-            "the point of the dictionary is unknown; give at=, such as at='blocks.1.mlp_out'"
+            "the point of the dictionary is unknown; give point=, such as point='blocks.1.mlp_out'"
         )
     return place
 
@@ -289,7 +289,7 @@ def _check_sizes(model: nn.Module, dictionary: Dictionary, point: Point, source:
             what = "read" if place is source else "write"
             raise ValueError(
                 f"the dictionary at {point.name} must {what} vectors of size {expected} at "
-                f"{place}; got a dictionary for size {size} (set the points by reads= and at=)"
+                f"{place}; got a dictionary for size {size} (set the points by reads= and point=)"
             )
 
 

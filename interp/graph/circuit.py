@@ -10,18 +10,18 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from hooks.base import require_integer, shown, storage, unknown_name
-from interp import pictures
+from interp import plots
 from interp.graph.graph import Graph
 from interp.kinds import require_made
 from interp.results.node import NodeName
 
 if TYPE_CHECKING:
-    from interp.pictures.view import Arrow
+    from interp.plots.view import Arrow
 
 _FORMAT = "hookscope-circuit-2"
 
 
-class Circuit(pictures.Shown):
+class Circuit(plots.Shown):
     """A set of edges of a graph. A run of a circuit replaces all other edges; see `run_circuit`.
 
     Circuits of one graph are sets: `|`, `&`, `-`, `in`, `len`, and `~` for the other edges. The
@@ -159,7 +159,7 @@ class Circuit(pictures.Shown):
 
     def drawn(self) -> tuple[list[list[str]], list["Arrow"]]:
         """Return the connected nodes, in rows from the input upward, and the edges between them."""
-        from interp.pictures.view import Arrow
+        from interp.plots.view import Arrow
 
         pruned = self.pruned()
         rows: dict[Any, list[str]] = {}
@@ -179,9 +179,9 @@ class Circuit(pictures.Shown):
                 arrows.append(Arrow(writers[writer], node, part if part in "qkv" else "", score))
         return [*rows.values()], arrows
 
-    def view(self) -> pictures.View:
+    def view(self) -> plots.View:
         """Return a view of the nodes in rows of layers, with the edges."""
-        return pictures.circuit(self)
+        return plots.circuit(self)
 
     def _writers(self) -> dict[str, Callable[[Path], object]]:
         return {**super()._writers(), **dict.fromkeys(storage.SAFETENSORS, self._save)}

@@ -26,7 +26,7 @@ from hooks.base import (
     without_gradients,
     writer_of,
 )
-from interp import pictures
+from interp import plots
 from interp.inputs.copies import digests, numbered
 from interp.inputs.token_positions import Tokens, as_positions, is_worded, last_real, short
 from interp.kinds import require_made
@@ -34,7 +34,7 @@ from interp.measuring import Metric, Writer, evaluate, in_words, last_of, metric
 from interp.metrics import accuracy, log_prob, logit_diff
 from interp.pairs.spans import Spans, aligned
 from interp.pairs.wording import answer_positions, tokens_of_pairs
-from interp.pictures import objects
+from interp.plots import objects
 from interp.protocol import logits_of, runner_of
 
 Answers = Int[Tensor, " batch"] | Int[Tensor, "batch 2"] | int | str | Sequence[Any]
@@ -51,7 +51,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class Pairs(pictures.Shown):
+class Pairs(plots.Shown):
     """Clean texts, the corrupted texts that they are compared with, if any, and the metric of an
     analysis.
 
@@ -358,15 +358,15 @@ class Pairs(pictures.Shown):
         """Return a hash of the texts of each pair."""
         return digests(*filter(None, (self.text, self.other)))
 
-    def view(self) -> pictures.View:
+    def view(self) -> plots.View:
         """Return a view of the first texts, in which the tokens that differ are marked."""
         if self.is_read and self.clean.ndim > 2:
-            return pictures.View(repr(self), [])
+            return plots.View(repr(self), [])
         if self.is_read:
             return objects.pairs(self, self._write or (lambda tokens: [*map(str, tokens)]))
         parts = ((name, getattr(self, name)) for name in ("clean", "corrupted", "answers", "spans"))
         says = [f"{name}: {short(value)}" for name, value in parts if value not in (None, {})]
-        return pictures.View(repr(self), [], says=says)
+        return plots.View(repr(self), [], says=says)
 
     def __len__(self) -> int:
         return len(self.clean) if self.is_read else sum(1 for _ in each_text(self.clean))

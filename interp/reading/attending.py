@@ -51,7 +51,7 @@ Sources = Float[Tensor, "source example d_head"]
 
 
 @without_gradients
-def why_attends(
+def attention_attribution(
     model: nn.Module,
     cache: ActivationCache,
     head: tuple[int, int],
@@ -96,7 +96,7 @@ def why_attends(
     >>> from models import load
     >>> model = load("pydoc-4l")
     >>> _, cache = run_with_cache(model, "part KV8 and part K", lazy=True)
-    >>> pairs = why_attends(model, cache, (1, 0))
+    >>> pairs = attention_attribution(model, cache, (1, 0))
     >>> pairs.about["head"], bool(abs(pairs.values.sum() - pairs.about["score"]) < 1e-3)
     ('a1.h0', True)
     """
@@ -144,7 +144,7 @@ def why_attends(
 
 
 class AskedPlace(NamedTuple):
-    """The place of the score to explain; for the fields see `why_attends`."""
+    """The place of the score to explain; for the fields see `attention_attribution`."""
 
     head: tuple[int, int]
     query: Index

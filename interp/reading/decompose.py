@@ -15,14 +15,14 @@ from hooks.base import (
     unknown_name,
     without_gradients,
 )
-from interp import pictures
+from interp import plots
 from interp.numbers.precision import like
 from interp.reading.components import ResidualComponents
 from interp.results.result import Result
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Decomposition(pictures.Shown):
+class Decomposition(plots.Shown):
     """A residual stream as a sum of parts, in at least float32.
 
     Attributes:
@@ -50,12 +50,12 @@ class Decomposition(pictures.Shown):
             raise unknown_name(name, self.names, "component")
         return self.values[self.names.index(name)]
 
-    def view(self) -> pictures.View:
+    def view(self) -> plots.View:
         """Draw the norms of the parts at the last position of the first text."""
         norms = self.values[:, 0, -1].norm(dim=-1)[:, None]
         labels, about = {"component": self.names}, {"norms": "at the last position"}
         shown = Result(norms, ("component", "example"), labels=labels, unit="norm", about=about)
-        return pictures.effects(shown)
+        return plots.effects(shown)
 
     def __repr__(self) -> str:
         """Return the sizes, and the first and last names."""

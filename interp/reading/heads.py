@@ -118,7 +118,7 @@ def head_scores(
     batch, *_, n_queries, n_pos = first.shape
     if n_queries != n_pos or first.ndim != 4:
         raise ValueError(
-            "the cache must contain whole texts, without positions= and kv_cache=; got "
+            "the cache must contain whole texts, without pos= and kv_cache=; got "
             f"{n_queries} "
             f"queries and {n_pos} keys, {list(first.shape)}"
         )

@@ -19,7 +19,7 @@ from hooks.base import (
     without_gradients,
     writer_of,
 )
-from interp import pictures
+from interp import plots
 from interp.inputs.cached import mask_of, nan_at_padding, text_of_values
 from interp.inputs.token_positions import token_ids
 from interp.kinds import require_cache
@@ -34,7 +34,7 @@ _MOST_LAYERS = 36
 
 
 @dataclass(frozen=True)
-class LensReadout(pictures.Shown):
+class LensReadout(plots.Shown):
     """Predictions from the stream entering each block and, last, from the stream after all blocks.
 
     Probabilities are 0 to 1. All numbers are in float32 when the model is in half precision.
@@ -73,9 +73,9 @@ class LensReadout(pictures.Shown):
         columns: list[int] = self.real[0].nonzero()[:, 0].tolist()
         return columns
 
-    def view(self) -> pictures.View:
+    def view(self) -> plots.View:
         """Draw the likeliest token of each layer at each position of the first text."""
-        return pictures.lens(self)
+        return plots.lens(self)
 
     def __repr__(self) -> str:
         """Return a table of the likeliest tokens of the last layers at the last positions of the

@@ -45,7 +45,7 @@ def direct_logit_attribution(
     *,
     right: Tokens | None = None,
     wrong: Tokens | None = None,
-    direction: LogitDirection | None = None,
+    vector: LogitDirection | None = None,
     pos: Index | None = None,
     neurons: bool = False,
     experts: bool = False,
@@ -64,7 +64,7 @@ def direct_logit_attribution(
             `Graph(model, split_embeddings=True).needed` and `ln_final.scale`.
         right: the token of the logit.
         wrong: the token of a logit to subtract. Default: subtract no logit.
-        direction: a direction in the input of the unembedding, such as a probe's direction, instead
+        vector: a direction in the input of the unembedding, such as a probe's direction, instead
             of tokens.
         pos: read one position of all texts, or one for each example; -1 is the last real token, if
             the run was given its mask. Default: all positions.
@@ -81,7 +81,7 @@ def direct_logit_attribution(
     Raises:
         TypeError: as for `Graph`; or if the model has no `W_U`.
         ValueError: as for `Graph`; if logits are capped, because they are then not a sum of parts;
-            or if tokens, direction or position do not fit.
+            or if tokens, vector or position do not fit.
         CacheError: if the cache is of another model, a point is missing, or the parts do not add up
             to the logit.
 
@@ -97,7 +97,7 @@ def direct_logit_attribution(
     >>> torch.allclose(parts.values.sum(), logits[0, -1, model.to_id("n")], atol=1e-4)
     True
     """
-    reading = _Reading(model, cache, right, wrong, direction, pos)
+    reading = _Reading(model, cache, right, wrong, vector, pos)
     parts = [*reading.parts(neurons=neurons, experts=experts)]
     sizes = [len(part.names) for part in parts]
     biases = {name: value for name, value in reading.biases.items() if value.any()}
@@ -116,13 +116,13 @@ def direct_logit_attribution(
 
 
 @without_gradients
-def accumulated(
+def accumulated_logits(
     model: nn.Module,
     cache: ActivationCache,
     *,
     right: Tokens | None = None,
     wrong: Tokens | None = None,
-    direction: LogitDirection | None = None,
+    vector: LogitDirection | None = None,
     pos: Index | None = None,
 ) -> Result:
     """Return a logit, or a difference of logits, of the stream up to each layer, with the final
@@ -135,7 +135,7 @@ def accumulated(
     Args:
         model: the model of the run, with `W_U`; for attached models see `decompose`.
         cache: the cache of a run that cached the residual stream and `ln_final.scale`.
-        right, wrong, direction, pos: see `direct_logit_attribution`.
+        right, wrong, vector, pos: see `direct_logit_attribution`.
 
     Returns:
         A result with the axes `stream` (`0_pre`, `0_mid`, ..., `final_post`), `pos` and `example`;
@@ -149,13 +149,13 @@ def accumulated(
     >>> from models import load
     >>> model = load("pydoc-4l")
     >>> logits, cache = HookedRunner(model).run_with_cache("Return the", lazy=True)
-    >>> result = accumulated(model, cache, right="n", pos=-1)
+    >>> result = accumulated_logits(model, cache, right="n", pos=-1)
     >>> result.labels["stream"][:3]
     ('0_pre', '0_mid', '1_pre')
     >>> torch.allclose(result.values[-1, 0], logits[0, -1, model.to_id("n")], atol=1e-4)
     True
     """
-    reading = _Reading(model, cache, right, wrong, direction, pos)
+    reading = _Reading(model, cache, right, wrong, vector, pos)
     points = {}
     for n, block in enumerate(reading.parts.model.blocks):
         points[f"{n}_pre"] = f"blocks.{n}.resid_pre"
@@ -175,24 +175,24 @@ class _Reading:
         cache: ActivationCache,
         right: Tokens | None,
         wrong: Tokens | None,
-        direction: LogitDirection | None,
+        vector: LogitDirection | None,
         pos: Index | None,
     ) -> None:
         self._named, self._cache = model, cache
         self.parts, self._one = ResidualComponents(model, cache, pos), pos is not None
         stream, norm = self.parts.at(self.parts.last), getattr(self.parts.model, "ln_final", None)
         self.about: dict[str, Any] = {}
-        if direction is not None and right is None and wrong is None:
-            vectors, offset = at_least_float32(direction), stream.new_zeros(1, 1)
+        if vector is not None and right is None and wrong is None:
+            vectors, offset = at_least_float32(vector), stream.new_zeros(1, 1)
             vectors = vectors if vectors.ndim == 3 else vectors.view(-1, 1, vectors.shape[-1])
-        elif direction is None and right is not None:
+        elif vector is None and right is not None:
             vectors, offset = self._unembedding("right", right)
             if wrong is not None:
                 other, subtracted = self._unembedding("wrong", wrong)
                 vectors, offset = vectors - other, offset - subtracted
         else:
             raise ValueError(
-                "give either right=, the token of a logit, or direction=; got both or neither"
+                "give either right=, the token of a logit, or vector=; got both or neither"
             )
         fits = all(n in (1, full) for n, full in zip(vectors.shape, stream.shape, strict=True))
         if not fits or vectors.shape[2] != stream.shape[2]:
@@ -212,7 +212,7 @@ class _Reading:
         if getattr(model.config, "logit_cap", 0):
             raise ValueError(
                 "logits are a sum of parts only without a cap; got logit_cap="
-                f"{model.config.logit_cap}: direction=W_U[:, token] reads the logit before the cap"
+                f"{model.config.logit_cap}: vector=W_U[:, token] reads the logit before the cap"
             )
         tokens, vocab = tokens_of(token_ids(self._named, answers), 2), n_logits(self.parts.model)
         if int(tokens.max()) >= vocab:

@@ -18,7 +18,7 @@ from hooks.base import (
     without_gradients,
     writer_of,
 )
-from interp import pictures
+from interp import plots
 from interp.inputs.texts import batches
 from interp.numbers.precision import like
 from interp.numbers.ranks import largest_rows
@@ -61,12 +61,12 @@ class Activation(NamedTuple):
         return f"{self.value:.4g} in text {self.text} at {self.pos}: {self.around}"
 
 
-class TopActivations(list[Activation], pictures.Shown):
+class TopActivations(list[Activation], plots.Shown):
     """Positions in texts, the largest value first."""
 
-    def view(self) -> pictures.View:
+    def view(self) -> plots.View:
         """Draw the values, and the text around them."""
-        return pictures.View("largest values", [], says=[*map(repr, self)])
+        return plots.View("largest values", [], says=[*map(repr, self)])
 
 
 @shows_progress
@@ -79,7 +79,7 @@ def max_activating(
     head: int | None = None,
     neuron: int | None = None,
     feature: int | None = None,
-    direction: Float[Tensor, " d"] | None = None,
+    vector: Float[Tensor, " d"] | None = None,
     pos: Index | None = None,
     k: int = 10,
     batch: int = 16,
@@ -97,7 +97,7 @@ def max_activating(
         head: the number of a head, for a point with heads.
         neuron: the number of a neuron, for a point with neurons.
         feature: the number of a feature of a dictionary, for its point inside `splice`.
-        direction: a vector along the last axis that is left after head and neuron are selected.
+        vector: a direction along the last axis that is left after head and neuron are selected.
         pos: the positions of each text that are searched. Default: all positions.
         k: the number of positions to return. Default: 10.
         batch: the number of texts that are read together. Default: 16.
@@ -117,7 +117,7 @@ def max_activating(
     >>> from hooks import HookPoint
     >>> model = nn.Sequential(nn.Embedding(7, 2), HookPoint("batch pos d_model")).eval()
     >>> model[0].weight.data = torch.arange(14.0).view(7, 2)
-    >>> max_activating(model, [[3, 1], [4, 2]], "1", direction=torch.tensor([1.0, 0.0]), k=1)
+    >>> max_activating(model, [[3, 1], [4, 2]], "1", vector=torch.tensor([1.0, 0.0]), k=1)
     [8 in text 1 at 0: '«4» 2']
     """
     require_integer("k", k)
@@ -125,7 +125,7 @@ def max_activating(
     kept: list[Activation] = []
     for first, text in batches(texts, model, batch):
         cache = runner.capture(text.tokens, names=point, **text.arguments(model))
-        strength = _values(cache[point], cache.axes(point), point, chosen, direction)
+        strength = _values(cache[point], cache.axes(point), point, chosen, vector)
         inside = to_device(text.at(pos), strength.device)
         activations, places = strength[inside], inside.nonzero()
         if bool(activations.isnan().any()):
@@ -153,7 +153,7 @@ def _values(
     axes: tuple[str, ...],
     point: str,
     chosen: Mapping[str, int | None],
-    direction: Tensor | None,
+    vector: Tensor | None,
 ) -> Float[Tensor, "batch pos"]:
     """Return one number for each position."""
     where = {
@@ -162,14 +162,14 @@ def _values(
         if index is not None
     }
     rest = [axis for axis in axes if axis not in where]
-    vectors = len(rest) == 3 or (len(rest) == 2 and direction is None)
+    vectors = len(rest) == 3 or (len(rest) == 2 and vector is None)
     if rest[:2] != ["batch", "pos"] or not vectors:
         raise ValueError(
-            "a head, a neuron or a direction must leave one number for each batch and pos at "
+            "a head, a neuron or a vector must leave one number for each batch and pos at "
             f"{point}; "
             f"got the axes {' '.join(rest) or 'of no HookPoint'}"
         )
     activations = at_least_float32(value[index_by_axis(axes, where, point)])
-    if direction is not None:
-        return activations @ like(direction, activations)
+    if vector is not None:
+        return activations @ like(vector, activations)
     return activations if activations.ndim == 2 else activations.norm(dim=-1)

@@ -23,7 +23,7 @@ from hooks.base import (
     unknown_name,
     warn,
 )
-from interp import pictures
+from interp import plots
 from interp.inputs.token_positions import short
 from interp.numbers.intervals import Interval, auroc_interval, interval, share_interval
 from interp.results.entries import Entries, Entry
@@ -37,7 +37,7 @@ _TUPLES = ("axes", "bounds", "counts", "groups")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Result(pictures.Shown):
+class Result(plots.Shown):
     """Effects, metric(edited) - metric(base), at labelled places, for each example.
 
     Attributes:
@@ -460,7 +460,7 @@ class Result(pictures.Shown):
             UnknownNameError: if the axis does not exist.
             ValueError: if there are not one or two axes besides `example` and the facet.
         """
-        from interp.pictures.plots import effects
+        from interp.plots.matplotlib_figures import effects
 
         return effects(self, facet)
 
@@ -526,11 +526,11 @@ class Result(pictures.Shown):
             facts["labels"] = {axis: [*map(from_fact, each)] for axis, each in labels}
             return cls(**tensors, **facts | tuples)
 
-    def view(self) -> pictures.View:
+    def view(self) -> plots.View:
         """Draw the means as bars or heat maps; with more axes, return the largest means as text."""
         if 2 <= len(self.axes) <= 4:
-            return pictures.effects(self)
-        return pictures.View("mean effects", [], says=repr(self).splitlines())
+            return plots.effects(self)
+        return plots.View("mean effects", [], says=repr(self).splitlines())
 
     def __repr__(self) -> str:
         sizes = zip(self.axes, self.values.shape, strict=True)

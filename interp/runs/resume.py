@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks.base import peak_bytes, to_device, trusted
+from hooks.base import peak_bytes, skip_token_checks, to_device
 from hooks.shared import Edits, inside
 from interp.runs.rows import Done, Job, acting, copied, stacked, too_small
 from interp.runs.unedited import Unedited
@@ -172,7 +172,7 @@ class Resumed:
         if not job.before_blocks:
             return self.base.streams[job.layer]
         # The unedited run has already checked the texts.
-        with trusted(), acting(stacked([job], self.batch)):
+        with skip_token_checks(), acting(stacked([job], self.batch)):
             resid = self.model.input_resid(self.batch.tokens, self.base.contexts[0])
         return to_device(resid, self.base.streams[0].device)
 

@@ -33,8 +33,8 @@ from hooks.base import (
     piece_read,
     reading,
     require_fired,
+    skip_token_checks,
     to_device,
-    trusted,
     with_first_tensor,
 )
 from hooks.shared import Edits, Session, first_tensor
@@ -225,7 +225,7 @@ class WholeRuns:
 
     def _measured(self, jobs: Sequence[Job]) -> list[Tensor]:
         # The unedited run has already checked the texts.
-        with trusted(), acting(stacked(jobs, self.batch)):
+        with skip_token_checks(), acting(stacked(jobs, self.batch)):
             logits = self.batch.read(self._logits(self.batch.text.repeated(len(jobs))))
         return list(map(self.batch.measure, logits.split(len(self.batch.tokens))))
 

@@ -18,7 +18,7 @@ from jaxtyping import Complex, Float, Int
 from torch import Tensor
 
 from hooks.base import require_integer, require_kind
-from interp import pictures
+from interp import plots
 from interp.numbers.precision import finite
 from interp.numbers.ranks import largest_rows
 from interp.spectral.singular import SVD, svd
@@ -36,7 +36,7 @@ class LargestEntries(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class FactoredMatrix(pictures.Shown):
+class FactoredMatrix(plots.Shown):
     """The product `left @ right`, which has at most rank `inner`, without forming it.
 
     Decompositions and norms are in float64 for any dtype; their cost depends on the factors' sizes
@@ -71,7 +71,7 @@ class FactoredMatrix(pictures.Shown):
         object.__setattr__(self, "left", left.expand(*batch, *left.shape[-2:]))
         object.__setattr__(self, "right", right.expand(*batch, *right.shape[-2:]))
 
-    def view(self) -> pictures.View:
+    def view(self) -> plots.View:
         """Draw the singular values of at most 12 matrices."""
         places = [*np.ndindex(*self.shape[:-2])]
         # Decomposing all of many matrices would take long.
@@ -80,9 +80,9 @@ class FactoredMatrix(pictures.Shown):
             " ".join(map(str, at)) or "s": FactoredMatrix(self.left[at], self.right[at]).svd().s
             for at in some
         }
-        shown = pictures.curves(lines, axis="rank", unit="singular value", title="spectrum")
+        shown = plots.curves(lines, axis="rank", unit="singular value", title="spectrum")
         says = [f"the first {len(some)} of {len(places)} matrices"] if places != some else []
-        return pictures.View(f"{self!r}, its spectrum", shown.parts, says=says)
+        return plots.View(f"{self!r}, its spectrum", shown.parts, says=says)
 
     @property
     def shape(self) -> torch.Size:

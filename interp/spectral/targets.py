@@ -147,7 +147,7 @@ def _of_layer(
     scores, pattern, v = read
     if not scores.shape[-2] == scores.shape[-1] == v.shape[1]:
         raise ValueError(
-            f"the cache must contain whole texts, without positions= and kv_cache=; got "
+            f"the cache must contain whole texts, without pos= and kv_cache=; got "
             f"{scores.shape[-2]} queries, {scores.shape[-1]} keys and {v.shape[1]} values"
         )
     groups = pattern.shape[1] // v.shape[2]
@@ -160,7 +160,7 @@ def _of_layer(
     return scores.tril(), pattern, values, avwo
 
 
-def spectra(targets: SVDTargets, k: int | None = None) -> Mapping[str, SVD]:
+def svd_spectra(targets: SVDTargets, k: int | None = None) -> Mapping[str, SVD]:
     """Return the decompositions of the three targets, under `qkt`, `wvwo` and `avwo`.
 
     In `qkt`, left singular vectors are over queries, and right singular vectors are over keys. In
@@ -185,7 +185,7 @@ def spectra(targets: SVDTargets, k: int | None = None) -> Mapping[str, SVD]:
     >>> square, wide = torch.ones(1, 1, 3, 3), torch.ones(1, 1, 3, 2)  # batch, layer
     >>> wvwo = FactoredMatrix(torch.ones(1, 2, 1), torch.ones(1, 1, 2))
     >>> targets = SVDTargets(square, square, wide, wvwo, wide)
-    >>> {name: found.s.shape for name, found in spectra(targets).items()}
+    >>> {name: found.s.shape for name, found in svd_spectra(targets).items()}
     {'qkt': torch.Size([1, 1, 3]), 'wvwo': torch.Size([1, 1]), 'avwo': torch.Size([1, 1, 2])}
     """
     require_made("targets", targets, SVDTargets)

@@ -13,9 +13,9 @@ from torch.utils.data import IterableDataset
 
 from hooks import CacheError
 from hooks.base import generator, require_integer, require_module, shown, unknown_name, writer_of
-from interp import pictures
+from interp import plots
 from interp.numbers.moments import Moments
-from interp.pictures.view import told
+from interp.plots.view import told
 from interp.reading.maxima import Activation, TopActivations
 from interp.store.files import MANIFEST, ROWS, Folder, file_of, gathered, store_of
 from interp.store.rows import FORMAT, identity
@@ -23,7 +23,7 @@ from interp.store.shuffling import Shared, shuffled
 from interp.store.summary import StatisticsByPoint, require_options
 
 
-class Activations(pictures.Shown):
+class Activations(plots.Shown):
     """Values that `harvest` wrote, with a row for each token.
 
     Files are mapped into memory and read on demand.
@@ -54,9 +54,9 @@ class Activations(pictures.Shown):
         self._store = store_of(self.manifest)
         self.names: list[str] = [*self.manifest["points"]]
 
-    def view(self) -> pictures.View:
+    def view(self) -> plots.View:
         """Return a view of the contents and the manifest of the store."""
-        return pictures.View("a store", [], says=[repr(self), *self.names, *told(self.manifest)])
+        return plots.View("a store", [], says=[repr(self), *self.names, *told(self.manifest)])
 
     @cached_property
     def files(self) -> list[dict[str, Any]]:

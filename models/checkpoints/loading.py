@@ -15,10 +15,10 @@ from torch import nn
 from hooks.base import library, require_device, require_kind, shows_progress, storage
 from models import verification
 from models.checkpoints.huggingface import load_huggingface
-from models.checkpoints.own import BUNDLED, CONFIG, bundled, load_own
+from models.checkpoints.own import BUNDLED, CONFIG, list_models, load_own
 from models.checkpoints.transformer_lens import from_transformer_lens, weights_in
 from models.files import read_object, without
-from models.registry import ON_HUB, available
+from models.registry import ON_HUB, list_configs
 from models.text.files import tokenizer_from
 from models.text.tokenizer import Tokenizer
 from models.transformer import Transformer
@@ -231,7 +231,7 @@ def locate(
         raise FileNotFoundError(f"name_or_path must name a model or a folder; got {name_or_path!r}")
     name, path = os.fspath(name_or_path), Path(name_or_path)
     named = isinstance(name_or_path, str)
-    held = BUNDLED / name if named and name in bundled() else path
+    held = BUNDLED / name if named and name in list_models() else path
     if named and name in _PACKAGED and not path.exists():
         held = _in_package(name)
     if held.exists() and revision is not None:
@@ -241,19 +241,19 @@ def locate(
         )
     if held.exists():
         return held
-    at_hand = [*bundled(), *_PACKAGED]
-    known = [n for n in at_hand + available() if n != name]
+    at_hand = [*list_models(), *_PACKAGED]
+    known = [n for n in at_hand + list_configs() if n != name]
     close = difflib.get_close_matches(name.lower(), known, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close and name not in available() else ""
+    hint = f"; did you mean {close[0]!r}?" if close and name not in list_configs() else ""
     missing = f"no file, directory or model of this package is named {name!r}{hint}"
     missing += f" (available: {', '.join(at_hand)})"
-    if name in available():
+    if name in list_configs():
         missing += (
             f"; it is the name of a config: models.build({name!r}) gives a model with fresh weights"
         )
     may_be_on_hub = named and _HUB_NAME.fullmatch(name)
     # Among the names of our configs, only the names of GPT-2 models are also models on the hub.
-    if not may_be_on_hub or (name in available() and name not in ON_HUB):
+    if not may_be_on_hub or (name in list_configs() and name not in ON_HUB):
         raise FileNotFoundError(missing)
     try:
         return _download(name, weights, revision, code)

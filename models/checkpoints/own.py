@@ -23,10 +23,10 @@ BUNDLED = Path(__file__).parent.parent / "bundled"
 CONFIG, VOCABULARY = "config.json", "vocabulary.json"
 
 
-def bundled() -> list[str]:
+def list_models() -> list[str]:
     """Return the names of the models that ship with this package.
 
-    >>> bundled()
+    >>> list_models()
     ['pydoc-4l']
     """
     return sorted(path.parent.name for path in BUNDLED.glob(f"*/{CONFIG}"))

@@ -1,6 +1,7 @@
 """Generation: continue prompts of any lengths token by token, with cached keys and values.
 
-1. Check arguments and prompts before the model runs, and pad the prompts on the left (`stream`).
+1. Check arguments and prompts before the model runs, and pad the prompts on the left
+   (`generate_steps`).
 2. Run the model on the prompts in chunks, and cache their keys and values (`_last_logits`).
 3. Choose a token for each row from the logits of the last position, with `Sampling.choose`
    (`_steps`).
@@ -28,8 +29,8 @@ from hooks.base import (
     refuse,
     require_integer,
     shown,
+    skip_token_checks,
     to_device,
-    trusted,
     uncompiled,
     without_gradients,
 )
@@ -52,7 +53,7 @@ class Step:
 
     >>> from models import load
     >>> model = load("pydoc-4l")
-    >>> step = next(stream(model, "impor", max_new_tokens=1))
+    >>> step = next(generate_steps(model, "impor", max_new_tokens=1))
     >>> model.to_text(step.tokens), step.running.tolist()
     ('t', [True])
     """
@@ -63,7 +64,7 @@ class Step:
 
 
 class GenerationOptions(TypedDict, total=False):
-    """The options that `generate` passes to `stream`."""
+    """The options that `generate` passes to `generate_steps`."""
 
     attention_mask: Shaped[Tensor, "batch pos"] | None
     temperature: float
@@ -96,10 +97,10 @@ def generate(
         prompts: texts of any lengths, in any form; see `Transformer.to_tokens`.
         max_new_tokens: the largest number of new tokens.
         options: `attention_mask`, `temperature`, `top_k`, `top_p`, `min_p`, `stop`, `seed`,
-            `max_context` and `prefill_chunk`; see `stream`.
+            `max_context` and `prefill_chunk`; see `generate_steps`.
 
     Raises:
-        ValueError: see `stream`.
+        ValueError: see `generate_steps`.
 
     >>> from models import Transformer, TransformerConfig
     >>> config = TransformerConfig(vocab_size=5, n_ctx=9, n_layers=1, n_heads=2, d_model=4)
@@ -108,9 +109,9 @@ def generate(
     [5, 4]
     """
     _require(model)
-    refuse(options, stream, "generate")
+    refuse(options, generate_steps, "generate")
     texts = prompts_as_text(model, prompts, options.pop("attention_mask", None)).listed()
-    steps = stream(model, texts, max_new_tokens=max_new_tokens, **options)
+    steps = generate_steps(model, texts, max_new_tokens=max_new_tokens, **options)
     new = [(step.tokens, step.running) for step in steps]
     lengths = torch.stack([running for _, running in new], 1).sum(1)
     # Copy one tensor to the CPU, because each copy waits for the device.
@@ -132,10 +133,10 @@ def generate_text(
         model: a model in evaluation mode, with a `tokenizer`.
         prompts: a text, or a batch of texts, in any form; see `Transformer.to_tokens`.
         max_new_tokens: the largest number of new tokens.
-        options: see `stream`.
+        options: see `generate_steps`.
 
     Raises:
-        ValueError: see `stream`. The tokenizer also raises this error if it does not know a
+        ValueError: see `generate_steps`. The tokenizer also raises this error if it does not know a
             character or a token.
 
     >>> from models import load
@@ -147,7 +148,7 @@ def generate_text(
         raise TypeError(
             "generate_text takes texts and no tokenizer: set model.tokenizer = tokenizer"
         )
-    refuse(options, stream, "generate_text")
+    refuse(options, generate_steps, "generate_text")
     tokenizer: Tokenizer = model.require_tokenizer()
     ends: set[int] = set()
     if options.get("stop") is None:
@@ -172,7 +173,7 @@ def generate_text(
     return texts[0] if is_one else texts
 
 
-def stream(
+def generate_steps(
     model: Transformer,
     prompts: Texts,
     *,
@@ -216,11 +217,11 @@ def stream(
 
     >>> from models import Transformer, TransformerConfig
     >>> config = TransformerConfig(vocab_size=5, n_ctx=9, n_layers=1, n_heads=2, d_model=4)
-    >>> steps = stream(Transformer(config).eval(), [[1, 2], [3]], max_new_tokens=3)
+    >>> steps = generate_steps(Transformer(config).eval(), [[1, 2], [3]], max_new_tokens=3)
     >>> next(steps).logits.shape
     torch.Size([2, 5])
     """
-    refuse(others, stream, "stream")
+    refuse(others, generate_steps, "generate_steps")
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     _require(model)
     texts = prompts_as_text(model, prompts, attention_mask).listed()
@@ -268,8 +269,8 @@ def _last_logits(
         raise ValueError(IN_TRAINING)
     for piece in tokens.split(chunk, 1):
         seen = None if mask is None else mask[:, : cache.length + piece.shape[1]]
-        # The tokens were checked in `check_prompts`, and the mask was made in `stream`.
-        with trusted():
+        # The tokens were checked in `check_prompts`, and the mask was made in `generate_steps`.
+        with skip_token_checks():
             logits = model(piece, attention_mask=seen, kv_cache=cache, last=1)
     return logits[:, -1]
 

@@ -7,7 +7,7 @@ from models.training.data import (
     evaluate,
     next_token_loss,
     sample_batch,
-    split,
+    train_test_split,
 )
 from models.training.loop import TrainingResult, train
 
@@ -19,6 +19,6 @@ __all__ = [
     "evaluate",
     "next_token_loss",
     "sample_batch",
-    "split",
     "train",
+    "train_test_split",
 ]

@@ -16,8 +16,8 @@ from hooks.base import (
     require_kind,
     require_module,
     shown,
+    skip_token_checks,
     to_device,
-    trusted,
     without_gradients,
 )
 from models.checks import INTEGERS, check_tokens, check_types, names_fields
@@ -195,7 +195,7 @@ def row_losses(model: Transformer, rows: Int[Tensor, "batch pos"]) -> Float[Tens
     """Return the mean cross-entropy of each row, in nats, over all tokens except the first."""
     rows = to_device(rows, model.token_embedding.weight.device).long()
     # `check_learnable` has already checked these tokens.
-    with trusted():
+    with skip_token_checks():
         logits = model(rows[:, :-1])
     # In half precision, the sum over tokens would be rounded or infinite.
     losses = F.cross_entropy(
@@ -204,7 +204,7 @@ def row_losses(model: Transformer, rows: Int[Tensor, "batch pos"]) -> Float[Tens
     return losses.view(len(rows), -1).mean(1)
 
 
-def split(
+def train_test_split(
     tokens: Int[Tensor, "text ..."], fraction: float = 0.9
 ) -> tuple[Int[Tensor, "training ..."], Int[Tensor, "validation ..."]]:
     """Split a text, or walks [walk, pos]: the first `fraction` is for training, the rest for
@@ -213,7 +213,7 @@ def split(
     Raises:
         ValueError: if one of the two parts would be empty.
 
-    >>> [part.tolist() for part in split(torch.arange(5), 0.6)]
+    >>> [part.tolist() for part in train_test_split(torch.arange(5), 0.6)]
     [[0, 1, 2], [3, 4]]
     """
     tokens = tensor_of(tokens, "tokens")

@@ -22,8 +22,8 @@ from models.training.data import (
     check_learnable,
     row_losses,
     sample_batch,
-    split,
     tensor_of,
+    train_test_split,
 )
 from models.training.run import Run
 from models.transformer import Transformer
@@ -183,7 +183,7 @@ def _batches_and_texts(
     if not callable(data):
         text = tensor_of(data, "data")
         if validation is None:
-            text, validation = split(text, config.train_fraction)
+            text, validation = train_test_split(text, config.train_fraction)
         texts["the text to train on"] = text
 
         def data(step: int, generator: torch.Generator) -> Tensor:

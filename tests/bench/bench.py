@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from hooks import HookedRunner
 from interp import (
     Pairs,
-    accumulated,
+    accumulated_logits,
     attribution_patching,
     decompose,
     direct_logit_attribution,
@@ -32,9 +32,9 @@ from interp import (
     log_prob,
     logit_lens,
     max_activating,
-    pictures,
+    plots,
     run_circuit,
-    spectra,
+    svd_spectra,
     svd_targets,
 )
 from interp.features import Dictionary, TopK, splice
@@ -241,7 +241,7 @@ def direct() -> Calls:
         "of every neuron, one difference for each text": read(
             neurons=True, right=right[:, 0], wrong=wrong[:, 0]
         ),
-        "accumulated": lambda: accumulated(ours, cache, right=right, wrong=wrong),
+        "accumulated": lambda: accumulated_logits(ours, cache, right=right, wrong=wrong),
         "decompose": lambda: decompose(ours, cache),
     }
 
@@ -364,7 +364,7 @@ def long_text() -> Calls:
     return {
         "all points of one layer": lambda: cache.read(*layer),
         "scores of heads": lambda: head_scores(model, cache, "induction"),
-        "picture of patterns": lambda: pictures.patterns(model, cache),
+        "picture of patterns": lambda: plots.patterns(model, cache),
         "SVD targets of a layer": lambda: svd_targets(model, cache, [15]),
         "direct attribution": lambda: direct_logit_attribution(model, cache, right=3, pos=-1),
         "logit lens": lambda: logit_lens(model, cache),
@@ -379,7 +379,7 @@ def published_spectra() -> Calls:
     cache = HookedRunner(model).run_with_cache(tokens)[1]
     return {
         "plain forward": lambda: model(tokens),
-        "hookscope, spectra": lambda: spectra(svd_targets(model, cache)),
+        "hookscope, spectra": lambda: svd_spectra(svd_targets(model, cache)),
     }
 
 

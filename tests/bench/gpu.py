@@ -85,7 +85,7 @@ class Bench:
                 tokens, names=stream, device="cpu"
             ),
             "the same, last position": lambda: runner.run_with_cache(
-                tokens, names=stream, positions=[-1]
+                tokens, names=stream, pos=[-1]
             ),
             "full, lazy": lambda: runner.run_with_cache(tokens, lazy=True),
             "capture at the middle layer": lambda: runner.capture(tokens, names=one),

@@ -32,7 +32,7 @@ from interp import (
     edge_attribution,
     head_scores,
     logit_lens,
-    pictures,
+    plots,
     svd_targets,
 )
 from interp.features import Dictionary, TopK
@@ -89,7 +89,7 @@ JOBS: dict[str, Job] = {
     "scores of heads": lambda model, tokens: head_scores(
         model, lazy(model, tokens), "previous_token"
     ),
-    "picture of patterns": lambda model, tokens: pictures.patterns(model, lazy(model, tokens)),
+    "picture of patterns": lambda model, tokens: plots.patterns(model, lazy(model, tokens)),
     "SVD targets of a layer": lambda model, tokens: svd_targets(model, lazy(model, tokens), [1]),
     "direct attribution": lambda model, tokens: direct_logit_attribution(
         model, lazy(model, tokens), right=3, pos=-1

@@ -13,7 +13,7 @@ from hooks import HookedRunner
 from models import attach
 from tests.analyses import ANALYSES, PAIRS
 from tests.gpu.kinds import gap
-from tests.interp.tracing.transcoders import TEXT, model_of, transcoders
+from tests.interp.attribution_graphs.transcoders import TEXT, model_of, transcoders
 from tests.reference import variant
 
 PLAIN = dict(n_layers=2, n_kv_heads=3, positions="rotary", tied_unembed=False)

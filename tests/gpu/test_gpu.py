@@ -170,7 +170,7 @@ def test_draws_follow_the_odds(where):
     assert (drawn.cpu().bincount() / 4000 - odds).abs().max() < 0.03
 
 
-@pytest.mark.parametrize("options", [{}, dict(lazy=True), dict(positions=[1, -1])])
+@pytest.mark.parametrize("options", [{}, dict(lazy=True), dict(pos=[1, -1])])
 @torch.no_grad()
 def test_cached_runs_without_a_stop(where, without_stops, options):
     model, exact = pair("llama", where)

@@ -82,7 +82,7 @@ def test_at_slices_by_axis_name_and_drops_integers(cache):
     part = cache.at(pos=slice(5, None), batch=0)
     assert torch.equal(part["resid_mid", 1], cache["resid_mid", 1][0, 5:])
     assert part.axes(("resid_mid", 1)) == ("pos", "d_model")
-    assert torch.equal(part["pattern", 1], cache["pattern", 1][0, :, 5:]), "as positions= cuts"
+    assert torch.equal(part["pattern", 1], cache["pattern", 1][0, :, 5:]), "as pos= cuts"
     whole = cache.at(pos=slice(5, None), query=slice(None), batch=0)
     assert torch.equal(whole["pattern", 1], cache["pattern", 1][0])
     assert torch.equal(cache.at(head=[1, 0])["z", 2], cache["z", 2][:, :, [1, 0]])
@@ -102,9 +102,9 @@ def test_indices_of_other_kinds(runner, tokens, cache):
     )
     for mask in masks:
         assert torch.equal(cache.at(pos=mask)["embed"], cache["embed"][:, [1, 4, 5]])
-        _, part = runner.run_with_cache(tokens, names="*.attn.pattern", positions=mask)
+        _, part = runner.run_with_cache(tokens, names="*.attn.pattern", pos=mask)
         torch.testing.assert_close(part["pattern", 2], cache["pattern", 2][:, :, [1, 4, 5]])
-        plan = runner.plan(tokens, names="*.attn.pattern", positions=mask)
+        plan = runner.plan(tokens, names="*.attn.pattern", pos=mask)
         assert plan.nbytes == 3 * 4 * 2 * 3 * 7 * 4
     with pytest.raises(IndexError, match=r"\[2\].*4, 7, 10"):
         cache.at(pos=[True, False])
@@ -248,14 +248,14 @@ def test_a_cache_is_written_into_a_directory_that_exists(cache, tmp_path):
 @pytest.mark.usefixtures("unchecked")
 def test_positions_are_cut_at_capture(runner, tokens, positions):
     _, full = runner.run_with_cache(tokens)
-    _, part = runner.run_with_cache(tokens, positions=positions)
+    _, part = runner.run_with_cache(tokens, pos=positions)
     assert torch.equal(part["v", 1], full["v", 1][:, positions])
     assert torch.equal(part["pattern", 1], full["pattern", 1][:, :, positions])
     assert torch.equal(part["ln_final.scale"], full["ln_final.scale"][:, positions])
     for value in part.values():
         assert value.untyped_storage().nbytes() == value.nbytes
     both, value = HookedRunner(nn.Sequential(HookPoint("pos query")).eval()), torch.randn(7, 9)
-    _, part = both.run_with_cache(value, positions=positions)
+    _, part = both.run_with_cache(value, pos=positions)
     assert torch.equal(part["0"], value[positions][:, positions])
 
 
@@ -276,7 +276,7 @@ def test_positions_are_cut_at_capture(runner, tokens, positions):
 )
 def test_positions_that_cannot_be(runner, tokens, error, name, positions, match):
     with pytest.raises(error, match=match):
-        runner.run_with_cache(tokens, names=name, positions=positions)
+        runner.run_with_cache(tokens, names=name, pos=positions)
 
 
 class Reader(nn.Module):

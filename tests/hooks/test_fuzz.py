@@ -116,7 +116,7 @@ def kept(s, how):
     options, reduced = {"detach": lazy or rng.random() < 0.8}, torch.clone
     if rng.random() < 0.3 and all(hasattr(w.modules[name], "axes") for name in names):
         mask = torch.tensor([True, *rng.choices([True, False], k=s.x.shape[1] - 1)])
-        options["positions"] = at = rng.choice([[0, -1], slice(1, None), mask, mask.tolist()])
+        options["pos"] = at = rng.choice([[0, -1], slice(1, None), mask, mask.tolist()])
         reduced = operator.itemgetter((slice(None), at))
     # Some blocks write their buffers only without gradients. A cached run has no gradients if it
     # detaches.

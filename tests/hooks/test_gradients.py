@@ -75,7 +75,7 @@ def test_gradients_obey_the_capture_options_and_hold_no_graph(runner, tokens):
     logits, full = runner.run_with_cache(tokens, names=names, grads=True)
     loss_of(logits).backward(create_graph=True)
     assert full.grads["resid_mid", 1].grad_fn is None
-    options = dict(positions=[2, 6], dtype=torch.float64)
+    options = dict(pos=[2, 6], dtype=torch.float64)
     logits, part = runner.run_with_cache(tokens, names=names, grads=True, **options)
     loss_of(logits).backward()
     assert torch.equal(part.grads["resid_mid", 1], full.grads["resid_mid", 1][:, [2, 6]].double())

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from hooks import HookedRunner, HookPoint, position_offset, start_of_piece
-from hooks.base import Scoped, is_trusted, peak_bytes, trusted, without_gradients
+from hooks.base import Scoped, peak_bytes, skip_token_checks, skips_token_checks, without_gradients
 from hooks.session import hooks_disabled
 from tests.hooks.registered import hooks_of
 
@@ -64,8 +64,8 @@ def scoped(runner):
 
 
 def checks(runner):
-    with trusted():
-        assert is_trusted()
+    with skip_token_checks():
+        assert skips_token_checks()
 
 
 def piece(runner):
@@ -86,7 +86,7 @@ def read(runner):
 
 CALLS = {
     "scoped": scoped,
-    "trusted": checks,
+    "skip_token_checks": checks,
     "piece": piece,
     "hooks": edited,
     "lazy": read,
@@ -113,7 +113,7 @@ def test_an_interrupt_leaves_nothing_behind(kind):
         for place in interrupted(lambda: CALLS[kind](runner), 1 + 12 * (kind == "lazy")):
             assert torch.is_grad_enabled(), place
             assert not _get_current_dispatch_mode_stack(), place
-            assert (SCOPED.get(), is_trusted(), start_of_piece()) == (0, False, None), place
+            assert (SCOPED.get(), skips_token_checks(), start_of_piece()) == (0, False, None), place
             assert {p.dtype for p in made.parameters()} == {torch.float32}, place
             assert torch.equal(made(X), outer), place
     gc.collect()

@@ -160,7 +160,7 @@ def test_runs_that_fail(toy):
 
 def test_options_that_speak_of_one_run_are_refused_before_it(toy):
     runner, calls = HookedRunner(toy), []
-    for option in (dict(lazy=True), dict(grads=True), dict(positions=[0])):
+    for option in (dict(lazy=True), dict(grads=True), dict(pos=[0])):
         with pytest.raises(ValueError, match=f"{next(iter(option))}="):
             runner.run_with_cache(run=lambda: calls.append(1), **option)
     toy.train()

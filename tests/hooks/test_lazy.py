@@ -57,7 +57,7 @@ def test_equals_an_eager_cache(model, runner, tokens, dtype, mode, tolerance):
     with mode:
         plain, eager = runner.run_with_cache(tokens)
         output, lazy = runner.run_with_cache(tokens, lazy=True)
-        _, part = runner.run_with_cache(tokens, positions=[1, 4], dtype=torch.float64, lazy=True)
+        _, part = runner.run_with_cache(tokens, pos=[1, 4], dtype=torch.float64, lazy=True)
     assert list(lazy) == list(eager)
     assert torch.equal(part["pattern", 2], lazy["pattern", 2][:, :, [1, 4]].double())
     with torch.autocast("cpu", torch.float16):  # what acts where the cache is read does not matter

@@ -11,10 +11,10 @@ from hooks import HookedRunner, HookError, Planned
 OPTIONS = [
     {},
     {"names": ["embed", "blocks.*.attn.z"], "dtype": torch.bfloat16},
-    {"positions": [1, 5], "mode": "full"},
+    {"pos": [1, 5], "mode": "full"},
     {"names": ["blocks.0.resid_post", "blocks.1.resid_pre"]},
     {"lazy": True},
-    {"mode": "residual", "positions": [False, True] * 3 + [True]},
+    {"mode": "residual", "pos": [False, True] * 3 + [True]},
 ]
 
 

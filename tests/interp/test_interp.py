@@ -105,7 +105,7 @@ def test_the_lens_refuses_what_does_not_fit(model, tokens):
 def test_the_lens_of_some_positions_is_part_of_the_whole(model, tokens):
     part, whole = (
         logit_lens(model, run_with_cache(model, tokens, mode="residual", **options)[1])
-        for options in ({"positions": [5, 2]}, {})
+        for options in ({"pos": [5, 2]}, {})
     )
     torch.testing.assert_close(part.kl, whole.kl[..., [5, 2]])
 

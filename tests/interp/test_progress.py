@@ -36,8 +36,10 @@ ANALYSES = {
     "integrated_gradients": lambda i, m, p: i.integrated_gradients(
         m, pairs(i), "mlp_out", layers=[2, 3], progress=p
     ),
-    "curve": lambda i, m, p: (
-        i.curve(m, several(i), i.graph.Graph(m), scores(i, m), shares=(0.1, 1.0), progress=p).signed
+    "circuit_curve": lambda i, m, p: (
+        i.circuit_curve(
+            m, several(i), i.graph.Graph(m), scores(i, m), shares=(0.1, 1.0), progress=p
+        ).signed
     ),
     "edge_attribution": lambda i, m, p: i.edge_attribution(m, pairs(i), progress=p),
     "faithfulness": lambda i, m, p: i.faithfulness(m, pairs(i), circuit(i, m), progress=p),

@@ -16,7 +16,7 @@ from torch import nn
 import interp
 import interp.report as reports
 from hooks import HookedRunner
-from interp.pictures.view import visible
+from interp.plots.view import visible
 from models import CharTokenizer, Transformer, TransformerConfig
 from tests.browser import seen_in_browser
 from tests.interp.pages import embedded, numbers, patches_of, scores_of

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hooks import HookedRunner
-from interp import accumulated, decompose, direct_logit_attribution, head_scores
+from interp import accumulated_logits, decompose, direct_logit_attribution, head_scores
 from tests.interp.twins import FORMS, close, twins
 from tests.reference import LAYERS, POS, some_tokens
 
@@ -81,7 +81,7 @@ def test_direct_attribution_and_accumulated_streams_agree(runs):
     stack, labels = theirs.accumulated_resid(incl_mid=middle, apply_ln=False, return_labels=True)
     biases = theirs.model.b_U[RIGHT] - theirs.model.b_U[WRONG]
     expected = theirs.logit_attrs(stack, tokens=RIGHT, incorrect_tokens=WRONG) + biases
-    found = accumulated(ours, cache, right=RIGHT, wrong=WRONG)
+    found = accumulated_logits(ours, cache, right=RIGHT, wrong=WRONG)
     assert found.labels["stream"] == tuple(labels)
     close(found.values.mT, expected)
 

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hooks import HookedRunner
-from models import KVCache, Transformer, TransformerConfig, kernels, trusted
+from models import KVCache, Transformer, TransformerConfig, kernels, skip_token_checks
 from models.running import masks
 from tests.largest import Largest
 from tests.pretended import DEVICE, Devices
@@ -146,7 +146,7 @@ class Reads(TorchDispatchMode):
 def test_trusted_masks_are_not_read(name, mask):
     model, tokens, given = variant(name), some_tokens(), MASKS[mask]
     expected = model(tokens, **masked(given))
-    with trusted(), torch.no_grad():
+    with skip_token_checks(), torch.no_grad():
         with Reads() as reads:
             model.context(tokens, **masked(given))
         logits = model(tokens, **masked(given))
@@ -156,7 +156,7 @@ def test_trusted_masks_are_not_read(name, mask):
     with Reads() as reads:
         model.context(tokens, **masked(given))
     assert reads.found
-    with trusted(), pytest.raises(ValueError, match="attention_mask"):
+    with skip_token_checks(), pytest.raises(ValueError, match="attention_mask"):
         model(tokens, attention_mask=torch.ones(BATCH, POS + 1))
 
 

@@ -4,7 +4,15 @@ import pytest
 import torch
 from torch import nn
 
-from models import Transformer, TransformerConfig, available, build, config_of, register, registry
+from models import (
+    Transformer,
+    TransformerConfig,
+    build,
+    config_of,
+    list_configs,
+    register,
+    registry,
+)
 
 # n_layers, n_heads, d_model
 SIZES = {"d12": (12, 12, 768), "d24": (24, 16, 1024), "d36": (36, 20, 1280), "d48": (48, 25, 1600)}
@@ -42,13 +50,13 @@ def on_meta(name, **overrides):
 
 @pytest.mark.usefixtures("names")
 def test_registering_makes_a_name_known():
-    assert [name for name in available() if name in PRESETS] == PRESETS
+    assert [name for name in list_configs() if name in PRESETS] == PRESETS
 
     @register("own")
     def own():
         return TransformerConfig(vocab_size=7, n_ctx=5, n_layers=2, n_heads=2, d_model=6)
 
-    assert available()[-1] == "own"
+    assert list_configs()[-1] == "own"
     assert config_of("own") == own()
     model = build("own", d_model=8, positions="none")
     assert type(model) is Transformer
@@ -61,7 +69,7 @@ def test_registering_makes_a_name_known():
     for wrong in (build, lambda: 7, Transformer, nn.Linear(2, 3)):
         with pytest.raises((ValueError, TypeError)):
             register("wrong")(wrong)
-    assert "wrong" not in available()
+    assert "wrong" not in list_configs()
 
 
 @pytest.mark.parametrize("get", [build, config_of])

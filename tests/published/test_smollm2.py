@@ -12,13 +12,13 @@ from hooks import HookedRunner
 from interp import (
     Pairs,
     activation_patching,
+    attention_attribution,
     direct_logit_attribution,
     edits,
     head_scores,
     logit_lens,
     repeated_tokens,
     run_with_cache,
-    why_attends,
 )
 from models import chat, generate, load, load_tokenizer
 
@@ -202,7 +202,7 @@ def test_keys_of_induction_heads_are_made_by_a_head_that_looks_at_the_previous_t
     for place in induction.top(3):
         head = place.where["layer"], place.where["head"]
         # The second copy of a token looks at what followed the first, and not at another token.
-        pairs = why_attends(ours, cache, head, query=24 + 13, key=14, against=20, k=2000)
+        pairs = attention_attribution(ours, cache, head, query=24 + 13, key=14, against=20, k=2000)
         scores = cache["scores", head[0]][:, head[1], 24 + 13]
         expected = float((scores[:, 14] - scores[:, 20]).mean())
         assert pairs.about["score"] == pytest.approx(expected, rel=1e-4)

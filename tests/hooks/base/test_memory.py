@@ -103,7 +103,7 @@ def test_the_selection_that_is_named_fits(deep, share):
     _, cache = run_with_cache(deep, TOKENS, names=selector, max_bytes=bound)
     assert bound / 3 < cache.nbytes <= bound
     assert not {"blocks.0.attn.scores", "blocks.4.attn.scores"} & {*cache}
-    with pytest.raises(MemoryLimitError, match="use lazy=True or positions=$"):
+    with pytest.raises(MemoryLimitError, match="use lazy=True or pos=$"):
         run_with_cache(deep, TOKENS, mode="full", max_bytes=whole.nbytes // 9)  # not one layer fits
 
 

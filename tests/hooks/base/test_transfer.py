@@ -10,7 +10,14 @@ import torch
 import interp
 from hooks import CacheError, HookedRunner
 from interp import cross_entropy, edits, kl_divergence, log_prob, logit_diff, run_with_cache, sweep
-from models import TrainingConfig, Transformer, TransformerConfig, generate, row_generator, trusted
+from models import (
+    TrainingConfig,
+    Transformer,
+    TransformerConfig,
+    generate,
+    row_generator,
+    skip_token_checks,
+)
 from models.training.run import Run
 from tests.pretended import DEVICE, SECOND, Devices, split
 
@@ -69,7 +76,7 @@ def test_a_forward_and_a_backward_pass_do_not_wait(device, tokens, changes, mask
     def run():
         loss = there(tokens, **mask)[real].square().mean()
         loss.backward()
-        with trusted():
+        with skip_token_checks():
             there(moved)
         return loss
 
@@ -131,10 +138,10 @@ def test_a_generation_of_a_model_on_two_devices(device, asked, options):
     "options",
     [
         {},
-        dict(positions=[1, -2]),
-        dict(positions=[False, True, True, False, True, False, False]),
+        dict(pos=[1, -2]),
+        dict(pos=[False, True, True, False, True, False, False]),
         dict(device="cpu"),
-        dict(device="cpu", dtype=torch.bfloat16, positions=slice(2, 5)),
+        dict(device="cpu", dtype=torch.bfloat16, pos=slice(2, 5)),
         dict(device="cpu", names="blocks.*.attn.v", inference=True),
     ],
 )
@@ -156,7 +163,7 @@ def test_a_cached_run_waits_once_and_only_for_what_leaves_the_device(device, tok
 
 
 def test_positions_are_cut_on_each_device(device, tokens):
-    options = dict(names="*.resid_post", positions=[1, -1])
+    options = dict(names="*.resid_post", pos=[1, -1])
     parted, model = split(made(DEVICE), DEVICE, SECOND), made("cpu")
     cache, expected = (
         HookedRunner(m).run_with_cache(tokens, **options)[1] for m in (parted, model)
@@ -276,7 +283,7 @@ def test_sums_of_parts_are_read_where_the_cache_is(device, changes):
         (interp.decompose, {"neurons": True}),
         (interp.direct_logit_attribution, {"right": text, "wrong": 3}),
         (interp.direct_logit_attribution, {"right": text[:, 0], "pos": -1, "neurons": True}),
-        (interp.accumulated, {"right": text}),
+        (interp.accumulated_logits, {"right": text}),
     ]:
         expected, found, beside = (
             reading(*given, **options).values for given in zip(models, caches, strict=True)

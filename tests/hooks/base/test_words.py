@@ -76,9 +76,11 @@ def test_misspelt_words_are_refused(kind, call):
 
 def test_close_matches_are_words_of_the_call():
     runner = HookedRunner(Closed().eval())
-    for word, match in (("name", "names"), ("positon", "positions"), ("wieght", "weight")):
+    for word, match in (("name", "names"), ("detatch", "detach"), ("wieght", "weight")):
         with pytest.raises(TypeError, match=f"close matches: {match}$"):
             runner.run_with_cache(X, **{word: 1})
+    with pytest.raises(TypeError, match="takes no argument positions=; use pos=$"):
+        runner.run_with_cache(X, positions=[1])
 
 
 def test_words_that_something_reads_are_passed_on():

@@ -72,7 +72,7 @@ def test_values_may_come_from_caches(model):
     with pytest.raises(ValueError, match="must be from a run on tokens"):
         difference_of_means(model, without, caches[1], name)
     # The tokens of a run are not cut with its values.
-    _, cut = runner.run_with_cache(YES, positions=[-1])
+    _, cut = runner.run_with_cache(YES, pos=[-1])
     for part in (caches[0].at(batch=[1, 0]), cut):
         with pytest.raises(ValueError, match="got a part"):
             difference_of_means(model, part, caches[1], name)

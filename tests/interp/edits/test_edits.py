@@ -195,7 +195,7 @@ def test_positions_of_each_example_and_of_the_source(wide, texts, source, pos, s
 
 def test_values_of_another_layer_position_and_length(wide, texts, source):
     short = wide.run_with_cache(texts[1][:, :4])[1]
-    last = wide.run_with_cache(texts[1], positions=[-1])[1]
+    last = wide.run_with_cache(texts[1], pos=[-1])[1]
     name = "blocks.1.attn.z"
     plain = wide.capture(texts[0], names=name)[name]
     for given, value in (
@@ -763,8 +763,8 @@ def test_what_no_point_takes_is_an_error_at_once(source):
         with pytest.raises(UnknownNameError, match=f"no axis.*'{axis}'.* {close}"):
             edits.zero(**{axis: 3})
     assert repr(edits.zero(expert=3)) == "edits.zero(expert=3)"  # an axis of a user's own point
-    with pytest.raises(ValueError, match="over"):
-        edits.mean(source, over=())
+    with pytest.raises(ValueError, match="across"):
+        edits.mean(source, across=())
     with pytest.raises(TypeError, match="direction; got 2.0"):
         edits.add(2.0)
     with pytest.raises(TypeError, match="pairs"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hooks import HookedRunner
-from interp import Pairs, activation_patching, attribution_patching, compare, edits
+from interp import Pairs, activation_patching, attribution_patching, compare_effects, edits
 from models import Transformer, TransformerConfig
 from tests.interp.effects.by_hand import (
     BASE,
@@ -163,7 +163,7 @@ def test_a_circuit_by_hand(sharpness, is_saturated):
     if is_saturated:
         assert abs(plain.select(**node).mean()) < 1e-6 < 0.9 < -exact.top(1)[0].effect
     else:
-        assert compare(exact, plain).rank_correlation > 0.9
+        assert compare_effects(exact, plain).rank_correlation > 0.9
 
 
 @pytest.mark.parametrize("form", ["pre", "parallel", "sandwich", "attention only"])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from interp import Result, compare
+from interp import Result, compare_effects
 
 AXES = ("layer", "pos", "example")
 
@@ -25,7 +25,7 @@ def test_ranks_and_signs_of_the_means(noise):
     exact, estimate = drawn(1), drawn(1) + noise * drawn(2)
     exact[1, 2] = 0
     exact[2] = exact[2, :1]  # ties
-    found = compare(result(exact), result(estimate))
+    found = compare_effects(result(exact), result(estimate))
     ours, theirs = (values.mean(-1).flatten().numpy() for values in (exact, estimate))
     ranks = [[sum(values < x) + sum(values == x) / 2 for x in values] for values in (ours, theirs)]
     assert found.rank_correlation == pytest.approx(np.corrcoef(ranks)[0, 1])
@@ -44,14 +44,14 @@ def test_ranks_and_signs_of_the_means(noise):
 def test_rounding_of_an_effect_that_is_zero_has_no_sign():
     exact, estimate = drawn(1), drawn(1)
     exact[1, 2], estimate[1, 2] = 3e-6, -1e-7
-    assert compare(result(exact), result(estimate)).sign_agreement == 1
+    assert compare_effects(result(exact), result(estimate)).sign_agreement == 1
     exact[1, 2] = 0.3
-    assert compare(result(exact), result(estimate)).sign_agreement == pytest.approx(14 / 15)
+    assert compare_effects(result(exact), result(estimate)).sign_agreement == pytest.approx(14 / 15)
 
 
 def test_an_estimate_without_signs_is_compared_with_sizes():
     exact = drawn(1)
-    found = compare(result(exact), result(exact.abs(), signed=False))
+    found = compare_effects(result(exact), result(exact.abs(), signed=False))
     assert found.rank_correlation == pytest.approx(1)
     assert math.isnan(found.sign_agreement)
     assert found.misses[0].estimate == pytest.approx(found.misses[0].exact)
@@ -59,9 +59,11 @@ def test_an_estimate_without_signs_is_compared_with_sizes():
 
 
 def test_a_constant_has_no_rank_correlation():
-    assert math.isnan(compare(result(drawn(1)), result(torch.zeros(3, 5, 7))).rank_correlation)
+    assert math.isnan(
+        compare_effects(result(drawn(1)), result(torch.zeros(3, 5, 7))).rank_correlation
+    )
     single = result(drawn(1)[:1, :1])
-    assert math.isnan(compare(single, single).rank_correlation)
+    assert math.isnan(compare_effects(single, single).rank_correlation)
 
 
 @pytest.mark.parametrize(
@@ -78,12 +80,12 @@ def test_a_constant_has_no_rank_correlation():
 )
 def test_other_places_are_refused(match, other):
     with pytest.raises(ValueError, match=match):
-        compare(result(drawn(1), direction="noising", site="q"), other)
+        compare_effects(result(drawn(1), direction="noising", site="q"), other)
 
 
 def test_a_function_is_the_same_in_another_process():
     here, there = (result(drawn(1), metric=f"<function f at 0x7f{n}>") for n in "ab")
-    assert compare(here, there).rank_correlation == pytest.approx(1)
+    assert compare_effects(here, there).rank_correlation == pytest.approx(1)
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf])
@@ -92,13 +94,13 @@ def test_effects_that_are_not_finite_are_refused(number):
     wrong[1, 2, 3] = number
     for pair in itertools.permutations([result(wrong), result(drawn(1))]):
         with pytest.raises(ValueError, match="finite.* 1 of 15"):
-            compare(*pair)
+            compare_effects(*pair)
     with pytest.raises(ValueError, match="finite"):
-        compare(result(wrong), result(wrong))
+        compare_effects(result(wrong), result(wrong))
 
 
 def test_the_figure_shows_each_place_and_names_the_worst():
-    found = compare(result(drawn(1)), result(drawn(2)))
+    found = compare_effects(result(drawn(1)), result(drawn(2)))
     axes = found.plot().axes[0]
     torch.testing.assert_close(
         torch.tensor(axes.collections[0].get_offsets().data),

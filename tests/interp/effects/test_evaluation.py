@@ -8,7 +8,7 @@ from scipy.integrate import trapezoid
 from interp import (
     Circuit,
     Pairs,
-    curve,
+    circuit_curve,
     edge_attribution,
     edge_patching,
     faithfulness,
@@ -81,7 +81,7 @@ def test_completeness_and_minimality_leave_out_one_node_at_a_time():
 
 def test_a_curve_has_the_areas_of_the_benchmark():
     scores = scored(6)
-    found = curve(GRAPH.model, PAIRS, GRAPH, scores, shares=SHARES, seed=2)
+    found = circuit_curve(GRAPH.model, PAIRS, GRAPH, scores, shares=SHARES, seed=2)
     none, whole = metric([]), metric(EDGES)
     by_help = sorted(EDGES, key=by_edge(scores).get)
     by_size = sorted(EDGES, key=lambda edge: -abs(by_edge(scores)[edge]))
@@ -134,7 +134,7 @@ def test_a_circuit_knows_the_pairs_that_its_scores_are_from(find):
     with pytest.warns(UserWarning, match="1 of these 3 pairs"):
         faithfulness(model, pairs[[2, 3, 4]], circuit)
     with pytest.warns(UserWarning, match="3 of these 3 pairs"):
-        curve(model, pairs[[0, 1, 2]], Graph(model), scores, shares=SHARES)
+        circuit_curve(model, pairs[[0, 1, 2]], Graph(model), scores, shares=SHARES)
 
 
 def test_a_circuit_of_embeddings_apart():
@@ -186,7 +186,7 @@ def test_edges_of_embeddings_apart_add_up_to_those_of_the_input(method):
 @pytest.mark.parametrize("shares", [(0.5,), (0.5, 0.2), (0.0, 1.0), (0.5, 1.5)])
 def test_shares_must_rise_to_at_most_1(shares):
     with pytest.raises(ValueError, match="shares must"):
-        curve(GRAPH.model, PAIRS, GRAPH, scored(), shares=shares)
+        circuit_curve(GRAPH.model, PAIRS, GRAPH, scored(), shares=shares)
 
 
 def test_what_cannot_be_measured_is_refused():

@@ -14,9 +14,9 @@ import torch
 from torch.testing import assert_close
 
 from hooks import UnknownNameError
+from interp.attribution_graphs import attribution_graph
 from interp.features import Dictionary, JumpReLU, evaluate_sae, feature_cards, load_sae, splice
 from interp.features.places import ours
-from interp.tracing import attribution_graph
 from models import Transformer, TransformerConfig, attach, from_hf, load
 from tests.interp.features.fixtures import FIXTURES, changed
 from tests.shipped import pydoc
@@ -100,7 +100,7 @@ def test_a_name_is_the_point_with_its_value(family, models):
         for model in filter(None, forms):
             sae = dictionary(value.shape[-1], reads=ours(name), writes=ours(name))
             if point is None:
-                with pytest.raises(UnknownNameError, match="at="):
+                with pytest.raises(UnknownNameError, match="point="):
                     splice(model, sae).__enter__()
                 continue
             with splice(model, sae) as runner:
@@ -135,24 +135,24 @@ def test_a_value_of_zeros_means_no_point(mlp):
     for part in [model.blocks[1].mlp, *([] if mlp else [model.blocks[1].attn])]:
         for parameter in part.output.parameters():
             parameter.data.zero_()
-    with pytest.raises(UnknownNameError, match="at="):
-        splice(model, dictionary(128), at="layers.1.mlp").__enter__()
+    with pytest.raises(UnknownNameError, match="point="):
+        splice(model, dictionary(128), point="layers.1.mlp").__enter__()
 
 
 def test_a_place_that_is_given():
     model = pydoc()
     sae = dictionary(128, reads="layers.9.mlp", writes="layers.9.mlp")
-    with pytest.raises(UnknownNameError, match="at="):
+    with pytest.raises(UnknownNameError, match="point="):
         splice(model, sae).__enter__()
     for at in ("blocks.1.mlp_out", "layers.1.mlp", "mlp_out_layer_1", "blocks.1.hook_mlp_out"):
         with (
             pytest.warns(UserWarning, match=r"at layers\.9\.mlp and is used at blocks\.1\.mlp_out"),
-            splice(model, sae, at=at) as runner,
+            splice(model, sae, point=at) as runner,
         ):
             assert "blocks.1.mlp_out.features" in runner.points
-    with pytest.raises(ValueError, match="at must be None"):
-        splice(model, {"blocks.1.mlp_out": sae}, at="blocks.1.mlp_out").__enter__()
-    with pytest.raises(ValueError, match="at="):
+    with pytest.raises(ValueError, match="point must be None"):
+        splice(model, {"blocks.1.mlp_out": sae}, point="blocks.1.mlp_out").__enter__()
+    with pytest.raises(ValueError, match="point="):
         splice(model, dictionary(128)).__enter__()
     transcoder = dictionary(128, reads="layers.9.mlp.input", writes="layers.1.mlp")
     with pytest.raises(UnknownNameError, match="reads="):
@@ -224,7 +224,7 @@ def test_a_dictionary_at_its_own_place_is_none(name):
     model = pydoc()
     size = 512 if at.endswith("mlp.post") else 128
     assert not warned(
-        partial(spliced, model, dictionary(size, reads=trained, writes=trained), at=at)
+        partial(spliced, model, dictionary(size, reads=trained, writes=trained), point=at)
     )
 
 
@@ -234,8 +234,8 @@ def test_points_of_one_value_are_one_place():
     sae = dictionary(12, reads="embed", writes="embed")
     for positions, count in (("rotary", 0), ("learned", 1)):
         model = Transformer(TransformerConfig(**config, positions=positions, d_head=4)).eval()
-        assert len(warned(partial(spliced, model, sae, at="blocks.0.resid_pre"))) == count
-        assert len(warned(partial(spliced, model, sae, at="blocks.0.attn_out"))) == 1
+        assert len(warned(partial(spliced, model, sae, point="blocks.0.resid_pre"))) == count
+        assert len(warned(partial(spliced, model, sae, point="blocks.0.attn_out"))) == 1
 
 
 def test_a_transcoder_reads_and_writes_its_own_places():
@@ -264,10 +264,10 @@ def test_an_attribution_graph_warns_of_a_transcoder_of_another_layer():
 
 def test_no_hook_is_left_by_looking():
     model = pydoc()
-    with splice(model, dictionary(128), at="layers.1.mlp"):
+    with splice(model, dictionary(128), point="layers.1.mlp"):
         pass
     with pytest.raises(UnknownNameError):
-        splice(model, dictionary(128), at="layers.1.mlp.up_proj").__enter__()
+        splice(model, dictionary(128), point="layers.1.mlp.up_proj").__enter__()
     assert not any(module._forward_hooks for module in model.modules())
 
 

@@ -12,7 +12,7 @@ import torch
 
 from hooks import CacheError, UnknownNameError
 from interp import Pairs
-from interp.effects.evaluation import auroc
+from interp.effects.evaluation import circuit_auroc
 from interp.graph import Graph, circuits
 from interp.graph.circuit import Circuit
 from interp.graph.circuits import above, greedy, random, top
@@ -273,9 +273,9 @@ def test_auroc_is_the_share_of_pairs_in_the_right_order():
     size = {edge: abs(score) for edge, score in by_edge(scores).items()}
     pairs = [(size[a], size[b]) for a, b in itertools.product(known, ~known)]
     right = sum((a > b) + (a == b) / 2 for a, b in pairs) / len(pairs)
-    assert auroc(scores, known) == pytest.approx(right)
+    assert circuit_auroc(scores, known) == pytest.approx(right)
     with pytest.raises(ValueError, match="some edges"):
-        auroc(scores, Circuit(GRAPH, EDGES))
+        circuit_auroc(scores, Circuit(GRAPH, EDGES))
 
 
 def test_pairs_are_recognised_by_their_real_tokens():

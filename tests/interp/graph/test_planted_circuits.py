@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from interp import edge_attribution, edge_patching, faithfulness
-from interp.effects.evaluation import auroc, completeness, minimality
+from interp.effects.evaluation import circuit_auroc, completeness, minimality
 from interp.graph.circuit import Circuit
 from interp.graph.circuits import above, greedy, top
 from tests.interp.planted import KNOWN, case
@@ -18,7 +18,7 @@ CASES = pytest.mark.parametrize("name", KNOWN)
 def test_exact_patching_finds_exactly_the_edges(name):
     model, pairs, graph, known = case(name, is_saturated=True)
     found = edge_patching(model, pairs)
-    assert auroc(found, known) == 1
+    assert circuit_auroc(found, known) == 1
     assert above(graph, found, 1e-9) == greedy(graph, found, len(known), signed=True) == known
 
 
@@ -27,7 +27,7 @@ def test_gradients_find_them_where_nothing_is_saturated(name):
     model, pairs, graph, known = case(name, is_saturated=False)
     for method in ("eap", "eap_ig_inputs", "eap_ig_activations"):
         found = edge_attribution(model, pairs, method=method)
-        assert auroc(found, known) == 1
+        assert circuit_auroc(found, known) == 1
         assert top(graph, found, len(known)) == known
 
 
@@ -35,7 +35,7 @@ def test_gradients_find_them_where_nothing_is_saturated(name):
 def test_gradients_miss_edges_where_something_is_saturated(name):
     model, pairs, graph, known = case(name, is_saturated=True)
     found = edge_attribution(model, pairs)
-    assert auroc(found, known) < 0.9
+    assert circuit_auroc(found, known) < 0.9
     assert not {*known} <= {*above(graph, found, 1e-9)}
 
 

@@ -12,6 +12,7 @@ from interp import (
     Circuit,
     Pairs,
     activation_patching,
+    attention_attribution,
     direct_logit_attribution,
     edits,
     faithfulness,
@@ -20,7 +21,6 @@ from interp import (
     log_prob,
     run_with_cache,
     sweep,
-    why_attends,
 )
 from interp.alignment import null_spaces
 from interp.directions import Direction, steering_curve
@@ -191,7 +191,7 @@ def test_copies_count_once_in_tables_of_a_cache(model):
     readings = {
         "scores": lambda cache: head_scores(model, cache, "previous_token"),
         "logits": lambda cache: direct_logit_attribution(model, cache, right=3, pos=-1),
-        "reasons": lambda cache: why_attends(model, cache, (1, 0), k=2),
+        "reasons": lambda cache: attention_attribution(model, cache, (1, 0), k=2),
     }
     _, one = run_with_cache(model, once.clean, lazy=True)
     _, many = run_with_cache(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hooks import CacheError, HookedRunner, SelectionError
-from interp import decompose, edits, why_attends
+from interp import attention_attribution, decompose, edits
 from models import Transformer, TransformerConfig, attach
 from tests.attachable import made
 from tests.decoders import FOREIGN, KINDS, KNOWN
@@ -55,7 +55,9 @@ def test_pairs_are_the_products_written_out(form):
     model = model_of(form)
     cache = cached(model)
     head, queries, key, other = 3, [4, 3], 2, 0
-    result = why_attends(model, cache, (1, head), query=queries, key=key, against=other, k=10**6)
+    result = attention_attribution(
+        model, cache, (1, head), query=queries, key=key, against=other, k=10**6
+    )
     names = ["bias", *decompose(model, cache, before=1).names]
     labels = result.labels["query_source"], result.labels["key_source"]
     assert [set(each) - {"rest"} for each in labels] == [set(names)] * 2
@@ -84,7 +86,9 @@ def test_pairs_are_the_products_written_out(form):
 def test_pairs_add_up_and_the_rest_is_said(form, against):
     model = model_of(form)
     cache = cached(model)
-    whole, few = (why_attends(model, cache, (1, 5), -1, 3, against, k=k) for k in (10**6, 3))
+    whole, few = (
+        attention_attribution(model, cache, (1, 5), -1, 3, against, k=k) for k in (10**6, 3)
+    )
     pattern, scores = cache["pattern", 1][:, 5, -1], cache["scores", 1][:, 5, -1]
     base = {None: 0, 1: scores[:, 1], "mean": (pattern * scores).sum(-1)}[against]
     for result in (whole, few):
@@ -114,9 +118,9 @@ def test_pairs_add_up_and_the_rest_is_said(form, against):
 
 def test_pairs_that_are_looked_at_in_blocks_are_the_same(monkeypatch):
     model = model_of("grouped")
-    whole = why_attends(model, cached(model), (1, 5), -1, 3, k=4)
+    whole = attention_attribution(model, cached(model), (1, 5), -1, 3, k=4)
     monkeypatch.setattr("interp.reading.attending._BLOCK", 1)
-    blocks = why_attends(model, cached(model), (1, 5), -1, 3, k=4)
+    blocks = attention_attribution(model, cached(model), (1, 5), -1, 3, k=4)
     assert blocks.labels == whole.labels
     assert blocks.about == whole.about
     torch.testing.assert_close(blocks.values, whole.values, rtol=0, atol=0)
@@ -126,7 +130,7 @@ def test_the_key_is_where_the_head_looks_most():
     model = model_of("plain")
     cache = cached(model)
     looked = cache["pattern", 1][:, 2, 3].argmax(-1).tolist()
-    result = why_attends(model, cache, (1, 2), query=-2)
+    result = attention_attribution(model, cache, (1, 2), query=-2)
     expected = [cache["scores", 1][n, 2, 3, key].item() for n, key in enumerate(looked)]
     assert result.values.sum((0, 1)).tolist() == pytest.approx(expected)
 
@@ -135,13 +139,13 @@ def test_the_key_is_where_the_head_looks_most():
 def test_padding_changes_no_number(side):
     model = model_of("norm of each head")
     alone = [
-        why_attends(model, cached(model, row[None]), (1, 4), -1, -3, -4)
+        attention_attribution(model, cached(model, row[None]), (1, 4), -1, -3, -4)
         for row in (TEXT[0, :4], TEXT[1])
     ]
     padded, mask = TEXT.clone(), torch.ones_like(TEXT)
     columns = slice(1, None) if side == "left" else slice(None, 4)
     padded[0, columns], mask[0, 0 if side == "left" else -1] = TEXT[0, :4], 0
-    both = why_attends(
+    both = attention_attribution(
         model, cached(model, padded, attention_mask=mask), (1, 4), -1, -3, -4, k=10**6
     )
     for n, one in enumerate(alone):
@@ -151,7 +155,7 @@ def test_padding_changes_no_number(side):
                 theirs = one.select(query_source=name_q, key_source=name_k).values[0]
                 torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-10)
     with pytest.raises(SelectionError):
-        why_attends(model, cached(model, padded, attention_mask=mask), (1, 4), -5)
+        attention_attribution(model, cached(model, padded, attention_mask=mask), (1, 4), -5)
 
 
 @pytest.mark.sampled(20)
@@ -167,7 +171,7 @@ def test_of_attached_models_with_padding(kind, dtype, monkeypatch):
     texts = torch.tensor([[0, 0, 3, 1, 4, 1], [3, 1, 4, 1, 5, 9]])
     mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])
     cache = cached(model, texts, attention_mask=mask)
-    result = why_attends(model, cache, (1, 1), -1, -2, -3)
+    result = attention_attribution(model, cache, (1, 1), -1, -2, -3)
     scores = cache["scores", 1][:, 1, -1].float().detach()
     tolerance = (1e-5 if dtype is torch.float32 else 0.02) * result.values.abs().sum((0, 1)).max()
     expected = scores[:, -2] - scores[:, -3]
@@ -197,7 +201,9 @@ def test_a_planted_pair_is_the_whole_reason():
     first, second = (block.attn for block in model.blocks)
     first.W_V.data[1, 1, 0] = first.W_O.data[1, 0, 4] = 3.0
     second.W_Q.data[0, 0, 2] = second.W_K.data[0, 4, 2] = 2.0
-    result = why_attends(model, cached(model, torch.tensor([[6, 5, 2, 3]])), (1, 0), key=1)
+    result = attention_attribution(
+        model, cached(model, torch.tensor([[6, 5, 2, 3]])), (1, 0), key=1
+    )
     best = result.top(1)[0]
     assert best.where == {"query_source": "embed", "key_source": "a0.h1"}
     assert best.effect == pytest.approx(result.about["score"], rel=0.02)
@@ -205,8 +211,8 @@ def test_a_planted_pair_is_the_whole_reason():
 
 def test_half_precision_is_within_its_rounding():
     model = model_of("grouped").float()
-    whole = why_attends(model, cached(model), (1, 1), -1, 2, 0, k=10**6)
-    half = why_attends(model.bfloat16(), cached(model), (1, 1), -1, 2, 0, k=10**6)
+    whole = attention_attribution(model, cached(model), (1, 1), -1, 2, 0, k=10**6)
+    half = attention_attribution(model.bfloat16(), cached(model), (1, 1), -1, 2, 0, k=10**6)
     named = dict(zip(("query_source", "key_source"), ("embed", "embed"), strict=True))
     size = whole.values.abs().max()
     assert (half.select(**named).values - whole.select(**named).values).abs().max() < 0.05 * size
@@ -217,29 +223,29 @@ def test_what_cannot_be_explained_is_refused():
     cache = cached(model)
     for head in ((2, 0), (-1, 0), (1, 6)):
         with pytest.raises(ValueError, match=r"2 layers with 6 heads; got \("):
-            why_attends(model, cache, head)
+            attention_attribution(model, cache, head)
     with pytest.raises(ValueError, match="k must be .*1; got 0"):
-        why_attends(model, cache, (1, 0), k=0)
+        attention_attribution(model, cache, (1, 0), k=0)
     with pytest.raises(SelectionError):
-        why_attends(model, cache, (1, 0), query=5)
+        attention_attribution(model, cache, (1, 0), query=5)
     with pytest.raises(ValueError, match="against must .*got 'first'"):
-        why_attends(model, cache, (1, 0), against="first")
+        attention_attribution(model, cache, (1, 0), against="first")
     for point in ("q", "k", "v", "pattern"):
         with HookedRunner(model).hooks({f"blocks.1.attn.{point}": edits.scale(2.0)}):
             edited = HookedRunner(model).run_with_cache(TEXT)[1]
         with pytest.raises(CacheError, match=r"head \(1, 0\) must have the same output in the run"):
-            why_attends(model, edited, (1, 0))
+            attention_attribution(model, edited, (1, 0))
     hooks = {"blocks.0.mlp_out": edits.scale(1.5, pos=2)}
     with HookedRunner(model).hooks({"blocks.1.resid_pre": edits.scale(2.0)}):
         edited = HookedRunner(model).run_with_cache(TEXT)[1]
     # What an edit adds between two blocks is a source of its own.
-    assert "input1" in why_attends(model, edited, (1, 0)).labels["key_source"]
+    assert "input1" in attention_attribution(model, edited, (1, 0)).labels["key_source"]
     chosen = torch.tensor([-1, 3]), torch.tensor([[2], [0]])[:, 0]
     lists = ([-1, 3], [2, 0])
-    one, other = (why_attends(model, cache, (1, 4), *each) for each in (chosen, lists))
+    one, other = (attention_attribution(model, cache, (1, 4), *each) for each in (chosen, lists))
     torch.testing.assert_close(one.values, other.values)
     with HookedRunner(model).hooks(hooks):  # an edit of what a part adds is a part's own value
-        why_attends(model, HookedRunner(model).run_with_cache(TEXT)[1], (1, 0), query=2)
+        attention_attribution(model, HookedRunner(model).run_with_cache(TEXT)[1], (1, 0), query=2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -262,8 +268,8 @@ def test_a_score_that_is_no_more_than_others_has_pairs_that_cancel(form, dtype, 
     query, key = (0, 0) if where == "one key" else (-1, 3)
     against = 0 if where == "one key" and against == 1 else against
     cache = cached(same.to(dtype), text)
-    result = why_attends(same, cache, (1, 2), query, key, against, k=10**6)
-    sizes = why_attends(same, cache, (1, 2), query, key, k=10**6).values.abs().sum((0, 1))
+    result = attention_attribution(same, cache, (1, 2), query, key, against, k=10**6)
+    sizes = attention_attribution(same, cache, (1, 2), query, key, k=10**6).values.abs().sum((0, 1))
     eps = 1e-30 + sizes * torch.finfo(dtype).eps
     assert (result.values.abs().sum((0, 1)) <= 1000 * eps).all()
 
@@ -275,4 +281,4 @@ def test_pairs_of_an_edited_run_are_refused_against_the_mean_too():
         cache = cached(model)
     for against in (None, 2, "mean"):
         with pytest.raises(CacheError):
-            why_attends(model, cache, (1, 5), -1, 3, against)
+            attention_attribution(model, cache, (1, 5), -1, 3, against)

@@ -9,7 +9,7 @@ import torch
 
 from hooks import CacheError, HookedRunner, UnknownNameError
 from interp import (
-    accumulated,
+    accumulated_logits,
     apply_norm,
     decompose,
     direct_logit_attribution,
@@ -138,7 +138,7 @@ def test_the_stream_up_to_each_layer_has_the_logits_of_numpy(name):
     model = variant(name)
     by_hand = Parts(model)
     logits, cache = run_with_cache(model, TOKENS)
-    found = accumulated(model, cache, right=RIGHT, wrong=WRONG)
+    found = accumulated_logits(model, cache, right=RIGHT, wrong=WRONG)
     points = {"0_pre": "0.resid_pre", "0_mid": "0.resid_mid", "1_pre": "1.resid_pre"}
     points |= {"1_mid": "1.resid_mid", "final_post": "1.resid_post"}
     streams = {label: by_hand.values.get(f"blocks.{point}") for label, point in points.items()}
@@ -171,7 +171,7 @@ def test_parts_add_up_to_the_logits_of_transformers(row, tmp_path):
                 decompose(model, cache, neurons=True).values.sum(0),
                 decompose(model, cache, before=1).values.sum(0),
                 direct_logit_attribution(model, cache, right=7).values.sum(0),
-                accumulated(model, cache, right=7).select(stream="final_post").values,
+                accumulated_logits(model, cache, right=7).select(stream="final_post").values,
             ]
             for ours, expected in zip(sums, (stream, middle, logit, logit), strict=True):
                 atol = 1e-5 * expected.abs().max().item()
@@ -198,7 +198,7 @@ def test_attached_models_of_families_without_a_table_or_with_a_cap():
         torch.testing.assert_close(parts.values.sum(0), difference, rtol=0, atol=1e-5)
     with attach(model := made("gemma2")):
         _, cache = run_with_cache(model, TOKENS)
-        for reading in (direct_logit_attribution, accumulated):
+        for reading in (direct_logit_attribution, accumulated_logits):
             with pytest.raises(ValueError, match="cap"):
                 reading(model, cache, right=3)
 
@@ -282,12 +282,12 @@ def test_tokens_and_directions_of_all_examples_of_each_and_of_each_position():
     for direction in (columns, columns[:, 2], columns[1, 2]):
         shared = direction.expand(BATCH, POS, -1) if direction.ndim != 2 else direction[:, None]
         logit = (cache["ln_final.normalized"] * shared).sum(-1)
-        found = direct_logit_attribution(model, cache, direction=direction)
+        found = direct_logit_attribution(model, cache, vector=direction)
         torch.testing.assert_close(found.values.sum(0), logit.T)
         assert "unembed.bias" not in found.labels["component"]
     capped = variant("logit_cap")
     _, cache = run_with_cache(capped, TOKENS)
-    found = direct_logit_attribution(capped, cache, direction=capped.W_U[:, 5])
+    found = direct_logit_attribution(capped, cache, vector=capped.W_U[:, 5])
     assert found.unit == ""
     logit = cache["ln_final.normalized"] @ capped.W_U[:, 5]
     torch.testing.assert_close(found.values.sum(0), logit.T.detach())
@@ -355,7 +355,7 @@ def test_some_positions_and_inference_mode_give_the_same(model, tokens):
     _, cache = run_with_cache(model, tokens)
     whole = direct_logit_attribution(model, cache, right=3).values
     with torch.inference_mode():
-        _, part = run_with_cache(model, tokens, positions=[2, -1])
+        _, part = run_with_cache(model, tokens, pos=[2, -1])
         found = direct_logit_attribution(model, part, right=3).values
     torch.testing.assert_close(found, whole[:, [2, -1]])
     assert not found.requires_grad
@@ -382,26 +382,26 @@ def test_caches_and_targets_that_do_not_fit(model, tokens, unchecked):
     for lacking in names:
         _, few = run_with_cache(model, tokens, names=[n for n in names if n != lacking])
         with pytest.raises(CacheError, match=r"blocks\.\*\.attn\.z.*ln_final\.scale"):
-            direct_logit_attribution(model, few, right=3), accumulated(model, few, right=3)
+            direct_logit_attribution(model, few, right=3), accumulated_logits(model, few, right=3)
     with pytest.raises(CacheError, match=r"blocks\.\*\.mlp\.post"):
         decompose(model, enough, neurons=True)
     wrong = [
         {},
-        {"right": 3, "direction": torch.ones(10)},
-        {"wrong": 3, "direction": torch.ones(10)},
+        {"right": 3, "vector": torch.ones(10)},
+        {"wrong": 3, "vector": torch.ones(10)},
         {"right": 23},
         {"right": -1},
         {"right": 3, "wrong": torch.zeros(5, dtype=torch.long)},
         {"right": torch.zeros(4, 6, dtype=torch.long)},
-        {"direction": torch.ones(5, 10)},
-        {"direction": torch.ones(11)},
+        {"vector": torch.ones(5, 10)},
+        {"vector": torch.ones(11)},
         {"right": 3, "pos": 7},
         {"right": 3, "pos": torch.tensor([1, 2, 3, -8])},
         {"right": torch.zeros_like(tokens), "pos": 2},
     ]
     for options in wrong:
-        for reading in (direct_logit_attribution, accumulated):
-            with pytest.raises(ValueError, match=r"right|wrong|direction|tokens|pos"):
+        for reading in (direct_logit_attribution, accumulated_logits):
+            with pytest.raises(ValueError, match=r"right|wrong|vector|tokens|pos"):
                 reading(model, cache, **options)
     for before in (-1, 3):
         with pytest.raises(ValueError, match="before"):
@@ -410,7 +410,7 @@ def test_caches_and_targets_that_do_not_fit(model, tokens, unchecked):
         decompose(model, cache)["a1.1"]
     capped = variant("logit_cap")
     _, cache = run_with_cache(capped, TOKENS)
-    for reading in (direct_logit_attribution, accumulated):
+    for reading in (direct_logit_attribution, accumulated_logits):
         with pytest.raises(ValueError, match="cap"):
             reading(capped, cache, right=3)
 
@@ -433,7 +433,7 @@ def test_a_cache_of_another_run_is_refused(model, tokens, unchecked):
     torch.manual_seed(5)
     other = type(model)(model.config).eval()
     lens = partial(logit_lens, targets=tokens)
-    targeted = partial(direct_logit_attribution, right=3), partial(accumulated, right=3)
+    targeted = partial(direct_logit_attribution, right=3), partial(accumulated_logits, right=3)
     for reading in (decompose, *targeted, head_scores, lens, svd_targets):
         reading(model, cache)
         for one, said in ((other, "weights hash"), (variant("gated"), "config hash")):
@@ -468,11 +468,11 @@ def test_what_people_from_transformer_lens_look_for(model, tokens):
         'decompose(model, cache, neurons=True)["m1.n3"]': neuron,
         'cache.stack("mlp_out")[2]': cache["mlp_out", 2],
         'cache.stack("resid_pre")[1]': cache["resid_post", 0],
-        "accumulated(model, cache, right=right, wrong=wrong).values[-1].T": difference,
+        "accumulated_logits(model, cache, right=right, wrong=wrong).values[-1].T": difference,
         (
             "direct_logit_attribution(model, cache, right=right, wrong=wrong).values.sum(0).T"
         ): difference,
-        "direct_logit_attribution(model, cache, direction=direction).values.sum(0).T": along,
+        "direct_logit_attribution(model, cache, vector=direction).values.sum(0).T": along,
     }
     names = {**globals(), **locals()}
     for row, expected in rows.items():

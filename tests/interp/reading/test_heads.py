@@ -227,7 +227,7 @@ def test_a_pattern_of_ones_own_is_scored_by_its_factors():
 def test_scores_that_make_no_sense(model, unchecked):
     tokens = repeated_tokens(23, period=3, batch=2)
     _, cache = run_with_cache(model, tokens, names="*.pattern")
-    _, part = run_with_cache(model, tokens, names="*.pattern", positions=slice(2, 5))
+    _, part = run_with_cache(model, tokens, names="*.pattern", pos=slice(2, 5))
     _, lacking = run_with_cache(model, tokens, names="blocks.1.attn.pattern")
     different = torch.tensor([[1, 2, 3, 4, 5, 6], [1, 2, 1, 4, 5, 6]])
     _, differing = run_with_cache(model, different, names="*.pattern")

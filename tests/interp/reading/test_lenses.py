@@ -341,13 +341,15 @@ def test_positions_read_in_parts_are_each_in_their_place(monkeypatch, at_once):
 def test_on_the_bundled_model_the_tuned_lens_is_better_at_every_layer():
     from pydoc_data.topics import topics
 
-    from models import load_tokenizer, split
+    from models import load_tokenizer, train_test_split
 
     model, tokenizer = pydoc(), load_tokenizer("pydoc-4l")
     # Other versions of Python have characters that the tokenizer lacks.
     text = "".join(char for char in "\n".join(topics.values()) if char in tokenizer.characters)
     tokens = torch.tensor(tokenizer.encode(text))
-    training, held_out = (part[: len(part) // 64 * 64].view(-1, 64) for part in split(tokens))
+    training, held_out = (
+        part[: len(part) // 64 * 64].view(-1, 64) for part in train_test_split(tokens)
+    )
     held_out = held_out[::29]
     lens = tuned_lens(model, training, steps=40)
     plain, tuned = kl_of(model, held_out), kl_of(model, held_out, lens)

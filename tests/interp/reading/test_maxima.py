@@ -24,11 +24,11 @@ KINDS = {
     "head": ("blocks.2.attn.z", {"head": 1}, lambda v: v[1].norm()),
     "head along": (
         "blocks.0.attn.z",
-        {"head": 0, "direction": DIRECTION[:5]},
+        {"head": 0, "vector": DIRECTION[:5]},
         lambda v: v[0] @ DIRECTION[:5],
     ),
     "key head": ("blocks.1.attn.k", {"head": 1}, lambda v: v[1].norm()),
-    "direction": ("blocks.1.resid_post", {"direction": DIRECTION}, lambda v: v @ DIRECTION),
+    "direction": ("blocks.1.resid_post", {"vector": DIRECTION}, lambda v: v @ DIRECTION),
     "norm": ("blocks.0.mlp_out", {}, lambda v: v.norm()),
 }
 
@@ -56,11 +56,9 @@ def test_the_largest_of_some_positions(model):
 
 def test_of_equal_values_the_earlier_is_kept(model):
     texts = torch.tensor([[5, 6], [5, 7], [5, 8], [5, 9]])
-    found = max_activating(model, texts, "blocks.0.resid_pre", k=3, direction=torch.zeros(10))
+    found = max_activating(model, texts, "blocks.0.resid_pre", k=3, vector=torch.zeros(10))
     assert [(p.text, p.pos) for p in found] == [(0, 0), (0, 1), (1, 0)]
-    alone = max_activating(
-        model, texts, "blocks.0.resid_pre", k=3, batch=1, direction=torch.zeros(10)
-    )
+    alone = max_activating(model, texts, "blocks.0.resid_pre", k=3, batch=1, vector=torch.zeros(10))
     assert alone == found
 
 
@@ -69,7 +67,7 @@ def test_what_has_no_place_is_refused(model):
     for point, options, reason in (
         ("blocks.1.attn.z", {}, "got the axes batch pos head d_head"),
         ("blocks.1.attn.pattern", {"head": 1}, "got the axes batch query key"),
-        ("blocks.1.mlp.post", {"neuron": 3, "direction": DIRECTION}, "got the axes batch pos"),
+        ("blocks.1.mlp.post", {"neuron": 3, "vector": DIRECTION}, "got the axes batch pos"),
         ("blocks.1", {}, "no HookPoint"),
     ):
         with pytest.raises(ValueError, match=reason):
@@ -91,6 +89,6 @@ def test_what_has_no_place_is_refused(model):
         with pytest.raises(ValueError, match=reason):
             max_activating(model, texts, "blocks.1.mlp_out", **options)
     with pytest.raises(ValueError, match="NaN"):
-        max_activating(model, TEXTS, "blocks.1.mlp_out", direction=DIRECTION / 0 * 0)
+        max_activating(model, TEXTS, "blocks.1.mlp_out", vector=DIRECTION / 0 * 0)
     with pytest.raises(ModeError):
         max_activating(model.train(), TEXTS, "blocks.1.mlp_out")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hooks import ActivationCache, CacheError
-from interp import residual_stream, run_with_cache, spectra, svd_targets
+from interp import residual_stream, run_with_cache, svd_spectra, svd_targets
 from interp.spectral import (
     alignment,
     condition_number,
@@ -154,8 +154,8 @@ def test_caches_and_models_that_do_not_do(model, tokens):
         with pytest.raises(CacheError, match=r'mode="svd_targets"'):
             svd_targets(model, run_with_cache(model, tokens, names=names)[1])
     for positions in (slice(2, 5), [1]):
-        with pytest.raises(ValueError, match=r"positions=.* 7 keys"):
-            targets_of(model, tokens, positions=positions)
+        with pytest.raises(ValueError, match=r"pos=.* 7 keys"):
+            targets_of(model, tokens, pos=positions)
     for mode in ("none", "svd_targets"):
         with pytest.raises(CacheError, match='mode="residual"'):
             residual_stream(run_with_cache(model, tokens, mode=mode)[1], torch.ones(4, 7).bool())
@@ -224,7 +224,7 @@ def test_rank_is_numpys_and_a_batch_is_sliced():
 
 def test_targets_are_decomposed_by_name(model, tokens):
     targets = targets_of(model, tokens)
-    found, top = spectra(targets), spectra(targets, k=2)
+    found, top = svd_spectra(targets), svd_spectra(targets, k=2)
     assert list(found) == list(top) == ["qkt", "wvwo", "avwo"]
     for name, one in found.items():
         expected = np.linalg.svd(formed(targets, name).double().numpy(), compute_uv=False)
@@ -243,7 +243,7 @@ def test_targets_are_decomposed_by_name(model, tokens):
         value[index] = math.nan
         for k in (None, 2):
             with pytest.raises(ValueError, match=at):
-                spectra(targets, k)
+                svd_spectra(targets, k)
         value[index] = 0
 
 

@@ -401,7 +401,7 @@ def test_padding_of_an_encoder_and_its_decoder_is_told_apart(tmp_path):
         assert torch.equal(
             last["decoder.resid_post", 1], torch.stack([written[0, 2], written[1, -1]])
         )
-    kept = runner.run_with_cache(**given, **masks, positions=[-1])[1]
+    kept = runner.run_with_cache(**given, **masks, pos=[-1])[1]
     assert torch.equal(kept["encoder.resid_post", 1][1, 0], read[1, 3])
     hooks = {"encoder.blocks.0.resid_post": edits.add(seeing.drawn(16), pos=-1)}
     edited = runner.run_with_hooks(**given, **masks, hooks=hooks).logits

@@ -15,8 +15,15 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from models import CharTokenizer, RotaryScaling, Transformer, TransformerConfig, evaluate, split
-from models.checkpoints import BUNDLED, bundled, load, load_tokenizer, own, save
+from models import (
+    CharTokenizer,
+    RotaryScaling,
+    Transformer,
+    TransformerConfig,
+    evaluate,
+    train_test_split,
+)
+from models.checkpoints import BUNDLED, list_models, load, load_tokenizer, own, save
 from tests.count import ROOT
 from tests.reference import randomised
 
@@ -478,7 +485,7 @@ def test_without_the_hub_library(monkeypatch):
 
 
 def test_the_bundled_model_is_small_and_described():
-    assert bundled() == ["pydoc-4l"]
+    assert list_models() == ["pydoc-4l"]
     directory = BUNDLED / "pydoc-4l"
     assert sum(file.stat().st_size for file in directory.iterdir()) < 4_000_000
     described = json.loads((directory / "training.json").read_text())
@@ -492,7 +499,7 @@ def test_the_bundled_model_reaches_its_validation_loss():
     if hashlib.sha256(text.encode()).hexdigest() != described["text_sha256"]:
         pytest.skip(f"this Python's documentation is not that of {described['python']}")
     tokens = torch.tensor(load_tokenizer("pydoc-4l").encode(text))
-    loss = evaluate(load("pydoc-4l"), split(tokens)[1]).nats
+    loss = evaluate(load("pydoc-4l"), train_test_split(tokens)[1]).nats
     assert loss <= 1.25
     assert loss == pytest.approx(described["validation_loss_nats"], abs=1e-3)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hooks import HookedRunner
-from models import Sampling, Transformer, TransformerConfig, generate, row_generator, stream
+from models import Sampling, Transformer, TransformerConfig, generate, generate_steps, row_generator
 
 VOCAB, N_CTX, LAYERS, HEADS = 29, 19, 3, 4
 NEW = 6
@@ -220,7 +220,7 @@ def test_it_ends_when_every_row_has_stopped():
     with handle:
         assert generate(model, PROMPTS, max_new_tokens=9, stop=stops) == expected
     assert lengths == [7, 1]
-    assert len(list(stream(model, PROMPTS, max_new_tokens=9, stop=stops))) == 2
+    assert len(list(generate_steps(model, PROMPTS, max_new_tokens=9, stop=stops))) == 2
 
 
 # The stream.
@@ -233,7 +233,7 @@ def test_steps_hold_tokens_logits_and_who_is_running(form):
     stop = whole[1][len(PROMPTS[1]) + 1]
     expected = [continued(model, prompt, stop=[stop]) for prompt in PROMPTS]
     options = dict(temperature=3.0, top_k=1)  # act on a copy of the logits
-    steps = list(stream(model, PROMPTS, max_new_tokens=NEW, stop=[stop], **options))
+    steps = list(generate_steps(model, PROMPTS, max_new_tokens=NEW, stop=[stop], **options))
     assert steps[0].running.all()
     for row, (prompt, text) in enumerate(zip(PROMPTS, expected, strict=True)):
         with torch.no_grad():
@@ -250,7 +250,7 @@ def test_the_mode_of_the_caller_stays_between_steps():
     model = build()
     for mode, grads in ((torch.enable_grad, True), (torch.no_grad, False)):
         with mode():
-            for step in stream(model, PROMPTS, max_new_tokens=3):
+            for step in generate_steps(model, PROMPTS, max_new_tokens=3):
                 assert torch.is_grad_enabled() == grads
                 assert not torch.is_inference_mode_enabled()
                 assert not step.logits.requires_grad
@@ -280,10 +280,10 @@ def test_a_step_may_be_written_into():
     model = build()
     expected = [
         [step.tokens.tolist(), step.running.tolist()]
-        for step in stream(model, PROMPTS, max_new_tokens=5, stop=[7])
+        for step in generate_steps(model, PROMPTS, max_new_tokens=5, stop=[7])
     ]
     found = []
-    for step in stream(model, PROMPTS, max_new_tokens=5, stop=[7]):
+    for step in generate_steps(model, PROMPTS, max_new_tokens=5, stop=[7]):
         found.append([step.tokens.tolist(), step.running.tolist()])
         step.tokens.fill_(0)
         step.running.fill_(False)
@@ -295,7 +295,7 @@ def test_the_stream_works_on_demand():
     model = build()
     lengths, handle = calls(model)
     with handle:
-        steps = stream(model, PROMPTS, max_new_tokens=4, prefill_chunk=4)
+        steps = generate_steps(model, PROMPTS, max_new_tokens=4, prefill_chunk=4)
         assert lengths == []
         next(steps)
         assert lengths == [4, 3]
@@ -391,7 +391,7 @@ def test_other_types(dtype):
     model = Transformer(build("windows").config).eval()
     model.load_state_dict(build("windows").state_dict())
     model = model.to(dtype)
-    steps = list(stream(model, [PROMPTS[0]], max_new_tokens=NEW))
+    steps = list(generate_steps(model, [PROMPTS[0]], max_new_tokens=NEW))
     text = [*PROMPTS[0], *(int(step.tokens) for step in steps)]
     with torch.no_grad():
         whole = model(torch.tensor([text[:-1]]))[0, len(PROMPTS[0]) - 1 :]
@@ -452,7 +452,7 @@ BAD = [
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(("change", "message"), BAD)
-@pytest.mark.parametrize("function", [generate, stream])
+@pytest.mark.parametrize("function", [generate, generate_steps])
 def test_bad_arguments_are_errors_at_the_call(function, change, message):
     model = build()
     lengths, handle = calls(model)
@@ -471,10 +471,10 @@ def test_training_mode_is_refused():
     model = Transformer(TransformerConfig(**SIZES, dropout=0.5)).eval()
     # One block is enough to draw at random.
     model.blocks[1].train()
-    for function in (generate, stream):
+    for function in (generate, generate_steps):
         with pytest.raises(ValueError, match=r"model.eval\(\)"):
             function(model, [[1]], max_new_tokens=2)
-    steps = stream(model.eval(), PROMPTS, max_new_tokens=5)
+    steps = generate_steps(model.eval(), PROMPTS, max_new_tokens=5)
     next(steps)
     model.train()
     with pytest.raises(ValueError, match=r"model.eval\(\)"):

@@ -594,7 +594,7 @@ def test_results_say_which_words(tmp_path):
     )
     assert twice.words["pos"] == ["the", " cat", " ran"]
     cache = interp.run_with_cache(model, ["the cat", "the dog"])[1]
-    assert interp.accumulated(model, cache, right=3).words["pos"] == ["the", " cat| dog"]
+    assert interp.accumulated_logits(model, cache, right=3).words["pos"] == ["the", " cat| dog"]
     model.tokenizer = None
     assert interp.activation_patching(model, pairs.read_by(reading())).words == {}
 

@@ -4,9 +4,9 @@ objects.
 
 from typing import Any
 
-from interp.pictures.tables import curves, effects
-from interp.pictures.texts import text
-from interp.pictures.view import View, told
+from interp.plots.tables import curves, effects
+from interp.plots.texts import text
+from interp.plots.view import View, told
 
 _MOST_PAIRS = 6
 

@@ -10,7 +10,7 @@ product of weights:
 2. A target is a direction at a position of the stream: the direction that a feature or logit reads,
    carried back through the norm.
 3. Carry this direction down the layers, and compute the effect of each source
-   (`interp.tracing.descent`).
+   (`interp.attribution_graphs.descent`).
 
 The bias is the sum of all constants that norms, attention and transcoders add. With the bias, the
 effects add up to the target.
@@ -33,6 +33,8 @@ from hooks.base import (
     without_gradients,
     writer_of,
 )
+from interp.attribution_graphs.descent import Descent, Targets
+from interp.attribution_graphs.transcoders import LayerTranscoder, Transcoders, by_layer
 from interp.features.places import warn_of_place
 from interp.graph import Graph
 from interp.graph.norms import LinearPart, is_identity, linear_part
@@ -40,8 +42,6 @@ from interp.graph.scores import BlockScores
 from interp.inputs.texts import text_for
 from interp.numbers.precision import finite, like
 from interp.protocol import logits_of, of
-from interp.tracing.descent import Descent, Targets
-from interp.tracing.transcoders import LayerTranscoder, Transcoders, by_layer
 
 
 class FrozenReading(NamedTuple):

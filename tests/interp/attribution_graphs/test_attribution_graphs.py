@@ -16,6 +16,9 @@ from torch import nn
 from torch.nn import functional
 
 from hooks import HookedRunner
+from interp.attribution_graphs import attribution_graph, influence
+from interp.attribution_graphs.frozen import FrozenRun
+from interp.attribution_graphs.intervention import Intervention, predicted_changes
 from interp.features import (
     CrossLayerTranscoder,
     Dictionary,
@@ -25,14 +28,11 @@ from interp.features import (
     TopK,
     splice,
 )
-from interp.tracing import attribution_graph, influence
-from interp.tracing.frozen import FrozenRun
-from interp.tracing.intervention import Intervention, predicted_changes
 from models import Transformer, TransformerConfig, attach, from_transformer_lens
 from tests.attachable import made
 from tests.count import ROOT
 from tests.decoders import FOREIGN, KINDS, KNOWN
-from tests.interp.tracing.transcoders import (
+from tests.interp.attribution_graphs.transcoders import (
     FORMS,
     SIZES,
     TEXT,
@@ -147,9 +147,9 @@ def test_rows_add_up_and_are_what_a_frozen_run_changes(form, kind):
 @pytest.fixture(scope="module")
 def peer():
     """Return the graph of circuit-tracer for the same model and transcoders
-    (tests/tracing/make_graph.py).
+    (tests/circuit_tracer/make_graph.py).
     """
-    with safe_open(ROOT / "tests" / "tracing/circuit_tracer.safetensors", "pt") as file:
+    with safe_open(ROOT / "tests" / "circuit_tracer" / "circuit_tracer.safetensors", "pt") as file:
         about = {name: json.loads(text) for name, text in file.metadata().items()}
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
     weights = {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")}

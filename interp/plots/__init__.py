@@ -2,15 +2,15 @@
 
 A notebook displays a `View`. It has `.save("x.html")`, `.show()` and, for plots, `.figure`. Read
 `view` (the page) and `parts` (the parts that its script draws) first; `texts`, `tables`, `graphs`
-and `objects` make views. Matplotlib figures, in `figure` and `plots`, need the extra `plots`, so
-these files are imported only when a figure is drawn.
+and `objects` make views. Matplotlib figures, in `figure` and `matplotlib_figures`, need the extra
+`plots`, so these files are imported only when a figure is drawn.
 """
 
 from hooks.base import missing_name as _missing_name
-from interp.pictures.graphs import attribution, circuit, features
-from interp.pictures.tables import curves, effects, image, together
-from interp.pictures.texts import lens, patterns, text
-from interp.pictures.view import Shown, View
+from interp.plots.graphs import attribution, circuit, features
+from interp.plots.tables import curves, effects, image, together
+from interp.plots.texts import lens, patterns, text
+from interp.plots.view import Shown, View
 
 __all__ = [
     "Shown",

@@ -1,5 +1,5 @@
 """Attribution graphs as circuit-tracer's page, Neuronpedia's server and Anthropic save them; see
-tests/tracing/make_files.py.
+tests/circuit_tracer/make_files.py.
 """
 
 import json
@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from interp.tracing import Link, Node, PrunedGraph
+from interp.attribution_graphs import Link, Node, PrunedGraph
 from tests.count import ROOT
 
-HERE = ROOT / "tests" / "tracing"
+HERE = ROOT / "tests" / "circuit_tracer"
 
 
 def graph_of(name):
@@ -213,7 +213,7 @@ def test_embeddings_at_one_position_are_distinct_for_the_pages():
 
 @pytest.fixture(scope="module")
 def whole():
-    """All nodes and links that circuit-tracer found; see tests/tracing/make_graph.py."""
+    """All nodes and links that circuit-tracer found; see tests/circuit_tracer/make_graph.py."""
     with safe_open(HERE / "circuit_tracer.safetensors", "pt") as file:
         tensors = {name: file.get_tensor(name) for name in ("features", "matrix", "scores")}
         chances = file.get_tensor("probabilities").tolist()

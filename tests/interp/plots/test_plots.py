@@ -16,14 +16,14 @@ import torch
 
 import interp
 from hooks import HookedRunner
-from interp import Circuit, Pairs, Result, pictures
+from interp import Circuit, Pairs, Result, plots
+from interp.attribution_graphs import Link, Node, PrunedGraph
 from interp.directions import difference_of_means
 from interp.features import FeatureCard, FeatureCards, load_sae
 from interp.features.cards import FeatureExample
 from interp.graph import Graph
-from interp.pictures.view import _page, visible
+from interp.plots.view import _page, visible
 from interp.store import harvest
-from interp.tracing import Link, Node, PrunedGraph
 from models import KVCache
 from tests.browser import FLAGS, seen_in_browser
 from tests.shipped import pydoc
@@ -36,7 +36,7 @@ HOSTILE = [
     "&amp;",
     "אב",
 ]
-PROBE = Path(__file__).with_name("pictures_probe.js").read_text(encoding="utf-8")
+PROBE = Path(__file__).with_name("plots_probe.js").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -73,15 +73,15 @@ def page(bundled, cache, values):
     for size, edge in enumerate(edges, 1):
         scores[graph.index(edge)] = -size
     views = [
-        pictures.patterns(bundled, cache),
-        pictures.text([*HOSTILE, "a" * 100_000], [0.5, -2.25, math.nan, 1.0, 2.0], unit="nats"),
-        pictures.lens(interp.logit_lens(bundled, cache)),
-        pictures.effects(table),
-        pictures.effects(three),
-        pictures.curves({"<i>loss": [4.0, 3.5, 1.25]}),
-        pictures.circuit(Circuit(graph, edges, scores), FakeCurve),
+        plots.patterns(bundled, cache),
+        plots.text([*HOSTILE, "a" * 100_000], [0.5, -2.25, math.nan, 1.0, 2.0], unit="nats"),
+        plots.lens(interp.logit_lens(bundled, cache)),
+        plots.effects(table),
+        plots.effects(three),
+        plots.curves({"<i>loss": [4.0, 3.5, 1.25]}),
+        plots.circuit(Circuit(graph, edges, scores), FakeCurve),
     ]
-    return pictures.View("<b>all", [part for view in views for part in view.parts]).html()
+    return plots.View("<b>all", [part for view in views for part in view.parts]).html()
 
 
 class FakeCurve:
@@ -143,7 +143,7 @@ def test_views_start_at_their_end_and_plots_fill_a_frame_laid_out_later(seen):
 
 
 def test_the_script_reads_no_layout_of_elements():
-    script = Path(pictures.__file__).with_name("view.js").read_text(encoding="utf-8")
+    script = Path(plots.__file__).with_name("view.js").read_text(encoding="utf-8")
     assert not re.search(r"\b(offset|client|scroll)(Left|Top|Width|Height)\b", script)
 
 
@@ -172,7 +172,7 @@ OVER_IMAGE = """addEventListener("message", () => setTimeout(() => {
 
 def test_patches_are_drawn_over_their_image(tmp_path):
     pixels = torch.tensor([[[0.0, 1.0, 2.0, 3.0], [4.0, 1.0, 0.0, 4.0]]]).expand(3, 2, 4)
-    view = pictures.image(pixels, torch.tensor([0.0, -2.0]), grid=(1, 2), unit="logits")
+    view = plots.image(pixels, torch.tensor([0.0, -2.0]), grid=(1, 2), unit="logits")
     seen = seen_in_browser(view.html(), tmp_path, OVER_IMAGE, around="")
     grey = (pixels[0] / 4 * 255).round().int().flatten().tolist()
     assert seen["under"][::4] == seen["under"][2::4] == grey
@@ -181,7 +181,7 @@ def test_patches_are_drawn_over_their_image(tmp_path):
     assert red > blue  # less than 0
     assert seen["boxes"][0] == seen["boxes"][1]
     with pytest.raises(ValueError, match="2 by 2; got 5 "):
-        pictures.image(pixels, torch.ones(5))
+        plots.image(pixels, torch.ones(5))
 
 
 def test_hostile_text_is_shown_and_runs_nothing(seen, page):
@@ -226,18 +226,16 @@ def unpacked(packed):
 
 
 def test_numbers_are_exact_below_the_budget_and_of_8_bits_above(values):
-    kept = embedded(pictures.effects(Result(values, ("row", "column", "example"))).html())[0]
+    kept = embedded(plots.effects(Result(values, ("row", "column", "example"))).html())[0]
     assert torch.equal(unpacked(kept["values"])[0], values.mean(-1))
     assert not kept["note"]
     large = torch.randn(900, 500, 1)
     large[3, 7] = math.nan
-    view = pictures.effects(Result(large, ("row", "pos", "example")))
+    view = plots.effects(Result(large, ("row", "pos", "example")))
     assert len(view.html()) <= 2_000_000
     (part,) = embedded(view.html())
     assert part["note"] == "The last 160000 of 450000 values are shown."
-    wide = pictures.effects(
-        Result(torch.randn(8, 400, 400, 1), ("head", "row", "column", "example"))
-    )
+    wide = plots.effects(Result(torch.randn(8, 400, 400, 1), ("head", "row", "column", "example")))
     (part,) = embedded(wide.html())
     assert part["values"]["type"] == "u1"
     assert "rounded to 254 steps" in part["note"]
@@ -246,8 +244,8 @@ def test_numbers_are_exact_below_the_budget_and_of_8_bits_above(values):
 
 def test_eight_bits_keep_numbers_to_half_a_step_and_nan(monkeypatch):
     numbers = torch.tensor([-1.0, math.nan, 0.3, 1.0])
-    monkeypatch.setattr("interp.pictures.view.BUDGET", 0)
-    packed = embedded(pictures.text(["a", "b", "c", "d"], numbers).html())[0]["values"]
+    monkeypatch.setattr("interp.plots.view.BUDGET", 0)
+    packed = embedded(plots.text(["a", "b", "c", "d"], numbers).html())[0]["values"]
     codes = unpacked(packed).double()
     assert codes[1] == 255
     back = packed["low"] + packed["step"] * codes[[0, 2, 3]]
@@ -258,21 +256,21 @@ def test_patterns_open_on_the_head_that_is_asked_for(bundled, cache):
     values = torch.zeros(4, 4, 1)
     values[2, 1], values[3, 0] = 0.75, math.nan
     scores = Result(values, ("layer", "head", "example"))
-    (part,) = embedded(pictures.patterns(bundled, cache, scores=scores).html())
+    (part,) = embedded(plots.patterns(bundled, cache, scores=scores).html())
     assert part["start"] == 2 * 4 + 1
     torch.testing.assert_close(unpacked(part["scores"]), values.flatten(), equal_nan=True)
-    (part,) = embedded(pictures.patterns(bundled, cache, scores=scores, head=(3, 1)).html())
+    (part,) = embedded(plots.patterns(bundled, cache, scores=scores, head=(3, 1)).html())
     assert part["start"] == 13
     some = [(3, 2), (2, 1), (0, 0)]
-    (part,) = embedded(pictures.patterns(bundled, cache, heads=some, scores=scores).html())
+    (part,) = embedded(plots.patterns(bundled, cache, heads=some, scores=scores).html())
     assert part["start"] == 1
     with pytest.raises(ValueError, match=r"\(layer, head\); got \(1, 1\)"):
-        pictures.patterns(bundled, cache, heads=some, head=(1, 1))
+        plots.patterns(bundled, cache, heads=some, head=(1, 1))
     for wrong in (Result(values[:3], scores.axes), Result(values[:, :1], scores.axes)):
         with pytest.raises(ValueError, match="must contain the drawn heads"):
-            pictures.patterns(bundled, cache, scores=wrong)
+            plots.patterns(bundled, cache, scores=wrong)
     with pytest.raises(ValueError, match="layer, head and example"):
-        pictures.patterns(bundled, cache, scores=Result(values[0], ("head", "example")))
+        plots.patterns(bundled, cache, scores=Result(values[0], ("head", "example")))
 
 
 def test_a_frame_is_as_high_as_its_page(tmp_path):
@@ -319,7 +317,7 @@ def test_what_has_a_picture_saves_it(bundled, tmp_path):
         (pairs.read_by(bundled), "logit_diff([&#x27;V&#x27;, &#x27;W&#x27;], &#x27;Z&#x27;)"),
         (sae, "128 -&gt; 1024 features -&gt; 128"),
         (difference_of_means(bundled, texts[:1], texts[1:]), "difference of means"),
-        (interp.compare(guess, exact), "rank correlation"),
+        (interp.compare_effects(guess, exact), "rank correlation"),
         (interp.ov_circuit(bundled), "the first 12 of 16 matrices"),
         (interp.evaluate_sae(bundled, sae, texts), "density at blocks.2.resid_post"),
         (interp.max_activating(bundled, texts, "blocks.1.mlp.post", neuron=3, k=2), "in text 1"),
@@ -337,7 +335,7 @@ def test_what_has_a_picture_saves_it(bundled, tmp_path):
         for name in ("x.docx", "x.pt", "x.HTML5"):
             with pytest.raises(ValueError, match=rf"\.html.*; got .*{name}"):
                 shown.save(tmp_path / "new" / name)
-    for plot in (exact.view(), interp.compare(guess, exact)):
+    for plot in (exact.view(), interp.compare_effects(guess, exact)):
         plot.save(tmp_path / "x.PNG")
         assert (tmp_path / "x.PNG").read_bytes().startswith(b"\x89PNG")
         (tmp_path / "x.PNG").unlink()
@@ -357,11 +355,11 @@ def test_a_page_has_no_number_that_json_has_not():
     graph = PrunedGraph(nodes, [Link("E_3_0", "2_5_0", 1.5)], ["a"])
     wide = torch.tensor([[-1e308, 1e308], [math.nan, math.inf]]).double()[None]
     values = Result(wide, ("x", "y", "example"), about={"low": -math.inf})
-    for view in (pictures.attribution(graph, {1: [card]}), pictures.effects(values)):
+    for view in (plots.attribution(graph, {1: [card]}), plots.effects(values)):
         for page in (view.html(), _page(view.title, "", view.parts, exact=False)):
             data = re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1]
             json.loads(data, parse_constant=pytest.fail)
-    (part,) = pictures.attribution(graph, {1: [card]}).parts
+    (part,) = plots.attribution(graph, {1: [card]}).parts
     assert [node["id"] for node in part["nodes"]] == ["2_5_0", "1_4_0", "E_3_0"]
 
 
@@ -377,7 +375,7 @@ def test_a_window_of_patterns_runs_the_layers_of_its_heads(bundled):
         for layer, block in enumerate(bundled.blocks)
     ]
     window = dict(queries=slice(-7, -2), keys=slice(3, 9), heads=[(3, 1), (0, 2), (3, 0)])
-    (part,) = pictures.patterns(bundled, lazy, **window).parts
+    (part,) = plots.patterns(bundled, lazy, **window).parts
     for handle in handles:
         handle.remove()
     assert set(ran) == {0, 3}
@@ -402,7 +400,7 @@ def test_a_window_of_patterns_runs_the_layers_of_its_heads(bundled):
         dict(keys=[2, 3]),
     ):
         with pytest.raises(ValueError, match="must be"):
-            pictures.patterns(None, lazy, **wrong)
+            plots.patterns(None, lazy, **wrong)
 
 
 def test_later_queries_of_a_cache_of_keys_see_all_keys(bundled):
@@ -411,7 +409,7 @@ def test_later_queries_of_a_cache_of_keys_see_all_keys(bundled):
     runner = HookedRunner(bundled)
     cache = runner.run_with_cache(tokens[:, -2:], kv_cache=cached, names="*.pattern")[1]
     n = tokens.shape[1]
-    (part,) = pictures.patterns(None, cache, queries=slice(n - 1, None), heads=[(2, 3)]).parts
+    (part,) = plots.patterns(None, cache, queries=slice(n - 1, None), heads=[(2, 3)]).parts
     torch.testing.assert_close(part["values"], cache["pattern", 2][:, 3, 1:])
     assert part["rows"]["labels"] == [str(n - 1)]
     assert len(part["columns"]["labels"]) == n
@@ -429,7 +427,7 @@ def test_a_plot_is_saved_by_the_word_of_views(tmp_path):
 
 
 def test_a_view_is_saved_and_refuses_a_figure_it_has_not(cache, bundled, tmp_path):
-    view = pictures.patterns(bundled, cache)
+    view = plots.patterns(bundled, cache)
     view.save(tmp_path / "x.html")
     assert (tmp_path / "x.html").read_text(encoding="utf-8") == view.html()
     with pytest.raises(ValueError, match=r"must end in \.html; got .*x\.png"):
@@ -437,10 +435,10 @@ def test_a_view_is_saved_and_refuses_a_figure_it_has_not(cache, bundled, tmp_pat
     with pytest.raises(ValueError, match="plots"):
         _ = view.figure
     for call in (
-        lambda: pictures.patterns(None, cache, example=1),
-        lambda: pictures.text(["a"], [1.0, 2.0]),
-        lambda: pictures.curves({"a": [1.0], "b": [1.0, 2.0]}),
-        lambda: pictures.curves({}),
+        lambda: plots.patterns(None, cache, example=1),
+        lambda: plots.text(["a"], [1.0, 2.0]),
+        lambda: plots.curves({"a": [1.0], "b": [1.0, 2.0]}),
+        lambda: plots.curves({}),
     ):
         with pytest.raises(ValueError, match="must be"):
             call()
@@ -450,7 +448,7 @@ def test_figures_say_what_they_need(values, monkeypatch):
     for name in [
         name
         for name in sys.modules
-        if name.startswith(("interp.pictures.f", "interp.pictures.plots"))
+        if name.startswith(("interp.plots.f", "interp.plots.matplotlib_figures"))
     ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib.axes", None)
@@ -460,14 +458,14 @@ def test_figures_say_what_they_need(values, monkeypatch):
 
 def test_plots_have_a_figure(values):
     pytest.importorskip("matplotlib", reason="needs the extra plots")
-    axes = pictures.curves({"a": [3.0, 2.0]}, axis="rank").figure.axes[0]
+    axes = plots.curves({"a": [3.0, 2.0]}, axis="rank").figure.axes[0]
     assert axes.lines[0].get_ydata().tolist() == [3.0, 2.0]
-    assert pictures.effects(Result(values, ("row", "column", "example"))).figure.axes
+    assert plots.effects(Result(values, ("row", "column", "example"))).figure.axes
 
 
 def test_a_circuit_says_what_names_of_nodes_mean(bundled):
     edges = ["input->a1.h2<v>", "a1.h2->m3", "m3->logits"]
-    view = pictures.circuit(Circuit(Graph(bundled), edges))
+    view = plots.circuit(Circuit(Graph(bundled), edges))
     assert view.parts[0]["names"] == ["a1.h2: head 2 of layer 1", "m3: MLP of layer 3"]
 
 
@@ -476,9 +474,9 @@ def test_cards_of_features():
     card = FeatureCard(
         7, 0.25, [example, example], [(HOSTILE[1], 1.5)], [("z", -0.5)], [(3, 0.9)], [0.0, 4.0], 2.0
     )
-    view = pictures.features([card, FeatureCard(9, 0.0)])
+    view = plots.features([card, FeatureCard(9, 0.0)])
     whole = {"index": 3, "examples_quantiles": [], "histogram": [1, 2], "act_max": 2}
-    (bars,) = pictures.features([FeatureCard.from_neuronpedia(whole)]).parts
+    (bars,) = plots.features([FeatureCard.from_neuronpedia(whole)]).parts
     assert bars["values"].tolist() == [1, 2]
     kinds = [part["kind"] for part in embedded(view.html())]
     assert kinds == ["text", "text", "bars", "histogram"]
@@ -492,5 +490,5 @@ def test_cards_of_features():
     assert "<h2>Feature 7, active at 25.00% of positions</h2>" in page
     assert "hacked=1</script>" not in page
     cards = FeatureCards([FeatureCard(n, 0.5, [example]) for n in range(13)])
-    assert "12 of 13 features" in pictures.features(cards).html()
+    assert "12 of 13 features" in plots.features(cards).html()
     assert "<iframe" in cards._repr_html_()

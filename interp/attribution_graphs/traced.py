@@ -13,21 +13,21 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from hooks.base import unknown_name, without_gradients
-from interp import pictures
+from interp import plots
+from interp.attribution_graphs import influence, intervention
+from interp.attribution_graphs.attention import largest_cells, why, without_each_head
+from interp.attribution_graphs.descent import Targets
+from interp.attribution_graphs.frozen import FrozenRun
+from interp.attribution_graphs.intervention import Intervention
+from interp.attribution_graphs.nodes import AttentionCell, Link, Node, sources
+from interp.attribution_graphs.pruned import PrunedGraph
+from interp.attribution_graphs.targets import promoted_tokens
 from interp.reading.attending import AskedPlace
 from interp.results.result import Result
-from interp.tracing import influence, intervention
-from interp.tracing.attention import largest_cells, why, without_each_head
-from interp.tracing.descent import Targets
-from interp.tracing.frozen import FrozenRun
-from interp.tracing.intervention import Intervention
-from interp.tracing.nodes import AttentionCell, Link, Node, sources
-from interp.tracing.pruned import PrunedGraph
-from interp.tracing.targets import promoted_tokens
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class AttributionGraph(pictures.Shown):
+class AttributionGraph(plots.Shown):
     """The direct effects of nodes on each other in one text, returned by `attribution_graph`.
 
     Attributes:
@@ -70,7 +70,7 @@ class AttributionGraph(pictures.Shown):
 
     @cached_property
     def influence(self) -> Float[Tensor, " source"]:
-        """The influence of each source on the targets; see `interp.tracing.influence`."""
+        """The influence of each source on the targets; see `attribution_graphs.influence`."""
         return influence.influence(influence.shares(self.rows), self.weights, self.column)
 
     @cached_property
@@ -230,20 +230,22 @@ class AttributionGraph(pictures.Shown):
         through: Literal["paths", "writers"] = "paths",
         k: int = 30,
     ) -> Result:
-        """Find the pairs of sources that make a head attend to a key; see `interp.why_attends`.
+        """Find the pairs of sources that make a head attend to a key.
+
+        `interp.attention_attribution` finds them without a graph.
 
         Args:
             head: the layer and the head.
-            query, key, against, k: see `why_attends`. The default of `key` is the position with the
-                largest attention weight.
+            query, key, against, k: see `attention_attribution`. The default of `key` is the
+                position with the largest attention weight.
             through: with `paths`, the sources are the sources of the graph, and their effects on
                 the query and the key include all frozen paths. With `writers`, the sources are
                 heads and MLPs, and their effects are their outputs at these positions. Default:
                 `paths`.
 
         Returns:
-            A result like the result of `why_attends`. With `paths`, the sources have the names of
-            nodes, and their words are the labels of nodes.
+            A result like the result of `attention_attribution`. With `paths`, the sources have the
+            names of nodes, and their words are the labels of nodes.
 
         Raises:
             ValueError: if the head or a position does not exist, `through` has another value, or k
@@ -292,7 +294,7 @@ class AttributionGraph(pictures.Shown):
         """
         return intervention.intervened(self, values, supernodes or {})
 
-    def view(self) -> pictures.View:
+    def view(self) -> plots.View:
         """Return a view of `pruned()`."""
         return self.pruned().view()
 

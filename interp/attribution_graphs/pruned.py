@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from hooks.base import storage, strict_json, unknown_name
-from interp import pictures
-from interp.tracing import influence, neuronpedia
-from interp.tracing.nodes import AttentionCell, Link, Node
+from interp import plots
+from interp.attribution_graphs import influence, neuronpedia
+from interp.attribution_graphs.nodes import AttentionCell, Link, Node
 
 
 @dataclass(repr=False)
-class PrunedGraph(pictures.Shown):
+class PrunedGraph(plots.Shown):
     """The nodes and links of an attribution graph that carry most influence.
 
     A notebook displays the graph.
@@ -117,9 +117,9 @@ class PrunedGraph(pictures.Shown):
         weights, column = effects.new_tensor(chances), torch.arange(len(places))
         return influence.scores(effects, weights, column, is_error, is_input)
 
-    def view(self) -> pictures.View:
+    def view(self) -> plots.View:
         """Return a view of the nodes and links, with the strongest paths first."""
-        return pictures.attribution(self)
+        return plots.attribution(self)
 
     def __repr__(self) -> str:
         kinds = Counter(node.kind for node in self.nodes)

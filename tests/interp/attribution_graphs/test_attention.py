@@ -6,11 +6,18 @@ import pytest
 import torch
 
 from hooks import HookedRunner
-from interp import attribution_graph, why_attends
-from interp.tracing.descent import Descent
-from interp.tracing.frozen import FrozenRun
+from interp import attention_attribution, attribution_graph
+from interp.attribution_graphs.descent import Descent
+from interp.attribution_graphs.frozen import FrozenRun
 from models import Transformer, TransformerConfig
-from tests.interp.tracing.transcoders import FORMS, SIZES, TEXT, model_of, skip_of, transcoders
+from tests.interp.attribution_graphs.transcoders import (
+    FORMS,
+    SIZES,
+    TEXT,
+    model_of,
+    skip_of,
+    transcoders,
+)
 
 MORE = {
     "norm of each head": {"qk_norm": "head"},
@@ -152,7 +159,7 @@ def test_a_graph_keeps_effects_by_attention_apart():
 
 def test_many_targets_in_parts_move_what_they_move_together(monkeypatch):
     _, graph = graph_of(attention=True)
-    monkeypatch.setattr("interp.tracing.descent._BYTES", 1)
+    monkeypatch.setattr("interp.attribution_graphs.descent._BYTES", 1)
     _, parts = graph_of(attention=True)
     torch.testing.assert_close(parts.by_attention, graph.by_attention, rtol=1e-9, atol=1e-12)
 
@@ -170,7 +177,7 @@ def test_pairs_by_paths_add_up_like_those_by_writers(form, against):
         ]
         sums = [table.values.sum() for table in tables]
         torch.testing.assert_close(sums[0], sums[1], rtol=1e-9, atol=1e-11)
-        known = why_attends(model, cache, head, -2, 2, against, k=5)
+        known = attention_attribution(model, cache, head, -2, 2, against, k=5)
         torch.testing.assert_close(tables[1].values, known.values)
         assert tables[0].about | {"summed sizes of all pairs": 0, "gap": 0} == known.about | {
             "summed sizes of all pairs": 0,

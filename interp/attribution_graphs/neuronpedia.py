@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from interp.tracing.nodes import Kind, Node
+from interp.attribution_graphs.nodes import Kind, Node
 
 _TYPES: dict[Kind, str] = {
     "feature": "cross layer transcoder",

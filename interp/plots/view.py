@@ -76,12 +76,12 @@ class View:
 
     Args:
         title: one line above the picture.
-        parts: the parts of the picture, from `interp.pictures`.
+        parts: the parts of the picture, from `interp.plots`.
         plot: a function that draws the picture with matplotlib; None if the picture is not a plot.
         says: lines below the title.
 
-    >>> from interp import pictures
-    >>> view = pictures.text(["Re", "turn"], [0.5, 2.0], unit="nats")
+    >>> from interp import plots
+    >>> view = plots.text(["Re", "turn"], [0.5, 2.0], unit="nats")
     >>> view
     View of text: .save("x.html") writes it, .show() opens it
     >>> view.html().startswith("<!DOCTYPE html>")
@@ -134,7 +134,7 @@ class View:
         """
         suffix = storage.suffix_of(path, (".html", *(FIGURES if self._plot else ())))
         if suffix in FIGURES:
-            from interp.pictures.figure import save
+            from interp.plots.figure import save
 
             save(self.figure, path)
             return

@@ -10,9 +10,9 @@ import numpy as np
 from jaxtyping import Float
 from torch import Tensor
 
-from interp.pictures.figure import Axes, Figure, Picture
-from interp.pictures.parts import headline
-from interp.pictures.view import plotted_axes
+from interp.plots.figure import Axes, Figure, Picture
+from interp.plots.parts import headline
+from interp.plots.view import plotted_axes
 
 Labels = Mapping[str, Sequence[Any]]
 """For the name of each axis, in order, a label for each index."""

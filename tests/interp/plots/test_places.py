@@ -14,7 +14,7 @@ import time
 import pytest
 
 import interp
-from interp.pictures.view import visible
+from interp.plots.view import visible
 from tests.shipped import pydoc
 
 api = pytest.importorskip("playwright.sync_api", reason="needs playwright, which drives a browser")
@@ -37,12 +37,12 @@ _, cache = run_with_cache(model, text, mode="full")
 pairs = Pairs("def __ini", "def __nam", ("t", "e"))"""
 CELLS = {
     "lens": "logit_lens(model, cache)",
-    "patterns": "pictures.patterns(model, cache, scores=head_scores(model, cache, 'previous_token'))",
+    "patterns": "plots.patterns(model, cache, scores=head_scores(model, cache, 'previous_token'))",
     "heat": "activation_patching(model, pairs, 'resid_post')",
     "bars": "direct_logit_attribution(model, cache, right='t')",
-    "text": "pictures.text(model.to_pieces(text), torch.arange(21.0))",
-    "image": "pictures.image(torch.rand(3, 20, 20), torch.arange(16.0))",
-    "curves": "pictures.curves({'a': [3.0, 2.0, 1.0], 'b': [1.0, 1.5, 2.0]})",
+    "text": "plots.text(model.to_pieces(text), torch.arange(21.0))",
+    "image": "plots.image(torch.rand(3, 20, 20), torch.arange(16.0))",
+    "curves": "plots.curves({'a': [3.0, 2.0, 1.0], 'b': [1.0, 1.5, 2.0]})",
     "circuit": "circuits.top(interp.graph.Graph(model), edge_attribution(model, pairs), 12)",
     "graph": "attribution_graph(model, 'part KV8 and part K', load_sae('pydoc-4l/transcoders'))",
     "cards": "feature_cards(model, load_sae('pydoc-4l/resid_post'), [text], [3, 17])",

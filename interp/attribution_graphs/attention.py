@@ -16,20 +16,20 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hooks.base import Text, require_choice
+from interp.attribution_graphs.descent import TARGETS_AT_ONCE, Descent, Targets
+from interp.attribution_graphs.frozen import FrozenRun
+from interp.attribution_graphs.nodes import AttentionCell, Node
+from interp.attribution_graphs.targets import promoted_tokens
 from interp.numbers.ranks import largest_rows
 from interp.reading.attending import (
     AskedPlace,
     Side,
     asked_score,
+    attention_attribution,
     checked_head,
     pair_table,
-    why_attends,
 )
 from interp.results.result import Result
-from interp.tracing.descent import TARGETS_AT_ONCE, Descent, Targets
-from interp.tracing.frozen import FrozenRun
-from interp.tracing.nodes import AttentionCell, Node
-from interp.tracing.targets import promoted_tokens
 
 
 def why(
@@ -50,7 +50,7 @@ def why(
     """
     require_choice("through", through, ("paths", "writers"))
     if through == "writers":
-        return why_attends(run.graph.model, run.cache, *place, k=k)
+        return attention_attribution(run.graph.model, run.cache, *place, k=k)
     layer, _ = checked_head(run.graph, place.head)
     scores = run.scores_of(layer)
     words = Text(run.tokens[None]).words(run.graph.model)

@@ -13,9 +13,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from hooks.base import require_integer, require_kind, shown
+from interp.attribution_graphs.frozen import FrozenRun
+from interp.attribution_graphs.nodes import Node
 from interp.inputs.token_positions import is_worded, token_ids
-from interp.tracing.frozen import FrozenRun
-from interp.tracing.nodes import Node
 
 
 class ChosenTargets(NamedTuple):

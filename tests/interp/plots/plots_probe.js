@@ -1,4 +1,4 @@
-// What a reader does to a page of pictures, and what it answers; run by test_pictures.py.
+// What a reader does to a page of pictures, and what it answers; run by test_plots.py.
 const errors = [];
 addEventListener("error", event => errors.push(event.message));
 addEventListener("securitypolicyviolation", event => errors.push(`blocked ${event.violatedDirective}`));

@@ -7,10 +7,10 @@ and `pruned`. `transcoders`, `targets`, `nodes` and `neuronpedia` contain the in
 """
 
 from hooks.base import missing_name as _missing_name
-from interp.tracing.attribution import attribution_graph
-from interp.tracing.nodes import AttentionCell, Link, Node
-from interp.tracing.pruned import PrunedGraph
-from interp.tracing.traced import AttributionGraph
+from interp.attribution_graphs.attribution import attribution_graph
+from interp.attribution_graphs.nodes import AttentionCell, Link, Node
+from interp.attribution_graphs.pruned import PrunedGraph
+from interp.attribution_graphs.traced import AttributionGraph
 
 __all__ = ["AttentionCell", "AttributionGraph", "Link", "Node", "PrunedGraph", "attribution_graph"]
 

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
-from interp.pictures.parts import (
+from interp.plots.parts import (
     MOST_COLUMNS,
     MOST_WEIGHTS,
     axis_part,
@@ -17,7 +17,7 @@ from interp.pictures.parts import (
     headline,
     thinned,
 )
-from interp.pictures.view import View, plotted_axes, visible_title
+from interp.plots.view import View, plotted_axes, visible_title
 
 # The largest numbers that a browser draws without a pause.
 _MOST_BARS, _MOST_POINTS = 60, 2000
@@ -190,7 +190,7 @@ def curves(
     }
 
     def draw() -> Any:
-        from interp.pictures.plots import lines as drawn
+        from interp.plots.matplotlib_figures import lines as drawn
 
         return drawn(places, lines, axis, unit, title)
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from interp.pictures.parts import axis_part, thinned
-from interp.pictures.view import View, limit_of, visible, visible_title
+from interp.plots.parts import axis_part, thinned
+from interp.plots.view import View, limit_of, visible, visible_title
 
 # The largest numbers that a browser draws without a pause.
 _MOST_EDGES, _MOST_CARDS, _MOST_NODES, _MOST_LINKS = 400, 12, 800, 8000
@@ -23,8 +23,8 @@ def circuit(circuit: Any, curve: Any = None) -> View:
 
     Args:
         circuit: a `Circuit`.
-        curve: the result of `interp.curve`. The slider then shows the faithfulness of the nearest
-            measured size.
+        curve: the result of `interp.circuit_curve`. The slider then shows the faithfulness of the
+            nearest measured size.
 
     >>> from interp import Circuit, graph
     >>> from models import load
@@ -136,7 +136,7 @@ def attribution(graph: Any, cards: Mapping[int, Sequence[Any]] | None = None) ->
         cards: the cards by layer, from `interp.features.feature_cards`. Each card is shown with its
             feature.
 
-    >>> from interp.tracing import Link, Node, PrunedGraph
+    >>> from interp.attribution_graphs import Link, Node, PrunedGraph
     >>> nodes = [Node("E_3_0", "token", -1, 0, 3, "a"), Node("2_5_0", "logit", 1, 0, 5, "b")]
     >>> attribution(PrunedGraph(nodes, [Link("E_3_0", "2_5_0", 1.5)], ["a"]))
     View of attribution graph of “a”: .save("x.html") writes it, .show() opens it

@@ -9,17 +9,17 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from interp import pictures
+from interp import plots
+from interp.attribution_graphs import Link, Node, PrunedGraph, attribution_graph
 from interp.cli.command import main
 from interp.features import feature_cards, load_sae
-from interp.pictures.view import visible
-from interp.tracing import Link, Node, PrunedGraph, attribution_graph
+from interp.plots.view import visible
 from tests.browser import seen_in_browser
 from tests.shipped import pydoc
 
 TEXT = "part KV8 and part K"
 # What Neuronpedia's front end asks of a graph, from its schema of 2025.
-SCHEMA = json.loads((Path(__file__).parents[2] / "tracing" / "schema.json").read_text())
+SCHEMA = json.loads((Path(__file__).parents[2] / "circuit_tracer" / "schema.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -240,7 +240,7 @@ def test_the_page_lists_links_pins_groups_and_thins(graph, tmp_path):
     point = f"blocks.{feature.layer}.mlp_out"
     cards = feature_cards(model, {point: transcoders[point]}, [TEXT], [feature.number])
     seen = seen_in_browser(
-        pictures.attribution(pruned, {feature.layer: cards}).html(), tmp_path, PROBE
+        plots.attribution(pruned, {feature.layer: cards}).html(), tmp_path, PROBE
     )
     assert seen["errors"] == []
     assert seen["foreign"] == 0
@@ -311,7 +311,7 @@ def test_a_heads_node_shows_where_it_looks_and_the_pairs_of_its_score(tmp_path):
     pruned = attribution_graph(model, TEXT, transcoders, targets=["V"], **more).pruned(0.3, 0.5)
     assert len(pruned.cells) == 8
     assert "8 scores of heads" in repr(pruned)
-    seen = seen_in_browser(pictures.attribution(pruned).html(), tmp_path, LOOKS)
+    seen = seen_in_browser(plots.attribution(pruned).html(), tmp_path, LOOKS)
     for cell in pruned.cells:
         at = f"{cell.key} “{visible(TEXT[cell.key])}”"
         title = f"head {cell.head} of layer {cell.layer} looks at {at}"

@@ -16,13 +16,13 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from hooks.base import Texts, progress_bar, require_integer, shows_progress, without_gradients
+from interp.attribution_graphs import influence
+from interp.attribution_graphs.descent import TARGETS_AT_ONCE, Descent, Targets
+from interp.attribution_graphs.frozen import FrozenRun
+from interp.attribution_graphs.targets import ChosenTargets, chosen_targets
+from interp.attribution_graphs.traced import AttributionGraph
+from interp.attribution_graphs.transcoders import Transcoders
 from interp.numbers.precision import finite
-from interp.tracing import influence
-from interp.tracing.descent import TARGETS_AT_ONCE, Descent, Targets
-from interp.tracing.frozen import FrozenRun
-from interp.tracing.targets import ChosenTargets, chosen_targets
-from interp.tracing.traced import AttributionGraph
-from interp.tracing.transcoders import Transcoders
 
 # Rounding in half precision causes smaller gaps.
 _LARGEST_GAP = 0.05

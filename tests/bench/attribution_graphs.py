@@ -1,10 +1,10 @@
 """Attribution graphs beside circuit-tracer:
 
-`python tests/bench/tracing.py [--rounds 3] [--batch 64]`.
+`python tests/bench/attribution_graphs.py [--rounds 3] [--batch 64]`.
 
 GPT-2-small shape, 64 tokens, 12 transcoders of 4,096 features, 48 of them active at a token, 10
 targets, 500 features. circuit-tracer is left out where it is not installed: it needs an environment
-of its own, see tests/tracing/make_graph.py.
+of its own, see tests/circuit_tracer/make_graph.py.
 """
 
 import argparse

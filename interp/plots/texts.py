@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from hooks import ActivationCache
 from hooks.base import require_integer, text_of_inputs, writer_of
-from interp.pictures.parts import MOST_COLUMNS, MOST_WEIGHTS, axis_part, grid_part, thinned
-from interp.pictures.view import View, limit_of, visible
+from interp.plots.parts import MOST_COLUMNS, MOST_WEIGHTS, axis_part, grid_part, thinned
+from interp.plots.view import View, limit_of, visible
 
 # The largest numbers that a browser draws without a pause.
 _MOST_TOKENS, _MOST_CELLS = 4000, 4000

@@ -18,9 +18,9 @@ from torch import Tensor
 from hooks import Point
 from hooks.base import at_least_float32, to_device, without_gradients
 from interp import edits
+from interp.attribution_graphs.frozen import FrozenRun
 from interp.numbers.intervals import interval_text
 from interp.numbers.precision import finite, like
-from interp.tracing.frozen import FrozenRun
 
 
 @dataclass(frozen=True, eq=False, repr=False)

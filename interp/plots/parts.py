@@ -8,7 +8,7 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
-from interp.pictures.view import limit_of, visible, visible_title
+from interp.plots.view import limit_of, visible, visible_title
 
 # The largest numbers that a browser draws without a pause.
 MOST_WEIGHTS, MOST_COLUMNS = 1_300_000, 400
