@@ -302,6 +302,14 @@ def test_a_donor_has_the_same_padding():
         edits.resample(own, 0, attention_mask=real[:6])(own.clone(), point)
 
 
+def test_the_batch_may_be_a_later_axis():
+    """Positions of each text, and one text, where the positions are the first axis."""
+    point = Point("any", ("pos", "batch"))
+    value = torch.arange(1.0, 7).view(3, 2)
+    edited = edits.zero(batch=1, pos=[[0], [2]])(value, point)
+    assert edited.tolist() == [[1, 2], [3, 4], [5, 0]]
+
+
 def test_rows_are_the_first_axis_where_none_is_declared():
     runner, x = HookedRunner(nn.Sequential(nn.Tanh()).eval()), torch.randn(5, 2, 3)
     cache = runner.capture(x, names="0")

@@ -209,7 +209,7 @@ def test_a_dictionary_at_another_place_is_a_warning_that_names_both(name):
     trained, at = OTHER_PLACES[name]
     model = pydoc()
     sae = dictionary(128, reads=trained, writes=trained)
-    for dictionaries, options in ((sae, {"at": at}), ({at: sae}, {})):
+    for dictionaries, options in ((sae, {"point": at}), ({at: sae}, {})):
         (message,) = warned(partial(spliced, model, dictionaries, **options))
         assert f"trained at {trained} and is used at {at.replace('hook_', '')}, " in message
     texts = ["def f(x): return x", "class A:"]
