@@ -591,6 +591,27 @@ def test_positions_from_the_end_count_in_the_texts_of_a_source(kind, side, sourc
     torch.testing.assert_close(edited(edits.mean(source, pos=chosen), chosen), expected)
 
 
+def test_columns_of_one_padded_source_may_differ_by_text():
+    model = model_of("rotary")
+    runner, name = HookedRunner(model), "blocks.1.resid_post"
+    padded = {"attention_mask": torch.tensor([[0, 0, 1, 1, 1]])}
+    _, source = runner.run_with_cache(torch.tensor([[0, 0, 8, 1, 6]]), **padded)
+    edit = edits.replace(source, pos=3, source_pos=[[-1], [-2]])
+    with runner.hooks({name: edit}):
+        changed = runner.run_with_cache(torch.tensor(SOURCES[:1] * 2), names=name)[1][name]
+    torch.testing.assert_close(changed[:, 3], source[name][0, [4, 3]])
+
+
+def test_a_mean_over_last_tokens_has_one_position_for_all_texts():
+    """The sources have no padding, but the edited texts end in different columns."""
+    model = model_of("rotary")
+    runner, name = HookedRunner(model), "blocks.1.resid_post"
+    _, source = runner.run_with_cache(torch.tensor([SOURCES[0], SOURCES[0][::-1]]))
+    edit = edits.mean(source, pos=[[-1], [-2]])
+    with runner.hooks({name: edit}), pytest.raises(EditError, match="one pos for all texts"):
+        runner.run_with_cache(model.to_tokens(ROWS[:2]))
+
+
 def test_padding_of_a_source_is_never_copied():
     model = model_of("learned")
     runner = HookedRunner(model)

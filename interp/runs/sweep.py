@@ -61,7 +61,7 @@ def measured(
                 job.pos = 0
         runs = Resumed(unedited, jobs, max_bytes)
     values = base.new_empty(len(jobs), size)
-    title = f"{len(jobs)} edits, as {runs.forwards:.1f} forward passes"
+    title = f"{len(jobs)} edits, as {runs.forwards:.3g} forward passes"
     with progress_bar(title, total=runs.forwards) as count:
         for job, edited in runs.run(count):
             values[job.index] = edited

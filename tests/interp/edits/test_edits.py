@@ -464,6 +464,7 @@ def test_a_text_read_in_pieces_is_edited_as_in_one(form, texts, source):
                 source, pos=SPANS % POS, source_pos=ELSEWHERE, kv_head=1
             )
         },
+        {"blocks.0.attn.z": edits.replace(source, pos=slice(3, None), source_pos=[0, 2, 1, 4])},
         {"*.z": edits.noise(0.7, pos=slice(1, 6)), "embed": edits.noise(0.3)},
         {"*.scores": edits.knockout(query=[2, 3, 6], key=slice(1, 4))},
         [("*.pattern", edits.scale(0.3, query=4, key=[3, 4])), ("*.scores", edits.noise(0.5))],
