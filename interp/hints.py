@@ -21,8 +21,11 @@ _MAKERS = {
 }
 
 
-def _only_inside(name: str, known: Collection[str], what: str) -> UnknownNameError | None:
-    """Return the error for features if no dictionary is spliced in."""
+def _features_hint(name: str, known: Collection[str], what: str) -> UnknownNameError | None:
+    """Return the error for the name of features; None for other names.
+
+    Features exist only while a dictionary is spliced into the model.
+    """
     if not name.endswith("features"):
         return None
     error = unknown_name(name, known, what)
@@ -31,4 +34,4 @@ def _only_inside(name: str, known: Collection[str], what: str) -> UnknownNameErr
     return error
 
 
-HINTS = Hints(names=(transformer_lens.name_hint, _only_inside), makers=_MAKERS)
+HINTS = Hints(names=(transformer_lens.name_hint, _features_hint), makers=_MAKERS)

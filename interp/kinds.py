@@ -14,11 +14,10 @@ from hooks.base import require_kind
 
 
 def require_cache(cache: object, model: nn.Module | None = None) -> None:
-    """Raise an error for arguments that are not the cache of a run, such as a text, tokens, logits
-    or the model.
+    """Check that a value is the cache of a run, and not a text, tokens, logits or the model.
 
     Args:
-        cache: the given value.
+        cache: the value to check.
         model: the model that the cache must belong to. Default: any model.
 
     Raises:
@@ -36,8 +35,12 @@ def require_cache(cache: object, model: nn.Module | None = None) -> None:
 
 
 def require_made(name: str, value: object, kind: type[Any]) -> None:
-    """Raise an error for an argument of another class, such as a list of edges instead of a
-    circuit.
+    """Check the class of an argument, such as a list of edges instead of a circuit.
+
+    Args:
+        name: the name of the argument, for the error.
+        value: the value of the argument.
+        kind: the class that the value must have.
 
     Raises:
         TypeError: if the argument has another class. The error names the argument, its class, the
@@ -48,6 +51,6 @@ def require_made(name: str, value: object, kind: type[Any]) -> None:
     Traceback (most recent call last):
     TypeError: scores must be a Result; got 3; an analysis such as activation_patching gives one
     """
-    plural = kind.__name__ in ("Pairs", "SVDTargets")
-    words = kind.__name__ if plural else f"a {kind.__name__}"
-    require_kind(name, value, kind, words)
+    is_plural = kind.__name__ in ("Pairs", "SVDTargets")
+    class_in_words = kind.__name__ if is_plural else f"a {kind.__name__}"
+    require_kind(name, value, kind, class_in_words)

@@ -1,6 +1,4 @@
-"""Measurement with a metric: the logits that the metric reads, with or without padding, and one
-number for each example.
-"""
+"""Measurement with a metric: from the logits that the metric reads to one number per example."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,48 +23,70 @@ Writer = Callable[[Any], Any]
 """A function that returns the text of each token, such as `model.to_pieces`."""
 
 
-_LOGITS = "model(texts) gives them"
+_LOGITS_HINT = "model(texts) gives them"
 
 
 @dataclass(frozen=True, eq=False)
 class TokenMetric:
-    """A metric of `interp.metrics`. Its `repr` is the call that created it."""
+    """A metric of `interp.metrics`. Its `repr` is the call that created it.
+
+    Attributes:
+        call: the call that created the metric.
+        last: the number of last real positions that the metric reads; 0 for all positions.
+        unit: the unit of the metric.
+        function: the function of the logits.
+        unmasked: True if the metric assumes that all columns of its texts are real.
+        at: the position that the metric reads; None if it reads several positions.
+        call_in_words: a function that returns the call with tokens as text.
+        write: the function that returns the text of each token; None for tokens as numbers.
+    """
 
     call: str
     last: int
     unit: str
     function: Callable[[Tensor], Tensor]
-    # Whether the metric assumes that all columns of its texts are real.
     unmasked: bool = False
     at: Position | None = None
-    # A function that returns the call with tokens as text.
-    said: Callable[[Writer], str] | None = None
+    call_in_words: Callable[[Writer], str] | None = None
     write: Writer | None = None
 
     def __call__(
         self, logits: Float[Tensor, "batch pos vocab"], attention_mask: Mask | None = None
     ) -> Float[Tensor, " batch"]:
-        """Return the metric of each example. Logits of whole padded texts need the mask.
+        """Return the metric of each example, in `unit`.
+
+        Args:
+            logits: the logits of whole texts, or of the `last` real positions.
+            attention_mask: the mask of the texts. Logits of whole padded texts need the mask.
 
         Raises:
             TypeError: if the logits are not a tensor.
             ValueError: if the logits are not [batch, pos, vocab].
         """
-        require_kind("logits", logits, Tensor, "a tensor [batch, pos, vocab]", _LOGITS)
+        require_kind("logits", logits, Tensor, "a tensor [batch, pos, vocab]", _LOGITS_HINT)
         if logits.ndim != 3:
             rule = "logits must be [batch, pos, vocab], of whole texts"
-            raise ValueError(f"{rule}; got {shown(logits)}; {_LOGITS}")
-        return self.function(
-            logits if attention_mask is None else last_real(logits, self.last, attention_mask)
-        )
+            raise ValueError(f"{rule}; got {shown(logits)}; {_LOGITS_HINT}")
+        if attention_mask is not None:
+            logits = last_real(logits, self.last, attention_mask)
+        return self.function(logits)
 
     def __repr__(self) -> str:
-        return self.call if self.said is None or self.write is None else self.said(self.write)
+        if self.call_in_words is None or self.write is None:
+            return self.call
+        return self.call_in_words(self.write)
 
 
 @dataclass(frozen=True, eq=False)
 class WordedMetric:
-    """A metric with tokens as text, which an analysis converts with the model's tokenizer."""
+    """A metric with tokens as text, which an analysis converts with the model's tokenizer.
+
+    Attributes:
+        call: the call that created the metric.
+        last: the number of last real positions that the metric reads; 0 for all positions.
+        unit: the unit of the metric.
+        read: a function that returns the metric with tokens of a model.
+    """
 
     call: str
     last: int
@@ -85,8 +105,13 @@ class WordedMetric:
 
 
 def in_words(metric: Metric, write: Writer | None) -> Metric:
-    """Return the metric, which prints its tokens as text if `write` is given."""
-    return replace(metric, write=write) if write and isinstance(metric, TokenMetric) else metric
+    """Return a metric that prints its tokens as text.
+
+    The metric is returned unchanged if `write` is None, or if it is a function of the user.
+    """
+    if write is None or not isinstance(metric, TokenMetric):
+        return metric
+    return replace(metric, write=write)
 
 
 def metric_for(model: nn.Module, metric: Metric) -> Metric:
@@ -97,9 +122,9 @@ def metric_for(model: nn.Module, metric: Metric) -> Metric:
     """
     if not isinstance(metric, WordedMetric):
         return metric
-    made = metric.read(model)
-    assert isinstance(made, TokenMetric)
-    return replace(made, call=metric.call)
+    token_metric = metric.read(model)
+    assert isinstance(token_metric, TokenMetric)
+    return replace(token_metric, call=metric.call)
 
 
 def last_of(metric: Metric, attention_mask: Mask | None = None) -> int:
@@ -131,6 +156,11 @@ def per_example(
 ) -> Float[Tensor, " batch"]:
     """Return the metric of each example, in float32 if it is an integer or in half precision.
 
+    Args:
+        metric: a function from logits to one number for each example.
+        logits: the logits that the metric reads.
+        batch: the number of examples.
+
     Raises:
         ValueError: if the metric does not return one number for each of the `batch` examples.
     """
@@ -147,7 +177,7 @@ def per_example(
 def evaluate(
     metric: Metric, logits: Float[Tensor, "rows pos vocab"], batch: int
 ) -> Float[Tensor, " batch"]:
-    """Return the metric of each example, after a check for NaN.
+    """Return the metric of each example, after a check for NaN; see `per_example`.
 
     Raises:
         ValueError: as for `per_example`, or if the metric of an example is NaN.
@@ -166,19 +196,34 @@ def measure(
     logits: Float[Tensor, "batch pos vocab"],
     attention_mask: Shaped[Tensor, "batch _column"] | None = None,
 ) -> Float[Tensor, " batch"]:
-    """Return the metric of a run, from its whole logits.
+    """Return the metric of each example of a run, from the logits of whole texts.
 
-    Padding is ignored when `last` positions are counted.
+    Metrics of `interp.metrics` read the last real position of each text. `measure` finds this
+    position with the mask. An analysis measures its runs in the same way.
+
+    Args:
+        metric: a metric of `interp.metrics`, or any function from logits to one number for each
+            example.
+        logits: the output of the model for whole texts.
+        attention_mask: True or 1 at real tokens, [batch, pos]. Default: no padding.
+
+    Returns:
+        One number for each example, [batch], in the metric's unit: logits for `logit_diff`, nats
+        for `log_prob`. The numbers are at least in float32.
 
     Raises:
-        ValueError: as for `last_of`, `last_real` and `evaluate`.
+        ValueError: if the metric does not return one number for each example, if it returns NaN, if
+            it reads padding, or if it was created without the mask of padded texts.
         TypeError: if the arguments are not a metric and logits, in this order.
 
-    >>> import torch
-    >>> from interp import logit_diff
-    >>> logits = torch.tensor([[[0.0, 1.0, 3.0], [9.0, 9.0, 9.0]]])
-    >>> measure(logit_diff(right=2, wrong=0), logits, torch.tensor([[1, 0]]))
-    tensor([3.])
+    >>> from interp import log_prob
+    >>> from models import load
+    >>> model = load("pydoc-4l")
+    >>> text = model.to_tokens(["def __ini", "self"])  # The second text is padded.
+    >>> logits = model(text.tokens, attention_mask=text.attention_mask).detach()
+    >>> metric = log_prob([model.to_id("t"), model.to_id(".")])
+    >>> measure(metric, logits, text.attention_mask).exp()  # the probabilities of "t" and "."
+    tensor([0.8722, 0.4660])
     """
     if isinstance(metric, Tensor | nn.Module) or not isinstance(logits, Tensor):
         raise TypeError(
@@ -187,5 +232,5 @@ def measure(
             f"got {shown(metric)} and {shown(logits)}"
         )
     require_kind("attention_mask", attention_mask, (Tensor, type(None)), "a tensor [batch, pos]")
-    read = last_real(logits, last_of(metric, attention_mask), attention_mask)
-    return evaluate(metric, read, len(logits))
+    logits_read = last_real(logits, last_of(metric, attention_mask), attention_mask)
+    return evaluate(metric, logits_read, len(logits))

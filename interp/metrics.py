@@ -1,4 +1,7 @@
-"""Metrics: functions from logits [batch, pos, vocab] to one number for each example [batch]."""
+"""Metrics: functions from logits [batch, pos, vocab] to one number for each example [batch].
+
+The numbers are in float32 when the logits are in half precision.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -25,9 +28,7 @@ from interp.numbers.precision import divergence
 
 
 def logit_diff(right: SeveralTokens, wrong: SeveralTokens, pos: Tokens = -1) -> Metric:
-    """Return a metric: the logit of the right token minus the logit of the wrong token.
-
-    All metrics of this file are in float32 when the logits are in half precision.
+    """Return a metric: the logit of the right token minus the logit of the wrong token, in logits.
 
     Args:
         right, wrong: one token, or one for each example. For several tokens per example, [batch,
@@ -71,10 +72,9 @@ def log_prob(token: Tokens, pos: Tokens = -1) -> Metric:
 
 
 def accuracy(token: Tokens, pos: Tokens = -1) -> Metric:
-    """Return a metric:
+    """Return a metric that is 1 if the token is the likeliest token, and 0 otherwise.
 
-    1 if the token is the likeliest, and 0 otherwise. Of equally likely tokens, the lowest is the
-    likeliest.
+    Of several equally likely tokens, the token with the lowest number counts as the likeliest.
 
     Args:
         token: one token, or one for each example.
@@ -91,9 +91,9 @@ def accuracy(token: Tokens, pos: Tokens = -1) -> Metric:
 
 
 def rank(token: Tokens, pos: Tokens = -1) -> Metric:
-    """Return a metric: the number of tokens with a larger logit;
+    """Return a metric: the number of tokens with a larger logit, 0 for the likeliest token.
 
-    0 for the likeliest token. Equal logits are not counted.
+    Tokens with an equal logit are not counted.
 
     Args:
         token: one token, or one for each example.
@@ -121,7 +121,8 @@ def cross_entropy(tokens: Texts, *, attention_mask: Mask | None = None) -> Metri
         ValueError: if an example has no prediction, or the mask has another shape. When called,
             if the logits have another shape.
 
-    >>> cross_entropy(torch.tensor([[3, 0, 4]]))(torch.zeros(1, 3, 5)).exp()
+    >>> tokens = torch.tensor([[3, 0, 4]])
+    >>> cross_entropy(tokens)(torch.zeros(1, 3, 5)).exp()  # five equally likely tokens
     tensor([5.])
     """
     if not isinstance(tokens, Tensor) or tokens.ndim != 2:
@@ -131,12 +132,12 @@ def cross_entropy(tokens: Texts, *, attention_mask: Mask | None = None) -> Metri
             return cross_entropy(text.tokens, attention_mask=text.attention_mask)
 
         return WordedMetric("cross_entropy(texts)", 0, "nats", read)
-    real = real_of(attention_mask, tokens.shape).to(tokens.device)
-    counted = real[:, 1:] & real[:, :-1]
-    if not counted.any(1).all():
-        example = int((~counted.any(1)).nonzero()[0])
+    is_real = real_of(attention_mask, tokens.shape).to(tokens.device)
+    is_prediction = is_real[:, 1:] & is_real[:, :-1]
+    if not is_prediction.any(1).all():
+        example = int((~is_prediction.any(1)).nonzero()[0])
         raise ValueError(f"a text must have a next token to predict; got none in example {example}")
-    following = tokens[:, 1:].where(counted, 0)
+    next_tokens = tokens[:, 1:].where(is_prediction, 0)
 
     def metric(logits: Tensor) -> Tensor:
         if logits.shape[:2] != tokens.shape:
@@ -144,10 +145,10 @@ def cross_entropy(tokens: Texts, *, attention_mask: Mask | None = None) -> Metri
                 f"logits must be [batch, pos, vocab] with the tokens' shape {tuple(tokens.shape)}; "
                 f"got {tuple(logits.shape)}"
             )
-        here = to_device(counted, logits.device)
-        index = to_device(following.long(), logits.device)[..., None]
+        mask = to_device(is_prediction, logits.device)
+        index = to_device(next_tokens.long(), logits.device)[..., None]
         log_probs = at_least_float32(logits[:, :-1]).log_softmax(-1).gather(-1, index)[..., 0]
-        return -log_probs.where(here, 0).sum(1) / here.sum(1)
+        return -log_probs.where(mask, 0).sum(1) / mask.sum(1)
 
     return TokenMetric(
         call=f"cross_entropy(tokens {list(tokens.shape)})",
@@ -164,12 +165,10 @@ def kl_divergence(
     *,
     attention_mask: Mask | None = None,
 ) -> Metric:
-    """Return a metric:
+    """Return a metric: the divergence KL(reference ‖ model) of next-token predictions, in nats.
 
-    KL(reference ‖ model), the divergence of the next-token predictions, in nats.
-
-    It is the mean of log(p_reference / p_model) under p_reference: the loss when the model's
-    prediction replaces the reference's prediction.
+    The divergence is the mean of log(p_reference / p_model) under p_reference: the loss when the
+    model's prediction replaces the reference's prediction. It is 0 for equal predictions.
 
     Args:
         reference: the logits of the run to compare with.
@@ -180,28 +179,33 @@ def kl_divergence(
     Raises:
         ValueError: as for `logit_diff`.
 
-    >>> kl_divergence(torch.tensor([[[0.0, 0.0]]]))(torch.tensor([[[0.0, 0.0]]]))
-    tensor([0.])
+    >>> reference = torch.tensor([[[0.5, 0.5]]]).log()  # [batch, pos, vocab]
+    >>> metric = kl_divergence(reference)
+    >>> metric(reference), metric(torch.tensor([[[0.25, 0.75]]]).log())
+    (tensor([0.]), tensor([0.1438]))
     """
     require_kind("reference", reference, Tensor, "the logits of a run", "model(texts) gives them")
-    real = real_of(attention_mask, reference.shape[:2])
+    is_real = real_of(attention_mask, reference.shape[:2])
     at = None if pos is None else Position(pos)
-    kept = reference if at is None else at(last_real(reference, at.last, attention_mask))
-    expected = at_least_float32(kept).log_softmax(-1)
+    if at is not None:
+        reference_read = at(last_real(reference, at.last, attention_mask))
+    else:
+        reference_read = reference
+    expected = at_least_float32(reference_read).log_softmax(-1)
 
     def metric(logits: Tensor) -> Tensor:
-        chosen = at_least_float32(logits) if at is None else at(logits)
-        if chosen.shape != expected.shape:
+        logits_read = at_least_float32(logits) if at is None else at(logits)
+        if logits_read.shape != expected.shape:
             raise ValueError(
                 f"logits must have the shape of the reference {tuple(reference.shape)}; "
                 f"got {tuple(logits.shape)}"
             )
-        wanted = to_device(expected, chosen.device)
-        divergences = divergence(wanted, chosen.log_softmax(-1))
+        expected_here = to_device(expected, logits_read.device)
+        divergences = divergence(expected_here, logits_read.log_softmax(-1))
         if at is not None:
             return divergences
-        here = to_device(real, chosen.device)
-        return divergences.where(here, 0).sum(1) / here.sum(1)
+        mask = to_device(is_real, logits_read.device)
+        return divergences.where(mask, 0).sum(1) / mask.sum(1)
 
     last = 0 if at is None else at.last
     return TokenMetric(
@@ -222,8 +226,15 @@ def _of_tokens(
     score: Callable[..., Tensor],
     most: int = 1,
 ) -> Metric:
-    """Return a metric that scores tokens [batch, n] by the logits [batch, vocab] at one
-    position.
+    """Return a metric that scores some tokens by the logits at one position.
+
+    Args:
+        name: the name of the function that creates the metric.
+        unit: the unit of the metric.
+        tokens: the tokens of each argument of `score`.
+        pos: the position; see `logit_diff`.
+        score: a function of the logits [batch, vocab] and the tokens [batch, n] of each argument.
+        most: the largest number of axes of tokens.
     """
     at = Position(pos)
     call = f"{name}({', '.join(map(short, tokens))}, pos={short(pos)})"
@@ -233,24 +244,36 @@ def _of_tokens(
             return _of_tokens(name, unit, token_ids(model, tokens), pos, score, most)
 
         return WordedMetric(call, at.last, unit, read)
-    ids = [tokens_of(one, most) for one in tokens]
+    ids = [tokens_of(argument, most) for argument in tokens]
 
-    def said(write: Writer) -> str:
-        same = [one[0] if one.ndim and bool((one == one[0]).all()) else one for one in ids]
-        arguments = [short(write(one.tolist())) for one in same]
+    def call_in_words(write: Writer) -> str:
+        arguments = []
+        for argument in ids:
+            # Write a token once if it is the same in all examples.
+            is_same = argument.ndim and bool((argument == argument[0]).all())
+            argument = argument[0] if is_same else argument
+            arguments.append(short(write(argument.tolist())))
         if pos != -1:
             arguments.append(f"pos={short(pos)}")
         return f"{name}({', '.join(arguments)})"
 
     def metric(logits: Tensor) -> Tensor:
-        chosen = at(logits)
-        return score(chosen, *(fitting(one, chosen) for one in ids))
+        logits_read = at(logits)
+        return score(logits_read, *(fitting(argument, logits_read) for argument in ids))
 
-    return TokenMetric(call, at.last, unit, metric, at=at, said=said)
+    return TokenMetric(
+        call=call,
+        last=at.last,
+        unit=unit,
+        function=metric,
+        at=at,
+        call_in_words=call_in_words,
+    )
 
 
 def _unless_nan(values: Tensor, logits: Tensor) -> Tensor:
-    """Return values in the dtype of logits, with NaN if logits are NaN, because comparisons with
-    NaN are False.
+    """Return values in the dtype of logits, and NaN for examples whose logits contain NaN.
+
+    Comparisons with NaN are False, so the values do not show it.
     """
     return values.to(logits.dtype).where(~logits.isnan().any(-1), torch.nan)

@@ -16,7 +16,7 @@ Further stacks have numbers.
 
 
 def is_of_text(name: str) -> bool:
-    """Return whether the positions of a point are the positions of the texts.
+    """Return True if the positions of a point are positions of the texts.
 
     >>> is_of_text("blocks.3.resid_pre"), is_of_text("vision.blocks.3.resid_pre")
     (True, False)
@@ -63,8 +63,8 @@ class LanguageModel(Protocol):
     W_U: Float[Tensor, "d_model vocab"]
 
     def context(self, tokens: Int[Tensor, "batch pos"], *, attention_mask: Any = None) -> Any:
-        """Return the context that blocks read in addition to the residual stream: masks and
-        positions.
+        """Return the context of the blocks: the masks and positions that they read in addition to
+        the residual stream.
         """
 
     def input_resid(
@@ -80,9 +80,9 @@ class LanguageModel(Protocol):
     def logits(
         self, resid: Float[Tensor, "batch pos d_model"], last: int
     ) -> Float[Tensor, "batch _last vocab"]:
-        """Return the logits of the `last` positions, from the stream after the last block;
+        """Return the logits of the `last` positions, from the stream after the last block.
 
-        0 means all.
+        If `last` is 0, return the logits of all positions.
         """
 
     def unembed(
@@ -93,8 +93,9 @@ class LanguageModel(Protocol):
 
 # Not `-> LanguageModel`: a type check at run time would then require all parts.
 def of(model: nn.Module, *parts: str) -> Any:
-    """Return the object with the parts of `LanguageModel`: the model itself, or the object of an
-    attached model.
+    """Return the object with the parts of `LanguageModel`.
+
+    This is the model itself or, for an attached model, the object that `models.attach` added.
 
     Args:
         model: any module.
@@ -107,35 +108,35 @@ def of(model: nn.Module, *parts: str) -> Any:
     require_uncompiled(model)
     language = language_of(model)
     # Check the class first, because reading a weight view from the instance computes it.
-    has = getattr(language, "has", lambda p: hasattr(type(model), p) or hasattr(model, p))
-    lacking = [part for part in parts if not has(part)]
-    if lacking:
+    has_part = getattr(
+        language, "has", lambda part: hasattr(type(model), part) or hasattr(model, part)
+    )
+    missing = [part for part in parts if not has_part(part)]
+    if missing:
         hint = (
             "models.attach gives a transformers model them, models.from_hf makes one that has them"
         )
-        if language is not model and "unembed" in lacking:
+        if language is not model and "unembed" in missing:
             hint = "the modules after its blocks give no logits of tokens"
         if language is not model and not hasattr(language, "blocks"):
             hint = "it has no blocks of a text alone, whose last stream the logits are read from"
         raise TypeError(
             f"the model must have {' and '.join(parts)}; got {type(model).__name__} without "
-            f"{' and '.join(lacking)} ({hint})"
+            f"{' and '.join(missing)} ({hint})"
         )
     return language
 
 
 def require_uncompiled(model: nn.Module) -> None:
-    """Raise an error for a compiled model, whose compiled code ignores the hooks that analyses
-    register.
+    """Check that a model is not compiled, because compiled code ignores the hooks of analyses.
 
     Raises:
         TypeError: if the model is compiled. The error names the model to use instead.
     """
     if is_compiled(model):
         inner = uncompiled(model)
-        remedy = (
-            "compiled._orig_mod, the model inside" if inner is not model else "a copy that is not"
-        )
+        is_wrapper = inner is not model
+        remedy = "compiled._orig_mod, the model inside" if is_wrapper else "a copy that is not"
         raise TypeError(
             "the model must not be compiled, because analyses register different hooks in each "
             "run; "
@@ -154,8 +155,7 @@ def n_logits(model: nn.Module) -> int:
 
 
 def require_points(runner: HookedRunner) -> None:
-    """Raise an error for a model without hook points, whose values do not have this project's
-    names.
+    """Check that a model has hook points, which give its values the names of this project.
 
     Raises:
         TypeError: if the model has no hook points.
@@ -168,11 +168,15 @@ def require_points(runner: HookedRunner) -> None:
 
 
 def plain(model: nn.Module, *parts: str) -> Any:
-    """Return a model whose weights have this project's names: the model itself, or a plain view of
-    an attached model.
+    """Return a model whose weights have this project's names.
 
-    The view is created at each call, and may share memory with the attached model, so do not change
-    its weights. Its points have the names of the attached model's points.
+    This is the model itself, or a plain view of an attached model. The view is created at each
+    call, and may share memory with the attached model, so do not change its weights. Its points
+    have the names of the attached model's points.
+
+    Args:
+        model: any module.
+        parts: the names in `LanguageModel` that the analysis needs.
 
     Raises:
         TypeError: if a part is missing, or the weights are sharded (FSDP).
@@ -190,16 +194,18 @@ def plain(model: nn.Module, *parts: str) -> Any:
 
 
 def logits_of(output: Any) -> Float[Tensor, "batch pos vocab"]:
-    """Return the logits of a model's output: the output itself, or its attribute `logits`.
+    """Return the logits of a model's output, which is a tensor or has an attribute `logits`.
 
-    A classifier's logits have one position.
+    The logits of a classifier, [batch, class], become logits with one position.
     """
     logits: Tensor = output if isinstance(output, Tensor) else output.logits
     return logits[:, None] if logits.ndim == 2 else logits
 
 
 def run_with_cache(model: nn.Module, *args: Any, **options: Any) -> tuple[Any, ActivationCache]:
-    """Return the model's output and a cache; see `HookedRunner.run_with_cache`.
+    """Run a model once, and return its output and a cache of its values.
+
+    See `HookedRunner.run_with_cache`.
 
     Args:
         model: any module.
@@ -214,7 +220,7 @@ def run_with_cache(model: nn.Module, *args: Any, **options: Any) -> tuple[Any, A
 
 
 def runner_of(model: nn.Module) -> HookedRunner:
-    """Return a runner for comparable runs of a model, without dropout.
+    """Return a runner of a model in evaluation mode, so that its runs have no dropout.
 
     Raises:
         TypeError: if the model is not a module.

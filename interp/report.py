@@ -42,8 +42,8 @@ SITES = {
 # A smaller difference of metrics, in nats, may be float32 rounding.
 LEAST_GAP = 1e-4
 _TOKENS_PER_FORWARD = 16_384
-# The text below each heading.
-_SAYS = {
+# The explanation below each heading.
+_EXPLANATIONS = {
     "Activation patching": (
         "The values that carry the answer. Each cell is a run on the corrupted prompt with one "
         "value taken from the clean run. It shows the share of the difference in log-probability "
@@ -97,29 +97,35 @@ class Report:
 def derive_corruption(
     model: nn.Module, clean: Int[Tensor, "1 pos"], metric: Metric
 ) -> Int[Tensor, "1 pos"]:
-    """Return the prompt with one token replaced. Of all replacements, it lowers the metric most.
+    """Return the prompt with one token replaced, such that the metric falls as far as possible.
 
     Each position except the last is tried once. The replacement is the next different token of the
     prompt; the search continues at the beginning of the prompt. The metric is called with the
     logits of the last position only, because the logits of all positions need far more memory than
     the model.
 
+    Args:
+        model: a model in evaluation mode.
+        clean: the prompt.
+        metric: the metric to lower, which reads the last position.
+
     Raises:
         ValueError: if all tokens of the prompt are the same.
     """
-    row = clean[0]
-    if bool((row == row[0]).all()):
+    prompt = clean[0]
+    if bool((prompt == prompt[0]).all()):
         raise ValueError(
             "the prompt must have two different tokens to derive a corrupted prompt; got the "
             "same token "
-            f"{len(row)} times: give a corrupted prompt"
+            f"{len(prompt)} times: give a corrupted prompt"
         )
-    tried = row.repeat(len(row) - 1, 1)
-    for pos in range(len(row) - 1):
-        others = row.roll(-pos)
-        tried[pos, pos] = others[others != row[pos]][0]
-    chunks = tried.split(max(1, _TOKENS_PER_FORWARD // len(row)))
-    language, runner = of(model, "blocks", "unembed"), runner_of(model)
+    candidates = prompt.repeat(len(prompt) - 1, 1)
+    for pos in range(len(prompt) - 1):
+        following = prompt.roll(-pos)
+        candidates[pos, pos] = following[following != prompt[pos]][0]
+    chunks = candidates.split(max(1, _TOKENS_PER_FORWARD // len(prompt)))
+    language = of(model, "blocks", "unembed")
+    runner = runner_of(model)
     final = f"blocks.{len(language.blocks) - 1}.resid_post"
     options = {"names": final, "pos": [-1], **Text(clean).arguments(model)}
     metrics = []
@@ -128,7 +134,7 @@ def derive_corruption(
             stream = runner.capture(chunk, **options)[final]
             metrics.append(metric(language.unembed(stream)))
             count()
-    return tried[torch.cat(metrics).argmin()][None]
+    return candidates[torch.cat(metrics).argmin()][None]
 
 
 @without_gradients
@@ -159,16 +165,16 @@ def report(
         ModeError: if the model is in training mode.
     """
     runner = runner_of(model)
-    write = writer_of(model) or (lambda tokens: [*map(str, tokens)])
     _check_texts(clean, corrupted)
     arguments = Text(clean).arguments(model)
     output, cache = runner.run_with_cache(clean, **arguments)
     logits = logits_of(output)
     answer = int(logits[0, -1].argmax())
-    metric, is_derived = log_prob(answer), corrupted is None
+    metric = log_prob(answer)
+    is_derived = corrupted is None
     corrupted = derive_corruption(model, clean, metric) if corrupted is None else corrupted
-    other = logits_of(model(corrupted, **arguments))
-    _check_gap(metric(logits).item(), metric(other).item())
+    corrupted_logits = logits_of(model(corrupted, **arguments))
+    _check_gap(metric(logits).item(), metric(corrupted_logits).item())
     results = _patches(model, Pairs(clean, corrupted, metric=metric))
     # Some models do not support direct attribution.
     with suppress(TypeError, ValueError, HookError):
@@ -177,75 +183,106 @@ def report(
     results["Induction heads"] = _induction(runner, logits.shape[-1], period)
     results["Previous-token heads"] = head_scores(model, cache)
     results["Logit lens"] = logit_lens(model, cache)
-    losses = -logits[0, :-1].double().log_softmax(-1).gather(-1, clean[0, 1:, None])[:, 0]
+    write = writer_of(model) or (lambda tokens: [*map(str, tokens)])
     words = write(clean[0].tolist())
-    results["Loss of each token"] = plots.text(
-        words, [math.nan, *losses.tolist()], unit="nats", title="loss"
-    )
+    corrupted_words = write(corrupted[0].tolist())
+    results["Loss of each token"] = _losses(logits[0], clean[0], words)
     changed = (clean != corrupted)[0].nonzero()[:, 0].tolist()
-    others = write(corrupted[0].tolist())
-    said = [
-        f"model      {name}",
-        f"clean      {_shortened(words)}",
-        f"corrupted  {_shortened(others)}",
-    ]
+    lines = _described_texts(name, words, corrupted_words)
     if is_derived:
-        [pos] = changed
-        said.append(f"           derived: {words[pos]!r} at position {pos} became {others[pos]!r}")
-    said.append(_likeliest(logits[0, -1], write))
-    said += _findings(results)
-    view = View(f"Inside {name}", _parts(results, changed), says=said)
-    return Report("\n".join(said), results, view)
+        lines.append(_described_change(changed, words, corrupted_words))
+    lines.append(_likeliest(logits[0, -1], write))
+    lines += _findings(results)
+    view = View(f"Inside {name}", _parts(results, changed), says=lines)
+    return Report("\n".join(lines), results, view)
+
+
+def _losses(
+    logits: Float[Tensor, "pos vocab"], prompt: Int[Tensor, " pos"], words: list[str]
+) -> View:
+    """Return a view of the loss of each token, in nats. The first token has no loss."""
+    log_probs = logits[:-1].double().log_softmax(-1)
+    losses = -log_probs.gather(-1, prompt[1:, None])[:, 0]
+    return plots.text(words, [math.nan, *losses.tolist()], unit="nats", title="loss")
+
+
+def _described_texts(name: str, clean: list[str], corrupted: list[str]) -> list[str]:
+    """Return the lines that name the model and both prompts."""
+    return [
+        f"model      {name}",
+        f"clean      {_shortened(clean)}",
+        f"corrupted  {_shortened(corrupted)}",
+    ]
+
+
+def _described_change(changed: list[int], clean: list[str], corrupted: list[str]) -> str:
+    """Return the line that shows the token that was replaced in a derived prompt."""
+    [pos] = changed
+    return f"           derived: {clean[pos]!r} at position {pos} became {corrupted[pos]!r}"
 
 
 def _patches(model: nn.Module, pairs: Pairs) -> dict[str, Any]:
     """Return the effects of patching at each site of the model, by heading."""
-    ends = {point.rpartition(".")[2] for point in runner_of(model).points}
+    last_parts = {name.rpartition(".")[2] for name in runner_of(model).points}
     # An attention-only model has no `mlp_out`.
     return {
         f"Patching: {heading}": activation_patching(model, pairs, site).normalized()
         for site, heading in SITES.items()
-        if site in ends
+        if site in last_parts
     }
 
 
 def _likeliest(logits: Float[Tensor, " vocab"], write: Callable[[list[int]], Any]) -> str:
-    """Return the likeliest next tokens, in one line."""
-    chances = logits.softmax(-1).topk(min(5, len(logits)))
-    guesses = zip(write(chances.indices.tolist()), chances.values.tolist(), strict=True)
-    return "next token " + ", ".join(f"{text!r} {chance:.1%}" for text, chance in guesses)
+    """Return the likeliest next tokens with their probabilities, in one line."""
+    likeliest = logits.softmax(-1).topk(min(5, len(logits)))
+    words = write(likeliest.indices.tolist())
+    guesses = zip(words, likeliest.values.tolist(), strict=True)
+    return "next token " + ", ".join(f"{word!r} {chance:.1%}" for word, chance in guesses)
 
 
 def _findings(results: Mapping[str, Any]) -> list[str]:
-    """Return the largest entry of each table."""
-    tops = {heading: each.top(1) for heading, each in results.items() if isinstance(each, Result)}
+    """Return a line for each table, with the largest entry of the table."""
+    tops = {
+        heading: result.top(1) for heading, result in results.items() if isinstance(result, Result)
+    }
     width = max(map(len, tops))
     return [f"{heading:<{width}}  {top}" for heading, top in tops.items()]
 
 
 def _parts(results: Mapping[str, Any], changed: list[int]) -> list[Mapping[str, Any]]:
-    """Return the parts of the page. A click on the cell of a head shows the pattern of the head."""
+    """Return the parts of the page, in which a click on the cell of a head shows its pattern.
+
+    Args:
+        results: the results, by heading.
+        changed: the positions of the tokens that differ between the prompts.
+    """
     parts: list[Mapping[str, Any]] = []
     patterns = [*results].index("Attention patterns")
     for heading, result in results.items():
         (part,) = (result if isinstance(result, View) else _drawn(result)).parts
-        more: dict[str, Any] = {"heading": heading, "says": _SAYS.get(heading)}
+        options: dict[str, Any] = {"heading": heading, "says": _EXPLANATIONS.get(heading)}
         if heading.startswith("Patching"):
-            more |= {} if parts else {"says": _SAYS["Activation patching"]}
-            more |= {"link": patterns} if heading.endswith(SITES["z"]) else {"marked": changed}
+            if not parts:
+                options["says"] = _EXPLANATIONS["Activation patching"]
+            if heading.endswith(SITES["z"]):
+                options["link"] = patterns
+            else:
+                options["marked"] = changed
         elif heading.endswith("heads"):
-            more |= {"link": patterns, "limit": 1.0, "title": heading}
+            options |= {"link": patterns, "limit": 1.0, "title": heading}
         elif result is results["Attention patterns"]:
-            more["start"] = int(results["Induction heads"].mean().argmax())
-        parts.append({**part, **more})
+            options["start"] = int(results["Induction heads"].mean().argmax())
+        parts.append({**part, **options})
     return parts
 
 
 def _drawn(result: Any) -> View:
+    """Return a view of a table of effects, or of a logit lens."""
     return plots.effects(result) if isinstance(result, Result) else plots.lens(result)
 
 
 def _check_texts(clean: Tensor, corrupted: Tensor | None) -> None:
+    """Check that the prompts have at least two tokens, and equal lengths."""
     if clean.shape[1] < 2:
         raise ValueError(f"a prompt must have at least 2 tokens; got {clean.shape[1]}")
     if corrupted is not None and clean.shape != corrupted.shape:
@@ -256,6 +293,7 @@ def _check_texts(clean: Tensor, corrupted: Tensor | None) -> None:
 
 
 def _check_gap(target: float, base: float) -> None:
+    """Check that the metric differs between the two prompts."""
     # With `not >=` instead of `<`, NaN is an error too.
     if not abs(target - base) >= LEAST_GAP:
         raise ValueError(
@@ -274,5 +312,6 @@ def _induction(runner: HookedRunner, vocab: int, period: int) -> Result:
 
 
 def _shortened(words: list[str]) -> str:
+    """Return the text of a prompt; a long text without its middle."""
     text = "".join(map(visible, words))
     return text if len(text) <= 100 else f"{text[:50]} ... {text[-50:]}"

@@ -47,7 +47,7 @@ def warn_of_another_models() -> None:
 
 
 def _place_of(package: str) -> str | None:
-    """Return the file that an import of a package finds."""
+    """Return the file that an import of a package finds; None without a file."""
     loaded = sys.modules.get(package)
     if loaded is not None:
         return getattr(loaded, "__file__", None)
@@ -56,4 +56,5 @@ def _place_of(package: str) -> str | None:
 
 
 def _is_own(place: str, package: str) -> bool:
+    """Return True if a file is the `__init__.py` of this project's package."""
     return Path(place).resolve() == _FOLDER / package / "__init__.py"

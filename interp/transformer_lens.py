@@ -30,7 +30,7 @@ _SHORT |= {"q_input", "k_input", "v_input"}
 
 
 @dataclass(frozen=True)
-class _Row:
+class _Entry:
     """A value that has a name in TransformerLens.
 
     Attributes:
@@ -48,41 +48,53 @@ class _Row:
     usual: bool = False
 
     def has_value_in(self, model: nn.Module | None) -> bool:
-        """Return whether our point has the value in this model, or `usual` for an unknown model."""
+        """Return True if our point has the value in this model. For an unknown model: `usual`."""
         if self.conditions is None:
             return bool(self.ours)
         config = getattr(model, "config", None)
-        if not all(hasattr(config, field) for fields in self.conditions for field in fields):
-            # The model is not given, or its config has other fields.
-            return self.usual
-        return any(
-            all(_fits(getattr(config, field), value) for field, value in fields.items())
-            for fields in self.conditions
-        )
+        for fields in self.conditions:
+            if not all(hasattr(config, field) for field in fields):
+                # The model is not given, or its config has other fields.
+                return self.usual
+        return any(_matches(config, fields) for fields in self.conditions)
+
+
+def _matches(config: Any, fields: Mapping[str, Any]) -> bool:
+    """Return True if a config has these values."""
+    return all(_fits(getattr(config, field), value) for field, value in fields.items())
 
 
 def _fits(value: Any, wanted: Any) -> bool:
+    """Return True if a value of a config is the wanted value; `!x` means any value except x."""
     if isinstance(wanted, str) and wanted.startswith("!"):
         return bool(value != wanted[1:])
     return bool(value == wanted)
 
 
 @cache
-def _tables() -> dict[int, dict[str, _Row]]:
-    """Return the points of `HookedTransformer` (2), and of `TransformerBridge` (4), which also
-    supports the former names.
+def _tables() -> dict[int, dict[str, _Entry]]:
+    """Return the table of the points of each version, by name.
+
+    Version 2 is `HookedTransformer`. Version 4 is `TransformerBridge`, which also supports the
+    names of version 2.
     """
     text = Path(__file__).with_suffix(".json").read_text(encoding="utf-8")
-    tables = {
-        int(version): {
-            name: _Row(row)
-            if isinstance(row, str)
-            else _Row(row.get("ours", ""), row["note"], row.get("if"), row.get("usual", False))
-            for name, row in rows.items()
-        }
-        for version, rows in json.loads(text).items()
-    }
+    tables = {}
+    for version, facts_by_name in json.loads(text).items():
+        tables[int(version)] = {name: _entry(facts) for name, facts in facts_by_name.items()}
     return {2: tables[2], 4: tables[2] | tables[4]}
+
+
+def _entry(facts: Any) -> _Entry:
+    """Return the entry for one value of the file: our name, or a mapping with conditions."""
+    if isinstance(facts, str):
+        return _Entry(facts)
+    return _Entry(
+        ours=facts.get("ours", ""),
+        note=facts["note"],
+        conditions=facts.get("if"),
+        usual=facts.get("usual", False),
+    )
 
 
 def hooks_name(
@@ -120,62 +132,75 @@ def hooks_name(
     key, layers = _key(theirs, table)
     if key is None:
         raise unknown_name(theirs, table, f"point of TransformerLens {version}")
-    row = table[key]
-    if not row.has_value_in(model):
-        raise UnknownNameError(f"{theirs} {_explained(version, row, layers)}", theirs)
-    return _in_layer(row.ours, layers)
+    entry = table[key]
+    if not entry.has_value_in(model):
+        raise UnknownNameError(f"{theirs} {_explained(version, entry, layers)}", theirs)
+    return _in_layer(entry.ours, layers)
 
 
 def name_hint(name: str, known: Collection[str], what: str) -> UnknownNameError | None:
-    """Return the error for a name of TransformerLens, with our name."""
+    """Return the error for a name of TransformerLens, with our name; None for other names.
+
+    Args:
+        name: the name that does not exist.
+        known: the names that exist.
+        what: the kind of the names, such as `point`.
+    """
     # Return early, because `in` calls this function for every name.
     if not ("hook_" in name or name in _ALIASES or name in _SHORT):
         return None
     key, layers = _key(_full(name), _tables()[4])
     # If other points have `hook_` in their names, the model may be a model of TransformerLens.
-    if key is None or any("hook_" in other for other in known):
+    if key is None or any("hook_" in known_name for known_name in known):
         return None
     version = 2 if key in _tables()[2] else 4
-    explained = _explained(version, _tables()[version][key], layers, known=False)
-    adds = "; what attention adds is attn_out" if name == "attn" else ""
-    return UnknownNameError(f"no {what} is named {name!r}: that {explained}{adds}", name)
+    explanation = _explained(version, _tables()[version][key], layers, known=False)
+    hint = "; what attention adds is attn_out" if name == "attn" else ""
+    return UnknownNameError(f"no {what} is named {name!r}: that {explanation}{hint}", name)
 
 
-def _explained(version: int, row: _Row, layers: str, known: bool = True) -> str:
-    """Return the meaning of a value of TransformerLens; with `known=False` for a model that is not
-    known.
+def _explained(version: int, entry: _Entry, layers: str, known: bool = True) -> str:
+    """Return the meaning of a value of TransformerLens, as the end of a sentence.
+
+    Args:
+        version: the version of TransformerLens.
+        entry: the entry of the value in the table.
+        layers: the layer, or `*`.
+        known: whether the model is known.
     """
-    ours = _in_layer(row.ours, layers)
-    note = _in_layer(row.note.format(ours=ours), layers)
-    if not note or (row.usual and not known):
+    ours = _in_layer(entry.ours, layers)
+    note = _in_layer(entry.note.format(ours=ours), layers)
+    if not note or (entry.usual and not known):
         note = f"is {ours} here"
     return f"of TransformerLens {version} {note}"
 
 
 def _in_layer(text: str, layers: str) -> str:
+    """Return a text with a layer in its names instead of `*`."""
     return text.replace("blocks.*.", f"blocks.{layers}.")
 
 
 def _key(theirs: str, table: Iterable[str]) -> tuple[str | None, str]:
-    """Return the name in the table, and the layer or `*`.
+    """Return the name in the table, or None if there is none, and the layer or `*`.
 
-    A name without its first parts matches if only one entry ends with it.
+    A name without its first parts matches if only one entry ends with this name.
     """
     match = re.match(r"blocks\.([^.]+)\.", theirs)
     layers = match[1] if match else "*"
-    pattern = re.sub(
-        r"\bexperts\.[^.]+", "experts.*", re.sub(r"^blocks\.[^.]+", "blocks.*", theirs)
-    )
+    pattern = re.sub(r"^blocks\.[^.]+", "blocks.*", theirs)
+    pattern = re.sub(r"\bexperts\.[^.]+", "experts.*", pattern)
     if pattern in table:
         return pattern, layers
     tail = pattern.lstrip("*.")
-    fitting = [key for key in table if key.endswith(f".{tail}") and "experts" not in key]
-    return (fitting[0] if len(fitting) == 1 else None), layers
+    matches = [key for key in table if key.endswith(f".{tail}") and "experts" not in key]
+    return (matches[0] if len(matches) == 1 else None), layers
 
 
 def _full(name: str, layer: int | str | None = None, layer_type: str | None = None) -> str:
-    """Return the name that TransformerLens' `get_act_name` returns, without the part of a block if
-    it is not given.
+    """Return the full name, as TransformerLens' `get_act_name` does.
+
+    Without a layer, the name has no number of a block. Without a layer type, the name has no part
+    of a block.
     """
     if "hook_" in name or ("." in name and layer is None):
         return name

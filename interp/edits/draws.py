@@ -36,12 +36,13 @@ def donors(
     >>> donors([[True]] * 4, seed=0, texts=[0, 0, 0, 1])
     [3, 3, 3, 1]
     """
-    draw, groups = torch.Generator().manual_seed(seed), dict[tuple[bool, ...], list[int]]()
+    draw = torch.Generator().manual_seed(seed)
     texts = range(len(padding)) if texts is None else texts
-    donor_of: dict[int, int] = {}
+    rows_by_padding: dict[tuple[bool, ...], list[int]] = {}
     for row, is_padding in enumerate(padding):
-        groups.setdefault(tuple(is_padding), []).append(row)
-    for rows in groups.values():
+        rows_by_padding.setdefault(tuple(is_padding), []).append(row)
+    donor_of: dict[int, int] = {}
+    for rows in rows_by_padding.values():
         if len(rows) < 2:
             raise EditError(
                 f"resample must have 2 rows with the same padding; got one, row {rows[0]}"
@@ -56,8 +57,8 @@ def donors(
         # Arrange the rows in a random circle. The donor of a row is the previous row, skipping
         # copies of its text.
         for place, row in enumerate(order):
-            before = (order[place - back] for back in range(1, len(order)))
-            donor_of[row] = next(other for other in before if texts[other] != texts[row])
+            previous_rows = (order[place - back] for back in range(1, len(order)))
+            donor_of[row] = next(donor for donor in previous_rows if texts[donor] != texts[row])
     return [donor_of[row] for row in range(len(padding))]
 
 
@@ -67,32 +68,46 @@ def normal(seed: int, region: Region) -> Float[Tensor, "..."]:
     A number depends only on the seed, the name of the point and the place of the number. So it does
     not depend on the box or on the length of the text so far: each row and column has a separate
     generator, which draws the numbers of the first keys first.
+
+    Args:
+        seed: the seed.
+        region: the region, whose box has the shape of the result.
     """
     axes = region.axes
-    apart = [at for at, axis in enumerate(axes) if axis in ("batch", "pos", "query")]
-    rest = sorted({*range(len(axes))} - {*apart}, key=lambda at: (axes[at] != "key", at))
     ends = [first + length for first, length in zip(region.firsts, region.lengths, strict=True)]
-    sizes = [ends[at] if axes[at] == "key" else region.sizes[at] for at in rest]
     box = [slice(first, end) for first, end in zip(region.firsts, ends, strict=True)]
-    drawn = [
-        torch.rand(sizes, dtype=torch.float64, generator=generator(seed, region.point.name, *place))
-        for place in itertools.product(*(range(box[at].start, box[at].stop) for at in apart))
-    ]
-    uniform = torch.stack([numbers[tuple(box[at] for at in rest)] for numbers in drawn])
-    order = [*apart, *rest]
-    uniform = uniform.view([region.lengths[at] for at in order]).movedim([*range(len(axes))], order)
+    # One generator draws the numbers along all inner axes, of which the keys come first.
+    outer = [dim for dim, axis in enumerate(axes) if axis in ("batch", "pos", "query")]
+    inner = sorted({*range(len(axes))} - {*outer}, key=lambda dim: (axes[dim] != "key", dim))
+    sizes = [ends[dim] if axes[dim] == "key" else region.sizes[dim] for dim in inner]
+    inner_box = tuple(box[dim] for dim in inner)
+    uniforms = []
+    for place in itertools.product(*(range(box[dim].start, box[dim].stop) for dim in outer)):
+        place_generator = generator(seed, region.point.name, *place)
+        numbers = torch.rand(sizes, dtype=torch.float64, generator=place_generator)
+        uniforms.append(numbers[inner_box])
+    order = [*outer, *inner]
+    uniform = torch.stack(uniforms).view([region.lengths[dim] for dim in order])
+    uniform = uniform.movedim([*range(len(axes))], order)
     return torch.special.ndtri(uniform.clamp(min=2.0**-54))
 
 
 def keys_of(
     seed: int, text: Int[Tensor, " row"], pos: Int[Tensor, " row"]
 ) -> Float[Tensor, " row"]:
-    """Draw a number from [0, 1) for each place of a text, given only the seed and the place."""
-    keys, groups = torch.empty(len(text), dtype=torch.float64), text // _TOGETHER
+    """Draw a number from [0, 1) for each place, which depends only on the seed and the place.
+
+    Args:
+        seed: the seed.
+        text: the number of the text of each place.
+        pos: the position of each place in its text.
+    """
+    keys = torch.empty(len(text), dtype=torch.float64)
+    groups = text // _TOGETHER
     order = groups.argsort()
     numbers, counts = groups[order].unique_consecutive(return_counts=True)
     for number, rows in zip(numbers.tolist(), order.split(counts.tolist()), strict=True):
         sizes = int(pos[rows].max()) + 1, _TOGETHER
-        drawn = torch.rand(sizes, dtype=torch.float64, generator=generator(seed, number))
-        keys[rows] = drawn[pos[rows], text[rows] % _TOGETHER]
+        table = torch.rand(sizes, dtype=torch.float64, generator=generator(seed, number))
+        keys[rows] = table[pos[rows], text[rows] % _TOGETHER]
     return keys

@@ -65,6 +65,9 @@ class Edit:
     def at(self, /, **where: Index) -> "Edit":
         """Return the same edit at a narrower place.
 
+        Args:
+            where: the index along each axis; see `interp.edits`.
+
         Raises:
             ValueError: if the edit already selects along one of these axes.
             UnknownNameError: if an axis looks like a misspelt standard axis. Other names may be
@@ -74,10 +77,11 @@ class Edit:
         for axis in where:
             if axis not in (*AXES, CALL) and difflib.get_close_matches(axis, AXES, cutoff=0.8):
                 raise unknown_name(axis, AXES, "axis")
-        if again := [axis for axis in where if axis in self.where]:
-            raise ValueError(f"{self!r} already selects along {again[0]}; got {where[again[0]]!r}")
-        more = {axis: Selection(index) for axis, index in where.items()}
-        return replace(self, where={**self.where, **more})
+        for axis in where:
+            if axis in self.where:
+                raise ValueError(f"{self!r} already selects along {axis}; got {where[axis]!r}")
+        selections = {axis: Selection(index) for axis, index in where.items()}
+        return replace(self, where={**self.where, **selections})
 
     def first(self, point: Point, n_pos: int) -> int:
         """Return the first column of a text that this edit may change at a point; 0 if unknown.
@@ -96,11 +100,12 @@ class Edit:
         return first_column(self.where, point, n_pos)
 
     def _require_fit(self, point: Point) -> None:
+        """Check that the edit is allowed at a point."""
         if self.only_at and point.name.rpartition(".")[2] != self.only_at:
             raise EditError(f"{self!r} needs a point named {self.only_at}; got {point}")
 
     def _is_at_call(self, point: Point) -> bool:
-        """Return whether the value belongs to a selected call.
+        """Return True if the value belongs to a selected call.
 
         Raises:
             EditError: if calls are not counted, or the selection counts from the last call, which
@@ -108,9 +113,9 @@ class Edit:
         """
         selected, number = self.where[CALL], number_of_call.get()
         if number is None or selected.counts_back:
-            what = "negative numbers" if number is not None else "a run that does not count calls"
+            got = "negative numbers" if number is not None else "a run that does not count calls"
             raise EditError(
-                f"call= needs a run of the whole model, and numbers from 0; got {what} at {point}"
+                f"call= needs a run of the whole model, and numbers from 0; got {got} at {point}"
             )
         return number in selected.rows(number + 1, CALL, whole=False)[0]
 
@@ -124,17 +129,17 @@ class Edit:
         self._require_fit(point)
         if CALL in self.where and not self._is_at_call(point):
             return activation
-        where = {axis: at for axis, at in self.where.items() if axis != CALL}
-        source = None if self.source is None else self.source.at(activation, point, where)
-        columns = None if source is None else source.columns
+        where = {axis: selection for axis, selection in self.where.items() if axis != CALL}
+        source_value = None if self.source is None else self.source.at(activation, point, where)
+        columns = None if source_value is None else source_value.columns
         place = locate(activation, point, where, columns)
         if place is None:
             return activation
         region = activation[place.box]
         value = activation
-        if self.source is not None and source is not None:
+        if self.source is not None and source_value is not None:
             require_real_source(self.source, place, where)
-            value = place.source_values(source, activation.device)
+            value = place.source_values(source_value, activation.device)
         new = self.change(region, value, place)
         if place.mask is not None:
             new = torch.where(to_device(place.mask, region.device), new, region)
@@ -142,17 +147,19 @@ class Edit:
         return activation
 
     def __repr__(self) -> str:
-        columns = None if self.source is None else self.source.columns
-        shown = {**self.arguments, "source_pos": columns, **self.where}
-        parts = [
-            _shown(value) if key.isdigit() else f"{key}={_shown(value)}"
-            for key, value in shown.items()
-            if value is not None
-        ]
+        source_pos = None if self.source is None else self.source.columns
+        arguments = {**self.arguments, "source_pos": source_pos, **self.where}
+        parts = []
+        for name, value in arguments.items():
+            if value is None:
+                continue
+            # A name that is a number stands for a positional argument.
+            parts.append(_shown(value) if name.isdigit() else f"{name}={_shown(value)}")
         return f"edits.{self.name}({', '.join(parts)})"
 
 
 def _shown(value: Any) -> str:
+    """Return an argument as text: tensors and caches with their sizes only."""
     if isinstance(value, Tensor):
         return f"Tensor{list(value.shape)}"
     if isinstance(value, ActivationCache):

@@ -34,25 +34,38 @@ class Means(Protocol):
 
 
 def zero(*unnamed: object, **where: Index) -> Edit:
-    """Set values to zero.
+    """Return an edit that sets values of an activation to zero (zero ablation).
+
+    Args:
+        where: the place, by the names of axes of the point: `head`, `pos`, `d_model` and so on. An
+            axis that is not given is selected whole, so `zero()` sets the whole activation to zero.
+            `interp.edits` describes the indices.
+        unnamed: not allowed, because a number does not say which axis it selects along.
 
     Raises:
         TypeError: if the place is given without the name of an axis.
 
-    >>> zero(head=[0, 2])
-    edits.zero(head=[0, 2])
+    >>> from hooks import Point
+    >>> edit = zero(head=[0, 2], pos=-1)  # the outputs of two heads at the last token
+    >>> point = Point("attn.z", ("batch", "pos", "head", "d_head"))
+    >>> edit(torch.ones(1, 2, 3, 1), point)[0, :, :, 0]  # [pos, head]
+    tensor([[1., 1., 1.],
+            [0., 1., 0.]])
     """
     if unnamed:
-        shown_value = shown(unnamed[0])
         raise TypeError(
-            f"zero needs places by axis, such as edits.zero(head=3); got {shown_value} without an "
-            "axis"
+            f"zero needs places by axis, such as edits.zero(head=3); got {shown(unnamed[0])} "
+            "without an axis"
         )
     return Edit("zero", lambda region, value, place: torch.zeros_like(region), {}).at(**where)
 
 
 def scale(factor: float, **where: Index) -> Edit:
-    """Multiply values by a number.
+    """Return an edit that multiplies values by a number.
+
+    Args:
+        factor: the number.
+        where: the place that is changed, by axis; see `zero`.
 
     >>> from hooks import Point
     >>> scale(0.5, pos=1)(torch.ones(1, 3), Point("resid_pre", ("batch", "pos")))
@@ -63,12 +76,20 @@ def scale(factor: float, **where: Index) -> Edit:
 
 
 def add(vector: Values, scale: float = 1.0, **where: Index) -> Edit:
-    """Add a vector, the vector of a direction at the point, or other values, times a number.
+    """Return an edit that adds a vector, or other values, times a number (steering).
 
-    See `replace` for the columns of a cache.
+    Args:
+        vector: a tensor whose axes are the last axes of the point, a `Direction`, whose vector at
+            the point is added, or a cache. See `replace` for the columns of a cache.
+        scale: the number. Default: 1.
+        where: the place that is changed, by axis; see `zero`.
 
-    >>> add(torch.ones(5), 2.0, head=3, pos=-1)
-    edits.add(Tensor[5], 2.0, head=3, pos=-1)
+    >>> from hooks import Point
+    >>> edit = add(torch.tensor([1.0, 0.0]), 2.0, pos=-1)
+    >>> edit(torch.zeros(1, 3, 2), Point("resid_pre", ("batch", "pos", "d_model")))
+    tensor([[[0., 0.],
+             [0., 0.],
+             [2., 0.]]])
     """
     require_kind("scale", scale, (Number, Tensor), "a number")
     arguments = {"0": vector} | ({} if scale == 1 else {"1": scale})
@@ -77,7 +98,7 @@ def add(vector: Values, scale: float = 1.0, **where: Index) -> Edit:
 
 
 def replace(source: Values, *, source_pos: Index | None = None, **where: Index) -> Edit:
-    """Replace values by values of another run, layer, position or model.
+    """Return an edit that replaces values by values of another run, layer, position or model.
 
     If `pos` counts from the end, such as `pos=-1`, positions of a cache are counted from the end of
     the cached texts, whose lengths and padding may differ. Otherwise values are copied to the same
@@ -89,7 +110,7 @@ def replace(source: Values, *, source_pos: Index | None = None, **where: Index) 
         source_pos: the columns of the source for the selected positions, in order, or one column
             for all positions. Negative numbers count from the end of each text of the source.
             Default: see above.
-        where: the place that is replaced, by axis.
+        where: the place that is replaced, by axis; see `zero`.
 
     Raises:
         EditError: when the edit is applied, if a value of padding would be copied to a real token,
@@ -110,7 +131,7 @@ def mean(
     attention_mask: Shaped[Tensor, "batch pos"] | None = None,
     **where: Index,
 ) -> Edit:
-    """Replace values by the mean of reference runs (mean ablation).
+    """Return an edit that replaces values by the mean of reference runs (mean ablation).
 
     The mean is taken separately at each position, unless `across` contains the positions. If `pos`
     counts from the end, the mean is over positions counted from the end of each reference text:
@@ -139,34 +160,33 @@ def mean(
     if "over" in where:
         raise TypeError("edits.mean takes no argument over=; it is now across=")
     require_kind("across", across, (str, tuple, list), "a name of an axis, or several names")
-    dropped = (across,) if isinstance(across, str) else tuple(across)
-    if not dropped:
+    averaged_axes = (across,) if isinstance(across, str) else tuple(across)
+    if not averaged_axes:
         raise ValueError("across must name at least one axis; got ()")
     if isinstance(reference, Means):
         return Edit("mean", _source_values, {"0": reference}, ValueSource(reference)).at(**where)
     source = ValueSource(
         reference,
-        whole=dropped,
+        whole=averaged_axes,
         attention_mask=_as_mask(attention_mask),
-        rows="all" if "batch" in dropped else "same",
+        rows="all" if "batch" in averaged_axes else "same",
     )
 
     def averaged(region: Tensor, value: Tensor, place: Region) -> Tensor:
-        dims = [place.axes.index(axis) for axis in dropped]
+        dims = [place.axes.index(axis) for axis in averaged_axes]
         if all(value.shape[dim] == 1 for dim in dims):
             raise EditError(
-                f"a mean over {' and '.join(dropped)} needs several values at {place.point}; got "
-                "one "
-                "(use edits.replace for one value)"
+                f"a mean over {' and '.join(averaged_axes)} needs several values at {place.point}; "
+                "got one (use edits.replace for one value)"
             )
         value = at_least_float32(value)
         if source.rows == "all" and place.source_columns is not None:
             # The columns of each text were counted from its last real token, so they are all real.
             return place.in_order(value.mean(dims, keepdim=True))
-        real = source.mask(place.point.name)
-        if real is None or (attention_mask is None and place.positions is None):
+        mask = source.mask(place.point.name)
+        if mask is None or (attention_mask is None and place.positions is None):
             return value.mean(dims, keepdim=True)
-        return _mean_of_real(value, _real_columns(real, dropped, value, place), dims, place)
+        return _mean_of_real(value, _real_columns(mask, averaged_axes, value, place), dims, place)
 
     arguments = {"0": reference, "across": across, "attention_mask": attention_mask}
     return Edit("mean", averaged, arguments, source).at(**where)
@@ -179,7 +199,7 @@ def resample(
     attention_mask: Shaped[Tensor, "batch pos"] | None = None,
     **where: Index,
 ) -> Edit:
-    """Replace the values of each row by values of another text of a source (resample ablation).
+    """Return an edit that replaces values by values of another text (resample ablation).
 
     The other text, the donor, is the same at all points for a row. A copy of the row's text, with
     the same real tokens, is never the donor, because its values would change nothing. Copies are
@@ -212,26 +232,27 @@ def resample(
     )
 
     def donated(region: Tensor, value: Tensor, place: Region) -> Tensor:
-        at = place.axes.index("batch")
-        n, first = place.sizes[at], place.firsts[at]
-        real = values.mask(place.point.name)
-        padding = None if real is None else real.tolist()
-        rows = [value.shape[at]] if padding is None else [value.shape[at], len(padding)]
-        if {*rows} != {n}:
-            raise EditError(f"resample must have {n} rows at {place.point}; got {rows}")
+        batch = place.axes.index("batch")
+        n_rows = place.sizes[batch]
+        mask = values.mask(place.point.name)
+        padding = None if mask is None else mask.tolist()
+        counts = [value.shape[batch]] if padding is None else [value.shape[batch], len(padding)]
+        if {*counts} != {n_rows}:
+            raise EditError(f"resample must have {n_rows} rows at {place.point}; got {counts}")
         # In a plan, values have no numbers to compare.
         if region.is_meta or isinstance(region, FakeTensor):
             return region
         texts = values.copies(value, place.axes, place.point.name)
-        chosen = donors(padding or [[]] * n, seed, texts)[first : first + place.lengths[at]]
-        return value.index_select(at, to_device(torch.tensor(chosen), value.device))
+        first = place.firsts[batch]
+        rows = donors(padding or [[]] * n_rows, seed, texts)[first : first + place.lengths[batch]]
+        return value.index_select(batch, to_device(torch.tensor(rows), value.device))
 
     arguments = {"0": source, "seed": seed, "attention_mask": attention_mask}
     return Edit("resample", donated, arguments, values).at(**where)
 
 
 def noise(scale: float, seed: int = 0, **where: Index) -> Edit:
-    """Add Gaussian noise, as in causal tracing (Meng et al. 2022).
+    """Return an edit that adds Gaussian noise, as in causal tracing (Meng et al. 2022).
 
     Each number depends only on the seed, the name of the point and the place of the number: row,
     column of the text, and so on. So it does not depend on the length of a piece, on the device or
@@ -248,22 +269,21 @@ def noise(scale: float, seed: int = 0, **where: Index) -> Edit:
     >>> (noised != 0).tolist()
     [[True, True, False]]
     """
-
     require_kind("scale", scale, (Number, Tensor), "a number")
     require_integer("seed", seed, least=-(2**63))
 
     def noisy(region: Tensor, value: Tensor, place: Region) -> Tensor:
-        drawn = scale * normal(seed, place)
-        return region + to_device(drawn.to(region.dtype), region.device)
+        added = scale * normal(seed, place)
+        return region + to_device(added.to(region.dtype), region.device)
 
     return Edit("noise", noisy, {"0": scale, "seed": seed}).at(**where)
 
 
 def knockout(query: Index | None = None, key: Index | None = None, **where: Index) -> Edit:
-    """Block attention from some queries to some keys, by setting `scores` to -inf.
+    """Return an edit of `scores` that blocks attention from some queries to some keys.
 
-    The weights of the other keys are renormalised by the softmax. If a query has no key left, its
-    weights are 0.
+    The scores become -inf. The weights of the other keys are renormalised by the softmax. If a
+    query has no key left, its weights are 0.
 
     Args:
         query, key: the columns of the text. Default: all columns.
@@ -275,26 +295,29 @@ def knockout(query: Index | None = None, key: Index | None = None, **where: Inde
     >>> knockout(query=-1, key=[2, 3], head=5)
     edits.knockout(query=-1, key=[2, 3], head=5)
     """
-    first, last = (Selection(slice(None) if index is None else index) for index in (key, query))
-    if _comes_after(first.index, last.index):
+    keys = Selection(slice(None) if key is None else key)
+    queries = Selection(slice(None) if query is None else query)
+    if _comes_after(keys.index, queries.index):
         warn(
-            f"a causal model sees no key after its query, such as key {first} after query {last}; "
-            "this knockout has no effect in a causal model",
+            f"a causal model sees no key after its query, such as key {keys} after query "
+            f"{queries}; this knockout has no effect in a causal model",
         )
-    chosen = {"query": query, "key": key, **where}
-    selected = {axis: index for axis, index in chosen.items() if index is not None}
-    none = Edit(
+    everywhere = Edit(
         "knockout", lambda x, value, place: torch.full_like(x, -torch.inf), only_at="scores"
     )
-    return none.at(**selected)
+    indices = {"query": query, "key": key, **where}
+    return everywhere.at(**{axis: index for axis, index in indices.items() if index is not None})
 
 
 def _comes_after(key: Any, query: Any) -> bool:
-    """Return whether all keys certainly come after all queries."""
-    keys, queries = (i if isinstance(i, list) else [i] for i in (key, query))
-    numbers = [*keys, *queries]
-    same_end = {type(n) for n in numbers} == {int} and len({n < 0 for n in numbers}) == 1
-    return same_end and min(keys) > max(queries)
+    """Return True if all keys certainly come after all queries."""
+    keys = key if isinstance(key, list) else [key]
+    queries = query if isinstance(query, list) else [query]
+    columns = [*keys, *queries]
+    are_numbers = {type(column) for column in columns} == {int}
+    # Numbers that count from different ends of a text cannot be compared.
+    count_from_one_end = are_numbers and len({column < 0 for column in columns}) == 1
+    return count_from_one_end and min(keys) > max(queries)
 
 
 def _as_mask(attention_mask: Tensor | None) -> Tensor | None:
@@ -305,29 +328,39 @@ def _as_mask(attention_mask: Tensor | None) -> Tensor | None:
 
 
 def _source_values(region: Tensor, value: Tensor, place: Region) -> Tensor:
+    """Return the values of the source unchanged."""
     return value
 
 
-def _mean_of_real(value: Tensor, real: Tensor, dims: list[int], place: Region) -> Tensor:
+def _mean_of_real(value: Tensor, mask: Tensor, dims: list[int], place: Region) -> Tensor:
     """Return the mean over some axes, ignoring padding, whose values may be anything."""
-    if not real.any(dims).all():
+    if not mask.any(dims).all():
         raise EditError(
             f"attention_mask must leave columns to average at {place.point}; got only padding"
         )
-    real = to_device(real, value.device).expand_as(value)
-    total = value.where(real, 0.0).sum(dims, keepdim=True)
-    return total / real.sum(dims, keepdim=True)
+    mask = to_device(mask, value.device).expand_as(value)
+    total = value.where(mask, 0.0).sum(dims, keepdim=True)
+    return total / mask.sum(dims, keepdim=True)
 
 
-def _real_columns(real: Tensor, dropped: Axes, value: Tensor, place: Region) -> Tensor:
-    """Return the mask of a reference's real columns, with the axes of `value`, some of size 1."""
+def _real_columns(mask: Tensor, averaged_axes: Axes, value: Tensor, place: Region) -> Tensor:
+    """Return the mask of a reference's real columns, with the axes of `value`, some of size 1.
+
+    Args:
+        mask: the mask of whole texts, [batch, column].
+        averaged_axes: the axes of the mean.
+        value: the values of the reference.
+        place: the place that the edit changes.
+    """
     axes = tuple(axis for axis in place.axes if axis in ("batch", "pos", "query"))
     if len(axes) < 2:
         raise EditError(f"attention_mask needs the axes batch and pos; got {place.point}")
-    mask = SourceValue(real, axes, whole=dropped, what="attention_mask")
-    real_there = place.source_values(mask, real.device)
-    sizes = [[x.shape[place.axes.index(axis)] for axis in axes] for x in (value, real_there)]
-    if sizes[0] != sizes[1]:
-        rule = f"attention_mask must fit the reference, {sizes[0]} along {' and '.join(axes)}"
-        raise EditError(f"{rule} at {place.point}; got {sizes[1]}")
-    return real_there
+    source = SourceValue(mask, axes, whole=averaged_axes, what="attention_mask")
+    mask_here = place.source_values(source, mask.device)
+    dims = [place.axes.index(axis) for axis in axes]
+    value_sizes = [value.shape[dim] for dim in dims]
+    mask_sizes = [mask_here.shape[dim] for dim in dims]
+    if value_sizes != mask_sizes:
+        rule = f"attention_mask must fit the reference, {value_sizes} along {' and '.join(axes)}"
+        raise EditError(f"{rule} at {place.point}; got {mask_sizes}")
+    return mask_here

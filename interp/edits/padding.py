@@ -11,10 +11,11 @@ from interp.edits.sources import ValueSource
 
 
 def require_real_source(source: ValueSource, place: Region, where: Where) -> None:
-    """Raise an error if values of padding would be copied to real tokens.
+    """Check that no value of padding would be copied to a real token.
 
     Columns that are counted from the end of the source's texts are always real tokens. So this
-    function checks values that are copied to the same column, and keys, which always are.
+    function checks only values that are copied to the same column. Keys are always copied to the
+    same column.
 
     Args:
         source: the source of the edit.
@@ -22,32 +23,32 @@ def require_real_source(source: ValueSource, place: Region, where: Where) -> Non
         where: the places that the edit selects.
 
     Raises:
-        EditError: if so; the error names the text and the column.
+        EditError: if padding would be copied. The error names the text and the column.
     """
     if source.rows == "all" or not source.knows_its_padding or torch.compiler.is_compiling():
         return
     axes = place.axes
     batch = axes.index("batch") if "batch" in axes else None
     n_rows = 1 if batch is None else place.sizes[batch]
-    for at, axis in enumerate(axes):
+    for dim, axis in enumerate(axes):
         if axis in source.whole:
             continue
-        size = place.sizes[at]
-        ours = piece_read().mask_along(axis, n_rows, size)
-        theirs = _mask_of_source(source, place, axis, n_rows, size)
+        size = place.sizes[dim]
+        run_mask = piece_read().mask_along(axis, n_rows, size)
+        source_mask = _mask_of_source(source, place, axis, n_rows, size)
         # If the run has no mask, the mask of the user is not checked.
-        is_given = source.attention_mask is not None and ours is None
-        if is_given or (ours is None and theirs is None):
+        is_unchecked = source.attention_mask is not None and run_mask is None
+        if is_unchecked or (run_mask is None and source_mask is None):
             continue
-        everything = torch.ones(n_rows, size, dtype=torch.bool)
-        ours = everything if ours is None else ours
-        theirs = everything if theirs is None else theirs.expand(n_rows, -1)
+        all_real = torch.ones(n_rows, size, dtype=torch.bool)
+        run_mask = all_real if run_mask is None else run_mask
+        source_mask = all_real if source_mask is None else source_mask.expand(n_rows, -1)
         if source.rows == "donor" and axis in where and where[axis].counts_back:
-            _require_same(ours, theirs, place)
+            _require_same(run_mask, source_mask, place)
         elif axis not in POSITION_AXES or place.source_columns is None:
-            _require_real(ours, theirs, place, at)
+            _require_real(run_mask, source_mask, place, dim)
         if axis not in POSITION_AXES and "query" in axes:
-            _require_same_keys(ours, theirs, place, where, at)
+            _require_same_keys(run_mask, source_mask, place, where, dim)
 
 
 def _mask_of_source(
@@ -61,12 +62,13 @@ def _mask_of_source(
     return mask[:, :size].bool() if fits else None
 
 
-def _require_real(ours: Tensor, theirs: Tensor, place: Region, at: int) -> None:
+def _require_real(run_mask: Tensor, source_mask: Tensor, place: Region, dim: int) -> None:
     """Raise an error if padding would be copied to real tokens among the columns that change."""
-    rows, columns = _box(place, at)
-    copied = _changed(place, at) & ours[rows, columns] & ~theirs[rows, columns]
+    rows, columns = _box(place, dim)
+    is_padding = run_mask[rows, columns] & ~source_mask[rows, columns]
+    copied = _changed(place, dim) & is_padding
     if copied.any():
-        axis = place.axes[at]
+        axis = place.axes[dim]
         remedy = (
             "source_pos=-1 copies the last real token"
             if axis in POSITION_AXES
@@ -78,9 +80,9 @@ def _require_real(ours: Tensor, theirs: Tensor, place: Region, at: int) -> None:
         )
 
 
-def _require_same(ours: Tensor, theirs: Tensor, place: Region) -> None:
+def _require_same(run_mask: Tensor, source_mask: Tensor, place: Region) -> None:
     """Raise an error if the padding of a source of donors differs from the edited texts."""
-    different = ours != theirs
+    different = run_mask != source_mask
     if different.any():
         raise EditError(
             f"resample at {place.point} must have a source with the padding of the edited texts, "
@@ -89,13 +91,15 @@ def _require_same(ours: Tensor, theirs: Tensor, place: Region) -> None:
         )
 
 
-def _require_same_keys(ours: Tensor, theirs: Tensor, place: Region, where: Where, at: int) -> None:
+def _require_same_keys(
+    run_mask: Tensor, source_mask: Tensor, place: Region, where: Where, dim: int
+) -> None:
     """Raise an error if the keys of the source differ, because weights would not sum to 1."""
-    axis = place.axes[at]
-    rows, _ = _box(place, at)
+    axis = place.axes[dim]
+    rows, _ = _box(place, dim)
     # Keys after the last real key of a text come after its queries, and have no weight.
-    is_before_the_end = ours.flip(1).cumsum(1).flip(1) > 0
-    different = ours != theirs
+    is_before_the_end = run_mask.flip(1).cumsum(1).flip(1) > 0
+    different = run_mask != source_mask
     if axis not in where and place.source_columns is None:
         different &= is_before_the_end
     elif axis in where and not where[axis].counts_back:
@@ -108,31 +112,36 @@ def _require_same_keys(ours: Tensor, theirs: Tensor, place: Region, where: Where
         )
 
 
-def _box(place: Region, at: int) -> tuple[slice, slice]:
+def _box(place: Region, dim: int) -> tuple[slice, slice]:
     """Return the rows of a box, and its columns along an axis without virtual tokens."""
     batch = place.axes.index("batch") if "batch" in place.axes else None
     rows = slice(0, 1) if batch is None else place.box[batch]
-    first = max(place.firsts[at], 0)
-    return rows, slice(first, place.firsts[at] + place.lengths[at])
+    first = max(place.firsts[dim], 0)
+    return rows, slice(first, place.firsts[dim] + place.lengths[dim])
 
 
-def _changed(place: Region, at: int) -> Bool[Tensor, "_row _column"]:
-    """Return a mask that is True for the columns of a box, along an axis, that change."""
-    rows, columns = _box(place, at)
+def _changed(place: Region, dim: int) -> Bool[Tensor, "_row _column"]:
+    """Return a mask of the columns of a box along one axis: True for columns that change."""
+    rows, columns = _box(place, dim)
     shape = rows.stop - rows.start, columns.stop - columns.start
     if place.mask is None:
         return torch.ones(shape, dtype=torch.bool)
     batch = place.axes.index("batch") if "batch" in place.axes else None
-    others = [axis for axis in range(place.mask.ndim) if axis not in (batch, at)]
-    mask = place.mask.any(others) if others else place.mask
+    other_dims = [n for n in range(place.mask.ndim) if n not in (batch, dim)]
+    mask = place.mask.any(other_dims) if other_dims else place.mask
     if batch is None:
         mask = mask[None]
-    elif batch > at:
+    elif batch > dim:
         mask = mask.T
     return mask[:, -shape[1] :].expand(shape)
 
 
 def _first(places: Tensor, first_row: int = 0, first_column: int = 0) -> str:
-    """Return a description of the first place."""
+    """Return a description of the first place that is True.
+
+    Args:
+        places: a boolean table [row, column].
+        first_row, first_column: the text and the column at the start of the table.
+    """
     row, column = places.nonzero()[0].tolist()
     return f"{first_column + column} of text {first_row + row}"

@@ -42,17 +42,22 @@ def axes_of(point: Point, ndim: int) -> tuple[str, ...]:
 def first_column(where: Where, point: Point, n_pos: int) -> int:
     """Return the first column of a text that is selected at a point; 0 if unknown.
 
+    Args:
+        where: the selection along each axis.
+        point: the point.
+        n_pos: the number of columns of the text.
+
     Raises:
         UnknownNameError: if the point lacks an axis.
         SelectionError: if a column is outside the text.
     """
     require_axes(where, point.axes, point.name)
     real = _unpadded(piece_read().columns, where, n_pos)
-    firsts = {
-        axis: min(itertools.chain(*where[axis].rows(n_pos, f"{axis} at {point.name}", real=real)))
-        for axis in TEXT_AXES
-        if axis in where
-    }
+    firsts = {}
+    for axis in TEXT_AXES:
+        if axis in where:
+            rows = where[axis].rows(n_pos, f"{axis} at {point.name}", real=real)
+            firsts[axis] = min(itertools.chain(*rows))
     return firsts.get("pos", firsts.get("query", 0))
 
 
@@ -145,23 +150,24 @@ class Region:
             raise EditError(
                 f"the {source.what} at {self.point} must have axes of the point in order; got {got}"
             )
-        for at, axis in enumerate(self.axes):
+        for dim, axis in enumerate(self.axes):
             if axis not in source.axes:
-                value = value.unsqueeze(at)
-            elif axis in source.whole or (value.shape[at] == 1 and axis not in source.fixed):
+                value = value.unsqueeze(dim)
+            elif axis in source.whole or (value.shape[dim] == 1 and axis not in source.fixed):
                 continue
-            elif at == self.positions and self.source_columns is not None:
+            elif dim == self.positions and self.source_columns is not None:
                 value = self.in_order(value)
             else:
-                self._require_size(source, at, value.shape[at])
-                value = value.narrow(at, self.firsts[at], self.lengths[at])
+                self._require_size(source, dim, value.shape[dim])
+                value = value.narrow(dim, self.firsts[dim], self.lengths[dim])
         return to_device(value, device)
 
-    def _require_size(self, source: SourceValue, at: int, size: int) -> None:
-        """Raise an error if the size of a source along an axis is not the size of the
-        whole text.
-        """
-        axis, full, end = self.axes[at], self.sizes[at], self.firsts[at] + self.lengths[at]
+    def _require_size(self, source: SourceValue, dim: int, size: int) -> None:
+        """Check that the size of a source along an axis is the size of the whole text."""
+        axis = self.axes[dim]
+        full = self.sizes[dim]
+        end = self.firsts[dim] + self.lengths[dim]
+        # In a generation, the text of the source may be longer than the text so far.
         grows = axis in TEXT_AXES and start_of_piece() is not None
         if size == full or (grows and size >= end):
             return
@@ -205,26 +211,26 @@ def locate(
     """
     require_axes(where, point.axes, point.name)
     frame = _frame(activation, point, source is not None)
-    batch = frame.batch
-    box = [slice(0, n) for n in frame.held]
+    n_axes = len(frame.axes)
+    box = [slice(0, size) for size in frame.shape]
     mask: Tensor | None = None
     source_columns: Tensor | None = None
     # Select along the batch first, so that other selections use only the selected rows.
-    for at in sorted(range(len(frame.axes)), key=lambda n: n != batch):
-        source_here = source if at == frame.along else None
-        if frame.axes[at] not in where and source_here is None:
+    for dim in sorted(range(n_axes), key=lambda n: n != frame.batch):
+        source_here = source if dim == frame.positions else None
+        if frame.axes[dim] not in where and source_here is None:
             continue
-        chosen = _chosen(frame, at, where, source_here)
-        chosen = chosen[box[batch]] if len(chosen) > 1 else chosen
-        inside = [n for n in range(frame.held[at]) if any(row[n] >= 0 for row in chosen)]
-        if not inside:
+        rows = _source_column_of_each(frame, dim, where, source_here)
+        rows = rows[box[frame.batch]] if len(rows) > 1 else rows
+        box[dim] = _extent(rows)
+        if box[dim].stop == 0:
             return None
-        box[at] = slice(inside[0], inside[-1] + 1)
-        is_slice = len(chosen) == 1 and len(inside) == inside[-1] + 1 - inside[0]
+        length = box[dim].stop - box[dim].start
+        is_slice = len(rows) == 1 and sum(column >= 0 for column in rows[0]) == length
         if not is_slice or source_here is not None:
-            columns = torch.tensor([row[box[at]] for row in chosen])
-            columns = broadcast(columns, at, batch, len(frame.axes))
-            mask = _and(mask, columns >= 0)
+            columns = torch.tensor([row[box[dim]] for row in rows])
+            columns = broadcast(columns, dim, frame.batch, n_axes)
+            mask = _intersection(mask, columns >= 0)
             if source_here is not None:
                 source_columns = columns.clamp(min=0)
     firsts = [first + part.start for first, part in zip(frame.firsts, box, strict=True)]
@@ -234,10 +240,20 @@ def locate(
         sizes=frame.sizes,
         box=tuple(box),
         firsts=tuple(firsts),
-        positions=frame.along,
-        mask=_and(mask, _real_keys(frame, box, firsts)),
+        positions=frame.positions,
+        mask=_intersection(mask, _real_keys(frame, box, firsts)),
         source_columns=source_columns,
     )
+
+
+def _extent(rows: list[list[int]]) -> slice:
+    """Return the smallest slice with all places that change in any row; an empty slice if none.
+
+    Args:
+        rows: a number for each place, which is -1 if the place does not change.
+    """
+    changing = [n for n in range(len(rows[0])) if any(row[n] >= 0 for row in rows)]
+    return slice(changing[0], changing[-1] + 1) if changing else slice(0, 0)
 
 
 @dataclass(frozen=True)
@@ -247,18 +263,18 @@ class _Frame:
     Attributes:
         point: the point of the activation.
         axes: the axes of the activation.
-        held: the shape of the activation.
+        shape: the shape of the activation.
         sizes: the size of each axis. Sizes of `TEXT_AXES` count the whole text so far.
-        along: the index of the axis of this call's positions, if any.
+        positions: the index of the axis of this call's positions, if any.
         batch: the index of the axis of the batch; -1 if there is no batch.
         start: the column at which the piece starts; None for whole texts.
     """
 
     point: Point
     axes: tuple[str, ...]
-    held: tuple[int, ...]
+    shape: tuple[int, ...]
     sizes: tuple[int, ...]
-    along: int | None
+    positions: int | None
     batch: int
     start: int | None
 
@@ -268,77 +284,120 @@ class _Frame:
 
         Keys that a window has dropped are counted.
         """
-        return [full - n for full, n in zip(self.sizes, self.held, strict=True)]
+        return [full - size for full, size in zip(self.sizes, self.shape, strict=True)]
 
     @property
     def n_rows(self) -> int:
         """The number of texts; 1 without a batch."""
-        return 1 if self.batch == -1 else self.held[self.batch]
+        return 1 if self.batch == -1 else self.shape[self.batch]
 
 
 def _frame(activation: Tensor, point: Point, needs_positions: bool) -> _Frame:
-    """Return the axes of an activation.
+    """Return the axes of an activation, and the sizes of its texts.
+
+    Args:
+        activation: the value at the point.
+        point: the point.
+        needs_positions: whether a source needs an axis of positions.
 
     Raises:
         EditError: if the axes do not fit the point, or a source needs an axis of positions that is
             missing.
     """
-    axes, held = axes_of(point, activation.ndim), tuple(activation.shape)
-    if len(axes) != len(held):
-        raise EditError(f"{point} must have the axes that it declares; got shape {held}")
-    along = next((at for at, axis in enumerate(axes) if axis in ("pos", "query")), None)
-    if needs_positions and along is None:
+    axes = axes_of(point, activation.ndim)
+    shape = tuple(activation.shape)
+    if len(axes) != len(shape):
+        raise EditError(f"{point} must have the axes that it declares; got shape {shape}")
+    positions = next((dim for dim, axis in enumerate(axes) if axis in ("pos", "query")), None)
+    if needs_positions and positions is None:
         raise EditError(f"source_pos needs an axis of positions; got {point}")
-    start = None if along is None else piece_read().start
-    sizes = held
-    if along is not None and start is not None:
-        end = start + held[along]
-        sizes = tuple(end if axis in TEXT_AXES else n for axis, n in zip(axes, held, strict=True))
+    start = None if positions is None else piece_read().start
+    sizes = shape
+    if positions is not None and start is not None:
+        end = start + shape[positions]
+        named = zip(axes, shape, strict=True)
+        sizes = tuple(end if axis in TEXT_AXES else size for axis, size in named)
     batch = axes.index("batch") if "batch" in axes else -1
-    return _Frame(point, axes, held, sizes, along, batch, start)
+    return _Frame(
+        point=point,
+        axes=axes,
+        shape=shape,
+        sizes=sizes,
+        positions=positions,
+        batch=batch,
+        start=start,
+    )
 
 
-def _chosen(frame: _Frame, at: int, where: Where, source: SourceColumns | None) -> list[list[int]]:
+def _source_column_of_each(
+    frame: _Frame, dim: int, where: Where, source: SourceColumns | None
+) -> list[list[int]]:
     """Return the source's column for each place along one axis; -1 if the place does not change.
 
-    The result has one row for all examples, or one row for each example. Without a source, all
-    columns that change are 0.
+    The result has one row for all examples, or one row for each example. Without a source, the
+    number of each place that changes is 0.
+
+    Args:
+        frame: the axes of the activation.
+        dim: the index of the axis.
+        where: the selection along each axis.
+        source: the columns of the source; None for the same columns.
     """
-    axis, size, piece = frame.axes[at], frame.sizes[at], piece_read()
-    n_rows = 1 if at == frame.batch else frame.n_rows
+    axis = frame.axes[dim]
+    size = frame.sizes[dim]
+    piece = piece_read()
+    n_rows = 1 if dim == frame.batch else frame.n_rows
     whole = axis not in TEXT_AXES or frame.start is None
     what = f"{axis} at {frame.point.name}"
     selected = where.get(axis, _ALL)
     real = _unpadded(_real_along(axis, n_rows, size), where, size)
     # A later piece has more keys.
-    if at == frame.along and not whole:
+    if dim == frame.positions and not whole:
         selected.require_reached(size, what, real)
     rows = selected.rows(size, what, n_rows, real, whole)
-    if at == frame.along and piece.began is not None and selected.counts_back:
-        rows = _so_far(selected, range(piece.began, size + 1), what, n_rows, real)
+    if dim == frame.positions and piece.began is not None and selected.counts_back:
+        sizes_so_far = range(piece.began, size + 1)
+        rows = _so_far(selected, sizes_so_far, what=what, n_rows=n_rows, real=real)
     sources = [[0]] if source is None else source.rows(n_rows)
-    return _source_columns(rows, sources, range(frame.firsts[at], size), whole)
+    piece_columns = range(frame.firsts[dim], size)
+    return _source_columns(rows, sources, piece_columns, whole)
 
 
-def _and(mask: Tensor | None, other: Tensor | None) -> Tensor | None:
+def _intersection(first: Tensor | None, second: Tensor | None) -> Tensor | None:
     """Return the intersection of two masks. None is a mask that selects everything."""
-    if mask is None or other is None:
-        return other if mask is None else mask
-    return mask & other
+    if first is None:
+        return second
+    if second is None:
+        return first
+    return first & second
 
 
 def _so_far(
     selected: Selection, sizes: range, what: str, n_rows: int, real: Rows | None
 ) -> list[list[int]]:
-    """Return the places that were selected at any size of the text so far, as with a KV cache."""
+    """Return the places that were selected at any size of the text so far, as with a KV cache.
+
+    Args:
+        selected: the selection, which counts from the end of the text.
+        sizes: the sizes that the text has had.
+        what: the name of the axis in errors.
+        n_rows: the number of texts.
+        real: the real columns of each text; None if all are real.
+    """
     places: list[set[int]] = [set() for _ in range(n_rows)]
     for size in sizes:
-        inside = real and [[column for column in columns if column < size] for columns in real]
-        rows = selected.rows(size, what, n_rows, inside, whole=False)
+        rows = selected.rows(size, what, n_rows, _below(real, size), whole=False)
         # There may be one row for all texts.
-        for row, more in zip(places, itertools.cycle(rows)):
-            row.update(more)
-    return [sorted(row) for row in places]
+        for places_of_text, row in zip(places, itertools.cycle(rows)):
+            places_of_text.update(row)
+    return [sorted(places_of_text) for places_of_text in places]
+
+
+def _below(real: Rows | None, size: int) -> Rows | None:
+    """Return the real columns before a column; None if all are real."""
+    if not real:
+        return real
+    return [[column for column in columns if column < size] for columns in real]
 
 
 def _real_keys(
@@ -353,22 +412,28 @@ def _real_keys(
     """
     mask: Tensor | None = None
     texts = box[frame.batch] if frame.n_rows > 1 else slice(None)
-    for at, axis in enumerate(frame.axes):
-        columns = range(firsts[at], firsts[at] + box[at].stop - box[at].start)
-        keys = _real_columns(axis, frame.n_rows, frame.sizes[at], columns)
+    for dim, axis in enumerate(frame.axes):
+        columns = range(firsts[dim], firsts[dim] + box[dim].stop - box[dim].start)
+        keys = _real_columns(axis, frame.n_rows, frame.sizes[dim], columns)
         if keys is not None:
-            mask = _and(mask, broadcast(keys[texts], at, frame.batch, len(frame.axes)))
+            keys = broadcast(keys[texts], dim, frame.batch, len(frame.axes))
+            mask = _intersection(mask, keys)
     return mask
 
 
 def _real_columns(
     axis: str, n_rows: int, size: int, columns: range
 ) -> Bool[Tensor, "batch column"] | None:
-    """Return a mask of the real columns of an axis of keys;
+    """Return a mask of the real columns of an axis of keys.
 
-    None for other axes, or if all are real.
+    The result is None for other axes, or if all columns are real. Virtual tokens come before the
+    text. They have negative columns and are not padding.
 
-    Virtual tokens come before the text. They have negative columns and are not padding.
+    Args:
+        axis: the name of the axis.
+        n_rows: the number of texts.
+        size: the number of columns of the whole texts so far.
+        columns: the columns of the result.
     """
     piece = piece_read()
     if axis != "key" and axis not in piece.others:
@@ -391,23 +456,34 @@ def _unpadded(real: Rows | None, where: Where, size: int) -> Rows | None:
     """Return the real columns of texts. In texts that are not selected, all columns are real."""
     if real is None or "batch" not in where:
         return real
-    (rows,) = where["batch"].rows(len(real), "batch")
-    return [columns if n in rows else range(size) for n, columns in enumerate(real)]
+    (selected,) = where["batch"].rows(len(real), "batch")
+    return [columns if n in selected else range(size) for n, columns in enumerate(real)]
 
 
-def _source_columns(rows: Rows, sources: Rows, held: range, whole: bool) -> list[list[int]]:
-    """Return the source's column for each place in `held`; -1 if it does not change."""
-    chosen = [[-1] * len(held) for _ in range(max(len(rows), len(sources)))]
-    for copy, its in enumerate(chosen):
-        row, source = rows[copy % len(rows)], sources[copy % len(sources)]
+def _source_columns(
+    rows: Rows, sources: Rows, piece_columns: range, whole: bool
+) -> list[list[int]]:
+    """Return the source's column for each column of a piece; -1 if the column does not change.
+
+    Args:
+        rows: the columns that change, for each text or for all texts.
+        sources: the source's columns in the same order, or one column, for each text or for all.
+        piece_columns: the columns of the piece.
+        whole: whether the piece is the whole text.
+    """
+    n_rows = max(len(rows), len(sources))
+    source_columns = [[-1] * len(piece_columns) for _ in range(n_rows)]
+    for n, source_column_of in enumerate(source_columns):
+        row = rows[n % len(rows)]
+        source = sources[n % len(sources)]
         # A slice may continue in the next piece.
         if len(source) not in (1, len(row)) and (whole or len(source) < len(row)):
             rule = f"one column, or one column for each of {len(row)} positions"
             raise SelectionError(f"source_pos must have {rule}; got {len(source)}")
         for m, column in enumerate(row):
-            if column in held:
-                its[column - held.start] = source[m % len(source)]
-    return chosen
+            if column in piece_columns:
+                source_column_of[column - piece_columns.start] = source[m % len(source)]
+    return source_columns
 
 
 _ALL = Selection(slice(None))

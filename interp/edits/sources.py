@@ -89,7 +89,11 @@ class ValueSource:
     def mask(self, name: str, axis: str = "pos") -> Tensor | None:
         """Return the mask of a value's real columns, [batch, column], on the CPU.
 
-        None if all columns are real, or if the padding is unknown.
+        The result is None if all columns are real, or if the padding is unknown.
+
+        Args:
+            name: the name of the point.
+            axis: the axis of the columns.
         """
         values = self.values
         if self.attention_mask is not None:
@@ -124,26 +128,27 @@ class ValueSource:
         batch = axes.index("batch")
         if len(self._digests) != value.shape[batch]:
             return None
-        along = next((at for at, axis in enumerate(axes) if axis in POSITION_AXES), None)
+        positions = next((dim for dim, axis in enumerate(axes) if axis in POSITION_AXES), None)
         rows = [value.select(batch, row) for row in range(len(self._digests))]
         mask = self.mask(name)
         # Compare only real columns, because the values of padding may be anything.
-        if along is not None and mask is not None:
-            at = along - (along > batch)
+        if positions is not None and mask is not None:
+            # The rows no longer have the axis of the batch.
+            dim = positions - (positions > batch)
             rows = [
-                part.index_select(at, to_device(real.nonzero()[:, 0], part.device))
-                for part, real in zip(rows, mask.expand(len(rows), -1), strict=True)
+                row.index_select(dim, to_device(is_real.nonzero()[:, 0], row.device))
+                for row, is_real in zip(rows, mask.expand(len(rows), -1), strict=True)
             ]
 
-        def are_equal(one: int, other: int) -> bool:
-            ours, theirs = rows[one], rows[other]
-            return ours.shape == theirs.shape and bool(is_rounding(ours, theirs).all())
+        def are_equal(first: int, second: int) -> bool:
+            have_same_shape = rows[first].shape == rows[second].shape
+            return have_same_shape and bool(is_rounding(rows[first], rows[second]).all())
 
         return numbered(self._digests, are_equal)
 
     @property
     def knows_its_padding(self) -> bool:
-        """Whether the padding of the source is known. The padding of a tensor is unknown."""
+        """True if the padding of the source is known. The padding of a tensor is unknown."""
         return isinstance(self.values, ActivationCache) or self.attention_mask is not None
 
     def at(self, activation: Shaped[Tensor, "..."], point: Point, where: Where) -> SourceValue:
@@ -166,40 +171,49 @@ class ValueSource:
         for axis in self.whole:
             if axis not in axes:
                 raise unknown_name(axis, axes, f"axis of the source at {point}")
-        along = next((axis for axis in axes if axis in POSITION_AXES), None)
-        n_columns = 1 if along is None else value.shape[axes.index(along)]
+        pos_axis = next((axis for axis in axes if axis in POSITION_AXES), None)
+        n_columns = 1 if pos_axis is None else value.shape[axes.index(pos_axis)]
         selected = self.columns
-        if along is not None:
-            selected = self._selected_columns(where.get(along), along, point)
+        if pos_axis is not None:
+            selected = self._selected_columns(where.get(pos_axis), pos_axis, point)
         # The columns of a cached run do not broadcast.
         fixed = TEXT_AXES if isinstance(self.values, ActivationCache) else ()
         source = SourceValue(value, axes, whole=self.whole, fixed=fixed)
         if selected is None:
             return source
-        if along is not None and self.rows == "all":
-            return self._averaged_columns(source, selected, along, point)
+        if pos_axis is not None and self.rows == "all":
+            return self._averaged_columns(source, selected, pos_axis, point)
         real = self._real_rows(len(activation), n_columns, point)
         return replace(source, columns=SourceColumns(selected, n_columns, real))
 
     def _averaged_columns(
-        self, source: SourceValue, selected: Selection, along: str, point: Point
+        self, source: SourceValue, selected: Selection, pos_axis: str, point: Point
     ) -> SourceValue:
-        """Return the selected columns of each text of a mean, in the order of the selection."""
-        at, batch = source.axes.index(along), source.axes.index("batch")
-        n_rows, n_columns = source.value.shape[batch], source.value.shape[at]
+        """Return the selected columns of each text of a mean, in the order of the selection.
+
+        Args:
+            source: the value of the source.
+            selected: the positions that the edit selects.
+            pos_axis: the axis of the positions.
+            point: the point of the edit.
+        """
+        positions = source.axes.index(pos_axis)
+        batch = source.axes.index("batch")
+        n_rows = source.value.shape[batch]
+        n_columns = source.value.shape[positions]
         mask = self.mask(point.name)
         fits = mask is not None and mask.shape == (n_rows, n_columns)
         columns = selected.columns(
             size=n_columns,
-            what=f"{along} of the source at {point.name}",
+            what=f"{pos_axis} of the source at {point.name}",
             batch=n_rows,
             real=mask if fits else None,
         )
         return replace(
             source,
-            value=taken(source.value, columns, at, batch),
+            value=taken(source.value, columns, positions, batch),
             columns=SourceColumns(Selection(slice(None)), columns.shape[1], None),
-            whole=(*self.whole, along),
+            whole=(*self.whole, pos_axis),
         )
 
     def _selected_columns(
@@ -235,6 +249,11 @@ class ValueSource:
     def _real_rows(self, batch: int, n_pos: int, point: Point) -> Rows | None:
         """Return the real columns among `n_pos` columns of a source; None if all are real.
 
+        Args:
+            batch: the number of texts that the edit changes.
+            n_pos: the number of columns of the source.
+            point: the point of the edit.
+
         Raises:
             EditError: if positions are counted from the end of a tensor in a run with padding,
                 because the tensor has no mask.
@@ -265,20 +284,22 @@ class ValueSource:
         axes = tuple(sizes)
         if isinstance(self.values, ActivationCache):
             return self.values[point.name], self.values.axes(point.name) or axes
-        left = tuple(axis for axis in axes if axis not in where or not where[axis].is_one)
+        several = tuple(axis for axis in axes if axis not in where or not where[axis].is_one)
         if isinstance(self.values, Tensor):
             value = self.values
             # A tensor may lack the axes that an integer selects.
-            kept = left if value.ndim < len(axes) else axes
+            candidates = several if value.ndim < len(axes) else axes
         else:
             value = _unflattened(self.values.vector_at(point), sizes)
             # A vector has all of the point's last axes.
-            kept = axes
+            candidates = axes
         n = value.ndim
-        if n > len(left) and n != len(axes):
+        if n > len(several) and n != len(axes):
             raise EditError(f"a source at {point} must have its axes; got {list(value.shape)}")
-        source_axes = kept[len(kept) - n :]
-        lacks_batch = n > 0 and "batch" in {*left} - {*source_axes} and source_axes[0] in TEXT_AXES
+        # The axes of a value are the last axes of the point.
+        source_axes = candidates[len(candidates) - n :]
+        is_batch_missing = "batch" in {*several} - {*source_axes}
+        lacks_batch = n > 0 and is_batch_missing and source_axes[0] in TEXT_AXES
         if lacks_batch and len(value) == sizes["batch"] == sizes[source_axes[0]] > 1:
             raise EditError(
                 f"a source at {point} must have both axes if sizes are equal: values[:, None] for "
@@ -290,16 +311,17 @@ class ValueSource:
 
 
 def _unflattened(vector: Shaped[Tensor, "..."], sizes: Mapping[str, int]) -> Shaped[Tensor, "..."]:
-    """Return a direction with the axes of its point, if it is flattened over the axes
-    after `pos`.
+    """Return a flat vector with the axes of its point after `pos`, such as [head, d_head].
+
+    A vector of another length is returned unchanged.
     """
-    *_, last = sizes
-    if vector.ndim != 1 or len(vector) == sizes[last]:
+    *_, last_axis = sizes
+    if vector.ndim != 1 or len(vector) == sizes[last_axis]:
         return vector
-    inner = [size for axis, size in sizes.items() if axis not in ("batch", *TEXT_AXES)]
-    return vector.unflatten(0, inner) if len(vector) == math.prod(inner) else vector
+    inner_sizes = [size for axis, size in sizes.items() if axis not in ("batch", *TEXT_AXES)]
+    return vector.unflatten(0, inner_sizes) if len(vector) == math.prod(inner_sizes) else vector
 
 
 def source_of(values: Values, columns: Index | None) -> ValueSource:
-    """Return a source with the columns for the selected positions."""
+    """Return a source of values, with its columns for the selected positions if they are given."""
     return ValueSource(values, columns=None if columns is None else Selection(columns))

@@ -29,11 +29,11 @@ def interchange(
     source_pos: Index | None = None,
     **where: Index,
 ) -> Edit:
-    """Replace the part of a value in a subspace of the last axis by the part of a source.
+    """Return an edit that replaces the part of a value in a subspace by the part of a source.
 
-    The rest of the value does not change. This is a distributed interchange intervention: Geiger et
-    al. 2024, "Finding Alignments Between Interpretable Causal Variables and Distributed Neural
-    Representations".
+    The subspace belongs to the last axis. The rest of the value does not change. This is a
+    distributed interchange intervention: Geiger et al. 2024, "Finding Alignments Between
+    Interpretable Causal Variables and Distributed Neural Representations".
 
     Args:
         source, source_pos: see `replace`.
@@ -49,7 +49,8 @@ def interchange(
     >>> edit(torch.ones(1, 2), Point("any", ("batch", "d_model")))
     tensor([[1., 6.]])
     """
-    arguments, values = {"0": source, "1": subspace}, source_of(source, source_pos)
+    arguments = {"0": source, "1": subspace}
+    values = source_of(source, source_pos)
     if isinstance(subspace, Tensor):
         basis = orthonormal(subspace)
         change: Change = lambda x, value, place: x + _inside(value - x, basis)  # noqa: E731
@@ -60,13 +61,15 @@ def interchange(
                 "interp.alignment; "
                 f"got {shown(subspace)}"
             )
-        parts = subspace
-        change = lambda x, value, place: parts.interchanged(x, value)  # noqa: E731
+        features = subspace
+        change = lambda x, value, place: features.interchanged(x, value)  # noqa: E731
     return Edit("interchange", change, arguments, values).at(**where)
 
 
 def project_out(directions: Float[Tensor, "dim *k"], **where: Index) -> Edit:
-    """Remove the part inside the span of one or more directions of a point's last axis.
+    """Return an edit that removes the part of a value inside the span of some directions.
+
+    The directions belong to the last axis of the point.
 
     Args:
         directions: a direction, or several directions as columns, which need not be orthonormal.
@@ -80,23 +83,31 @@ def project_out(directions: Float[Tensor, "dim *k"], **where: Index) -> Edit:
     >>> edit(torch.tensor([[3.0, 4.0]]), Point("any", ("batch", "d_model")))
     tensor([[3., 0.]])
     """
-    basis, arguments = orthonormal(directions), {"0": directions}
+    basis = orthonormal(directions)
+    arguments = {"0": directions}
     return Edit("project_out", lambda x, value, place: x - _inside(x, basis), arguments).at(**where)
 
 
 def orthonormal(directions: Tensor) -> Float[Tensor, "dim _k"]:
     """Return an orthonormal basis of the span of columns, in float64.
 
+    Args:
+        directions: one direction [dim], or several directions as columns [dim, k].
+
     Raises:
         ValueError: if the columns are not linearly independent.
+
+    >>> orthonormal(torch.tensor([[2.0, 1.0], [0.0, 1.0]])).abs()
+    tensor([[1., 0.],
+            [0., 1.]], dtype=torch.float64)
     """
     require_kind("directions", directions, Tensor, "a tensor of columns [d_model, k]")
     columns = directions.double().reshape(len(directions), -1)
     basis, triangle = torch.linalg.qr(columns)
     least = torch.finfo(wide_dtype(directions.dtype)).eps ** 0.75
     # A column is independent if it adds a new direction to the span of the previous columns.
-    added = triangle.diagonal().abs() > least * columns.norm(dim=0)[: len(triangle)]
-    if not (columns.numel() and columns.shape[1] <= len(columns) and added.all()):
+    is_new = triangle.diagonal().abs() > least * columns.norm(dim=0)[: len(triangle)]
+    if not (columns.numel() and columns.shape[1] <= len(columns) and is_new.all()):
         rule = "directions must be one or more linearly independent columns"
         raise ValueError(f"{rule}; got {list(directions.shape)}")
     return basis

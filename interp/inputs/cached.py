@@ -23,18 +23,26 @@ def text_of(cache: ActivationCache) -> Text | None:
     text = text_of_inputs(cache.inputs)
     if text is None:
         return None
-    shape, mask = text.tokens.shape[:2], text.attention_mask
-    fits = mask is not None and mask.shape == shape
+    shape = text.tokens.shape[:2]
+    mask = text.attention_mask
+    mask_fits = mask is not None and mask.shape == shape
+    if mask_fits or "decoder_input_ids" in cache.inputs:
+        return text
     # For a later piece of a text, or for a generation, the cache contains the mask.
-    real = None if fits or "decoder_input_ids" in cache.inputs else cache.real()
-    return text if real is None or real.shape != shape else Text(text.tokens, real)
+    cached_mask = cache.real()
+    if cached_mask is None or cached_mask.shape != shape:
+        return text
+    return Text(text.tokens, cached_mask)
 
 
 def text_of_values(cache: ActivationCache, shape: Sequence[int]) -> Text | None:
-    """Return the texts of the values of a cache, [batch, pos].
+    """Return the texts whose values a cache contains, or None if the cache does not know them.
 
-    The result is None if the cache does not know the tokens. A cache that was cut with `at` knows
-    only the texts before the cut.
+    A cache that was cut with `at` knows only the texts before the cut.
+
+    Args:
+        cache: the cache.
+        shape: the shape of the values, [batch, pos].
     """
     text = text_of(cache)
     is_known = text is not None and not cache.is_part and text.tokens.shape == tuple(shape)

@@ -29,16 +29,17 @@ def digests(*texts: Text) -> list[str]:
             consists of the same row of each.
 
     >>> mask = torch.tensor([[False, True, True], [True, True, False]])
-    >>> one, other = digests(Text(torch.tensor([[0, 3, 1], [3, 1, 0]]), mask))
-    >>> one == other == digests(Text(torch.tensor([[3, 1]])))[0]
+    >>> first, second = digests(Text(torch.tensor([[0, 3, 1], [3, 1, 0]]), mask))
+    >>> first == second == digests(Text(torch.tensor([[3, 1]])))[0]
     True
     """
-    tokens = zip(*map(_tokens, texts), strict=True)
-    others = zip(*map(_others, texts), strict=True)
-    return [
-        _hashed(repr(read + tuple(filter(None, more))).encode())
-        for read, more in zip(tokens, others, strict=True)
-    ]
+    tokens_by_example = zip(*map(_tokens, texts), strict=True)
+    inputs_by_example = zip(*map(_other_inputs, texts), strict=True)
+    hashes = []
+    for tokens, other_inputs in zip(tokens_by_example, inputs_by_example, strict=True):
+        parts = tokens + tuple(filter(None, other_inputs))
+        hashes.append(_hashed(repr(parts).encode()))
+    return hashes
 
 
 def numbered(digests: Sequence[str], agree: Callable[[int, int], bool] | None = None) -> list[int]:
@@ -54,24 +55,27 @@ def numbered(digests: Sequence[str], agree: Callable[[int, int], bool] | None = 
     >>> numbered(["a", "b", "a", "c"])
     [0, 1, 0, 2]
     """
-    numbers, texts = list[int](), dict[str, list[int]]()
-    count = 0
-    for row, digest in enumerate(digests):
-        known = texts.setdefault(digest, [])
-        first = next((one for one in known if agree is None or agree(one, row)), None)
-        if first is None:
-            known.append(row)
-            numbers.append(count)
-            count += 1
+    numbers: list[int] = []
+    # The first example of each text, by the hash of the text.
+    first_examples: dict[str, list[int]] = {}
+    n_texts = 0
+    for example, digest in enumerate(digests):
+        candidates = first_examples.setdefault(digest, [])
+        copies = (first for first in candidates if agree is None or agree(first, example))
+        original = next(copies, None)
+        if original is None:
+            candidates.append(example)
+            numbers.append(n_texts)
+            n_texts += 1
         else:
-            numbers.append(numbers[first])
+            numbers.append(numbers[original])
     return numbers
 
 
 def groups(
     digests: Sequence[str], agree: Callable[[int, int], bool] | None = None
 ) -> tuple[int, ...] | None:
-    """Return the number of each example's text, or None if there are no copies; see `numbered`."""
+    """Return the number of each example's text, or None if no text has copies; see `numbered`."""
     numbers = numbered(digests, agree)
     return tuple(numbers) if len({*numbers}) < len(numbers) else None
 
@@ -94,14 +98,17 @@ def groups_of_cache(
         return None
     columns = values.detach().reshape(-1, values.shape[-1])
 
-    def agree(one: int, other: int) -> bool:
-        return bool(is_rounding(columns[:, one], columns[:, other]).all())
+    def agree(first: int, second: int) -> bool:
+        return bool(is_rounding(columns[:, first], columns[:, second]).all())
 
     return groups(digests(text), agree)
 
 
 def unseen(text: Text, seen: set[str]) -> Bool[Tensor, " batch"]:
-    """Return True for each text whose hash is not in `seen`, and add the hashes to `seen`."""
+    """Return True for each text whose hash is not in `seen`, and add the hashes to `seen`.
+
+    A copy of an earlier text of the same batch gets False.
+    """
     is_new = []
     for digest in digests(text):
         is_new.append(digest not in seen)
@@ -111,34 +118,38 @@ def unseen(text: Text, seen: set[str]) -> Bool[Tensor, " batch"]:
 
 def _tokens(text: Text) -> list[object]:
     """Return the real tokens of each text, or a hash of each image or sound."""
-    on_cpu = Text(
-        text.tokens.cpu(), None if text.attention_mask is None else text.attention_mask.cpu()
-    )
+    mask = text.attention_mask
+    on_cpu = Text(text.tokens.cpu(), None if mask is None else mask.cpu())
     if on_cpu.tokens.is_floating_point():
         return [*map(_content, on_cpu.tokens)]
     return [*on_cpu.listed()]
 
 
-def _others(text: Text) -> list[tuple[object, ...]]:
-    """Return the other inputs of each text as hashes."""
-    n, decoded = len(text.tokens), text.of_logits
-    columns = [] if decoded is text else [_tokens(decoded)]
-    names = {*text.more} if decoded is text else {*text.more} - _OF_DECODER
+def _other_inputs(text: Text) -> list[tuple[object, ...]]:
+    """Return the inputs of each text besides its tokens and its mask, as hashes."""
+    n_texts = len(text.tokens)
+    decoded = text.of_logits
+    if decoded is text:
+        inputs = []
+        names = {*text.more}
+    else:
+        inputs = [_tokens(decoded)]
+        names = {*text.more} - _OF_DECODER
     shape = text.tokens.shape[:2]
-    together = {*without_rows(text.more, shape)}
+    without_axis = {*without_rows(text.more, shape)}
     for name in sorted(names):
         value = text.more[name]
-        # It is not known which part of this value belongs to which text.
-        if name in together:
-            columns.append([(name, _content(value), row) for row in range(n)])
+        # The part of each text in this value is not known, so no two texts are copies.
+        if name in without_axis:
+            inputs.append([(name, _content(value), number) for number in range(n_texts)])
         elif isinstance(value, Tensor) and value.shape == text.tokens.shape:
             rows = zip(value.cpu(), text.real.cpu(), strict=True)
-            columns.append([(name, _content(row[real])) for row, real in rows])
-        elif is_listed(value, n):
-            columns.append([(name, _content(part)) for part in value])
+            inputs.append([(name, _content(row[is_real])) for row, is_real in rows])
+        elif is_listed(value, n_texts):
+            inputs.append([(name, _content(part)) for part in value])
         elif isinstance(value, Tensor) and (axis := axis_of_rows(name, value, shape)) is not None:
-            columns.append([(name, _content(part)) for part in value.unbind(axis)])
-    return [*zip(*columns, strict=True)] if columns else [()] * n
+            inputs.append([(name, _content(part)) for part in value.unbind(axis)])
+    return [*zip(*inputs, strict=True)] if inputs else [()] * n_texts
 
 
 def _content(value: Tensor) -> tuple[list[int], str]:
@@ -148,4 +159,5 @@ def _content(value: Tensor) -> tuple[list[int], str]:
 
 
 def _hashed(content: bytes) -> str:
+    """Return a hash of some bytes, 16 hexadecimal digits."""
     return hashlib.blake2b(content, digest_size=8).hexdigest()

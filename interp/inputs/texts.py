@@ -73,35 +73,42 @@ def padded(texts: Sequence[Any], model: nn.Module, numbers: Sequence[int]) -> Te
                 f"a text must be a string or a list of tokens; got a {type(text).__name__} for "
                 f"text {number}"
             )
-    rows = [
+    token_rows = [
         text_for(model, text).tokens[0] if isinstance(text, str) else torch.as_tensor(text)
         for text in texts
     ]
-    for number, row in zip(numbers, rows, strict=True):
-        if row.ndim != 1 or not row.numel() or row.is_floating_point() or row.dtype == torch.bool:
+    for number, tokens in zip(numbers, token_rows, strict=True):
+        are_integers = not tokens.is_floating_point() and tokens.dtype != torch.bool
+        if tokens.ndim != 1 or not tokens.numel() or not are_integers:
             raise ValueError(
                 "a text must be a list of at least one token; "
-                f"got {row.dtype} {list(row.shape)} for text {number}"
+                f"got {tokens.dtype} {list(tokens.shape)} for text {number}"
             )
     device = next((weight.device for weight in model.parameters()), None)
-    return Text.padded(rows, getattr(of(model), "pad_token", 0), device=device)
+    return Text.padded(token_rows, getattr(of(model), "pad_token", 0), device=device)
 
 
 def batches(texts: Texts, model: nn.Module, size: int) -> Iterator[tuple[int, Text]]:
     """Yield batches of at most `size` texts, each with the number of its first text.
 
+    Args:
+        texts: the texts in any form; see `Texts`.
+        model: the model that will read the texts.
+        size: the largest number of texts in a batch.
+
     Raises:
         ValueError: if `size` is below 1, if there is no text, or if a text is wrong; see `padded`.
     """
     require_integer("batch", size)
-    rest, first = each_text(texts), 0
+    remaining = each_text(texts)
+    first = 0
     # After an error, this iterator is not closed at once. The caller `shows_progress` and removes
     # the bar.
     with progress_bar("texts", number_of_texts(texts)) as count:
-        while some := list(itertools.islice(rest, size)):
-            numbers = range(first, first + len(some))
-            yield first, padded(some, model, numbers)
-            count(len(some))
+        while batch := list(itertools.islice(remaining, size)):
+            numbers = range(first, first + len(batch))
+            yield first, padded(batch, model, numbers)
+            count(len(batch))
             first = numbers.stop
     if not first:
         raise ValueError("texts must contain at least one text; got no text")

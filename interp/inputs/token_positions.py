@@ -27,7 +27,7 @@ Mask = Shaped[Tensor, "batch pos"]
 
 
 def is_worded(tokens: Any) -> bool:
-    """Return whether at least one token is a string."""
+    """Return True if at least one token is a string."""
     if isinstance(tokens, str):
         return True
     return isinstance(tokens, Sequence) and any(map(is_worded, tokens))
@@ -38,13 +38,22 @@ def last_real(
     last: int,
     attention_mask: Shaped[Tensor, "batch _column"] | None = None,
 ) -> Float[Tensor, "batch _last vocab"]:
-    """Return the logits at the last real positions, or at all columns if `last` is 0.
+    """Return the logits at the last real positions of each text, or at all columns.
 
     The logits of a classifier have one position for a whole text. The mask of the text is then
     ignored.
 
+    Args:
+        logits: the logits of whole texts.
+        last: the number of last real positions; 0 for all columns.
+        attention_mask: True or 1 at real tokens. Default: no padding.
+
     Raises:
-        ValueError: see `columns_of_last`.
+        ValueError: if a text has fewer real positions; see `columns_of_last`.
+
+    >>> logits = torch.arange(6.0).view(2, 3, 1)  # [batch, pos, vocab]
+    >>> last_real(logits, 1, torch.tensor([[1, 1, 0], [1, 1, 1]])).flatten()
+    tensor([1., 5.])
     """
     if attention_mask is not None and logits.shape[1] == 1 < attention_mask.shape[1]:
         attention_mask = None
@@ -69,12 +78,12 @@ class Position:
 
     def __init__(self, pos: Tokens) -> None:
         self.where = Selection.one_each(pos)
-        asked = [part if isinstance(part, int) else part[0] for part in self.where.parts]
-        if min(asked) < 0 <= max(asked):
+        positions = [part if isinstance(part, int) else part[0] for part in self.where.parts]
+        if min(positions) < 0 <= max(positions):
             raise ValueError(
                 f"positions must be all negative or all non-negative; got {short(pos)}"
             )
-        self.last = max(0, -min(asked))
+        self.last = max(0, -min(positions))
 
     def columns(
         self, n_pos: int, batch: int, attention_mask: Mask | None = None
@@ -108,7 +117,11 @@ def as_positions(pos: Tokens) -> int | Int[Tensor, " batch"]:
 
 
 def token_ids(model: nn.Module, tokens: Any) -> Any:
-    """Return tokens as numbers. A string must be one token of the model's tokenizer.
+    """Return tokens as numbers, in the form in which they were given.
+
+    Args:
+        model: the model whose tokenizer converts strings. A string must be one token.
+        tokens: a token, or a list of tokens, which may contain lists.
 
     Raises:
         ValueError: if a string is several tokens. The error lists these tokens.
@@ -120,9 +133,11 @@ def token_ids(model: nn.Module, tokens: Any) -> Any:
 
 
 def tokens_of(tokens: SeveralTokens, most: int = 1) -> Int[Tensor, "..."]:
-    """Return tokens as a tensor [] or [batch] on the CPU.
+    """Return tokens as a tensor [], [batch] or, if `most` is 2, [batch, n], on the CPU.
 
-    If `most` is 2, the tensor may be [batch, n].
+    Args:
+        tokens: one token, or tokens for each example.
+        most: the largest number of axes.
 
     Raises:
         ValueError: if the tokens are not integers, if they are negative, or if they have too many
@@ -145,7 +160,7 @@ def tokens_of(tokens: SeveralTokens, most: int = 1) -> Int[Tensor, "..."]:
 
 
 def fitting(tokens: Tensor, logits: Tensor) -> Int[Tensor, "batch n"]:
-    """Return the tokens of each row of `logits` [batch, vocab].
+    """Return the tokens of each example of `logits` [batch, vocab], on the device of the logits.
 
     Raises:
         ValueError: if the number of tokens differs from the batch size, or if a token is outside
@@ -159,15 +174,15 @@ def fitting(tokens: Tensor, logits: Tensor) -> Int[Tensor, "batch n"]:
         )
     if int(tokens.max()) >= vocab:
         raise ValueError(f"tokens must be in [0, {vocab}); got {int(tokens.max())}")
-    one_each = tokens.expand(batch) if tokens.ndim == 0 else tokens
-    return to_device(one_each, logits.device).view(batch, -1)
+    tokens = tokens.expand(batch) if tokens.ndim == 0 else tokens
+    return to_device(tokens, logits.device).view(batch, -1)
 
 
 def short(value: object) -> str:
     """Return a number, string, list or tensor as text, with at most three of its entries."""
     if isinstance(value, str):
         return repr(value)
-    listed = value.tolist() if isinstance(value, Tensor) else value
-    if not isinstance(listed, Sequence) or len(listed) <= 3:
-        return str(listed)
-    return f"[{', '.join(map(repr, listed[:3]))}, ... {len(listed)} in all]"
+    entries = value.tolist() if isinstance(value, Tensor) else value
+    if not isinstance(entries, Sequence) or len(entries) <= 3:
+        return str(entries)
+    return f"[{', '.join(map(repr, entries[:3]))}, ... {len(entries)} in all]"
