@@ -65,16 +65,22 @@ def test_training_shows_its_progress(run_cell):
     shown = run_cell(
         "result = train(model, [5, 7, 11] * 1000, TrainingConfig(steps=3, batch_size=1))"
     )
-    assert "3/3" in "".join(content.get("text", "") for _, content in shown)
+    frames = [content["data"]["text/plain"] for kind, content in shown if "display" in kind]
+    assert "3/3" in frames[-1]
 
 
-def test_a_bar_of_widgets_goes_away_before_it_is_full(run_cell):
-    pytest.importorskip("ipywidgets", reason="needs ipywidgets")
+def test_a_bar_leaves_an_empty_output(run_cell):
+    """One output shows all frames, and is empty at the end, also in the saved notebook."""
     shown = run_cell(
-        "import time; from hooks import progress\n"
-        "progress.DELAY = 0\n"
-        "with progress.progress_bar('texts', total=3): time.sleep(0.3)"
+        "import time; from hooks.base import progress\n"
+        "progress.DELAY = progress.EVERY = 0.05\n"
+        "with progress.progress_bar('texts', total=3) as count:\n"
+        "    count(2)\n"
+        "    time.sleep(0.5)\n"
+        "print('done')"
     )
-    kinds = [kind for kind, _ in shown]
-    assert "display_data" in kinds
-    assert "comm_close" in kinds
+    frames = [content for kind, content in shown if kind.endswith("display_data")]
+    assert len({content["transient"]["display_id"] for content in frames}) == 1
+    assert "texts:  67%" in frames[0]["data"]["text/plain"]
+    assert frames[-1]["data"] == {"text/plain": ""}
+    assert [content["text"] for kind, content in shown if kind == "stream"] == ["done\n"]

@@ -14,11 +14,10 @@ import os
 import sys
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import IO, Any, ParamSpec, TypeVar
+from typing import IO, Any, ParamSpec, Protocol, TypeVar
 
 from hooks.base._torch import explains_calls
 from hooks.base.scoped import Scoped
@@ -35,6 +34,9 @@ EVERY = 0.5
 
 # The number of columns after a bar.
 _ROOM = 4
+
+# The number of columns of a bar in a notebook.
+_COLUMNS_OF_CELL = 70
 
 
 class Count:
@@ -100,7 +102,7 @@ class Display:
     def __init__(self, whole: Count) -> None:
         self.whole = whole
         self.count: Count | None = None
-        self.screen = _Screen()
+        self.screen: _Screen = _Cell() if _is_notebook() else _Terminal()
         self._closed = threading.Event()
         # The thread does not keep the display alive. If the display disappears, for example after
         # an interrupt, the thread ends.
@@ -224,19 +226,80 @@ def _is_notebook() -> bool:
     return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
 
 
-class _Screen:
-    """The place of one bar: standard error, or the cell of a notebook."""
+class _Screen(Protocol):
+    """The place of one bar."""
+
+    lock: threading.RLock
+
+    def draw(self, count: Count, title: str) -> None:
+        """Draw a frame."""
+
+    def clear(self) -> None:
+        """Remove the bar until the next frame."""
+
+    def end(self) -> None:
+        """Remove the bar, or leave its last frame."""
+
+
+class _Cell:
+    """The place of one bar in a notebook: an output of the cell, which is empty at the end.
+
+    A bar of ipywidgets would leave its text in the saved notebook.
+    """
 
     def __init__(self) -> None:
-        # Import it here, because the import is slow. In a notebook without ipywidgets it warns and
-        # shows text.
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            from tqdm.auto import tqdm
+        self.lock = threading.RLock()
+        self._output: Any = None
+        self._stays = False
+
+    def draw(self, count: Count, title: str) -> None:
+        """Draw a frame in the output of the cell."""
+        from tqdm import tqdm
+
+        line = tqdm.format_meter(
+            n=count.done,
+            total=count.total,  # type: ignore[arg-type]  # a float is allowed
+            elapsed=time.time() - count.started,
+            ncols=_COLUMNS_OF_CELL,
+            prefix=title,
+            unit=count.unit,
+            unit_scale=count.unit == "tok",
+            bar_format=_format(count),
+            postfix=count.note,
+            initial=count.first,
+        )
+        self._stays = count.stays
+        self._show(line)
+
+    def clear(self) -> None:
+        """Do nothing, because messages do not overwrite the output."""
+
+    def end(self) -> None:
+        """Empty the output, unless the last frame stays."""
+        if self._output is not None and not self._stays:
+            self._show("")
+
+    def _show(self, line: str) -> None:
+        from IPython import display
+
+        data = {"text/plain": line}
+        if self._output is None:
+            shows: Any = display.display
+            self._output = shows(data, raw=True, display_id=True)
+        else:
+            self._output.update(data, raw=True)
+
+
+class _Terminal:
+    """The place of one bar on a terminal: a line of standard error."""
+
+    def __init__(self) -> None:
+        # Import it here, because the import is slow.
+        from tqdm import tqdm
 
         self.lock = threading.RLock()
         self._kind: Callable[..., Any] = tqdm
-        self._stream: IO[str] | None = None if _is_notebook() else sys.stderr
+        self._stream: IO[str] = sys.stderr
         self._bar: Any = None
         self._count: Count | None = None
 
@@ -260,18 +323,13 @@ class _Screen:
         bar, self._bar, self._count = self._bar, None, None
         if bar is None:
             return
-        if not bar.leave:
-            # A notebook does not remove a bar below its total.
-            bar.total = None
         bar.close()
-        if self._stream is not None and not bar.leave and not bar.pos:
+        if not bar.leave and not bar.pos:
             # The terminal may have written "^C" after the bar.
             self._stream.write(f"\r{' ' * (_columns(self._stream) + _ROOM - 1)}\r")
             self._stream.flush()
 
     def _begun(self, count: Count, title: str) -> Any:
-        stream = self._stream
-        where = {} if stream is None else {"file": stream, "ncols": _columns(stream)}
         bar = self._kind(
             desc=title,
             total=count.total,
@@ -283,7 +341,8 @@ class _Screen:
             # This prevents a frame before the count is set.
             delay=1e-9,
             bar_format=_format(count),
-            **where,
+            file=self._stream,
+            ncols=_columns(self._stream),
         )
         bar.start_t = count.started
         return bar

@@ -249,6 +249,9 @@ def test_jupyterlab(notebook, browser, words, tmp_path):
         )
         line.wait_for(timeout=60_000)
         assert page.query_selector("iframe[srcdoc]") is None
+        # Newer versions of JupyterLab ask for the kernel if it does not run yet.
+        with contextlib.suppress(api.TimeoutError):
+            page.click(".jp-Dialog button:has-text('Select')", timeout=10_000)
         page.click("text=Run >> nth=0")
         page.click("text=Run All Cells")
         page.wait_for_function(
