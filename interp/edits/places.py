@@ -112,7 +112,8 @@ class Region:
         sizes: the size of each axis. Sizes of `TEXT_AXES` count the whole text so far.
         box: a slice of the activation along each axis.
         firsts: the start of the box along each axis. Starts along `TEXT_AXES` count from the start
-            of the whole text.
+            of the whole text, so they are negative at the virtual tokens of an adapter.
+        n_virtual: the number of virtual tokens before the text. They are keys but not positions.
         positions: the index of the axis of this call's positions, if any.
         mask: a boolean mask of the places that change, which broadcasts to the box; None for the
             whole box. Padded keys never change.
@@ -125,6 +126,7 @@ class Region:
     sizes: tuple[int, ...]
     box: tuple[slice, ...]
     firsts: tuple[int, ...]
+    n_virtual: int
     positions: int | None
     mask: Tensor | None
     source_columns: Tensor | None
@@ -158,15 +160,18 @@ class Region:
             elif dim == self.positions and self.source_columns is not None:
                 value = self.in_order(value)
             else:
-                self._require_size(source, dim, value.shape[dim])
-                value = value.narrow(dim, self.firsts[dim], self.lengths[dim])
+                n_virtual = self.n_virtual if axis == "key" else 0
+                self._require_size(source, dim, value.shape[dim], n_virtual)
+                value = value.narrow(dim, self.firsts[dim] + n_virtual, self.lengths[dim])
         return to_device(value, device)
 
-    def _require_size(self, source: SourceValue, dim: int, size: int) -> None:
-        """Check that the size of a source along an axis is the size of the whole text."""
+    def _require_size(self, source: SourceValue, dim: int, size: int, n_virtual: int) -> None:
+        """Check that the size of a source along an axis is the size of the whole text, with its
+        virtual tokens.
+        """
         axis = self.axes[dim]
-        full = self.sizes[dim]
-        end = self.firsts[dim] + self.lengths[dim]
+        full = self.sizes[dim] + n_virtual
+        end = self.firsts[dim] + self.lengths[dim] + n_virtual
         # In a generation, the text of the source may be longer than the text so far.
         grows = axis in TEXT_AXES and start_of_piece() is not None
         if size == full or (grows and size >= end):
@@ -240,6 +245,7 @@ def locate(
         sizes=frame.sizes,
         box=tuple(box),
         firsts=tuple(firsts),
+        n_virtual=max(0, *(-first for first in frame.firsts)),
         positions=frame.positions,
         mask=_intersection(mask, _real_keys(frame, box, firsts)),
         source_columns=source_columns,

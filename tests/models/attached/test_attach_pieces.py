@@ -212,6 +212,12 @@ def test_virtual_tokens_of_prefix_tuning_are_no_positions():
             for n, row in enumerate(ROWS[:2]):
                 alone = model(input_ids=torch.tensor([row])).logits[0]
                 torch.testing.assert_close(together[n][mask[n] > 0], alone, rtol=1e-4, atol=1e-5)
+        # The pattern of another run also has virtual tokens, and they are copied.
+        _, source = runner.run_with_cache((tokens + 2) % 23, attention_mask=mask)
+        point = "blocks.1.attn.pattern"
+        with runner.hooks({point: edits.replace(source, query=-1)}):
+            _, edited = runner.run_with_cache(tokens, attention_mask=mask)
+        torch.testing.assert_close(edited[point][..., -1, :], source[point][..., -1, :])
         with runner.hooks({name: lambda v, p: seen.append(start_of_piece())}):
             seen = []
             model.generate(input_ids=tokens, max_new_tokens=3, do_sample=False)
