@@ -14,12 +14,12 @@ earlier parts of the model. Their product is therefore a sum over pairs (Kamath 
    `rest`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -48,6 +48,30 @@ _BLOCK = 2**22
 
 Side = Literal["q", "k", "against"]
 Sources = Float[Tensor, "source example d_head"]
+
+
+class AskedPlace(NamedTuple):
+    """The place of the score to explain; for the fields see `attention_attribution`."""
+
+    head: tuple[int, int]
+    query: Index
+    key: Index | None = None
+    against: Index | Literal["mean"] | None = None
+
+
+class AskedScore(NamedTuple):
+    """A score to explain, or the difference of a score from other scores.
+
+    Attributes:
+        weights: by side, the weights of positions: 1 at the query for `q`; 1 at the key for `k`;
+            and, if the score is compared with other keys, the shares of these keys for `against`.
+        total: the score, or the difference.
+        about: the place of the score, in words.
+    """
+
+    weights: Mapping[Side, Float[Tensor, "batch pos"]]
+    total: Float[Tensor, " batch"]
+    about: Mapping[str, Any]
 
 
 @without_gradients
@@ -112,59 +136,64 @@ def attention_attribution(
     stream = parts.at(parts.graph.names[attention.reads]).to(parts.dtype)
     context = parts.model.context(text.tokens, **text.kwargs)
     scores = BlockScores(parts.graph.layers[layer], stream, context)
-    place = AskedPlace(head, query, key, against)
-    asked = asked_score(scores, place, text.words(model), parts.mask)
-    in_run = parts.at(parts.graph.names[attention.sublayer.z])[:, :, head[1]]
-    v, at_query = scores.v[:, :, scores.part("k", head[1])[1]], asked.weights["q"]
-    z = torch.einsum("bij,bi,bje->be", scores.pattern[:, head[1]], at_query, v)
-    if not is_rounding(like(in_run, z)[at_query.bool()], z, parts.dtype).all():
+    place = AskedPlace(head=head, query=query, key=key, against=against)
+    asked = asked_score(scores, place, words=text.words(model), mask=parts.mask)
+    _require_unedited(parts, scores, asked=asked, head=head)
+    names, (of_query, *of_keys) = _sources(parts, scores, asked=asked, head=head)
+    table = pair_table(
+        scores.scale * of_query, of_keys, asked=asked, names=names, k=k, dtype=parts.dtype
+    )
+    return replace(table, groups=groups_of_cache(cache, table.values))
+
+
+def _require_unedited(
+    parts: ResidualComponents, scores: BlockScores, asked: AskedScore, head: tuple[int, int]
+) -> None:
+    """Check that a head has the same output at the query in the run and now.
+
+    Raises:
+        CacheError: if the outputs are different, because the head was edited in the run.
+    """
+    layer, number = head
+    attention = parts.graph.layers[layer].attention
+    in_run = parts.at(parts.graph.names[attention.sublayer.z])[:, :, number]
+    v = scores.v[:, :, scores.part("k", number)[1]]
+    at_query = asked.weights["q"]
+    now = torch.einsum("bij,bi,bje->be", scores.pattern[:, number], at_query, v)
+    if not is_rounding(like(in_run, now)[at_query.bool()], now, parts.dtype).all():
         raise CacheError(
             f"head {head} must have the same output in the run and now; was the head edited in "
             "the run?"
         )
-    linear, scale = parts.norm_in_run(attention.norm)
-    names, sources = ["bias"], [list[Tensor]() for _ in asked.weights]
-    sides = [(*scores.part(side, head[1]), weights) for side, weights in asked.weights.items()]
-    for held, (readings, which, weights) in zip(sources, sides, strict=True):
-        read_bias = readings.directions(which) @ like(linear.bias, weights)
-        constant = read_bias + readings.constant[:, :, which]
-        held.append(torch.einsum("bpe,bp->be", constant, weights)[None])
+
+
+def _sources(
+    parts: ResidualComponents, scores: BlockScores, asked: AskedScore, head: tuple[int, int]
+) -> tuple[list[str], list[Sources]]:
+    """Return the names of the sources, and their contributions to each side of a score.
+
+    The first source, `bias`, is all biases together. The sides are in the order of `asked.weights`.
+    """
+    layer, number = head
+    linear, scale = parts.norm_in_run(parts.graph.layers[layer].attention.norm)
+    sides = [(*scores.part(side, number), weights) for side, weights in asked.weights.items()]
+    names = ["bias"]
+    contributions: list[list[Tensor]] = []
+    for readings, index, weights in sides:
+        read_bias = readings.directions(index) @ like(linear.bias, weights)
+        constant = read_bias + readings.constant[:, :, index]
+        contributions.append([torch.einsum("bpe,bp->be", constant, weights)[None]])
     for group in parts(layer):
         names += group.names
         read = linear.after(to_device(group.vectors(), scale.device)) / scale
         # Some kernels return NaN at padding.
         if parts.mask is not None:
             read = read.masked_fill(~to_device(parts.mask, read.device)[..., None], 0)
-        for held, (readings, which, weights) in zip(sources, sides, strict=True):
-            directions = readings.directions(which)
-            held.append(torch.einsum("wbpd,bped,bp->wbe", like(read, weights), directions, weights))
-    of_query, *of_keys = (torch.cat(held) for held in sources)
-    table = pair_table(scores.scale * of_query, of_keys, asked, names, k, parts.dtype)
-    return replace(table, groups=groups_of_cache(cache, table.values))
-
-
-class AskedPlace(NamedTuple):
-    """The place of the score to explain; for the fields see `attention_attribution`."""
-
-    head: tuple[int, int]
-    query: Index
-    key: Index | None = None
-    against: Index | Literal["mean"] | None = None
-
-
-class AskedScore(NamedTuple):
-    """A score to explain, or the difference of a score from other scores.
-
-    Attributes:
-        weights: by side, the weights of positions: 1 at the query for `q`; 1 at the key for `k`;
-            and, if the score is compared with other keys, the shares of these keys for `against`.
-        total: the score, or the difference.
-        about: the place of the score, in words.
-    """
-
-    weights: Mapping[Side, Float[Tensor, "batch pos"]]
-    total: Float[Tensor, " batch"]
-    about: Mapping[str, Any]
+        for of_side, (readings, index, weights) in zip(contributions, sides, strict=True):
+            directions = readings.directions(index)
+            of_group = torch.einsum("wbpd,bped,bp->wbe", like(read, weights), directions, weights)
+            of_side.append(of_group)
+    return names, [torch.cat(of_side) for of_side in contributions]
 
 
 def asked_score(
@@ -173,7 +202,8 @@ def asked_score(
     words: Sequence[str] | None,
     mask: Bool[Tensor, "batch pos"] | None = None,
 ) -> AskedScore:
-    """Return a score of a block, and the weights of its positions.
+    """Return a score of a block, or its difference from other scores, and the weights of its
+    positions.
 
     Args:
         scores: the scores of the block.
@@ -190,10 +220,15 @@ def asked_score(
     about = {"head": f"a{layer}.h{number}"}
 
     def at(name: str, pos: Index) -> Tensor:
-        chosen = Selection.one_each(pos).columns(n_pos, name, batch, mask)
-        several = sorted({*chosen.flatten().tolist()})
-        said = [f"{n} {words[n]!r}" if words and words[n] else f"{n}" for n in several[:3]]
-        about[name] = ", ".join([*said, *["..."][: len(several) > 3]])
+        chosen = Selection.one_each(pos).columns(n_pos, name, batch=batch, real=mask)
+        columns = sorted({*chosen.flatten().tolist()})
+        descriptions = [
+            f"{column} {words[column]!r}" if words and words[column] else f"{column}"
+            for column in columns[:3]
+        ]
+        if len(columns) > 3:
+            descriptions.append("...")
+        about[name] = ", ".join(descriptions)
         return functional.one_hot(chosen.expand(batch, 1)[:, 0], n_pos).to(scores.pattern)
 
     at_query = at("query", place.query)
@@ -203,7 +238,8 @@ def asked_score(
     if isinstance(against, str):
         if against != "mean":
             raise ValueError(f"against must be a position or 'mean'; got {shown(against)}")
-        weights["against"], about["against"] = pattern, against
+        weights["against"] = pattern
+        about["against"] = against
     elif against is not None:
         weights["against"] = at("against", against)
     difference = at_key - weights["against"] if "against" in weights else at_key
@@ -218,7 +254,7 @@ def checked_head(graph: Graph, head: tuple[int, int]) -> tuple[int, int]:
         ValueError: if the head does not exist.
     """
     layer, number = head if isinstance(head, Sequence) and len(head) == 2 else (-1, -1)
-    sizes = [each.heads.stop - each.heads.start for each in graph.layers]
+    sizes = [block.heads.stop - block.heads.start for block in graph.layers]
     if not (0 <= layer < len(sizes) and 0 <= number < sizes[layer]):
         raise ValueError(
             f"head must be (layer, head), of {len(sizes)} layers with {max(sizes)} heads; got "
@@ -235,8 +271,9 @@ def pair_table(
     k: int,
     dtype: torch.dtype,
 ) -> Result:
-    """Return the products of all sources of a query and all sources of a key; only the largest are
-    listed.
+    """Return the products of all sources of a query with all sources of a key.
+
+    The `k` largest pairs are listed with their sources. All other sources are added up as `rest`.
 
     Args:
         query: the contribution of each source to the query, scaled.
@@ -247,47 +284,84 @@ def pair_table(
         k: the number of pairs.
         dtype: the dtype of the run; the sum of the pairs may differ from the score by its rounding.
 
+    Returns:
+        A result with the axes `query_source`, `key_source` and `example`, in the unit of scores.
+
     Raises:
         ValueError: if k is below 1.
         CacheError: if the pairs do not add up to the score.
     """
     require_integer("k", k)
-    is_difference = len(keys) > 1
-    key = keys[0] - keys[1] if is_difference else keys[0]
-    sizes, best, places = query.new_zeros(query.shape[1]), query[:0, 0, 0], key.new_zeros(0).long()
-    # The absolute values of the pairs of both scores. The two scores may be equal.
-    compared = torch.zeros_like(sizes)
-    step = max(1, _BLOCK // (len(key) * len(sizes)))
-    for first in range(0, len(query), step):
-        pairs = torch.einsum("aed,bed->abe", query[first : first + step], key).abs()
-        sizes += pairs.sum((0, 1))
-        for one in keys if is_difference else ():
-            compared += (
-                torch.einsum("aed,bed->abe", query[first : first + step], one).abs().sum((0, 1))
-            )
-        means = pairs.mean(-1).flatten()
-        here = (means > (best[-1] if len(best) == k else -1)).nonzero()[:, 0]
-        best, places = torch.cat([best, means[here]]), torch.cat([places, first * len(key) + here])
-        kept = largest_rows(best, k)
-        best, places = best[kept], places[kept]
-    miss = (torch.einsum("ed,ed->e", query.sum(0), key.sum(0)) - like(asked.total, query)).abs()
-    whole = compared if is_difference else sizes
-    if not (gap := float((miss / whole.clamp(min=1e-30)).max())) <= sum_rounding(dtype):
+    key = keys[0] if len(keys) == 1 else keys[0] - keys[1]
+    places, sizes = _largest_pairs(query, key, k)
+    compared = sizes
+    if len(keys) == 2:
+        compared = _sizes_of_pairs(query, keys[0]) + _sizes_of_pairs(query, keys[1])
+    total = torch.einsum("ed,ed->e", query.sum(0), key.sum(0))
+    difference = (total - like(asked.total, query)).abs()
+    gap = float((difference / compared.clamp(min=1e-30)).max())
+    # A NaN must raise too, and every comparison with NaN is false.
+    if not gap <= sum_rounding(dtype):
         raise CacheError(
             f"pairs must add up to the score; got a gap of {gap:.2g} of their summed sizes: was "
-            "the run edited, or were weights "
-            "changed?"
+            "the run edited, or were weights changed?"
         )
-    tables, labels, axes = [], dict[str, list[str]](), ("query_source", "key_source")
-    for axis, values, chosen in zip(
-        axes, (query, key), (places // len(key), places % len(key)), strict=True
-    ):
+    axes = ("query_source", "key_source")
+    chosen_sources = (places // len(key), places % len(key))
+    tables = []
+    labels: dict[str, list[str]] = {}
+    for axis, values, chosen in zip(axes, (query, key), chosen_sources, strict=True):
         rows = [*dict.fromkeys(chosen.tolist())]
         rest = values.sum(0, keepdim=True) - values[rows].sum(0, keepdim=True)
         tables.append(torch.cat([values[rows], rest]))
-        labels[axis] = [*(names[n] for n in rows), "rest"]
-    facts = {"score": asked.total, "summed sizes of all pairs": sizes}
-    said = {name: float(f"{value.mean().item():.6g}") for name, value in facts.items()}
-    about = {**asked.about, **said, "gap": float(f"{gap:.2g}")}
+        labels[axis] = [*(names[row] for row in rows), "rest"]
+    about = {
+        **asked.about,
+        "score": float(f"{asked.total.mean().item():.6g}"),
+        "summed sizes of all pairs": float(f"{sizes.mean().item():.6g}"),
+        "gap": float(f"{gap:.2g}"),
+    }
     table = torch.einsum("aed,bed->abe", *tables)
     return Result(table, (*axes, "example"), labels=labels, unit="score", about=about)
+
+
+def _largest_pairs(
+    query: Sources, key: Sources, k: int
+) -> tuple[Int[Tensor, " pair"], Float[Tensor, " example"]]:
+    """Return the largest pairs, and the sum of the absolute values of all pairs.
+
+    The number of a pair is the number of its query source times the number of all key sources, plus
+    the number of its key source. The size of a pair is the mean of its absolute value over
+    examples. Only the pairs of a block of query sources are in memory at once.
+    """
+    sizes = query.new_zeros(query.shape[1])
+    best = query[:0, 0, 0]
+    places = key.new_zeros(0).long()
+    for first, pairs in _blocks_of_pairs(query, key):
+        sizes += pairs.sum((0, 1))
+        means = pairs.mean(-1).flatten()
+        smallest = best[-1] if len(best) == k else -1
+        larger = (means > smallest).nonzero()[:, 0]
+        best = torch.cat([best, means[larger]])
+        places = torch.cat([places, first * len(key) + larger])
+        order = largest_rows(best, k)
+        best = best[order]
+        places = places[order]
+    return places, sizes
+
+
+def _sizes_of_pairs(query: Sources, key: Sources) -> Float[Tensor, " example"]:
+    """Return the sum of the absolute values of all pairs."""
+    return sum(
+        (pairs.sum((0, 1)) for _, pairs in _blocks_of_pairs(query, key)),
+        query.new_zeros(query.shape[1]),
+    )
+
+
+def _blocks_of_pairs(
+    query: Sources, key: Sources
+) -> Iterator[tuple[int, Float[Tensor, "query_source key_source example"]]]:
+    """Yield the first query source of each block, and the absolute values of the block's pairs."""
+    step = max(1, _BLOCK // (len(key) * query.shape[1]))
+    for first in range(0, len(query), step):
+        yield first, torch.einsum("aed,bed->abe", query[first : first + step], key).abs()

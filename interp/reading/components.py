@@ -51,7 +51,8 @@ class ResidualComponents:
 
     def __init__(self, model: nn.Module, cache: ActivationCache, pos: Index | None = None) -> None:
         self.model: Any = plain(model, "blocks")
-        self._cache, self._columns = cache, None
+        self._cache = cache
+        self._columns = None
         self._given = model
         self._layer: dict[str, Tensor] = {}
         self.last = f"blocks.{len(self.model.blocks) - 1}.resid_post"
@@ -62,7 +63,7 @@ class ResidualComponents:
             raise CacheError(f"streams must be [batch, pos, d_model]; got {[batch, n_pos, *axes]}")
         self.mask = mask_of(cache, (batch, n_pos))
         if pos is not None:
-            columns = Selection.one_each(pos).columns(n_pos, "pos", batch, self.mask)
+            columns = Selection.one_each(pos).columns(n_pos, "pos", batch=batch, real=self.mask)
             self._columns = columns.expand(batch, 1)[:, 0]
 
     @cached_property
@@ -82,7 +83,11 @@ class ResidualComponents:
         """
         if name not in self._cache:
             wanted = [_READ, _EXPERTS] if _EXPERTS.search(name) else [_READ]
-            read = [p for p in self._points if p == name or any(each.search(p) for each in wanted)]
+            read = [
+                point
+                for point in self._points
+                if point == name or any(pattern.search(point) for pattern in wanted)
+            ]
             names = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", point) for point in read))
             raise CacheError(f"the cache has no {name}: run with lazy=True, or with {names=}")
         value = at_least_float32(self._value(name))
@@ -98,7 +103,11 @@ class ResidualComponents:
         """
         if name not in self._layer:
             layer = name.rpartition(".attn")[0] or name.rpartition(".")[0]
-            others = [n for n in self._cache if n.startswith(f"{layer}.") and _READ.search(n)]
+            others = [
+                point
+                for point in self._cache
+                if point.startswith(f"{layer}.") and _READ.search(point)
+            ]
             names = list(dict.fromkeys([name, *others]))
             self._layer = dict(zip(names, self._cache.read(*names), strict=True))
         return self._layer[name]
@@ -153,7 +162,8 @@ class ResidualComponents:
         Raises:
             ValueError: if the MLP adds anything else.
         """
-        branch, mlp = layer.mlp.branch, f"blocks.{layer.n}.mlp"  # type: ignore[union-attr]
+        branch = layer.mlp.branch  # type: ignore[union-attr]
+        mlp = f"blocks.{layer.n}.mlp"
         values = outputs = self.at(f"{mlp}.experts")
         if f"{mlp}.routing" in self._points:
             routing, chosen = (self.at(f"{mlp}.{part}") for part in ("routing", "chosen"))
@@ -185,7 +195,8 @@ class ResidualComponents:
         """
         inputs = self.graph.inputs(at)
         inputs = rearrange(inputs, "writer batch pos d_model -> batch pos writer d_model")
-        names, first = self.graph.writers[: inputs.shape[2]], "blocks.0.resid_pre"
+        names = self.graph.writers[: inputs.shape[2]]
+        first = "blocks.0.resid_pre"
         if first in self._cache:
             stream = self.at(first)
             replaced = ~is_rounding(inputs.sum(2), stream, self.dtype).all(-1)[:, :, None, None]
@@ -209,7 +220,8 @@ class ResidualComponents:
         difference = (total - to_device(expected, total.device)).abs()
         if self.mask is not None and self._columns is None:
             difference = difference[to_device(self.mask, total.device)]
-        gap, dtype = difference.max().item(), self.dtype
+        gap = difference.max().item()
+        dtype = self.dtype
         share = stream_rounding(dtype, 2 * len(self.model.blocks))
         for size in sizes:
             least, most = torch.aminmax(size)
@@ -218,7 +230,6 @@ class ResidualComponents:
                 return float(f"{gap:.2g}")
         raise CacheError(
             f"the parts must add up to within {allowed:.3g}, by the rounding of {dtype}; got a "
-            "difference of "
-            f"{gap:.3g}: was the run edited, were weights changed, or does a block add something "
-            "else?"
+            f"difference of {gap:.3g}: was the run edited, were weights changed, or does a block "
+            "add something else?"
         )

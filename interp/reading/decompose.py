@@ -53,7 +53,8 @@ class Decomposition(plots.Shown):
     def view(self) -> plots.View:
         """Draw the norms of the parts at the last position of the first text."""
         norms = self.values[:, 0, -1].norm(dim=-1)[:, None]
-        labels, about = {"component": self.names}, {"norms": "at the last position"}
+        labels = {"component": self.names}
+        about = {"norms": "at the last position"}
         shown = Result(norms, ("component", "example"), labels=labels, unit="norm", about=about)
         return plots.effects(shown)
 
@@ -61,9 +62,8 @@ class Decomposition(plots.Shown):
         """Return the sizes, and the first and last names."""
         sizes = zip(("component", "batch", "pos", "d_model"), self.values.shape, strict=True)
         names = self.names if len(self.names) <= 12 else (*self.names[:8], "...", *self.names[-3:])
-        return (
-            f"Decomposition [{', '.join(f'{axis} {n}' for axis, n in sizes)}]: {', '.join(names)}"
-        )
+        shape = ", ".join(f"{axis} {size}" for axis, size in sizes)
+        return f"Decomposition [{shape}]: {', '.join(names)}"
 
 
 @without_gradients
@@ -75,16 +75,16 @@ def decompose(
     neurons: bool = False,
     experts: bool = False,
 ) -> Decomposition:
-    """Decompose the residual stream into the outputs of embeddings, heads, MLPs and biases (Elhage
-    et al. 2021).
+    """Return the residual stream as a sum of the outputs of embeddings, heads, MLPs and biases.
 
-    Parts have the names of `interp.graph`: `embed`, `pos_embed`, a head `a0.h1`, an MLP with its
-    biases `m0`, and `a0.bias`, the output of attention apart from its heads. Where an image or an
-    edit replaces the embeddings, `input` is the stream that enters the first block. `input2` is a
-    vector that is added before block 2 outside of all blocks. Parts that were normed together are
-    divided by the norm's scale in the run. The parts add up to the stream, up to rounding: 1e-5 of
-    its largest value in float32. In half precision the stream is rounded after each addition, so
-    the difference is a few percent. The values are NaN at padding.
+    The method is from Elhage et al. 2021. Parts have the names of `interp.graph`: `embed`,
+    `pos_embed`, a head `a0.h1`, an MLP with its biases `m0`, and `a0.bias`, the output of attention
+    apart from its heads. Where an image or an edit replaces the embeddings, `input` is the stream
+    that enters the first block. `input2` is a vector that is added before block 2 outside of all
+    blocks. Parts that were normed together are divided by the norm's scale in the run. The parts
+    add up to the stream, up to rounding: 1e-5 of its largest value in float32. In half precision
+    the stream is rounded after each addition, so the difference is a few percent. The values are
+    NaN at padding.
 
     Args:
         model: the model of the run, with the parts that a graph needs. An attached model is copied
@@ -96,6 +96,10 @@ def decompose(
             MLP.
         experts: whether to return the experts of each mixture, `m0.e3`, times their weights, and
             `m0.shared` instead of the mixture.
+
+    Returns:
+        The names of the parts, and their outputs [component, batch, pos, d_model], in the unit of
+        the stream.
 
     Raises:
         TypeError, ValueError: as for `Graph`; or if the block does not exist.
@@ -114,19 +118,22 @@ def decompose(
     """
     parts = ResidualComponents(model, cache)
     n_layers = len(parts.model.blocks)
-    require_integer("before", 0 if before is None else before, 0, n_layers - 1)
+    require_integer("before", 0 if before is None else before, least=0, most=n_layers - 1)
     groups = [*parts(before, neurons, experts)]
-    names = tuple(name for part in groups for name in part.names)
+    sizes = [len(group.names) for group in groups]
+    names: list[str] = []
+    for group in groups:
+        names += group.names
     stream = parts.at(parts.last if before is None else f"blocks.{before}.resid_pre")
     values = stream.new_empty(len(names), *stream.shape)
-    for part, out in zip(groups, values.split([len(p.names) for p in groups]), strict=True):
-        part.put(out)
+    for group, rows in zip(groups, values.split(sizes), strict=True):
+        group.put(rows)
     # A matrix product is twice as fast as a sum over the first axis.
     total = values.new_ones(len(names)) @ values.flatten(1)
     parts.check(total.view_as(stream), stream, stream, values)
     if parts.mask is not None:
         values.masked_fill_(~to_device(parts.mask, values.device)[..., None], torch.nan)
-    return Decomposition(names, values)
+    return Decomposition(tuple(names), values)
 
 
 @without_gradients
@@ -172,8 +179,9 @@ def apply_norm(
     True
     """
     components = ResidualComponents(model, cache)
-    blocks, stream = components.model.blocks, components.at(components.last)
-    require_kind("values", values, Tensor, "a tensor [..., batch, pos, d_model]")
+    blocks = components.model.blocks
+    stream = components.at(components.last)
+    require_kind("values", values, kind=Tensor, words="a tensor [..., batch, pos, d_model]")
     if layer is None:
         norm = getattr(components.model, "ln_final", None)
     elif type(layer) is int and 0 <= layer < len(blocks) and mlp < len(blocks[layer].branches):

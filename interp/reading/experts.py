@@ -83,7 +83,8 @@ def expert_load(
     if over is None:
         values = values.nanmean(2)
     else:
-        labels["pos"], text = [*range(n_pos)], text_of_values(cache, (batch, n_pos))
+        labels["pos"] = [*range(n_pos)]
+        text = text_of_values(cache, (batch, n_pos))
         words = None if text is None else text.words(model)
     about: dict[str, Any] = dict(unit=unit, bounds=bounds, words={"pos": words} if words else {})
     about["groups"] = groups_of_cache(cache, values)

@@ -5,7 +5,7 @@ from itertools import chain
 
 import torch
 from einops import rearrange
-from jaxtyping import Bool, Int, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 
 from hooks import ActivationCache, CacheError, HookError
@@ -114,13 +114,12 @@ def head_scores(
         patterns = cache.layers("pattern")
     except HookError as error:
         raise CacheError(f"scores of heads need names='*.pattern': {error}") from None
-    first = next(patterns)
-    batch, *_, n_queries, n_pos = first.shape
-    if n_queries != n_pos or first.ndim != 4:
+    first_pattern = next(patterns)
+    batch, *_, n_queries, n_pos = first_pattern.shape
+    if n_queries != n_pos or first_pattern.ndim != 4:
         raise ValueError(
-            "the cache must contain whole texts, without pos= and kv_cache=; got "
-            f"{n_queries} "
-            f"queries and {n_pos} keys, {list(first.shape)}"
+            f"the cache must contain whole texts, without pos= and kv_cache=; got {n_queries} "
+            f"queries and {n_pos} keys, {list(first_pattern.shape)}"
         )
     text = text_of_values(cache, (batch, n_pos))
     real = real_of(mask_of(cache, (batch, n_pos)), (batch, n_pos)).cpu()
@@ -129,29 +128,54 @@ def head_scores(
         # Copy the tokens once, for the keys and for the copies of a text.
         tokens = text.tokens.cpu()
         text = Text(tokens, None if text.attention_mask is None else real)
-    wanted, counted = _wanted(kind, tokens, real, span)
+    factors, is_counted = _factors(kind, tokens, real=real, span=span)
     if queries is not None:
-        counted &= Selection(queries).inside(real, "queries")
-    if not counted.any(1).all():
+        is_counted &= Selection(queries).inside(real, "queries")
+    weights = _mean_over_queries(factors, is_counted, name)
+    layers = progress_of(
+        chain([first_pattern], patterns), "layers", len(cache.layer_names("pattern"))
+    )
+    values = stacked(_scores_of_layer(pattern, weights, name) for pattern in layers)
+    unit = _UNITS.get(name, "")
+    return Result(
+        values,
+        ("layer", "head", "example"),
+        unit=unit,
+        about={"kind": name},
+        bounds={_SHARE: (0.0, 1.0), "nats": (0.0, math.inf)}.get(unit),
+        groups=groups_of_cache(cache, values, text),
+    )
+
+
+def _mean_over_queries(
+    factors: Shaped[Tensor, "batch query key"], is_counted: Bool[Tensor, "batch query"], name: str
+) -> Float[Tensor, "batch query key"]:
+    """Return the factors divided by the number of counted queries, and 0 for all other queries.
+
+    Raises:
+        ValueError: if an example has no counted query.
+    """
+    if not is_counted.any(1).all():
         raise ValueError(
             f"each example must have a query with a key for {name}; got none in example "
-            f"{int(counted.any(1).int().argmin())} (texts of repeated_tokens have queries for "
+            f"{int(is_counted.any(1).int().argmin())} (texts of repeated_tokens have queries for "
             "every kind)"
         )
-    weights = wanted * (counted / counted.sum(1, keepdim=True).double())[..., None]
-    scores = []
-    layers = progress_of(chain([first], patterns), "layers", len(cache.layer_names("pattern")))
-    for pattern in map(at_least_float32, layers):
-        values = torch.special.entr(pattern) if name == "entropy" else pattern
-        rows = rearrange(values, "batch head query key -> batch head (query key)")
-        factors = rearrange(like(weights, values), "batch query key -> batch (query key) 1")
-        scores.append(rearrange(rows @ factors, "batch head 1 -> head batch"))
-    unit, about = _UNITS.get(name, ""), {"kind": name}
-    bounds = {_SHARE: (0.0, 1.0), "nats": (0.0, math.inf)}.get(unit)
-    axes = ("layer", "head", "example")
-    values = stacked(scores)
-    same = groups_of_cache(cache, values, text)
-    return Result(values, axes, unit=unit, about=about, bounds=bounds, groups=same)
+    return factors * (is_counted / is_counted.sum(1, keepdim=True).double())[..., None]
+
+
+def _scores_of_layer(
+    pattern: Float[Tensor, "batch head query key"],
+    weights: Float[Tensor, "batch query key"],
+    name: str,
+) -> Float[Tensor, "head batch"]:
+    """Return the scores of one layer's heads, in at least float32."""
+    values = at_least_float32(pattern)
+    if name == "entropy":
+        values = torch.special.entr(values)
+    rows = rearrange(values, "batch head query key -> batch head (query key)")
+    columns = rearrange(like(weights, values), "batch query key -> batch (query key) 1")
+    return rearrange(rows @ columns, "batch head 1 -> head batch")
 
 
 def repeated_tokens(
@@ -159,30 +183,40 @@ def repeated_tokens(
 ) -> Int[Tensor, "batch pos"]:
     """Return uniformly random tokens, each row repeated `copies` times: [batch, copies * period].
 
+    Args:
+        vocab_size: the tokens are 0 to `vocab_size` - 1.
+        period: the number of tokens before the row repeats.
+        batch: the number of rows. Default: 8.
+        copies: the number of times that each row is repeated. Default: 2.
+        seed: the seed of the tokens. Default: 0.
+
+    Raises:
+        ValueError: if a number is below 1.
+
     >>> repeated_tokens(vocab_size=9, period=3, batch=2, copies=2)
     tensor([[8, 0, 2, 8, 0, 2],
             [6, 7, 6, 6, 7, 6]])
     """
-    for name, number in (
-        ("vocab_size", vocab_size),
-        ("period", period),
-        ("batch", batch),
-        ("copies", copies),
-    ):
-        require_integer(name, number)
+    require_integer("vocab_size", vocab_size)
+    require_integer("period", period)
+    require_integer("batch", batch)
+    require_integer("copies", copies)
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(vocab_size, (batch, period), generator=generator).repeat(1, copies)
 
 
-def _wanted(
+def _factors(
     kind: str | Tensor,
     tokens: Int[Tensor, "batch pos"] | None,
     real: Bool[Tensor, "batch pos"],
     span: Index | None,
 ) -> tuple[Shaped[Tensor, "batch query key"], Bool[Tensor, "batch query"]]:
     """Return the factor of each key's weight, and the queries that are used, on the CPU."""
-    require_kind("kind", kind, (str, Tensor), "a name, or a pattern, a tensor [query, key]")
-    rank, columns = real.cumsum(1) - 1, torch.arange(real.shape[1])
+    require_kind(
+        "kind", kind, kind=(str, Tensor), words="a name, or a pattern, a tensor [query, key]"
+    )
+    rank = real.cumsum(1) - 1
+    columns = torch.arange(real.shape[1])
     later = real & (rank > 0)
     if (span is None) == (isinstance(kind, str) and kind == "span"):
         raise ValueError(f"span must be given for the kind 'span' only; got {span}")
@@ -197,7 +231,7 @@ def _wanted(
         return rank[:, :, None] - rank[:, None], later
     if kind == "entropy":
         return torch.ones(*real.shape, len(columns)), later
-    keys = _attended(kind, tokens, real, later, span)
+    keys = _attended(kind, tokens, real=real, later=later, span=span)
     return keys, keys.any(2) & real
 
 
@@ -229,12 +263,10 @@ def _attended(
     if tokens is None:
         raise ValueError(
             f"{kind} needs a cache that knows its tokens; got a cache of a run without tokens, or "
-            "a part "
-            "of a cache (at() does not select tokens)"
+            "a part of a cache (at() does not select tokens)"
         )
-    ids = tokens
-    same = (ids[..., None] == ids[:, None]) & real[:, None] & (columns[:, None] > columns)
+    is_copy = (tokens[..., None] == tokens[:, None]) & real[:, None] & (columns[:, None] > columns)
     if kind != "induction":
-        return same
-    copied = same.gather(2, before.clamp(min=0)[:, None].expand_as(same))
-    return copied & (before >= 0)[:, None]
+        return is_copy
+    after_copy = is_copy.gather(2, before.clamp(min=0)[:, None].expand_as(is_copy))
+    return after_copy & (before >= 0)[:, None]

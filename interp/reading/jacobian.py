@@ -82,21 +82,27 @@ class JacobianLens(AffineLens):
             if (other.weight.shape, other.config_hash) != (self.weight.shape, self.config_hash):
                 raise ValueError(
                     f"merged lenses must be of one model; got weights {list(self.weight.shape)} "
-                    "and "
-                    f"{list(other.weight.shape)}, config hashes {self.config_hash[:12]} and "
+                    f"and {list(other.weight.shape)}, config hashes {self.config_hash[:12]} and "
                     f"{other.config_hash[:12]}"
                 )
         n_texts = sum(lens.n_texts for lens in lenses)
 
         def mean(name: str) -> Tensor:
+            """Return the mean over texts of a tensor of the lenses."""
             parts = [getattr(lens, name) * lens.n_texts for lens in lenses]
             return torch.stack(parts).sum(0) / n_texts
 
-        different = n_texts**2 / sum(
+        n_different = n_texts**2 / sum(
             lens.n_texts**2 / (lens.n_different or lens.n_texts) for lens in lenses
         )
-        weight, squares = mean("weight"), mean("squares")
-        return JacobianLens(weight, self.bias, self.config_hash, n_texts, squares, different)
+        return JacobianLens(
+            weight=mean("weight"),
+            bias=self.bias,
+            config_hash=self.config_hash,
+            n_texts=n_texts,
+            squares=mean("squares"),
+            n_different=n_different,
+        )
 
 
 @shows_progress
@@ -108,7 +114,7 @@ def jacobian_lens(
     max_bytes: int = 2**30,
     progress: bool = True,
 ) -> JacobianLens:
-    """Fit the mean Jacobian from the stream entering each block to the stream after the last block.
+    """Return the mean Jacobian from the stream entering each block to the stream after the last.
 
     J of a text is the mean over positions t of the sum over positions p >= t of d(final stream at
     p) / d(stream at t). Both run from `skip` to the last position but one. The lens is the mean
@@ -128,6 +134,9 @@ def jacobian_lens(
         max_bytes: the most memory beyond the model and the lens, in bytes. Default: 2**30.
         progress: whether to show a progress bar after two seconds.
 
+    Returns:
+        The lens, with a Jacobian [d_model, d_model] for each block.
+
     Raises:
         ValueError: if there are no texts, a text has fewer than `skip` + 2 tokens, `skip` is
             negative, `max_bytes` is too small for one backward pass, or PyTorch's inference mode is
@@ -143,23 +152,30 @@ def jacobian_lens(
     """
     require_integer("skip", skip, 0)
     runner, names = for_fit(model)
-    total, squares, times = torch.zeros(()), torch.zeros(()), Counter[str]()
+    total = torch.zeros(())
+    squares = torch.zeros(())
+    times = Counter[str]()
     for number, text in batches(texts, model, 1):
         if text.tokens.shape[1] < skip + 2:
             raise ValueError(
                 f"a text must have at least {skip + 2} tokens, for skip={skip}; "
                 f"got {text.tokens.shape[1]} in text {number}"
             )
-        jacobians = _jacobians(runner, names, text.tokens, skip, max_bytes)
+        jacobians = _jacobians(runner, names, tokens=text.tokens, skip=skip, max_bytes=max_bytes)
         squares = squares + jacobians.flatten(1).norm(dim=1) ** 2
         # Add in place, because a third copy may not fit in memory for large models.
         total = jacobians.add_(total)
         times.update(digests(text))
     count = times.total()
-    weight, hashed = total / count, config_hash(model)
-    different = count**2 / sum(n**2 for n in times.values())
-    bias = torch.zeros_like(weight[..., 0])
-    return JacobianLens(weight, bias, hashed, count, squares / count, different)
+    weight = total / count
+    return JacobianLens(
+        weight=weight,
+        bias=torch.zeros_like(weight[..., 0]),
+        config_hash=config_hash(model),
+        n_texts=count,
+        squares=squares / count,
+        n_different=count**2 / sum(copies**2 for copies in times.values()),
+    )
 
 
 def _jacobians(
@@ -173,20 +189,22 @@ def _jacobians(
     (*streams, final), forward = peak_bytes(lambda: _streams_of_run(runner, names, tokens))
     size = final.shape[-1]
     jacobians = at_least_float32(final.new_zeros(len(streams), size, size))
-    row, at_once = 0, 1
-    while row < size:
-        rows = range(row, min(row + at_once, size))
-        some, backward = peak_bytes(functools.partial(_jacobian_rows, streams, final, rows, skip))
-        jacobians[:, rows] = some.to(jacobians)
+    first_row = 0
+    at_once = 1
+    while first_row < size:
+        rows = range(first_row, min(first_row + at_once, size))
+        compute = functools.partial(_jacobian_rows, streams, final, rows=rows, skip=skip)
+        values, backward = peak_bytes(compute)
+        jacobians[:, rows] = values.to(jacobians)
         # The first row alone measures the memory that each row needs.
-        if not row:
+        if first_row == 0:
             if (least := forward + backward) > max_bytes:
                 raise ValueError(
                     f"max_bytes must be at least {least:,} for a text of {tokens.shape[1]} tokens; "
                     f"got {max_bytes:,}"
                 )
             at_once = (max_bytes - forward) // backward
-        row = rows.stop
+        first_row = rows.stop
     return jacobians
 
 
@@ -202,7 +220,7 @@ def _jacobian_rows(
     gradients = torch.autograd.grad(
         final, streams, directions, retain_graph=True, is_grads_batched=True
     )
-    return stacked(at_least_float32(one[:, 0, skip:-1]).mean(1) for one in gradients)
+    return stacked(at_least_float32(gradient[:, 0, skip:-1]).mean(1) for gradient in gradients)
 
 
 def _streams_of_run(

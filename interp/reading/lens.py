@@ -109,7 +109,7 @@ def logit_lens(
     top_k: int = 5,
     progress: bool = True,
 ) -> LensReadout:
-    """Unembed the residual stream between all blocks (nostalgebraist 2020).
+    """Return the predictions of the residual stream between all blocks (nostalgebraist 2020).
 
     A few positions are read at a time, so the memory grows with `top_k` and not with the
     vocabulary.
@@ -124,6 +124,10 @@ def logit_lens(
         top_k: the number of likeliest tokens to return; all tokens of a smaller vocabulary.
             Default: 5.
         progress: whether to show a progress bar after two seconds.
+
+    Returns:
+        The likeliest tokens [layer, batch, pos, top] and their probabilities, and the probability
+        and rank of the targets, the entropy and the KL in nats [layer, batch, pos].
 
     Raises:
         TypeError: if the model has no `unembed` or no `config`.
@@ -158,14 +162,24 @@ def logit_lens(
         _require_targets(targets, shape, vocab)
     if lens is not None:
         streams = torch.cat([lens(streams[:-1]), streams[-1:]])
-    best, chances, *numbers = _distributions(language, vocab, streams, targets, top_k)
+    best, chances, *numbers = _distributions(
+        language, vocab, streams=streams, targets=targets, top_k=top_k
+    )
     mask = mask_of(cache, shape)
     target, ranks, entropy, kl = (
-        nan_at_padding(c, mask) if c.is_floating_point() else c for c in numbers
+        nan_at_padding(column, mask) if column.is_floating_point() else column for column in numbers
     )
     chances = rearrange(chances, "stream batch pos top -> top stream batch pos")
     chances = rearrange(nan_at_padding(chances, mask), "top ... -> ... top")
-    readout = LensReadout(best, chances, target, ranks, entropy, kl, real=mask)
+    readout = LensReadout(
+        tokens=best,
+        probabilities=chances,
+        target_probabilities=target,
+        target_ranks=ranks,
+        entropy=entropy,
+        kl=kl,
+        real=mask,
+    )
     writer = writer_of(model)
     if writer is None:
         return readout
@@ -181,7 +195,7 @@ def _distributions(
     targets: Int[Tensor, "batch pos"] | None,
     top_k: int,
 ) -> Iterator[Shaped[Tensor, "stream batch pos *top"]]:
-    """Return the numbers of all distributions, computed for some positions at a time."""
+    """Yield the columns of `LensReadout`, computed for some positions at a time."""
     columns: list[Tensor] = []
     flat = rearrange(streams, "stream batch pos d_model -> stream (batch pos) d_model")
     followed = None if targets is None else targets.flatten()
@@ -215,7 +229,7 @@ def _require_targets(targets: Int[Tensor, "*axes"], shape: torch.Size, vocab: in
             f"targets must have the cache's shape, {list(shape)}; got {list(targets.shape)}"
         )
     for target in targets.aminmax() if targets.numel() else ():
-        require_integer("targets", int(target), 0, vocab - 1)
+        require_integer("targets", int(target), least=0, most=vocab - 1)
 
 
 def _streams(cache: ActivationCache) -> Float[Tensor, "stream batch pos d_model"]:
@@ -242,7 +256,8 @@ def _read(
     logits: Float[Tensor, "layer row vocab"], targets: Int[Tensor, " row"], top_k: int
 ) -> tuple[Tensor, ...]:
     """Return the columns of `LensReadout`."""
-    log_probs, index = logits.log_softmax(-1), targets.expand(len(logits), -1)[..., None]
+    log_probs = logits.log_softmax(-1)
+    index = targets.expand(len(logits), -1)[..., None]
     best = logits.topk(top_k).indices
     return (
         best,

@@ -97,7 +97,7 @@ def direct_logit_attribution(
     >>> torch.allclose(parts.values.sum(), logits[0, -1, model.to_id("n")], atol=1e-4)
     True
     """
-    reading = _Reading(model, cache, right, wrong, vector, pos)
+    reading = _Reading(model=model, cache=cache, right=right, wrong=wrong, vector=vector, pos=pos)
     parts = [*reading.parts(neurons=neurons, experts=experts)]
     sizes = [len(part.names) for part in parts]
     biases = {name: value for name, value in reading.biases.items() if value.any()}
@@ -109,10 +109,14 @@ def direct_logit_attribution(
     written /= reading.scale
     sizes_of_rounding = reading.spread(stream), written
     gap = reading.parts.check(written.sum(-1), reading.read(stream), *sizes_of_rounding)
-    for n, value in enumerate(biases.values()):
-        added[..., n] = value
-    names = [name for part in parts for name in part.names]
-    return reading.result(values.movedim(-1, 0), "component", [*names, *biases], {"gap": gap})
+    for column, value in enumerate(biases.values()):
+        added[..., column] = value
+    names: list[str] = []
+    for part in parts:
+        names += part.names
+    return reading.result(
+        values.movedim(-1, 0), axis="component", labels=[*names, *biases], about={"gap": gap}
+    )
 
 
 @without_gradients
@@ -155,7 +159,7 @@ def accumulated_logits(
     >>> torch.allclose(result.values[-1, 0], logits[0, -1, model.to_id("n")], atol=1e-4)
     True
     """
-    reading = _Reading(model, cache, right, wrong, vector, pos)
+    reading = _Reading(model=model, cache=cache, right=right, wrong=wrong, vector=vector, pos=pos)
     points = {}
     for n, block in enumerate(reading.parts.model.blocks):
         points[f"{n}_pre"] = f"blocks.{n}.resid_pre"
@@ -163,11 +167,23 @@ def accumulated_logits(
             points[f"{n}_mid"] = f"blocks.{n}.resid_mid"
     points["final_post"] = reading.parts.last
     logits = stacked(reading.read(reading.parts.at(name)) for name in points.values())
-    return reading.result(logits + sum(reading.biases.values()), "stream", [*points], {})
+    return reading.result(
+        logits + sum(reading.biases.values()), axis="stream", labels=[*points], about={}
+    )
 
 
 class _Reading:
-    """A direction of the logits, mapped back to the residual stream of a run."""
+    """A direction of the logits, mapped back to the residual stream of a run.
+
+    For the arguments, see `direct_logit_attribution`.
+
+    Attributes:
+        parts: the parts of the stream.
+        direction: the direction in the stream, [batch, pos, d_model]; the first two sizes may be 1.
+        scale: the scale that the final norm divided by.
+        biases: the parts of the logit that do not depend on the stream.
+        about: facts about the logit.
+    """
 
     def __init__(
         self,
@@ -178,23 +194,29 @@ class _Reading:
         vector: LogitDirection | None,
         pos: Index | None,
     ) -> None:
-        self._named, self._cache = model, cache
-        self.parts, self._one = ResidualComponents(model, cache, pos), pos is not None
-        stream, norm = self.parts.at(self.parts.last), getattr(self.parts.model, "ln_final", None)
+        self._named = model
+        self._cache = cache
+        self.parts = ResidualComponents(model, cache, pos)
+        self._has_one_position = pos is not None
+        stream = self.parts.at(self.parts.last)
+        norm = getattr(self.parts.model, "ln_final", None)
         self.about: dict[str, Any] = {}
         if vector is not None and right is None and wrong is None:
-            vectors, offset = at_least_float32(vector), stream.new_zeros(1, 1)
+            vectors = at_least_float32(vector)
+            offset = stream.new_zeros(1, 1)
             vectors = vectors if vectors.ndim == 3 else vectors.view(-1, 1, vectors.shape[-1])
         elif vector is None and right is not None:
             vectors, offset = self._unembedding("right", right)
             if wrong is not None:
-                other, subtracted = self._unembedding("wrong", wrong)
-                vectors, offset = vectors - other, offset - subtracted
+                subtracted_vectors, subtracted_offset = self._unembedding("wrong", wrong)
+                vectors, offset = vectors - subtracted_vectors, offset - subtracted_offset
         else:
             raise ValueError(
                 "give either right=, the token of a logit, or vector=; got both or neither"
             )
-        fits = all(n in (1, full) for n, full in zip(vectors.shape, stream.shape, strict=True))
+        fits = all(
+            size in (1, full) for size, full in zip(vectors.shape, stream.shape, strict=True)
+        )
         if not fits or vectors.shape[2] != stream.shape[2]:
             raise ValueError(
                 "give one token or direction, one for each text or one for each position of "
@@ -203,7 +225,8 @@ class _Reading:
         linear, self.scale = self.parts.norm_in_run(norm)
         vectors = like(vectors, self.scale)
         self.direction = linear.before(vectors)
-        constant, offset = vectors @ like(linear.bias, vectors), like(offset, vectors)
+        constant = vectors @ like(linear.bias, vectors)
+        offset = like(offset, vectors)
         self.biases = {"ln_final.bias": constant, "unembed.bias": offset}
 
     def _unembedding(self, name: str, answers: Tokens) -> tuple[Tensor, Tensor]:
@@ -214,12 +237,14 @@ class _Reading:
                 "logits are a sum of parts only without a cap; got logit_cap="
                 f"{model.config.logit_cap}: vector=W_U[:, token] reads the logit before the cap"
             )
-        tokens, vocab = tokens_of(token_ids(self._named, answers), 2), n_logits(self.parts.model)
+        tokens = tokens_of(token_ids(self._named, answers), 2)
+        vocab = n_logits(self.parts.model)
         if int(tokens.max()) >= vocab:
             raise ValueError(f"{name} must be 0 to {vocab - 1}; got {int(tokens.max())}")
         tokens = to_device(tokens.view(len(tokens) if tokens.ndim else 1, -1), model.W_U.device)
         self.about[name] = short(answers) if tokens.shape[1] == 1 else "one for each position"
-        vectors, bias = at_least_float32(model.W_U.T[tokens]), getattr(model, "b_U", None)
+        vectors = at_least_float32(model.W_U.T[tokens])
+        bias = getattr(model, "b_U", None)
         zeros = vectors.new_zeros(tokens.shape)
         return vectors, zeros if bias is None else bias[tokens].to(vectors.dtype)
 
@@ -243,12 +268,22 @@ class _Reading:
         labels: list[str],
         about: dict[str, Any],
     ) -> Result:
-        """Return a result with the axes `axis`, `pos` and `example`."""
-        values, axes = logits.transpose(1, 2), [axis, "pos", "example"]
-        if self._one:
-            values, axes = values[:, 0], [axis, "example"]
+        """Return a result with the axes `axis`, `pos` and `example`, without `pos` if one position
+        is read.
+
+        Args:
+            logits: the logits of each place.
+            axis: the name of the axis of places.
+            labels: the labels of the places.
+            about: further facts about the result.
+        """
+        values = logits.transpose(1, 2)
+        axes = [axis, "pos", "example"]
+        if self._has_one_position:
+            values = values[:, 0]
+            axes = [axis, "example"]
         words = None
-        if not self._one:
+        if not self._has_one_position:
             values = nan_at_padding(logits, self.parts.mask).transpose(1, 2)
             text = text_of_values(self._cache, logits.shape[1:3])
             words = None if text is None else text.words(self._named)

@@ -121,31 +121,31 @@ def max_activating(
     [8 in text 1 at 0: '«4» 2']
     """
     require_integer("k", k)
-    runner, chosen = runner_of(model), {"head": head, "neuron": neuron, "feature": feature}
-    kept: list[Activation] = []
+    runner = runner_of(model)
+    chosen = {"head": head, "neuron": neuron, "feature": feature}
+    largest: list[Activation] = []
     for first, text in batches(texts, model, batch):
         cache = runner.capture(text.tokens, names=point, **text.arguments(model))
-        strength = _values(cache[point], cache.axes(point), point, chosen, vector)
+        strength = _values(
+            cache[point], cache.axes(point), point=point, chosen=chosen, vector=vector
+        )
         inside = to_device(text.at(pos), strength.device)
-        activations, places = strength[inside], inside.nonzero()
+        activations = strength[inside]
+        places = inside.nonzero()
         if bool(activations.isnan().any()):
             raise ValueError(f"values must be numbers; got NaN at {point} in texts from {first} on")
         order = largest_rows(activations, k)
         tokens, lengths = text.tokens.tolist(), text.real.sum(1).tolist()
-        kept += [
-            Activation(value, first + row, column, tuple(tokens[row][: lengths[row]]))
-            for value, (row, column) in zip(
-                activations[order].tolist(), places[order].tolist(), strict=True
-            )
-        ]
-        values = torch.tensor([place.value for place in kept], dtype=torch.float64)
-        kept = [kept[at] for at in largest_rows(values, k).tolist()]
+        for value, (row, column) in zip(
+            activations[order].tolist(), places[order].tolist(), strict=True
+        ):
+            tokens_of_text = tuple(tokens[row][: lengths[row]])
+            largest.append(Activation(value, text=first + row, pos=column, tokens=tokens_of_text))
+        values = torch.tensor([place.value for place in largest], dtype=torch.float64)
+        largest = [largest[number] for number in largest_rows(values, k).tolist()]
     if (write := writer_of(model)) is None:
-        return TopActivations(kept)
-    pieces = (tuple(write([*place.tokens])) for place in kept)
-    return TopActivations(
-        place._replace(pieces=text) for place, text in zip(kept, pieces, strict=True)
-    )
+        return TopActivations(largest)
+    return TopActivations(place._replace(pieces=tuple(write([*place.tokens]))) for place in largest)
 
 
 def _values(
@@ -155,19 +155,20 @@ def _values(
     chosen: Mapping[str, int | None],
     vector: Tensor | None,
 ) -> Float[Tensor, "batch pos"]:
-    """Return one number for each position."""
-    where = {
-        next((declared for declared in SELECTS[name] if declared in axes), name): index
-        for name, index in chosen.items()
-        if index is not None
-    }
+    """Return one number for each position: an entry, a dot product with `vector`, or a norm."""
+    where = {}
+    for name, index in chosen.items():
+        if index is not None:
+            # A point may declare the axis under a related name. If it has none of these names,
+            # `index_by_axis` raises an error for the requested name.
+            axis = next((declared for declared in SELECTS[name] if declared in axes), name)
+            where[axis] = index
     rest = [axis for axis in axes if axis not in where]
     vectors = len(rest) == 3 or (len(rest) == 2 and vector is None)
     if rest[:2] != ["batch", "pos"] or not vectors:
         raise ValueError(
             "a head, a neuron or a vector must leave one number for each batch and pos at "
-            f"{point}; "
-            f"got the axes {' '.join(rest) or 'of no HookPoint'}"
+            f"{point}; got the axes {' '.join(rest) or 'of no HookPoint'}"
         )
     activations = at_least_float32(value[index_by_axis(axes, where, point)])
     if vector is not None:

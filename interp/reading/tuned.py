@@ -73,31 +73,31 @@ class TunedLens(AffineLens):
         size = self.bias.shape[1]
         return (
             f"{super().__repr__()}, fitted in {len(self.losses)} steps on {self.rows:,} positions "
-            "for "
-            f"{size * (size + 1):,} numbers a layer; mean KL {first} to {last} nats"
+            f"for {size * (size + 1):,} numbers a layer; mean KL {first} to {last} nats"
         )
 
     @classmethod
     def from_params(cls, path: str | os.PathLike[str]) -> "TunedLens":
-        """Load a published lens: the file `params.pt` of the package tuned-lens (Belrose et al.
+        """Load a published lens from a file `params.pt` of the package tuned-lens.
 
-        2023).
-
-        The file does not name its model. Only the sizes are checked when the lens is used.
+        The package is from Belrose et al. 2023. The file does not name its model. Only the sizes
+        are checked when the lens is used.
 
         Raises:
             FileNotFoundError: if the file does not exist.
             CacheError: if the file contains anything else than the translators.
         """
         with storage.one_error(path, "hold the translators of a tuned lens", CacheError):
-            held = storage.read_saved(Path(path))
-            count = len(held) // 2
-            parts = [[held.pop(f"{n}.{part}") for n in range(count)] for part in ("weight", "bias")]
-            if held:
-                raise KeyError(*held)
-            residual, bias = (torch.stack(part).float() for part in parts)
+            parameters = storage.read_saved(Path(path))
+            count = len(parameters) // 2
+            residuals = [parameters.pop(f"{layer}.weight") for layer in range(count)]
+            biases = [parameters.pop(f"{layer}.bias") for layer in range(count)]
+            if parameters:
+                raise KeyError(*parameters)
+            residual = torch.stack(residuals).float()
+            bias = torch.stack(biases).float()
             weight = residual + torch.eye(residual.shape[-1])
-            return cls(weight, bias, "", bias.new_zeros(0, count))
+            return cls(weight, bias, config_hash="", losses=bias.new_zeros(0, count))
 
 
 @runtime_checkable
@@ -124,7 +124,7 @@ def tuned_lens(
     seed: int = 0,
     progress: bool = True,
 ) -> TunedLens:
-    """Fit an affine translator for the stream entering each block.
+    """Return an affine translator for the stream entering each block, fitted to texts.
 
     A translator maps x to x + A x + b, and starts at the identity, which is the logit lens. Adam
     minimizes the mean of KL(final ‖ lens) over all real positions, with a learning rate that falls
@@ -147,6 +147,9 @@ def tuned_lens(
         seed: the seed of the order of the texts. Default: 0.
         progress: whether to show a progress bar after two seconds.
 
+    Returns:
+        The lens, with the loss of each step and layer in nats.
+
     Raises:
         ValueError: if there are no texts, a text is empty, `steps` or `batch` is below 1, the rate
             is negative, PyTorch's inference mode is on, or a loss is not finite.
@@ -161,7 +164,9 @@ def tuned_lens(
     >>> tuned_lens(model, [[3, 1, 4, 1], [5, 2, 6]], steps=3).losses.shape  # step, layer
     torch.Size([3, 2])
     """
-    at_once = (1024 if isinstance(texts, Stored) else 8) if batch is None else batch
+    at_once = batch
+    if at_once is None:
+        at_once = 1024 if isinstance(texts, Stored) else 8
     require_integer("steps", steps)
     require_integer("batch", at_once)
     language = of(model, "unembed", "config")
@@ -174,25 +179,30 @@ def tuned_lens(
     bias = torch.zeros_like(weight[..., 0])
     rate = 1 / size if learning_rate is None else learning_rate
     optimizer = torch.optim.Adam([weight.requires_grad_(), bias.requires_grad_()], lr=rate)
-    read: Iterator[Tensor]
+    batches: Iterator[Tensor]
     if isinstance(texts, Stored):
         texts.require_weights_of(model)
-        read = (stacked(rows) for rows in texts.batches(at_once, seed, names, epochs=None))
+        batches = (stacked(rows) for rows in texts.batches(at_once, seed, names, epochs=None))
     else:
-        read = _of_runs(runner, names, texts, at_once, seed)
-    losses, rows = [], 0
-    taken = progress_of(itertools.islice(read, steps), "steps", steps)
-    for step, streams in enumerate(taken):
+        batches = _of_runs(runner, names, texts=texts, batch=at_once, seed=seed)
+    losses = []
+    n_rows = 0
+    read = progress_of(itertools.islice(batches, steps), "steps", steps)
+    for step, streams in enumerate(read):
         optimizer.zero_grad()
-        here = to_device(streams, parameter.device).to(parameter.dtype)
-        rows += streams.shape[1]
-        losses.append(_backward(language, vocab, weight, bias, streams=here))
+        n_rows += streams.shape[1]
+        streams = to_device(streams, parameter.device).to(parameter.dtype)
+        losses.append(_backward(language, vocab, weight=weight, bias=bias, streams=streams))
         optimizer.param_groups[0]["lr"] = rate * (1 - step / steps)
         optimizer.step()
     identity = torch.eye(size, dtype=dtype, device=parameter.device)
-    translators = identity + weight.detach(), bias.detach()
-    measured = finite(torch.stack(losses), "losses")
-    return TunedLens(*translators, config_hash(model), measured, rows)
+    return TunedLens(
+        weight=identity + weight.detach(),
+        bias=bias.detach(),
+        config_hash=config_hash(model),
+        losses=finite(torch.stack(losses), "losses"),
+        rows=n_rows,
+    )
 
 
 def _of_runs(
@@ -220,7 +230,7 @@ def _backward(
     bias: Float[Tensor, "layer d_model"],
     streams: Float[Tensor, "stream row d_model"],
 ) -> Float[Tensor, " layer"]:
-    """Return the mean KL of each layer, and add its gradients to those of the translators."""
+    """Return the mean KL of each layer in nats, and add its gradients to the translators."""
     losses = torch.zeros_like(bias[:, 0])
     for rows in split_rows(streams, vocab):
         x, final = rows[:-1], rows[-1:]
