@@ -52,6 +52,12 @@ def counterfactual(
             keyword, and then uses this value.
         base, source: the inputs.
         variables: the names of the variables from the source.
+
+    >>> def add(a, b, first=None):
+    ...     first = a if first is None else first
+    ...     return {"first": first, "sum": first + b}
+    >>> counterfactual(add, {"a": 1, "b": 2}, {"a": 5, "b": 7}, "first")
+    {'first': 5, 'sum': 7}
     """
     values = causal(**source)
     return causal(**base, **{name: values[name] for name in variables})
@@ -82,15 +88,14 @@ class Alignment(plots.Shown):
         return plots.effects(self.accuracy)
 
     def __repr__(self) -> str:
-        ends, mean = self.accuracy.interval(), self.accuracy.mean()
+        """Return the accuracy of each control with its interval, for up to 12 places."""
+        interval = self.accuracy.interval()
+        columns = (interval.low, interval.high, self.accuracy.mean())
         lines = [f"Alignment, accuracy on {self.accuracy.values.shape[-1]} other pairs"]
         for n, (point, pos) in enumerate([*self.featurizers][:12]):
             lines.append(f"  {point}, pos {pos}: {self.featurizers[point, pos]}")
-            for control, low, high, value in zip(
-                _CONTROLS,
-                *(x.flatten(1)[:, n].tolist() for x in (ends.low, ends.high, mean)),
-                strict=True,
-            ):
+            of_place = (column.flatten(1)[:, n].tolist() for column in columns)
+            for control, low, high, value in zip(_CONTROLS, *of_place, strict=True):
                 lines.append(f"    {control:<17} {value:.3f}{interval_text(low, high, '.3f')}")
         return "\n".join(lines)
 
@@ -111,11 +116,12 @@ def align(
     progress: bool = True,
     **fit: Any,
 ) -> Alignment:
-    """Learn the part of a value that determines the answers of pairs, and score it with controls.
+    """Return the part of a value that determines the answers of pairs, with scores and controls.
 
-    The corrupted text is run with the part from the clean text. The run should predict `answers`,
-    the answers of the causal model with the variable from the clean text. Such an answer may differ
-    from the answers of both texts.
+    The part is an orthonormal basis of `k` columns, learned by gradient descent (distributed
+    alignment search; Geiger et al. 2024). The corrupted text is run with the part from the clean
+    text. The run should predict `answers`, the answers of the causal model with the variable from
+    the clean text. Such an answer may differ from the answers of both texts.
 
     Args:
         model: any model with hook points, in evaluation mode. Its weights do not change.
@@ -134,6 +140,13 @@ def align(
             `Fit`.
         progress: whether to show a progress bar after two seconds.
 
+    Returns:
+        The learned part of each point and position, and two results [control, point, pos, example]
+        on the test pairs: the accuracy, from 0 to 1, and the change of the pairs' metric in its
+        unit. The first control, `aligned`, is the learned part. The others are a `random` part, a
+        part that was fitted to a model with `shuffled weights` or to `shuffled answers`, and the
+        `whole` value.
+
     Raises:
         ValueError: if pairs have no answers or corrupted texts, if k does not fit, if a pair is in
             both `pairs` and `test`, or if a point has other axes.
@@ -143,8 +156,37 @@ def align(
     Warns:
         UserWarning: if `features` are the features of a dictionary that was trained at another
             point.
+
+    This model adds two numbers a and b, modulo 3. The columns should find a, so the right answer is
+    a of the clean text plus b of the corrupted text.
+
+    >>> from itertools import product
+    >>> from hooks import HookPoint
+    >>> class Sum(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.embed = nn.Embedding.from_pretrained(torch.eye(3))
+    ...         self.numbers = HookPoint("batch pos d_model")
+    ...
+    ...     def forward(self, tokens):
+    ...         one_hot = self.embed(tokens).flatten(1)
+    ...         a, b = self.numbers(torch.stack([one_hot, one_hot], 1)).split(3, -1)
+    ...         reversed_b = b.flip(-1)
+    ...         sums = [(a * reversed_b.roll(total + 1, -1)).sum(-1) for total in range(3)]
+    ...         return 10 * torch.stack(sums, -1)
+    >>> rows = torch.tensor([row for row in product(range(3), repeat=4) if row[0] != row[2]])
+    >>> rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
+    >>> clean, corrupted = rows[:, :2], rows[:, 2:]
+    >>> pairs = Pairs(clean, corrupted, (clean[:, 0] + corrupted[:, 1]) % 3)
+    >>> model = Sum().eval()
+    >>> found = align(model, pairs[:40], "numbers", k=3, test=pairs[40:], epochs=6, rate=0.1)
+    >>> found.accuracy.select(control="aligned").mean()  # point, pos
+    tensor([[1.]])
+    >>> found.accuracy.select(control="random").mean() < 0.7
+    tensor([[True]])
     """
-    fitted, tested = (Runs(model, each, direction) for each in (pairs, test))
+    fitted = Runs(model, pairs, direction)
+    tested = Runs(model, test, direction)
     answers = _answers(fitted.pairs, tested.pairs)
     points = [*named(fitted.runner, Choice(site, ("layer",), layers)).values()]
     positions = [pos] if isinstance(pos, int | str) else [*pos]
@@ -152,35 +194,56 @@ def align(
     learn = Fit(k, **fit)
     if learn.features is not None:
         warn_of_place(fitted.runner, *((learn.features.place, name) for name in points))
-    places = _Places(fitted, tested, answers, learn)
+    places = _Places(fitted=fitted, tested=tested, answers=answers, learn=learn)
     scores: list[Scores] = []
     learned: dict[tuple[str, Any], Featurizer] = {}
     losses: dict[tuple[str, Any], tuple[float, ...]] = {}
     n_steps = 3 * len(points) * len(positions) * learn.steps(len(answers))
     with progress_bar("steps of the fits", total=n_steps) as count:
         for name, position in product(points, positions):
-            place = places.at(name, position, head, count)
+            place = places.at(name, position, head=head, count=count)
             part, losses[name, position] = learn(place.train, count)
             learned[name, position] = part
             scores += [control(place, part) for control in _CONTROLS.values()]
     labels: dict[str, Sequence[Any]] = {"control": [*_CONTROLS], "point": points, "pos": positions}
+    about = {"site": site, "direction": direction, "metric": repr(tested.metric), "k": k}
+    accuracy, metric = _results(scores, labels, about=about, tested=tested, base=place.test.base)
+    return Alignment(featurizers=learned, accuracy=accuracy, metric=metric, losses=losses)
+
+
+def _results(
+    scores: Sequence[Scores],
+    labels: Mapping[str, Sequence[Any]],
+    about: Mapping[str, Any],
+    tested: Runs,
+    base: Tensor | None,
+) -> tuple[Result, Result]:
+    """Return the accuracy, and the change of the metric, [control, point, pos, example].
+
+    Args:
+        scores: the scores, ordered by point, then by position, then by control.
+        labels: the labels of the axes.
+        about: facts about the alignment.
+        tested: the runs of the test pairs.
+        base: the metric of the test pairs without an interchange.
+    """
     accuracy = Result(
         _by_label([score.right for score in scores], labels),
         (*labels, "example"),
         labels=labels,
         unit="accuracy",
-        about={"site": site, "direction": direction, "metric": repr(tested.metric), "k": k},
+        about=about,
         bounds=(0.0, 1.0),
         groups=tested.groups,
     )
     metric = replace(
         accuracy,
         values=_by_label([score.effect for score in scores], labels),
-        base=place.test.base,
+        base=base,
         unit=getattr(tested.metric, "unit", ""),
         bounds=None,
     )
-    return Alignment(learned, accuracy, metric, losses)
+    return accuracy, metric
 
 
 def _by_label(
@@ -188,7 +251,8 @@ def _by_label(
 ) -> Float[Tensor, "control point pos example"]:
     """Stack scores that are ordered by point, then by position, then by control."""
     n_controls, n_points, n_positions = map(len, labels.values())
-    return torch.stack([*scores]).view(n_points, n_positions, n_controls, -1).movedim(2, 0)
+    by_place = torch.stack([*scores]).view(n_points, n_positions, n_controls, -1)
+    return by_place.movedim(2, 0)
 
 
 @dataclass(frozen=True)
@@ -225,7 +289,8 @@ class _Places:
         self, fitted: Runs, tested: Runs, answers: Int[Tensor, "pair *two"], learn: Fit
     ) -> None:
         shuffled = _with_shuffled_weights(fitted.model, learn.seed)
-        self._fitted, self._tested = fitted, tested
+        self._fitted = fitted
+        self._tested = tested
         self._shuffled_fitted, self._shuffled_tested = (
             Runs(shuffled, runs.pairs, runs.direction) for runs in (fitted, tested)
         )
@@ -238,7 +303,9 @@ class _Places:
         """Return the place at a point and a position, for one head if the point has heads."""
 
         def runs_at(runs: Runs) -> InterchangeRuns:
-            return InterchangeRuns(runs, point, pos, head, self._learn.batch)
+            return InterchangeRuns(
+                runs=runs, name=point, pos=pos, head=head, batch=self._learn.batch
+            )
 
         return _Place(
             train=runs_at(self._fitted),
@@ -316,9 +383,9 @@ def _answers(pairs: Pairs, test: Pairs) -> Int[Tensor, "pair *two"]:
 def _drawn(pairs: Pairs, seed: int) -> Int[Tensor, " pair"]:
     """Draw a donor of the answer for each pair. Copies of a pair get the same donor."""
     texts = numbered(pairs.digests())
-    first = {text: row for row, text in reversed([*enumerate(texts)])}
-    order = torch.randperm(len(first), generator=torch.Generator().manual_seed(seed))
-    donors = torch.tensor([first[text] for text in range(len(first))])[order]
+    first_row = {text: row for row, text in reversed([*enumerate(texts)])}
+    order = torch.randperm(len(first_row), generator=torch.Generator().manual_seed(seed))
+    donors = torch.tensor([first_row[text] for text in range(len(first_row))])[order]
     return donors[texts]
 
 
@@ -327,8 +394,9 @@ def _with_shuffled_weights(model: nn.Module, seed: int) -> nn.Module:
 
     The copy has weights of the same scale, but has learned nothing.
     """
-    other, draw = copy.deepcopy(model), torch.Generator().manual_seed(seed)
-    for weight in other.parameters():
+    shuffled = copy.deepcopy(model)
+    draw = torch.Generator().manual_seed(seed)
+    for weight in shuffled.parameters():
         order = torch.randperm(weight.numel(), generator=draw).to(weight.device)
         weight.data.copy_(weight.data.flatten()[order].view_as(weight))
-    return other
+    return shuffled

@@ -42,11 +42,11 @@ class Featurizer:
         self, value: Float[Tensor, "*rows d"], source: Float[Tensor, "*rows d"]
     ) -> Float[Tensor, "*rows d"]:
         """Return the value with the selected features of the source, in the dtype of the value."""
-        here, there = at_least_float32(value), at_least_float32(source)
-        features = self.encode(here)
-        taken = self.mask.to(features) * (self.encode(there) - features)
-        change = self.decode(features + taken, here) - self.decode(features, here)
-        return (here + change).to(value.dtype)
+        values, source_values = at_least_float32(value), at_least_float32(source)
+        features = self.encode(values)
+        change_of_features = self.mask.to(features) * (self.encode(source_values) - features)
+        change = self.decode(features + change_of_features, values) - self.decode(features, values)
+        return (values + change).to(value.dtype)
 
     def __repr__(self) -> str:
         return f"{self.name}, {int((self.mask > 0).sum())} of {len(self.mask)} features"
@@ -61,7 +61,7 @@ def coordinates(columns: Float[Tensor, "d k"], name: str = "subspace") -> Featur
     def decode(features: Tensor, value: Tensor) -> Tensor:
         return features @ columns.to(features).mT
 
-    return Featurizer(name, encode, decode, torch.ones(columns.shape[1]))
+    return Featurizer(name=name, encode=encode, decode=decode, mask=torch.ones(columns.shape[1]))
 
 
 def subspace(directions: Float[Tensor, "d *k"]) -> Featurizer:
@@ -85,7 +85,10 @@ def neurons(size: int) -> Featurizer:
     This is the whole value.
     """
     return Featurizer(
-        "neurons", lambda value: value, lambda features, value: features, torch.ones(size)
+        name="neurons",
+        encode=lambda value: value,
+        decode=lambda features, value: features,
+        mask=torch.ones(size),
     )
 
 
@@ -115,5 +118,9 @@ def of_dictionary(dictionary: Dictionary) -> Featurizer:
         )
     every = torch.ones(dictionary.n_features)
     return Featurizer(
-        "dictionary", dictionary.encode, dictionary.write, every, place=dictionary.writes
+        name="dictionary",
+        encode=dictionary.encode,
+        decode=dictionary.write,
+        mask=every,
+        place=dictionary.writes,
     )

@@ -118,7 +118,7 @@ def null_spaces(
         UnknownNameError, ModeError: as in `align`.
     """
     runs = Runs(model, pairs, direction)
-    site = InterchangeRuns(runs, point, pos, head, batch=len(runs.text.tokens))
+    site = InterchangeRuns(runs=runs, name=point, pos=pos, head=head, batch=len(runs.text.tokens))
     columns = orthonormal(directions)
     if len(columns) != site.size:
         raise ValueError(f"directions must have {site.size} rows at {point}; got {len(columns)}")
@@ -142,12 +142,15 @@ def null_spaces(
         def decode(features: Tensor, value: Tensor) -> Tensor:
             return features @ columns.to(value).mT @ kept
 
-        return Featurizer("subspace", encode, decode, torch.ones(columns.shape[1]))
+        return Featurizer(
+            name="subspace", encode=encode, decode=decode, mask=torch.ones(columns.shape[1])
+        )
 
     parts = {"whole": (columns, every), "varying": (columns, varying), "read": (inside, every)}
     values = torch.stack([site.scores(change(*part)).effect for part in parts.values()])
     unit = getattr(runs.metric, "unit", "")
-    axes, labels = ("through", "example"), {"through": [*parts]}
+    axes = ("through", "example")
+    labels = {"through": [*parts]}
     effects = Result(values, axes, site.base, labels=labels, unit=unit, groups=runs.groups)
     return NullSpaces(effects)
 

@@ -61,8 +61,7 @@ class InterchangeRuns:
         ):
             raise ValueError(
                 "a value must be a vector at each position, and head= is needed if the point has "
-                f"heads; got {name} "
-                f"[{' '.join(axes)}] and head={head}"
+                f"heads; got {name} [{' '.join(axes)}] and head={head}"
             )
         self._head = () if head is None else (head,)
         self._columns = _columns(runs.text, pos)
@@ -71,9 +70,9 @@ class InterchangeRuns:
 
     def answering(self, answers: Int[Tensor, "batch *two"]) -> "InterchangeRuns":
         """Return the same runs with other answers."""
-        other = copy.copy(self)
-        other.answers = answers
-        return other
+        runs = copy.copy(self)
+        runs.answers = answers
+        return runs
 
     def base_values(self) -> Float[Tensor, "batch pos d"]:
         """Return the values of the base texts."""
@@ -92,8 +91,7 @@ class InterchangeRuns:
         if value.shape[:2] != text.tokens.shape:
             raise ValueError(
                 "a value must have a vector at each position, [batch, pos], "
-                f"{[*text.tokens.shape]}; "
-                f"got {[*value.shape]} at {self.name}"
+                f"{[*text.tokens.shape]}; got {[*value.shape]} at {self.name}"
             )
         return value[self._at(slice(None), columns)]
 
@@ -165,5 +163,5 @@ def _columns(text: Text, pos: int | str) -> Int[Tensor, "batch n"]:
             raise unknown_name(pos, text.spans, "span of the pairs")
         return text.spans[pos].cpu()
     n_texts, n_pos = text.tokens.shape
-    columns = Selection.one_each(pos).columns(n_pos, "pos", n_texts, text.real)
+    columns = Selection.one_each(pos).columns(n_pos, "pos", batch=n_texts, real=text.real)
     return columns.expand(n_texts, -1)

@@ -45,9 +45,11 @@ class Direction(plots.Shown):
     about: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        require_kind("vectors", self.vectors, Mapping, "a vector for each of some names of points")
+        require_kind(
+            "vectors", self.vectors, kind=Mapping, words="a vector for each of some names of points"
+        )
         for name, vector in self.vectors.items():
-            require_kind(f"the vector at {name}", vector, Tensor, "a tensor [d]")
+            require_kind(f"the vector at {name}", vector, kind=Tensor, words="a tensor [d]")
 
     def __getitem__(self, place: int | str) -> Float[Tensor, " d"]:
         """Return the vector of a layer, or of a point by its name.
@@ -95,7 +97,9 @@ class Direction(plots.Shown):
             UnknownNameError: if the direction has no vector there. The error contains close
                 matches.
         """
-        require_kind("point", point, Point, "a Point", "direction[name] takes a name")
+        require_kind(
+            "point", point, kind=Point, words="a Point", call="direction[name] takes a name"
+        )
         return self[point.name]
 
     def scores(self, values: Mapping[str, Float[Tensor, "..."]]) -> dict[str, Float[Tensor, "..."]]:
@@ -236,7 +240,7 @@ class Direction(plots.Shown):
     def __repr__(self) -> str:
         lines = [
             f"Direction at {len(self.vectors)} points"
-            + "".join(f", {k} {v}" for k, v in self.about.items())
+            + "".join(f", {name} {value}" for name, value in self.about.items())
         ]
         lines += [
             f"  {name}: length {float(vector.norm()):.4g}"

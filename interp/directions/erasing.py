@@ -66,13 +66,15 @@ def leace(moments: Moments) -> Eraser:
     """
     if moments.n < 2:
         raise ValueError(f"moments must be of at least 2 rows to erase a concept; got {moments.n}")
-    d = len(moments.mean) - moments.n_labels
-    sizes, vectors = torch.linalg.eigh(moments.covariance[:d, :d])
+    size = len(moments.mean) - moments.n_labels
+    sizes, vectors = torch.linalg.eigh(moments.covariance[:size, :size])
     deviation = 10 * torch.finfo(torch.float32).eps
-    kept = sizes > deviation**2 * sizes.max()
-    roots, vectors = sizes[kept].sqrt(), vectors[:, kept]
-    whiten, colour = (vectors / roots) @ vectors.mT, (vectors * roots) @ vectors.mT
-    seen = whiten @ moments.covariance[:d, d:]
-    columns, strengths, _ = torch.linalg.svd(seen, full_matrices=False)
+    varies = sizes > deviation**2 * sizes.max()
+    roots = sizes[varies].sqrt()
+    vectors = vectors[:, varies]
+    whiten = (vectors / roots) @ vectors.mT
+    colour = (vectors * roots) @ vectors.mT
+    correlations = whiten @ moments.covariance[:size, size:]
+    columns, strengths, _ = torch.linalg.svd(correlations, full_matrices=False)
     columns = columns[:, strengths > 1e-12 * max(1.0, float(strengths.max()))]
-    return Eraser(whiten @ columns, columns.mT @ colour, moments.mean[:d])
+    return Eraser(whiten @ columns, columns.mT @ colour, moments.mean[:size])

@@ -64,7 +64,7 @@ class Contrast:
 
     def read(self, model: nn.Module) -> tuple[list[str], Iterator[Examples]]:
         """Return the names of the points, and an iterator over batches of examples."""
-        kinds = _kinds_of(model, self.yes, self.no, self.labels)
+        kinds = _kinds_of(model, self.yes, no=self.no, labels=self.labels)
         points = _points_of(model, self.site, kinds)
         return points, _examples(model, *kinds, points, self.pos, self.batch)
 
@@ -91,8 +91,7 @@ def _kinds_of(
         if no is not None:
             raise ValueError(
                 "no must be omitted with labels=, because one store has both kinds; got a "
-                f"{type(no).__name__} "
-                "(a site is passed as site=)"
+                f"{type(no).__name__} (a site is passed as site=)"
             )
         return by_label(yes, labels)
     if no is None:
@@ -125,10 +124,10 @@ def _points_of(
         for name in (stores[0].names if stores else runner_of(model).points)
         if all(name in store.names for store in stores)
     ]
-    require_kind("site", site, (str, Sequence), "a name, or several")
+    require_kind("site", site, kind=(str, Sequence), words="a name, or several")
     points = dict[str, None]()
-    for each in [site] if isinstance(site, str) else site:
-        points |= dict.fromkeys([each] if each in known else names_by_layer(each, known).values())
+    for name in [site] if isinstance(site, str) else site:
+        points |= dict.fromkeys([name] if name in known else names_by_layer(name, known).values())
     return [*points]
 
 
@@ -146,7 +145,7 @@ def _examples(
     for lists of positions for each text.
     """
     if isinstance(yes, StoredTexts) and isinstance(no, StoredTexts):
-        yield from _stored(yes, no, points, pos, batch)
+        yield from _stored(yes, no, points=points, pos=pos, batch=batch)
         return
     first, n_texts = 0, 0
     where = Selection([] if isinstance(pos, str) else slice(None) if pos is None else pos)
@@ -157,7 +156,7 @@ def _examples(
         elif where.is_by_example and first and len(where.parts) != first:
             where = Selection(where.parts[first:])
         n_texts = 0
-        for text, cache in _runs(model, texts, points, batch):
+        for text, cache in _runs(model, texts, points=points, batch=batch):
             stop = n_texts + len(text.tokens)
             columns = where.read(text.real, f"pos of {kind}", n_texts)
             rows, places, ranks = ([*numbers] for numbers in zip(*_each(columns), strict=True))
@@ -195,13 +194,15 @@ def _stored(
     n_texts = 0
     for label, kind, texts, chosen in zip((1, 0), ("yes", "no"), (yes, no), of_kinds, strict=True):
         n_before = n_texts
-        for rows in rows_of(texts, points, chosen, f"pos of {kind}", batch):
+        for rows in rows_of(texts, points, where=chosen, what=f"pos of {kind}", batch=batch):
             yield Examples(
                 label=label,
                 text=torch.tensor(rows.texts) + n_texts,
                 rank=torch.tensor(rows.ranks),
                 place=torch.tensor(rows.places),
-                values={n: finite(value, f"values at {n}") for n, value in rows.values.items()},
+                values={
+                    name: finite(value, f"values at {name}") for name, value in rows.values.items()
+                },
                 digests=rows.digests,
                 is_cached=False,
                 is_part=texts.is_part,
@@ -215,12 +216,14 @@ def _selections(where: Selection, yes: StoredTexts, no: StoredTexts) -> tuple[Se
     """Return the positions in the texts of each kind."""
     if not where.is_by_example:
         return where, where
-    parts, n_yes, n_no = where.parts, len(yes.numbers), len(no.numbers)
+    parts = where.parts
+    n_yes = len(yes.numbers)
+    n_no = len(no.numbers)
     if yes.store is no.store:
         # Both kinds come from one store: texts with labels, or the whole store twice.
         n_texts = len(all_of(yes.store).numbers)
         if len(parts) == n_texts:
-            of_yes, of_no = ([parts[n] for n in kind.numbers] for kind in (yes, no))
+            of_yes, of_no = ([parts[number] for number in kind.numbers] for kind in (yes, no))
             return Selection(of_yes), Selection(of_no)
     elif len(parts) == n_yes + n_no:
         return Selection(parts[:n_yes]), Selection(parts[n_yes:])
@@ -241,13 +244,13 @@ def text_numbers(parts: Sequence[Examples]) -> list[int]:
     """
     part_of = {number: part for part in parts for number in part.text.tolist()}
 
-    def agree(one: int, other: int) -> bool:
-        both = part_of[one], part_of[other]
+    def agree(first: int, second: int) -> bool:
+        both = part_of[first], part_of[second]
         if not any(part.is_cached for part in both):
             return True
         rows, others = (
             {part.place[row].item(): row for row in (part.text == number).nonzero()[:, 0].tolist()}
-            for part, number in zip(both, (one, other), strict=True)
+            for part, number in zip(both, (first, second), strict=True)
         )
         return all(
             is_rounding(
@@ -281,8 +284,8 @@ def _runs(
             )
         yield text, texts
         return
-    for _, each in batches(texts, model, batch):
-        yield each, runner_of(model).capture(each.tokens, names=points, **each.arguments(model))
+    for _, text in batches(texts, model, batch):
+        yield text, runner_of(model).capture(text.tokens, names=points, **text.arguments(model))
 
 
 def _each(columns: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, int]]:

@@ -31,7 +31,8 @@ def difference_of_means(
     batch: int = 16,
     progress: bool = True,
 ) -> Direction:
-    """Return the difference between the mean values of two kinds of texts, in every layer.
+    """Return the direction from the mean value of one kind of texts to that of another kind, in
+    every layer.
 
     The method is from Marks & Tegmark (2023). The offset puts 0 halfway between the two means.
 
@@ -70,14 +71,17 @@ def difference_of_means(
     >>> v[2].shape
     torch.Size([128])
     """
-    moments = _moments(model, Contrast(yes, no, site, labels, pos, batch))
+    moments = _moments(
+        model, Contrast(yes=yes, no=no, site=site, labels=labels, pos=pos, batch=batch)
+    )
     vectors, offsets = {}, {}
-    for name, each in moments.items():
-        share = float(each.mean[-1])
+    for name, moments_of_point in moments.items():
+        share = float(moments_of_point.mean[-1])
         # Σ (x - mean)(z - mean z) is n · share · (1 - share) times the difference of the means.
-        vector = each.products[:-1, -1] / (each.n * share * (1 - share))
-        middle = each.mean[:-1] + (0.5 - share) * vector
-        vectors[name], offsets[name] = vector.float(), -float(middle @ vector)
+        vector = moments_of_point.products[:-1, -1] / (moments_of_point.n * share * (1 - share))
+        middle = moments_of_point.mean[:-1] + (0.5 - share) * vector
+        vectors[name] = vector.float()
+        offsets[name] = -float(middle @ vector)
     return Direction(
         vectors, offsets, {"by": "difference of means", "site": site, **_counts(moments)}
     )
@@ -98,7 +102,7 @@ class Erasure:
     about: Mapping[str, Any]
 
     def edit(self, **where: Index) -> Edit:
-        """Return an edit that erases the difference at the point it is used at.
+        """Return an edit that erases the difference at the point that it edits.
 
         Args:
             where: the positions to edit, such as `pos=-1`. Default: all positions.
@@ -112,7 +116,8 @@ class Erasure:
                     f"{place.point.name}"
                 )
             # The eraser was fitted on values with the axes after `pos` flattened.
-            values, size = region.flatten(2), len(eraser.mean)
+            values = region.flatten(2)
+            size = len(eraser.mean)
             if values.shape[-1] != size:
                 raise EditError(
                     f"an eraser at {place.point} needs all {size} numbers of a position; got "
@@ -136,19 +141,47 @@ def erasure(
     batch: int = 16,
     progress: bool = True,
 ) -> Erasure:
-    """Find the smallest change after which no linear probe separates two kinds of texts (LEACE).
+    """Return an edit of each layer that removes the difference between two kinds of texts (LEACE).
 
-    The method is explained in `erasing`. The guarantee applies to the rows that the erasers are
-    fitted on.
+    After the edit, no linear probe separates the two kinds better than chance, and no smaller
+    change has this property (Belrose et al. 2023; see `interp.directions.erasing`). The guarantee
+    applies to the rows that the erasers are fitted on. On other texts, some of the difference may
+    remain.
 
     Args:
-        model, yes, no, site, labels, pos, batch, progress: see `difference_of_means`.
+        model: any model with hook points, in evaluation mode.
+        yes, no: the texts of each kind: strings, tokens, a cache or a store; see
+            `difference_of_means`.
+        site: the last part of the names of points in all layers, the name of one point, or several
+            of these.
+        labels: the kind of each text, for one store with both kinds.
+        pos: the positions of the examples in each text; None for all tokens. Default: the last
+            position.
+        batch: the number of texts in a batch.
+        progress: whether to show a progress bar after two seconds.
+
+    Returns:
+        The erasers, by the names of points. `erasure(...).edit(pos=-1)` is an edit for hooks, which
+        works at each of these points.
 
     Raises:
         UnknownNameError, ValueError, CacheError, ModeError: as in `difference_of_means`.
+
+    >>> from hooks import HookedRunner
+    >>> from models import load
+    >>> model, point = load("pydoc-4l"), "blocks.2.resid_post"
+    >>> numbers, words = ["part AB1", "part CD2", "part EF3"], ["part one", "part two", "part ten"]
+    >>> float(difference_of_means(model, numbers, words, point)[point].norm()) > 10
+    True
+    >>> edit = erasure(model, numbers, words, point).edit(pos=-1)
+    >>> with HookedRunner(model).hooks({point: edit}):
+    ...     float(difference_of_means(model, numbers, words, point)[point].norm()) < 0.001
+    True
     """
-    moments = _moments(model, Contrast(yes, no, site, labels, pos, batch))
-    erasers = {name: leace(each) for name, each in moments.items()}
+    moments = _moments(
+        model, Contrast(yes=yes, no=no, site=site, labels=labels, pos=pos, batch=batch)
+    )
+    erasers = {name: leace(moments_of_point) for name, moments_of_point in moments.items()}
     return Erasure(erasers, {"by": "LEACE", "site": site, **_counts(moments)})
 
 

@@ -72,13 +72,12 @@ class Probe(plots.Shown):
         return plots.effects(both)
 
     def __repr__(self) -> str:
-        ends, labels = self.auroc.interval(), self.auroc.labels
-        places = [
-            " ".join(map(str, each))
-            for each in product(*(labels[axis] for axis in self.auroc.axes[:-1]))
-        ]
+        ends = self.auroc.interval()
+        labels = self.auroc.labels
+        labels_of_axes = [labels[axis] for axis in self.auroc.axes[:-1]]
+        places = [" ".join(map(str, place)) for place in product(*labels_of_axes)]
         columns = (self.auroc.mean(), ends.low, ends.high, self.control.mean())
-        rows = zip(places, *(each.flatten().tolist() for each in columns), strict=True)
+        rows = zip(places, *(column.flatten().tolist() for column in columns), strict=True)
         head = (
             f"Probe at {len(self.direction.vectors)} points, AUROC on held-out texts and with "
             "drawn labels"
@@ -109,11 +108,15 @@ def probe(
     batch: int = 16,
     progress: bool = True,
 ) -> Probe:
-    """Fit a classifier of two kinds of texts at a site in every layer.
+    """Return linear probes that tell two kinds of texts apart, one for each layer, with scores.
 
-    This needs the extra `probes` (scikit-learn). Values are standardised before the fit, but the
-    direction applies to the original values. Columns that are constant up to rounding have the
-    coefficient 0.
+    A probe is a linear classifier of values. Its score is the AUROC on texts that it was not fitted
+    on: 0.5 by chance, 1 if every value of one kind is above every value of the other kind. As a
+    control, the same probe is fitted to random labels. The module's docstring explains the steps.
+    This needs the extra `probes` (scikit-learn).
+
+    Values are standardised before the fit, but the direction applies to the original values.
+    Columns that are constant up to rounding have the coefficient 0.
 
     Texts with the same real tokens are copies of one text, even if one copy is in `yes` and another
     copy in `no`. In a cache, the values of copies must agree too, because the run may have read
@@ -121,8 +124,14 @@ def probe(
     pooled values.
 
     Args:
-        model, yes, no, site, labels, pos, batch: see `difference_of_means`. All examples are in
-            memory; from a store, only the rows at `pos`.
+        model: any model with hook points, in evaluation mode.
+        yes, no: the texts of each kind: strings, tokens, a cache or a store; see
+            `difference_of_means`. All examples are in memory; from a store, only the rows at `pos`.
+        site: the last part of the names of points in all layers, the name of one point, or several
+            of these.
+        labels: the kind of each text, for one store with both kinds.
+        pos: the positions of the examples in each text; None for all tokens. Default: the last
+            position.
         over: with `pos`, a separate probe is scored at each position. All texts must have the same
             number of positions, and the direction is still fitted on all positions. Default: one
             probe for all positions.
@@ -131,7 +140,12 @@ def probe(
         folds: the number of folds. All copies of a text are in one fold.
         draws: the number of draws of random labels for the control, which is the mean over draws.
         seed: the seed of the folds and of the random labels.
+        batch: the number of texts in a batch.
         progress: whether to show a progress bar after two seconds.
+
+    Returns:
+        The direction of each probe, [d] at each point, and the AUROC with the true labels and with
+        random labels, [point, example] or [point, pos, example]. The examples are the folds.
 
     Raises:
         ValueError: if a kind has fewer different texts than there are folds, if a fold would have
@@ -139,43 +153,72 @@ def probe(
             if texts have different numbers of positions with `over="pos"`.
         CacheError, UnknownNameError, ModeError: as in `difference_of_means`.
         ImportError: if scikit-learn is not installed.
+
+    >>> from models import load
+    >>> numbers = ["part AB1", "part CD2", "part EF3", "part GH4", "part JK5", "part LM6"]
+    >>> words = ["part one", "part two", "part ten", "part six", "part all", "part new"]
+    >>> result = probe(load("pydoc-4l"), numbers, words, "blocks.2.resid_post", folds=3)
+    >>> result.auroc.mean()  # on texts that the probe was not fitted on
+    tensor([1.])
+    >>> result.control.mean() < 0.7  # with random labels
+    tensor([True])
     """
     require_choice("kind", kind, ("logistic", "linear"))
-    points, batches = Contrast(yes, no, site, labels, pos, batch).read(model)
+    contrast = Contrast(yes=yes, no=no, site=site, labels=labels, pos=pos, batch=batch)
+    points, batches = contrast.read(model)
     parts = [*batches]
     rows = _rows_of(parts)
-    kinds = [np.unique(rows.text[rows.label == label]) for label in (0, 1)]
-    if folds < 2 or min(map(len, kinds)) < folds:
-        raise ValueError(
-            f"folds must be from 2 to the number of different texts of each kind ({len(kinds[1])} "
-            "and "
-            f"{len(kinds[0])}); got {folds}"
-        )
+    kinds = _kinds_of_texts(rows, folds)
     draw = torch.Generator().manual_seed(seed)
     fold_of = _folds(kinds, folds, draw)
-    drawn = [_drawn(kinds, fold_of, folds, draw)[rows.text] for _ in range(draws)]
+    drawn = [_drawn(kinds, fold_of, folds=folds, draw=draw)[rows.text] for _ in range(draws)]
     positions = _by_position(rows) if over == "pos" else None
     classifier = _Classifier(kind, C)
-    scores, vectors, offsets = [], {}, {}
+    scores: list[list[list[float]]] = []
+    vectors = {}
+    offsets = {}
     for name in progress_of(points, "points", len(points)):
         values = torch.cat([part.values[name] for part in parts]).double().cpu().numpy()
-        for kept in [slice(None)] if positions is None else positions:
+        for is_used in [slice(None)] if positions is None else positions:
+            labellings = (rows.at(is_used, label) for label in (rows.label, *drawn))
             scores.append(
-                [
-                    classifier.aurocs(values[kept], rows.at(kept, label), fold_of)
-                    for label in (rows.label, *drawn)
-                ]
+                [classifier.aurocs(values[is_used], part, fold_of) for part in labellings]
             )
         vector, offsets[name] = classifier.fitted(values, rows.label)
         vectors[name] = torch.tensor(vector).float()
     labels_of: dict[str, Sequence[Any]] = {"point": points}
     if positions is not None:
-        has_numbers = isinstance(pos, list) and all(type(place) is int for place in pos)
-        labels_of["pos"] = cast(list[int], pos) if has_numbers else range(len(positions))
-    n_yes, n_rows = int(rows.label.sum()), len(rows.label)
-    about = {"by": f"{kind} probe", "site": site, "rows": n_rows, "yes": n_yes}
-    auroc, control = _results(torch.tensor(scores), labels_of, kinds, about)
+        labels_of["pos"] = _labels_of_positions(pos, len(positions))
+    about = {
+        "by": f"{kind} probe",
+        "site": site,
+        "rows": len(rows.label),
+        "yes": int(rows.label.sum()),
+    }
+    auroc, control = _results(torch.tensor(scores), labels_of, kinds=kinds, about=about)
     return Probe(Direction(vectors, offsets, about), auroc, control)
+
+
+def _kinds_of_texts(rows: "_Rows", folds: int) -> list[Any]:
+    """Return the numbers of the different texts of kind `no`, and of kind `yes`.
+
+    Raises:
+        ValueError: if there are fewer than 2 folds, or more folds than texts of a kind.
+    """
+    kinds = [np.unique(rows.text[rows.label == label]) for label in (0, 1)]
+    if folds < 2 or min(map(len, kinds)) < folds:
+        raise ValueError(
+            f"folds must be from 2 to the number of different texts of each kind ({len(kinds[1])} "
+            f"and {len(kinds[0])}); got {folds}"
+        )
+    return kinds
+
+
+def _labels_of_positions(pos: Index | str | None, n_positions: int) -> Sequence[int]:
+    """Return the given positions if they are a list of numbers, and otherwise their ranks."""
+    if isinstance(pos, list) and all(type(place) is int for place in pos):
+        return cast(list[int], pos)
+    return range(n_positions)
 
 
 def _results(
@@ -186,7 +229,11 @@ def _results(
 ) -> tuple[Result, Result]:
     """Return the AUROC with true labels, and the mean AUROC with random labels.
 
-    The first entry of the axis `labels` is the AUROC with true labels.
+    Args:
+        scores: the AUROC of each fold. The first entry of the axis `labels` is with true labels.
+        labels_of: the labels of the axes of places, `point` and possibly `pos`.
+        kinds: the numbers of the different texts of kind `no`, and of kind `yes`.
+        about: facts about the probes.
     """
     folds = scores.shape[-1]
     shape = [*map(len, labels_of.values()), folds]
@@ -222,9 +269,14 @@ class _Rows(NamedTuple):
     rank: Any
     place: Any
 
-    def at(self, kept: Any, label: Any) -> "_Rows":
+    def at(self, is_used: Any, label: Any) -> "_Rows":
         """Return some of the rows, with other labels."""
-        return _Rows(label[kept], self.text[kept], self.rank[kept], self.place[kept])
+        return _Rows(
+            label=label[is_used],
+            text=self.text[is_used],
+            rank=self.rank[is_used],
+            place=self.place[is_used],
+        )
 
 
 def _rows_of(parts: list[Examples]) -> _Rows:
@@ -259,13 +311,15 @@ def _folds(kinds: list[Any], folds: int, draw: torch.Generator) -> Any:
     Texts that are in both kinds are distributed first.
     """
     n_texts = max(kind.max() for kind in kinds) + 1
-    fold_of, shared = np.full(n_texts, -1), np.intersect1d(*kinds)
-    for each in (shared, *kinds):
-        left, there = each[fold_of[each] < 0], each[fold_of[each] >= 0]
+    fold_of = np.full(n_texts, -1)
+    shared = np.intersect1d(*kinds)
+    for texts in (shared, *kinds):
+        left = texts[fold_of[texts] < 0]
+        placed = texts[fold_of[texts] >= 0]
         # Each text goes to the fold with the fewest texts of this kind.
         # If some texts are in both kinds, ties go to the smallest fold.
-        of_kind = np.bincount(fold_of[there], minlength=folds)
-        of_all = np.bincount(fold_of[fold_of >= 0] if len(shared) else there[:0], minlength=folds)
+        of_kind = np.bincount(fold_of[placed], minlength=folds)
+        of_all = np.bincount(fold_of[fold_of >= 0] if len(shared) else placed[:0], minlength=folds)
         for n in torch.randperm(len(left), generator=draw).tolist():
             fold = np.lexsort((of_all, of_kind))[0]
             fold_of[left[n]] = fold
@@ -274,14 +328,13 @@ def _folds(kinds: list[Any], folds: int, draw: torch.Generator) -> Any:
     if min(np.bincount(fold_of, minlength=folds)) < 2:
         raise ValueError(
             f"each fold must have at least 2 different texts, to draw labels; got {n_texts} texts "
-            "for "
-            f"{folds} folds, because some texts are in both yes and no: use fewer folds"
+            f"for {folds} folds, because some texts are in both yes and no: use fewer folds"
         )
     return fold_of
 
 
 def _once(*columns: Any) -> Any:
-    """Return a mask of the first row with each label, text and place."""
+    """Return a mask of the rows that differ from all earlier rows in at least one column."""
     first = np.zeros(len(columns[0]), bool)
     first[np.unique(np.stack(columns, 1), axis=0, return_index=True)[1]] = True
     return first
@@ -289,9 +342,10 @@ def _once(*columns: Any) -> Any:
 
 def _drawn(kinds: list[Any], fold_of: Any, folds: int, draw: Any) -> Any:
     """Return a random label for each text. Each fold has texts with both labels."""
-    drawn, each_once = np.zeros(len(fold_of), int), [kinds[0], np.setdiff1d(kinds[1], kinds[0])]
+    drawn = np.zeros(len(fold_of), int)
+    each_once = [kinds[0], np.setdiff1d(kinds[1], kinds[0])]
     for fold in range(folds):
-        members = np.concatenate([each[fold_of[each] == fold] for each in each_once])
+        members = np.concatenate([texts[fold_of[texts] == fold] for texts in each_once])
         drawn[members[torch.randperm(len(members), generator=draw)]] = np.arange(len(members)) % 2
     return drawn
 
@@ -312,24 +366,31 @@ class _Classifier:
         spread = np.where(spread > _ROUNDING * abs(values).max(0), spread, np.inf)
         scaled = (values - mean) / spread
         if self.kind == "logistic":
-            made = linear.LogisticRegression(C=self.C, max_iter=1000).fit(scaled, labels)
-            weights, bias = made.coef_[0], float(made.intercept_[0])
+            fit = linear.LogisticRegression(C=self.C, max_iter=1000).fit(scaled, labels)
+            weights = fit.coef_[0]
+            bias = float(fit.intercept_[0])
         else:
-            made = linear.Ridge(alpha=1 / self.C).fit(scaled, 2 * labels - 1)
-            weights, bias = made.coef_, float(made.intercept_)
+            fit = linear.Ridge(alpha=1 / self.C).fit(scaled, 2 * labels - 1)
+            weights = fit.coef_
+            bias = float(fit.intercept_)
         return weights / spread, bias - float(mean @ (weights / spread))
 
     def aurocs(self, values: Any, rows: _Rows, fold_of: Any) -> list[float]:
         """Return the AUROC of each fold with a fit on the other folds.
 
         Each text and place counts once.
+
+        Args:
+            values: the values of all examples, [row, d].
+            rows: the label, text and place of each example.
+            fold_of: the fold of each text.
         """
         once = _once(rows.label, rows.text, rows.place)
         scores = []
         for fold in range(fold_of.max() + 1):
-            held = fold_of[rows.text] == fold
-            vector, offset = self.fitted(values[~held], rows.label[~held])
-            scored = held & once
+            is_held_out = fold_of[rows.text] == fold
+            vector, offset = self.fitted(values[~is_held_out], rows.label[~is_held_out])
+            scored = is_held_out & once
             strength = torch.from_numpy(values[scored] @ vector + offset)
             is_yes = torch.from_numpy(rows.label[scored] == 1)
             scores.append(area_under_curve(strength, is_yes))

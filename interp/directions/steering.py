@@ -66,16 +66,16 @@ class SteeringCurve(plots.Shown):
 
     def __repr__(self) -> str:
         shown = [("score", self.score), *([("KL", self.kl)] if self.kl is not None else [])]
-        ends = {name: each.interval() for name, each in shown}
+        ends = {name: result.interval() for name, result in shown}
         lines = [
             f"SteeringCurve of {len(self.strengths)} strengths; score in {self.score.unit}, KL in "
             "nats"
         ]
         for n, strength in enumerate(self.strengths[:38]):
             parts = (
-                f"{name} {float(each.mean()[n]):+.4g}"
+                f"{name} {float(result.mean()[n]):+.4g}"
                 f"{interval_text(float(ends[name].low[n]), float(ends[name].high[n]), '+.3g')}"
-                for name, each in shown
+                for name, result in shown
             )
             lines.append(f"  {strength:<8g} {'  '.join(parts)}")
         return "\n".join(lines)
@@ -136,14 +136,17 @@ def steering_curve(
         ]
 
     labels = {"edit": [*strengths]}
-    effects = sweep(model, prompts, changes(prompts), score, max_bytes=max_bytes)
+    effects = sweep(model, prompts, edits=changes(prompts), metric=score, max_bytes=max_bytes)
     kl = None
     if others is not None:
         text = text_for(model, others)
         reference = logits_of(runner_of(model).model(text.tokens, **text.arguments(model)))
         metric = kl_divergence(reference, None, attention_mask=text.attention_mask)
-        where, mask = changes(others), text.attention_mask
-        lost = sweep(model, text.tokens, where, metric, attention_mask=mask, max_bytes=max_bytes)
+        where = changes(others)
+        mask = text.attention_mask
+        lost = sweep(
+            model, text.tokens, edits=where, metric=metric, attention_mask=mask, max_bytes=max_bytes
+        )
         kl = replace(_by_strength(lost, labels), bounds=(0.0, math.inf))
     return SteeringCurve(tuple(strengths), _by_strength(effects, labels), kl)
 
@@ -151,12 +154,12 @@ def steering_curve(
 def _by_strength(result: Result, labels: dict[str, list[float]]) -> Result:
     axes = ("strength", *result.axes[1:])
     return Result(
-        result.values,
-        axes,
-        result.base,
-        result.target,
-        {"strength": labels["edit"]},
-        result.unit,
-        result.about,
+        values=result.values,
+        axes=axes,
+        base=result.base,
+        target=result.target,
+        labels={"strength": labels["edit"]},
+        unit=result.unit,
+        about=result.about,
         groups=result.groups,
     )

@@ -120,9 +120,13 @@ def rows_of(
         rest = iter(texts.numbers[n_before : n_before + _count(texts.numbers, inside)])
         if not (some := [*itertools.islice(rest, batch)]):
             continue
-        held = store.file(number, [*points, "tokens", "text", "offset"])
+        columns = store.file(number, [*points, "tokens", "text", "offset"])
         while some:
-            if (rows := _chosen(held, some, points, where, what, n_before)).texts:
+            if (
+                rows := _chosen(
+                    columns, some, points=points, where=where, what=what, first=n_before
+                )
+            ).texts:
                 yield rows
             n_before += len(some)
             some = [*itertools.islice(rest, batch)]
@@ -150,11 +154,12 @@ def told_apart(hashes: Sequence[str], values: Float[Tensor, "text d"]) -> list[s
     order = sorted(range(len(hashes)), key=lambda text: (hashes[text], line[text]))
     first = [*range(len(hashes))]
     for back in range(1, min(9, len(order))):
-        ones, others = order[:-back], order[back:]
+        ones = order[:-back]
+        others = order[back:]
         distances = (scaled[ones] - scaled[others]).square().mean(1).tolist()
-        for one, other, distance in zip(ones, others, distances, strict=True):
-            if distance < _NEAR and hashes[one] == hashes[other]:
-                low, high = sorted((_root(first, one), _root(first, other)))
+        for first_row, second_row, distance in zip(ones, others, distances, strict=True):
+            if distance < _NEAR and hashes[first_row] == hashes[second_row]:
+                low, high = sorted((_root(first, first_row), _root(first, second_row)))
                 first[high] = low
     return [f"{digest} {_root(first, text)}" for text, digest in enumerate(hashes)]
 
@@ -172,7 +177,7 @@ def _count(numbers: Sequence[int], inside: range) -> int:
 
 
 def _chosen(
-    held: dict[str, Tensor],
+    columns: dict[str, Tensor],
     numbers: Sequence[int],
     points: Sequence[str],
     where: Selection,
@@ -180,7 +185,8 @@ def _chosen(
     first: int,
 ) -> StoredRows:
     """Return the selected rows of some texts of one file."""
-    text_of_row, wanted = held["text"].long(), torch.tensor(numbers)
+    text_of_row = columns["text"].long()
+    wanted = torch.tensor(numbers)
     starts = torch.searchsorted(text_of_row, wanted).tolist()
     stops = torch.searchsorted(text_of_row, wanted, right=True).tolist()
     rows, texts, ranks, places = list[int](), list[int](), list[int](), list[int]()
@@ -188,31 +194,31 @@ def _chosen(
     for number, (start, stop) in enumerate(zip(starts, stops, strict=True), first):
         if start == stop:
             continue
-        offsets = held["offset"][start:stop]
+        offsets = columns["offset"][start:stop]
         row_at = dict(zip(offsets.tolist(), range(start, stop), strict=True))
-        chosen = _places(where, row_at, what, number)
+        chosen = _places(where, row_at, what=what, number=number)
         rows += [row_at[place] for place in chosen]
         places += chosen
         ranks += range(len(chosen))
         texts += [len(hashes)] * len(chosen)
-        kept = Text(held["tokens"][start:stop][None], more={"offset": offsets[None]})
-        hashes += digests(kept)
-    values = {name: held[name][rows].flatten(1) for name in points}
-    return StoredRows(texts, ranks, places, values, hashes)
+        tokens_of_text = Text(columns["tokens"][start:stop][None], more={"offset": offsets[None]})
+        hashes += digests(tokens_of_text)
+    values = {name: columns[name][rows].flatten(1) for name in points}
+    return StoredRows(texts=texts, ranks=ranks, places=places, values=values, digests=hashes)
 
 
 def _places(where: Selection, row_at: dict[int, int], what: str, number: int) -> list[int]:
     """Return the selected places of a text that have rows."""
     real: Bool[Tensor, "1 pos"] = torch.ones(1, max(row_at) + 1, dtype=torch.bool)
     (chosen,) = where.read(real, what, number)
-    kept = [place for place in chosen if place in row_at]
+    stored_places = [place for place in chosen if place in row_at]
     part: Any = where.parts[number] if where.is_by_example else where.index
     listed = part if isinstance(part, list) else [part]
     is_listed = all(type(place) is int for place in listed)
-    if not kept or (is_listed and len(kept) < len(chosen)):
+    if not stored_places or (is_listed and len(stored_places) < len(chosen)):
         missing = next(place for place in chosen if place not in row_at)
         raise SelectionError(
             f"{what}, text {number}, must be places with a row in the store; got place {missing}, "
             "which has no row"
         )
-    return kept
+    return stored_places

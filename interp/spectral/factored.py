@@ -147,8 +147,9 @@ class FactoredMatrix(plots.Shown):
             IndexError: if there are more indices than axes, or an index is not a number, a slice,
                 or a list of numbers or booleans.
         """
-        index, n_axes = index if isinstance(index, tuple) else (index,), len(self.shape)
-        dots = [at for at, one in enumerate(index) if one is Ellipsis] or [len(index)]
+        index = index if isinstance(index, tuple) else (index,)
+        n_axes = len(self.shape)
+        dots = [axis for axis, entry in enumerate(index) if entry is Ellipsis] or [len(index)]
         index = *index[: dots[0]], *index[dots[0] + 1 :]
         full = (slice(None),) * (n_axes - len(index))
         index = *index[: dots[0]], *full, *index[dots[0] :]
@@ -156,7 +157,7 @@ class FactoredMatrix(plots.Shown):
             raise IndexError(f"an index must be for at most {n_axes} axes; got {len(index)}")
         *batch, rows, columns = map(_of_one_axis, index)
         rows, columns = (
-            one.view(-1) if isinstance(one, Tensor) else one for one in (rows, columns)
+            entry.view(-1) if isinstance(entry, Tensor) else entry for entry in (rows, columns)
         )
         left, right = self.left[tuple(batch)], self.right[tuple(batch)]
         return FactoredMatrix(left[..., rows, :], right[..., columns])
@@ -179,8 +180,11 @@ class FactoredMatrix(plots.Shown):
         small = svd(left.R @ right.R.mT)
         # In float64 the small matrix does not show the rounding of the factors.
         eps = max(self.shape[-2:]) * torch.finfo(self.left.dtype).eps
-        u, vh = left.Q @ small.u, small.vh @ right.Q.mT
-        return SVD(u, small.s, vh, small.next_value, eps * small.s[..., 0])
+        u = left.Q @ small.u
+        vh = small.vh @ right.Q.mT
+        return SVD(
+            u=u, s=small.s, vh=vh, next_value=small.next_value, tolerance=eps * small.s[..., 0]
+        )
 
     def eigenvalues(self) -> Complex[Tensor, "*batch k"]:
         """Return the min(rows, inner) eigenvalues that may differ from 0, largest first, in
@@ -239,7 +243,8 @@ class FactoredMatrix(plots.Shown):
             numbers = (better[:, None] + start) * columns + every
             best = torch.cat([best, entries[better].flatten()])
             order = largest_rows(best, k)
-            best, places = best[order], torch.cat([places, numbers.flatten()])[order]
+            best = best[order]
+            places = torch.cat([places, numbers.flatten()])[order]
         return LargestEntries(sign * best, places // columns, places % columns)
 
     def __repr__(self) -> str:
@@ -251,7 +256,7 @@ class FactoredMatrix(plots.Shown):
 
 
 def _matrix(factor: Tensor) -> Tensor:
-    require_kind("a factor", factor, Tensor, "a tensor [..., rows, columns]")
+    require_kind("a factor", factor, kind=Tensor, words="a tensor [..., rows, columns]")
     # The product of a vector with batch axes could be mistaken for a matrix.
     if factor.ndim < 2:
         raise ValueError(

@@ -51,14 +51,13 @@ class FoldedWeights:
     """
 
     def __init__(self, model: nn.Module, fold: bool, *weights: str) -> None:
-        require_kind("fold", fold, bool, "True or False")
+        require_kind("fold", fold, kind=bool, words="True or False")
         self.model: Any = plain(model, "config", "blocks", *weights)
         self.fold = fold
         if fold and getattr(self.model.config, "norm_place", "pre") == "post":
             raise ValueError(
-                "norm_place must be 'pre', 'output' or 'sandwich' to fold norms; got 'post', "
-                "where norms "
-                "normalize the stream itself: use fold=False"
+                "norm_place must be 'pre', 'output' or 'sandwich' to fold norms; got 'post', where "
+                "norms normalize the stream itself: use fold=False"
             )
         self.reads = [self._linear(block, "ln1") for block in self.model.blocks]
         self.writes = [self._linear(block, "ln1_post") for block in self.model.blocks]
@@ -73,13 +72,15 @@ class FoldedWeights:
         return linear_part(part_of(owner, name, "fold norms"), *shape)
 
     def _held(self, name: str) -> Tensor:
-        held = getattr(self.model, name).detach()
-        return to_device(held, next((w.device for w in self.model.parameters()), held.device))
+        weight = getattr(self.model, name).detach()
+        return to_device(
+            weight, next((parameter.device for parameter in self.model.parameters()), weight.device)
+        )
 
     def read(self, name: str) -> Float[Tensor, "layer _kv_head d_model d_head"]:
         """Return `W_Q`, `W_K` or `W_V`."""
         layers = zip(self.reads, at_least_float32(self._held(name)), strict=True)
-        return stacked(part.before(w.mT).mT for part, w in layers)
+        return stacked(part.before(weight.mT).mT for part, weight in layers)
 
     def values(self) -> FoldedReading:
         """Return `W_V` of every head."""
@@ -88,14 +89,14 @@ class FoldedWeights:
     def written(self) -> Writing:
         """Return `W_O`."""
         layers = zip(self.writes, at_least_float32(self._held("W_O")), strict=True)
-        held = stacked(part.after(w) for part, w in layers)
-        return held - held.mean(-1, keepdim=True) if self.centred else held
+        weights = stacked(part.after(weight) for part, weight in layers)
+        return weights - weights.mean(-1, keepdim=True) if self.centred else weights
 
     def mlp(self, layer: int, name: str) -> Float[Tensor, "rows columns"]:
         """Return `W_in` or `W_out` of the MLP of one block."""
         block = self.model.blocks[layer]
-        held = getattr(part_of(block, "mlp", f"read {name}"), name).detach()
-        weights = at_least_float32(to_device(held, self._held("W_E").device))
+        weight = getattr(part_of(block, "mlp", f"read {name}"), name).detach()
+        weights = at_least_float32(to_device(weight, self._held("W_E").device))
         if name == "W_in":
             return self._linear(block, "ln2").before(weights.mT).mT
         written = self._linear(block, "ln2_post").after(weights)
@@ -103,9 +104,9 @@ class FoldedWeights:
 
     def embedding(self) -> Float[Tensor, "vocab d_model"]:
         """Return `W_E` times the model's `embed_scale`."""
-        held = at_least_float32(self._held("W_E"))
-        held = held * getattr(self.model.config, "embed_scale", 1.0)
-        return self._linear(self.model, "ln_embed").after(held)
+        weights = at_least_float32(self._held("W_E"))
+        weights = weights * getattr(self.model.config, "embed_scale", 1.0)
+        return self._linear(self.model, "ln_embed").after(weights)
 
     def unembedding(
         self, tokens: Int[Tensor, " token"] | None = None
@@ -115,11 +116,11 @@ class FoldedWeights:
         With `fold`, the mean over the vocabulary is subtracted unless logits are capped. It does
         not change probabilities.
         """
-        held = self._held("W_U")
-        here = tokens if tokens is None else to_device(tokens, held.device)
-        columns = at_least_float32(held if here is None else held[:, here])
+        weights = self._held("W_U")
+        on_device = tokens if tokens is None else to_device(tokens, weights.device)
+        columns = at_least_float32(weights if on_device is None else weights[:, on_device])
         if self.fold and not getattr(self.model.config, "logit_cap", 0):
-            columns = columns - held.mean(-1, keepdim=True, dtype=columns.dtype)
+            columns = columns - weights.mean(-1, keepdim=True, dtype=columns.dtype)
         return self.final.before(columns.mT).mT
 
     def queries_and_keys(self, distance: int | None) -> tuple[FoldedReading, FoldedReading]:
@@ -132,11 +133,13 @@ class FoldedWeights:
             ValueError: if positions are rotary and `distance` is not from 0 to n_ctx - 1.
         """
         n_ctx = self.model.config.n_ctx
-        require_integer("distance", 0 if distance is None else distance, 0, n_ctx - 1)
+        require_integer("distance", 0 if distance is None else distance, least=0, most=n_ctx - 1)
         weights = []
         for name, norm, pos in (("W_Q", "q_norm", distance), ("W_K", "k_norm", 0)):
             layers = zip(self.model.blocks, self.read(name), strict=True)
-            turned = stacked(self._turned(block.attn, w, norm, pos) for block, w in layers)
+            turned = stacked(
+                self._turned(block.attn, weight, norm=norm, pos=pos) for block, weight in layers
+            )
             weights.append(self._by_head(turned))
         return weights[0], weights[1]
 

@@ -69,7 +69,11 @@ class SVD:
         require_integer("k", k, most=self.s.shape[-1])
         next_value = self.s[..., k] if k < self.s.shape[-1] else self.next_value
         return SVD(
-            self.u[..., :k], self.s[..., :k], self.vh[..., :k, :], next_value, self.tolerance
+            u=self.u[..., :k],
+            s=self.s[..., :k],
+            vh=self.vh[..., :k, :],
+            next_value=next_value,
+            tolerance=self.tolerance,
         )
 
     @property
@@ -109,7 +113,9 @@ def svd(matrices: Float[Tensor, "*batch rows columns"], name: str = "matrices") 
     tensor([4., 3.], dtype=torch.float64)
     """
     u, s, vh = torch.linalg.svd(finite(matrices, name).double(), full_matrices=False)
-    return SVD(u, s, vh, torch.zeros_like(s[..., 0]), _tolerance(matrices, s))
+    return SVD(
+        u=u, s=s, vh=vh, next_value=torch.zeros_like(s[..., 0]), tolerance=_tolerance(matrices, s)
+    )
 
 
 def randomized_svd(
@@ -164,14 +170,18 @@ def randomized_svd(
         # directions.
         basis = torch.linalg.qr(float64 @ torch.linalg.qr(float64.mT @ basis).Q).Q
     u, s, vh = torch.linalg.svd(basis.mT @ float64, full_matrices=False)
-    left, s, vh = basis @ u[..., : k + 1], s[..., : k + 1], vh[..., : k + 1, :]
+    left = basis @ u[..., : k + 1]
+    s = s[..., : k + 1]
+    vh = vh[..., : k + 1, :]
     # The transposed equation, `A^T u = s v`, holds exactly.
     residual = float64 @ vh.mT - left * s[..., None, :]
     # Divide by the largest value, because squares could overflow or underflow.
     largest = s[..., :1, None].where(s[..., :1, None] > 0, 1)
     error = torch.linalg.matrix_norm(residual / largest) * s[..., 0]
     tolerance = torch.maximum(error, _tolerance(matrices, s))
-    return SVD(left[..., :k], s[..., :k], vh[..., :k, :], s[..., k], tolerance)
+    return SVD(
+        u=left[..., :k], s=s[..., :k], vh=vh[..., :k, :], next_value=s[..., k], tolerance=tolerance
+    )
 
 
 def effective_rank(s: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]:
@@ -261,7 +271,9 @@ def _tolerance(matrices: Tensor, s: Tensor) -> Tensor:
 
 def _checked_values(s: Tensor) -> Tensor:
     """Return singular values in float64, after checks."""
-    require_kind("s", s, Tensor, "a tensor of singular values", "svd(matrix).s has them")
+    require_kind(
+        "s", s, kind=Tensor, words="a tensor of singular values", call="svd(matrix).s has them"
+    )
     # Comparisons with NaN are false.
     if not (s.isfinite().all() and (s >= 0).all() and (s.diff(dim=-1) <= 0).all()):
         first = s.flatten()[:8].tolist()

@@ -61,9 +61,9 @@ def subspace_angles(
     >>> subspace_angles(flat, turned, k=2).rad2deg()
     tensor([ 0., 90.], dtype=torch.float64)
     """
-    a, b = _vectors(first, k, side), _vectors(second, k, side)
+    first_vectors, second_vectors = _vectors(first, k, side), _vectors(second, k, side)
     defined = _has_space(first, k) & _has_space(second, k)
-    return _angles(a, b).where(defined[..., None], torch.nan)
+    return _angles(first_vectors, second_vectors).where(defined[..., None], torch.nan)
 
 
 def subspace_overlap(
@@ -120,7 +120,7 @@ def drift(decomposition: SVD, k: int, side: Side = "right") -> Float[Tensor, "ch
     tensor([[90.],
             [ 0.]], dtype=torch.float64)
     """
-    return subspace_angles(decomposition[:-1], decomposition[1:], k, side)
+    return subspace_angles(decomposition[:-1], decomposition[1:], k=k, side=side)
 
 
 def alignment(first: SVD, second: SVD, k: int, side: Side = "right") -> Float[Tensor, "*batch k"]:
@@ -161,18 +161,18 @@ def _independent(basis: Tensor, name: str) -> Tensor:
     return whole.u
 
 
-def _vectors(one: SVD, k: int, side: Side) -> Tensor:
+def _vectors(decomposition: SVD, k: int, side: Side) -> Tensor:
     """Return the top k vectors, as columns."""
     require_choice("side", side, ("left", "right"))
-    require_integer("k", k, most=one.s.shape[-1])
-    return (one.u if side == "left" else one.vh.mT)[..., :k]
+    require_integer("k", k, most=decomposition.s.shape[-1])
+    return (decomposition.u if side == "left" else decomposition.vh.mT)[..., :k]
 
 
-def _has_space(one: SVD, k: int) -> Bool[Tensor, "*batch"]:
-    return one.gaps[..., k - 1] > one.tolerance
+def _has_space(decomposition: SVD, k: int) -> Bool[Tensor, "*batch"]:
+    return decomposition.gaps[..., k - 1] > decomposition.tolerance
 
 
-def _isolated(one: SVD, k: int) -> Bool[Tensor, "*batch k"]:
-    apart = one.gaps[..., :k] > one.tolerance[..., None]
+def _isolated(decomposition: SVD, k: int) -> Bool[Tensor, "*batch k"]:
+    apart = decomposition.gaps[..., :k] > decomposition.tolerance[..., None]
     # No singular value is larger than the first.
     return apart & torch.cat([torch.ones_like(apart[..., :1]), apart[..., :-1]], -1)

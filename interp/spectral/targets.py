@@ -137,7 +137,7 @@ def svd_targets(model: nn.Module, cache: ActivationCache, layers: Some = None) -
     device, dtype = stacks[-1].device, stacks[-1].dtype
     wvwo = FactoredMatrix(w_v.to(device, dtype), w_o.to(device, dtype))
     qkt, pattern, values, avwo = stacks
-    return SVDTargets(qkt, pattern, values, wvwo, avwo)
+    return SVDTargets(qkt=qkt, pattern=pattern, values=values, wvwo=wvwo, avwo=avwo)
 
 
 def _of_layer(
@@ -231,7 +231,7 @@ def residual_stream(
     require_cache(cache)
     _names(cache, (point,), 'mode="residual"')
     stream = cache.stack(point)
-    require_kind("windows", windows, Tensor, "a boolean tensor [batch, pos]")
+    require_kind("windows", windows, kind=Tensor, words="a boolean tensor [batch, pos]")
     if windows.dtype != torch.bool or windows.shape != stream.shape[1:3]:
         rule = f"boolean [batch, pos], {tuple(stream.shape[1:3])} here"
         raise ValueError(f"windows must be {rule}; got {windows.dtype} {tuple(windows.shape)}")

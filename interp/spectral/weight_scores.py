@@ -33,13 +33,11 @@ def composition_scores(
     draws: int = 100,
     seed: int = 0,
 ) -> Result:
-    """Return the composition score of every head with every head of a later layer (Elhage et al.
+    """Return the composition score of every head with every head of a later layer, 0 to 1.
 
-    2021).
-
-    A score is the Frobenius norm of a product over the product of the norms: |A B| / (|A| |B|), 0
-    to 1. A is the OV circuit of the first head. B is a circuit of the later head: the QK circuit
-    for Q, its transpose for K, and the OV circuit for V.
+    The method is from Elhage et al. 2021. A score is the Frobenius norm of a product over the
+    product of the norms: |A B| / (|A| |B|). A is the OV circuit of the first head. B is a circuit
+    of the later head: the QK circuit for Q, its transpose for K, and the OV circuit for V.
 
     Random matrices of the same shapes have a score above 0 too. `about["baseline"]` is the mean
     score of random heads with normally distributed weights, and `about["spread"]` is the standard
@@ -73,7 +71,8 @@ def composition_scores(
     if kind != "V":
         queries, keys = folded.queries_and_keys(distance)
         later = FactoredMatrix(queries, keys.mT)
-    sources, readers = _scores_of_rows(first), _scores_of_rows(later if kind == "K" else later.mT)
+    sources = _normed_rows(first)
+    readers = _normed_rows(later if kind == "K" else later.mT)
     n_layers, n_heads = sources.shape[:2]
     scores = sources.new_full((n_layers, n_heads, n_layers, n_heads, 1), torch.nan)
     for layer in range(n_layers - 1):
@@ -81,16 +80,16 @@ def composition_scores(
             products = sources[layer, head] @ readers[layer + 1 :].mT
             scores[layer, head, layer + 1 :, :, 0] = torch.linalg.matrix_norm(products)
     generator = torch.Generator().manual_seed(seed)
-    left, right = first[0, 0].left.shape, first[0, 0].right.shape
-    drawn = [torch.randn(2, draws, *shape, generator=generator) for shape in (left, right)]
-    one, other = _scores_of_rows(FactoredMatrix(*drawn))
-    random = torch.linalg.matrix_norm(one @ other.mT)
+    shapes = (first[0, 0].left.shape, first[0, 0].right.shape)
+    left, right = (torch.randn(2, draws, *shape, generator=generator) for shape in shapes)
+    first_rows, later_rows = _normed_rows(FactoredMatrix(left, right))
+    random = torch.linalg.matrix_norm(first_rows @ later_rows.mT)
     about = {"kind": kind, "fold": fold, "distance": distance, "draws": draws, "seed": seed}
     about |= {"baseline": random.mean().item(), "spread": random.std().item()}
     return Result(scores, ("layer", "head", "to_layer", "to_head", "example"), about=about)
 
 
-def _scores_of_rows(matrix: FactoredMatrix) -> Float[Tensor, "*batch inner columns"]:
+def _normed_rows(matrix: FactoredMatrix) -> Float[Tensor, "*batch inner columns"]:
     """Return matrices of norm 1 with few rows, in an orthonormal basis, which keeps the norms of
     products.
     """
@@ -100,20 +99,20 @@ def _scores_of_rows(matrix: FactoredMatrix) -> Float[Tensor, "*batch inner colum
 
 @without_gradients
 def copying_scores(model: nn.Module, fold: bool = True) -> Result:
-    """Return how much the weights of each head raise the logits of the tokens that it attends to:
-    -1 to 1.
+    """Return the copying score of each head, from -1 to 1, computed from the weights alone.
 
-    The score is the sum of the real parts of the eigenvalues of the full OV circuit, over the sum
-    of their absolute values (Elhage et al. 2021; see `full_circuits`). It is 1 if all eigenvalues
-    are positive, as in a head that copies. No matrix of vocab times vocab numbers is formed.
+    A head with a score near 1 raises the logits of the tokens that it attends to: it copies. A head
+    with a score near -1 lowers these logits. The score is the sum of the real parts of the
+    eigenvalues of the full OV circuit (see `full_circuits`), over the sum of their absolute values
+    (Elhage et al. 2021). No matrix of vocab times vocab numbers is formed.
 
     Args:
         model: see `LanguageModel`.
-        fold: see `ov_circuit`.
+        fold: whether norms are folded into the weights; see `ov_circuit`. Default: True.
 
     Returns:
-        Scores [layer, head, example], with one example. The score is NaN for a head that writes
-        nothing.
+        A result with the axes `layer`, `head` and `example`, with one example and without unit. The
+        score is NaN for a head that writes nothing.
 
     Raises:
         TypeError, ValueError: as for `ov_circuit`; or if the embedding and the unembedding have
@@ -121,7 +120,10 @@ def copying_scores(model: nn.Module, fold: bool = True) -> Result:
 
     >>> from models import load
     >>> model = load("pydoc-4l")
-    >>> copying_scores(model).top(1)
+    >>> scores = copying_scores(model)
+    >>> scores.places([int(scores.mean().argmax())])  # the head that copies most
+    layer 0, head 2  +0.6664
+    >>> scores.top(1)  # the largest absolute value: a head that lowers the logits of tokens
     layer 1, head 1  -0.8607
     """
     folded = FoldedWeights(model, fold, "W_E", "W_V", "W_O", "W_U")
@@ -131,7 +133,7 @@ def copying_scores(model: nn.Module, fold: bool = True) -> Result:
             "the vocabularies of input and output must be the same for a copying score; got "
             f"{len(embedding)} and {unembedding.shape[1]} tokens"
         )
-    # The eigenvalues of E V O U are those of V O (U E), apart from zeros.
+    # Apart from zeros, E V O U and V O (U E) have the same eigenvalues.
     written = folded.written() @ (unembedding @ embedding)
     eigenvalues = FactoredMatrix(folded.values(), written).eigenvalues()
     scores = eigenvalues.real.sum(-1) / eigenvalues.abs().sum(-1)
@@ -140,8 +142,7 @@ def copying_scores(model: nn.Module, fold: bool = True) -> Result:
 
 @without_gradients
 def positional_scores(model: nn.Module, back: int = 1, n_pos: int = 64) -> Result:
-    """Return each head's attention, 0 to 1, to the position `back` before the query, without a
-    text.
+    """Return each head's attention to the position `back` before the query, without a text.
 
     The model runs once. All tokens have the mean embedding, and every block reads the stream that
     the first block reads. Heads then differ only in their attention by position: through learned,
@@ -155,7 +156,7 @@ def positional_scores(model: nn.Module, back: int = 1, n_pos: int = 64) -> Resul
             queries that have a key `back` positions before. Default: 64.
 
     Returns:
-        Scores [layer, head, example], with one example.
+        Scores [layer, head, example], the share of attention from 0 to 1, with one example.
 
     Raises:
         TypeError: if the model has no `W_E`, `blocks` or `config`.
@@ -168,19 +169,20 @@ def positional_scores(model: nn.Module, back: int = 1, n_pos: int = 64) -> Resul
     >>> positional_scores(model).top(1)
     layer 0, head 3  +0.4135
     """
-    require_integer("back", back, 0, n_pos - 1)
-    runner, mean = runner_of(model), FoldedWeights(model, False, "W_E").embedding().mean(0)
-    first: list[Tensor] = []
+    require_integer("back", back, least=0, most=n_pos - 1)
+    runner = runner_of(model)
+    mean = FoldedWeights(model, False, "W_E").embedding().mean(0)
+    first_stream: list[Tensor] = []
 
     def mean_embedding(embed: Tensor, point: Point) -> Tensor:
         return mean.to(embed).expand_as(embed)
 
-    def of_the_first(stream: Tensor, point: Point) -> Tensor:
-        if not first:
-            first.append(stream)
-        return to_device(first[0], stream.device)
+    def stream_of_first_block(stream: Tensor, point: Point) -> Tensor:
+        if not first_stream:
+            first_stream.append(stream)
+        return to_device(first_stream[0], stream.device)
 
-    edits = {"embed": mean_embedding, "blocks.*.resid_pre": of_the_first}
+    edits = {"embed": mean_embedding, "blocks.*.resid_pre": stream_of_first_block}
     tokens = torch.zeros(1, n_pos, dtype=torch.long)
     with runner.hooks(edits):
         arguments = Text(tokens).arguments(model)

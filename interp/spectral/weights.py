@@ -106,7 +106,8 @@ def full_circuits(
     """
     folded = FoldedWeights(model, fold, "W_E", "W_Q", "W_K", "W_V", "W_O", "W_U")
     queries, keys = folded.queries_and_keys(distance)
-    at, embedding = (layer, head), folded.embedding()
+    at = (layer, head)
+    embedding = folded.embedding()
     return FullCircuits(
         qk=FactoredMatrix(embedding @ queries[at], (embedding @ keys[at]).mT),
         ov=FactoredMatrix(
@@ -141,7 +142,7 @@ def token_directions(
     folded = FoldedWeights(model, fold, "W_U")
     ids = tokens_of(token_ids(model, tokens), most=torch.iinfo(torch.int8).max)  # of any shape
     flat = ids.flatten()
-    require_integer("the largest token", int(flat.max()), 0, n_logits(model) - 1)
+    require_integer("the largest token", int(flat.max()), least=0, most=n_logits(model) - 1)
     return folded.unembedding(flat).mT.reshape(*ids.shape, -1)
 
 
@@ -179,12 +180,14 @@ class SingularTokens(NamedTuple):
         lines = [
             f"SingularTokens: {len(self.s)} directions; at each end what is read -> what is written"
         ]
-        for s, *ends in zip(self.s.tolist(), read, written, strict=True):
-            lines.append(f"  {s:.4g}")
-            for sign, (one, other) in zip("+-", zip(*ends, strict=True), strict=True):
-                lines.append(
-                    f"    {sign} {' '.join(map(repr, one[:5]))} -> {' '.join(map(repr, other[:5]))}"
-                )
+        for value, *ends in zip(self.s.tolist(), read, written, strict=True):
+            lines.append(f"  {value:.4g}")
+            for sign, (read_tokens, written_tokens) in zip(
+                "+-", zip(*ends, strict=True), strict=True
+            ):
+                shown_read = " ".join(map(repr, read_tokens[:5]))
+                shown_written = " ".join(map(repr, written_tokens[:5]))
+                lines.append(f"    {sign} {shown_read} -> {shown_written}")
         return "\n".join(lines)
 
 
@@ -224,9 +227,9 @@ def singular_tokens(
         raise ValueError(f"head must be given for 'ov' and 'qk' only; got {head} for {circuit!r}")
     folded = FoldedWeights(model, fold, "W_E", "W_U")
     config = folded.model.config
-    require_integer("layer", layer, -config.n_layers, config.n_layers - 1)
+    require_integer("layer", layer, least=-config.n_layers, most=config.n_layers - 1)
     if head is not None:
-        require_integer("head", head, -config.n_heads, config.n_heads - 1)
+        require_integer("head", head, least=-config.n_heads, most=config.n_heads - 1)
     if circuit == "ov":
         decomposition = ov_circuit(model, fold=fold)[layer, head].svd()
     elif circuit == "qk":
@@ -235,7 +238,9 @@ def singular_tokens(
         decomposition = svd(folded.mlp(layer, circuit), circuit)
     require_integer("k", k, most=len(decomposition.s))
     embedding = folded.embedding()
-    u, vh = (x.to(embedding.dtype) for x in (decomposition.u[:, :k], decomposition.vh[:k]))
+    u, vh = (
+        vectors.to(embedding.dtype) for vectors in (decomposition.u[:, :k], decomposition.vh[:k])
+    )
     reading = u.mT if circuit == "W_out" else u.mT @ embedding.mT
     writing = vh
     if circuit != "W_in":
@@ -261,4 +266,6 @@ def _ends(
     """Return the tokens at both ends, and their scores."""
     top = min(top, scores.shape[-1])
     ends = [scores.topk(top, largest=largest) for largest in (True, False)]
-    return torch.stack([end.indices for end in ends], 1), torch.stack([e.values for e in ends], 1)
+    return torch.stack([end.indices for end in ends], 1), torch.stack(
+        [end.values for end in ends], 1
+    )
