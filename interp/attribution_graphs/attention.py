@@ -56,11 +56,13 @@ def why(
     words = Text(run.tokens[None]).words(run.graph.model)
     asked = asked_score(scores, place, words)
     of_query, *of_keys = (
-        _rows_of_head(run, side, place.head, run.like(weights[0])).mT[:, None]
+        _rows_of_head(run, side, head=place.head, weights=run.like(weights[0])).mT[:, None]
         for side, weights in asked.weights.items()
     )
     names = [node.id for node in nodes[: run.n_sources]]
-    table = pair_table(scores.scale * of_query, of_keys, asked, names, k, run.dtype)
+    table = pair_table(
+        scores.scale * of_query, of_keys, asked=asked, names=names, k=k, dtype=run.dtype
+    )
     labels = _labelled(run, nodes, {name for axis in table.axes[:2] for name in table.labels[axis]})
     said = {axis: [labels.get(name, "") for name in table.labels[axis]] for axis in table.axes[:2]}
     return replace(table, words=said)
@@ -68,13 +70,15 @@ def why(
 
 def _labelled(run: FrozenRun, nodes: Sequence[Node], names: set[str]) -> dict[str, str]:
     """Return a label for each named node."""
-    chosen = {node.id: n for n, node in enumerate(nodes[: run.n_sources]) if node.id in names}
-    features = [n for n in chosen.values() if n < len(run.layer)]
+    chosen = {
+        node.id: place for place, node in enumerate(nodes[: run.n_sources]) if node.id in names
+    }
+    features = [place for place in chosen.values() if place < len(run.layer)]
     raised = promoted_tokens(run, torch.tensor(features, dtype=torch.long, device=run.layer.device))
-    labels = {name: nodes[n].label for name, n in chosen.items()}
+    labels = {name: nodes[place].label for name, place in chosen.items()}
     return labels | {
-        nodes[n].id: f"raises {' '.join(tokens)}"
-        for n, tokens in zip(features, raised, strict=True)
+        nodes[place].id: f"raises {' '.join(tokens)}"
+        for place, tokens in zip(features, raised, strict=True)
     }
 
 
@@ -84,30 +88,34 @@ def _rows_of_head(
     """Return the effect of each source on the query or key of a head, as a weighted sum over
     positions.
     """
-    (layer, number), pos = head, weights.nonzero()[:, 0]
+    layer, number = head
+    pos = weights.nonzero()[:, 0]
     readings, number = run.scores_of(layer).part(side, number)
     directions = weights[pos, None, None] * run.like(readings.directions(number)[0, pos])
     offset = weights[pos, None] * run.like(readings.constant[0, pos, number])
-    attention, d_head = run.graph.layers[layer].attention, directions.shape[1]
+    attention = run.graph.layers[layer].attention
+    d_head = directions.shape[1]
     reading = run.reading(attention.norm, attention.reads)
-    places, flat = pos.repeat_interleave(d_head), directions.flatten(0, 1)
-    targets = run.targets(reading, 2 * layer, places, flat, offset.flatten())
-    row = torch.arange(d_head, device=pos.device).repeat(len(pos))
-    return Descent(run, targets, row=row).rows
+    places = pos.repeat_interleave(d_head)
+    flat = directions.flatten(0, 1)
+    targets = run.targets(reading, 2 * layer, pos=places, direction=flat, offset=offset.flatten())
+    row_of_target = torch.arange(d_head, device=pos.device).repeat(len(pos))
+    return Descent(run, targets, row=row_of_target).rows
 
 
 def without_each_head(run: FrozenRun, target: Targets, source: int) -> Float[Tensor, "layer head"]:
     """Return the effect of a source on one target without the paths through a head, for
     each head.
     """
-    layers, n_heads = len(run.graph.layers), run.n_heads
+    layers = len(run.graph.layers)
+    n_heads = run.n_heads
     cut = run.logits.new_ones(layers * n_heads, layers, n_heads)
     cut.view(layers * n_heads, -1).fill_diagonal_(0)
-    kept = [
-        run.rows(Targets(*(each.expand(len(part), *each.shape[1:]) for each in target)), part)
-        for part in cut.split(TARGETS_AT_ONCE)
-    ]
-    return torch.cat(kept)[:, source].view(layers, n_heads)
+    effects = []
+    for part in cut.split(TARGETS_AT_ONCE):
+        copies = (field.expand(len(part), *field.shape[1:]) for field in target)
+        effects.append(run.rows(Targets(*copies), part))
+    return torch.cat(effects)[:, source].view(layers, n_heads)
 
 
 def largest_cells(
@@ -122,18 +130,18 @@ def largest_cells(
         name: the name of the node of the target.
         k: the number of scores.
     """
-    worth = Descent(run, target, attention=True, keep=True).cells
-    largest = [
-        (float(cells.flatten()[place]), layer, place)
-        for layer, cells in worth.items()
-        for place in largest_rows(cells.flatten().abs(), k).tolist()
-    ]
-    made = []
+    effects_by_layer = Descent(run, target, attention=True, keep=True).cells
+    largest = []
+    for layer, effects in effects_by_layer.items():
+        flat = effects.flatten()
+        for place in largest_rows(flat.abs(), k).tolist():
+            largest.append((float(flat[place]), layer, place))
+    cells = []
     for weight, layer, place in sorted(largest, key=lambda cell: -abs(cell[0]))[:k]:
-        head, query, key = map(int, np.unravel_index(place, worth[layer].shape))
-        table = why(run, nodes, AskedPlace((layer, head), query, key), "paths", 6)
+        head, query, key = map(int, np.unravel_index(place, effects_by_layer[layer].shape))
+        table = why(run, nodes, place=AskedPlace((layer, head), query, key), through="paths", k=6)
         pattern = run.scores_of(layer).pattern[0, head, query].tolist()
         pairs = [(*entry.where.values(), entry.effect) for entry in table.top(6)]
         facts = table.about["score"], table.about["summed sizes of all pairs"]
-        made.append(AttentionCell(layer, head, query, key, name, weight, *facts, pattern, pairs))
-    return made
+        cells.append(AttentionCell(layer, head, query, key, name, weight, *facts, pattern, pairs))
+    return cells

@@ -91,15 +91,15 @@ def attribution_graph(
     >>> graph.logits[0].label, graph.gap < 1e-5
     ('V', True)
     """
-    run = FrozenRun(model, text, transcoders, first)
+    run = FrozenRun(model=model, text=text, transcoders=transcoders, first=first)
     n_pos = len(run.tokens)
-    require_integer("pos", pos, -n_pos, n_pos - 1)
+    require_integer("pos", pos, least=-n_pos, most=n_pos - 1)
     pos %= n_pos
-    chosen = chosen_targets(model, run, targets, desired_prob, pos)
+    chosen = chosen_targets(model, run, targets=targets, desired_prob=desired_prob, pos=pos)
     if not chosen.logits and not chosen.features:
         raise ValueError("targets must contain at least one target; got none")
     n_features = max(len(chosen.features), min(max_features, len(run.layer)))
-    table = _Table(run, chosen, pos, n_features, attention)
+    table = _Table(run=run, targets=chosen, pos=pos, n_features=n_features, attention=attention)
     bytes_each = _TENSORS * run.tokens.numel() * run.model.config.d_model * table.rows.itemsize
     batch = max(1, min(TARGETS_AT_ONCE, max_bytes // bytes_each))
     with progress_bar("rows of effects", total=len(table.rows)) as count:

@@ -86,7 +86,10 @@ class Descent:
         keep: bool = False,
         row: Int[Tensor, " target"] | None = None,
     ) -> None:
-        self._run, self._moves, self._keep, self.cells = run, attention, keep, {}
+        self._run = run
+        self._moves = attention
+        self._keep = keep
+        self.cells = {}
         stage, pos, direction, bias, _ = targets
         row = torch.arange(len(stage), device=stage.device) if row is None else row
         # Sort rows by the highest stage of their targets, in descending order.
@@ -97,76 +100,86 @@ class Descent:
         self._strengths = None if strengths is None else strengths[order]
         # With causal attention, all directions are 0 after the last target.
         self._stop = int(pos.max()) + 1 if run.is_causal else len(run.tokens)
-        g = direction.new_zeros(self._stop, len(last), direction.shape[-1])
-        self.rows, self.moved = g.new_zeros(len(last), run.n_sources), g.new_zeros(len(last))
+        directions = direction.new_zeros(self._stop, len(last), direction.shape[-1])
+        self.rows = directions.new_zeros(len(last), run.n_sources)
+        self.moved = directions.new_zeros(len(last))
         self.rows[:, -1].index_add_(0, row, bias)
         n_stages = 2 * len(run.graph.layers)
         for now in range(n_stages, -1, -1):
             # Carry targets from higher stages through this sublayer.
             if now < n_stages:
-                self._go_down(now, g[:, : int((last > now).sum())])
+                self._go_down(now, directions[:, : int((last > now).sum())])
             at = (stage == now).nonzero()[:, 0]
-            g[pos[at], row[at]] = direction[at]
+            directions[pos[at], row[at]] = direction[at]
         column = len(run.layer) + len(run.tokens) * len(run.errors)
         for n, part in enumerate(run.inputs[:, : self._stop]):
-            added = torch.einsum("ptd,pd->tp", g, part)
+            added = torch.einsum("ptd,pd->tp", directions, part)
             if n in run.embeddings:
                 self.rows[:, column : column + self._stop] = added
                 column += len(run.tokens)
             else:
                 self.rows[:, -1] += added.sum(1)
-        self.rows, self.moved = self.rows[back], self.moved[back]
+        self.rows = self.rows[back]
+        self.moved = self.moved[back]
 
-    def _go_down(self, stage: int, g: Float[Tensor, "pos target d_model"]) -> None:
+    def _go_down(self, stage: int, directions: Float[Tensor, "pos target d_model"]) -> None:
         """Carry directions in the stream above a sublayer to the stream below it, in place."""
         n, is_mlp = divmod(stage, 2)
         if not self._run.graph.layers[n].is_parallel:
-            g.copy_(self._mlp(n, g) if is_mlp else g + self._attention(n, g))
+            directions.copy_(
+                self._mlp(n, directions) if is_mlp else directions + self._attention(n, directions)
+            )
         elif not is_mlp:
-            g.copy_(self._mlp(n, g) + self._attention(n, g))
+            directions.copy_(self._mlp(n, directions) + self._attention(n, directions))
 
     def _mlp(
-        self, n: int, g: Float[Tensor, "pos target d_model"]
+        self, n: int, directions: Float[Tensor, "pos target d_model"]
     ) -> Float[Tensor, "pos target d_model"]:
         """Store the effects of the values that are added at `mlp_out`, and return the direction in
         the stream that the MLP reads.
         """
-        run, rows = self._run, self.rows[: g.shape[1]]
+        run = self._run
+        rows = self.rows[: directions.shape[1]]
         if n not in run.errors:
-            return g
+            return directions
         first = len(run.layer) + len(run.tokens) * [*run.errors].index(n)
-        rows[:, first : first + len(g)] = torch.einsum("ptd,pd->tp", g, run.errors[n][: len(g)])
-        rows[:, -1] += torch.einsum("ptd,pd->t", g, run.constants[n][: len(g)])
+        rows[:, first : first + len(directions)] = torch.einsum(
+            "ptd,pd->tp", directions, run.errors[n][: len(directions)]
+        )
+        rows[:, -1] += torch.einsum("ptd,pd->t", directions, run.constants[n][: len(directions)])
         for layer, (_, decoders) in run.transcoders.items():
             if not 0 <= n - layer < len(decoders):
                 continue
             W_dec = decoders[n - layer]
             begin = int((run.layer < layer).sum())
             counts = run.pos[run.layer == layer].bincount(minlength=len(run.tokens)).tolist()
-            for direction, count in zip(g, counts, strict=False):
+            for direction, count in zip(directions, counts, strict=False):
                 columns = slice(begin, begin + count)
                 written = run.like(W_dec[run.feature[columns]])
                 rows[:, columns] += direction @ written.mT * run.activation[columns]
                 begin += count
         skip = run.transcoders[n].dictionary.W_skip if n in run.transcoders else None
         if skip is None:
-            return g
+            return directions
         reading = run.readings[n]
-        through = reading.linear.before(g @ run.like(skip).mT)
-        return g + through / reading.scale[: len(g), None]
+        through = reading.linear.before(directions @ run.like(skip).mT)
+        return directions + through / reading.scale[: len(directions), None]
 
     def _attention(
-        self, n: int, g: Float[Tensor, "pos target d_model"]
+        self, n: int, directions: Float[Tensor, "pos target d_model"]
     ) -> Float[Tensor, "pos target d_model"]:
         """Return the direction in the stream that attention reads.
 
         The effects of its constants are added to the bias.
         """
-        run, (stop, n_targets, _) = self._run, g.shape
-        rows, layer = self.rows[:n_targets], run.graph.layers[n]
-        attention, added = layer.attention.sublayer, layer.added
-        rows[:, -1] += g.sum(0) @ run.like(added.constant)
-        along = g if layer.scale is None else g / run.at(layer.scale)[:stop, None]
+        run = self._run
+        stop, n_targets, _ = directions.shape
+        rows = self.rows[:n_targets]
+        layer = run.graph.layers[n]
+        attention = layer.attention.sublayer
+        added = layer.added
+        rows[:, -1] += directions.sum(0) @ run.like(added.constant)
+        along = directions if layer.scale is None else directions / run.at(layer.scale)[:stop, None]
         rows[:, -1] += along.sum(0) @ run.like(added.bias)
         W_O, W_V, b_V = (run.like(part) for part in (added.weight, attention.W_V, attention.b_V))
         heads, d_head, _ = W_O.shape
@@ -191,11 +204,14 @@ class Descent:
         """Return the direction in the normalized stream that queries and keys read, due to changes
         of patterns.
         """
-        run, stop = self._run, self._stop
+        run = self._run
+        stop = self._stop
         scores = run.scores_of(n)
-        n_pos, heads = len(run.tokens), at_z.shape[2]
+        n_pos = len(run.tokens)
+        heads = at_z.shape[2]
         v = run.like(scores.v)[0].repeat_interleave(heads // scores.v.shape[2], 1)
-        made, bias = at_z.new_zeros(stop, at_z.shape[1], run.inputs.shape[-1]), run.like(bias)
+        through_scores = at_z.new_zeros(stop, at_z.shape[1], run.inputs.shape[-1])
+        bias = run.like(bias)
         at_once = max(1, _BYTES // (4 * heads * n_pos**2 * v.element_size()))
         for first in range(0, at_z.shape[1], at_once):
             part = slice(first, min(first + at_once, at_z.shape[1]))
@@ -206,9 +222,9 @@ class Descent:
                 mean = (scores.pattern * scores.scores).sum(-1, keepdim=True)
                 self.cells[n] = (at_scores * (scores.scores - mean))[0, 0]
             for side, gradient in zip((scores.q, scores.k), at_sides, strict=True):
-                direction, constants = (run.like(x) for x in side.pulled_back(gradient))
+                direction, constants = (run.like(vectors) for vectors in side.pulled_back(gradient))
                 direction = direction[:, 0]
-                made[:, part] += direction[:, :stop].transpose(0, 1)
+                through_scores[:, part] += direction[:, :stop].transpose(0, 1)
                 self.rows[part, -1] += constants + direction.sum(1) @ bias
                 self.moved[part] += run.like(at_scores * scores.scores).sum((1, 2, 3, 4))
-        return made
+        return through_scores

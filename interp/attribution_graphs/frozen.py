@@ -115,7 +115,9 @@ class FrozenRun:
     ) -> None:
         self.graph = Graph(model, split_embeddings=True)
         self.model: Any = of(self.graph.model, "W_U")
-        self._mlps = {n: layer.mlp.branch for n, layer in enumerate(self.graph.layers) if layer.mlp}
+        self._mlps = {
+            number: layer.mlp.branch for number, layer in enumerate(self.graph.layers) if layer.mlp
+        }
         self.write = writer_of(model) or (lambda tokens: [*map(str, tokens)])
         one_text = text_for(model, text)
         if len(one_text.tokens) != 1 or not one_text.real.all():
@@ -130,7 +132,10 @@ class FrozenRun:
         self.is_causal = self._looks_back()
         self.inputs = self._inputs(logits.dtype)
         self.transcoders = self._placed(transcoders)
-        self.readings = {n: self._read_by(n, each) for n, each in self.transcoders.items()}
+        self.readings = {
+            number: self._read_by(number, transcoder)
+            for number, transcoder in self.transcoders.items()
+        }
         self.final = self.reading(getattr(self.model, "ln_final", None), self.graph.points[-1])
         self._encode(first)
 
@@ -189,7 +194,8 @@ class FrozenRun:
 
     def _explain_constants(self, n: int) -> None:
         """Subtract the bias and the skip connection of a layer's transcoder from the error."""
-        dictionary, reading = self.transcoders[n].dictionary, self.readings[n]
+        dictionary = self.transcoders[n].dictionary
+        reading = self.readings[n]
         explained = self.like(dictionary.b_dec)
         self.constants[n] += explained
         if dictionary.W_skip is not None:
@@ -213,8 +219,8 @@ class FrozenRun:
         used = finite(features, f"the features of layer {n}").any(0).nonzero()[:, 0]
         for later, decoder in enumerate(decoders, n):
             finite(decoder[used], f"the decoder of layer {n} to layer {later}")
-            made = self.like(features[:, used]) @ self.like(decoder[used])
-            self.errors[later] = self.errors[later] - made
+            output = self.like(features[:, used]) @ self.like(decoder[used])
+            self.errors[later] = self.errors[later] - output
         pos, feature = features.nonzero().T
         return pos, feature, self.like(features[pos, feature])
 
@@ -275,7 +281,15 @@ class FrozenRun:
             direction = self.like(dictionary.W_enc[:, self.feature[chosen]].mT)
             offset = self.like(dictionary.offset[self.feature[chosen]])
             stage = 2 * n + (not self.graph.layers[n].is_parallel)
-            parts.append(self.targets(self.readings[n], stage, self.pos[chosen], direction, offset))
+            parts.append(
+                self.targets(
+                    self.readings[n],
+                    stage,
+                    pos=self.pos[chosen],
+                    direction=direction,
+                    offset=offset,
+                )
+            )
         return Targets(*(torch.cat(part)[order.argsort()] for part in zip(*parts, strict=True)))
 
     @without_gradients
@@ -287,7 +301,9 @@ class FrozenRun:
         """
         direction, offset = self.of_vocabulary(weights)
         at = self.tokens.new_full((len(weights),), pos % len(self.tokens))
-        return self.targets(self.final, 2 * len(self.graph.layers), at, direction, offset)
+        return self.targets(
+            self.final, 2 * len(self.graph.layers), pos=at, direction=direction, offset=offset
+        )
 
     def of_vocabulary(
         self, weights: Float[Tensor, "target vocab"]
@@ -297,7 +313,8 @@ class FrozenRun:
         """
         weights = self.like(weights)
         weights = weights - weights.mean(-1, keepdim=True)
-        direction, bias = weights @ self.like(self.model.W_U).mT, getattr(self.model, "b_U", None)
+        direction = weights @ self.like(self.model.W_U).mT
+        bias = getattr(self.model, "b_U", None)
         return direction, weights.new_zeros(len(weights)) if bias is None else weights @ self.like(
             bias
         )
@@ -327,7 +344,9 @@ class FrozenRun:
         total = (reading.value[pos] * direction).sum(-1) + offset
         bias = direction @ self.like(reading.linear.bias) + offset
         stream = reading.linear.before(direction) / reading.scale[pos]
-        return Targets(torch.full_like(pos, stage), pos, stream, bias, total)
+        return Targets(
+            stage=torch.full_like(pos, stage), pos=pos, direction=stream, bias=bias, total=total
+        )
 
     def _points(self) -> Iterator[nn.Module]:
         """Yield the points that are needed in addition to the points of the graph."""
@@ -358,13 +377,14 @@ class FrozenRun:
         point = stream if is_identity(norm) else norm.normalized
         value = self.at(point)
         scale = torch.ones_like(value[:, :1]) if is_identity(norm) else self.at(norm.scale)
-        return FrozenReading(self.graph.names[point], value, linear, scale)
+        return FrozenReading(name=self.graph.names[point], value=value, linear=linear, scale=scale)
 
     def _read_by(self, layer: int, transcoder: LayerTranscoder) -> FrozenReading:
         """Return the value that the features of a layer read: the input of the MLP, or the stream
         before its norm.
         """
-        branch, names = self._mlps[layer], self.graph.names
+        branch = self._mlps[layer]
+        names = self.graph.names
         known = {names[branch.reads]: None}
         if not is_identity(branch.norm):
             known[names[branch.norm.normalized]] = branch.norm
@@ -374,11 +394,10 @@ class FrozenRun:
         if not wanted:
             raise ValueError(
                 f"the attribute reads of the transcoder of layer {layer} must be "
-                f"{' or '.join(known)}; "
-                f"got {transcoder.dictionary.reads}"
+                f"{' or '.join(known)}; got {transcoder.dictionary.reads}"
             )
         d_model = self.inputs.shape[-1]
-        sizes = {transcoder.dictionary.d_in, *(each.shape[1] for each in transcoder.decoders)}
+        sizes = {transcoder.dictionary.d_in, *(decoder.shape[1] for decoder in transcoder.decoders)}
         if sizes != {d_model}:
             raise ValueError(
                 f"a transcoder must read and write vectors of size {d_model}; got {sorted(sizes)} "

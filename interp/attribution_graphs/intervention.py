@@ -68,10 +68,8 @@ class Intervention:
         n = self._pairs.shape[1]
         if n < 4 or math.isnan(self.correlation):
             return math.nan, math.nan
-        middle, half = (
-            math.atanh(max(-1 + 1e-15, min(1 - 1e-15, self.correlation))),
-            1.96 / math.sqrt(n - 3),
-        )
+        middle = math.atanh(max(-1 + 1e-15, min(1 - 1e-15, self.correlation)))
+        half = 1.96 / math.sqrt(n - 3)
         return math.tanh(middle - half), math.tanh(middle + half)
 
     @property
@@ -121,34 +119,41 @@ def intervened(
         wanted |= {_feature(graph, member): float(value) for member in groups.get(name, [name])}
     if not wanted:
         raise ValueError("values must name at least one feature; got none")
-    change, old = torch.zeros_like(graph.run.activation), graph.run.activation
+    change = torch.zeros_like(graph.run.activation)
+    old = graph.run.activation
     numbers = torch.tensor([*wanted], device=change.device)
     # A number that is too large for the dtype becomes infinite.
     new = change.new_tensor([*wanted.values()])
     change[numbers] = finite(new, f"values of {', '.join(values)}") - old[numbers]
     is_set = torch.zeros_like(change, dtype=torch.bool)
     is_set[numbers] = True
-    direct, predicted = predicted_changes(graph.rows, graph.column, old, change, is_set)
+    direct, predicted = predicted_changes(
+        graph.rows, graph.column, activation=old, change=change, is_set=is_set
+    )
     by_values = predicted
     if graph.by_attention is not None:
         effects = graph.rows + graph.by_attention
-        direct, predicted = predicted_changes(effects, graph.column, old, change, is_set)
+        direct, predicted = predicted_changes(
+            effects, graph.column, activation=old, change=change, is_set=is_set
+        )
     pos = graph.logits[0].pos if graph.logits else -1
     true = []
-    for held in ((), ("pattern",), ("pattern", "scale")):
-        features, logits = true_values(graph.run, wanted, graph.directions, pos, held)
+    for fixed in ((), ("pattern",), ("pattern", "scale")):
+        features, logits = true_values(
+            graph.run, wanted, directions=graph.directions, pos=pos, fixed=fixed
+        )
         changed = (
             logits - graph.totals[: len(logits)],
             (features - old)[graph.column[len(logits) :]],
         )
         true.append(finite(torch.cat(changed), "changes in the model"))
-    kept = [
+    shown_rows = [
         row for row, place in enumerate(graph.explained) if place >= n_features or not is_set[place]
     ]
-    names = [graph.nodes[graph.explained[row]].id for row in kept]
-    changes = torch.stack([direct, predicted, predicted - by_values, *true])[:, kept].cpu()
+    names = [graph.nodes[graph.explained[row]].id for row in shown_rows]
+    changes = torch.stack([direct, predicted, predicted - by_values, *true])[:, shown_rows].cpu()
     for name, members in groups.items():
-        inside = [n for n, member in enumerate(names[: len(kept)]) if member in members]
+        inside = [n for n, member in enumerate(names[: len(shown_rows)]) if member in members]
         if inside:
             names.append(name)
             changes = torch.cat([changes, changes[:, inside].sum(1, keepdim=True)], 1)
@@ -198,7 +203,7 @@ def true_values(
     values: Mapping[int, float],
     directions: Float[Tensor, "logit vocab"],
     pos: int,
-    held: Sequence[str] = (),
+    fixed: Sequence[str] = (),
 ) -> tuple[Float[Tensor, " feature"], Float[Tensor, " logit"]]:
     """Return the active features, and sums of logits, in a run of the model in which features are
     set to values.
@@ -219,25 +224,34 @@ def true_values(
         read[point.name] = to_device(at_least_float32(value[0]), run.logits.device)
 
     def write(value: Tensor, point: Point) -> Tensor:
-        here, value = point.layer, value.clone()
+        layer_here = point.layer
+        value = value.clone()
         for number, wanted in values.items():
-            layer, at, feature = (int(each[number]) for each in (run.layer, run.pos, run.feature))
+            layer, at, feature = (
+                int(numbers[number]) for numbers in (run.layer, run.pos, run.feature)
+            )
             dictionary, decoders = run.transcoders[layer]
-            if here is None or not 0 <= here - layer < len(decoders):
+            if layer_here is None or not 0 <= layer_here - layer < len(decoders):
                 continue
             now = dictionary.encode(read[run.readings[layer].name])[at, feature]
-            value[0, at] += like((wanted - now) * decoders[here - layer][feature], value)
+            value[0, at] += like((wanted - now) * decoders[layer_here - layer][feature], value)
         return value
 
-    runner, names = run.graph.runner(), run.graph.names
-    hooks = [(name, see) for name in {*(r.name for r in run.readings.values()), run.final.name}]
+    runner = run.graph.runner()
+    names = run.graph.names
+    hooks = [
+        (name, see)
+        for name in {*(reading.name for reading in run.readings.values()), run.final.name}
+    ]
     writes = [(names[layer.mlp.branch.added], write) for layer in run.graph.layers if layer.mlp]
-    kept = [(name, edits.replace(value)) for name, value in run.values(held).items()]
-    runner.run_with_hooks(run.tokens[None], hooks=[*kept, *hooks, *writes])
+    fixed_values = [(name, edits.replace(value)) for name, value in run.values(fixed).items()]
+    runner.run_with_hooks(run.tokens[None], hooks=[*fixed_values, *hooks, *writes])
     features = run.activation.clone()
     for n, (dictionary, _) in run.transcoders.items():
-        here = run.layer == n
-        made = dictionary.encode(read[run.readings[n].name])
-        features[here] = like(made[run.pos[here], run.feature[here]], features)
+        in_layer = run.layer == n
+        features_of_layer = dictionary.encode(read[run.readings[n].name])
+        features[in_layer] = like(
+            features_of_layer[run.pos[in_layer], run.feature[in_layer]], features
+        )
     direction, offset = run.of_vocabulary(directions)
     return features, like(read[run.final.name][pos], direction) @ direction.mT + offset

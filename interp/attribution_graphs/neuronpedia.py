@@ -82,9 +82,13 @@ def read(data: Mapping[str, Any], tokens: Sequence[str], labels: Mapping[str, st
         ValueError: if the type of the node is unknown, or its name, layer or position is
             impossible.
     """
-    name, kind = data["node_id"], _KINDS.get(data["feature_type"])
-    layer, pos, feature = str(data["layer"]), int(data["ctx_idx"]), data["feature"]
-    label, matched = data.get("clerp") or "", _NAME.fullmatch(name)
+    name = data["node_id"]
+    kind = _KINDS.get(data["feature_type"])
+    layer = str(data["layer"])
+    pos = int(data["ctx_idx"])
+    feature = data["feature"]
+    label = data.get("clerp") or ""
+    matched = _NAME.fullmatch(name)
     if kind is None:
         raise ValueError(
             f"feature_type of {name} must be one of {', '.join(_KINDS)}; got "
@@ -96,8 +100,10 @@ def read(data: Mapping[str, Any], tokens: Sequence[str], labels: Mapping[str, st
         raise ValueError(f"ctx_idx of {name} must be in [0, {len(tokens)}); got {pos}")
     if matched is None and kind != "error":
         raise ValueError(f"the name of a node must end in its number and position; got {name!r}")
-    index, depth = int(matched[1]) if matched else -1, -1 if layer == "E" else int(layer)
-    first, chance = layer, None
+    index = int(matched[1]) if matched else -1
+    depth = -1 if layer == "E" else int(layer)
+    first = layer
+    chance = None
     if kind == "error":
         index = -1
     elif kind == "feature":
@@ -107,7 +113,8 @@ def read(data: Mapping[str, Any], tokens: Sequence[str], labels: Mapping[str, st
         label = next((labels[place] for place in places if labels.get(place)), label)
     elif kind == "logit":
         # Differences of logits have no probability, and the format contains 0 for them.
-        chance, written_as = number_or_none(data, "token_prob") or None, data["jsNodeId"]
+        chance = number_or_none(data, "token_prob") or None
+        written_as = data["jsNodeId"]
         label = said[2] if (said := _LOGIT.fullmatch(label)) else label
         # circuit-tracer and this package write the number of layers plus 1. The server and
         # Anthropic write the number of layers.

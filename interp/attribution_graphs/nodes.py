@@ -77,23 +77,56 @@ def sources(run: Any, words: Sequence[str], influence: Sequence[float]) -> Itera
     """Yield the nodes of a frozen run's sources, in the order of columns, each with its
     influence.
     """
-    numbers, n_pos = run.tokens.tolist(), len(run.tokens)
-    features = (each.tolist() for each in (run.layer, run.pos, run.feature, run.activation))
+    numbers = run.tokens.tolist()
+    n_pos = len(run.tokens)
+    features = (facts.tolist() for facts in (run.layer, run.pos, run.feature, run.activation))
     nodes = [
-        Node(f"{layer}_{feature}_{pos}", "feature", layer, pos, feature, activation=value)
+        Node(
+            id=f"{layer}_{feature}_{pos}",
+            kind="feature",
+            layer=layer,
+            pos=pos,
+            number=feature,
+            activation=value,
+        )
         for layer, pos, feature, value in zip(*features, strict=True)
     ]
     nodes += [
-        Node(f"{n}_-1_{pos}", "error", n, pos, -1, f"error of layer {n}")
-        for n in run.errors
+        Node(
+            id=f"{layer}_-1_{pos}",
+            kind="error",
+            layer=layer,
+            pos=pos,
+            number=-1,
+            label=f"error of layer {layer}",
+        )
+        for layer in run.errors
         for pos in range(n_pos)
     ]
     for n in run.embeddings:
         for pos, (number, text) in enumerate(zip(numbers, words, strict=True)):
             if n == run.embeddings[0]:
-                nodes.append(Node(f"E_{number}_{pos}", "token", -1, pos, number, text))
+                nodes.append(
+                    Node(
+                        id=f"E_{number}_{pos}",
+                        kind="token",
+                        layer=-1,
+                        pos=pos,
+                        number=number,
+                        label=text,
+                    )
+                )
             else:
-                nodes.append(Node(f"P_{pos}_{pos}", "position", -1, pos, pos, f"position {pos}"))
-    nodes.append(Node("B_0_0", "bias", -1, 0, 0, "all constants"))
+                nodes.append(
+                    Node(
+                        id=f"P_{pos}_{pos}",
+                        kind="position",
+                        layer=-1,
+                        pos=pos,
+                        number=pos,
+                        label=f"position {pos}",
+                    )
+                )
+    nodes.append(Node(id="B_0_0", kind="bias", layer=-1, pos=0, number=0, label="all constants"))
     for node, share in zip(nodes, influence, strict=True):
         yield node._replace(influence=share)

@@ -89,7 +89,7 @@ class PrunedGraph(plots.Shown):
             ValueError: if links form a cycle.
         """
         pinned = {self[name].id for name in (self.pins if pins is None else pins)}
-        places = {node.id: n for n, node in enumerate(self.nodes)}
+        places = {node.id: place for place, node in enumerate(self.nodes)}
         effects = torch.zeros(len(places), len(places), dtype=torch.float64)
         for link in self.links:
             effects[places[link.target], places[link.source]] = link.weight
@@ -98,10 +98,8 @@ class PrunedGraph(plots.Shown):
         }
         for node in self.nodes:
             if node.kind == "feature" and node.id not in pinned:
-                place, total = (
-                    places[node.id],
-                    errors.setdefault((node.layer, node.pos), places[node.id]),
-                )
+                place = places[node.id]
+                total = errors.setdefault((node.layer, node.pos), places[node.id])
                 effects[place] = 0
                 if place != total:
                     effects[:, total] += effects[:, place]
@@ -114,7 +112,8 @@ class PrunedGraph(plots.Shown):
             1.0 if node.kind == "logit" and node.probability is None else node.probability or 0.0
             for node in self.nodes
         ]
-        weights, column = effects.new_tensor(chances), torch.arange(len(places))
+        weights = effects.new_tensor(chances)
+        column = torch.arange(len(places))
         return influence.scores(effects, weights, column, is_error, is_input)
 
     def view(self) -> plots.View:
@@ -164,13 +163,13 @@ class PrunedGraph(plots.Shown):
             "sg_pos": "",
         }
         best = max((node.probability or 0.0 for node in self.nodes), default=0.0)
-        made = {
+        facts = {
             "metadata": metadata,
             "qParams": state,
             "nodes": [neuronpedia.node_facts(node, best) for node in self.nodes],
             "links": [link._asdict() for link in self.links],
         }
-        return dict(strict_json.finite(made))
+        return dict(strict_json.finite(facts))
 
     def to_neuronpedia(self, directory: str | os.PathLike[str], slug: str, scan: str) -> Path:
         """Write `slug.json` in Neuronpedia's format, and return its path.
@@ -187,13 +186,14 @@ class PrunedGraph(plots.Shown):
                 file, or the weight of a link is not finite.
         """
         storage.require_folder(directory)
-        path, data = Path(directory) / f"{slug}.json", self.as_json(slug, scan)
+        path = Path(directory) / f"{slug}.json"
+        data = self.as_json(slug, scan)
         path.parent.mkdir(parents=True, exist_ok=True)
         index = path.with_name("graph-metadata.json")
         with _errors_of(index):
             # Only this list is written again. NaN from an older file becomes null.
             listed = json.loads(index.read_text("utf-8"))["graphs"] if index.exists() else []
-            graphs = [each for each in listed if each["slug"] != slug]
+            graphs = [entry for entry in listed if entry["slug"] != slug]
         for file, content in ((path, data), (index, {"graphs": [*graphs, data["metadata"]]})):
             text = strict_json.dumps(strict_json.finite(content))
             with storage.replacing(file) as partial:
@@ -223,13 +223,15 @@ class PrunedGraph(plots.Shown):
         metadata = dict(data["metadata"])
         tokens = metadata.pop("prompt_tokens")
         pins, groups, labels = neuronpedia.state(data["qParams"] or {})
-        nodes = [neuronpedia.read(each, tokens, labels) for each in data["nodes"]]
+        nodes = [neuronpedia.read(facts, tokens, labels) for facts in data["nodes"]]
         # circuit-tracer names an error `0_layer_pos`, which is also the name of a feature in layer
         # 0.
-        names = {each["node_id"]: node.id for each, node in zip(data["nodes"], nodes, strict=True)}
+        names = {
+            facts["node_id"]: node.id for facts, node in zip(data["nodes"], nodes, strict=True)
+        }
         distinct = min(len(names), len({node.id for node in nodes}))
         if distinct < len(nodes):
-            counts = Counter(each["node_id"] for each in data["nodes"])
+            counts = Counter(facts["node_id"] for facts in data["nodes"])
             raise ValueError(
                 "the names of nodes must be unique; "
                 f"{len(nodes) - distinct} names are repeated, such as {counts.most_common(1)[0][0]}"
@@ -241,15 +243,17 @@ class PrunedGraph(plots.Shown):
             for link in data["links"]
         ]
         # Anthropic's page names the nodes in its state by `jsNodeId`.
-        names = {each["jsNodeId"]: names[each["node_id"]] for each in data["nodes"]} | names
+        names = {facts["jsNodeId"]: names[facts["node_id"]] for facts in data["nodes"]} | names
         supernodes: dict[str, list[str]] = {}
         for label, *ids in groups:
-            name, count = label, 1
+            name = label
+            count = 1
             while name in supernodes:
-                name, count = f"{label} ({count + 1})", count + 1
-            supernodes[name] = [names.get(each, each) for each in ids]
+                name = f"{label} ({count + 1})"
+                count = count + 1
+            supernodes[name] = [names.get(member, member) for member in ids]
         threshold = metadata.pop("node_threshold", None)
-        pins = [names.get(each, each) for each in pins]
+        pins = [names.get(pin, pin) for pin in pins]
         return cls(nodes, links, tokens, {}, threshold, supernodes, pins, metadata)
 
 

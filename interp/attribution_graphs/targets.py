@@ -54,7 +54,9 @@ def chosen_targets(
     # Wrap a text in a list, because a text is also a sequence of characters.
     if isinstance(targets, str):
         targets = [targets]
-    require_kind("targets", targets, (int, Sequence, Tensor), "a number, or a list of tokens")
+    require_kind(
+        "targets", targets, kind=(int, Sequence, Tensor), words="a number, or a list of tokens"
+    )
     chances = run.logits[pos].softmax(-1)
     if isinstance(targets, int):
         require_integer("targets", targets)
@@ -79,7 +81,17 @@ def chosen_targets(
         chance = float(chances[ids[0]]) if len(ids) == 1 else None
         name = f"{layer + 1}_{number}_{pos}"
         label = " - ".join(run.write(ids))
-        logits.append(Node(name, "logit", layer, pos, number, label, probability=chance))
+        logits.append(
+            Node(
+                id=name,
+                kind="logit",
+                layer=layer,
+                pos=pos,
+                number=number,
+                label=label,
+                probability=chance,
+            )
+        )
     if len({node.id for node in logits}) < len(logits) or len({*features}) < len(features):
         raise ValueError(f"targets must differ from each other; got {targets}")
     return ChosenTargets(logits, directions[: len(logits)], features)
@@ -117,8 +129,9 @@ def promoted_tokens(run: FrozenRun, sources: Int[Tensor, " source"], k: int = 3)
         return []
     places = zip(run.layer[sources].tolist(), run.feature[sources].tolist(), strict=True)
     decoders = (
-        [each[feature] for each in run.transcoders[layer].decoders] for layer, feature in places
+        [decoder[feature] for decoder in run.transcoders[layer].decoders]
+        for layer, feature in places
     )
-    written = torch.stack([run.like(torch.stack(each).sum(0)) for each in decoders])
+    written = torch.stack([run.like(torch.stack(rows).sum(0)) for rows in decoders])
     logits = run.final.linear.after(written) @ run.like(run.model.W_U)
     return [run.write(row) for row in logits.topk(k).indices.tolist()]

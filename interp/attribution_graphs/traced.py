@@ -76,7 +76,8 @@ class AttributionGraph(plots.Shown):
     @cached_property
     def _is_unexplained(self) -> Tensor:
         """The mask of errors and of features without a row."""
-        n, n_errors = len(self.run.layer), len(self.run.tokens) * len(self.run.errors)
+        n = len(self.run.layer)
+        n_errors = len(self.run.tokens) * len(self.run.errors)
         unexplained = torch.zeros(self.rows.shape[1], dtype=torch.bool, device=self.rows.device)
         unexplained[: n + n_errors] = True
         unexplained[self.column[self.column >= 0]] = False
@@ -113,7 +114,7 @@ class AttributionGraph(plots.Shown):
 
     @cached_property
     def _places(self) -> dict[str, int]:
-        return {node.id: n for n, node in enumerate(self.nodes)}
+        return {node.id: place for place, node in enumerate(self.nodes)}
 
     def place(self, name: str) -> int:
         """Return the index of a node in `nodes`.
@@ -174,7 +175,7 @@ class AttributionGraph(plots.Shown):
         for name, share in (("node", node), ("edge", edge)):
             if not 0 <= share <= 1:
                 raise ValueError(f"{name} must be between 0 and 1; got {share}")
-        kinds = [each.kind for each in self.nodes[: self.rows.shape[1]]]
+        kinds = [node_of_column.kind for node_of_column in self.nodes[: self.rows.shape[1]]]
         is_kept = torch.tensor([kind == "token" for kind in kinds], device=self.rows.device)
         is_kept[self.column[(self.weights > 0) & (self.column >= 0)]] = True
         stays, edges = influence.pruned(self.rows, self.weights, self.column, is_kept, node, edge)
@@ -187,13 +188,20 @@ class AttributionGraph(plots.Shown):
         ]
         left = stays.nonzero()[:, 0]
         raised = promoted_tokens(self.run, left[left < len(self.run.layer)])
-        kept = [self.nodes[n] for n in left.tolist()]
-        kept[: len(raised)] = [
-            node._replace(raises=words) for node, words in zip(kept, raised, strict=False)
+        nodes = [self.nodes[place] for place in left.tolist()]
+        nodes[: len(raised)] = [
+            node._replace(raises=words) for node, words in zip(nodes, raised, strict=False)
         ]
         scores = {name: getattr(self, name) for name in ("replacement", "completeness", "gap")}
         cells = [] if self.by_attention is None else self.cells()
-        return PrunedGraph([*kept, *self.logits], links, self.tokens, scores, node, cells=cells)
+        return PrunedGraph(
+            nodes=[*nodes, *self.logits],
+            links=links,
+            tokens=self.tokens,
+            scores=scores,
+            node_threshold=node,
+            cells=cells,
+        )
 
     @without_gradients
     def heads(self, source: str, target: str) -> Result:
@@ -251,7 +259,13 @@ class AttributionGraph(plots.Shown):
             ValueError: if the head or a position does not exist, `through` has another value, or k
                 is below 1.
         """
-        return why(self.run, self.nodes, AskedPlace(head, query, key, against), through, k)
+        return why(
+            self.run,
+            self.nodes,
+            place=AskedPlace(head=head, query=query, key=key, against=against),
+            through=through,
+            k=k,
+        )
 
     @without_gradients
     def cells(self, target: str | None = None, k: int = 8) -> list[AttentionCell]:
@@ -270,7 +284,7 @@ class AttributionGraph(plots.Shown):
         """
         row = 0 if target is None else self._row(target)
         name = self.nodes[self.explained[row]].id
-        return largest_cells(self.run, self.nodes, self._targets(row), name, k)
+        return largest_cells(self.run, self.nodes, target=self._targets(row), name=name, k=k)
 
     @without_gradients
     def intervene(

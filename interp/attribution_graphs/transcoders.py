@@ -49,8 +49,8 @@ def by_layer(transcoders: Transcoders, places: Mapping[str, int]) -> dict[int, L
         return _across(transcoders, places)
     if not isinstance(transcoders, Mapping):
         require_made("transcoders", transcoders, Dictionary)
-    made = _of_one_layer(transcoders, places)
-    return {layer: made[layer] for layer in sorted(made)}
+    by_block = _of_one_layer(transcoders, places)
+    return {layer: by_block[layer] for layer in sorted(by_block)}
 
 
 def _of_one_layer(
@@ -69,7 +69,10 @@ def _of_one_layer(
                 f"the transcoder at {name} must have features that are linear in its input; got a "
                 "norm, a gate or steps"
             )
-    return {places[name]: LayerTranscoder(d, [d.W_dec]) for name, d in transcoders.items()}
+    return {
+        places[name]: LayerTranscoder(dictionary, [dictionary.W_dec])
+        for name, dictionary in transcoders.items()
+    }
 
 
 def _across(
@@ -79,9 +82,9 @@ def _across(
     if sorted(places.values()) != [*layers]:
         raise ValueError(
             "a cross-layer transcoder must have features for each layer with an MLP, "
-            f"{len(places)}; "
-            f"got {transcoder.n_layers}"
+            f"{len(places)}; got {transcoder.n_layers}"
         )
     return {
-        n: LayerTranscoder(transcoder.dictionary(n), transcoder.W_dec[n].unbind(1)) for n in layers
+        layer: LayerTranscoder(transcoder.dictionary(layer), transcoder.W_dec[layer].unbind(1))
+        for layer in layers
     }

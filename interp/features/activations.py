@@ -51,7 +51,9 @@ class TopK(nn.Module):
 
     def __init__(self, k: int, by: str = "value", relu: bool = True) -> None:
         super().__init__()
-        self.k, self.by, self.relu = k, by, relu
+        self.k = k
+        self.by = by
+        self.relu = relu
 
     def extra_repr(self) -> str:
         """The settings, for the printed module."""
@@ -61,13 +63,13 @@ class TopK(nn.Module):
         """Return the kept features of each row and their indices, both [... k]."""
         order = pre.abs() if self.by == "size" else pre
         numbers = order.topk(self.k, dim=-1, sorted=False).indices
-        kept = pre.gather(-1, numbers)
-        return kept.relu() if self.relu else kept, numbers
+        largest = pre.gather(-1, numbers)
+        return largest.relu() if self.relu else largest, numbers
 
     def forward(self, pre: Features) -> Features:
         """Return the features."""
-        kept, numbers = self.top(pre)
-        return torch.zeros_like(pre).scatter(-1, numbers, kept)
+        values, numbers = self.top(pre)
+        return torch.zeros_like(pre).scatter(-1, numbers, values)
 
 
 class GroupMax(nn.Module):
@@ -86,8 +88,8 @@ class GroupMax(nn.Module):
     def forward(self, pre: Features) -> Features:
         """Return the features."""
         groups = pre.relu().unflatten(-1, (self.k, -1))
-        kept, numbers = groups.max(-1, keepdim=True)
-        return torch.zeros_like(groups).scatter(-1, numbers, kept).flatten(-2)
+        values, numbers = groups.max(-1, keepdim=True)
+        return torch.zeros_like(groups).scatter(-1, numbers, values).flatten(-2)
 
 
 class Gated(nn.Module):

@@ -38,15 +38,23 @@ def packed(dictionaries: Mapping[str, Dictionary]) -> dict[str, Shaped[Tensor, "
             `ln2.normalized`.
     """
     tensors: dict[str, Tensor] = {}
-    for writes, d in dictionaries.items():
-        weights = {"W_enc": d.W_enc.T, "W_dec": d.W_dec, "W_skip": d.W_skip}
+    for writes, dictionary in dictionaries.items():
+        weights = {
+            "W_enc": dictionary.W_enc.T,
+            "W_dec": dictionary.W_dec,
+            "W_skip": dictionary.W_skip,
+        }
         for name, weight in weights.items():
             if weight is not None:
                 scale = weight.abs().amax(1, keepdim=True) / 127
                 tensors[f"{writes}/{name}"] = (weight / scale).round().to(torch.int8)
                 tensors[f"{writes}/{name}_scale"] = scale
-        k = torch.tensor(d.activation.k)
-        tensors |= {f"{writes}/b_enc": d.b_enc, f"{writes}/b_dec": d.b_dec, f"{writes}/k": k}
+        k = torch.tensor(dictionary.activation.k)
+        tensors |= {
+            f"{writes}/b_enc": dictionary.b_enc,
+            f"{writes}/b_dec": dictionary.b_dec,
+            f"{writes}/k": k,
+        }
     return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
 
 
@@ -56,18 +64,20 @@ def unpacked(tensors: Mapping[str, Shaped[Tensor, "..."]]) -> dict[str, Dictiona
     for name, tensor in sorted(tensors.items()):
         writes, _, part = name.partition("/")
         by_point.setdefault(writes, {})[part] = tensor
-    made = {}
+    dictionaries = {}
     for writes, parts in by_point.items():
-        weights = {n: parts[n] * parts[f"{n}_scale"] for n in parts if f"{n}_scale" in parts}
-        made[writes] = Dictionary(
-            weights["W_enc"].T,
-            weights["W_dec"],
-            parts["b_enc"],
-            parts["b_dec"],
-            TopK(int(parts["k"])),
+        weights = {
+            name: parts[name] * parts[f"{name}_scale"] for name in parts if f"{name}_scale" in parts
+        }
+        dictionaries[writes] = Dictionary(
+            W_enc=weights["W_enc"].T,
+            W_dec=weights["W_dec"],
+            b_enc=parts["b_enc"],
+            b_dec=parts["b_dec"],
+            activation=TopK(int(parts["k"])),
             W_skip=weights.get("W_skip"),
             reads=writes.replace("mlp_out", "ln2.normalized"),
             writes=writes,
             config={"model_name": "pydoc-4l"},
         )
-    return made
+    return dictionaries

@@ -44,7 +44,9 @@ from interp.inputs.texts import batches
 from interp.protocol import n_logits, runner_of
 from interp.spectral.weights import token_directions
 
-_BINS, _BEFORE, _AFTER = 20, 24, 8
+_BINS = 20
+_BEFORE = 24
+_AFTER = 8
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ class FeatureCard:
             }
             for example in self.examples
         ]
-        made = {
+        facts = {
             "index": self.index,
             "examples_quantiles": [{"quantile_name": "Top activations", "examples": examples}],
             "top_logits": [token for token, _ in self.top],
@@ -131,7 +133,7 @@ class FeatureCard:
             "histogram": [*self.histogram],
             "activation_frequency": self.density,
         }
-        return dict(strict_json.finite(made))
+        return dict(strict_json.finite(facts))
 
     @classmethod
     def from_neuronpedia(cls, data: Mapping[str, Any]) -> "FeatureCard":
@@ -150,12 +152,12 @@ class FeatureCard:
             )
         examples = [
             FeatureExample(
-                each["tokens"],
-                [*map(_number, each["tokens_acts_list"])],
-                int(each["train_token_ind"]),
+                example["tokens"],
+                [*map(_number, example["tokens_acts_list"])],
+                int(example["train_token_ind"]),
             )
             for quantile in data["examples_quantiles"]
-            for each in quantile["examples"]
+            for example in quantile["examples"]
         ]
         top, bottom = (
             [(token, float("nan")) for token in data.get(f"{end}_logits", ())]
@@ -280,30 +282,41 @@ def feature_cards(
     [0, 5]
     """
     unspliced = runner_of(model)
-    parts = placed(unspliced, dictionary, "live", reads)
+    parts = placed(unspliced, dictionary, error="live", reads=reads)
     if len(parts) != 1:
         raise ValueError(f"feature_cards needs a single dictionary; got {len(parts)}")
     ((point, part),) = parts.items()
     chosen = part.dictionary
     require_integer("k", k)
-    require_kind("features", features, Sequence, "a list of indices of features", "[3, 17]")
-    wrong = [n for n in features if not isinstance(n, int) or not 0 <= n < chosen.n_features]
+    require_kind(
+        "features", features, kind=Sequence, words="a list of indices of features", call="[3, 17]"
+    )
+    wrong = [
+        index
+        for index in features
+        if not isinstance(index, int) or not 0 <= index < chosen.n_features
+    ]
     if wrong or not features:
         raise ValueError(
             f"features must be a list of at least one index in [0, {chosen.n_features}); got "
             f"{[*features]}"
         )
-    writes = _tokens_moved(model, part.has_heads, chosen, features, k)
+    writes = _tokens_moved(model, part.has_heads, dictionary=chosen, features=features, k=k)
     rows: list[_Row] = []
-    seen: set[str] = set()
+    digests: set[str] = set()
     with with_parts(model, unspliced.points, parts):
         runner = HookedRunner(model)
         for _, text in batches(texts, model, batch):
             values = runner.capture(text.tokens, names=f"{point}.features", **text.arguments(model))
             active = values[f"{point}.features"][..., [*features]].float().cpu()
-            columns = (text.tokens, active, text.at(pos), unseen(text, seen), text.real)
+            columns = (text.tokens, active, text.at(pos), unseen(text, digests), text.real)
             rows += [
-                _Row(tokens[real].tolist(), value[real], counts[real], bool(is_new))
+                _Row(
+                    tokens=tokens[real].tolist(),
+                    values=value[real],
+                    counts=counts[real],
+                    is_new=bool(is_new),
+                )
                 for tokens, value, counts, is_new, real in zip(
                     *(column.cpu() for column in columns), strict=True
                 )
@@ -350,15 +363,15 @@ def _card(
     largest = values.max().clamp(min=0).item()
     counts = torch.histc(values[values > 0], _BINS, 0, largest or 1.0)
     return FeatureCard(
-        index,
-        (values != 0).float().mean().item(),
-        examples,
-        top,
-        bottom,
-        nearest,
-        counts.tolist(),
-        largest,
-        len(values),
+        index=index,
+        density=(values != 0).float().mean().item(),
+        examples=examples,
+        top=top,
+        bottom=bottom,
+        nearest=nearest,
+        histogram=counts.tolist(),
+        largest=largest,
+        n_tokens=len(values),
     )
 
 

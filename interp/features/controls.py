@@ -37,7 +37,9 @@ def stability(one: Dictionary, other: Dictionary) -> Float[Tensor, " feature"]:
             "both dictionaries must write vectors of the same size; "
             f"got {one.d_out} and {other.d_out}"
         )
-    rows, others = (nn.functional.normalize(d.W_dec.float(), dim=1) for d in (one, other))
+    rows, others = (
+        nn.functional.normalize(dictionary.W_dec.float(), dim=1) for dictionary in (one, other)
+    )
     return (rows @ others.mT).amax(1)
 
 
@@ -84,7 +86,9 @@ def purity(
     """
     require_integer("k", k)
     runner = runner_of(model)
-    values, tokens, seen = torch.empty(0), torch.empty(0), set[str]()
+    values = torch.empty(0)
+    tokens = torch.empty(0)
+    digests = set[str]()
     for _, text in batches(texts, model, batch):
         value = runner.capture(text.tokens, names=point, **text.arguments(model))[point]
         if value.ndim != 3:
@@ -92,13 +96,16 @@ def purity(
                 f"the point must have the axes batch, pos and one more; got {[*value.shape]} at "
                 f"{point}"
             )
-        kept = to_device(text.at(pos) & unseen(text, seen)[:, None], value.device)
-        rows = value[kept]
-        here = to_device(text.tokens, value.device)[kept][:, None].expand_as(rows)
+        is_read = to_device(text.at(pos) & unseen(text, digests)[:, None], value.device)
+        rows = value[is_read]
+        read_tokens = to_device(text.tokens, value.device)[is_read][:, None].expand_as(rows)
         # Join the best positions so far and the positions of this batch.
-        rows, here = torch.cat([values.to(rows), rows]), torch.cat([tokens.to(here), here])
+        rows, read_tokens = (
+            torch.cat([values.to(rows), rows]),
+            torch.cat([tokens.to(read_tokens), read_tokens]),
+        )
         best = largest_rows(rows, k)
-        values, tokens = rows.gather(0, best), here.gather(0, best)
+        values, tokens = rows.gather(0, best), read_tokens.gather(0, best)
     share = (tokens == tokens.mode(0).values).float().mean(0)
     is_known = (values > 0).all(0) & (len(values) == k)
     return share.where(is_known, torch.nan)

@@ -62,7 +62,9 @@ class CrossLayerTranscoder(nn.Module):
         )
         self.b_dec = nn.Parameter(b_dec, requires_grad=False)
         self.activations = nn.ModuleList(activations)
-        self.reads, self.writes, self.config = reads, writes, dict(config or {})
+        self.reads = reads
+        self.writes = writes
+        self.config = dict(config or {})
 
     @property
     def n_layers(self) -> int:
@@ -72,11 +74,11 @@ class CrossLayerTranscoder(nn.Module):
     def dictionary(self, layer: int) -> Dictionary:
         """Return the features of a layer as a dictionary that writes to that layer only."""
         return Dictionary(
-            self.W_enc[layer],
-            self.W_dec[layer][:, 0],
-            self.b_enc[layer],
-            self.b_dec[layer],
-            self.activations[layer],
+            W_enc=self.W_enc[layer],
+            W_dec=self.W_dec[layer][:, 0],
+            b_enc=self.b_enc[layer],
+            b_dec=self.b_dec[layer],
+            activation=self.activations[layer],
             W_skip=self.W_skip[layer] if self.W_skip else None,
             reads=self.reads,
             writes=self.writes,
@@ -88,7 +90,7 @@ class CrossLayerTranscoder(nn.Module):
     ) -> list[Float[Tensor, "*rows _feature"]]:
         """Return the features of each layer from the vectors that each layer reads."""
         layers = map(self.dictionary, range(self.n_layers))
-        return [layer.encode(x) for x, layer in zip(streams, layers, strict=True)]
+        return [layer.encode(stream) for stream, layer in zip(streams, layers, strict=True)]
 
     def decode(
         self,
@@ -115,4 +117,4 @@ class CrossLayerTranscoder(nn.Module):
                 "decode needs streams, the vectors that each layer reads, for the skip connections"
             )
         skips = zip(outputs, streams, self.W_skip, strict=True)
-        return [output + x.to(W.dtype) @ W for output, x, W in skips]
+        return [output + stream.to(weight.dtype) @ weight for output, stream, weight in skips]

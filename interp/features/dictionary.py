@@ -105,7 +105,13 @@ class Dictionary(plots.Shown, nn.Module):
     ) -> None:
         super().__init__()
         Words(Origin).require(origin, ("W_skip", "subtracts_b_dec", "norm"), "Dictionary")
-        require_kind("activation", activation, nn.Module, "a module", "torch.nn.ReLU() or TopK(k)")
+        require_kind(
+            "activation",
+            activation,
+            kind=nn.Module,
+            words="a module",
+            call="torch.nn.ReLU() or TopK(k)",
+        )
         _require_matrix("W_enc", W_enc, "d_in feature")
         _require_matrix("W_dec", W_dec, "feature d_out")
         sizes = {"d_in": W_enc.shape[0], "feature": W_enc.shape[1], "d_out": W_dec.shape[1]}
@@ -236,8 +242,8 @@ class Dictionary(plots.Shown, nn.Module):
         if not isinstance(self.activation, TopK):
             return self.decode(self.encode(x), x)
         # Few features are active, so add up their decoder rows without a tensor of all features.
-        kept, numbers = self.activation.top(self.pre_activations(x))
-        rows, weights = numbers.flatten(0, -2), kept.flatten(0, -2)
+        values, numbers = self.activation.top(self.pre_activations(x))
+        rows, weights = numbers.flatten(0, -2), values.flatten(0, -2)
         sums = embedding_bag(rows, self.W_dec, per_sample_weights=weights, mode="sum")
         return self._in_units_of(x, sums.view(*x.shape[:-1], -1)) + self._constant(x)
 
@@ -289,9 +295,8 @@ class Dictionary(plots.Shown, nn.Module):
             activation = activation.scaled(length)
         elif not isinstance(activation, nn.ReLU | nn.Identity) and not length.allclose(length[0]):
             raise ValueError(
-                f"all rows of the decoder must have the same length, because {activation} "
-                "compares features; "
-                f"got lengths from {length.min():.3g} to {length.max():.3g}"
+                f"all rows of the decoder must have the same length, because {activation} compares "
+                f"features; got lengths from {length.min():.3g} to {length.max():.3g}"
             )
         return self._with(
             W_enc=self.W_enc * length,
@@ -358,7 +363,7 @@ class Dictionary(plots.Shown, nn.Module):
 def _require_matrix(name: str, weight: object, axes: str) -> None:
     """Raise an error unless a weight is a tensor with two axes."""
     hint = "load_sae(path) reads a dictionary"
-    require_kind(name, weight, Tensor, f"a tensor [{axes}]", hint)
+    require_kind(name, weight, kind=Tensor, words=f"a tensor [{axes}]", call=hint)
     assert isinstance(weight, Tensor)
     if weight.ndim != 2:
         raise ValueError(f"{name} must be [{axes}]; got {[*weight.shape]}")

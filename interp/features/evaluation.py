@@ -143,19 +143,29 @@ class DictionaryScores(plots.Shown):
         if gap.mean() < max(0.01, 2 * error.item()):
             raise ValueError(
                 f"the ablation {ablation!r} must raise the loss by at least 0.01 nats and two "
-                "standard errors; it changes the "
-                f"loss from {unedited.mean():.4f} to {ablated.mean():.4f} (standard error "
-                f"{error:.4f}), and a share of this "
-                "change is meaningless"
+                f"standard errors; it changes the loss from {unedited.mean():.4f} to "
+                f"{ablated.mean():.4f} (standard error {error:.4f}), and a share of this change is "
+                "meaningless"
             )
-        values, labels = (spliced - ablated)[None], {"run": ["spliced"]}
-        axes, same = ("run", "example"), self.groups
-        effects = Result(values, axes, ablated, unedited, labels, "nats", groups=same)
+        values = (spliced - ablated)[None]
+        labels = {"run": ["spliced"]}
+        axes = ("run", "example")
+        same = self.groups
+        effects = Result(
+            values=values,
+            axes=axes,
+            base=ablated,
+            target=unedited,
+            labels=labels,
+            unit="nats",
+            groups=same,
+        )
         return effects.normalized()
 
     def view(self) -> plots.View:
         """Return a view of the losses and of the density of features."""
-        axes, labels = ("run", "example"), {"run": [*RUNS]}
+        axes = ("run", "example")
+        labels = {"run": [*RUNS]}
         losses = Result(self.losses, axes, labels=labels, unit="nats", groups=self.groups)
         return objects.dictionary_scores(self, losses)
 
@@ -176,7 +186,7 @@ class DictionaryScores(plots.Shown):
         rows.append(f"KL {self.kl.mean():.4f} nats")
         rows += [f"{name}: {score}" for name, score in self.points.items()]
         return "\n".join(
-            [f"DictionaryScores of {self.losses.shape[1]} texts", *(f"  {row}" for row in rows)]
+            [f"DictionaryScores of {self.losses.shape[1]} texts", *(f"  {line}" for line in rows)]
         )
 
 
@@ -224,13 +234,13 @@ def evaluate_sae(
     tensor([True])
     """
     runner = runner_of(model)
-    parts = placed(runner, dictionaries, None, reads)
+    parts = placed(runner, dictionaries, error=None, reads=reads)
     read = _with_loss([text for _, text in batches(texts, model, batch)])
     sums = {name: _Sums(part) for name, part in parts.items()}
     losses: dict[str, list[Tensor]] = {run: [] for run in RUNS}
     kl: list[Tensor] = []
     for text in progress_of(read, "batches", len(read)):
-        unedited = _add_values(sums, runner, text, text.at(pos))
+        unedited = _add_values(sums, runner, text=text, is_scored=text.at(pos))
         with with_parts(model, runner.points, parts):
             spliced = logits_of(model(text.tokens, **text.arguments(model)))
         losses["unedited"].append(_loss(text, unedited))
@@ -257,7 +267,10 @@ def evaluate_sae(
 
 
 def _add_values(
-    sums: Mapping[str, "_Sums"], runner: HookedRunner, text: Text, kept: Bool[Tensor, "batch pos"]
+    sums: Mapping[str, "_Sums"],
+    runner: HookedRunner,
+    text: Text,
+    is_scored: Bool[Tensor, "batch pos"],
 ) -> Float[Tensor, "batch pos vocab"]:
     """Run the unedited model on a text, add its values at the scored positions to the sums, and
     return the logits.
@@ -266,8 +279,8 @@ def _add_values(
     arguments = text.arguments(runner.model)
     output, cache = runner.run_with_cache(text.tokens, names=names, **arguments)
     for name, total in sums.items():
-        total.add(cache[name], cache[total.part.reads or name], kept)
-        total.part.kept = kept
+        total.add(cache[name], cache[total.part.reads or name], is_scored)
+        total.part.kept = is_scored
     return logits_of(output)
 
 
@@ -309,30 +322,32 @@ class _Sums:
     """Sums over positions, in float64, from which the scores of one dictionary are computed."""
 
     def __init__(self, part: SplicedDictionary) -> None:
-        self.part, self.n = part, 0
+        self.part = part
+        self.n = 0
         # The totals, squares and counts have a row for each position.
         self.totals = torch.zeros(0, part.dictionary.d_out, dtype=torch.float64)
         self.squares, self.counts = torch.zeros(2, 0, dtype=torch.float64)
         self.error = 0.0
         self.active = torch.zeros(part.dictionary.n_features, dtype=torch.float64)
 
-    def add(self, value: Tensor, read: Tensor, kept: Bool[Tensor, "batch pos"]) -> None:
-        kept = to_device(kept, value.device)
-        target = self.part.vector(value)[kept]
-        x = self.part.vector(read)[kept]
+    def add(self, value: Tensor, read: Tensor, is_scored: Bool[Tensor, "batch pos"]) -> None:
+        is_scored = to_device(is_scored, value.device)
+        target = self.part.vector(value)[is_scored]
+        x = self.part.vector(read)[is_scored]
         dictionary = self.part.dictionary
         features = dictionary.encode(x)
         output = dictionary.decode(features, x)
         target, output = target.cpu().double(), output.cpu().double()
         self.n += len(target)
-        pos, more = kept.nonzero()[:, 1].cpu(), max(0, kept.shape[1] - len(self.totals))
+        pos = is_scored.nonzero()[:, 1].cpu()
+        more = max(0, is_scored.shape[1] - len(self.totals))
         for name, rows in (
             ("totals", target),
             ("squares", target.square().sum(1)),
             ("counts", pos >= 0),
         ):
-            held = getattr(self, name)
-            longer = torch.cat([held, held.new_zeros(more, *held.shape[1:])])
+            sums = getattr(self, name)
+            longer = torch.cat([sums, sums.new_zeros(more, *sums.shape[1:])])
             setattr(self, name, longer.index_add_(0, pos, rows.to(longer)))
         self.error += (target - output).square().sum().item()
         self.active += (features != 0).sum(0).cpu()
@@ -353,10 +368,9 @@ class _Sums:
         shares = self.variances() / self.variances().sum()
         if (self.counts > 0).sum() > 3 and shares.max() > 0.5:
             warn(
-                f"position {int(shares.argmax())} has {float(shares.max()):.0%} of the variance "
-                f"at {name}, so the explained "
-                "variance mainly measures this position: leave it out by pos=, for example "
-                "pos=slice(1, None)",
+                f"position {int(shares.argmax())} has {float(shares.max()):.0%} of the variance at "
+                f"{name}, so the explained variance mainly measures this position: leave it out by "
+                "pos=, for example pos=slice(1, None)",
             )
 
     def scores(self) -> PointScores:
@@ -367,4 +381,9 @@ class _Sums:
         is_constant = variance <= 1e-12 * self.squares.sum().item()
         explained = math.nan if is_constant else 1 - self.error / variance
         density = self.active / self.n
-        return PointScores(explained, density.sum().item(), density.float(), self.n)
+        return PointScores(
+            explained_variance=explained,
+            l0=density.sum().item(),
+            density=density.float(),
+            n_tokens=self.n,
+        )

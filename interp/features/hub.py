@@ -36,7 +36,8 @@ def downloaded(name: str) -> Path:
     """
     match = _NAME.fullmatch(_of_sae_lens(name) or name)
     assert match is not None
-    repository, inside = match[1], (match[2] or "").rstrip("/")
+    repository = match[1]
+    inside = (match[2] or "").rstrip("/")
     patterns = [inside, f"{inside}/*"] if inside else None
     if patterns and inside.endswith(_WEIGHTS):
         # The file may need settings from a config in its folder.
@@ -51,9 +52,8 @@ def downloaded(name: str) -> Path:
         reason = " ".join(str(error).split())
         raise FileNotFoundError(
             f"{name!r} must be a local file or folder, or be on the hub; the download of "
-            f"{inside or 'all files'} from "
-            f"{repository} failed: {reason} (names of SAELens releases need its package: pip "
-            "install sae-lens)"
+            f"{inside or 'all files'} from {repository} failed: {reason} (names of SAELens "
+            "releases need its package: pip install sae-lens)"
         ) from error
     if not path.exists():
         raise FileNotFoundError(
@@ -79,7 +79,7 @@ def _of_sae_lens(name: str) -> str | None:
     # SAELens depends on this library, so it is installed.
     yaml = importlib.import_module("yaml")
     about = yaml.safe_load(entry[1])
-    paths = {str(each["id"]): each["path"] for each in about["saes"]}
+    paths = {str(entry_of_sae["id"]): entry_of_sae["path"] for entry_of_sae in about["saes"]}
     if wanted not in paths:
         raise unknown_name(wanted, paths, f"dictionary of the release {release}")
     return f"{about['repo_id']}/{paths[wanted]}"

@@ -79,16 +79,26 @@ def load_sae(
     )
     """
     require_kind(
-        "path", path, (str, os.PathLike), "a path or a name", "'pydoc-4l/resid_post' is one"
+        "path",
+        path,
+        kind=(str, os.PathLike),
+        words="a path or a name",
+        call="'pydoc-4l/resid_post' is one",
     )
-    require_kind("dtype", dtype, (torch.dtype, type(None)), "a torch.dtype", "torch.float32 is one")
+    require_kind(
+        "dtype",
+        dtype,
+        kind=(torch.dtype, type(None)),
+        words="a torch.dtype",
+        call="torch.float32 is one",
+    )
     if not os.fspath(path):
         raise FileNotFoundError(f"path must name a folder or a file; got {path!r}")
     if str(path) in NAMES and not Path(path).exists():
-        made = bundled(str(path))
-        for dictionary in made.values():
+        dictionaries = bundled(str(path))
+        for dictionary in dictionaries.values():
             dictionary.to(dtype)
-        return made if len(made) > 1 else next(iter(made.values()))
+        return dictionaries if len(dictionaries) > 1 else next(iter(dictionaries.values()))
     on_hub = isinstance(path, str) and may_be_on_hub(path) and not Path(path).exists()
     local = downloaded(str(path)) if on_hub else Path(path)
     name, read, source = _recognised(local, format)
@@ -107,8 +117,8 @@ def load_sae(
         source = _only_file(FORMS[name], source)
     with storage.one_error(source):
         loaded = read(source, **options)
-    for each in loaded.values() if isinstance(loaded, dict) else [loaded]:
-        each.to(dtype or _at_least_float32(each))
+    for part in loaded.values() if isinstance(loaded, dict) else [loaded]:
+        part.to(dtype or _at_least_float32(part))
     return loaded
 
 
@@ -124,8 +134,7 @@ def _recognised(local: Path, format: str) -> tuple[str, Callable[..., Loaded], P
     if not local.exists():
         raise FileNotFoundError(
             f"path must be a folder or a file; {str(local)!r} does not exist (bundled: "
-            f"{', '.join(NAMES)}; "
-            "on the hub: owner/repository/folder)"
+            f"{', '.join(NAMES)}; on the hub: owner/repository/folder)"
         )
     if format != "auto" and format not in FORMS:
         raise unknown_name(format, FORMS, "format of dictionaries")
@@ -191,7 +200,7 @@ def _is_one_of(local: Path, patterns: Iterable[str]) -> bool:
 
 def _has(form: Form, folder: Path) -> bool:
     """Return whether a folder contains the files of a format."""
-    return (any if form.single else all)(any(folder.glob(each)) for each in form.files)
+    return (any if form.single else all)(any(folder.glob(pattern)) for pattern in form.files)
 
 
 def _only_file(form: Form, folder: Path) -> Path:

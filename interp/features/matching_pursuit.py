@@ -38,7 +38,8 @@ class MatchingPursuit(Dictionary):
     ) -> None:
         b_enc = W_dec.new_zeros(len(W_dec))
         super().__init__(W_dec.T, W_dec, b_enc, b_dec, nn.ReLU(), subtracts_b_dec=True, **settings)
-        self.threshold, self.stops_when_same = threshold, stops_when_same
+        self.threshold = threshold
+        self.stops_when_same = stops_when_same
         self.most = self.d_in if most is None else most
 
     def with_unit_decoder(self) -> Dictionary:
@@ -58,7 +59,8 @@ class MatchingPursuit(Dictionary):
             if not going.any():
                 break
             values, numbers = (rest @ self.W_enc).relu().max(-1, keepdim=True)
-            before, values = features, values * going
+            before = features
+            values = values * going
             features = features.scatter_add(-1, numbers, values)
             rest = rest - values * self.W_dec[numbers[:, 0]]
             if self.stops_when_same:

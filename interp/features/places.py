@@ -81,7 +81,7 @@ def point_at(name: str, runner: HookedRunner) -> str:
         return name
     name = ours(name) or name
     layer, module, end = _parsed(name)
-    if layer is not None and (point := _measured(layer, module, end, runner)):
+    if layer is not None and (point := _measured(layer, module, end=end, runner=runner)):
         return point
     try:
         return hooks_name(name, model=runner.model)
@@ -115,7 +115,8 @@ def warn_of_place(runner: HookedRunner, *uses: tuple[str | None, str]) -> None:
 def _may_be_at(place: str, point: str, runner: HookedRunner) -> bool:
     """Return False only if a place is known to have another value than a point."""
     known = point if point == place else point_at(place, runner)
-    layer, last = layer_of(point), known.removeprefix("blocks.*.")
+    layer = layer_of(point)
+    last = known.removeprefix("blocks.*.")
     if layer is not None and any(name.endswith(f".{last}") for name in runner.points):
         # Cross-layer transcoders name a point without its block.
         known = names_by_layer(last, runner.points).get(layer, known)
@@ -153,15 +154,16 @@ def _measured(layer: int, module: str, end: str, runner: HookedRunner) -> str | 
     modules = dict(blocks[layer].named_modules()) if layer < len(blocks) else {}
     words = [next((same for same in _WORDS if part in same), (part,)) for part in module.split(".")]
     known = (module, *map(".".join, itertools.product(*words)))
-    owner = next((modules[each] for each in known if each in modules), None)
-    names = [each for last in _POINTS if (each := f"blocks.{layer}.{last}") in runner.points]
+    owner = next((modules[name] for name in known if name in modules), None)
+    in_layer = [f"blocks.{layer}.{last}" for last in _POINTS]
+    names = [name for name in in_layer if name in runner.points]
     if owner is None or not names:
         return None
-    seen: list[Tensor] = []
+    values: list[Tensor] = []
 
     def see(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         value = (args, kwargs) if end == "input" else output
-        seen.append(next(tensors_in(value)).detach().clone())
+        values.append(next(tensors_in(value)).detach().clone())
 
     # The first capture of an attached model may run the model more than once.
     _few_tokens(runner, names[:1])
@@ -170,7 +172,7 @@ def _measured(layer: int, module: str, end: str, runner: HookedRunner) -> str | 
         cache = _few_tokens(runner, names)
     finally:
         handle.remove()
-    same = (each for each in names if len(seen) == 1 and _is_same(cache[each], seen[0]))
+    same = (name for name in names if len(values) == 1 and _is_same(cache[name], values[0]))
     return next(same, None)
 
 
@@ -193,12 +195,12 @@ def _few_tokens(runner: HookedRunner, names: list[str]) -> ActivationCache:
     return runner.capture(tokens, names=names, **Text(tokens).arguments(runner.model))
 
 
-def _is_same(value: Tensor, seen: Tensor) -> bool:
+def _is_same(value: Tensor, other: Tensor) -> bool:
     """Return whether two values are equal bit by bit, with concatenated heads, and not zero.
 
     Zeros would match many places. The two values are copies of one tensor in one run, so the
     rounding is the same.
     """
-    if value.numel() != seen.numel() or not seen.any():
+    if value.numel() != other.numel() or not other.any():
         return False
-    return is_same(value.reshape(seen.shape), seen)
+    return is_same(value.reshape(other.shape), other)

@@ -56,7 +56,9 @@ class SplicedDictionary(Part):
         self, dictionary: Dictionary, point: Point, reads: str | None, error: Error
     ) -> None:
         super().__init__()
-        self.dictionary, self.reads, self.error = dictionary, reads, error
+        self.dictionary = dictionary
+        self.reads = reads
+        self.error = error
         self.has_heads = "d_head" in point.axes
         n = dictionary.n_features
         self.features = PartPoint("batch pos feature", f"{n} features of a dictionary")
@@ -67,7 +69,8 @@ class SplicedDictionary(Part):
         return value if self.error == "live" else self._explicit(value, read)
 
     def _explicit(self, value: Value, read: Value) -> Value:
-        dictionary, x = self.dictionary, self.vector(read)
+        dictionary = self.dictionary
+        x = self.vector(read)
         features = dictionary.encode(x)
         edited = self.features(features)
         if edited is features and self.error == "live":
@@ -170,7 +173,9 @@ def splice(
     """
     require_choice("error", error, ("live", "frozen", None))
     runner = runner_of(model)
-    with with_parts(model, runner.points, placed(runner, dictionaries, error, reads, point)):
+    with with_parts(
+        model, runner.points, placed(runner, dictionaries, error=error, reads=reads, point=point)
+    ):
         yield HookedRunner(model)
 
 
@@ -207,11 +212,13 @@ def placed(
                 f"{name} needs a dictionary of one layer; got {type(dictionary).__name__} ({rule})"
             )
         target = _point(runner, name, "point")
-        source = _reading(runner, dictionary, target, reads)
-        _check_sizes(runner.model, dictionary, target, source)
+        source = _reading(runner, dictionary, point=target, reads=reads)
+        _check_sizes(runner.model, dictionary, point=target, source=source)
         warn_of_place(runner, (dictionary.writes, target.name), (dictionary.reads, source.name))
         source_name = None if source is target else source.name
-        parts[target.name] = SplicedDictionary(dictionary, target, source_name, error)
+        parts[target.name] = SplicedDictionary(
+            dictionary=dictionary, point=target, reads=source_name, error=error
+        )
     return parts
 
 
@@ -260,7 +267,9 @@ def _reading(
             raise ValueError(
                 f"the point that the transcoder at {point.name} reads is unknown; give reads="
             )
-    if point.layer is not None and any(each.endswith(f".{name}") for each in runner.points):
+    if point.layer is not None and any(
+        point_name.endswith(f".{name}") for point_name in runner.points
+    ):
         name = names_by_layer(name, runner.points).get(point.layer, name)
     source = _point(runner, name, "reads")
     blocks = blocks_of(runner.model)
@@ -281,7 +290,8 @@ def _check_sizes(model: nn.Module, dictionary: Dictionary, point: Point, source:
                 "a dictionary needs a vector at each position, such as [batch pos d_model]; got "
                 f"{place}"
             )
-        heads, head = _heads(model, axes), dictionary.head
+        heads = _heads(model, axes)
+        head = dictionary.head
         if heads is not None and head is not None and not 0 <= head < heads:
             raise ValueError(f"a dictionary's head must be 0 to {heads - 1} at {place}; got {head}")
         expected = _size(model, axes, head)

@@ -26,16 +26,17 @@ def read(folder: Path, *, k: int | None = None) -> dict[str, Dictionary]:
     the points that they write.
     """
     config = _config_of(folder, "transcoder_set")
-    there = len([*folder.glob("layer_*.safetensors")])
+    n_files = len([*folder.glob("layer_*.safetensors")])
     listed = _listed(config)
-    if listed and listed != [f"layer_{n}.safetensors" for n in range(there)]:
+    if listed and listed != [f"layer_{n}.safetensors" for n in range(n_files)]:
         raise ValueError(
             f"transcoders in config.yaml must list layer_0.safetensors and so on; got {listed}"
         )
-    made = [
-        _of_layer(folder / f"layer_{layer}.safetensors", layer, config, k) for layer in range(there)
+    dictionaries = [
+        _of_layer(folder / f"layer_{layer}.safetensors", layer, config=config, k=k)
+        for layer in range(n_files)
     ]
-    return {dictionary.writes: dictionary for dictionary in made if dictionary.writes}
+    return {dictionary.writes: dictionary for dictionary in dictionaries if dictionary.writes}
 
 
 def read_layer(path: Path, *, k: int | None = None) -> Dictionary:
@@ -54,7 +55,7 @@ def read_layer(path: Path, *, k: int | None = None) -> Dictionary:
         raise ValueError(
             f"transcoders in config.yaml must list {path.name} at index {layer}; got {listed}"
         )
-    return _of_layer(path, layer, config, k)
+    return _of_layer(path, layer, config=config, k=k)
 
 
 def _of_layer(path: Path, layer: int, config: Mapping[str, Any], k: int | None) -> Dictionary:
@@ -65,11 +66,13 @@ def _of_layer(path: Path, layer: int, config: Mapping[str, Any], k: int | None) 
     require(weights, {"W_enc", "W_dec", "b_enc", "b_dec"} | more, path.stem)
     reads, writes = (_last_part(config, end) for end in ("input", "output"))
     return Dictionary(
-        weights["W_enc"].T,
-        weights["W_dec"],
-        weights["b_enc"],
-        weights["b_dec"],
-        _activation(config, weights.get("activation_function.threshold"), k, saved_k),
+        W_enc=weights["W_enc"].T,
+        W_dec=weights["W_dec"],
+        b_enc=weights["b_enc"],
+        b_dec=weights["b_dec"],
+        activation=_activation(
+            config, weights.get("activation_function.threshold"), k=k, saved_k=saved_k
+        ),
         W_skip=weights["W_skip"].T if "W_skip" in weights else None,
         reads=reads and f"blocks.{layer}.{reads}",
         writes=f"blocks.{layer}.{writes or 'mlp_out'}",
@@ -96,12 +99,12 @@ def read_cross_layer(folder: Path) -> CrossLayerTranscoder:
         )
         layers.append(weights)
     return CrossLayerTranscoder(
-        [w["W_enc"].T for w in layers],
-        [w["W_dec"] for w in layers],
-        [w["b_enc"] for w in layers],
-        torch.stack([w["b_dec"] for w in layers]),
-        [_activation(config, w.get("threshold")) for w in layers],
-        W_skip=[w["W_skip"] for w in layers] if "W_skip" in layers[0] else None,
+        W_enc=[weights["W_enc"].T for weights in layers],
+        W_dec=[weights["W_dec"] for weights in layers],
+        b_enc=[weights["b_enc"] for weights in layers],
+        b_dec=torch.stack([weights["b_dec"] for weights in layers]),
+        activations=[_activation(config, weights.get("threshold")) for weights in layers],
+        W_skip=[weights["W_skip"] for weights in layers] if "W_skip" in layers[0] else None,
         reads=_last_part(config, "input"),
         writes=_last_part(config, "output"),
         config=config,
@@ -142,7 +145,7 @@ def _activation(
     named = {str(config[name]).lower().replace("_", "") for name in fields if config.get(name)}
     saved = "relu" if saved_k is None else "topk"
     kinds = named or {saved if threshold is None else "jumprelu"}
-    ks = {whole_of("k", one) for one in (k, config.get("k"), saved_k) if one is not None}
+    ks = {whole_of("k", number) for number in (k, config.get("k"), saved_k) if number is not None}
     if kinds == {"relu"} and threshold is None and not ks:
         return nn.ReLU()
     if kinds == {"jumprelu"} and threshold is not None and not ks:
@@ -151,10 +154,9 @@ def _activation(
     if kinds == {"topk"} and threshold is None and len(ks) == 1 and is_of_one_layer:
         return TopK(ks.pop(), relu=False)
     raise ValueError(
-        "activation must be 'relu', 'jump_relu' with thresholds or, in one layer, 'topk' with "
-        "one k in config.yaml or "
-        f"k=; got {' and '.join(sorted(kinds))} with {'no' if threshold is None else 'a'} "
-        f"threshold and k {sorted(ks)}"
+        "activation must be 'relu', 'jump_relu' with thresholds or, in one layer, 'topk' with one "
+        f"k in config.yaml or k=; got {' and '.join(sorted(kinds))} with "
+        f"{'no' if threshold is None else 'a'} threshold and k {sorted(ks)}"
     )
 
 

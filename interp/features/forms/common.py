@@ -71,11 +71,11 @@ def pickled(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: if the file is damaged or contains anything else. The error names the file.
     """
-    held = storage.read_saved(path)
-    if not isinstance(held, dict):
-        kind = "None" if held is None else f"a {type(held).__name__}"
+    content = storage.read_saved(path)
+    if not isinstance(content, dict):
+        kind = "None" if content is None else f"a {type(content).__name__}"
         raise ValueError(f"{path} must contain tensors by name; got {kind}")
-    return held
+    return content
 
 
 def known_fields(config: Mapping[str, Any], what: str) -> dict[str, Any]:
@@ -114,10 +114,10 @@ def require_types(config: Mapping[str, Any], what: str) -> None:
         kind = kinds.get(name, "any?").removesuffix("?")
         may_be_null = kinds.get(name, "any?").endswith("?")
         fits = (
-            may_be_null if value is None else any(_FITS[one](value) for one in kind.split(" or "))
+            may_be_null if value is None else any(_FITS[word](value) for word in kind.split(" or "))
         )
         if not fits:
-            words = " or ".join(_IN_WORDS[one] for one in kind.split(" or "))
+            words = " or ".join(_IN_WORDS[word] for word in kind.split(" or "))
             null = " or null" if may_be_null else ""
             raise ValueError(f"{name} in {what} must be {words}{null}; got {_shown(value)}")
 
@@ -131,7 +131,9 @@ _FITS: Mapping[str, Callable[[Any], bool]] = {
     "text": lambda value: isinstance(value, str) and bool(value),
     "bool": lambda value: isinstance(value, bool),
     "object": lambda value: isinstance(value, dict),
-    "list": lambda value: isinstance(value, list) and all(isinstance(one, str) for one in value),
+    "list": lambda value: (
+        isinstance(value, list) and all(isinstance(entry, str) for entry in value)
+    ),
     "index": lambda value: _is_whole(value, 0),
     "whole": lambda value: _is_whole(value, 1),
     "number": lambda value: is_number(value),

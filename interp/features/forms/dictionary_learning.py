@@ -130,7 +130,11 @@ def _activation(kind: str, tensors: Mapping[str, Tensor], trainer: Mapping[str, 
     if kind == "GatedAutoEncoder":
         return Gated(tensors["gate_bias"], tensors["r_mag"], tensors["mag_bias"])
     if kind == "AutoEncoderTopK":
-        ks = {whole_of("k", k) for k in (tensors.get("k"), trainer.get("k")) if k is not None}
+        ks = {
+            whole_of("k", number)
+            for number in (tensors.get("k"), trainer.get("k"))
+            if number is not None
+        }
         if len(ks) != 1:
             raise ValueError(f"{kind} must have one k, in ae.pt or config.json; got {sorted(ks)}")
         return TopK(ks.pop())

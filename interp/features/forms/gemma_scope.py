@@ -29,7 +29,10 @@ def read(
     """
     weights = tensors_of(folder / "params.npz")
     names = {"W_enc", "W_dec", "b_enc", "b_dec", "threshold"}
-    weights = {"W_" + n[2:] if n.startswith("w_") else n: weight for n, weight in weights.items()}
+    weights = {
+        "W_" + name[2:] if name.startswith("w_") else name: weight
+        for name, weight in weights.items()
+    }
     require(weights, names, "params.npz")
     kind, is_embedding, block = _said_by(folder)
     if scale_embeddings is None:
@@ -46,11 +49,11 @@ def read(
     writes = "embed" if scale_embeddings else f"{block}{_WRITES[kind]}" if kind and block else None
     reads = f"{block}ln2.hook_normalized" if transcodes else writes
     return Dictionary(
-        weights["W_enc"] / root,
-        weights["W_dec"] * root,
-        weights["b_enc"],
-        weights["b_dec"],
-        JumpReLU(weights["threshold"]),
+        W_enc=weights["W_enc"] / root,
+        W_dec=weights["W_dec"] * root,
+        b_enc=weights["b_enc"],
+        b_dec=weights["b_dec"],
+        activation=JumpReLU(weights["threshold"]),
         # An autoencoder and a transcoder read different points. `splice` raises an error for this
         # name.
         reads="what load_sae(..., transcodes=) says" if transcodes is None else reads,
@@ -71,7 +74,8 @@ def _said_by(folder: Path) -> tuple[str | None, bool | None, str]:
         kinds = _REPOSITORY.findall(path.as_posix())
         kind = kind or (kinds[-1] if kinds else None)
         if is_embedding is None and (place := _PLACE.match(path.as_posix())):
-            is_embedding, block = place[1] is None, f"blocks.{place[1]}." if place[1] else ""
+            is_embedding = place[1] is None
+            block = f"blocks.{place[1]}." if place[1] else ""
     return kind, is_embedding, block
 
 
@@ -106,11 +110,11 @@ def read_2(folder: Path) -> Dictionary:
             f"{writes}"
         )
     return Dictionary(
-        weights["w_enc"],
-        weights["w_dec"],
-        weights["b_enc"],
-        weights["b_dec"],
-        JumpReLU(weights["threshold"]),
+        W_enc=weights["w_enc"],
+        W_dec=weights["w_dec"],
+        b_enc=weights["b_enc"],
+        b_dec=weights["b_dec"],
+        activation=JumpReLU(weights["threshold"]),
         W_skip=weights.get("affine_skip_connection"),
         transcodes=None if kind is None else kind == "transcoder",
         reads=reads,

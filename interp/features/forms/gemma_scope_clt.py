@@ -21,10 +21,8 @@ def read(folder: Path) -> CrossLayerTranscoder:
     path = folder / "config.json"
     config = json_of(path) if path.is_file() else {}
     config = known_fields(config, "config.json of Gemma Scope 2")
-    kind, reads = (
-        config.get("architecture", "jump_relu"),
-        str(config.get("hf_hook_point_in") or _READS),
-    )
+    kind = config.get("architecture", "jump_relu")
+    reads = str(config.get("hf_hook_point_in") or _READS)
     if kind != "jump_relu" or _READS not in reads or "crosscoder" in folder.absolute().parts[-2:]:
         raise ValueError(
             "a cross-layer transcoder must have the architecture jump_relu and read "
@@ -49,12 +47,12 @@ def read(folder: Path) -> CrossLayerTranscoder:
             )
         layers.append(weights | {"w_dec": weights["w_dec"][:, n:].contiguous()})
     return CrossLayerTranscoder(
-        [w["w_enc"] for w in layers],
-        [w["w_dec"] for w in layers],
-        [w["b_enc"] for w in layers],
-        torch.stack([w["b_dec"] for w in layers]),
-        [JumpReLU(w["threshold"]) for w in layers],
-        W_skip=[w["affine_skip_connection"] for w in layers]
+        W_enc=[weights["w_enc"] for weights in layers],
+        W_dec=[weights["w_dec"] for weights in layers],
+        b_enc=[weights["b_enc"] for weights in layers],
+        b_dec=torch.stack([weights["b_dec"] for weights in layers]),
+        activations=[JumpReLU(weights["threshold"]) for weights in layers],
+        W_skip=[weights["affine_skip_connection"] for weights in layers]
         if "affine_skip_connection" in layers[0]
         else None,
         reads="ln2.normalized",

@@ -66,7 +66,7 @@ def read_r1(folder: Path) -> Dictionary:
     s_in, s_out = _factors(config, *map(norms.get, ends))
     by_length = config.get("sparsity_include_decoder_norm", True)
     threshold = weights["log_jumprelu_threshold"].float().exp() / (s_out if by_length else s_in)
-    return _made(config, weights, s_in, s_out, threshold)
+    return _made(config, weights, s_in=s_in, s_out=s_out, threshold=threshold)
 
 
 def _number_in(name: str, tensor: Tensor) -> float:
@@ -134,11 +134,11 @@ def _made(
         threshold = threshold / W_dec.norm(dim=1)
     reads = ours(config["hook_point_in"])
     return Dictionary(
-        weights["encoder.weight"].T,
-        W_dec,
-        weights["encoder.bias"] / s_in,
-        weights["decoder.bias"] / s_out,
-        JumpReLU(threshold, relu=False),
+        W_enc=weights["encoder.weight"].T,
+        W_dec=W_dec,
+        b_enc=weights["encoder.bias"] / s_in,
+        b_dec=weights["decoder.bias"] / s_out,
+        activation=JumpReLU(threshold, relu=False),
         reads=reads,
         writes=ours(config.get("hook_point_out")) or reads,
         config=config,

@@ -47,7 +47,7 @@ def read(folder: Path, *, norm_factor: float | None = None) -> Dictionary:
     }
     place["writes"] = ours(about.get("hook_name_out")) if is_transcoder else place["reads"]
     if kind == "matching_pursuit":
-        return _matching_pursuit(config, weights, norm_factor, place)
+        return _matching_pursuit(config, weights, norm_factor=norm_factor, place=place)
     skip = {"W_skip"} if "skip" in kind else set[str]()
     biases = {"b_gate", "r_mag", "b_mag"} if kind == "gated" else {"b_enc"}
     thresholds = weights.keys() & {"threshold", "log_threshold", "topk_threshold"}
@@ -74,18 +74,20 @@ def read(folder: Path, *, norm_factor: float | None = None) -> Dictionary:
     )
 
 
-def _config(held: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _config(saved: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a config with the field names of version 6, and the same config merged with its
     metadata.
     """
-    require_types(held, _CONFIG)
-    metadata = held.get("metadata") or {}
+    require_types(saved, _CONFIG)
+    metadata = saved.get("metadata") or {}
     require_types(metadata, _CONFIG)
     training = metadata.get("training_architecture_details") or {}
     if not isinstance(training, dict):
         raise ValueError(f"training_architecture_details must be an object; got {training!r:.60}")
-    known_fields({n: value for n, value in held.items() if n not in training}, _CONFIG)
-    config = {_OLD_NAMES.get(n, n): value for n, value in held.items() if value is not None}
+    known_fields({name: value for name, value in saved.items() if name not in training}, _CONFIG)
+    config = {
+        _OLD_NAMES.get(name, name): value for name, value in saved.items() if value is not None
+    }
     return config, config | metadata
 
 
@@ -102,11 +104,11 @@ def _matching_pursuit(
     require(weights, {"W_dec", "b_dec"} | weights.keys() & {"W_enc"}, "matching_pursuit")
     b_dec = weights["b_dec"]
     return MatchingPursuit(
-        weights["W_dec"],
-        b_dec if _subtracts(config) else torch.zeros_like(b_dec),
-        config.get("residual_threshold", 1e-2),
-        config.get("max_iterations"),
-        config.get("stop_on_duplicate_support", True),
+        W_dec=weights["W_dec"],
+        b_dec=b_dec if _subtracts(config) else torch.zeros_like(b_dec),
+        threshold=config.get("residual_threshold", 1e-2),
+        most=config.get("max_iterations"),
+        stops_when_same=config.get("stop_on_duplicate_support", True),
         norm=norm,
         **place,
     )

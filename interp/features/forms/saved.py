@@ -34,36 +34,38 @@ def read(path: Path, *, k: int | None = None) -> Dictionary:
         k: the number of active features at a position, for Qwen Scope only. It is the number after
             `L0_` in the name of the repository.
     """
-    held = pickled(path)
-    if "W_enc" in held and _is_hook_z(held):
-        return _hook_z(path, held, k)
-    if "W_enc" in held:
-        return _qwen_scope(path, held, k)
+    content = pickled(path)
+    if "W_enc" in content and _is_hook_z(content):
+        return _hook_z(path, content, k)
+    if "W_enc" in content:
+        return _qwen_scope(path, content, k)
     if k is not None:
         raise ValueError(f"k must be None for {path.name}, which is not of Qwen Scope; got {k}")
-    if "pre_bias" in held:
-        return _openai(path, held)
-    if "encoder_linear.weight" in held:
-        return _goodfire(path, held)
-    names = ", ".join(map(str, held))
+    if "pre_bias" in content:
+        return _openai(path, content)
+    if "encoder_linear.weight" in content:
+        return _goodfire(path, content)
+    names = ", ".join(map(str, content))
     raise ValueError(
         f"{path} must contain the tensors of OpenAI, Qwen Scope, Goodfire or Kissane et al.; got "
         f"{names:.300}. {BY_HAND}"
     )
 
 
-def _openai(path: Path, held: dict[str, Any]) -> Dictionary:
+def _openai(path: Path, content: dict[str, Any]) -> Dictionary:
     """Return a dictionary of OpenAI: top-k after a norm (v5), or ReLU without a norm (v1, v4).
 
     The names of the folders contain the place, as in `resid_post_mlp_v5_32k/autoencoders/7.pt`.
     """
-    kind, state = held.get("activation", "ReLU"), held.get("activation_state_dict", {})
+    kind, state = content.get("activation", "ReLU"), content.get("activation_state_dict", {})
     if not isinstance(kind, str) or not isinstance(state, dict):
         raise ValueError(
             f"activation in {path.name} must be a text and activation_state_dict an object; "
             f"got {type(kind).__name__} and {type(state).__name__}"
         )
-    weights = {n: w for n, w in held.items() if n not in _STATISTICS | _ACTIVATION}
+    weights = {
+        name: weight for name, weight in content.items() if name not in _STATISTICS | _ACTIVATION
+    }
     require(weights, {"pre_bias", "latent_bias", "encoder.weight", "decoder.weight"}, path.name)
     plain: dict[str, nn.Module] = {"ReLU": nn.ReLU(), "Identity": nn.Identity()}
     is_top_k = (
@@ -84,11 +86,11 @@ def _openai(path: Path, held: dict[str, Any]) -> Dictionary:
     layer = re.search(r"(?<=layer_)\d+|\d+(?=\.pt$)", folders)
     point = f"blocks.{layer[0]}.{place}" if layer and place else None
     return Dictionary(
-        weights["encoder.weight"].T,
-        weights["decoder.weight"].T,
-        weights["latent_bias"],
-        weights["pre_bias"],
-        activation,
+        W_enc=weights["encoder.weight"].T,
+        W_dec=weights["decoder.weight"].T,
+        b_enc=weights["latent_bias"],
+        b_dec=weights["pre_bias"],
+        activation=activation,
         subtracts_b_dec=True,
         norm="layer_norm" if is_top_k else "none",
         reads=point,
@@ -96,19 +98,19 @@ def _openai(path: Path, held: dict[str, Any]) -> Dictionary:
     )
 
 
-def _is_hook_z(held: dict[str, Any]) -> bool:
+def _is_hook_z(content: dict[str, Any]) -> bool:
     """Return whether `W_enc` is [d_in feature], as in the files of Kissane et al.
 
     In Qwen Scope, it is [feature d_in].
     """
-    weights = [held.get(name) for name in ("W_enc", "b_enc", "b_dec")]
+    weights = [content.get(name) for name in ("W_enc", "b_enc", "b_dec")]
     if not all(isinstance(weight, Tensor) for weight in weights):
         return False
-    W_enc, b_enc, b_dec = (held[name] for name in ("W_enc", "b_enc", "b_dec"))
+    W_enc, b_enc, b_dec = (content[name] for name in ("W_enc", "b_enc", "b_dec"))
     return [*W_enc.shape] == [b_dec.numel(), b_enc.numel()] != [b_enc.numel(), b_dec.numel()]
 
 
-def _hook_z(path: Path, held: dict[str, Any], k: int | None) -> Dictionary:
+def _hook_z(path: Path, content: dict[str, Any], k: int | None) -> Dictionary:
     """Return a dictionary of Kissane et al.
 
     2024: ReLU features of `z` with concatenated heads, after subtracting `b_dec`.
@@ -116,7 +118,7 @@ def _hook_z(path: Path, held: dict[str, Any], k: int | None) -> Dictionary:
     The point is in the file `<name>_cfg.json` in the same folder, or in the name of the file, as in
     `gpt2-small_L5_Hcat_z_lr1.20e-03.pt`.
     """
-    require(held, {"W_enc", "W_dec", "b_enc", "b_dec"}, path.name)
+    require(content, {"W_enc", "W_dec", "b_enc", "b_dec"}, path.name)
     if k is not None:
         raise ValueError(f"k must be None for {path.name}, which has a ReLU; got {k}")
     beside = path.with_name(f"{path.stem}_cfg.json")
@@ -127,11 +129,11 @@ def _hook_z(path: Path, held: dict[str, Any], k: int | None) -> Dictionary:
         raise ValueError(f"act_name in {beside.name} must be a text; got {name!r:.60}")
     point = ours(name)
     return Dictionary(
-        held["W_enc"],
-        held["W_dec"],
-        held["b_enc"],
-        held["b_dec"],
-        nn.ReLU(),
+        W_enc=content["W_enc"],
+        W_dec=content["W_dec"],
+        b_enc=content["b_enc"],
+        b_dec=content["b_dec"],
+        activation=nn.ReLU(),
         subtracts_b_dec=True,
         reads=point,
         writes=point,
@@ -139,27 +141,27 @@ def _hook_z(path: Path, held: dict[str, Any], k: int | None) -> Dictionary:
     )
 
 
-def _qwen_scope(path: Path, held: dict[str, Any], k: int | None) -> Dictionary:
+def _qwen_scope(path: Path, content: dict[str, Any], k: int | None) -> Dictionary:
     """Return a dictionary of Qwen Scope, `layer7.sae.pt`: top-k features of the stream after a
     block.
     """
-    require(held, {"W_enc", "W_dec", "b_enc", "b_dec"}, path.name)
+    require(content, {"W_enc", "W_dec", "b_enc", "b_dec"}, path.name)
     if k is None:
         raise ValueError(
             f"{path.name} does not contain the number of active features: give k=, the number "
             "after L0_ in the name of the repository"
         )
     return Dictionary(
-        held["W_enc"].T,
-        held["W_dec"].T,
-        held["b_enc"],
-        held["b_dec"],
-        TopK(k, relu=False),
+        W_enc=content["W_enc"].T,
+        W_dec=content["W_dec"].T,
+        b_enc=content["b_enc"],
+        b_dec=content["b_dec"],
+        activation=TopK(k, relu=False),
         **_after_block(r"layer(\d+)\.sae\.pt", path),
     )
 
 
-def _goodfire(path: Path, held: dict[str, Any]) -> Dictionary:
+def _goodfire(path: Path, content: dict[str, Any]) -> Dictionary:
     """Return a dictionary of Goodfire, `Llama-3.1-8B-Instruct-SAE-l19.pth`:
 
     ReLU features of the stream after a block.
@@ -170,10 +172,15 @@ def _goodfire(path: Path, held: dict[str, Any]) -> Dictionary:
         "encoder_linear.bias",
         "decoder_linear.bias",
     )
-    require(held, {*names}, path.name)
-    W_enc, W_dec, b_enc, b_dec = (held[name] for name in names)
+    require(content, {*names}, path.name)
+    W_enc, W_dec, b_enc, b_dec = (content[name] for name in names)
     return Dictionary(
-        W_enc.T, W_dec.T, b_enc, b_dec, nn.ReLU(), **_after_block(r"SAE-l(\d+)\.pth?", path)
+        W_enc=W_enc.T,
+        W_dec=W_dec.T,
+        b_enc=b_enc,
+        b_dec=b_dec,
+        activation=nn.ReLU(),
+        **_after_block(r"SAE-l(\d+)\.pth?", path),
     )
 
 

@@ -42,11 +42,11 @@ def read(folder: Path, *, transcodes: bool | None = None) -> Dictionary:
             f"transcodes must be None or {is_transcoder}, the value in cfg.json; got {transcodes}"
         )
     return Dictionary(
-        weights["encoder.weight"].T,
-        weights["W_dec"],
-        weights["encoder.bias"],
-        weights["b_dec"],
-        kinds[kind](config["k"]),
+        W_enc=weights["encoder.weight"].T,
+        W_dec=weights["W_dec"],
+        b_enc=weights["encoder.bias"],
+        b_dec=weights["b_dec"],
+        activation=kinds[kind](config["k"]),
         W_skip=weights["W_skip"].T if skip else None,
         subtracts_b_dec=not config.get("transcode", False),
         transcodes=is_transcoder,
