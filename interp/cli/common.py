@@ -159,8 +159,10 @@ def _attached(options: argparse.Namespace) -> nn.Module:
     from models import attach, load_tokenizer
     from models.checkpoints.loading import locate
 
-    transformers, trusts = library("transformers"), options.trust_remote_code
-    folder, dtype = locate(options.model, code=trusts), _dtype(options)
+    transformers = library("transformers")
+    trusts = options.trust_remote_code
+    folder = locate(options.model, code=trusts)
+    dtype = _dtype(options)
     settings = {} if dtype is None else {"dtype": dtype}
     code = nullcontext() if trusts else _without_code(options.model)
     with storage.only_tensors(str(folder)), code:
@@ -218,9 +220,9 @@ def replacing(out: str) -> Iterator[IO[str]]:
     try:
         replaces = not out.startswith(STREAMS) and (path.is_file() or not path.exists())
         with ExitStack() as stack:
-            held = stack.enter_context(storage.replacing(path)) if replaces else Path(out)
+            target = stack.enter_context(storage.replacing(path)) if replaces else Path(out)
             mode = "w" if replaces else "a"
-            file = stack.enter_context(held.open(mode, encoding="utf-8", newline="\n"))
+            file = stack.enter_context(target.open(mode, encoding="utf-8", newline="\n"))
             opened = stack.pop_all()
     except OSError as error:
         reason = error.strerror or error
@@ -230,4 +232,4 @@ def replacing(out: str) -> Iterator[IO[str]]:
     with opened:
         yield file
         if replaces and path.exists():
-            shutil.copymode(path, held)
+            shutil.copymode(path, target)

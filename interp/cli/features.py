@@ -14,7 +14,8 @@ from interp.inputs.texts import text_for
 
 def run(options: argparse.Namespace) -> None:
     """Print cards of features."""
-    model, text = model_of(options, trained=True), text_of(options)
+    model = model_of(options, trained=True)
+    text = text_of(options)
     loaded = load_sae(options.dictionary)
     placed: Any = loaded if options.at is None else {options.at: loaded}
     if isinstance(loaded, dict):
@@ -37,5 +38,5 @@ def run(options: argparse.Namespace) -> None:
         chosen = (
             values.flatten(0, 1).amax(0).topk(min(options.top, values.shape[-1])).indices.tolist()
         )
-    cards = feature_cards(model, placed, [text], chosen, reads=options.reads)
+    cards = feature_cards(model, placed, texts=[text], features=chosen, reads=options.reads)
     print_or_write(options, repr(cards), [card.to_neuronpedia() for card in cards])

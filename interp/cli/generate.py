@@ -16,7 +16,8 @@ def run(options: argparse.Namespace) -> None:
     changes = [parsed(text) for text in options.edit] + [
         change for text in options.steer for change in _steering(text)
     ]
-    model, prompt = model_of(options, trained=True), text_of(options)
+    model = model_of(options, trained=True)
+    prompt = text_of(options)
     with HookedRunner(model).hooks(changes):
         if isinstance(language := of(model), type(model)):
             from models import generate_text

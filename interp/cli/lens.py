@@ -12,12 +12,14 @@ from interp.reading.lens import logit_lens
 def run(options: argparse.Namespace) -> None:
     """Print the last positions as a table, or all positions as JSON."""
     model = model_of(options, trained=True)
-    language, text = of(model, "unembed"), text_of(options)
+    language = of(model, "unembed")
+    text = text_of(options)
     read = text_for(model, text)
     _, cache = HookedRunner(model).run_with_cache(read.tokens, lazy=True, **read.arguments(model))
     readout = logit_lens(model, cache, top_k=options.top)
     pieces = language.to_pieces(language.to_tokens(text).tokens[0])
-    best, chances = (language.to_pieces(readout.tokens[:, 0]), readout.probabilities[:, 0])
+    best = language.to_pieces(readout.tokens[:, 0])
+    chances = readout.probabilities[:, 0]
     names = [*(f"entering {layer}" for layer in range(len(best) - 1)), "final"]
     columns = range(max(0, len(pieces) - options.last), len(pieces))
     width = max(4, 1 + max(len(repr(best[n][pos][0])) for n in range(len(best)) for pos in columns))

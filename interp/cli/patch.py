@@ -15,7 +15,7 @@ def run(options: argparse.Namespace) -> None:
     answers = tuple(options.answers) if len(options.answers) == 2 else options.answers[0]
     pairs = Pairs(text_of(options), options.corrupted, answers)
     result = activation_patching(
-        model, pairs, options.site, options.over, direction=options.direction
+        model, pairs, site=options.site, over=options.over, direction=options.direction
     )
     base = float(result.base[0])  # type: ignore[index]
     target = float(result.target[0])  # type: ignore[index]

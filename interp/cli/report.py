@@ -29,10 +29,10 @@ def run(options: argparse.Namespace) -> None:
         model.require_tokenizer()
         clean, corrupted = _prompts(options, model)
         period = min(INDUCTION_PERIOD, model.config.n_ctx // 2)
-        made = report(model, clean, corrupted, name=options.model, period=period)
-        html = made.view.html()
+        result = report(model, clean, corrupted, name=options.model, period=period)
+        html = result.view.html()
         page.write(html)
-    said = f"{made.summary}\n\nwrote {options.out} ({len(html.encode()) / 1e6:.1f} MB)"
+    said = f"{result.summary}\n\nwrote {options.out} ({len(html.encode()) / 1e6:.1f} MB)"
     # If the page goes to standard output, nothing else is printed.
     print(said, file=sys.stderr if options.out.startswith(STREAMS) else sys.stdout)
 
@@ -55,10 +55,12 @@ def _prompts(
     n_ctx = model.config.n_ctx
     # A character without a token raises an error.
     with suppress(ValueError):
-        clean, other = (model.to_tokens(t).tokens for t in (DEFAULT_PROMPT, DEFAULT_CORRUPTED))
+        clean, second = (
+            model.to_tokens(prompt).tokens for prompt in (DEFAULT_PROMPT, DEFAULT_CORRUPTED)
+        )
         if clean.shape[1] <= n_ctx:
             # The two prompts may have different numbers of tokens, depending on the tokenizer.
-            return clean, other if corrupted is None and other.shape == clean.shape else corrupted
+            return clean, second if corrupted is None and second.shape == clean.shape else corrupted
     new = min(n_ctx, len(DEFAULT_PROMPT)) - 1
     # Keep the tokens: a text may have more tokens when it is encoded again.
     written = generate(model, [[0]], max_new_tokens=new, temperature=1.0, stop=())

@@ -11,7 +11,8 @@ from interp.features import load_sae
 
 def run(options: argparse.Namespace) -> None:
     """Print the targets and the nodes that act on them, and write the files."""
-    model, text = model_of(options, trained=True), text_of(options)
+    model = model_of(options, trained=True)
+    text = text_of(options)
     graph = attribution_graph(
         model,
         text,

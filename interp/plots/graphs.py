@@ -11,7 +11,10 @@ from interp.plots.parts import axis_part, thinned
 from interp.plots.view import View, limit_of, visible, visible_title
 
 # The largest numbers that a browser draws without a pause.
-_MOST_EDGES, _MOST_CARDS, _MOST_NODES, _MOST_LINKS = 400, 12, 800, 8000
+_MOST_EDGES = 400
+_MOST_CARDS = 12
+_MOST_NODES = 800
+_MOST_LINKS = 8000
 
 
 def circuit(circuit: Any, curve: Any = None) -> View:
@@ -34,15 +37,15 @@ def circuit(circuit: Any, curve: Any = None) -> View:
     """
     rows, edges = circuit.drawn()
     order = sorted(edges, key=lambda edge: -abs(edge.score))
-    kept = order[:_MOST_EDGES]
+    drawn = order[:_MOST_EDGES]
     part = {
         "kind": "network",
         "title": "circuit",
         "rows": rows,
-        "edges": [edge[:3] for edge in kept],
+        "edges": [edge[:3] for edge in drawn],
         "names": _meanings(rows),
-        "scores": torch.tensor([edge.score for edge in kept], dtype=torch.float64),
-        "note": thinned(len(order), len(kept), "edges"),
+        "scores": torch.tensor([edge.score for edge in drawn], dtype=torch.float64),
+        "note": thinned(len(order), len(drawn), "edges"),
     }
     if curve is not None:
         every = int(circuit.graph.allowed.sum())
@@ -97,7 +100,9 @@ def features(cards: Sequence[Any]) -> View:
             )
         moved = [*card.top, *card.bottom[::-1]]
         if moved and not math.isnan(moved[0][1]):
-            mine.append(_chart("logits that a feature of 1 adds", "token", moved, "logits"))
+            mine.append(
+                _chart("logits that a feature of 1 adds", "token", bars=moved, unit="logits")
+            )
         if any(card.histogram):
             mine.append(
                 {
@@ -210,8 +215,8 @@ def _shown(node: Any, card: Any) -> dict[str, Any]:
         "influence": node.influence,
         "about": about,
         "examples": [
-            ([visible(token) for token in each.tokens], [*each.activations])
-            for each in examples[:4]
+            ([visible(token) for token in example.tokens], [*example.activations])
+            for example in examples[:4]
         ],
     }
 
@@ -228,7 +233,9 @@ def _shown_cell(cell: Any, tokens: Sequence[str], nodes: Mapping[str, Any]) -> d
         ("gradient · (score - mean)", f"{cell.weight:+.4g}, to first order"),
         ("score", f"{cell.score:.4g}, of pairs whose sizes add up to {cell.size:.4g}"),
     ]
-    pairs = [(f"{value:+.3g}", f"{named(one)} with {named(two)}") for one, two, value in cell.pairs]
+    pairs = [
+        (f"{value:+.3g}", f"{named(query)} with {named(key)}") for query, key, value in cell.pairs
+    ]
     return {
         "id": f"{cell.layer}.{cell.head}",
         "kind": "head",
@@ -253,6 +260,6 @@ def _chart(title: str, axis: str, bars: Sequence[tuple[str, float]], unit: str) 
         "values": values,
         "low": unknown,
         "high": unknown,
-        "axis": axis_part(axis, range(len(labels)), labels, len(labels)),
+        "axis": axis_part(axis, range(len(labels)), words=labels, most=len(labels)),
         "note": title[0].upper() + title[1:] + ".",
     }

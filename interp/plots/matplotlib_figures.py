@@ -34,13 +34,20 @@ def effects(result: Any, facet: str | None = None) -> Figure:
     means = result.mean()
     if len(axes) == 1:
         low, high = result.interval()
-        return bars(means, low, high, labels, unit, title)
+        return bars(means, low, high=high, labels=labels, unit=unit, title=title)
     base, target = result.base, result.target
     reach = 0.0 if base is None or target is None else (target - base).mean().abs().item()
     if facet is None:
-        return heat_maps(means[None], labels, [""], unit, title, reach)
+        return heat_maps(means[None], labels, names=[""], unit=unit, title=title, reach=reach)
     names = [f"{facet} {label}" for label in _labels_with_words(result, facet)]
-    return heat_maps(means.movedim(result.axes.index(facet), 0), labels, names, unit, title, reach)
+    return heat_maps(
+        means.movedim(result.axes.index(facet), 0),
+        labels,
+        names=names,
+        unit=unit,
+        title=title,
+        reach=reach,
+    )
 
 
 def _labels_with_words(result: Any, axis: str) -> list[Any]:
@@ -91,7 +98,7 @@ def heat_maps(
         axes.set_title(name, fontsize="small")
         axes.set_ylabel(rows)
         axes.set_yticks(*_ticks(of_rows, _decisive(table, 1)))
-        _label_columns(axes, columns, of_columns, _decisive(table, 0))
+        _label_columns(axes, columns, labels=of_columns, decisive=_decisive(table, 0))
     figure.colorbar(image, ax=panels, label=unit)
     return figure
 
@@ -128,7 +135,9 @@ def scatter(
     axes.axvline(0, color="lightgrey", linewidth=0.8)
     axes.axline((0, 0), slope=1, color="grey", linewidth=0.8, linestyle="--")
     axes.scatter(exact.numpy(force=True), estimate.numpy(force=True), s=12, color="#4393c3")
-    (left, right), (bottom, top) = ([end.item() for end in x.aminmax()] for x in (exact, estimate))
+    (left, right), (bottom, top) = (
+        [end.item() for end in values.aminmax()] for values in (exact, estimate)
+    )
     apart = 0.05 * (right - left), 0.05 * (top - bottom)
     named_at: list[tuple[float, float]] = []
     for *at, name in named[:_NAMED]:
@@ -162,7 +171,7 @@ def curves(
     axes.axhline(0, color="lightgrey", linewidth=0.8)
     axes.axhline(1, color="lightgrey", linewidth=0.8)
     for name, numbers in heights.items():
-        mean, low, high = (x.numpy(force=True) for x in numbers)
+        mean, low, high = (values.numpy(force=True) for values in numbers)
         axes.plot(shares, mean, "o-", color=_COLOURS[name], label=name, markersize=3)
         axes.fill_between(shares, low, high, color=_COLOURS[name], alpha=0.15, linewidth=0)
     axes.set_xscale("log")

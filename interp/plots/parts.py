@@ -11,7 +11,8 @@ from torch import Tensor
 from interp.plots.view import limit_of, visible, visible_title
 
 # The largest numbers that a browser draws without a pause.
-MOST_WEIGHTS, MOST_COLUMNS = 1_300_000, 400
+MOST_WEIGHTS = 1_300_000
+MOST_COLUMNS = 400
 
 
 def axis_part(
@@ -50,10 +51,10 @@ def grid_part(
 
 def thinned(every: int, shown: int, what: str) -> str:
     """Return the note of a picture that shows only a part; empty if all is shown."""
-    kept = "strongest" if what in ("edges", "links") else "last"
+    which = "strongest" if what in ("edges", "links") else "last"
     if what == "points":
         return f"{shown} of {every} points are drawn." if shown < every else ""
-    return f"The {kept} {shown} of {every} {what} are shown." if shown < every else ""
+    return f"The {which} {shown} of {every} {what} are shown." if shown < every else ""
 
 
 def headline(result: Any) -> str:

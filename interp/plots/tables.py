@@ -20,7 +20,8 @@ from interp.plots.parts import (
 from interp.plots.view import View, plotted_axes, visible_title
 
 # The largest numbers that a browser draws without a pause.
-_MOST_BARS, _MOST_POINTS = 60, 2000
+_MOST_BARS = 60
+_MOST_POINTS = 2000
 _MOST_PIXELS = 256
 
 
@@ -41,7 +42,8 @@ def effects(result: Any, facet: str | None = None) -> View:
     >>> effects(Result(torch.tensor([[1.0, 3.0, 2.5], [0.0, -0.5, 0.5]]), ("layer", "example")))
     View of mean effects: .save("x.html") writes it, .show() opens it
     """
-    axes, means = [*result.axes[:-1]], result.mean().detach().cpu()
+    axes = [*result.axes[:-1]]
+    means = result.mean().detach().cpu()
     facet = axes[0] if facet is None and len(axes) == 3 else facet
     rest = plotted_axes(axes, facet)
     low, high = (end.detach().cpu() for end in result.interval())
@@ -51,24 +53,25 @@ def effects(result: Any, facet: str | None = None) -> View:
         return result.plot(facet)
 
     if len(rest) == 1:
-        return View(title, [_bars(rest[0], result, means, low, high)], draw)
+        return View(title, [_bars(rest[0], result, means=means, low=low, high=high)], draw)
     tables, lows, highs = (
         x[None] if facet is None else x.movedim(axes.index(facet), 0) for x in (means, low, high)
     )
     has_intervals = bool(low.isfinite().any())
     rows, columns = (min(len(result.labels[axis]), MOST_COLUMNS) for axis in rest)
     some = max(1, min(len(tables), MOST_WEIGHTS // ((1 + 2 * has_intervals) * rows * columns)))
-    tables, lows, highs = (x[:some, -rows:, -columns:] for x in (tables, lows, highs))
+    tables, lows, highs = (values[:some, -rows:, -columns:] for values in (tables, lows, highs))
     gap = None if result.base is None or result.target is None else result.target - result.base
     down, across = (
-        axis_part(axis, result.labels[axis], result.words.get(axis), MOST_COLUMNS) for axis in rest
+        axis_part(axis, result.labels[axis], words=result.words.get(axis), most=MOST_COLUMNS)
+        for axis in rest
     )
     part = grid_part(
         title,
         tables,
-        down,
-        across,
-        result.unit,
+        rows=down,
+        columns=across,
+        unit=result.unit,
         facets=[f"{facet} {label}" for label in result.labels[facet][:some]] if facet else [],
         least=0.0 if gap is None else abs(gap.mean().item()),
         from_end=rest[-1] in ("pos", "key", "query"),
@@ -107,8 +110,7 @@ def image(
     if rows * columns != len(values):
         raise ValueError(
             f"values must fill grid=(rows, columns), {rows} by {columns}; got {len(values)} "
-            "numbers "
-            "(leave out the number of a class token)"
+            "numbers (leave out the number of a class token)"
         )
     # A browser scales the image; more pixels would only make the page larger.
     size = min(_MOST_PIXELS, pixels.shape[1]), min(_MOST_PIXELS, pixels.shape[2])
@@ -117,10 +119,13 @@ def image(
     low, high = shown.aminmax()
     shown = ((shown - low) / (high - low).clamp(min=1e-9) * 255).round()
     table = values.detach().cpu().view(1, rows, columns)
-    down = axis_part("row", range(rows), None, rows)
-    across = axis_part("column", range(columns), None, columns)
+    down = axis_part("row", range(rows), words=None, most=rows)
+    across = axis_part("column", range(columns), words=None, most=columns)
     under = shown.movedim(0, -1).contiguous()
-    return View(title, [grid_part(title, table, down, across, unit, square=True, under=under)])
+    return View(
+        title,
+        [grid_part(title, table, rows=down, columns=across, unit=unit, square=True, under=under)],
+    )
 
 
 def together(title: str, results: Mapping[str, Any]) -> View:
@@ -201,12 +206,13 @@ def _bars(axis: str, result: Any, means: Tensor, low: Tensor, high: Tensor) -> d
     size = means.abs().nan_to_num(nan=-1)
     at = sorted(size.argsort(descending=True, stable=True)[:_MOST_BARS].tolist())
     words = result.words.get(axis)
-    labels, texts = [result.labels[axis][n] for n in at], words and [words[n] for n in at]
+    labels = [result.labels[axis][n] for n in at]
+    texts = words and [words[n] for n in at]
     return {
         "kind": "bars",
         "title": headline(result),
         "unit": result.unit,
-        "axis": axis_part(axis, labels, texts, _MOST_BARS),
+        "axis": axis_part(axis, labels, words=texts, most=_MOST_BARS),
         "values": means[at],
         "low": low[at],
         "high": high[at],

@@ -14,7 +14,8 @@ from interp.plots.parts import MOST_COLUMNS, MOST_WEIGHTS, axis_part, grid_part,
 from interp.plots.view import View, limit_of, visible
 
 # The largest numbers that a browser draws without a pause.
-_MOST_TOKENS, _MOST_CELLS = 4000, 4000
+_MOST_TOKENS = 4000
+_MOST_CELLS = 4000
 
 
 def patterns(
@@ -65,21 +66,25 @@ def patterns(
             f"{type(cache).__name__}"
         )
     _require_heads(heads, [*cache.layer_names("pattern")])
-    drawn = _weights(cache, example, (queries, keys), heads)
+    drawn = _weights(cache, example, window=(queries, keys), heads=heads)
     order = [*drawn.weights] if heads is None else [*heads]
     numbers = None if scores is None else _scores_of(scores, order, example)
     if head is None and numbers is not None and numbers.isfinite().any():
         head = order[int(numbers.nan_to_num(-torch.inf).argmax())]
     if head is not None and head not in order:
         raise ValueError(f"head must be a drawn head (layer, head); got {head}")
-    row = _tokens(cache, example, drawn.run_shape)
-    words, are_texts = (None, False) if row is None else _words(model, row)
+    tokens = _tokens(cache, example, drawn.run_shape)
+    words, are_texts = (None, False) if tokens is None else _words(model, tokens)
     part = grid_part(
         "attention patterns",
         torch.stack([drawn.weights[pair] for pair in order]),
-        axis_part("query", drawn.rows, words and [words[n] for n in drawn.rows], drawn.most),
-        axis_part("key", drawn.columns, words and [words[n] for n in drawn.columns], drawn.most),
-        "of the attention",
+        rows=axis_part(
+            "query", drawn.rows, words=words and [words[n] for n in drawn.rows], most=drawn.most
+        ),
+        columns=axis_part(
+            "key", drawn.columns, words=words and [words[n] for n in drawn.columns], most=drawn.most
+        ),
+        unit="of the attention",
         facets=[f"layer {layer}, head {head}" for layer, head in order],
         names=[f"{layer}.{head}" for layer, head in order],
         across=drawn.n_heads if heads is None else None,
@@ -143,14 +148,14 @@ def _weights(
     for layer in layers:
         pattern = cache.read(names[layer])[0]
         n_texts, n_heads, n_queries, n_keys = pattern.shape
-        require_integer("example", example, 0, n_texts - 1)
+        require_integer("example", example, least=0, most=n_texts - 1)
         n_facets = len(layers) * n_heads if heads is None else len(heads)
         most = max(1, min(int((MOST_WEIGHTS / n_facets) ** 0.5), MOST_COLUMNS))
         all_rows, all_columns = _window(n_queries, n_keys, *window)
         rows, columns = all_rows[-most:], all_columns[-most:]
         shown = pattern[example, :, [row - n_keys for row in rows]][..., columns].detach().cpu()
         for head in range(n_heads) if heads is None else (n for at, n in heads if at == layer):
-            require_integer("a head", head, 0, n_heads - 1)
+            require_integer("a head", head, least=0, most=n_heads - 1)
             weights[layer, head] = shown[head]
     return _Drawn(
         weights=weights,
@@ -168,8 +173,8 @@ def _tokens(cache: ActivationCache, example: int, shape: tuple[int, int]) -> lis
     text = text_of_inputs(cache.inputs)
     if text is None or text.tokens.shape != shape or cache.is_part:
         return None
-    row: list[int] = text.tokens[example].tolist()
-    return row
+    tokens: list[int] = text.tokens[example].tolist()
+    return tokens
 
 
 def _scores_of(
@@ -254,7 +259,9 @@ def lens(readout: Any) -> View:
     chances = readout.probabilities[:, 0, columns].detach().cpu()
     layers, n = chances.shape[:2]
     last = max(1, min(n, _MOST_CELLS // layers))
-    best = [[[visible(f"{t}") for t in pos] for pos in layer[-last:]] for layer in likeliest]
+    best = [
+        [[visible(f"{token}") for token in pos] for pos in layer[-last:]] for layer in likeliest
+    ]
     shown = chances[:, -last:].flip(0)
     tips = [
         [[text, f"{100 * chance:.3g} %"] for text, chance in zip(*pos, strict=True)]
@@ -265,9 +272,9 @@ def lens(readout: Any) -> View:
     part = grid_part(
         "lens",
         shown[None, ..., 0],
-        {"name": "stream", "labels": rows},
-        axis_part("pos", columns, words, last),
-        "probability of the likeliest token",
+        rows={"name": "stream", "labels": rows},
+        columns=axis_part("pos", columns, words=words, most=last),
+        unit="probability of the likeliest token",
         least=1.0,
         from_end=True,
         cells=[pos[0] for layer in best[::-1] for pos in layer],
@@ -284,7 +291,8 @@ def _window(
 
     Queries are the last positions of the text.
     """
-    places, first = range(n_keys), n_keys - n_queries
+    places = range(n_keys)
+    first = n_keys - n_queries
     if not all(isinstance(chosen, slice | None) for chosen in (queries, keys)):
         raise ValueError(f"queries and keys must be slices of positions; got {queries} and {keys}")
     rows = [place for place in places[queries or slice(None)] if place >= first]
@@ -295,7 +303,7 @@ def _window(
     return rows, columns
 
 
-def _words(model: nn.Module | None, row: Sequence[int]) -> tuple[list[str], bool]:
+def _words(model: nn.Module | None, tokens: Sequence[int]) -> tuple[list[str], bool]:
     """Return the text of each token and True, or the numbers of tokens and False without a
     tokenizer.
     """
@@ -303,5 +311,5 @@ def _words(model: nn.Module | None, row: Sequence[int]) -> tuple[list[str], bool
     if write is not None:
         # Show numbers if the tokenizer does not know a token.
         with suppress(ImportError, ValueError):
-            return write(row), True
-    return [*map(str, row)], False
+            return write(tokens), True
+    return [*map(str, tokens)], False

@@ -55,7 +55,12 @@ def visible(text: str) -> str:
     """
     rest = "…" if len(text) > _LONGEST else ""
     signed = text[:_LONGEST].translate(_SIGNS)
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in signed) + rest
+    return (
+        "".join(
+            character if character.isprintable() else repr(character)[1:-1] for character in signed
+        )
+        + rest
+    )
 
 
 class Arrow(NamedTuple):
@@ -95,7 +100,10 @@ class View:
         plot: Callable[[], "Figure"] | None = None,
         says: Sequence[str] = (),
     ) -> None:
-        self.title, self.parts, self._plot, self.says = title, [*parts], plot, says
+        self.title = title
+        self.parts = [*parts]
+        self._plot = plot
+        self.says = says
 
     @property
     def figure(self) -> "Figure":
@@ -170,7 +178,9 @@ class View:
 
 def visible_title(text: str) -> str:
     """Return a line of prose with visible signs for control characters, cut if it is very long."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[:300])
+    return "".join(
+        character if character.isprintable() else repr(character)[1:-1] for character in text[:300]
+    )
 
 
 @cache
@@ -228,7 +238,8 @@ def _packed(value: Any, exact: bool) -> dict[str, Any]:
             f"a picture contains tensors, texts and numbers; got a {type(value).__name__}"
         )
     double = value.detach().cpu().double()
-    shape, known = [*value.shape], double[double.isfinite()]
+    shape = [*value.shape]
+    known = double[double.isfinite()]
     if exact:
         single = value.dtype.itemsize < 8
         array = double.numpy().astype("<f4" if single else "<f8")

@@ -157,15 +157,15 @@ class Activations(plots.Shown):
         if type(text) is not int or not 0 <= text < n_texts:
             raise IndexError(f"text must be from 0 to {n_texts - 1}; got {text}")
         wanted = [*(names or (*self.names, *ROWS))]
-        held = self.file(bisect.bisect_right(firsts, text) - 1, [*{*wanted, "text", "offset"}])
-        chosen = held["text"] == text
+        columns = self.file(bisect.bisect_right(firsts, text) - 1, [*{*wanted, "text", "offset"}])
+        chosen = columns["text"] == text
         if offset is not None:
-            chosen &= held["offset"] == offset
+            chosen &= columns["offset"] == offset
             if not chosen.any():
                 raise IndexError(
                     f"offset must be a place with a row; text {text} has no row for offset {offset}"
                 )
-        return {name: held[name][chosen] for name in wanted}
+        return {name: columns[name][chosen] for name in wanted}
 
     def texts(self) -> Iterator[list[int]]:
         """Yield the stored tokens of each text, in order.
@@ -173,9 +173,9 @@ class Activations(plots.Shown):
         They can be passed to functions that are fitted on texts.
         """
         for number, file in enumerate(self.files):
-            held = self.file(number, ["tokens", "text"])
-            counts = torch.bincount(held["text"] - file["first"], minlength=file["texts"])
-            yield from (part.tolist() for part in held["tokens"].split(counts.tolist()))
+            columns = self.file(number, ["tokens", "text"])
+            counts = torch.bincount(columns["text"] - file["first"], minlength=file["texts"])
+            yield from (part.tolist() for part in columns["tokens"].split(counts.tolist()))
 
     def batches(
         self,
@@ -213,10 +213,14 @@ class Activations(plots.Shown):
         require_integer("size", size)
         require_integer("window", window)
         require_integer("epochs", 1 if epochs is None else epochs)
-        read, epoch, any_row = partial(self.file, names=names or self.names), 0, False
+        read = partial(self.file, names=names or self.names)
+        epoch = 0
+        any_row = False
         while epochs is None or epoch < epochs:
             draw = None if seed is None else generator(seed, epoch)
-            for batch in shuffled(read, len(self.files), size, draw, window, part):
+            for batch in shuffled(
+                read, len(self.files), size=size, draw=draw, window=window, part=part
+            ):
                 any_row = True
                 yield tuple(batch.values())
             if epochs is None and not any_row:
@@ -258,10 +262,10 @@ class Activations(plots.Shown):
 
         def parts() -> Iterator[StatisticsByPoint]:
             for number in range(len(self.files))[part[0] :: part[1]]:
-                held = self.file(number, [*{*wanted, "text", "offset"}])
-                if len(held["text"]):
-                    rows = {name: held[name] for name in wanted}
-                    yield StatisticsByPoint.of(rows, held["text"], held["offset"], **options)
+                columns = self.file(number, [*{*wanted, "text", "offset"}])
+                if len(columns["text"]):
+                    rows = {name: columns[name] for name in wanted}
+                    yield StatisticsByPoint.of(rows, columns["text"], columns["offset"], **options)
 
         return StatisticsByPoint.together(parts())
 
@@ -283,17 +287,21 @@ class Activations(plots.Shown):
             KeyError: if there are no statistics of the point.
             CacheError, UnknownNameError: as in `batches`.
         """
-        one = sums[name]
+        statistics = sums[name]
         write = None if model is None else writer_of(model)
         places = []
         for value, (text, offset) in zip(
-            one.top_values[:, column].tolist(), one.top_places[:, column].tolist(), strict=True
+            statistics.top_values[:, column].tolist(),
+            statistics.top_places[:, column].tolist(),
+            strict=True,
         ):
-            held = self.rows(text, names=["tokens", "offset"])
-            tokens = held["tokens"].tolist()
+            columns = self.rows(text, names=["tokens", "offset"])
+            tokens = columns["tokens"].tolist()
             pieces = None if write is None else tuple(write(tokens))
-            pos = held["offset"].tolist().index(offset)
-            places.append(Activation(value, text, pos, tuple(tokens), pieces))
+            pos = columns["offset"].tolist().index(offset)
+            places.append(
+                Activation(value=value, text=text, pos=pos, tokens=tuple(tokens), pieces=pieces)
+            )
         return TopActivations(places)
 
     def moments(
@@ -314,11 +322,11 @@ class Activations(plots.Shown):
         """
         together: Moments | None = None
         for number in range(len(self.files)):
-            held = self.file(number, [name, *ROWS])
-            values = held[name].flatten(1)
+            columns = self.file(number, [name, *ROWS])
+            values = columns[name].flatten(1)
             if len(values):
-                one = Moments.of(values, None if labels is None else labels(held))
-                together = one if together is None else together + one
+                moments = Moments.of(values, None if labels is None else labels(columns))
+                together = moments if together is None else together + moments
         if together is None:
             raise ValueError(f"statistics need at least one row; {self._folder.name} has none")
         return together

@@ -52,7 +52,8 @@ def to_arrow(
         ImportError: if `datasets` is not installed.
     """
     storage.require_folder(folder)
-    datasets, context = library("datasets", "datasets"), store.manifest["context"]
+    datasets = library("datasets", "datasets")
+    context = store.manifest["context"]
     if os.path.exists(folder) and os.listdir(folder):
         raise FileExistsError(f"folder must be an empty or a new directory; got {folder!s}")
     if context is None or any(store.manifest[key] for key in ("pos", "pool", "without")):
@@ -61,8 +62,8 @@ def to_arrow(
         )
     files = range(len(store.files))
     starts = [_starts(store.file(number, ["pos"])["pos"]) for number in files]
-    full = [each[:-1][each.diff() == context] for each in starts]
-    n, n_full = sum(len(each) - 1 for each in starts), sum(map(len, full))
+    full = [starts_of_file[:-1][starts_of_file.diff() == context] for starts_of_file in starts]
+    n, n_full = sum(len(starts_of_file) - 1 for starts_of_file in starts), sum(map(len, full))
     if n != n_full and not drop_short:
         raise ValueError(
             f"contexts must have {context} tokens; {n - n_full} of {n} have fewer (use "
@@ -71,9 +72,11 @@ def to_arrow(
 
     def rows() -> Iterator[dict[str, Any]]:
         for number in files:
-            held = store.file(number, [*columns, "tokens"])
+            values_of_file = store.file(number, [*columns, "tokens"])
             for start in full[number].tolist():
-                rows_of = {name: value[start : start + context] for name, value in held.items()}
+                rows_of = {
+                    name: value[start : start + context] for name, value in values_of_file.items()
+                }
                 values = {column: _plain(rows_of[name]).numpy() for name, column in columns.items()}
                 yield values | {TOKENS: rows_of["tokens"].numpy()}
 
@@ -84,8 +87,8 @@ def to_arrow(
         if (value := _plain(first[name])) is not None
     }
     with tempfile.TemporaryDirectory(dir=os.path.dirname(os.path.abspath(folder))) as scratch:
-        made = datasets.Dataset.from_generator(rows, datasets.Features(types), scratch)
-        made.save_to_disk(os.fspath(folder))
+        dataset = datasets.Dataset.from_generator(rows, datasets.Features(types), scratch)
+        dataset.save_to_disk(os.fspath(folder))
     return n_full
 
 
@@ -121,17 +124,20 @@ def from_arrow(
     for column in (TOKENS, *names):
         if column not in table.column_names:
             raise unknown_name(column, table.column_names, f"column of {os.fspath(folder)}")
-    kept = Settings(context=len(table[0][TOKENS]) if len(table) else None, per_file=per_file)
+    settings = Settings(context=len(table[0][TOKENS]) if len(table) else None, per_file=per_file)
     manifest: dict[str, Any] = {
         "format": FORMAT,
         "points": {name: ["d_in"] for name in names.values()},
         **dict.fromkeys(("model", "config", "weights", "parts"), ""),
-        **kept.described(),
+        **settings.described(),
     }
-    target, store, files = Folder(out), store_of(manifest), dict[str, dict[str, Any]]()
+    target = Folder(out)
+    store = store_of(manifest)
+    files = dict[str, dict[str, Any]]()
     require_same(manifest, target)
     for number, batch in enumerate(table.iter(per_file)):
-        (n, context), first = batch[TOKENS].shape, number * per_file
+        (n, context) = batch[TOKENS].shape
+        first = number * per_file
         places = torch.arange(context).repeat(n).int()
         tensors = {point: batch[column].flatten(0, 1) for column, point in names.items()} | {
             "tokens": batch[TOKENS].flatten().int(),
@@ -140,9 +146,11 @@ def from_arrow(
             "pos": places,
         }
         facts = {"store": store, "first": first, "texts": n, **described(tensors)}
-        there = known(manifest, target, number, facts)
-        files[str(number)] = there or write(manifest, target, number, facts, tensors)
-    finish(manifest, target, (0, 1), {"of": len(files), "texts": len(table), "files": files})
+        facts_of_file = known(manifest, target, number=number, facts=facts)
+        files[str(number)] = facts_of_file or write(manifest, target, number, facts, tensors)
+    finish(
+        manifest, target, shard=(0, 1), end={"of": len(files), "texts": len(table), "files": files}
+    )
     return Activations(out)
 
 

@@ -74,7 +74,8 @@ def runs(corpus: Corpus, column: str | None, per_file: int) -> Iterator[list[Any
     Raises:
         ValueError: if there is no text. For other errors, see `each`.
     """
-    rest, nothing = each(corpus, column), True
+    rest = each(corpus, column)
+    nothing = True
     while run := [*itertools.islice(rest, per_file)]:
         yield run
         nothing = False
@@ -106,8 +107,7 @@ def _each_of_file(path: str) -> Iterator[Any]:
     if kind is None:
         raise ValueError(
             f"a file of texts must be one of {', '.join(_READERS)}, which may be compressed; got "
-            f"{path!r} "
-            "(pass a single text as a list with one text)"
+            f"{path!r} (pass a single text as a list with one text)"
         )
     mode = {"mode": "rb"} if kind == ".npy" else {"mode": "rt", "encoding": "utf-8"}
     files = fsspec.open_files(path, compression="infer", **mode)
@@ -158,7 +158,7 @@ def _require_text(text: Any, number: int) -> None:
     """
     tokens = text if isinstance(text, list | tuple) else ()
     is_text = isinstance(text, str) or (hasattr(text, "__len__") and not isinstance(text, Mapping))
-    if not is_text or not all(isinstance(each, Number | Tensor) for each in tokens):
+    if not is_text or not all(isinstance(token, Number | Tensor) for token in tokens):
         raise ValueError(
             f"text {number} must be a string or a list of token numbers; got {text!r:.60}"
         )

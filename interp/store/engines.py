@@ -30,13 +30,13 @@ def loaded(model: Model) -> nn.Module:
     Raises:
         TypeError: if it is neither a model nor a function that returns a model.
     """
-    made = model if isinstance(model, nn.Module) or not callable(model) else model()
-    if not isinstance(made, nn.Module):
+    module = model if isinstance(model, nn.Module) or not callable(model) else model()
+    if not isinstance(module, nn.Module):
         raise TypeError(
             "model must be a module, or a function that returns a module, such as "
-            f"partial(models.load, 'gpt2'); got {type(made).__name__}"
+            f"partial(models.load, 'gpt2'); got {type(module).__name__}"
         )
-    return made
+    return module
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,8 @@ class Ray:
             """A process with one model."""
 
             def __init__(self, model: Model, arguments: tuple[Any, ...]) -> None:
-                self._model, self._arguments = loaded(model), arguments
+                self._model = loaded(model)
+                self._arguments = arguments
 
             def ready(self) -> int:
                 """Return 0 as soon as the model is loaded, because no job has finished yet."""
@@ -99,13 +100,14 @@ class Ray:
 
         options = {"num_cpus": 1, **self.resources, "max_restarts": -1, "max_task_retries": RETRIES}
         actor: Any = ray.remote(Worker).options(**options)
-        held = ray.put(model), ray.put(arguments)
+        references = ray.put(model), ray.put(arguments)
         # A job goes to a worker that has started, because the cluster may not have room for all
         # workers.
-        started = (actor.remote(*held) for _ in range(self.workers))
+        started = (actor.remote(*references) for _ in range(self.workers))
         busy: dict[Any, Any] = {worker.ready.remote(): worker for worker in started}
         of = JOBS_OF_WORKER * self.workers
-        jobs, left = iter(range(of)), of
+        jobs = iter(range(of))
+        left = of
         with progress_bar("jobs", total=of, unit="job") as count:
             while left:
                 (done,), _ = ray.wait([*busy])

@@ -70,7 +70,7 @@ class Folder:
     """A directory on this machine, or an address for `fsspec`, such as `s3://bucket/store`."""
 
     def __init__(self, out: str | os.PathLike[str]) -> None:
-        require_kind("out", out, (str, os.PathLike), "a folder or an address")
+        require_kind("out", out, kind=(str, os.PathLike), words="a folder or an address")
         self.name = os.fspath(out)
         self._system, self._root = fsspec.core.url_to_fs(self.name)
         self._is_here = isinstance(self._system, LocalFileSystem)
@@ -92,10 +92,10 @@ class Folder:
     @property
     def free(self) -> int | None:
         """The free bytes of the disk; None if unknown."""
-        there = Path(self._root)
-        while self._is_here and not there.exists():
-            there = there.parent
-        return shutil.disk_usage(there).free if self._is_here else None
+        folder = Path(self._root)
+        while self._is_here and not folder.exists():
+            folder = folder.parent
+        return shutil.disk_usage(folder).free if self._is_here else None
 
     def write_json(self, name: str, facts: Mapping[str, Any], new: bool = False) -> None:
         """Write facts to a file, completely or not at all.
@@ -164,8 +164,8 @@ class Folder:
         If an undamaged file exists already, return the facts of the existing file.
         """
         name = file_of(number)
-        if (there := self.facts(name)) is not None:
-            return there
+        if (known := self.facts(name)) is not None:
+            return known
         if not self._is_here:
             storage.write(file := io.BytesIO(), self.path(name), KIND, tensors, facts)
             self._system.pipe_file(self.path(name), file.getvalue())
@@ -177,9 +177,9 @@ class Folder:
             storage.save(path, KIND, tensors, facts, place)
         except (FileExistsError, FileNotFoundError):
             # Another process ran the same job. It may have finished and removed unfinished files.
-            if (there := self.facts(name)) is None:
+            if (known := self.facts(name)) is None:
                 raise
-            return there
+            return known
         return facts
 
     def tidy(self) -> None:
@@ -297,25 +297,26 @@ def require_same(manifest: Mapping[str, Any], folder: Folder) -> dict[str, Any]:
             the folder is the name of a file, such as `store.json`.
     """
     storage.require_folder(folder.name)
-    there, store = folder.sound(MANIFEST), store_of(manifest)
-    old, again = store_of(there), store_of({**there, "dtype": manifest["dtype"]})
-    if there.get("overflow") and old != store == again:
+    saved = folder.sound(MANIFEST)
+    store = store_of(manifest)
+    old, again = store_of(saved), store_of({**saved, "dtype": manifest["dtype"]})
+    if saved.get("overflow") and old != store == again:
         for name in [name for name, owner in folder.owners().items() if owner == old]:
             folder.remove(name)
         folder.write_json(MANIFEST, manifest)
-        there = folder.sound(MANIFEST)
-    for key in manifest if there else ():
-        if there.get(key) != manifest[key]:
+        saved = folder.sound(MANIFEST)
+    for key in manifest if saved else ():
+        if saved.get(key) != manifest[key]:
             raise ValueError(
                 f"a store must continue with the same {key}; {folder.name!r} has "
-                f"{there.get(key)!r:.80}, got {manifest[key]!r:.80}"
+                f"{saved.get(key)!r:.80}, got {manifest[key]!r:.80}"
             )
-    for name, owner in ({} if there else folder.owners()).items():
+    for name, owner in ({} if saved else folder.owners()).items():
         if owner != store:
             raise ValueError(
                 f"a folder must contain files of one store; {folder.path(name)} {FOREIGN}"
             )
-    return there
+    return saved
 
 
 def claim(manifest: Mapping[str, Any], folder: Folder) -> dict[str, Any]:
@@ -323,13 +324,13 @@ def claim(manifest: Mapping[str, Any], folder: Folder) -> dict[str, Any]:
 
     For errors, see `require_same`.
     """
-    if not (there := require_same(manifest, folder)):
+    if not (saved := require_same(manifest, folder)):
         folder.make()
         if folder.names(MANIFEST) and not folder.sound(MANIFEST):
             folder.remove(MANIFEST)
         folder.write_json(MANIFEST, manifest, new=True)
-        there = require_same(manifest, folder)
-    return there
+        saved = require_same(manifest, folder)
+    return saved
 
 
 def ends(folder: Folder, store: str) -> dict[str, dict[str, Any]]:

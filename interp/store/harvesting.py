@@ -102,7 +102,7 @@ def harvest(
     if not 0 <= job < jobs:
         raise ValueError(f"shard must be (job, jobs) with 0 <= job < jobs; got {shard}")
     if engine is None:
-        harvest_shard(loaded(model), texts, names, out, read, shard)
+        harvest_shard(loaded(model), texts, names=names, out=out, settings=read, shard=shard)
     elif isinstance(engine, Ray):
         if jobs != 1:
             raise ValueError(f"shard must be (0, 1) with Ray, which runs all jobs; got {shard}")
@@ -123,7 +123,8 @@ def harvest_shard(
 ) -> None:
     """Run one job of a harvest. For arguments and errors, see `harvest`."""
     job, jobs = shard
-    reader, folder = RowReader(model, names, settings), Folder(out)
+    reader = RowReader(model, names, settings)
+    folder = Folder(out)
     manifest = reader.manifest()
     store = store_of(manifest)
     here: dict[str, dict[str, Any]] = {}
@@ -131,13 +132,15 @@ def harvest_shard(
     with reader.runs(), progress_bar("harvest", unit="tok") as count:
         require_same(manifest, folder)
         for number, run in enumerate(runs(texts, settings.column, settings.per_file)):
-            first, n_files, n_texts = n_texts, number + 1, n_texts + len(run)
+            first = n_texts
+            n_files = number + 1
+            n_texts = n_texts + len(run)
             if number % jobs != job:
                 continue
             pieces = reader.pieces(run, first)
             facts = {"store": store, "first": first, "texts": len(run), "sha256": _digest(pieces)}
-            there = known(manifest, folder, number, facts)
-            if there is None:
+            facts_of_file = known(manifest, folder, number=number, facts=facts)
+            if facts_of_file is None:
                 try:
                     tensors = reader.tensors(pieces, count)
                 except Overflow:
@@ -148,9 +151,9 @@ def harvest_shard(
                 n_known = None if here else count_of(texts)
                 last = number if n_known is None else (n_known - 1) // settings.per_file
                 _require_room(folder, size, len(range(number, last + 1, jobs)))
-                there = write(manifest, folder, number, facts, tensors)
-            here[str(number)] = there
-    finish(manifest, folder, shard, {"of": n_files, "texts": n_texts, "files": here})
+                facts_of_file = write(manifest, folder, number=number, facts=facts, tensors=tensors)
+            here[str(number)] = facts_of_file
+    finish(manifest, folder, shard=shard, end={"of": n_files, "texts": n_texts, "files": here})
 
 
 def _digest(pieces: Sequence[TextPiece]) -> str:
@@ -169,9 +172,8 @@ def _require_room(folder: Folder, size: int, n_files: int) -> None:
     """
     if (free := folder.free) is not None and free < size * n_files:
         raise OSError(
-            f"the disk must have room for about {size * n_files:,} bytes ({n_files} more like "
-            "this file); "
-            f"{folder.name} has {free:,}"
+            f"the disk must have room for about {size * n_files:,} bytes ({n_files} more like this "
+            f"file); {folder.name} has {free:,}"
         )
 
 
@@ -186,8 +188,8 @@ def known(
     """
     there = folder.facts(file_of(number))
     listed = [there] if there else require_same(manifest, folder).get("files", [])[number:][:1]
-    for one in listed:
-        _require_facts(folder, number, one, facts)
+    for facts_of_file in listed:
+        _require_facts(folder, number, facts_of_file=facts_of_file, facts=facts)
     return there
 
 
@@ -204,18 +206,18 @@ def write(
     """
     claim(manifest, folder)
     all_facts = {**facts, "rows": len(tensors["tokens"]), **described(tensors)}
-    there = folder.write(number, tensors, all_facts)
-    _require_facts(folder, number, there, facts)
-    return {**there}
+    written = folder.write(number, tensors, all_facts)
+    _require_facts(folder, number, facts_of_file=written, facts=facts)
+    return {**written}
 
 
 def _require_facts(
-    folder: Folder, number: int, there: Mapping[str, Any], facts: Mapping[str, Any]
+    folder: Folder, number: int, facts_of_file: Mapping[str, Any], facts: Mapping[str, Any]
 ) -> None:
-    if there.get("store") != facts["store"]:
+    if facts_of_file.get("store") != facts["store"]:
         path = folder.path(file_of(number))
         raise ValueError(f"a folder must contain files of one store; {path} {FOREIGN}")
-    if {key: there[key] for key in facts} != facts:
+    if {key: facts_of_file[key] for key in facts} != facts:
         raise ValueError(
             f"a store must continue with the same texts; file {number} has other texts"
         )
@@ -231,22 +233,26 @@ def finish(
     Raises:
         ValueError: if other jobs had another number of texts, or if the store contains more texts.
     """
-    store, end_name = store_of(manifest), f"done-{shard[0]}-of-{shard[1]}.json"
-    there, others = claim(manifest, folder), ends(folder, store)
-    for name, other in {MANIFEST: there, **others}.items():
-        had, may_grow = other.get("texts", 0), name in (MANIFEST, end_name)
+    store = store_of(manifest)
+    end_name = f"done-{shard[0]}-of-{shard[1]}.json"
+    saved, others = claim(manifest, folder), ends(folder, store)
+    for name, end_of_job in {MANIFEST: saved, **others}.items():
+        had = end_of_job.get("texts", 0)
+        may_grow = name in (MANIFEST, end_name)
         if had > end["texts"] or (had < end["texts"] and not may_grow):
             raise ValueError(
                 f"a store must continue with the same texts; other jobs had {had}, got "
                 f"{end['texts']}"
             )
-    for name, other in others.items():
+    for name, end_of_job in others.items():
         # If a file was made again on another machine, its values may differ in some bits.
         files = {
-            n: facts for n, facts in other["files"].items() if end["files"].get(n, facts) == facts
+            n: facts
+            for n, facts in end_of_job["files"].items()
+            if end["files"].get(n, facts) == facts
         }
-        if files != other["files"]:
-            folder.write_json(name, other | {"files": files})
+        if files != end_of_job["files"]:
+            folder.write_json(name, end_of_job | {"files": files})
     folder.write_json(end_name, {"store": store, **end})
     try:
         everything = gathered(folder, store)

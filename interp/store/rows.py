@@ -119,9 +119,8 @@ def by_token(runner: HookedRunner, names: Selector) -> list[str]:
         if (axes := runner.points[name].axes)[:2] != ("batch", "pos"):
             raise ValueError(
                 f"points must begin with [batch pos], a row for each token; got {name} "
-                f"[{' '.join(axes)}] "
-                "(use statistics(model, texts, names, reading=lambda model, cache: ...) for "
-                "other points)"
+                f"[{' '.join(axes)}] (use statistics(model, texts, names, reading=lambda model, "
+                "cache: ...) for other points)"
             )
     return points
 
@@ -148,13 +147,13 @@ class RowReader:
     """
 
     def __init__(self, model: nn.Module, names: Selector, settings: Settings) -> None:
-        self.model, self.runner = model, runner_of(model)
+        self.model = model
+        self.runner = runner_of(model)
         changed = {module for module, _ in edits_in_force()}
         if edited := [name for name, at in self.runner.points.items() if at.module in changed]:
             raise HookError(
-                "a store must contain the values of the model without edits, because edits are "
-                "not recorded; "
-                f"got an edit at {edited[0]}"
+                "a store must contain the values of the model without edits, because edits are not "
+                f"recorded; got an edit at {edited[0]}"
             )
         n_ctx = getattr(getattr(of(model), "config", None), "n_ctx", None)
         sizes = [size for size in (settings.context, n_ctx) if size is not None]
@@ -176,17 +175,19 @@ class RowReader:
 
         `first` is the number of the first text.
         """
-        return cut(self.model, texts, first, self.settings.context, self.settings.pack)
+        return cut(
+            self.model, texts, first=first, context=self.settings.context, pack=self.settings.pack
+        )
 
     def kept_mask(self, piece: TextPiece) -> Bool[Tensor, " _pos"]:
         """Return a mask of the tokens of a piece whose values are stored."""
         n = piece.shape[1]
-        kept = ~torch.isin(piece[0], torch.tensor([*self.settings.without], dtype=torch.long))
+        is_kept = ~torch.isin(piece[0], torch.tensor([*self.settings.without], dtype=torch.long))
         if self.settings.pos is None:
-            return kept
+            return is_kept
         inside = torch.zeros(n, dtype=torch.bool)
         inside[places_inside(self.settings.pos, n)] = True
-        return kept & inside
+        return is_kept & inside
 
     def tensors(
         self, pieces: Sequence[TextPiece], done: Callable[[int], Any] = lambda n_tokens: None
@@ -210,12 +211,12 @@ class RowReader:
             for name, value in self._values(batch, kept).items():
                 parts[name].append(value)
             for name, row in zip(ROWS, torch.cat([*map(_placed, batch)], 1), strict=True):
-                each = row.split([piece.shape[1] for piece in batch])
-                rows = [part[is_kept] for part, is_kept in zip(each, kept, strict=True)]
+                columns = row.split([piece.shape[1] for piece in batch])
+                rows = [part[is_kept] for part, is_kept in zip(columns, kept, strict=True)]
                 # A pooled row has the facts of its last token.
                 parts[name] += [row[-1:] if self.settings.pool else row for row in rows]
             done(sum(piece.shape[1] for piece in batch))
-        return {name: torch.cat(each) for name, each in parts.items()}
+        return {name: torch.cat(columns) for name, columns in parts.items()}
 
     def _values(
         self, batch: Sequence[TextPiece], kept: Sequence[Bool[Tensor, " _pos"]]
@@ -223,13 +224,14 @@ class RowReader:
         """Return the rows of each point on the CPU, from one run."""
         with self._together.run():
             cache = self._run([piece[0] for piece in batch])
-        chosen, values = nn.utils.rnn.pad_sequence([*kept], batch_first=True), {}
+        chosen = nn.utils.rnn.pad_sequence([*kept], batch_first=True)
+        values = {}
         for name in self.points:
             value = cache[name]
             rows = value[to_device(chosen, value.device)]
             if self.settings.pool:
-                each = rows.split([n for n in chosen.sum(1).tolist() if n] or [0])
-                pooled = [_POOLS[self.settings.pool](part) for part in each if len(part)]
+                rows_of_text = rows.split([n for n in chosen.sum(1).tolist() if n] or [0])
+                pooled = [_POOLS[self.settings.pool](part) for part in rows_of_text if len(part)]
                 rows = torch.stack(pooled) if pooled else rows
             kept_rows = rows.to(self.settings.dtype or value.dtype).cpu()
             if not bool(kept_rows.isfinite().all()):

@@ -69,10 +69,10 @@ def _gathered(
     numbers = torch.bucketize(rows, ends, right=True)
     batch = {name: value.new_empty(len(rows), *value.shape[1:]) for name, value in files[0].items()}
     for number in numbers.unique().tolist():
-        there = (numbers == number).nonzero()[:, 0]
-        inside = rows[there] - (int(ends[number - 1]) if number else 0)
+        places = (numbers == number).nonzero()[:, 0]
+        inside = rows[places] - (int(ends[number - 1]) if number else 0)
         for name, value in files[number].items():
-            batch[name].index_copy_(0, there, value.index_select(0, inside))
+            batch[name].index_copy_(0, places, value.index_select(0, inside))
     return batch
 
 

@@ -71,7 +71,7 @@ def statistics(
     """
     require_options(options, {field.name for field in fields(Settings)})
     if reading is not None:
-        require_callable("reading", reading, ("model", "cache"), _READING)
+        require_callable("reading", reading, parameters=("model", "cache"), example=_READING)
     runner = runner_of(model)
     points = by_token(runner, names) if reading is None else names
 
@@ -79,11 +79,15 @@ def statistics(
         for first, text in batches(texts, model, batch):
             cache = runner.capture(text.tokens, names=points, **text.arguments(model))
             if reading is None:
-                rows = {name: v[to_device(text.real, v.device)] for name, v in cache.items()}
+                rows = {
+                    name: value[to_device(text.real, value.device)] for name, value in cache.items()
+                }
                 number, pos = text.real.cpu().nonzero(as_tuple=True)
             else:
                 table = reading(model, cache)
-                require_kind("what reading returns", table, Result, "a Result", _READING)
+                require_kind(
+                    "what reading returns", table, kind=Result, words="a Result", call=_READING
+                )
                 rows = {"reading": table.values.movedim(-1, 0)}
                 number = torch.arange(len(text.tokens))
                 pos = torch.zeros_like(number)
@@ -121,8 +125,7 @@ class PlannedHarvest(NamedTuple):
             room = f"but the disk has room for only {(self.free or 0) / 1e9:.3g} GB"
         return (
             f"{self.tokens:,} tokens of {self.texts:,} texts: {self.bytes / 1e9:.3g} GB in "
-            f"{self.files:,} "
-            f"file{'s' * (self.files != 1)}, {room}; about {self.seconds:.3g} s"
+            f"{self.files:,} file{'s' * (self.files != 1)}, {room}; about {self.seconds:.3g} s"
         )
 
 
@@ -144,19 +147,28 @@ def plan(
     (800, 422400, True)
     """
     Words(Settings).require(settings, (), "plan")
-    kept, first = Settings(**settings), list[TextPiece]()
-    reader = RowReader(loaded(model), names, kept)
+    plan_settings = Settings(**settings)
+    reader = RowReader(loaded(model), names, plan_settings)
+    first_batch: list[TextPiece] = []
     n_texts, n_tokens, n_rows, n_files = 0, 0, 0, 0
-    for run in runs(texts, kept.column, kept.per_file):
-        read = reader.pieces(run, n_texts)
-        first += read[: kept.batch - len(first)]
-        counts = [int(reader.kept_mask(piece).sum()) for piece in read]
-        n_texts, n_files = n_texts + len(run), n_files + 1
-        n_tokens += sum(piece.shape[1] for piece in read)
-        n_rows += sum(map(bool, counts)) if kept.pool else sum(counts)
+    for run in runs(texts, plan_settings.column, plan_settings.per_file):
+        pieces = reader.pieces(run, n_texts)
+        first_batch += pieces[: plan_settings.batch - len(first_batch)]
+        counts = [int(reader.kept_mask(piece).sum()) for piece in pieces]
+        n_texts += len(run)
+        n_files += 1
+        n_tokens += sum(piece.shape[1] for piece in pieces)
+        n_rows += sum(map(bool, counts)) if plan_settings.pool else sum(counts)
     start = time.perf_counter()
-    tensors = reader.tensors(first).values()
-    rate = sum(piece.shape[1] for piece in first) / (time.perf_counter() - start)
-    of_row = sum(value.shape[1:].numel() * value.element_size() for value in tensors)
-    size, seconds = n_rows * of_row, n_tokens / max(1e-9, rate)
-    return PlannedHarvest(n_texts, n_tokens, n_rows, n_files, size, seconds, Folder(out).free)
+    tensors = reader.tensors(first_batch).values()
+    rate = sum(piece.shape[1] for piece in first_batch) / (time.perf_counter() - start)
+    bytes_per_row = sum(value.shape[1:].numel() * value.element_size() for value in tensors)
+    return PlannedHarvest(
+        texts=n_texts,
+        tokens=n_tokens,
+        rows=n_rows,
+        files=n_files,
+        bytes=n_rows * bytes_per_row,
+        seconds=n_tokens / max(1e-9, rate),
+        free=Folder(out).free,
+    )

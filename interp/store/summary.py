@@ -95,10 +95,8 @@ class Statistics:
         exact = (
             values.flatten(1).double().cpu() if values.ndim > 1 else values[:, None].double().cpu()
         )
-        moments, places = (
-            Moments.of(exact, pairs=covariance),
-            torch.stack([text, pos], 1).long().cpu(),
-        )
+        moments = Moments.of(exact, pairs=covariance)
+        places = torch.stack([text, pos], 1).long().cpu()
         rows = largest_rows(exact, top)
         largest = _earliest_first(exact.gather(0, rows), places[rows], top)
         keys = keys_of(seed, *places.unbind(1))
@@ -124,12 +122,12 @@ class Statistics:
         Raises:
             ValueError: if the parts have different columns or were made with different options.
         """
-        one, two = (
+        first, second = (
             (part.mean.shape, part.products.shape, part.room, part.top) for part in (self, other)
         )
-        if one != two:
+        if first != second:
             raise ValueError(
-                f"parts must be made with the same columns and options; got {one} and {two}"
+                f"parts must be made with the same columns and options; got {first} and {second}"
             )
         moments = self.moments + other.moments
         values = torch.cat([self.top_values, other.top_values])
@@ -204,8 +202,8 @@ class Statistics:
 
         For other quantiles, it is smaller.
         """
-        kept = len(self.keys)
-        return 0.5 * ((1 / kept) * (1 - kept / self.n)) ** 0.5
+        room = len(self.keys)
+        return 0.5 * ((1 / room) * (1 - room / self.n)) ** 0.5
 
     def __repr__(self) -> str:
         return f"Statistics of {self.n:,} rows [{', '.join(map(str, self.mean.shape))}]"
@@ -229,8 +227,7 @@ def require_options(options: Iterable[str], of_harvests: Collection[str] = ()) -
         if name in of_harvests and name not in words.known:
             raise TypeError(
                 f"statistics takes no argument {name}=: use harvest(model, texts, names, out, "
-                f"{name}=...), "
-                "and then Activations(out).statistics()"
+                f"{name}=...), and then Activations(out).statistics()"
             )
     words.require(options, (), "statistics")
 
@@ -283,16 +280,22 @@ class StatisticsByPoint(dict[str, Statistics]):
         """Return the statistics of the rows of both parts, which must have the same points."""
         if self.keys() != other.keys():
             raise ValueError(f"parts must have the same points; got {[*self]} and {[*other]}")
-        return StatisticsByPoint({name: one + other[name] for name, one in self.items()})
+        return StatisticsByPoint(
+            {name: statistics + other[name] for name, statistics in self.items()}
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the statistics to a file, for `load`."""
         tensors: dict[str, Tensor] = {}
         facts: dict[str, Any] = {}
-        for name, one in self.items():
-            held = {field.name: getattr(one, field.name) for field in fields(one)}
-            tensors |= {f"{name} {key}": v for key, v in held.items() if isinstance(v, Tensor)}
-            facts[name] = {key: v for key, v in held.items() if not isinstance(v, Tensor)}
+        for name, statistics in self.items():
+            parts = {field.name: getattr(statistics, field.name) for field in fields(statistics)}
+            tensors |= {
+                f"{name} {key}": value for key, value in parts.items() if isinstance(value, Tensor)
+            }
+            facts[name] = {
+                key: value for key, value in parts.items() if not isinstance(value, Tensor)
+            }
         storage.save(storage.path_of(path), _KIND, tensors, facts)
 
     @classmethod
@@ -304,8 +307,8 @@ class StatisticsByPoint(dict[str, Statistics]):
             CacheError: if the file is damaged or does not contain statistics.
         """
         with storage.opened(storage.path_of(path), _KIND) as (tensors, facts):
-            made = {name: dict(plain) for name, plain in facts.items()}
+            facts_of_point = {name: dict(plain) for name, plain in facts.items()}
             for key, value in tensors.items():
                 name, _, field = key.rpartition(" ")
-                made[name][field] = value
-            return cls({name: Statistics(**held) for name, held in made.items()})
+                facts_of_point[name][field] = value
+            return cls({name: Statistics(**parts) for name, parts in facts_of_point.items()})

@@ -21,7 +21,9 @@ from hooks import HookError
 from hooks.base import is_fully_sharded
 
 # The number of the process is added to `_FAILED`.
-_NO_RUN, _RUN, _FAILED = 0, 1, 2
+_NO_RUN = 0
+_RUN = 1
+_FAILED = 2
 
 
 class Together:
@@ -82,9 +84,8 @@ class Together:
             self._is_awaited = False
             raise HookError(
                 f"process {largest - _FAILED} of this fully sharded model failed, and no process "
-                "can run without it: "
-                "see the error of that process (finished files are valid, and the same call "
-                "makes the missing files)"
+                "can run without it: see the error of that process (finished files are valid, and "
+                "the same call makes the missing files)"
             )
         return largest == _RUN
 
