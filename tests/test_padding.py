@@ -492,8 +492,10 @@ def test_a_function_can_leave_padded_keys_as_they_are(kind):
     expected = protocol.logits_of(runner.run_with_hooks(batch, hooks=hooks))
     real = batch.attention_mask
     torch.testing.assert_close(logits[real], expected[real])
-    runner.run_with_hooks(torch.tensor(ROWS[:1]), hooks={name: add})
-    assert seen[1] is None
+    tokens = torch.tensor(ROWS[:1])
+    runner.run_with_hooks(tokens, hooks={name: add})
+    runner.run_with_hooks(tokens, attention_mask=torch.ones_like(tokens), hooks={name: add})
+    assert seen[1] is seen[2] is None
     assert token_mask() is None
 
 

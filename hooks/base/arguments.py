@@ -37,6 +37,8 @@ def axis_of_rows(name: str, value: Tensor, shape: Sequence[int]) -> int | None:
     0
     >>> axis_of_rows("position_ids", torch.zeros(3, 3, 7), (3, 7))
     1
+    >>> axis_of_rows("query_key_mask", torch.ones(3, 3), (3, 3)) is None
+    True
     """
     batch, n_pos = shape
     if name in WITHOUT_ROWS or (name == "query_key_mask" and value.ndim == 2):

@@ -25,7 +25,7 @@ from interp import (
 from interp.alignment import null_spaces
 from interp.directions import Direction, steering_curve
 from interp.graph import Graph
-from interp.inputs.copies import digests, groups, numbered
+from interp.inputs.copies import digests, groups, groups_of_cache, numbered
 from interp.reading.experts import expert_load
 from tests.shipped import pydoc
 from tests.streams import made
@@ -55,6 +55,14 @@ def test_texts_are_the_same_by_their_real_tokens(sides):
     assert groups(digests(Text(tokens, mask))[1:3]) is None
     pair = Text(tokens, mask), Text(*batch_of([*SHORT[:3], [1, 6], *SHORT[4:]], sides))
     assert numbered(digests(*pair)) == [0, 1, 2, 3, 4, 0]
+
+
+def test_a_cut_cache_does_not_know_which_texts_are_copies():
+    """Its inputs have the order of the run."""
+    _, cache = run_with_cache(pydoc(), [[3, 1, 4], [3, 1, 4], [1, 5, 9]], names="embed")
+    same = torch.zeros(2, 3)
+    assert groups_of_cache(cache, same) == (0, 0, 1)
+    assert groups_of_cache(cache.at(batch=[2, 1, 0]), same) is None
 
 
 def test_other_arguments_make_other_texts():
