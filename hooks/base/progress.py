@@ -17,7 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import IO, Any, ParamSpec, Protocol, TypeVar
+from typing import IO, Any, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 from hooks.base._torch import explains_calls
 from hooks.base.scoped import Scoped
@@ -226,6 +226,7 @@ def _is_notebook() -> bool:
     return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
 
 
+@runtime_checkable
 class _Screen(Protocol):
     """The place of one bar."""
 
