@@ -1,5 +1,6 @@
 """A circuit: a set of edges of a model's graph with their scores, which can be saved."""
 
+import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -93,8 +94,8 @@ class Circuit(plots.Shown):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Circuit):
             return NotImplemented
-        same = self.graph.identity == other.graph.identity
-        return same and torch.equal(self.kept, other.kept)
+        have_same_graph = self.graph.identity == other.graph.identity
+        return have_same_graph and torch.equal(self.kept, other.kept)
 
     # Like other sets that can be compared, circuits have no hash.
     __hash__ = None  # type: ignore[assignment]
@@ -113,12 +114,11 @@ class Circuit(plots.Shown):
 
     @property
     def nodes(self) -> tuple[NodeName, ...]:
-        """The nodes at the start of the edges, in order, and the logits if an edge
-        leads to them.
-        """
-        writes = self.kept.any(1).tolist()
-        names = (name for name, is_in in zip(self.graph.writers, writes, strict=True) if is_in)
-        return (*names, *(self.graph.readers[-1:] if self.kept[:, -1].any() else []))
+        """The nodes with an edge from them, in order, and the logits if an edge leads to them."""
+        has_edge = self.kept.any(1).tolist()
+        writers = itertools.compress(self.graph.writers, has_edge)
+        logits = self.graph.readers[-1:] if self.kept[:, -1].any() else ()
+        return (*writers, *logits)
 
     def without(self, node: str) -> "Circuit":
         """Return the circuit without all edges to a node and from the node.
@@ -133,10 +133,12 @@ class Circuit(plots.Shown):
         if node == "logits":
             kept[:, -1] = False
         else:
-            index = self.graph.writers.index(node)
+            writer = self.graph.writers.index(node)
+            feeds = feeding(self.graph)
             # Keep the edges to a key head that other heads use too.
-            kept[:, feeding(self.graph)[index] & (feeding(self.graph).sum(0) == 1)] = False
-            kept[index] = False
+            is_only_user = feeds.sum(0) == 1
+            kept[:, feeds[writer] & is_only_user] = False
+            kept[writer] = False
         return self._with(kept)
 
     def pruned(self) -> "Circuit":
@@ -147,12 +149,16 @@ class Circuit(plots.Shown):
         other text of each pair, runs of both circuits are the same. With other sources, or if heads
         share the scale of a norm after attention, the runs may differ.
         """
-        kept, feeds = self.kept, feeding(self.graph)
+        kept = self.kept
+        feeds = feeding(self.graph)
+        reads_nothing = ~feeds.any(1)
         while True:
-            used = (~feeds.any(1) | (feeds & kept.any(0)).any(1)) & kept.any(1)
-            read = (feeds & used[:, None]).any(0)
-            read[-1] = True
-            connected = kept & used[:, None] & read
+            has_incoming = reads_nothing | (feeds & kept.any(0)).any(1)
+            is_connected = has_incoming & kept.any(1)
+            # A reader is used if its node is connected. The logits are always used.
+            is_used = (feeds & is_connected[:, None]).any(0)
+            is_used[-1] = True
+            connected = kept & is_connected[:, None] & is_used
             if torch.equal(connected, kept):
                 return self._with(kept)
             kept = connected
@@ -165,18 +171,25 @@ class Circuit(plots.Shown):
         rows: dict[Any, list[str]] = {}
         arrows = []
         for node in pruned.nodes:
-            row = (node == "logits") if node.layer is None else (node.layer, node.part[0])
+            if node.layer is None:
+                # The inputs are one row, and the logits are another row.
+                row: Any = node == "logits"
+            else:
+                row = (node.layer, node.part[0])
             rows.setdefault(row, []).append(node)
         writers, readers = self.graph.writers, self.graph.readers
         scores = pruned.scores.nan_to_num()
+        nodes = {*pruned.nodes}
         feeds = feeding(self.graph)
         for writer, reader in pruned.kept.nonzero().tolist():
-            fed = [writers[n] for n in feeds[:, reader].nonzero().flatten().tolist()]
-            part, score = readers[reader].kind, scores[writer, reader].item()
+            users = [writers[user] for user in feeds[:, reader].nonzero().flatten().tolist()]
+            kind = readers[reader].kind
+            label = kind if kind in "qkv" else ""
+            score = scores[writer, reader].item()
             # If several heads share a key head, draw the edge to each of these heads in the
             # circuit.
-            for node in [n for n in fed if n in pruned.nodes] or ["logits"]:
-                arrows.append(Arrow(writers[writer], node, part if part in "qkv" else "", score))
+            for node in [user for user in users if user in nodes] or ["logits"]:
+                arrows.append(Arrow(writers[writer], node, label, score))
         return [*rows.values()], arrows
 
     def view(self) -> plots.View:
@@ -194,6 +207,10 @@ class Circuit(plots.Shown):
     def load(cls, path: str | os.PathLike[str], graph: Graph) -> "Circuit":
         """Load a circuit of a graph from a file that was written by `save`.
 
+        Args:
+            path: the file.
+            graph: the graph of the same model.
+
         Raises:
             FileNotFoundError: if the file does not exist.
             CacheError: if the file is damaged, or was not written by `save`.
@@ -205,30 +222,37 @@ class Circuit(plots.Shown):
         return cls(graph, tensors["kept"], tensors["scores"], found_on)
 
     def _with(self, kept: Tensor, found_on: Iterable[str] = ()) -> "Circuit":
+        """Return a circuit of other edges with the same scores."""
         return Circuit(self.graph, kept, self.scores, self.found_on.union(found_on))
 
     def _table_of(self, other: "Circuit") -> Tensor:
+        """Return the edges of another circuit of the same graph as a table."""
         self.graph.require(other.graph.identity)
         return other.kept
 
     def __repr__(self) -> str:
-        every = int(self.graph.allowed.any(1).sum()) + 1
-        return (
-            f"Circuit: {len(self)} of {int(self.graph.allowed.sum())} edges, "
-            f"{len(self.nodes)} of {every} nodes"
-        )
+        n_edges = int(self.graph.allowed.sum())
+        # Count the nodes with edges, and the logits.
+        n_nodes = int(self.graph.allowed.any(1).sum()) + 1
+        return f"Circuit: {len(self)} of {n_edges} edges, {len(self.nodes)} of {n_nodes} nodes"
 
 
 def largest(
     strength: Float[Tensor, "writer reader"], n: int, graph: Graph
 ) -> Bool[Tensor, "writer reader"]:
-    """Return the `n` strongest edges of a graph. Of equal edges, the earlier edges are returned.
+    """Return a table of the `n` strongest edges of a graph.
+
+    Of equally strong edges, the earlier edges are returned.
+
+    Args:
+        strength: the strength of each edge.
+        n: the number of edges.
+        graph: the graph.
 
     Raises:
         ValueError: if the graph has fewer than `n` edges.
     """
-    every = int(graph.allowed.sum())
-    require_integer("n", n, 0, every)
+    require_integer("n", n, 0, int(graph.allowed.sum()))
     order = strength[graph.allowed].argsort(descending=True, stable=True)
     places = graph.allowed.nonzero()[order[:n]]
     kept = torch.zeros_like(graph.allowed)
@@ -237,8 +261,10 @@ def largest(
 
 
 def feeding(graph: Graph) -> Bool[Tensor, "writer reader"]:
-    """Return a table of the readers of each writer: a head has a query, a key and a
-    value reader.
+    """Return a table that is True where a reader belongs to the same node as a writer.
+
+    A head, for example, is one writer and has three readers: its query, its key and its value.
+    Heads that share keys and values also share these readers.
     """
     feeds = torch.zeros(graph.allowed.shape, dtype=torch.bool)
     for layer in graph.layers:

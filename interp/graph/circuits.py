@@ -1,4 +1,8 @@
-"""Circuits that are found from scores of edges or drawn at random."""
+"""Circuits that are found from scores of edges, or drawn at random.
+
+`above`, `top` and `greedy` select edges by their strength: the absolute mean effect of an edge or,
+with `signed=True`, how much the edge helps. All three prune edges that are not connected.
+"""
 
 import heapq
 
@@ -13,7 +17,9 @@ from interp.results.result import Result
 
 
 def above(graph: Graph, scores: Result, threshold: float, signed: bool = False) -> Circuit:
-    """Keep the edges with a strength above a threshold, then prune edges that are not connected.
+    """Return the circuit of all edges with a strength above a threshold.
+
+    Edges of unconnected nodes are then pruned, see `Circuit.pruned`.
 
     Args:
         graph: the graph of the model.
@@ -27,68 +33,116 @@ def above(graph: Graph, scores: Result, threshold: float, signed: bool = False) 
     Raises:
         ValueError: if scores are not finite, if they do not contain all edges of this graph, or,
             with `signed`, if they lack the metric of both texts.
+
+    >>> from interp import Pairs, edge_attribution
+    >>> from models import load
+    >>> model, pairs = load("pydoc-4l"), Pairs("def __ini", "def __nam", ("t", "e"))
+    >>> scores = edge_attribution(model, pairs)  # in logits
+    >>> above(Graph(model), scores, threshold=1.0)
+    Circuit: 12 of 479 edges, 7 of 22 nodes
     """
     return _circuit(graph, scores, strengths(graph, scores, signed) > threshold)
 
 
 def top(graph: Graph, scores: Result, n: int, signed: bool = False) -> Circuit:
-    """Keep the `n` strongest edges, then prune edges that are not connected.
+    """Return the circuit of the `n` strongest edges.
 
-    See `above` for the arguments.
+    Edges of unconnected nodes are then pruned, so the circuit may have fewer than `n` edges. The
+    function `greedy` selects edges that are connected.
+
+    Args:
+        graph, scores, signed: see `above`.
+        n: the number of edges to select.
 
     Raises:
-        ValueError: if the graph has fewer than `n` edges.
+        ValueError: if the graph has fewer than `n` edges, or for the reasons of `above`.
+
+    >>> from interp import Pairs, edge_attribution
+    >>> from models import load
+    >>> model, pairs = load("pydoc-4l"), Pairs("def __ini", "def __nam", ("t", "e"))
+    >>> top(Graph(model), edge_attribution(model, pairs), 10)
+    Circuit: 9 of 479 edges, 7 of 22 nodes
     """
     return _circuit(graph, scores, largest(strengths(graph, scores, signed), n, graph))
 
 
 def greedy(graph: Graph, scores: Result, n: int, signed: bool = False) -> Circuit:
-    """Select `n` edges one by one from the logits backward, then prune unconnected edges.
+    """Return the circuit of `n` edges that are selected one by one, from the logits backward.
 
     Each step selects the strongest edge that leads to a node of the circuit so far (Hanna et al.
-    2024). The circuit may have fewer than `n` edges: edges from a node without incoming edges, such
-    as the edges selected last, are pruned. See `above` for the arguments.
+    2024). So every selected edge has a path to the logits, unlike an edge that `top` selects. At
+    the end, edges from nodes without incoming edges are pruned, so the circuit may have fewer than
+    `n` edges.
+
+    Args:
+        graph: the graph of the model.
+        scores: effects [edge, example] of all edges, such as a result of `edge_attribution`. The
+            strength of an edge is its absolute mean effect.
+        n: the number of edges to select.
+        signed: whether to use how much an edge helps as its strength, instead of its absolute mean
+            effect; see `above`.
+
+    Returns:
+        A circuit with the scores of the edges, in the metric's unit.
 
     Raises:
-        ValueError: if the graph has fewer than `n` edges.
+        ValueError: if the graph has fewer than `n` edges, or for the reasons of `above`.
+
+    >>> from interp import Pairs, edge_attribution
+    >>> from models import load
+    >>> model, pairs = load("pydoc-4l"), Pairs("def __ini", "def __nam", ("t", "e"))
+    >>> circuit = greedy(Graph(model), edge_attribution(model, pairs), 10)
+    >>> circuit
+    Circuit: 10 of 479 edges, 7 of 22 nodes
+    >>> list(circuit)[:4]
+    ['input->a0.h3<v>', 'input->m0', 'a0.h3->m0', 'm0->m1']
     """
-    strength, feeds = strengths(graph, scores, signed), feeding(graph)
+    strength = strengths(graph, scores, signed)
+    feeds = feeding(graph)
     kept = largest(strength, n, graph).zero_()
-    waiting: list[tuple[float, int, int]] = []
+    # The edges to all reached readers, the strongest edge first.
+    candidates: list[tuple[float, int, int]] = []
+    reached: set[int] = set()
 
     def reach(reader: int) -> None:
         if reader not in reached:
             reached.add(reader)
             for writer in graph.allowed[:, reader].nonzero().flatten().tolist():
-                heapq.heappush(waiting, (-strength[writer, reader].item(), writer, reader))
+                heapq.heappush(candidates, (-strength[writer, reader].item(), writer, reader))
 
-    reached: set[int] = set()
     reach(len(graph.readers) - 1)
     for _ in range(n):
-        if not waiting:
+        if not candidates:
             break
-        _, writer, reader = heapq.heappop(waiting)
+        _, writer, reader = heapq.heappop(candidates)
         kept[writer, reader] = True
-        for before in feeds[writer].nonzero().flatten().tolist():
-            reach(before)
+        for reader_of_writer in feeds[writer].nonzero().flatten().tolist():
+            reach(reader_of_writer)
     return _circuit(graph, scores, kept)
 
 
 def random(graph: Graph, n: int, seed: int = 0) -> Circuit:
-    """Return `n` random edges of the graph as a circuit, for comparison.
+    """Return the circuit of `n` random edges, for comparison. No edge is pruned.
+
+    Args:
+        graph: the graph of the model.
+        n: the number of edges.
+        seed: the seed of the choice of edges. Default: 0.
 
     Raises:
         ValueError: if the graph has fewer than `n` edges.
     """
     require_made("graph", graph, Graph)
-    draw = torch.rand(graph.allowed.shape, generator=torch.Generator().manual_seed(seed))
-    return Circuit(graph, largest(draw, n, graph))
+    generator = torch.Generator().manual_seed(seed)
+    random_numbers = torch.rand(graph.allowed.shape, generator=generator)
+    return Circuit(graph, largest(random_numbers, n, graph))
 
 
 def strengths(graph: Graph, scores: Result, signed: bool) -> Float[Tensor, "writer reader"]:
-    """Return the strength of each edge: the size of its mean effect or, signed, how much it helps.
+    """Return the strength of each edge: its absolute mean effect or, if signed, how much it helps.
 
-    See `above` for the arguments and errors.
+    The strength is in the unit of the scores, and NaN where there is no edge. See `above` for the
+    arguments and errors.
     """
     require_made("graph", graph, Graph)
     require_made("scores", scores, Result)
@@ -115,15 +169,14 @@ def _helps(scores: Result) -> Float[Tensor, " edge"]:
     base and target, an edge helps if replacing it lowers the metric.
     """
     mean = scores.values.mean(-1)
-    rises = (
-        scores.base is not None
-        and scores.target is not None
-        and (scores.target - scores.base).mean() > 0
-    )
-    return mean if rises else -mean
+    if scores.base is None or scores.target is None:
+        return -mean
+    metric_rises = (scores.target - scores.base).mean() > 0
+    return mean if metric_rises else -mean
 
 
 def _circuit(graph: Graph, scores: Result, kept: Tensor) -> Circuit:
+    """Return the circuit of some edges with their scores, without edges of unconnected nodes."""
     found_on = scores.about.get("texts", ())
     return Circuit(graph, kept, -_table(graph, _helps(scores)), found_on).pruned()
 

@@ -111,25 +111,24 @@ class Graph:
         Args:
             writers, readers: the time when each node writes or reads.
         """
-        varying_biases = [
-            layer.bias
-            for layer in self.layers
-            if layer.scale is not None and layer.added.bias.any()
-        ]
-        varies = torch.tensor(
-            [
-                n in varying_biases or not name.kind.endswith("bias")
-                for n, name in enumerate(writers)
-            ]
-        )
+        # A bias varies only if the scale of a norm divides it.
+        varying_biases = []
+        for layer in self.layers:
+            if layer.scale is not None and layer.added.bias.any():
+                varying_biases.append(layer.bias)
+        varies = []
+        for n, name in enumerate(writers):
+            varies.append(n in varying_biases or not name.kind.endswith("bias"))
         times_written = torch.tensor([*writers.values()])
         times_read = torch.tensor([*readers.values()])
-        return (times_written[:, None] <= times_read) & varies[:, None]
+        return (times_written[:, None] <= times_read) & torch.tensor(varies)[:, None]
 
     def __repr__(self) -> str:
-        counts = len(self.writers), len(self.readers), int(self.allowed.sum())
-        sizes = "{} writers, {} readers, {} edges".format(*counts)
-        return f"Graph of a {type(self._whole).__name__}: {len(self.layers)} layers, {sizes}"
+        return (
+            f"Graph of a {type(self._whole).__name__}: {len(self.layers)} layers, "
+            f"{len(self.writers)} writers, {len(self.readers)} readers, "
+            f"{int(self.allowed.sum())} edges"
+        )
 
     def _points(self) -> Iterator[nn.Module]:
         """Yield the points that contain the writers' outputs, and then the point of their sum."""
@@ -162,11 +161,17 @@ class Graph:
     @cached_property
     def edges(self) -> tuple[str, ...]:
         """The names of all edges, `writer->reader`, in the order of the writers."""
-        pairs = self.allowed.nonzero().tolist()
-        return tuple(f"{self.writers[w]}->{self.readers[r]}" for w, r in pairs)
+        return tuple(
+            f"{self.writers[writer]}->{self.readers[reader]}"
+            for writer, reader in self.allowed.nonzero().tolist()
+        )
 
     def place(self, kind: Literal["writer", "reader"], name: str) -> int:
         """Return the index of a node among the writers or the readers.
+
+        Args:
+            kind: `writer` or `reader`.
+            name: the name of the node.
 
         Raises:
             UnknownNameError: if the node does not exist; the error names close matches.
@@ -203,6 +208,9 @@ class Graph:
     def mask(self, circuit: Iterable[str]) -> Float[Tensor, "writer reader"]:
         """Return the mask of replaced edges in a run of a circuit: 1 for edges outside the circuit.
 
+        Args:
+            circuit: the names of the edges that are not replaced.
+
         Raises:
             UnknownNameError, ValueError: for the reasons of `index`.
         """
@@ -237,7 +245,9 @@ class Graph:
     def contributions(
         self, cache: Mapping[str, Tensor]
     ) -> Float[Tensor, "writer batch pos d_model"]:
-        """Return the contribution of each writer to the stream. They add up to the last stream.
+        """Return the contribution of each writer to the stream, [writer, batch, pos, d_model].
+
+        The contributions add up to the stream after the last block.
 
         Args:
             cache: values of a run at the points `needed`, eager or lazy.
@@ -252,10 +262,10 @@ class Graph:
 
     def added(self, values: Mapping[str, Tensor]) -> Float[Tensor, "writer batch pos d_model"]:
         """Return `contributions`, given values of a run of the attribute `model`."""
-        lacking = [name for name in self.needed if name not in values]
-        if lacking:
+        missing = [name for name in self.needed if name not in values]
+        if missing:
             raise CacheError(
-                f"a graph needs a cache with names=graph.needed; got a cache without {lacking[0]}"
+                f"a graph needs a cache with names=graph.needed; got a cache without {missing[0]}"
             )
 
         def at(point: nn.Module) -> Tensor:
@@ -271,7 +281,9 @@ class Graph:
         return contributions
 
     def mean(self, cache: ActivationCache) -> Float[Tensor, "writer 1 pos d_model"]:
-        """Return the mean contributions at each position, ignoring padding.
+        """Return the mean contribution of each writer over texts, at each position.
+
+        Padding is ignored.
 
         Args:
             cache: see `contributions`. The cache also contains the mask of padding.
@@ -283,17 +295,17 @@ class Graph:
         """
         contributions = self.contributions(cache)
         shape = contributions.shape[1:3]
-        real = real_of(mask_of(cache, shape), shape).to(contributions.device)
-        if (real[:, 1:] & ~real[:, :-1]).any():
+        is_real = real_of(mask_of(cache, shape), shape).to(contributions.device)
+        if (is_real[:, 1:] & ~is_real[:, :-1]).any():
             raise ValueError(
                 "a mean at each position needs texts padded on the right; got padding before a "
                 "token"
             )
-        if not real.any(0).all():
+        if not is_real.any(0).all():
             raise ValueError(
                 "a mean at each position needs a real token in each column; got a column of padding"
             )
-        weights = real.to(contributions.dtype) / real.sum(0)
+        weights = is_real.to(contributions.dtype) / is_real.sum(0)
         return torch.einsum("wbpd,bp->wpd", contributions, weights)[:, None]
 
     def all_writers(self, at: At, added: Sequence[Added | None] | None = None) -> Iterator[Writers]:
@@ -326,11 +338,23 @@ class Graph:
 def writers(
     model: nn.Module, cache: Mapping[str, Tensor]
 ) -> Float[Tensor, "writer batch pos d_model"]:
-    """Return the contribution of each writer to the stream; see `Graph.contributions`."""
+    """Return the contribution of each writer to the stream; see `Graph.contributions`.
+
+    >>> from interp import run_with_cache
+    >>> from models import load
+    >>> model = load("pydoc-4l")
+    >>> _, cache = run_with_cache(model, "def f(x):")
+    >>> contributions = writers(model, cache)
+    >>> contributions.shape  # [writer, batch, pos, d_model]
+    torch.Size([25, 1, 9, 128])
+    >>> torch.allclose(contributions.sum(0), cache["resid_post", -1], atol=1e-4)
+    True
+    """
     return Graph(model).contributions(cache)
 
 
 def _check_sum(total: Tensor, stream: Tensor) -> None:
+    """Check that the sum of all contributions is the stream after the last block."""
     if not is_rounding(total, stream).all():
         raise CacheError(
             "contributions must add up to the stream of the cache; the cache belongs to another "

@@ -6,6 +6,7 @@ equally when a file is written. MIB's scores are effects on a loss, so scores of
 sign here. Scores of nodes and neurons are not changed.
 """
 
+import itertools
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -46,20 +47,27 @@ def read_mib(path: str | os.PathLike[str], graph: Graph) -> MIB:
 
     If query heads share a key head, an edge is kept if it is kept for one of these heads.
 
+    Args:
+        path: the file.
+        graph: the graph of the model that the file belongs to.
+
     Raises:
         FileNotFoundError: if the file does not exist.
         CacheError: if the file does not have a format of MIB.
         ValueError: if the file does not belong to this graph.
     """
     is_pt = Path(path).suffix.lower() == ".pt"
-    places = {name: at for at, names in _mib_names(graph).items() for name in names}
+    places: dict[str, tuple[int, int]] = {}
+    for place, names in _mib_names(graph).items():
+        places |= dict.fromkeys(names, place)
     with storage.one_error(path, "be a circuit in a format of MIB", CacheError):
         # In files of MIB, NaN is the score of a node without a score.
         table = storage.read_saved(Path(path)) if is_pt else json.loads(Path(path).read_text())
         edges, nodes, neurons = _of_pt(table, graph, places) if is_pt else _of_json(table)
-    if odd := {*places} ^ {*edges}:
+    if different := {*places} ^ {*edges}:
         raise ValueError(
-            f"the circuit in {path} must have the edges of this graph; they differ in {min(odd)}"
+            f"the circuit in {path} must have the edges of this graph; "
+            f"they differ in {min(different)}"
         )
     scores = torch.zeros(graph.allowed.shape)
     kept = torch.zeros_like(graph.allowed)
@@ -97,33 +105,39 @@ def write_mib(
             and the file has more edges than the circuit.
     """
     suffix = storage.suffix_of(path, (".pt", ".json"))
-    graph, edges = circuit.graph, dict[str, tuple[float, bool]]()
-    for at, names in _mib_names(graph).items():
-        share = -circuit.scores[at].nan_to_num().item() / len(names)
-        edges |= {name: (share, bool(circuit.kept[at])) for name in names}
+    graph = circuit.graph
+    edges = _mib_edges(circuit)
     if len(edges) > graph.allowed.sum():
         warn(
             "MIB's format has no shared key heads; each query head receives an equal share of "
             "their scores",
         )
-    nodes, width = _joined_edges(graph), graph.model.config.d_model
-    for name, scores, shape in (
-        ("node_scores", node_scores, (len(nodes),)),
-        ("neuron_scores", neuron_scores, (len(nodes), width)),
-    ):
-        if scores is not None and scores.shape != shape:
-            raise ValueError(f"{name} must be {[*shape]} in this graph; got {[*scores.shape]}")
-    kept = [name in circuit.nodes for name in nodes]
-    make = _pt if suffix == ".pt" else _json
-    described = make(
-        _config(graph), dict(zip(nodes, kept, strict=True)), edges, node_scores, neuron_scores
-    )
-    text = "" if make is _pt else strict_json.dumps(described)
+    nodes = _writers_with_edges(graph)
+    shapes = {
+        "node_scores": (node_scores, [len(nodes)]),
+        "neuron_scores": (neuron_scores, [len(nodes), graph.model.config.d_model]),
+    }
+    for name, (scores, shape) in shapes.items():
+        if scores is not None and [*scores.shape] != shape:
+            raise ValueError(f"{name} must be {shape} in this graph; got {[*scores.shape]}")
+    is_kept = {name: name in circuit.nodes for name in nodes}
+    describe = _pt if suffix == ".pt" else _json
+    contents = describe(_config(graph), is_kept, edges, score=node_scores, neurons=neuron_scores)
+    text = "" if describe is _pt else strict_json.dumps(contents)
     with storage.replacing(Path(path)) as partial:
-        if make is _pt:
-            torch.save(described, partial)
+        if describe is _pt:
+            torch.save(contents, partial)
         else:
             partial.write_text(text)
+
+
+def _mib_edges(circuit: Circuit) -> "Edges":
+    """Return the edges of a circuit in MIB's format, with MIB's sign of the scores."""
+    edges: Edges = {}
+    for place, names in _mib_names(circuit.graph).items():
+        share = -circuit.scores[place].nan_to_num().item() / len(names)
+        edges |= {name: (share, bool(circuit.kept[place])) for name in names}
+    return edges
 
 
 Edges = dict[str, tuple[float, bool]]
@@ -132,6 +146,7 @@ Scores = Tensor | None
 
 
 def _of_json(table: Any) -> tuple[Edges, Scores, Scores]:
+    """Return the edges and the scores of nodes and neurons from the contents of a JSON file."""
     edges = {
         name: (float(edge["score"]), bool(edge["in_graph"]))
         for name, edge in table["edges"].items()
@@ -139,12 +154,13 @@ def _of_json(table: Any) -> tuple[Edges, Scores, Scores]:
     nodes = [node for name, node in table["nodes"].items() if name != "logits"]
 
     def scores(key: str) -> Tensor | None:
-        known = [node[key] for node in nodes if key in node]
-        if not known:
+        given_scores = [node[key] for node in nodes if key in node]
+        if not given_scores:
             return None
         # A node without a score has NaN, or a list of NaN.
-        unscored = torch.full_like(torch.tensor(known[0], dtype=torch.float32), torch.nan).tolist()
-        return torch.tensor([node.get(key, unscored) for node in nodes])
+        example = torch.tensor(given_scores[0], dtype=torch.float32)
+        no_score = torch.full_like(example, torch.nan).tolist()
+        return torch.tensor([node.get(key, no_score) for node in nodes])
 
     return edges, scores("score"), scores("neurons_scores")
 
@@ -152,55 +168,83 @@ def _of_json(table: Any) -> tuple[Edges, Scores, Scores]:
 def _json(
     config: dict[str, Any], nodes: dict[str, bool], edges: Edges, score: Scores, neurons: Scores
 ) -> dict[str, Any]:
-    described: dict[str, dict[str, Any]] = {name: {"in_graph": n} for name, n in nodes.items()}
-    for at, (name, kept) in enumerate(nodes.items()):
-        if score is not None and not score[at].isnan():
-            described[name]["score"] = float(score[at])
+    """Return the contents of a JSON file.
+
+    Args:
+        config: the sizes of the model.
+        nodes: whether each node is in the circuit, by name.
+        edges: the edges.
+        score: the scores of the nodes.
+        neurons: the scores of the neurons.
+    """
+    described_nodes: dict[str, dict[str, Any]] = {}
+    for n, (name, is_kept) in enumerate(nodes.items()):
+        node: dict[str, Any] = {"in_graph": is_kept}
+        if score is not None and not score[n].isnan():
+            node["score"] = float(score[n])
         if neurons is not None:
-            described[name]["neurons"] = [kept] * neurons.shape[1]
-        if neurons is not None and not neurons[at].isnan().all():
-            described[name]["neurons_scores"] = neurons[at].tolist()
-    described["logits"] = {"in_graph": True}
-    table = {name: {"score": score, "in_graph": kept} for name, (score, kept) in edges.items()}
-    return {"cfg": config, "nodes": described, "edges": table}
+            node["neurons"] = [is_kept] * neurons.shape[1]
+        if neurons is not None and not neurons[n].isnan().all():
+            node["neurons_scores"] = neurons[n].tolist()
+        described_nodes[name] = node
+    described_nodes["logits"] = {"in_graph": True}
+    described_edges = {
+        name: {"score": edge_score, "in_graph": is_kept}
+        for name, (edge_score, is_kept) in edges.items()
+    }
+    return {"cfg": config, "nodes": described_nodes, "edges": described_edges}
 
 
 def _of_pt(
     table: Mapping[str, Any], graph: Graph, names: Iterable[str]
 ) -> tuple[Edges, Scores, Scores]:
-    config, sources, readers, scores, kept, _ = (table[key] for key in _NEEDED)
-    writers, columns = _joined_edges(graph), _readers(_config(graph))
-    shape = bool(config["parallel_attn_mlp"]), [*sources], [*readers]
+    """Return the edges and the scores of nodes and neurons from the contents of a PyTorch file.
+
+    Without the nodes of this graph, no edge is returned.
+
+    Args:
+        table: the contents of the file.
+        graph: the graph.
+        names: the names of the edges in MIB's format.
+    """
+    config, sources, targets, scores, is_kept, _ = (table[key] for key in _NEEDED)
+    writers = _writers_with_edges(graph)
+    readers = _readers(_config(graph))
+    has_same_order = bool(config["parallel_attn_mlp"]) == _config(graph)["parallel_attn_mlp"]
     edges = {}
-    if shape == (_config(graph)["parallel_attn_mlp"], writers, columns):
+    if has_same_order and [*sources] == writers and [*targets] == readers:
         for name in names:
             writer, _, reader = name.partition("->")
-            at = writers.index(writer), columns.index(reader)
-            edges[name] = float(scores[at]), bool(kept[at])
+            place = writers.index(writer), readers.index(reader)
+            edges[name] = float(scores[place]), bool(is_kept[place])
     return edges, table.get("nodes_scores"), table.get("neurons_scores")
 
 
 def _pt(
     config: dict[str, Any], nodes: dict[str, bool], edges: Edges, score: Scores, neurons: Scores
 ) -> dict[str, Any]:
+    """Return the contents of a PyTorch file; see `_json` for the arguments."""
+    writers = [*nodes]
     readers = _readers(config)
-    table, in_graph = torch.zeros(2, len(nodes), len(readers))
-    for name, (value, kept) in edges.items():
+    edge_scores, edge_is_kept = torch.zeros(2, len(writers), len(readers))
+    for name, (edge_score, is_kept) in edges.items():
         writer, _, reader = name.partition("->")
-        at = [*nodes].index(writer), readers.index(reader)
-        table[at], in_graph[at] = value, kept
-    is_in = torch.tensor([*nodes.values()])
-    values = [config, [*nodes], readers, table, in_graph.bool(), is_in]
-    described = dict(zip(_NEEDED, values, strict=True))
+        place = writers.index(writer), readers.index(reader)
+        edge_scores[place] = edge_score
+        edge_is_kept[place] = is_kept
+    node_is_kept = torch.tensor([*nodes.values()])
+    values = [config, writers, readers, edge_scores, edge_is_kept.bool(), node_is_kept]
+    contents = dict(zip(_NEEDED, values, strict=True))
     if score is not None:
-        described["nodes_scores"] = score
+        contents["nodes_scores"] = score
     if neurons is not None:
-        described["neurons_scores"] = neurons
-        described["neurons_in_graph"] = is_in[:, None].expand(*neurons.shape).clone()
-    return described
+        contents["neurons_scores"] = neurons
+        contents["neurons_in_graph"] = node_is_kept[:, None].expand(*neurons.shape).clone()
+    return contents
 
 
 def _config(graph: Graph) -> dict[str, Any]:
+    """Return the sizes of a model in MIB's format."""
     first = graph.layers[0]
     return {
         "n_layers": len(graph.layers),
@@ -211,37 +255,41 @@ def _config(graph: Graph) -> dict[str, Any]:
 
 
 def _readers(config: Mapping[str, Any]) -> list[str]:
+    """Return the names of the readers in MIB's order."""
     readers: list[NodeName] = []
     for layer in range(config["n_layers"]):
-        heads = range(config["n_heads"])
-        readers += [node_name(layer, part, head) for part in "qkv" for head in heads]
+        for part in "qkv":
+            readers += [node_name(layer, part, head) for head in range(config["n_heads"])]
         readers.append(node_name(layer, "mlp"))
     return [*map(str, readers), "logits"]
 
 
-def _joined_edges(graph: Graph) -> list[str]:
+def _writers_with_edges(graph: Graph) -> list[str]:
     """Return the names of the writers that have edges."""
-    return [str(name) for name, row in zip(graph.writers, graph.allowed, strict=True) if row.any()]
+    has_edge = graph.allowed.any(1).tolist()
+    return [str(name) for name in itertools.compress(graph.writers, has_edge)]
 
 
 def _mib_names(graph: Graph) -> dict[tuple[int, int], list[str]]:
     """Return the names of each edge in MIB's format: several if query heads share a key head."""
     others = [name for name in graph.writers if name.kind not in ("input", "head", "mlp")]
-    odd = [*{*others} & {*_joined_edges(graph)}]
-    if odd or any(layer.mlp is None for layer in graph.layers):
+    unknown = [*{*others} & {*_writers_with_edges(graph)}]
+    if unknown or any(layer.mlp is None for layer in graph.layers):
         raise ValueError(
             "MIB's format has edges from the input, heads and an MLP in each block; this graph has "
-            f"{odd or 'blocks without MLPs'}"
+            f"{unknown or 'blocks without MLPs'}"
         )
     readers = {n: [str(name)] for n, name in enumerate(graph.readers)}
     for layer in graph.layers:
         heads = graph.writers[layer.heads]
         for letter, part in (("k", layer.k), ("v", layer.v)):
-            n_heads = len(heads) // (part.stop - part.start)
-            for n in range(part.stop - part.start):
-                sharing = heads[n * n_heads : (n + 1) * n_heads]
-                readers[part.start + n] = [f"{head}<{letter}>" for head in sharing]
-    return {
-        (writer, reader): [f"{graph.writers[writer]}->{name}" for name in readers[reader]]
-        for writer, reader in graph.allowed.nonzero().tolist()
-    }
+            n_key_heads = part.stop - part.start
+            n_sharing = len(heads) // n_key_heads
+            for key_head in range(n_key_heads):
+                sharing = heads[key_head * n_sharing : (key_head + 1) * n_sharing]
+                readers[part.start + key_head] = [f"{head}<{letter}>" for head in sharing]
+    names_of_edges = {}
+    for writer, reader in graph.allowed.nonzero().tolist():
+        names = [f"{graph.writers[writer]}->{name}" for name in readers[reader]]
+        names_of_edges[writer, reader] = names
+    return names_of_edges

@@ -71,12 +71,11 @@ class Writers(NamedTuple):
 
 
 class Added(NamedTuple):
-    """The factors of a branch's output:
+    """The factors of a branch's output, which is a sum over its writers and its biases.
 
-    `sum_w (value_w / scale) weight_w + bias / scale + constant`.
-
-    The scale is the scale of the norm after the branch in the same run, or 1 without a norm. With a
-    norm, all factors are in at least float32.
+    The output is `sum_w (value_w / scale) weight_w + bias / scale + constant`. The scale is the
+    scale of the norm after the branch in the same run, or 1 without a norm. With a norm, all
+    factors are in at least float32.
 
     Attributes:
         weight: the weight of each writer, passed through the norm without its division.
@@ -95,7 +94,14 @@ class Added(NamedTuple):
         values: Float[Tensor, "batch pos writer size"],
         scale: Float[Tensor, "batch pos 1"] | None,
     ) -> Iterator[Writers]:
-        """Yield the writers. If `rest` is a name, also yield the rest of the output as a writer."""
+        """Yield the writers. If `rest` is a name, also yield the rest of the output as a writer.
+
+        Args:
+            names: the names of the writers.
+            rest: the name of the rest of the output; None if the rest is zero.
+            values: the value of each writer in a run.
+            scale: the scale of the norm after the branch in the same run; None without a norm.
+        """
         weight, bias, constant = all_to_device(self, values.device)
         if scale is not None:
             values, bias = (values / scale[..., None]).to(values.dtype), bias / scale
@@ -106,7 +112,7 @@ class Added(NamedTuple):
 
     @property
     def has_rest(self) -> bool:
-        """Whether the output has a part besides the writers. An absent bias is exactly 0."""
+        """True if the output has a part besides the writers. An absent bias is exactly 0."""
         return bool(self.bias.any() or self.constant.any())
 
 
@@ -151,7 +157,7 @@ class Layer:
 
     @property
     def is_parallel(self) -> bool:
-        """Whether the MLP reads the stream before the attention of the block is added."""
+        """True if the MLP reads the stream before the attention of the block is added."""
         return self.mlp is not None and self.mlp.branch.reads is self.attention.reads
 
     @property
@@ -176,59 +182,77 @@ class Layer:
         return added_by(self.attention, attn.W_O, attn.b_O)
 
     def attention_writers(self, at: At, added: Added | None = None) -> Iterator[Writers]:
-        """Yield the heads and, if it is a writer, the bias.
+        """Yield the heads as writers and, if the block has one, the writer of the bias.
 
         Args:
             at: returns the values of a run.
             added: the factors of the attention output. Default: compute them.
         """
-        n_heads = range(self.heads.stop - self.heads.start)
-        heads = [node_name(self.n, "head", head) for head in n_heads]
+        n_heads = self.heads.stop - self.heads.start
+        heads = [node_name(self.n, "head", head) for head in range(n_heads)]
         scale = None if self.scale is None else at(self.scale)
-        z, added = at(self.attention.sublayer.z), added or self.added
+        z = at(self.attention.sublayer.z)
+        added = added or self.added
         rest = None if self.bias is None else node_name(self.n, "attn_bias")
-        yield from added.writers(heads, rest, z, scale)
+        yield from added.writers(heads, rest, values=z, scale=scale)
 
     def mlp_writers(self, at: At, neurons: bool = False) -> Iterator[Writers]:
-        """Yield the MLP, or each of its neurons and its bias. Without an MLP, yield nothing."""
+        """Yield the MLP, or each of its neurons and its bias. Without an MLP, yield nothing.
+
+        Args:
+            at: returns the values of a run.
+            neurons: whether each neuron is a separate writer.
+        """
         if self.mlp is None:
             return
         branch = self.mlp.branch
         if not neurons:
             yield Writers([node_name(self.n, "mlp")], at(branch.added)[:, :, None])
             return
-        mlp, scale = branch.sublayer, _scale_of(branch)
+        mlp = branch.sublayer
         hidden = at(mlp.post)[..., None]
         names = [node_name(self.n, "neuron", n) for n in range(hidden.shape[2])]
         added = added_by(branch, mlp.W_out[:, None], mlp.b_out)
-        scales = None if scale is None else at(scale)
+        scale_point = _scale_of(branch)
+        scale = None if scale_point is None else at(scale_point)
         rest = node_name(self.n, "mlp_bias") if added.has_rest else None
-        yield from added.writers(names, rest, hidden, scales)
+        yield from added.writers(names, rest, values=hidden, scale=scale)
 
 
 def _scale_of(branch: Any) -> nn.Module | None:
+    """Return the point of the scale of the norm after a branch; None if there is no norm."""
     return None if is_identity(branch.after) else branch.after.scale
 
 
 def nodes_of_block(
     n: int, block: Any, writers: dict[NodeName, int], readers: dict[NodeName, int]
 ) -> Layer:
-    """Add the nodes of a block, and return their indices."""
-    attention, *others = block.branches
-    queries, keys = range(len(attention.sublayer.W_Q)), range(len(attention.sublayer.W_K))
+    """Add the nodes of a block to the nodes of a graph, and return their indices.
+
+    Args:
+        n: the number of the block.
+        block: the block.
+        writers, readers: the nodes so far, with the times when they write or read.
+    """
+    attention, *other_branches = block.branches
+    queries = range(len(attention.sublayer.W_Q))
+    keys = range(len(attention.sublayer.W_K))
     q, k, v = (
         add(readers, 2 * n, [node_name(n, part, head) for head in heads])
         for part, heads in (("q", queries), ("k", keys), ("v", keys))
     )
     heads = add(writers, 2 * n + 1, [node_name(n, "head", head) for head in queries])
-    bias, mlp, name = None, None, node_name(n, "mlp")
+    bias = None
     if added_by(attention, attention.sublayer.W_O, attention.sublayer.b_O).has_rest:
         bias = add(writers, 2 * n + 1, [node_name(n, "attn_bias")]).start
-    for branch in others:
-        time = 2 * n + (branch.reads is not attention.reads)
-        read = add(readers, time, [name]).start
-        mlp = MLP(add(writers, 2 * n + 2, [name]).start, read, branch)
-    return Layer(n, attention, heads, bias, q, k, v, mlp)
+    mlp = None
+    for branch in other_branches:
+        name = node_name(n, "mlp")
+        is_parallel = branch.reads is attention.reads
+        reader = add(readers, 2 * n if is_parallel else 2 * n + 1, [name]).start
+        writer = add(writers, 2 * n + 2, [name]).start
+        mlp = MLP(writer, reader, branch)
+    return Layer(n=n, attention=attention, heads=heads, bias=bias, q=q, k=k, v=v, mlp=mlp)
 
 
 def require_branches(blocks: nn.ModuleList) -> None:
@@ -251,19 +275,24 @@ def require_branches(blocks: nn.ModuleList) -> None:
 def listed(names: str | Iterable[str], what: str) -> tuple[str, ...]:
     """Return names of nodes or edges as a tuple. A single name becomes a tuple of one name.
 
+    Args:
+        names: one name, or several names.
+        what: the name of the argument, for the error.
+
     Raises:
         TypeError: if `names` is not a name or an iterable of names.
     """
-    several = (names,) if isinstance(names, str) else names
-    if not isinstance(several, Iterable):
+    if isinstance(names, str):
+        return (names,)
+    if not isinstance(names, Iterable):
         raise TypeError(
             f"{what} must be names; got {shown(names)} (pass a metric to Pairs instead)"
         )
-    return tuple(several)
+    return tuple(names)
 
 
 def add(nodes: dict[NodeName, int], time: int, names: Iterable[NodeName]) -> slice:
-    """Add nodes that write or read at a time, and return their indices."""
+    """Add nodes that write or read at the same time, and return their indices."""
     start = len(nodes)
     nodes.update(dict.fromkeys(names, time))
     return slice(start, len(nodes))

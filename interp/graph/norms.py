@@ -47,11 +47,12 @@ class LinearPart:
         return self._centred(directions * like(self.gain, directions))
 
     def _centred(self, x: Tensor) -> Tensor:
+        """Return vectors minus their means, if the norm subtracts the mean."""
         return x - x.mean(-1, keepdim=True) if self.centres else x
 
 
 def is_identity(norm: nn.Module | None) -> bool:
-    """Return whether the norm is missing or an identity."""
+    """Return True if the norm is missing or an identity."""
     return norm is None or isinstance(norm, (Identity, nn.Identity))
 
 
@@ -79,11 +80,13 @@ def linear_part(norm: nn.Module | None, *shape: int) -> LinearPart:
             f"subtracts the mean); got {type(norm).__name__} (weights can be read with fold=False)"
         )
 
-    def spread(held: Any, default: float) -> Tensor:
-        values = torch.full(shape, default, dtype=torch.float64) if held is None else held.double()
+    def spread(parameter: Any, default: float) -> Tensor:
+        if parameter is None:
+            return torch.full(shape, default, dtype=torch.float64)
         # In a norm of queries or keys, the heads share the gain, or each head has a part of it.
-        return values.view(-1, shape[-1]).expand(math.prod(shape) // shape[-1], -1).reshape(shape)
+        n_rows = math.prod(shape) // shape[-1]
+        return parameter.double().view(-1, shape[-1]).expand(n_rows, -1).reshape(shape)
 
-    parts = (getattr(norm, name, None) for name in ("weight", "bias"))
-    gain, bias = map(spread, parts, (1.0, 0.0))
+    gain = spread(getattr(norm, "weight", None), 1.0)
+    bias = spread(getattr(norm, "bias", None), 0.0)
     return LinearPart(gain, bias, centres)

@@ -92,15 +92,25 @@ class BlockScores:
         stream, context = all_to_device((stream, context), layer.device)
         self._attn, self._context = attention.sublayer, context
         x_q, x_k, self._x_v = self._attn.project(attention.norm(stream))
-        self._run_of = held = self._run(x_q, x_k)
+        values = self._run(x_q, x_k)
+        self._values = values
         self.v, self.scores, self.pattern = (
-            at_least_float32(held[name].detach()) for name in ("v", "scores", "pattern")
+            at_least_float32(values[name].detach()) for name in ("v", "scores", "pattern")
         )
-        weights, biases = (self._attn.W_Q, self._attn.W_K), (self._attn.b_Q, self._attn.b_K)
-        empty = self._run(torch.zeros_like(x_q), torch.zeros_like(x_k))
-        self.q, self.k = (
-            _readings(held[f"x_{name}"], held[name], empty[name].detach(), weight, bias)
-            for name, weight, bias in zip("qk", weights, biases, strict=True)
+        values_of_zero = self._run(torch.zeros_like(x_q), torch.zeros_like(x_k))
+        self.q = _readings(
+            x=values["x_q"],
+            f=values["q"],
+            rest=values_of_zero["q"].detach(),
+            weight=self._attn.W_Q,
+            bias=self._attn.b_Q,
+        )
+        self.k = _readings(
+            x=values["x_k"],
+            f=values["k"],
+            rest=values_of_zero["k"].detach(),
+            weight=self._attn.W_K,
+            bias=self._attn.b_K,
         )
 
     def _run(self, x_q: Heads, x_k: Float[Tensor, "batch pos kv_head d_head"]) -> dict[str, Tensor]:
@@ -108,42 +118,50 @@ class BlockScores:
 
         One graph leads from queries and keys to scores, the other graph from scores to the pattern.
         """
-        held: dict[str, Tensor] = {}
+        values: dict[str, Tensor] = {}
 
-        def passed(name: str, value: Tensor) -> Tensor:
+        def record(name: str, value: Tensor) -> Tensor:
             # Attention continues with this same tensor, so that the graph passes through it.
-            held[name] = value.clone()
-            return held[name]
+            values[name] = value.clone()
+            return values[name]
 
         def cut(scores: Tensor) -> Tensor:
-            held["scores"], held["cut"] = scores, scores.detach().requires_grad_()
+            values["scores"] = scores
+            values["cut"] = scores.detach().requires_grad_()
             # Some models change the scores in place.
-            return held["cut"].clone()
+            return values["cut"].clone()
 
         def run() -> None:
             with torch.enable_grad(), Session() as session:
-                held["x_q"], held["x_k"] = (x.detach().requires_grad_() for x in (x_q, x_k))
+                values["x_q"] = x_q.detach().requires_grad_()
+                values["x_k"] = x_k.detach().requires_grad_()
                 for name in ("q", "k", "v", "pattern"):
-                    session.after(getattr(self._attn, name), partial(passed, name))
+                    session.after(getattr(self._attn, name), partial(record, name))
                 session.after(self._attn.scores, cut)
-                self._attn.mix(held["x_q"], held["x_k"], self._x_v, self._context)
+                self._attn.mix(values["x_q"], values["x_k"], self._x_v, self._context)
 
         hooks_disabled(run)
-        return held
+        return values
 
     def part(self, side: Literal["q", "k", "against"], head: int) -> tuple[HeadReadings, int]:
         """Return the queries or keys that a head uses, and the index of the query or key head.
 
-        Several heads may share a key head. The side `against` also means the keys.
+        Several heads may share a key head.
+
+        Args:
+            side: `q` for the queries; `k` or `against` for the keys.
+            head: the index of the query head.
         """
         if side == "q":
             return self.q, head
-        return self.k, head // (self.q.value.shape[2] // self.k.value.shape[2])
+        n_sharing = self.q.value.shape[2] // self.k.value.shape[2]
+        return self.k, head // n_sharing
 
     @property
     def scale(self) -> float:
         """The factor of `q · k` in scores, by least squares. It is 1 if all products are 0."""
-        keys = self.k.value.repeat_interleave(self.q.value.shape[2] // self.k.value.shape[2], 2)
+        n_sharing = self.q.value.shape[2] // self.k.value.shape[2]
+        keys = self.k.value.repeat_interleave(n_sharing, 2)
         products = torch.einsum("bihe,bjhe->bhij", self.q.value.double(), keys.double())
         squares = products.square().sum()
         return float((products * self.scores).sum() / squares) if squares else 1.0
@@ -156,12 +174,20 @@ class BlockScores:
         Float[Tensor, "target batch pos head d_head"],
         Float[Tensor, "target batch pos kv_head d_head"],
     ]:
-        """Propagate gradients at the pattern back to the scores, the queries and the keys."""
-        held = self._run_of
-        through = partial(torch.autograd.grad, retain_graph=True, is_grads_batched=True)
-        (at_scores,) = through(held["pattern"], held["cut"], like(change, held["pattern"]))
-        of_q, of_k = through(held["scores"], (held["q"], held["k"]), at_scores)
-        return at_scores, at_least_float32(of_q), at_least_float32(of_k)
+        """Propagate gradients at the pattern back to the scores, the queries and the keys.
+
+        Args:
+            change: the gradients at the pattern, with an additional first axis.
+
+        Returns:
+            The gradients at the scores, the queries and the keys.
+        """
+        values = self._values
+        pattern = values["pattern"]
+        gradients = partial(torch.autograd.grad, retain_graph=True, is_grads_batched=True)
+        (at_scores,) = gradients(pattern, values["cut"], like(change, pattern))
+        at_q, at_k = gradients(values["scores"], (values["q"], values["k"]), at_scores)
+        return at_scores, at_least_float32(at_q), at_least_float32(at_k)
 
 
 def _readings(x: Heads, f: Heads, rest: Heads, weight: Tensor, bias: Tensor) -> HeadReadings:
@@ -180,9 +206,9 @@ def _readings(x: Heads, f: Heads, rest: Heads, weight: Tensor, bias: Tensor) -> 
     jacobian = at_least_float32(jacobian)
     x, f = at_least_float32(x.detach()), at_least_float32(f.detach())
     rest = at_least_float32(rest.nan_to_num())
-    along = x
-    if jacobian.sum(-1).abs().max() <= sum_rounding(jacobian.dtype) * jacobian.abs().sum(-1).max():
-        along = x - x.mean(-1, keepdim=True)
+    rounding = sum_rounding(jacobian.dtype) * jacobian.abs().sum(-1).max()
+    subtracts_mean = jacobian.sum(-1).abs().max() <= rounding
+    along = x - x.mean(-1, keepdim=True) if subtracts_mean else x
     not_linear = f - rest - torch.einsum("bphei,bphi->bphe", jacobian, x)
     along = along / (along * x).sum(-1, keepdim=True).clamp(min=1e-30)
     map = jacobian + not_linear[..., None] * along[..., None, :]

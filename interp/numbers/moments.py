@@ -43,8 +43,8 @@ class Moments:
         if labels is not None:
             rows = torch.cat([rows, labels.to(rows)], 1)
         mean = rows.mean(0)
-        apart = rows - mean
-        products = apart.mT @ apart if pairs else apart.square().sum(0)
+        deviations = rows - mean
+        products = deviations.mT @ deviations if pairs else deviations.square().sum(0)
         return cls(len(rows), mean, products, 0 if labels is None else labels.shape[1])
 
     @property
@@ -53,11 +53,16 @@ class Moments:
         return self.products / self.n
 
     def __add__(self, other: "Moments") -> "Moments":
-        """Return the moments of the rows of both (Chan et al.
+        """Return the moments of the rows of both parts.
 
-        1979, "Updating formulae and a pairwise algorithm").
+        The formula is from Chan et al. 1979, "Updating formulae and a pairwise algorithm".
         """
-        n, apart = self.n + other.n, other.mean - self.mean
-        spread = torch.outer(apart, apart) if self.products.ndim == 2 else apart.square()
-        products = self.products + other.products + spread * (self.n * other.n / n)
-        return Moments(n, self.mean + apart * (other.n / n), products, self.n_labels)
+        n = self.n + other.n
+        difference = other.mean - self.mean
+        mean = self.mean + difference * (other.n / n)
+        if self.products.ndim == 2:
+            squares = torch.outer(difference, difference)
+        else:
+            squares = difference.square()
+        products = self.products + other.products + squares * (self.n * other.n / n)
+        return Moments(n, mean, products, self.n_labels)

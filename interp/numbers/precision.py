@@ -10,6 +10,10 @@ from hooks.base import to_device
 def finite(values: Shaped[Tensor, "*axes"], name: str) -> Shaped[Tensor, "*axes"]:
     """Return the values if none of them is NaN or infinite.
 
+    Args:
+        values: the values.
+        name: the name of the values in the error.
+
     Raises:
         ValueError: if a value is NaN or infinite. The error contains the name, the value and its
             index.
@@ -29,12 +33,15 @@ def like(values: Shaped[Tensor, "*axes"], other: Tensor) -> Shaped[Tensor, "*axe
 def divergence(
     expected: Float[Tensor, "*axes vocab"], predicted: Float[Tensor, "*more vocab"]
 ) -> Float[Tensor, "*more"]:
-    """Return KL(expected ‖ predicted) of log-probabilities, in nats.
+    """Return the divergence KL(expected ‖ predicted) over the last axis, in nats.
 
-    `predicted` may have more leading axes. A token with an expected probability of 0 adds 0, even
-    if both log-probabilities are -inf.
+    A token with an expected probability of 0 adds 0, even if both log-probabilities are -inf.
 
-    >>> divergence(torch.tensor([0.5, 0.5]).log(), torch.tensor([0.25, 0.75]).log()).exp() ** 2
-    tensor(1.3333)
+    Args:
+        expected: log-probabilities.
+        predicted: log-probabilities, which may have more leading axes.
+
+    >>> divergence(torch.tensor([0.5, 0.5]).log(), torch.tensor([0.25, 0.75]).log())
+    tensor(0.1438)
     """
     return (expected.exp() * (expected - predicted)).where(expected != -torch.inf, 0).sum(-1)

@@ -13,38 +13,54 @@ def ranks(values: Float[Tensor, " place"]) -> Float[Tensor, " place"]:
     >>> ranks(torch.tensor([0.5, 2.0, 0.5])).tolist()
     [1.5, 3.0, 1.5]
     """
-    _, which, counts = values.unique(return_inverse=True, return_counts=True)
-    return (counts.cumsum(0) - (counts - 1) / 2)[which].double()
+    _, indices, counts = values.unique(return_inverse=True, return_counts=True)
+    ranks_of_unique = counts.cumsum(0) - (counts - 1) / 2
+    return ranks_of_unique[indices].double()
 
 
 def area_under_curve(strength: Float[Tensor, " place"], is_in: Bool[Tensor, " place"]) -> float:
     """Return the probability that a place in a set is stronger than a place outside (AUROC).
 
-    Ties count half.
+    Equally strong places count half.
+
+    Args:
+        strength: the strength of each place.
+        is_in: True for the places in the set.
 
     >>> import torch
     >>> area_under_curve(torch.tensor([3.0, 1.0, 2.0]), torch.tensor([True, True, False]))
     0.5
     """
     n_in = int(is_in.sum())
-    return ((ranks(strength)[is_in].mean() - (n_in + 1) / 2) / (len(is_in) - n_in)).item()
+    n_outside = len(is_in) - n_in
+    mean_rank = ranks(strength)[is_in].mean()
+    # The mean rank would be (n_in + 1) / 2 if each place in the set were weaker than all outside.
+    return ((mean_rank - (n_in + 1) / 2) / n_outside).item()
 
 
 def largest_rows(values: Shaped[Tensor, "row *column"], k: int) -> Int[Tensor, "_k *column"]:
-    """Return the rows of the `k` largest values of each column, from the largest on.
+    """Return the indices of the `k` largest values of each column, the largest first.
 
     Of equal values, the earliest rows are selected. To find the largest values of several pieces,
-    call it once for each piece, on the values selected so far followed by the new piece.
+    call this function once for each piece, on the values selected so far followed by the new piece.
+
+    Args:
+        values: the values.
+        k: the number of rows to select. If there are fewer rows, all are selected.
 
     >>> import torch
     >>> largest_rows(torch.tensor([2.0, 3.0, 2.0, 3.0]), 3).tolist()
     [1, 3, 0]
     """
     columns = values.flatten(1) if values.ndim > 1 else values[:, None]
-    least, rows = columns.topk(k := min(k, len(values)), 0)
-    for column in ((columns >= least[-1:]).sum(0) > k).nonzero()[:, 0].tolist() if k else ():
-        tied = (columns[:, column] >= least[-1, column]).nonzero()[:, 0]
-        rows[:, column] = tied[columns[tied, column].argsort(stable=True, descending=True)[:k]]
+    k = min(k, len(values))
+    largest, rows = columns.topk(k, 0)
+    # Of equal values, `topk` may have selected later rows.
+    has_ties = (columns >= largest[-1:]).sum(0) > k if k else columns.new_zeros(0)
+    for column in has_ties.nonzero()[:, 0].tolist():
+        candidates = (columns[:, column] >= largest[-1, column]).nonzero()[:, 0]
+        order = columns[candidates, column].argsort(stable=True, descending=True)
+        rows[:, column] = candidates[order[:k]]
     rows = rows.sort(0).values
     rows = rows.gather(0, columns.gather(0, rows).argsort(dim=0, stable=True, descending=True))
     return rows.view(k, *values.shape[1:])

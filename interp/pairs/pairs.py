@@ -140,47 +140,38 @@ class Pairs(plots.Shown):
         **others: Unpack[NoOthers],
     ) -> None:
         refuse(others, Pairs.__init__, "Pairs")
-        for name, texts in (("clean", clean), ("corrupted", corrupted)):
-            if isinstance(texts, int | float | nn.Module | ActivationCache):
-                raise TypeError(f"{name} must be texts; got {shown(texts)}")
+        _require_texts(clean=clean, corrupted=corrupted)
         if metric is not None:
-            # This raises an error if the metric is not a function.
-            last_of(metric)
-            if pos is not None:
-                raise ValueError(
-                    f"pos must be None if metric is given, because {metric!r} has its own; got "
-                    f"pos={pos!r}"
-                )
-        self._metric, self.last_only = metric, last_only
+            _require_metric(metric, pos)
+        self._metric = metric
+        self.last_only = last_only
         self.pos = None if pos is None else as_positions(pos)
         # The function that returns the text of tokens. It is set when a model reads the pairs.
         self._write: Writer | None = None
-        # Each is a `Text`, or texts that a model must read first.
-        one, other = as_text(clean), as_text(corrupted)
-        if attention_mask is not None:
-            if not isinstance(one, Text) or one.attention_mask is not None:
-                got = "texts with a mask"
-                got = got if isinstance(one, Text) else f"a {type(clean).__name__}"
-                raise ValueError(
-                    f"attention_mask needs texts that are tensors without a mask; got {got}"
-                )
-            one = replace(one, attention_mask=attention_mask)
-        # A tensor of corrupted tokens uses the mask and the arguments of the clean texts.
-        if isinstance(one, Text) and isinstance(corrupted, Tensor):
-            if not is_batch(corrupted):
-                got = f"{list(corrupted.shape)}: pass one text as torch.as_tensor(text)[None]"
-                raise ValueError(f"corrupted must be a tensor [batch, pos]; got {got}")
-            other = replace(one, tokens=corrupted)
-        are_tokens = isinstance(one, Text) and isinstance(other, Text | None)
+        # Both are a `Text`, or texts that a model must read first.
+        self._clean = _with_mask(as_text(clean), attention_mask, clean)
+        self._corrupted = _corrupted_text(corrupted, self._clean)
+        self.answers = answers
+        self._spans: Any = spans or {}
+        are_tokens = isinstance(self._clean, Text) and isinstance(self._corrupted, Text | None)
         self.is_read = are_tokens and not is_worded(answers) and isinstance(spans, Mapping | None)
         if self.is_read:
-            named: Any = spans or {}
-            one, other, answers = aligned(one, other, answers, named, corrupted_spans, last_only)
+            self._align(self._spans, corrupted_spans)
         elif corrupted_spans is not None:
             raise ValueError(
                 "corrupted_spans needs texts and answers that are tensors; got strings or lists"
             )
-        self._one, self._other, self.answers, self._spans = one, other, answers, spans or {}
+
+    def _align(self, spans: Any, corrupted_spans: Spans | None) -> None:
+        """Check that tokens, answers and spans fit each other, and store them as tensors."""
+        self._clean, self._corrupted, self.answers = aligned(
+            self._clean,
+            self._corrupted,
+            self.answers,
+            spans,
+            corrupted_spans,
+            last_only=self.last_only,
+        )
 
     def read_by(self, model: nn.Module) -> "Pairs":
         """Return these pairs as tokens of a model. Analyses call this method.
@@ -192,11 +183,13 @@ class Pairs(plots.Shown):
         """
         pairs = copy.copy(self)
         if not self.is_read:
-            read = tokens_of_pairs(model, self._one, self._other, self.answers, self._spans)
-            pairs._one, pairs._other, pairs.answers = aligned(*read, self.last_only)
+            pairs._clean, pairs._corrupted, pairs.answers, spans, corrupted_spans = tokens_of_pairs(
+                model, self._clean, self._corrupted, answers=self.answers, spans=self._spans
+            )
+            pairs._align(spans, corrupted_spans)
             pairs.is_read = True
         if pairs.pos is None and pairs.answers is not None and self._metric is None:
-            pairs.pos = answer_positions(model, pairs._one, pairs._other)
+            pairs.pos = answer_positions(model, pairs._clean, pairs._corrupted)
         pairs._metric = self._metric and metric_for(model, self._metric)
         pairs._write = self._write or writer_of(model)
         return pairs
@@ -204,7 +197,7 @@ class Pairs(plots.Shown):
     @property
     def clean(self) -> Any:
         """The clean texts as they were given, or their tokens."""
-        return self._one.tokens if isinstance(self._one, Text) else self._one
+        return self._clean.tokens if isinstance(self._clean, Text) else self._clean
 
     @property
     def corrupted(self) -> Any:
@@ -212,7 +205,7 @@ class Pairs(plots.Shown):
 
         None if there are no corrupted texts.
         """
-        return self._other.tokens if isinstance(self._other, Text) else self._other
+        return self._corrupted.tokens if isinstance(self._corrupted, Text) else self._corrupted
 
     @property
     def spans(self) -> Any:
@@ -221,7 +214,7 @@ class Pairs(plots.Shown):
 
         If an example has fewer than n positions, its last position is repeated.
         """
-        return self._one.spans if self.is_read else self._spans
+        return self._clean.spans if self.is_read else self._spans
 
     @property
     def text(self) -> Text:
@@ -231,15 +224,20 @@ class Pairs(plots.Shown):
             ValueError: if no model has read them yet.
         """
         self._require_read()
-        return self._one
+        return self._clean
 
     @property
     def other(self) -> Text | None:
-        """The corrupted texts, or None if there are no corrupted texts; see `text`."""
+        """The corrupted texts; None if there are no corrupted texts.
+
+        Raises:
+            ValueError: if no model has read them yet.
+        """
         self._require_read()
-        return self._other
+        return self._corrupted
 
     def _require_read(self) -> None:
+        """Raise an error if no model has read the pairs yet."""
         if not self.is_read:
             raise ValueError("pairs of strings must be read by a model first: pairs.read_by(model)")
 
@@ -271,13 +269,15 @@ class Pairs(plots.Shown):
 
     def measured_by(self, metric: Metric) -> "Pairs":
         """Return the same pairs with another metric."""
-        same = copy.copy(self)
-        same._metric = metric
-        return same
+        pairs = copy.copy(self)
+        pairs._metric = metric
+        return pairs
 
     def texts(self, direction: PatchingDirection) -> tuple[Text, Text]:
-        """Return the text of the run that is edited, and the text of the run from which values are
-        taken.
+        """Return the texts of the run that is edited, and of the run that values are taken from.
+
+        Args:
+            direction: `denoising` edits the corrupted run, `noising` edits the clean run.
 
         Raises:
             ValueError: if the direction is unknown, or if there are no corrupted texts.
@@ -294,7 +294,7 @@ class Pairs(plots.Shown):
     def solved(self, model: nn.Module, metric: Metric | None = None) -> "Pairs":
         """Return the pairs that the model answers correctly.
 
-        Their text contains both numbers, such as `17 of 20`.
+        The repr of these pairs contains both numbers, such as `17 of 20 solved`.
 
         Args:
             model: a model in evaluation mode.
@@ -305,18 +305,24 @@ class Pairs(plots.Shown):
         Raises:
             ValueError: if no pair is correct, or if the pairs have neither answers nor a metric.
             ModeError: if the model is in training mode.
+
+        >>> from models import load
+        >>> pairs = Pairs(["def __ini", "import o"], answers=[("t", "e"), ("s", "f")])
+        >>> pairs.solved(load("pydoc-4l"))
+        Pairs: 1 of 2 solved, clean [1, 9]
         """
         pairs = self.read_by(model)
-        right, every = pairs.answers, pairs.text
-        if metric is None and self._metric is None and right is not None and right.ndim == 1:
-            metric = accuracy(right, pos=pairs._listed_pos())
+        answers = pairs.answers
+        if metric is None and self._metric is None and answers is not None and answers.ndim == 1:
+            metric = accuracy(answers, pos=pairs._listed_pos())
         metric = pairs.metric if metric is None else metric_for(model, metric)
         # This raises an error if the model is in training mode.
         runner_of(model)
-        last = last_of(metric, every.of_logits.attention_mask)
-        logits, n_rows = [], max(1, _TOKENS_AT_ONCE // every.tokens.shape[1])
+        last = last_of(metric, pairs.text.of_logits.attention_mask)
+        n_rows = max(1, _TOKENS_AT_ONCE // pairs.text.tokens.shape[1])
+        logits = []
         for start in range(0, len(pairs), n_rows):
-            text = every.rows(slice(start, start + n_rows))
+            text = pairs.text.rows(slice(start, start + n_rows))
             output = model(text.tokens, **text.arguments(model))
             logits.append(last_real(logits_of(output), last, text.of_logits.attention_mask))
         values = evaluate(metric, torch.cat(logits), len(pairs))
@@ -324,13 +330,13 @@ class Pairs(plots.Shown):
             raise ValueError(
                 f"the model must solve at least one pair; got 0 of {len(self)} by {metric!r}"
             )
-        kept = pairs[values > 0]
-        kept.solved_of = len(pairs)
-        return kept
+        solved = pairs[values > 0]
+        solved.solved_of = len(pairs)
+        return solved
 
     def split(self, seed: int = 0, share: float = 0.5) -> tuple["Pairs", "Pairs"]:
-        """Return two random parts: a part with a `share` of the pairs, and a part with all other
-        pairs.
+        """Return two random parts of the pairs, such as a part to find a circuit and a part to
+        measure it.
 
         Copies are pairs with the same clean and corrupted tokens, apart from padding and answers.
         They are put into the same part, and `share` is then the share of the different pairs.
@@ -341,17 +347,22 @@ class Pairs(plots.Shown):
 
         Raises:
             ValueError: if a part would be empty.
+
+        >>> pairs = Pairs(torch.tensor([[3, 1], [2, 1], [5, 1], [4, 1]]))
+        >>> first, second = pairs.split(share=0.75)
+        >>> len(first), len(second)
+        (3, 1)
         """
         texts = torch.tensor(numbered(self.digests()))
         n_texts = int(texts.max()) + 1
-        n = round(share * n_texts)
-        if not 0 < n < n_texts:
+        n_first = round(share * n_texts)
+        if not 0 < n_first < n_texts:
             raise ValueError(
-                f"each part must have at least one different pair; got {n} and {n_texts - n} "
-                "different pairs"
+                f"each part must have at least one different pair; got {n_first} and "
+                f"{n_texts - n_first} different pairs"
             )
         order = torch.randperm(n_texts, generator=torch.Generator().manual_seed(seed))
-        is_first = torch.isin(texts, order[:n])
+        is_first = torch.isin(texts, order[:n_first])
         return self[is_first], self[~is_first]
 
     def digests(self) -> list[str]:
@@ -364,19 +375,27 @@ class Pairs(plots.Shown):
             return plots.View(repr(self), [])
         if self.is_read:
             return objects.pairs(self, self._write or (lambda tokens: [*map(str, tokens)]))
-        parts = ((name, getattr(self, name)) for name in ("clean", "corrupted", "answers", "spans"))
-        says = [f"{name}: {short(value)}" for name, value in parts if value not in (None, {})]
-        return plots.View(repr(self), [], says=says)
+        lines = []
+        for name in ("clean", "corrupted", "answers", "spans"):
+            value = getattr(self, name)
+            if value not in (None, {}):
+                lines.append(f"{name}: {short(value)}")
+        return plots.View(repr(self), [], says=lines)
 
     def __len__(self) -> int:
         return len(self.clean) if self.is_read else sum(1 for _ in each_text(self.clean))
 
     def __getitem__(self, index: int | slice | Sequence[int] | Tensor) -> "Pairs":
-        """Return some of the pairs, selected by an index, a slice, a list, or a tensor of indices
-        or booleans.
+        """Return some of the pairs.
+
+        Args:
+            index: an index, a slice, a list, or a tensor of indices or booleans.
+
+        Raises:
+            ValueError: if no pair is selected, or if no model has read the pairs yet.
         """
-        at = index.cpu() if isinstance(index, Tensor) else index
-        rows = torch.arange(len(self))[at].view(-1)
+        index = index.cpu() if isinstance(index, Tensor) else index
+        rows = torch.arange(len(self))[index].view(-1)
         if not len(rows):
             raise ValueError(
                 f"an index of pairs must select at least one pair; got 0 of {len(self)}"
@@ -392,10 +411,10 @@ class Pairs(plots.Shown):
         return self._mapped(lambda value: value.to(device))
 
     def _mapped(self, change: Callable[[Tensor], Tensor]) -> "Pairs":
+        """Return the pairs after a change of each of their tensors."""
         changed = copy.copy(self)
-        changed._one, changed._other = (
-            text and text.changed(change) for text in (self.text, self.other)
-        )
+        changed._clean = self.text.changed(change)
+        changed._corrupted = None if self.other is None else self.other.changed(change)
         changed.answers = None if self.answers is None else change(self.answers)
         changed.pos = change(self.pos) if isinstance(self.pos, Tensor) else self.pos
         return changed
@@ -403,9 +422,9 @@ class Pairs(plots.Shown):
     def __repr__(self) -> str:
         if not self.is_read:
             return f"Pairs: {len(self)}, of texts that a model will read"
-        count = (
-            f"{len(self)}" if self.solved_of is None else f"{len(self)} of {self.solved_of} solved"
-        )
+        count = f"{len(self)}"
+        if self.solved_of is not None:
+            count += f" of {self.solved_of} solved"
         parts = [count, f"clean {list(self.clean.shape)}"]
         if self.corrupted is not None:
             parts.append(f"corrupted {list(self.corrupted.shape)}")
@@ -414,11 +433,68 @@ class Pairs(plots.Shown):
         return f"Pairs: {', '.join(parts)}"
 
 
-def of_pairs(analysis: Callable[P, R]) -> Callable[P, R]:
-    """Decorate an analysis of pairs, so that the error for `metric=` shows how to pass the metric
-    with the pairs.
-    """
+def _require_texts(**given: Any) -> None:
+    """Check that clean and corrupted texts are not numbers, a model or a cache."""
+    for name, texts in given.items():
+        if isinstance(texts, int | float | nn.Module | ActivationCache):
+            raise TypeError(f"{name} must be texts; got {shown(texts)}")
 
+
+def _require_metric(metric: Metric, pos: Tokens | None) -> None:
+    """Check that a metric is a function, and that no position is given in addition to the metric.
+
+    Raises:
+        TypeError: if the metric is not a function.
+        ValueError: if a position is given.
+    """
+    last_of(metric)
+    if pos is not None:
+        raise ValueError(
+            f"pos must be None if metric is given, because {metric!r} has its own; got pos={pos!r}"
+        )
+
+
+def _with_mask(text: Any, attention_mask: Tensor | None, clean: Texts) -> Any:
+    """Return clean texts with their mask, if a mask is given.
+
+    Args:
+        text: the clean texts as a `Text`, or texts that a model must read first.
+        attention_mask: the mask.
+        clean: the clean texts as they were given, for the error.
+
+    Raises:
+        ValueError: if a mask is given, and the texts are not tensors or already have a mask.
+    """
+    if attention_mask is None:
+        return text
+    if not isinstance(text, Text) or text.attention_mask is not None:
+        got = "texts with a mask" if isinstance(text, Text) else f"a {type(clean).__name__}"
+        raise ValueError(f"attention_mask needs texts that are tensors without a mask; got {got}")
+    return replace(text, attention_mask=attention_mask)
+
+
+def _corrupted_text(corrupted: Texts | None, clean: Any) -> Any:
+    """Return corrupted texts as a `Text`, or as texts that a model must read first.
+
+    A tensor of corrupted tokens uses the mask and the other arguments of the clean texts.
+
+    Args:
+        corrupted: the corrupted texts as they were given.
+        clean: the clean texts as a `Text`, or texts that a model must read first.
+
+    Raises:
+        ValueError: if both texts are tensors, and the corrupted tensor is not [batch, pos].
+    """
+    if not (isinstance(clean, Text) and isinstance(corrupted, Tensor)):
+        return as_text(corrupted)
+    if not is_batch(corrupted):
+        got = f"{list(corrupted.shape)}: pass one text as torch.as_tensor(text)[None]"
+        raise ValueError(f"corrupted must be a tensor [batch, pos]; got {got}")
+    return replace(clean, tokens=corrupted)
+
+
+def of_pairs(analysis: Callable[P, R]) -> Callable[P, R]:
+    """Decorate an analysis of pairs: for `metric=`, the error shows how to pass the metric."""
     explained = explains_calls(analysis)
 
     @functools.wraps(analysis)

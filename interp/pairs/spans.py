@@ -23,48 +23,70 @@ def aligned(
     """Return the texts of pairs with the columns of their spans, and the answers as a tensor.
 
     Args:
-        one, other: the clean texts and the corrupted texts. None if there are no corrupted texts.
+        one: the clean texts.
+        other: the corrupted texts; None if there are no corrupted texts.
         answers: the answers; see `Pairs`.
-        spans, others: the spans of the clean and the corrupted texts. None for the same spans in
-            both.
+        spans: the spans of the clean texts.
+        others: the spans of the corrupted texts; None for the spans of the clean texts.
         last_only: whether to use only the last position of each span.
 
     Raises:
         ValueError: if texts, masks, answers or spans do not fit each other.
     """
-    texts, kinds = [one] if other is None else [one, other], ("clean", "corrupted")
-    reals = [
+    kinds = ("clean", "corrupted")
+    texts = [one] if other is None else [one, other]
+    masks = [
         real_of(text.attention_mask, text.tokens.shape[:2], f"the {kind} texts' attention_mask")
         for kind, text in zip(kinds, texts, strict=False)
     ]
+    _require_same_texts(texts, masks, has_spans=bool(spans))
+    spans_of_texts = (spans, spans if others is None else others)
+    columns = [
+        positions_of_spans(spans_of_text, mask, kind, last_only)
+        for kind, mask, spans_of_text in zip(kinds, masks, spans_of_texts, strict=False)
+    ]
+    check_counts(columns[0], columns[-1])
+    with_columns = [
+        replace(
+            text,
+            attention_mask=None if text.attention_mask is None else mask,
+            spans=as_tensors(columns_of_text, one.tokens.device),
+        )
+        for text, mask, columns_of_text in zip(texts, masks, columns, strict=True)
+    ]
+    corrupted = None if other is None else with_columns[1]
+    return with_columns[0], corrupted, as_answers(answers, one.tokens)
+
+
+def _require_same_texts(texts: list[Text], masks: list[Tensor], has_spans: bool) -> None:
+    """Check that clean and corrupted texts are equally many and, without spans, have one shape.
+
+    Args:
+        texts: the clean texts and, if there are any, the corrupted texts.
+        masks: the mask of each of these texts.
+        has_spans: whether spans define which positions correspond.
+    """
     counts = [len(text.tokens) for text in texts]
     if not counts[0] or counts[0] != counts[-1]:
         got = " and ".join(map(str, counts))
         raise ValueError(
             f"the numbers of clean and corrupted texts must be equal and at least 1; got {got}"
         )
-    if not spans and not torch.equal(reals[0].cpu(), reals[-1].cpu()):
+    if not has_spans and not torch.equal(masks[0].cpu(), masks[-1].cpu()):
         shapes = " and ".join(str([*text.tokens.shape]) for text in texts)
         raise ValueError(
             "clean and corrupted tokens must have the same shape and padding, unless spans define "
             f"which positions correspond; got {shapes}"
         )
-    named = zip(kinds, reals, (spans, spans if others is None else others), strict=False)
-    columns = [positions_of_spans(each, real, kind, last_only) for kind, real, each in named]
-    check_counts(columns[0], columns[-1])
-    first, *rest = (
-        replace(
-            text,
-            attention_mask=None if text.attention_mask is None else real,
-            spans=as_tensors(each, one.tokens.device),
-        )
-        for text, real, each in zip(texts, reals, columns, strict=True)
-    )
-    return first, rest[0] if rest else None, as_answers(answers, one.tokens)
 
 
 def as_answers(answers: Any, tokens: Shaped[Tensor, "batch *size"]) -> Tensor | None:
-    """Return answers as a tensor. One answer, or one tuple (right, wrong), is used for every text.
+    """Return answers as a tensor [batch] or, with wrong answers, [batch, 2].
+
+    Args:
+        answers: the answers; see `Pairs`. One answer, or one tuple (right, wrong), is used for
+            every text.
+        tokens: the tokens of the texts.
 
     Raises:
         ValueError: if the answers are not one or two tokens for each text.
@@ -72,9 +94,9 @@ def as_answers(answers: Any, tokens: Shaped[Tensor, "batch *size"]) -> Tensor | 
     if answers is None:
         return None
     if not isinstance(answers, Tensor):
-        is_one = isinstance(answers, (int, tuple))
-        each = [answers] * len(tokens) if is_one else answers
-        answers = torch.as_tensor(each, device=tokens.device)
+        is_shared = isinstance(answers, (int, tuple))
+        answers = [answers] * len(tokens) if is_shared else answers
+        answers = torch.as_tensor(answers, device=tokens.device)
     batch = len(tokens)
     if answers.shape not in ((batch,), (batch, 2)):
         raise ValueError(
@@ -89,10 +111,22 @@ def as_answers(answers: Any, tokens: Shaped[Tensor, "batch *size"]) -> Tensor | 
 def positions_of_spans(
     spans: Spans, real: Tensor, text: str, last_only: bool
 ) -> dict[str, list[list[int]]]:
-    """Return the columns of the spans in each example. Padding is ignored."""
-    listed, (batch, n_pos) = {}, real.shape
+    """Return the columns of each span in each example, by the name of the span.
+
+    Args:
+        spans: the positions of the spans, which do not count padding.
+        real: the mask of the texts.
+        text: `clean` or `corrupted`, for the errors.
+        last_only: whether to return only the last column of each span.
+
+    Raises:
+        ValueError: if a span does not have at least one position in each example.
+    """
+    batch, n_pos = real.shape
+    columns = {}
     for name, index in spans.items():
-        span, what = Selection(index), f"span {name!r} of the {text} text"
+        span = Selection(index)
+        what = f"span {name!r} of the {text} text"
         if len(span.parts) != batch:
             raise ValueError(
                 f"{what} must be a list of positions for each of the {batch} examples; got "
@@ -103,8 +137,9 @@ def positions_of_spans(
             raise ValueError(
                 f"{what} must have at least one position in each example; got {shown(index)}"
             )
-        listed[name] = [row[-1:] if last_only else row for row in rows * (batch // len(rows))]
-    return listed
+        rows = rows * (batch // len(rows))
+        columns[name] = [row[-1:] if last_only else row for row in rows]
+    return columns
 
 
 def check_counts(counted: dict[str, list[list[int]]], others: dict[str, list[list[int]]]) -> None:
@@ -118,12 +153,13 @@ def check_counts(counted: dict[str, list[list[int]]], others: dict[str, list[lis
             f"spans must have the same names in both texts; got {[*counted]} and {[*others]}"
         )
     for name in counted:
-        for example, (row, other) in enumerate(zip(counted[name], others[name], strict=True)):
-            if len(row) != len(other):
+        counts = [len(columns) for columns in counted[name]]
+        other_counts = [len(columns) for columns in others[name]]
+        for example, (count, other_count) in enumerate(zip(counts, other_counts, strict=True)):
+            if count != other_count:
                 raise ValueError(
                     f"span {name!r} must have equally many positions in both texts, unless "
-                    "last_only=True; "
-                    f"got {len(row)} and {len(other)} in example {example}"
+                    f"last_only=True; got {count} and {other_count} in example {example}"
                 )
 
 
@@ -137,6 +173,6 @@ def as_tensors(
     tensors = {}
     for name, rows in spans.items():
         longest = max(map(len, rows))
-        full = [row + row[-1:] * (longest - len(row)) for row in rows]
-        tensors[name] = torch.tensor(full, device=device)
+        padded = [row + row[-1:] * (longest - len(row)) for row in rows]
+        tensors[name] = torch.tensor(padded, device=device)
     return tensors

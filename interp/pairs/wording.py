@@ -21,8 +21,15 @@ def tokens_of_pairs(
     answers: Any,
     spans: Mapping[str, Any] | Sequence[str],
 ) -> tuple[Text, Text | None, Any, Mapping[str, Any], Mapping[str, Any] | None]:
-    """Return the texts, the answers, the clean spans and the corrupted spans of pairs as tokens and
-    positions; see `Pairs`.
+    """Return the texts of pairs as tokens, their answers as tokens, and their spans as positions.
+
+    Args:
+        model: the model whose tokenizer converts strings.
+        clean, corrupted, answers, spans: see `Pairs`.
+
+    Returns:
+        The clean texts, the corrupted texts, the answers, the spans of the clean texts and the
+        spans of the corrupted texts.
 
     Raises:
         ValueError: if an answer is several tokens or ambiguous, if a span does not occur exactly
@@ -31,29 +38,27 @@ def tokens_of_pairs(
         UnknownNameError: if a chat has no span with a given name.
         TypeError: if the model cannot read text.
     """
-    texts = (clean,) if corrupted is None else (clean, corrupted)
-    read = [text_for(model, each) for each in texts]
-    if len(read) == 2 and not spans:
-        _require_same_lengths(model, *read)
+    clean_text = text_for(model, clean)
+    corrupted_text = None if corrupted is None else text_for(model, corrupted)
+    if corrupted_text is not None and not spans:
+        _require_same_lengths(model, clean_text, corrupted_text)
     if answers is not None and not isinstance(answers, Tensor):
-        several = [answers] * len(read[0].tokens) if _is_one(answers) else answers
-        answers = _answers(model, read[0].of_logits, several)
-    if isinstance(spans, Mapping):
-        columns = [
-            {name: _columns(model, text, name, span, side) for name, span in spans.items()}
-            for side, text in enumerate(read)
-        ]
-    else:
-        columns = [named_spans(text, spans) for text in read]
-    return read[0], read[1] if read[1:] else None, answers, columns[0], columns[-1]
+        is_shared = _is_one_answer(answers)
+        answers_of_texts = [answers] * len(clean_text.tokens) if is_shared else answers
+        answers = _answers(model, clean_text.of_logits, answers_of_texts)
+    clean_spans = _spans(model, clean_text, spans, side=0)
+    if corrupted_text is None:
+        return clean_text, None, answers, clean_spans, clean_spans
+    corrupted_spans = _spans(model, corrupted_text, spans, side=1)
+    return clean_text, corrupted_text, answers, clean_spans, corrupted_spans
 
 
 def answer_positions(
     model: nn.Module, clean: Text, corrupted: Text | None
 ) -> int | Int[Tensor, " batch"] | None:
-    """Return the positions of the answers of pairs, counted from the end of each text.
+    """Return the position of the answer in each text, counted from the end of the text.
 
-    None means the last position.
+    The result is None if answers are at the last position.
 
     A causal model answers after the last token. A model that reads texts in both directions answers
     at the mask token.
@@ -73,11 +78,12 @@ def answer_positions(
     if (mask_token := _mask_token(language)) is None:
         raise ValueError(f"{rule}, and its tokenizer has no mask token")
     positions = []
-    for text in (clean, corrupted):
-        for number, row in enumerate([] if text is None else text.listed()):
-            if row.count(mask_token) != 1:
-                raise ValueError(f"{rule}; text {number} has {row.count(mask_token)} mask tokens")
-            positions.append(row.index(mask_token) - len(row))
+    for text in filter(None, (clean, corrupted)):
+        for number, tokens in enumerate(text.listed()):
+            count = tokens.count(mask_token)
+            if count != 1:
+                raise ValueError(f"{rule}; text {number} has {count} mask tokens")
+            positions.append(tokens.index(mask_token) - len(tokens))
     n_texts = len(clean.tokens)
     if positions[:n_texts] != positions[-n_texts:]:
         raise ValueError(
@@ -88,9 +94,7 @@ def answer_positions(
 
 
 def _mask_token(language: Any) -> int | None:
-    """Return the token at which a masked language model predicts, or None if the model has no such
-    token.
-    """
+    """Return the token at which a masked language model predicts, or None without a mask token."""
     try:
         return getattr(language, "mask_token", None)
     # The files of the tokenizer cannot be read.
@@ -98,45 +102,54 @@ def _mask_token(language: Any) -> int | None:
         return None
 
 
-def _is_one(answers: Any) -> bool:
-    """Return whether the same answers are used for every text: a token, or a tuple
-    (right, wrong).
-    """
+def _is_one_answer(answers: Any) -> bool:
+    """Return True for a token or a tuple (right, wrong), which is used for every text."""
     return isinstance(answers, (str, int, tuple))
 
 
-def _require_same_lengths(model: nn.Module, one: Text, other: Text) -> None:
-    for row, another in zip(one.listed(), other.listed(), strict=False):
-        if len(row) != len(another):
-            shown = ["|".join(of(model).to_pieces(tokens)) for tokens in (row, another)]
+def _require_same_lengths(model: nn.Module, clean: Text, corrupted: Text) -> None:
+    """Check that the two texts of each pair have equally many tokens."""
+    for tokens, corrupted_tokens in zip(clean.listed(), corrupted.listed(), strict=False):
+        if len(tokens) != len(corrupted_tokens):
+            pieces = "|".join(of(model).to_pieces(tokens))
+            corrupted_pieces = "|".join(of(model).to_pieces(corrupted_tokens))
             raise ValueError(
                 "clean and corrupted texts must have equally many tokens, unless spans are "
-                "given; got "
-                f"{len(row)}, {shown[0]!r}, and {len(another)}, {shown[1]!r}"
+                f"given; got {len(tokens)}, {pieces!r}, and {len(corrupted_tokens)}, "
+                f"{corrupted_pieces!r}"
             )
 
 
 def _answers(model: nn.Module, text: Text, answers: Sequence[Any]) -> Tensor:
-    """Return the right token of each text, [batch], or the right and the wrong token,
-    [batch, 2].
+    """Return the right tokens of texts, [batch], or the right and the wrong tokens, [batch, 2].
+
+    Args:
+        model: the model whose tokenizer converts strings.
+        text: the texts that the answers continue.
+        answers: the answer of each text, or its right and its wrong answer.
     """
-    rows = text.listed()
-    if len(answers) != len(rows):
+    texts = text.listed()
+    if len(answers) != len(texts):
         raise ValueError(
-            f"answers must be a list with one answer for each of {len(rows)} texts, or a tuple "
+            f"answers must be a list with one answer for each of {len(texts)} texts, or a tuple "
             f"(right, wrong); got {len(answers)} answers"
         )
-    read = [
-        [_answer(model, row, a) for a in answer]
-        if isinstance(answer, (tuple, list))
-        else _answer(model, row, answer)
-        for row, answer in zip(rows, answers, strict=True)
-    ]
-    return torch.tensor(read, device=text.tokens.device)
+    answer_tokens: list[Any] = []
+    for tokens, answer in zip(texts, answers, strict=True):
+        if isinstance(answer, (tuple, list)):
+            answer_tokens.append([_answer(model, tokens, part) for part in answer])
+        else:
+            answer_tokens.append(_answer(model, tokens, answer))
+    return torch.tensor(answer_tokens, device=text.tokens.device)
 
 
-def _answer(model: nn.Module, row: list[int], answer: str | int) -> int:
+def _answer(model: nn.Module, tokens: list[int], answer: str | int) -> int:
     """Return the token of an answer that continues a text.
+
+    Args:
+        model: the model whose tokenizer converts strings.
+        tokens: the text.
+        answer: the answer as a string or a token.
 
     Raises:
         ValueError: if the answer is several tokens, or if it is ambiguous: a new word, or the rest
@@ -145,8 +158,9 @@ def _answer(model: nn.Module, row: list[int], answer: str | int) -> int:
     if isinstance(answer, int):
         return answer
     language = of(model, "to_id")
-    text = language.to_text(row)
-    plain, spaced = (_one_token(language, written) for written in (answer, f" {answer}"))
+    text = language.to_text(tokens)
+    plain = _one_token(language, answer)
+    spaced = _one_token(language, f" {answer}")
     if answer[:1].isspace() or text[-1:].isspace() or spaced is None:
         return int(language.to_id(answer))
     # If the text contains the answer as a word, the answer is a new word and not the rest of the
@@ -161,48 +175,85 @@ def _answer(model: nn.Module, row: list[int], answer: str | int) -> int:
 
 
 def _one_token(language: Any, text: str) -> int | None:
+    """Return the token of a text, or None if the text is several tokens."""
     try:
         return int(language.to_id(text))
     except ValueError:
         return None
 
 
+def _spans(
+    model: nn.Module, text: Text, spans: Mapping[str, Any] | Sequence[str], side: int
+) -> Mapping[str, Any]:
+    """Return the columns of each span, by the name of the span.
+
+    Args:
+        model: the model whose tokenizer converts strings.
+        text: the texts.
+        spans: the spans by name, or the names of spans of chats.
+        side: 0 for clean texts, 1 for corrupted texts.
+    """
+    if not isinstance(spans, Mapping):
+        return named_spans(text, spans)
+    return {name: _columns(model, text, name, span, side=side) for name, span in spans.items()}
+
+
 def _columns(model: nn.Module, text: Text, name: str, span: Any, side: int) -> Any:
     """Return the columns of a span in each text.
 
-    A tuple contains the clean part and the corrupted part.
+    Args:
+        model: the model whose tokenizer converts strings.
+        text: the texts.
+        name: the name of the span.
+        span: a part for all texts, or a part for each text, or columns. A part is a string, or a
+            tuple (clean part, corrupted part).
+        side: 0 for clean texts, 1 for corrupted texts.
     """
     if not is_worded(span):
         return span
-    each = [span] * len(text.tokens) if _is_one(span) else span
-    if len(each) != len(text.tokens):
+    n_texts = len(text.tokens)
+    parts = [span] * n_texts if _is_one_answer(span) else span
+    if len(parts) != n_texts:
         raise ValueError(
-            f"span {name!r} must be one part, or a part for each of {len(text.tokens)} texts; got "
-            f"{len(each)}"
+            f"span {name!r} must be one part, or a part for each of {n_texts} texts; got "
+            f"{len(parts)}"
         )
-    columns = [kept.nonzero().flatten().tolist() for kept in text.real]
-    return [
-        [places[n] for n in _tokens_inside(model, row, name, s if isinstance(s, str) else s[side])]
-        for row, places, s in zip(text.listed(), columns, each, strict=True)
-    ]
+    columns = []
+    for tokens, is_real, part in zip(text.listed(), text.real, parts, strict=True):
+        part_of_side = part if isinstance(part, str) else part[side]
+        real_columns = is_real.nonzero().flatten().tolist()
+        inside = _tokens_inside(model, tokens, name, part_of_side)
+        columns.append([real_columns[n] for n in inside])
+    return columns
 
 
-def _tokens_inside(model: nn.Module, row: list[int], name: str, part: str) -> list[int]:
+def _tokens_inside(model: nn.Module, tokens: list[int], name: str, part: str) -> list[int]:
     """Return the indices of the tokens of a text that overlap a part of the text.
+
+    Args:
+        model: the model whose tokenizer converts tokens.
+        tokens: the text.
+        name: the name of the span, for the error.
+        part: the part of the text.
 
     Raises:
         ValueError: if the part does not occur exactly once in the text.
     """
-    written = [of(model).to_text(row[:n]) if n else "" for n in range(len(row) + 1)]
-    if (count := written[-1].count(part)) != 1:
+    # The text up to each token.
+    prefixes = [""]
+    for n in range(1, len(tokens) + 1):
+        prefixes.append(of(model).to_text(tokens[:n]))
+    text = prefixes[-1]
+    if (count := text.count(part)) != 1:
         raise ValueError(
             f"span {name!r} must occur once in the text; got {part!r} {count} times in "
-            f"{written[-1]!r:.100}"
+            f"{text!r:.100}"
         )
-    start = written[-1].index(part)
-    stop = start + len(part)
+    part_start = text.index(part)
+    part_end = part_start + len(part)
     # If the bytes of a character are incomplete, the text ends with U+FFFD instead of the
     # character.
-    starts = [len(before.rstrip("\ufffd")) for before in written[:-1]]
-    ends = [max(len(after), 1) for after in written[1:]]
-    return [n for n, (a, b) in enumerate(zip(starts, ends, strict=True)) if a < stop and b > start]
+    starts = [len(prefix.rstrip("\ufffd")) for prefix in prefixes[:-1]]
+    ends = [max(len(prefix), 1) for prefix in prefixes[1:]]
+    tokens_in_text = enumerate(zip(starts, ends, strict=True))
+    return [n for n, (start, end) in tokens_in_text if start < part_end and end > part_start]

@@ -28,9 +28,12 @@ class Entry(NamedTuple):
     @property
     def name(self) -> str:
         """The labels as one text, such as `layer 2, pos 9 ' Mary'` or `head 3 of all 4 layers`."""
-        words = {axis: f" {word!r}" for axis, word in self.words.items() if word}
-        labels = [f"{axis} {label}{words.get(axis, '')}" for axis, label in self.where.items()]
-        return ", ".join(labels) + (f" of {self.together}" if self.together else "")
+        labels = []
+        for axis, label in self.where.items():
+            word = self.words.get(axis)
+            labels.append(f"{axis} {label} {word!r}" if word else f"{axis} {label}")
+        name = ", ".join(labels)
+        return f"{name} of {self.together}" if self.together else name
 
 
 class Entries(tuple[Entry, ...]):
@@ -42,6 +45,7 @@ class Entries(tuple[Entry, ...]):
         width = max((len(entry.name) for entry in self), default=0)
         lines = []
         for entry in self:
-            ends = interval_text(entry.low, entry.high)
-            lines.append(f"{entry.name:<{width}}  {entry.effect:+.4g}{ends and f' {ends}'}")
+            line = f"{entry.name:<{width}}  {entry.effect:+.4g}"
+            interval = interval_text(entry.low, entry.high)
+            lines.append(f"{line} {interval}" if interval else line)
         return "\n".join(lines)

@@ -30,11 +30,15 @@ class NodeName(str):
     number: int | None
 
     def __new__(cls, name: str, **what: Any) -> "NodeName":
-        """Create the name of a node outside of blocks, or of any node if all attributes
-        are given.
+        """Create the name of a node.
+
+        Args:
+            name: the whole name.
+            what: all attributes of the node. Default: attributes of a node outside of blocks.
         """
         node = super().__new__(cls, name)
-        vars(node).update({"kind": name, "part": name, "layer": None, "number": None} | what)
+        outside_of_blocks = {"kind": name, "part": name, "layer": None, "number": None}
+        vars(node).update(outside_of_blocks | what)
         return node
 
 

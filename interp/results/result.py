@@ -106,14 +106,13 @@ class Result(plots.Shown):
         )
 
     def mean(self) -> Float[Tensor, "*axes"]:
-        """Return the mean effect over examples."""
+        """Return the mean effect over examples, in `unit`."""
         return self.values.mean(-1)
 
     def interval(self, confidence: float = 0.95) -> Interval:
-        """Return the confidence interval of `mean()`:
+        """Return the confidence interval of `mean()` at each place, in `unit`.
 
-        Student's, or Fieller's for a ratio, widened for skewed examples.
-
+        The interval is Student's or, for a ratio, Fieller's, and is widened for skewed examples.
         Shares, AUROCs and other numbers with bounds have intervals inside these bounds, such as
         Wilson's. Examples of one text count once, see `groups`. The ends are NaN with fewer than
         three texts, or four texts for `normalized()`, because these are too few for an interval.
@@ -124,6 +123,9 @@ class Result(plots.Shown):
             confidence: the probability that the interval contains the true mean, between 0 and 1.
                 Default: 0.95.
 
+        Returns:
+            The lower and the upper ends, `low` and `high`, with the axes of `mean()`.
+
         Raises:
             ValueError: if confidence is not between 0 and 1.
         """
@@ -131,6 +133,7 @@ class Result(plots.Shown):
         return Interval(*(end.to(self.values).view(self.values.shape[:-1]) for end in ends))
 
     def _interval(self, rows: Float[Tensor, "place example"], confidence: float = 0.95) -> Interval:
+        """Return the interval of the mean of each row, of the kind that fits this result."""
         gap = None
         if self.counts is not None:
             return auroc_interval(rows, self.counts, confidence)
@@ -142,6 +145,7 @@ class Result(plots.Shown):
         return interval(rows, gap, confidence, self.groups)
 
     def _runs(self) -> tuple[Float[Tensor, " example"], Float[Tensor, " example"]]:
+        """Return the base and the target, or raise an error if one of them is missing."""
         if self.base is None or self.target is None:
             raise ValueError(
                 "normalized() needs a result with a base and a target; got a result without them"
@@ -159,18 +163,23 @@ class Result(plots.Shown):
             per_example: whether to divide the effects of each example by its own target - base
                 instead.
 
-        Warns: UserWarning: if base and target are equal up to rounding. If their means are equal,
-            shares are NaN. With `per_example`,
-                examples with equal base and target are left out.
+        Warns:
+            UserWarning: if base and target are equal up to rounding. If their means are equal, all
+                shares are NaN. With `per_example`, examples with equal base and target are left
+                out.
 
         Raises:
             ValueError: if base or target is missing, or they are equal in all examples.
         """
         base, target = self._runs()
-        gap, size = target - base, torch.maximum(target.abs(), base.abs())
-        scale, size = (gap, size) if per_example else (gap.mean(), size.mean())
-        agree = is_cancelled(scale, size)
-        scale = scale.where(~agree, math.nan)
+        gap = target - base
+        size = torch.maximum(target.abs(), base.abs())
+        scale = gap
+        if not per_example:
+            scale = gap.mean()
+            size = size.mean()
+        are_equal = is_cancelled(scale, size)
+        scale = scale.where(~are_equal, math.nan)
         shares = replace(
             self,
             values=self.values / scale,
@@ -181,20 +190,23 @@ class Result(plots.Shown):
             bounds=None,
             counts=None,
         )
-        if not agree.any():
+        if not are_equal.any():
             return shares
         if not per_example:
             warn("base and target agree on average: shares are NaN")
             return shares
-        left = f"{int(agree.sum())} of {len(gap)} examples, which are left out"
-        warn(f"base and target agree in {left}")
-        return shares._at("example", (~agree).nonzero().flatten().tolist())
+        n_equal = int(are_equal.sum())
+        warn(f"base and target agree in {n_equal} of {len(gap)} examples, which are left out")
+        return shares._at("example", (~are_equal).nonzero().flatten().tolist())
 
     def select(self, **where: Any) -> "Result":
         """Return the part at some labels: `result.select(layer=3, head=[0, 5], component="m*")`.
 
         A single label removes its axis and is recorded in `about`. A list keeps the axis. A pattern
         with the wildcards `*` and `?` keeps the axis too, and selects all matching labels.
+
+        Args:
+            where: by axis, a label, a word, a list of these, or a pattern.
 
         Raises:
             UnknownNameError: if the result does not have the axis.
@@ -205,22 +217,20 @@ class Result(plots.Shown):
         ('head', 'example')
         """
         result = self
-        for axis, asked in where.items():
-            result = result._select(axis, asked)
+        for axis, selected in where.items():
+            result = result._select(axis, selected)
         return result
 
-    def _select(self, axis: str, asked: Any) -> "Result":
-        """Return the part at a label of an axis, without the axis; or at several labels or the
-        labels of a pattern.
-        """
+    def _select(self, axis: str, selected: Any) -> "Result":
+        """Return the part at some labels of one axis; see `select`."""
         if axis not in self.axes:
             raise unknown_name(axis, self.axes, "axis of this result")
-        is_list = isinstance(asked, (list, tuple, range))
+        is_list = isinstance(selected, (list, tuple, range))
         indices: list[int] = []
-        for label in asked if is_list else [asked]:
+        for label in selected if is_list else [selected]:
             indices += self._indices(axis, label)
         part = self._at(axis, indices)
-        if is_list or axis == "example" or self._is_pattern(axis, asked):
+        if is_list or axis == "example" or self._is_pattern(axis, selected):
             return part
         values = part.values.squeeze(self.axes.index(axis))
         return part._without(axis, values, about={**self.about, axis: part.labels[axis][0]})
@@ -247,40 +257,50 @@ class Result(plots.Shown):
         return part.normalized() if self.is_ratio else part
 
     def _without(self, axis: str, values: Tensor, **changes: Any) -> "Result":
-        """Return a result with these values, which do not have one axis of this result."""
-        labels = {other: known for other, known in self.labels.items() if other != axis}
-        words = {other: known for other, known in self.words.items() if other != axis}
+        """Return a result without one axis.
+
+        Args:
+            axis: the axis.
+            values: the values without this axis.
+            changes: other changed attributes.
+        """
+        labels = {**self.labels}
+        words = {**self.words}
+        del labels[axis]
+        words.pop(axis, None)
         return replace(
             self, values=values, axes=tuple(labels), labels=labels, words=words, **changes
         )
 
     def _is_pattern(self, axis: str, label: Any) -> bool:
-        """Return whether a text is a pattern: it contains a wildcard, and is not a label or word of
-        the axis.
-        """
-        is_name = label in self.labels[axis] or label in self.words.get(axis, ())
-        return isinstance(label, str) and not is_name and ("*" in label or "?" in label)
+        """Return True for a text with a wildcard that is not itself a label or word of the axis."""
+        is_known = label in self.labels[axis] or label in self.words.get(axis, ())
+        return isinstance(label, str) and not is_known and ("*" in label or "?" in label)
 
     def _indices(self, axis: str, label: Any) -> list[int]:
-        """Return the index of a label or word, or the indices of all labels that match
-        a pattern.
+        """Return the index of a label or word; for a pattern, the indices of all matching labels.
+
+        Raises:
+            ValueError: if no label matches, or if several labels are equal to the label.
         """
-        known = self.labels[axis]
+        labels = self.labels[axis]
         if self._is_pattern(axis, label):
-            matching = [n for n, name in enumerate(known) if fnmatch.fnmatchcase(str(name), label)]
-            if not matching:
-                raise ValueError(f"{axis} must match a label of {short(known)}; got {shown(label)}")
-            return matching
-        for labels in (known, self.words.get(axis, ())):
-            if labels.count(label) == 1:
-                return [labels.index(label)]
-        raise ValueError(f"{axis} must be a unique label of {short(known)}; got {shown(label)}")
+            names = enumerate(map(str, labels))
+            matches = [index for index, name in names if fnmatch.fnmatchcase(name, label)]
+            if not matches:
+                raise ValueError(
+                    f"{axis} must match a label of {short(labels)}; got {shown(label)}"
+                )
+            return matches
+        for names_of_axis in (labels, self.words.get(axis, ())):
+            if names_of_axis.count(label) == 1:
+                return [names_of_axis.index(label)]
+        raise ValueError(f"{axis} must be a unique label of {short(labels)}; got {shown(label)}")
 
     def by(self, what: Literal["layer", "head", "neuron", "expert"]) -> "Result":
-        """Replace an axis of nodes, such as `a2.h1` and `m2`, by the axis `layer` and an axis
-        within the layer.
+        """Return the result with the axis `layer` and another axis instead of an axis of nodes.
 
-        The nodes are components, or writers of a graph.
+        The nodes, such as `a2.h1` and `m2`, are components, or writers of a graph.
 
         Args:
             what: the nodes to return. `head`: the heads as [layer, head]. `neuron`: the neurons as
@@ -289,7 +309,7 @@ class Result(plots.Shown):
                 `m`.
 
         Returns:
-            The result with the two axes instead of the axis of nodes. All other nodes, such as
+            The result with the two axes in the place of the axis of nodes. All other nodes, such as
             `embed`, are left out. No values are added up. Values are NaN for a node that is missing
             in a layer.
 
@@ -312,35 +332,36 @@ class Result(plots.Shown):
         if what not in ways:
             raise unknown_name(what, ways, "way to regroup")
         axis, index_of = self._nodes(what)
-        second = "part" if what == "layer" else what
+        part_axis = "part" if what == "layer" else what
         layers = sorted({layer for layer, _ in index_of})
-        places = [*dict.fromkeys(place for _, place in index_of)]
-        places = places if second == "part" else sorted(places)
-        index = torch.tensor(
-            [[index_of.get((layer, place), -1) for place in places] for layer in layers],
-            device=self.values.device,
-        )
+        parts = [*dict.fromkeys(part for _, part in index_of)]
+        if part_axis != "part":
+            parts = sorted(parts)
+        indices = []
+        for layer in layers:
+            indices.append([index_of.get((layer, part), -1) for part in parts])
+        index = torch.tensor(indices, device=self.values.device)
         dim = self.axes.index(axis)
-        values = self.values.movedim(dim, 0)[index]  # [layer, place, *other axes]
-        is_there = index.view(*index.shape, *[1] * (values.ndim - 2)) >= 0
-        values = values.where(is_there, torch.nan)
-        labels = {**self.labels, "layer": layers, second: places}
+        values = self.values.movedim(dim, 0)[index]  # [layer, part, *other axes]
+        exists = index.view(*index.shape, *[1] * (values.ndim - 2)) >= 0
+        values = values.where(exists, torch.nan)
+        labels = {**self.labels, "layer": layers, part_axis: parts}
         words = {**self.words}
-        for known in (labels, words):
-            known.pop(axis, None)
+        labels.pop(axis, None)
+        words.pop(axis, None)
         return replace(
             self,
             values=values.movedim((0, 1), (dim, dim + 1)),
-            axes=(*self.axes[:dim], "layer", second, *self.axes[dim + 1 :]),
+            axes=(*self.axes[:dim], "layer", part_axis, *self.axes[dim + 1 :]),
             labels=labels,
             words=words,
         )
 
     def _nodes(self, what: str) -> tuple[str, dict[tuple[int, Any], int]]:
-        """Return the first axis with nodes of a kind, or of any kind for `layer`, and the indices
-        of the nodes.
+        """Return the first axis with nodes of a kind (for `layer`, any kind), and their indices.
 
-        The keys of the indices are the layer, and the part of the block or the number of the node.
+        The keys of the indices are pairs: the layer, and the part of the block or the number of the
+        node.
         """
         for axis in self.axes[:-1]:
             index_of: dict[tuple[int, Any], int] = {}
@@ -361,6 +382,9 @@ class Result(plots.Shown):
     def sum(self, axis: str) -> "Result":
         """Return the effects added up along an axis, for example over all heads.
 
+        Args:
+            axis: the axis, which the returned result does not have.
+
         Raises:
             UnknownNameError: if the axis does not exist.
             ValueError: if the axis is `example`, for which there is `mean`.
@@ -373,10 +397,10 @@ class Result(plots.Shown):
         return self._without(axis, values, bounds=None, counts=None)
 
     def __sub__(self, other: "Result") -> "Result":
-        """Return the difference of the effects of each example, for results with the same axes,
-        labels, unit and texts.
+        """Return the difference between the effects of two results, for each example.
 
-        The difference has the base, the target and the facts that are the same in both results.
+        Both results have the same axes, labels, unit and texts. The difference has the base, the
+        target and the facts that are the same in both results.
 
         Raises:
             ValueError: if axes, labels, unit or texts differ, or the results are normalized by
@@ -384,17 +408,7 @@ class Result(plots.Shown):
         """
         if not isinstance(other, Result):
             return NotImplemented
-        for name in ("axes", "labels", "unit"):
-            ours, theirs = getattr(self, name), getattr(other, name)
-            if ours != theirs:
-                raise ValueError(
-                    f"both must have the same {name}; got {ours!s:.60} and {theirs!s:.60}"
-                )
-        texts = [result.about["texts"] for result in (self, other) if "texts" in result.about]
-        if len(texts) == 2 and texts[0] != texts[1]:
-            raise ValueError(
-                "both results must have the same texts in the same order; got different texts"
-            )
+        _require_comparable(self, other)
         base = _same(self.base, other.base)
         target = _same(self.target, other.target)
         if self.is_ratio and (base is None or target is None):
@@ -410,12 +424,8 @@ class Result(plots.Shown):
             values=self.values - other.values,
             base=base,
             target=target,
-            about={
-                name: fact for name, fact in self.about.items() if other.about.get(name) == fact
-            },
-            words={
-                axis: words for axis, words in self.words.items() if other.words.get(axis) == words
-            },
+            about=_common(self.about, other.about),
+            words=_common(self.words, other.words),
             bounds=bounds,
             counts=None,
             groups=other.groups if self.groups is None else self.groups,
@@ -423,6 +433,12 @@ class Result(plots.Shown):
 
     def top(self, k: int = 10) -> Entries:
         """Return the `k` places with the largest absolute mean effects, with their 95% intervals.
+
+        Args:
+            k: the number of places. Default: 10.
+
+        Returns:
+            Entries with the labels, the mean effect and the ends of the interval.
 
         Raises:
             ValueError: if `k` is below 1.
@@ -432,18 +448,30 @@ class Result(plots.Shown):
         return self.places(size.argsort(descending=True, stable=True)[:k].tolist())
 
     def places(self, indices: Sequence[int]) -> Entries:
-        """Return the entries at some indices, counted over all axes except `example`."""
+        """Return the entries of some places.
+
+        Args:
+            indices: the numbers of the places, counted over all axes except `example`.
+        """
         rows = self.values.reshape(-1, self.values.shape[-1])[indices]
         low, high = self._interval(rows)
         means = self.mean().flatten()[indices]
         numbers = zip(means.tolist(), low.tolist(), high.tolist(), strict=True)
         places = []
-        for at, (mean, start, end) in zip(indices, numbers, strict=True):
-            along = map(int, np.unravel_index(at, self.values.shape[:-1]))
-            index = dict(zip(self.axes[:-1], along, strict=True))
-            where = {axis: self.labels[axis][n] for axis, n in index.items()}
-            words = {axis: self.words[axis][n] for axis, n in index.items() if axis in self.words}
-            places.append(Entry(where, mean, start, end, words, self.about.get("together", "")))
+        for place, (mean, start, end) in zip(indices, numbers, strict=True):
+            index_along_axes = map(int, np.unravel_index(place, self.values.shape[:-1]))
+            index = dict(zip(self.axes[:-1], index_along_axes, strict=True))
+            entry = Entry(
+                where={axis: self.labels[axis][n] for axis, n in index.items()},
+                effect=mean,
+                low=start,
+                high=end,
+                words={
+                    axis: self.words[axis][n] for axis, n in index.items() if axis in self.words
+                },
+                together=self.about.get("together", ""),
+            )
+            places.append(entry)
         return Entries(places)
 
     def plot(self, facet: str | None = None) -> "Figure":
@@ -465,8 +493,10 @@ class Result(plots.Shown):
         return effects(self, facet)
 
     def to_dataframe(self) -> Any:
-        """Return a pandas table with a row for each place: labels and words, mean effect and 95%
-        interval.
+        """Return a pandas table with a row for each place.
+
+        The columns are the labels and words of each axis, `effect` (the mean), and `low` and `high`
+        (the 95% interval).
         """
         import pandas
 
@@ -478,8 +508,9 @@ class Result(plots.Shown):
         return pandas.DataFrame(rows)
 
     def as_json(self) -> dict[str, Any]:
-        """Return axes, labels, values, base, target, unit and facts for JSON, with None for NaN and
-        infinity.
+        """Return axes, labels, values, base, target, unit and facts for JSON.
+
+        NaN and infinity become None.
         """
         tensors = {name: _numbers(getattr(self, name)) for name in ("values", "base", "target")}
         facts = {
@@ -496,34 +527,43 @@ class Result(plots.Shown):
         return {**super()._writers(), **files, ".json": self._save_json, ".csv": self._save_csv}
 
     def _save_json(self, path: Path) -> None:
+        """Write the result as JSON."""
         with storage.replacing(path) as partial:
             partial.write_text(strict_json.dumps(self.as_json()), encoding="utf-8")
 
     def _save_csv(self, path: Path) -> None:
+        """Write a table with a row for each place."""
         table = self.to_dataframe()
         with storage.replacing(path) as partial:
             table.to_csv(partial, index=False)
 
     def _save(self, path: Path) -> None:
-        tensors = {name: getattr(self, name) for name in ("values", "base", "target")}
-        held = {name: value.detach() for name, value in tensors.items() if value is not None}
+        """Write the whole result as tensors and facts, which `load` reads."""
+        tensors = {}
+        for name in ("values", "base", "target"):
+            if getattr(self, name) is not None:
+                tensors[name] = getattr(self, name).detach()
         names = ("axes", "labels", "unit", "about", "is_ratio", "words", *_TUPLES[1:])
         facts = {name: getattr(self, name) for name in names}
         facts["labels"] = {axis: [*map(as_fact, labels)] for axis, labels in self.labels.items()}
-        storage.save(path, _FORMAT, held, facts)
+        storage.save(path, _FORMAT, tensors, facts)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Result":
         """Load a result that `save` wrote.
+
+        Args:
+            path: the file.
 
         Raises:
             FileNotFoundError: if the file does not exist.
             CacheError: if the file is damaged, or `save` did not write it.
         """
         with storage.opened(storage.path_of(path), _FORMAT) as (tensors, facts):
+            # JSON has lists instead of tuples.
             tuples = {name: tuple(fact) for name, fact in facts.items() if name in _TUPLES and fact}
-            labels = facts["labels"].items()
-            facts["labels"] = {axis: [*map(from_fact, each)] for axis, each in labels}
+            labels_by_axis = facts["labels"].items()
+            facts["labels"] = {axis: [*map(from_fact, labels)] for axis, labels in labels_by_axis}
             return cls(**tensors, **facts | tuples)
 
     def view(self) -> plots.View:
@@ -535,13 +575,13 @@ class Result(plots.Shown):
     def __repr__(self) -> str:
         sizes = zip(self.axes, self.values.shape, strict=True)
         title = f"Result [{', '.join(f'{axis} {size}' for axis, size in sizes)}]"
-        means = [("base", self.base), ("target", self.target)]
-        about = [
-            (name, value if isinstance(value, str) else reprlib.repr(value))
-            for name, value in self.about.items()
-        ]
-        facts = [f"{name}: {value}" for name, value in about]
-        runs = [f"{name} {x.mean().item():+.4g}" for name, x in means if x is not None]
+        facts = []
+        for name, fact in self.about.items():
+            facts.append(f"{name}: {fact if isinstance(fact, str) else reprlib.repr(fact)}")
+        runs = []
+        for name, metrics in (("base", self.base), ("target", self.target)):
+            if metrics is not None:
+                runs.append(f"{name} {metrics.mean().item():+.4g}")
         lines = [", ".join(facts), ", ".join(runs), *repr(self.top(3)).splitlines()]
         unit = f" in {self.unit}" if self.unit else ""
         return "\n  ".join([title + unit, *filter(None, lines)])
@@ -573,12 +613,29 @@ def _check(result: Result) -> None:
         )
     sizes = dict(zip(axes, shape, strict=True))
     for axis, labels in [*result.labels.items(), *result.words.items()]:
-        plain = all(isinstance(label, (str, int, float)) for label in labels)
-        if not plain or sizes.get(axis) != len(labels):
+        are_plain = all(isinstance(label, (str, int, float)) for label in labels)
+        if not are_plain or sizes.get(axis) != len(labels):
             raise ValueError(
                 f"labels must be numbers or text, one for each index of {sizes}; "
                 f"got {len(labels)} for {axis!r}, {short(labels)}"
             )
+
+
+def _require_comparable(first: Result, second: Result) -> None:
+    """Check that two results have the same axes, labels, unit and, if these are known, texts.
+
+    Raises:
+        ValueError: if one of them differs.
+    """
+    for name in ("axes", "labels", "unit"):
+        ours, theirs = getattr(first, name), getattr(second, name)
+        if ours != theirs:
+            raise ValueError(f"both must have the same {name}; got {ours!s:.60} and {theirs!s:.60}")
+    texts = [result.about["texts"] for result in (first, second) if "texts" in result.about]
+    if len(texts) == 2 and texts[0] != texts[1]:
+        raise ValueError(
+            "both results must have the same texts in the same order; got different texts"
+        )
 
 
 def _same(ours: Tensor | None, theirs: Tensor | None) -> Tensor | None:
@@ -586,6 +643,11 @@ def _same(ours: Tensor | None, theirs: Tensor | None) -> Tensor | None:
     if ours is None or theirs is None or not torch.allclose(ours, theirs):
         return None
     return ours
+
+
+def _common(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries that are the same in two mappings."""
+    return {name: fact for name, fact in ours.items() if theirs.get(name) == fact}
 
 
 def _numbers(values: Tensor | None) -> Any:
