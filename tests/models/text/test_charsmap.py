@@ -26,6 +26,7 @@ TABLE = {
     "abcd": "yz",
     "bc": "q",
     "c": "",
+    "ghi": "!",
 }
 # At each place the longest sequence is replaced. The replacement is not read again.
 NORMALISED = {
@@ -39,6 +40,7 @@ NORMALISED = {
     "\u200b\u200ba\u200b": "a",
     "abc": "x",
     "abcd": "yz",
+    "ghjghi": "ghj!",
     "abccab": "xx",
     "aabbcbcdd": "axqqdd",
     "e\0\u0301ab\0": "e\0\u0301x\0",
