@@ -27,6 +27,7 @@ TABLE = {
     "bc": "q",
     "c": "",
     "ghi": "!",
+    "\u2603": "\U000f0000",  # one of the characters that stand for longer texts
 }
 # At each place the longest sequence is replaced. The replacement is not read again.
 NORMALISED = {
@@ -41,6 +42,7 @@ NORMALISED = {
     "abc": "x",
     "abcd": "yz",
     "ghjghi": "ghj!",
+    "\u2603abcd": "\U000f0000yz",
     "abccab": "xx",
     "aabbcbcdd": "axqqdd",
     "e\0\u0301ab\0": "e\0\u0301x\0",
@@ -87,6 +89,13 @@ def test_the_longest_sequence_is_replaced(text, charsmap):
     normalizer = tokenizers.normalizers.Normalizer.custom(charsmap)
     assert normalizer.normalize_str(text) == NORMALISED[text]
     assert normalizer.normalize_str(text * 3) == NORMALISED[text] * 3
+
+
+def test_a_text_is_no_child():
+    """The number of the second text, 258, ends in the byte 2, and is at the place of child 2."""
+    charsmap = Charsmap(written({"a": "X" * 257, "b": "Y"}))
+    normalizer = tokenizers.normalizers.Normalizer.custom(charsmap)
+    assert normalizer.normalize_str("\2b\2") == "\2Y\2"
 
 
 def test_the_library_reads_a_table_otherwise():
