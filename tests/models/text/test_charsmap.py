@@ -179,8 +179,8 @@ def test_tables_that_are_damaged(pieces):
     whole = written(TABLE)
     cut = [b"\1", b"\0" * 8, whole[:400], struct.pack("<I", 7) + whole[4:], whole[:-1]]
     leads_out = struct.pack("<II", 4 * 4096, 1 << 30) + whole[8:]
-    # The base of the root is inside, but some of its 256 children are not.
-    children_lead_out = struct.pack("<I", 4 * 300) + struct.pack("<I", 270 << 10) + whole[8:1204]
+    # Unit 299 is inside, but some of its 256 children are not.
+    children_lead_out = struct.pack("<I", 4 * 300) + bytes(4 * 300)
     text_behind_all = whole[: 4 + 4 * 4096]
     no_utf_8 = whole.replace(b"km2", b"k\xff2")
     for data in (*cut, leads_out, children_lead_out, text_behind_all, no_utf_8):
