@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from hooks import FusedUnlessHooked, HookPoint, Identity
 from hooks.base import Component, require_kind
+from models.checks import should_read
 from models.config import TransformerConfig
 from models.dot_product import SoftCap, require_room_for_scores, softmax
 from models.kernels import by_blocks, fused
@@ -83,10 +84,15 @@ class Attention(Component):
             ValueError: if a mask does not fit `x`.
         """
         if not isinstance(context, Context):
-            if context is None and not self.is_causal:
-                context = x.new_ones(x.shape[1], x.shape[1], dtype=torch.bool)
-            rotate = partial(self.rotary.rotation, dtype=x.dtype)
-            context = make_context(x, {self.window}, self.heads[0], rotate, query_key_mask=context)
+            context = make_context(
+                x,
+                windows={self.window},
+                n_heads=self.heads[0],
+                rotate=partial(self.rotary.rotation, dtype=x.dtype),
+                is_causal=self.is_causal,
+                may_read=should_read(x),
+                query_key_mask=context,
+            )
         return self.mix(*self.project(x), context)
 
     def project(

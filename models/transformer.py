@@ -190,21 +190,29 @@ class Transformer(HintsAtNames, ReadsText, BlockWeights, metaclass=HintedClass):
         For arguments and errors see `forward`.
         """
         check_tokens(tokens)
-        config, (batch, new) = self.config, tokens.shape
+        may_read = should_read(tokens)
+        config = self.config
+        batch, n_new = tokens.shape
         if kv_cache is not None:
             require_kind("kv_cache", kv_cache, KVCache, "a KVCache", "models.KVCache() makes one")
-            kv_cache.reserve(config, batch, new)
-        elif new > config.n_ctx:
-            raise ValueError(f"tokens must fit the context of {config.n_ctx}; got {new}")
-        if not config.causal:
-            query_key_mask = full_mask(tokens, query_key_mask, kv_cache)
+            kv_cache.reserve(config, batch, n_new)
+        elif n_new > config.n_ctx:
+            raise ValueError(f"tokens must fit the context of {config.n_ctx}; got {n_new}")
         weight = self.token_embedding.weight
         if tokens.device != weight.device:
             # Only the embedding needs the numbers.
             tokens = tokens.new_empty(tokens.shape, device=weight.device)
-        rotate = partial(self.rotary.rotation, dtype=weight.dtype)
-        masks = (attention_mask, query_key_mask)
-        return make_context(tokens, set(config.windows), config.n_heads, rotate, *masks, kv_cache)
+        return make_context(
+            tokens,
+            windows=set(config.windows),
+            n_heads=config.n_heads,
+            rotate=partial(self.rotary.rotation, dtype=weight.dtype),
+            is_causal=config.causal,
+            may_read=may_read,
+            attention_mask=attention_mask,
+            query_key_mask=query_key_mask,
+            kv_cache=kv_cache,
+        )
 
     def input_resid(
         self, tokens: Int[Tensor, "batch pos"], context: Context | None = None
@@ -299,19 +307,6 @@ class Transformer(HintsAtNames, ReadsText, BlockWeights, metaclass=HintedClass):
     def count_parameters(self) -> int:
         """Return the number of trainable parameters. Tied weights count once."""
         return sum(p.numel() for p in self.parameters() if p.requires_grad)
-
-
-def full_mask(tokens: Tensor, mask: Tensor | None, kv_cache: KVCache | None) -> Tensor:
-    """Return the mask of a model that is not causal: every query sees every key, unless the caller
-    gives a mask.
-
-    Raises:
-        ValueError: if a cache of keys is given, because earlier values depend on later tokens.
-    """
-    if kv_cache is not None:
-        raise ValueError("kv_cache must be None for a model with causal=False; got a KVCache")
-    n_pos = tokens.shape[1]
-    return tokens.new_ones(n_pos, n_pos, dtype=torch.bool) if mask is None else mask
 
 
 def _tokens_unread(stream: Tensor) -> Tensor:

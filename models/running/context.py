@@ -14,7 +14,7 @@ from hooks import position_offset, start_of_piece
 from hooks.base import all_to_device, mapped, require_integer, to_device
 from models.positions import Rotation
 from models.running.kvcache import KVCache, oldest_reached
-from models.running.masks import Rule, Visible, as_real, as_seen, has_gaps, shared
+from models.running.masks import Visible, as_real, as_seen, has_gaps, rule_of, shared
 
 KeysAndValues = tuple[
     Float[Tensor, "_rows kv_head key d_head"], Float[Tensor, "_rows kv_head key d_head"]
@@ -172,11 +172,18 @@ def make_context(
     windows: Collection[int],
     n_heads: int,
     rotate: Callable[[Tensor], Rotation | None],
+    *,
+    is_causal: bool,
+    may_read: bool,
     attention_mask: Tensor | None = None,
     query_key_mask: Tensor | None = None,
     kv_cache: KVCache | None = None,
 ) -> Context:
     """Return the context of one call.
+
+    1. Check the masks of the caller.
+    2. Count the positions of real tokens.
+    3. Make a mask for each window.
 
     Args:
         x: the new tokens, or vectors of the residual stream. Only the shape and the device are
@@ -184,58 +191,66 @@ def make_context(
         windows: the windows of the blocks that will read the context.
         n_heads: the number of query heads of these blocks.
         rotate: a function that returns the rotation of positions.
+        is_causal: whether a query sees no later keys, if there is no `query_key_mask`.
+        may_read: whether the numbers in masks may be read, to check them.
         attention_mask, query_key_mask: see `Transformer.forward`.
         kv_cache: the cache with earlier keys and values. Default: no cache.
 
     Raises:
-        ValueError: if tokens, masks and cache do not fit each other.
+        ValueError: if tokens, masks and cache do not fit each other, or if a model that is not
+            causal gets a cache, because its earlier values depend on later tokens.
     """
-    (batch, new), device = x.shape[:2], x.device
-    start, known = (0, None) if kv_cache is None else (kv_cache.length, kv_cache.mask)
-    end, is_cached = start + new, kv_cache is not None
+    batch, n_new = x.shape[:2]
+    device = x.device
+    is_cached = kv_cache is not None
+    if is_cached and not is_causal:
+        raise ValueError("kv_cache must be None for a model with causal=False; got a KVCache")
+    start = 0 if kv_cache is None else kv_cache.length
+    end = start + n_new
+
+    real = None if kv_cache is None else kv_cache.mask_until(end)
     drops_keys = is_cached and any(windows)
-    if known is not None:
-        known = torch.cat([known, known.new_ones(batch, end - known.shape[1])], 1)
-    real = known
     if attention_mask is not None:
-        cached = start if is_cached else None
-        real = as_real(attention_mask, batch, end, cached, known, drops_keys)
+        real = as_real(
+            attention_mask,
+            (batch, end),
+            n_cached=start if is_cached else None,
+            known=real,
+            drops_keys=drops_keys,
+            may_read=may_read,
+        )
     if query_key_mask is not None:
-        query_key_mask = as_seen(query_key_mask, (batch, n_heads, new, end), is_cached)
-        if drops_keys:
-            raise ValueError(
-                "query_key_mask must be None with a KVCache of a sliding window, because this "
-                "cache drops keys; "
-                f"got {tuple(query_key_mask.shape)}"
-            )
-    gaps = real is not None and any(windows) and not drops_keys and has_gaps(real)
-    here = None if real is None else to_device(real, device)
+        shape = (batch, n_heads, n_new, end)
+        query_key_mask = as_seen(query_key_mask, shape, is_cached, may_read)
+    if query_key_mask is not None and drops_keys:
+        raise ValueError(
+            "query_key_mask must be None with a KVCache of a sliding window, because this cache "
+            f"drops keys; got {tuple(query_key_mask.shape)}"
+        )
+    if query_key_mask is None and not is_causal:
+        query_key_mask = x.new_ones(1, 1, n_new, end, dtype=torch.bool)
+
     # Padding has no position, and no query sees it.
-    counted = torch.arange(end, device=device)[None]
-    counted = counted if here is None else (here.long().cumsum(1) - 1).clamp(min=0)
+    columns = torch.arange(end, device=device)[None]
+    real_here = None if real is None else to_device(real, device)
+    positions = columns if real_here is None else (real_here.long().cumsum(1) - 1).clamp(min=0)
+
     masks: dict[int, Visible]
     if query_key_mask is not None:
         seen = to_device(query_key_mask, device)
-        masks = dict.fromkeys(windows, seen if here is None else seen & here[:, None, None])
+        seen = seen if real_here is None else seen & real_here[:, None, None]
+        masks = dict.fromkeys(windows, seen)
     else:
-        first = {w: oldest_reached(w, start) if is_cached else 0 for w in windows}
-        rules = {w: _rule(w, first[w], end, here, counted if gaps else None) for w in windows}
-        masks = {w: shared(rules[w], (new, end - first[w]), device) for w in windows}
-    return Context(counted[:, start:], masks, rotate(counted[:, start:]), start, kv_cache, real)
-
-
-def _rule(
-    window: int, first: int, end: int, real: Tensor | None, positions: Tensor | None
-) -> Rule | None:
-    """Return the rule for the keys that the last queries see, or None if they see all keys up to
-    their own.
-
-    The keys begin at column `first`. If `positions` are given, because texts have padding between
-    tokens, no key was dropped and `first` is 0.
-    """
-    if real is None:
-        return Rule(window) if window and end - first > window else None
-    return Rule(window, real[:, first:], positions)
+        # With padding between tokens, distances of columns are not distances of positions.
+        needs_positions = any(windows) and not drops_keys and has_gaps(real, may_read)
+        positions_of_keys = positions if needs_positions else None
+        masks = {}
+        for window in windows:
+            first = oldest_reached(window, start) if is_cached else 0
+            rule = rule_of(window, range(first, end), real_here, positions_of_keys)
+            masks[window] = shared(rule, (n_new, end - first), device)
+    new_positions = positions[:, start:]
+    return Context(new_positions, masks, rotate(new_positions), start, kv_cache, real)
 
 
 def _mapped(change: Callable[[Tensor], Tensor], tree: Any) -> Any:

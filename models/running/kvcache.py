@@ -67,6 +67,16 @@ class KVCache:
         """The size of the keys and values in bytes."""
         return sum(layer.nbytes for layer in self.layers)
 
+    def mask_until(self, end: int) -> Bool[Tensor, "batch end"] | None:
+        """Return True at the columns before `end` that are not padding, or None without padding.
+
+        New columns are not padding.
+        """
+        if self.mask is None:
+            return None
+        n_new = end - self.mask.shape[1]
+        return torch.cat([self.mask, self.mask.new_ones(len(self.mask), n_new)], 1)
+
     def reserve(self, config: TransformerConfig, batch: int, new: int) -> None:
         """Check that `new` more positions fit. The first call also makes the layers.
 

@@ -11,7 +11,6 @@ from jaxtyping import Bool, Shaped
 from torch import Tensor
 
 from hooks.base import require_kind
-from models.checks import should_read
 from models.running.kvcache import oldest_reached
 
 # With at most this number of queries, one mask is made for all layers. With more queries, each
@@ -96,13 +95,30 @@ def shared(mask: Visible, shape: Sequence[int], device: torch.device) -> Visible
     return dense(mask, shape, device)
 
 
+def rule_of(window: int, keys: range, real: Tensor | None, positions: Tensor | None) -> Rule | None:
+    """Return the rule for the keys that the last queries see, or None if they see all keys up to
+    their own.
+
+    Args:
+        window: the window, or 0.
+        keys: the columns of the keys. If `positions` are given, no key was dropped, so they begin
+            at 0.
+        real: True at the columns that are not padding; None if there is no padding.
+        positions: the position of each column, if texts have padding between tokens.
+    """
+    if real is None:
+        return Rule(window) if window and len(keys) > window else None
+    return Rule(window, real[:, keys.start :], positions)
+
+
 def as_real(
     mask: Shaped[Tensor, "..."],
-    batch: int,
-    end: int,
-    start: int | None = None,
-    known: Bool[Tensor, "batch end"] | None = None,
-    windowed: bool = False,
+    shape: tuple[int, int],
+    *,
+    n_cached: int | None,
+    known: Bool[Tensor, "batch end"] | None,
+    drops_keys: bool,
+    may_read: bool,
 ) -> Bool[Tensor, "batch end"] | None:
     """Return True at the columns that are not padding, or None if there is no padding.
 
@@ -110,12 +126,13 @@ def as_real(
 
     Args:
         mask: the caller's `attention_mask`.
-        batch: the number of rows of the tokens.
-        end: the number of columns, including cached columns.
-        start: the number of cached columns, or None if there is no cache.
+        shape: the number of rows of the tokens, and the number of columns, including cached
+            columns.
+        n_cached: the number of cached columns, or None if there is no cache.
         known: True at the columns that are not padding according to the cache. None if there is no
             padding.
-        windowed: whether the cache drops keys.
+        drops_keys: whether the cache drops keys.
+        may_read: whether the values may be read.
 
     Raises:
         ValueError: if the mask has a wrong shape, if it contains other numbers than 0 and 1, if a
@@ -123,23 +140,23 @@ def as_real(
             needs keys that are dropped.
     """
     require_kind("attention_mask", mask, Tensor, "a tensor [batch, key]")
-    if mask.shape != (batch, end):
+    if mask.shape != shape:
         hint = ": pass a mask of queries and keys as query_key_mask" if mask.ndim > 2 else ""
         raise ValueError(
-            f"attention_mask must be [batch, key], here {(batch, end)}, including the keys of "
-            "cached "
+            f"attention_mask must be [batch, key], here {shape}, including the keys of cached "
             f"positions; got {tuple(mask.shape)}{hint}"
         )
-    if not should_read(mask):
+    if not may_read:
         return mask.bool()
     real = _as_boolean("attention_mask", mask.cpu())
-    if start is None:
+    if n_cached is None:
         _check_no_row_is_empty("attention_mask", real)
-    elif not (
-        real[:, :start].all() if known is None else known[:, :start].cpu().equal(real[:, :start])
-    ):
+        return None if real.all() else real
+    cached = real[:, :n_cached]
+    is_same = cached.all() if known is None else known[:, :n_cached].cpu().equal(cached)
+    if not is_same:
         raise ValueError("attention_mask must not change for cached tokens; got different values")
-    if start is not None and windowed and bool((real[:, 1:] < real[:, :-1]).any()):
+    if drops_keys and bool((real[:, 1:] < real[:, :-1]).any()):
         raise ValueError(
             "padding must be on the left with a KVCache of a sliding window, because this cache "
             "contains only the last keys; got padding after a real token"
@@ -148,7 +165,7 @@ def as_real(
 
 
 def as_seen(
-    mask: Shaped[Tensor, "..."], shape: tuple[int, int, int, int], is_cached: bool
+    mask: Shaped[Tensor, "..."], shape: tuple[int, int, int, int], is_cached: bool, may_read: bool
 ) -> Bool[Tensor, "_batch _head _query _key"]:
     """Return the caller's `query_key_mask` with all four axes.
 
@@ -158,6 +175,7 @@ def as_seen(
         mask: the caller's `query_key_mask`.
         shape: the sizes of batch, head, query and key.
         is_cached: whether a cache is used. With a cache, a row may have no keys.
+        may_read: whether the values may be read.
 
     Raises:
         ValueError: if the mask has a wrong shape, if it contains other numbers than 0 and 1, or if
@@ -176,7 +194,7 @@ def as_seen(
         )
     mask = mask[None] if mask.ndim == 2 else mask
     mask = mask[:, None] if mask.ndim == 3 else mask
-    if not should_read(mask):
+    if not may_read:
         return mask.bool()
     seen = _as_boolean("query_key_mask", mask.cpu())
     if not is_cached:
@@ -184,12 +202,14 @@ def as_seen(
     return seen
 
 
-def has_gaps(real: Bool[Tensor, "batch key"]) -> bool:
+def has_gaps(real: Bool[Tensor, "batch key"] | None, may_read: bool) -> bool:
     """Return whether a row has padding between real tokens.
 
     The result is True if the mask may not be read.
     """
-    if not should_read(real):
+    if real is None:
+        return False
+    if not may_read:
         return True
     return bool(((real[:, 1:] > real[:, :-1]).sum(1) + real[:, 0] > 1).any())
 
