@@ -46,15 +46,17 @@ class CircuitRuns(MaskedRuns):
         graph = Graph(model, split_embeddings="input" not in circuit.graph.writers)
         super().__init__(graph, pairs, source, max_bytes=max_bytes)
         digests = self.runs.pairs.digests()
-        seen = sum(digest in circuit.found_on for digest in digests)
-        if seen:
+        n_used = sum(digest in circuit.found_on for digest in digests)
+        if n_used:
             warn(
-                f"the circuit was found on {seen} of these {len(digests)} pairs; measure it on "
+                f"the circuit was found on {n_used} of these {len(digests)} pairs; measure it on "
                 "other pairs",
             )
         whole = circuit | ~circuit
-        self.none, self.whole = self(whole - whole), self(whole)
-        gap, size = self.whole - self.none, torch.maximum(self.whole.abs(), self.none.abs())
+        self.none = self(whole - whole)
+        self.whole = self(whole)
+        gap = self.whole - self.none
+        size = torch.maximum(self.whole.abs(), self.none.abs())
         if is_cancelled(gap.mean(), size.mean()):
             raise ValueError(
                 "the metric must differ between the whole model and the empty circuit; got equal"
@@ -62,7 +64,7 @@ class CircuitRuns(MaskedRuns):
 
     @without_gradients
     def __call__(self, circuit: Circuit) -> Float[Tensor, " example"]:
-        """Return the metric of a run in which all edges outside the circuit are replaced."""
+        """Return the metric of a run that replaces all edges outside the circuit."""
         return self.metric(circuit)
 
     def shares(self, values: Tensor, axis: str, labels: Iterable[object]) -> Result:

@@ -28,6 +28,10 @@ from interp.runs.sites import Choice, Sites
 def compared(runs: Runs, choice: Choice) -> Sites:
     """Return the places of two runs where effects are estimated.
 
+    Args:
+        runs: the two runs.
+        choice: the choice of places.
+
     Raises:
         ValueError: if there are several layers but no axis `layer`, or for the reasons of `Sites`.
     """
@@ -56,8 +60,11 @@ def effects(
     """
     gradient = at_least_float32(gradient)
     axes = sites.points[name].axes
-    changes = [at_least_float32(other) - base for other in replacements(sites, name, base)]
-    return by_place(sites, [summed(sites, axes, change, gradient) for change in changes])
+    by_replacement = []
+    for replacement in replacements(sites, name, base):
+        change = at_least_float32(replacement) - base
+        by_replacement.append(summed(sites, axes, change, gradient))
+    return by_place(sites, by_replacement)
 
 
 def replacements(sites: Sites, name: str, base: Float[Tensor, "..."]) -> list[Float[Tensor, "..."]]:
@@ -65,16 +72,29 @@ def replacements(sites: Sites, name: str, base: Float[Tensor, "..."]) -> list[Fl
 
     Without spans, there is one replacement: the value of the other run. With spans, there is one
     replacement for each span: the base value with this span replaced.
+
+    Args:
+        sites: the places, and the values of the other run.
+        name: the name of the point.
+        base: the value of the point in the edited run.
     """
     if "span" not in sites.places:
         return [sites.values[name]]
     point = sites.points[name]
-    moves = [edits.replace(sites.values, **selected) for _, selected in sites.places["span"]]
-    return [move(base.clone(), point) for move in moves]
+    values = []
+    for _, selected in sites.places["span"]:
+        replace_span = edits.replace(sites.values, **selected)
+        values.append(replace_span(base.clone(), point))
+    return values
 
 
 def by_place(sites: Sites, effects: list[Float[Tensor, "..."]]) -> Float[Tensor, "..."]:
-    """Return the effects of all `replacements` as one tensor [*axes, example]."""
+    """Return the effects of all `replacements` as one tensor [*axes, example].
+
+    Args:
+        sites: the places.
+        effects: the effects [*axes without span, example] of each replacement.
+    """
     axes = [axis for axis in sites.places if axis != "layer"]
     return torch.stack(effects, axes.index("span")) if "span" in axes else effects[0]
 
@@ -93,29 +113,42 @@ def summed(
         One number for each place and example, [*places, example].
     """
     selections: dict[str, list[int | slice]] = {}
-    for axis, along in sites.places.items():
+    for axis, places in sites.places.items():
         if axis not in ("layer", "span"):
-            # Each place selects along one axis.
-            (point_axis,) = along[0][1]
-            selections[point_axis] = [selected[point_axis] for _, selected in along]
+            # Each place selects along one axis of the point, which is the same for all places.
+            (point_axis,) = places[0][1]
+            selections[point_axis] = [selected[point_axis] for _, selected in places]
+    # `einsum` also accepts numbers instead of letters: the numbers of the axes follow each factor.
     numbers = {axis: n for n, axis in enumerate(axes)}
-    operands = [part for factor in factors for part in (factor, [*numbers.values()])]
+    operands: list[Any] = []
+    for factor in factors:
+        operands += [factor, [*numbers.values()]]
     sums = torch.einsum(*operands, [numbers[axis] for axis in (*selections, "batch")])
     for dim, indices in enumerate(selections.values()):
         sums = _grouped(sums, dim, indices)
     return sums
 
 
-def _grouped(values: Tensor, at: int, indices: list[int | slice]) -> Tensor:
-    """Return the sum of `values` along one axis for each index, a number or a slice."""
-    chosen = [range(i, i + 1) if isinstance(i, int) else range(i.start, i.stop) for i in indices]
-    members = [(n, member) for n, several in enumerate(chosen) for member in several]
-    if [(n, n) for n in range(values.shape[at])] == members:
+def _grouped(values: Tensor, dim: int, indices: list[int | slice]) -> Tensor:
+    """Return the sums of `values` along one axis, one sum for each index.
+
+    Args:
+        values: the values.
+        dim: the number of the axis.
+        indices: the places, each a number or a slice.
+    """
+    members = []
+    for n, index in enumerate(indices):
+        if isinstance(index, int):
+            members.append((n, index))
+        else:
+            members += [(n, member) for member in range(index.start, index.stop)]
+    if members == [(n, n) for n in range(values.shape[dim])]:
         return values
     group, member = torch.tensor(members, device=values.device).T
     shape = [*values.shape]
-    shape[at] = len(indices)
-    return values.new_zeros(shape).index_add_(at, group, values.index_select(at, member))
+    shape[dim] = len(indices)
+    return values.new_zeros(shape).index_add_(dim, group, values.index_select(dim, member))
 
 
 def of_layers(
@@ -128,7 +161,7 @@ def of_layers(
         by_point: the effects [*places, example] of each point that a backward pass reached, in the
             order of the backward pass.
         base: the metric of the run to edit.
-        about: more facts.
+        about: more facts for the result.
 
     Raises:
         ValueError: if an effect is NaN.
@@ -138,11 +171,13 @@ def of_layers(
     """
     for name, values in by_point.items():
         require_numbers(name, values)
-    names, places = [*sites.names.values()], sites.places
+    names = [*sites.names.values()]
     warn_of_unread([name for name in names if name not in by_point])
-    sizes = [len(along) for axis, along in places.items() if axis != "layer"]
+    sizes = [len(places) for axis, places in sites.places.items() if axis != "layer"]
     zero = base.new_zeros(*sizes, len(base))
     by_layer = [to_device(by_point.get(name, zero), base.device) for name in names]
-    layer_axis = [*places].index("layer") if "layer" in places else None
-    values = by_layer[0] if layer_axis is None else torch.stack(by_layer, layer_axis)
+    if "layer" in sites.places:
+        values = torch.stack(by_layer, [*sites.places].index("layer"))
+    else:
+        values = by_layer[0]
     return sites.result(base, values, **about)

@@ -80,10 +80,10 @@ class Gradients:
             output = runner.model(text.tokens, **text.arguments(runner.model))
             require_fired([point.name for point in points], {*self.values}, NEVER_FIRED)
             mask = text.of_logits.attention_mask
-            read = last_real(logits_of(output), last_of(metric, mask), mask)
-            if read.requires_grad:
-                read.register_hook(self._router.left)
-            metrics = evaluate(metric, read, len(read))
+            logits = last_real(logits_of(output), last_of(metric, mask), mask)
+            if logits.requires_grad:
+                logits.register_hook(self._router.record_steepest)
+            metrics = evaluate(metric, logits, len(logits))
             self._total = metrics.sum()
         if not self._total.requires_grad:
             raise ValueError(
@@ -105,7 +105,8 @@ class Gradients:
         Raises:
             HookError: if a kernel would drop gradients, such as a kernel for quantised weights.
         """
-        self._router.receive, self._router.dropped = receive, dropped
+        self._router.receive = receive
+        self._router.dropped = dropped
         with warnings.catch_warnings():
             # PyTorch only warns once, and uses 0 as the gradient of the kernel.
             warnings.filterwarnings("error", ".*an autograd kernel was not registered", UserWarning)
@@ -113,8 +114,8 @@ class Gradients:
                 torch.autograd.grad(
                     self._total, self._start, retain_graph=not last, allow_unused=True
                 )
-            except UserWarning as dropping:
-                kernel = str(dropping).partition(": ")[0]
+            except UserWarning as warning:
+                kernel = str(warning).partition(": ")[0]
                 raise HookError(
                     f"all kernels must propagate gradients; {kernel} drops them"
                 ) from None
@@ -122,16 +123,21 @@ class Gradients:
                 self._router.receive = None
 
     def is_flat(self) -> bool:
-        """Return whether the gradient at the logits was 0 up to rounding in the last
-        backward pass.
+        """Return True if the last backward pass began with a gradient of 0 at the logits.
+
+        Rounding counts as 0. The result is False if the metric does not depend on the logits.
         """
         steepest = self._router.steepest
-        # The metric does not read the logits.
         if steepest is None:
             return False
         return float(steepest) <= module_rounding(wide_dtype(steepest.dtype))
 
     def _watch(self, point: Point, output: Any) -> Any:
+        """Store the value of a point, and return the output with a node for its gradient.
+
+        Raises:
+            HookError: if the value cannot have a gradient, or the point fires twice.
+        """
         value = first_tensor(output, point)
         if not value.is_floating_point():
             raise HookError(
@@ -145,31 +151,39 @@ class Gradients:
         if point.name in self.values:
             raise HookError(f"each point must fire once in a run; {point.name} fired twice")
         self.values[point.name] = value.detach()
-        on_the_way = partial(self._router.passed, point.name)
-        node = _node(value, to_device(self._start, value.device), on_the_way)
+        pass_on = partial(self._router.pass_on, point.name)
+        node = _node(value, to_device(self._start, value.device), pass_on)
         return with_first_tensor(output, node)
 
 
 def _point(runner: HookedRunner, name: str) -> Point:
-    known = runner.points
-    return known[name] if name in known else point_of(name, runner.model.get_submodule(name))
+    """Return the point with a name, or a point for the output of another module."""
+    if name in runner.points:
+        return runner.points[name]
+    return point_of(name, runner.model.get_submodule(name))
 
 
 class _GradientRouter:
     """The receiver of gradients at points.
 
     The autograd graph refers to the receiver, so the receiver must not refer to the graph.
+
+    Attributes:
+        receive: the function that receives each gradient; None outside of a backward pass.
+        dropped: the names of the points that block the gradient.
+        steepest: the largest absolute gradient at the logits.
     """
 
     receive: Receive | None = None
     dropped: Collection[str] = ()
     steepest: Tensor | None = None
 
-    def left(self, gradient: Tensor) -> None:
+    def record_steepest(self, gradient: Tensor) -> None:
         """Record the largest gradient at the logits, where the backward pass begins."""
         self.steepest = gradient.abs().amax()
 
-    def passed(self, name: str, gradient: Tensor) -> Tensor:
+    def pass_on(self, name: str, gradient: Tensor) -> Tensor:
+        """Pass the gradient at a point to `receive`, and return it for the backward pass."""
         if name in self.dropped:
             gradient = torch.zeros_like(gradient)
         if self.receive is not None:
@@ -181,22 +195,27 @@ class _Node(torch.autograd.Function):
     """An identity whose gradient is passed through a function in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, start: Tensor, on_the_way: Any) -> Tensor:
-        ctx.on_the_way = on_the_way
+    def forward(ctx: Any, value: Tensor, start: Tensor, pass_on: Any) -> Tensor:
+        ctx.pass_on = pass_on
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.on_the_way(gradient), None, None
+        return ctx.pass_on(gradient), None, None
 
 
 _node: Callable[..., Tensor] = _Node.apply
 
 
 def require_numbers(name: str, effects: Float[Tensor, "..."]) -> None:
-    """Raise an error if a number is NaN.
+    """Check that no effect is NaN.
 
-    Call this in the order of a backward pass, so that the error names the point where NaN began.
+    Call this function in the order of a backward pass, so that the error names the point where NaN
+    began.
+
+    Args:
+        name: the name of the point.
+        effects: the effects at the point.
 
     Raises:
         ValueError: if a number is NaN.
@@ -219,7 +238,6 @@ def warn_of_flat(run: Gradients) -> None:
     if run.is_flat():
         warn(
             "the metric has a minimum or maximum at the base run, so its gradient is 0 and these "
-            "estimates are "
-            "rounding; use integrated_gradients, or method='eap_ig_inputs' for edges, which take "
-            "gradients along a path",
+            "estimates are rounding; use integrated_gradients, or method='eap_ig_inputs' for "
+            "edges, which take gradients along a path",
         )

@@ -71,7 +71,7 @@ def run_circuit(
     split_embeddings: bool = False,
     max_bytes: int = 2**30,
 ) -> Float[Tensor, "batch pos vocab"]:
-    """Run a circuit and return the logits. All other edges carry values of another run.
+    """Return the logits of a run in which all edges outside a circuit carry values of another run.
 
     Each reader sees the stream plus the sum of `mask * (source - current)` over its edges. So a run
     without masked edges equals the run of the text, and a run with all edges masked equals the
@@ -132,20 +132,23 @@ class MaskedRuns:
         direction: PatchingDirection = "noising",
         max_bytes: int = 2**30,
     ) -> None:
-        self.graph, self._model = graph, graph.model
+        self.graph = graph
+        self._model = graph.model
         self.runs = Runs(graph.runner().model, pairs, direction, max_bytes)
         self._text = self.runs.text
         self._source = self._checked(source)
         self.runs.reads_other = isinstance(source, str) and source == "pair"
         # The source of all examples, if all examples run together.
-        self._held: Tensor | None = None
+        self._whole_source: Tensor | None = None
 
     def logits(self, circuit: EdgeMask | Iterable[str]) -> Float[Tensor, "batch pos vocab"]:
         """Return the logits of one circuit."""
         return self._run(circuit, self._model.unembed)
 
     def metric(self, circuit: EdgeMask | Iterable[str]) -> Float[Tensor, " batch"]:
-        """Return the metric of one circuit. Logits are computed only where the metric reads them.
+        """Return the metric of each example for one circuit, in the metric's unit.
+
+        Logits are computed only where the metric reads them.
 
         Args:
             circuit: see `run_circuit`.
@@ -156,53 +159,67 @@ class MaskedRuns:
         """
         metric = self.runs.metric
         batch = Batch(self._text, metric)
-        read = batch.read(self._run(circuit, lambda stream: stream))
-        with torch.set_grad_enabled(read.requires_grad):
-            return evaluate(metric, self._model.unembed(read), len(read))
+        stream = batch.read(self._run(circuit, lambda stream: stream))
+        with torch.set_grad_enabled(stream.requires_grad):
+            return evaluate(metric, self._model.unembed(stream), len(stream))
 
     def _checked(self, source: CircuitSource) -> Tensor | str:
-        writers, (size, n_pos) = self.graph.writers, self._text.tokens.shape
+        """Return the source as `pair`, `zero` or the outputs of the writers.
+
+        Raises:
+            ValueError: if the source does not fit the texts.
+        """
         if isinstance(source, str):
-            if source not in ("pair", "zero"):
-                raise ValueError(
-                    f"source must be 'pair', 'zero', a cache or a tensor; got {shown(source)}"
-                )
-            has_other = self.runs.pairs.corrupted is not None
-            if source == "pair" and not (has_other and self._text.is_aligned_with(self.runs.other)):
-                raise ValueError(
-                    "source='pair' needs corrupted texts whose positions correspond; pass "
-                    "corrupted texts "
-                    "or another source"
-                )
+            self._require_named_source(source)
             return source
         sources = (ActivationCache, Tensor)
         require_kind("source", source, sources, "'pair', 'zero', a cache or a tensor")
-        added = self.graph.contributions(source) if isinstance(source, ActivationCache) else source
-        width = self._model.config.d_model
-        fits = [(len(writers), rows, n_pos, width) for rows in (size, 1)]
-        if added.shape not in fits:
+        outputs = (
+            self.graph.contributions(source) if isinstance(source, ActivationCache) else source
+        )
+        size, n_pos = self._text.tokens.shape
+        n_writers, d_model = len(self.graph.writers), self._model.config.d_model
+        shape = [n_writers, size, n_pos, d_model]
+        if [*outputs.shape] not in (shape, [n_writers, 1, n_pos, d_model]):
             raise ValueError(
-                f"source must be [writer, batch, pos, d_model], {[*fits[0]]}; got {[*added.shape]}"
+                f"source must be [writer, batch, pos, d_model], {shape}; got {[*outputs.shape]}"
             )
-        real = self._text.real
-        if len(added[0]) < size and (real[:, 1:] & ~real[:, :-1]).any():
+        is_real = self._text.real
+        if len(outputs[0]) < size and (is_real[:, 1:] & ~is_real[:, :-1]).any():
             raise ValueError(
                 "one source for all examples needs texts padded on the right; got padding before "
                 "a token"
             )
-        return added
+        return outputs
+
+    def _require_named_source(self, source: str) -> None:
+        """Check that a source exists and, for `pair`, that the corrupted texts fit the clean texts.
+
+        Raises:
+            ValueError: if the source has another name, or the corrupted texts do not fit.
+        """
+        if source not in ("pair", "zero"):
+            raise ValueError(
+                f"source must be 'pair', 'zero', a cache or a tensor; got {shown(source)}"
+            )
+        has_other = self.runs.pairs.corrupted is not None
+        if source == "pair" and not (has_other and self._text.is_aligned_with(self.runs.other)):
+            raise ValueError(
+                "source='pair' needs corrupted texts whose positions correspond; pass corrupted "
+                "texts or another source"
+            )
 
     def _mask(self, circuit: EdgeMask | Iterable[str]) -> Tensor:
         """Return the mask of replaced edges, with 0 where there is no edge."""
         if isinstance(circuit, Circuit):
             self.graph.require(circuit.graph.identity)
         mask = circuit if isinstance(circuit, Tensor) else self.graph.mask(circuit)
-        shape, n_pos = self.graph.allowed.shape, self._text.tokens.shape[1]
+        shape = self.graph.allowed.shape
+        n_pos = self._text.tokens.shape[1]
         if mask.shape not in (shape, (*shape, n_pos)):
             raise ValueError(
                 f"a mask must be [writer, reader], {[*shape]}, with an optional axis of {n_pos} "
-                "positions; "
-                f"got {[*mask.shape]}"
+                f"positions; got {[*mask.shape]}"
             )
         if mask.dtype == torch.bool:
             raise ValueError(
@@ -219,17 +236,28 @@ class MaskedRuns:
     def _run(
         self, circuit: EdgeMask | Iterable[str], read: Callable[[Tensor], Tensor]
     ) -> Float[Tensor, "batch pos _size"]:
-        """Apply `read` to the stream before the unembedding, some examples at a time."""
+        """Return `read` of the stream before the unembedding, for some examples at a time.
+
+        Args:
+            circuit: see `run_circuit`.
+            read: a function of the stream [batch, pos, d_model].
+        """
+        # This raises an error if hooks are active on the model.
         self.graph.runner()
-        mask, results = self._mask(circuit), []
-        size, bytes_each = len(self._text.tokens), self._bytes_of_one()
-        fit = size if mask.requires_grad else self.runs.max_bytes // bytes_each
-        if self._held is None and fit >= size:
-            self._held = self._source_of(slice(None))
-        n = size if mask.requires_grad else max(1, min(fit, _QUICK // bytes_each))
+        mask = self._mask(circuit)
+        size = len(self._text.tokens)
+        bytes_of_one = self._bytes_of_one()
+        n_fitting = size if mask.requires_grad else self.runs.max_bytes // bytes_of_one
+        if self._whole_source is None and n_fitting >= size:
+            self._whole_source = self._source_of(slice(None))
+        n = size if mask.requires_grad else max(1, min(n_fitting, _QUICK // bytes_of_one))
         parts = [slice(start, start + n) for start in range(0, size, n)]
+        results = []
         for rows in progress_of(parts, "parts of the texts", len(parts)):
-            source = self._source_of(rows) if self._held is None else _examples(self._held, rows)
+            if self._whole_source is None:
+                source = self._source_of(rows)
+            else:
+                source = _examples(self._whole_source, rows)
             with torch.set_grad_enabled(mask.requires_grad):
                 results.append(read(self._stream(rows, source, mask)))
         return torch.cat(results)
@@ -246,17 +274,18 @@ class MaskedRuns:
         # of a block before and after the norm.
         vectors = 2 * len(self.graph.writers) + 2 * len(layers) + 4 * readers + 12
         hidden = 4 * getattr(self._model.config, "d_mlp", 0)
-        bytes_each = (vectors * width + hidden) * self._text.tokens.shape[1] * weight.element_size()
-        if bytes_each > self.runs.max_bytes:
+        n_pos = self._text.tokens.shape[1]
+        bytes_of_one = (vectors * width + hidden) * n_pos * weight.element_size()
+        if bytes_of_one > self.runs.max_bytes:
             raise ValueError(
-                f"max_bytes must be at least {bytes_each:,} for one example; got "
+                f"max_bytes must be at least {bytes_of_one:,} for one example; got "
                 f"{self.runs.max_bytes:,}"
             )
-        return int(bytes_each)
+        return int(bytes_of_one)
 
     @without_gradients
     def _source_of(self, rows: slice) -> Tensor:
-        """Return the outputs of the writers in the source run."""
+        """Return the outputs of the writers in the source run, for some examples."""
         if isinstance(self._source, Tensor):
             return _examples(self._source, rows)
         if self._source == "zero":
@@ -266,8 +295,15 @@ class MaskedRuns:
         return self.graph.added(self.runs.capture(text, self.graph.needed))
 
     def _stream(self, rows: slice, source: Tensor, mask: Tensor) -> Tensor:
-        """Return the stream before the unembedding."""
-        text, values = self._text.rows(rows), dict[nn.Module, Tensor]()
+        """Return the stream before the unembedding.
+
+        Args:
+            rows: the examples.
+            source: the outputs of the writers in the source run.
+            mask: the replaced share of each edge.
+        """
+        text = self._text.rows(rows)
+        values: dict[nn.Module, Tensor] = {}
         context = self._model.context(text.tokens, **text.kwargs)
         with Session() as session:
             for point in self.graph.points:
@@ -281,10 +317,12 @@ class MaskedRuns:
                     stream, context = all_to_device((stream, context), layer.device)
                     streams.move(layer.device)
                 stream = _stream_after(layer, stream, context, streams, values)
-        return streams.seen(stream, slice(len(self.graph.readers) - 1, None))[0]
+        logits_reader = slice(len(self.graph.readers) - 1, None)
+        return streams.seen(stream, logits_reader)[0]
 
 
 def _examples(source: Tensor, rows: slice) -> Tensor:
+    """Return a source for some examples. A source of one row is the source of all examples."""
     return source if source.shape[1] == 1 else source[:, rows]
 
 
@@ -331,8 +369,8 @@ class _Streams:
 
     def move(self, device: torch.device) -> None:
         """Move all tensors to another device."""
-        held = self.source, self.mask, self.space
-        self.source, self.mask, self.space = all_to_device(held, device)
+        tensors = self.source, self.mask, self.space
+        self.source, self.mask, self.space = all_to_device(tensors, device)
 
     def append(self, current: Float[Tensor, "writer batch pos d_model"]) -> None:
         """Store the differences of the next writers from their outputs in this run."""
@@ -345,7 +383,8 @@ class _Streams:
 
     def seen(self, stream: Tensor, readers: slice) -> Float[Tensor, "reader batch pos d_model"]:
         """Return the streams of some readers."""
-        mask, differences = self.mask[: self.n, readers], self.space[: self.n]
+        mask = self.mask[: self.n, readers]
+        differences = self.space[: self.n]
         if mask.ndim == 3:
             return stream + torch.einsum("wrp,wbpd->rbpd", mask, differences)
         flat = torch.addmm(stream.flatten()[None], mask.T, differences.flatten(1))
@@ -355,10 +394,11 @@ class _Streams:
         """Yield the queries, keys and values. Each head is computed from its separate stream."""
         attn = layer.attention.sublayer
         # Compute all streams at once, because reading the differences takes most of the time.
-        seen = self.seen(stream, slice(layer.q.start, layer.v.stop))
-        read = layer.attention.norm(seen.flatten(0, 1)).view(len(seen), -1, stream.shape[-1])
+        streams = self.seen(stream, slice(layer.q.start, layer.v.stop))
+        normed = layer.attention.norm(streams.flatten(0, 1))
+        normed = normed.view(len(streams), -1, stream.shape[-1])
         weights = (attn.W_Q, attn.b_Q), (attn.W_K, attn.b_K), (attn.W_V, attn.b_V)
         sizes = [len(bias) for _, bias in weights]
-        for rows, (weight, bias) in zip(read.split(sizes), weights, strict=True):
-            heads = torch.baddbmm(bias[:, None], rows, weight)
+        for inputs, (weight, bias) in zip(normed.split(sizes), weights, strict=True):
+            heads = torch.baddbmm(bias[:, None], inputs, weight)
             yield rearrange(heads, "head (batch pos) d -> batch pos head d", batch=len(stream))

@@ -44,54 +44,80 @@ class PathEdits:
     Attributes:
         graph: the graph of the model.
         moved: the output of each writer in the other run minus its output in this run.
+        cache: values of this run.
+        contexts: the other inputs of the blocks, by device.
+        batch: the texts and the metric.
+        later: the positions that may differ between the two runs.
+
+    Raises:
+        ValueError: if the positions of the two texts do not correspond.
     """
 
     def __init__(
         self, graph: Graph, pairs: Pairs, direction: PatchingDirection, max_bytes: int
     ) -> None:
-        self.graph, self.model = graph, graph.model
-        self.runs = runs = Runs(graph.runner().model, pairs, direction, max_bytes // 2)
+        self.graph = graph
+        self.model = graph.model
+        runs = Runs(graph.runner().model, pairs, direction, max_bytes // 2)
+        self.runs = runs
         text = runs.text
         if not text.is_aligned_with(runs.other):
             raise ValueError(
                 "paths need texts whose positions correspond; got texts that are not aligned"
             )
-        read = {branch.reads for block in self.model.blocks for branch in block.branches}
+        points_read: set[nn.Module] = set()
+        for block in self.model.blocks:
+            points_read |= {branch.reads for branch in block.branches}
         source = runs.source(graph.needed)
-        self.cache = runs.cache([*graph.needed, *(graph.names[point] for point in read)])
+        self.cache = runs.cache([*graph.needed, *(graph.names[point] for point in points_read)])
         self.moved = graph.added(source) - graph.added(self.cache)
         context = self.model.context(text.tokens, **text.kwargs)
-        self.contexts = {n.device: all_to_device(context, n.device) for n in graph.layers}
+        self.contexts = {
+            layer.device: all_to_device(context, layer.device) for layer in graph.layers
+        }
         self.batch = Batch(text, runs.metric)
         # Nothing changes before the first difference of the two texts, unless earlier positions
         # read later positions.
-        differ = (text.tokens != runs.other.tokens).any(0).nonzero()
+        different = (text.tokens != runs.other.tokens).any(0).nonzero()
         is_causal = getattr(context, "is_causal", True)
-        self.later = slice(int(differ[0]) if len(differ) and is_causal else 0, None)
+        first_change = int(different[0]) if len(different) and is_causal else 0
+        self.later = slice(first_change, None)
 
     def value(self, point: nn.Module) -> Tensor:
         """Return the value of a point in the edited run."""
         return self.cache[self.graph.names[point]]
 
     def replaced(self, point: nn.Module, value: Tensor, **where: Any) -> dict[str, edits.Edit]:
-        """Return an edit that replaces the value of a point, by the name of the point."""
+        """Return an edit that replaces the value of a point, by the name of the point.
+
+        Args:
+            point: the point.
+            value: the new value.
+            where: the place, by axis.
+        """
         return {self.graph.names[point]: edits.replace(value, pos=self.later, **where)}
 
     def over_edge(self, writer: int, reader: int) -> Carried:
-        """Return the change of an edge: the output of its reader's sublayer, or the last stream."""
+        """Return the change of an edge: the output of its reader's sublayer, or the last stream.
+
+        Args:
+            writer, reader: the indices of the nodes in the graph.
+        """
         moved = self.moved[writer]
         for layer in self.graph.layers:
             attention, mlp = layer.attention, layer.mlp
             if mlp is not None and reader == mlp.reader:
                 return self.replaced(mlp.branch.added, mlp.branch(self.seen(mlp.branch, moved)))
-            for part, at in enumerate((layer.q, layer.k, layer.v)):
-                if at.start <= reader < at.stop:
-                    heads = [one.clone() for one in self.projected(attention)]
-                    head = (slice(None), slice(None), reader - at.start)
-                    heads[part][head] = self.projected(attention, moved)[part][head]
-                    mixed = attention.sublayer.mix(*heads, self.contexts[layer.device])
+            for part, readers in enumerate((layer.q, layer.k, layer.v)):
+                if readers.start <= reader < readers.stop:
+                    projections = [projection.clone() for projection in self.projected(attention)]
+                    head = (slice(None), slice(None), reader - readers.start)
+                    projections[part][head] = self.projected(attention, moved)[part][head]
+                    context = self.contexts[layer.device]
+                    mixed = attention.sublayer.mix(*projections, context)
                     return self.replaced(attention.added, attention.finished(mixed))
-        return self._sum(self.graph.points[-1], moved)
+        last_stream = self.graph.points[-1]
+        return self._sum(last_stream, moved)
 
     def seen(self, branch: Any, moved: Tensor | None = None) -> Tensor:
         """Return the input stream of a branch plus `moved`."""
@@ -102,15 +128,24 @@ class PathEdits:
         return attention.sublayer.project(attention.norm(self.seen(attention, moved)))
 
     def _sum(self, point: nn.Module, moved: Tensor | None) -> Tensor:
+        """Return the value of a point plus `moved`."""
         value = self.value(point)
         return value if moved is None else value + to_device(moved, value.device)
 
     def through(self, sender: int, receivers: set[int], recomputed: bool) -> Carried:
-        """Return the changes of the receivers by a sender along paths that pass no other head."""
-        graph, changes = self.graph, dict[str, edits.Edit]()
-        moved: Tensor | None = self.moved[sender] if sender < graph.layers[0].heads.start else None
+        """Return the changes of the receivers by a sender along paths that pass no other head.
+
+        Args:
+            sender: the index of the sender among the writers.
+            receivers: the indices of the receivers among the readers.
+            recomputed: whether MLPs on the paths are computed again.
+        """
+        graph = self.graph
+        changes: dict[str, edits.Edit] = {}
+        is_input = sender < graph.layers[0].heads.start
+        moved: Tensor | None = self.moved[sender] if is_input else None
         for layer in graph.layers:
-            before = moved
+            moved_before = moved
             if moved is not None:
                 changes |= self._heads(layer, moved, receivers)
             if layer.heads.start <= sender < layer.heads.stop or sender == layer.bias:
@@ -118,9 +153,9 @@ class PathEdits:
             if layer.mlp is None:
                 continue
             writer, reader, mlp = layer.mlp
-            seen = before if layer.is_parallel else moved
-            if seen is not None and (recomputed or reader in receivers):
-                added = mlp(self.seen(mlp, seen))
+            moved_input = moved_before if layer.is_parallel else moved
+            if moved_input is not None and (recomputed or reader in receivers):
+                added = mlp(self.seen(mlp, moved_input))
                 if reader in receivers:
                     changes |= self.replaced(mlp.added, added)
                 if recomputed and moved is not None:
@@ -133,28 +168,36 @@ class PathEdits:
 
     def _heads(self, layer: Layer, moved: Tensor, receivers: set[int]) -> dict[str, edits.Edit]:
         """Return the edits of the receivers among the heads of a block, given a moved stream."""
-        attn, values = layer.attention.sublayer, dict[str, Tensor]()
-        heads = {
-            part: [n - at.start for n in range(at.start, at.stop) if n in receivers]
-            for part, at in (("q", layer.q), ("k", layer.k), ("v", layer.v))
-        }
+        attn = layer.attention.sublayer
+        heads: dict[str, list[int]] = {}
+        for part, readers in (("q", layer.q), ("k", layer.k), ("v", layer.v)):
+            indices = range(readers.start, readers.stop)
+            heads[part] = [index - readers.start for index in indices if index in receivers]
         if not any(heads.values()):
             return {}
+        values: dict[str, Tensor] = {}
         with Session() as session:
             for part in heads:
                 session.after(getattr(attn, part), partial(values.__setitem__, part))
             attn.mix(*self.projected(layer.attention, moved), self.contexts[layer.device])
         changes: dict[str, edits.Edit] = {}
-        for part, chosen in heads.items():
-            if chosen:
-                axis = "head" if part == "q" else "kv_head"
-                changes |= self.replaced(getattr(attn, part), values[part], **{axis: chosen})
+        for part, heads_of_part in heads.items():
+            if heads_of_part:
+                where = {"head" if part == "q" else "kv_head": heads_of_part}
+                changes |= self.replaced(getattr(attn, part), values[part], **where)
         return changes
 
     def result(
         self, jobs: Iterator[tuple[int, Carried]], axis: str, labels: Sequence[str], **about: Any
     ) -> Result:
-        """Return the effects of all jobs. The number of a job is the index of its label."""
+        """Return the effects of all jobs, [axis, example].
+
+        Args:
+            jobs: the change along each path, with the index of its label.
+            axis: the name of the first axis.
+            labels: the labels of the first axis.
+            about: more facts for the result.
+        """
         base = self.runs.base
         values = base.new_empty(len(labels), len(base))
         waiting: dict[int, dict[str, edits.Edit]] = {}
@@ -171,6 +214,7 @@ class PathEdits:
         return self.runs.result(values, {axis: labels}, base, **about)
 
     def _sweep(self, waiting: dict[int, dict[str, edits.Edit]], values: Tensor) -> None:
+        """Run the waiting edits, store their effects in `values`, and empty `waiting`."""
         if waiting:
             _, values[[*waiting]] = self.runs.edited([*waiting.values()])
             waiting.clear()

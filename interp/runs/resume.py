@@ -80,79 +80,97 @@ class Resumed:
             job.pos = 0
 
     def _work(self, job: Job) -> float:
-        layers, positions = len(self._inside) - job.layer, self.n_pos - job.pos
-        return layers / len(self._inside) * positions / self.n_pos
+        """Return the work of a run, in forward passes of the batch."""
+        n_layers = len(self._inside) - job.layer
+        n_positions = self.n_pos - job.pos
+        return n_layers / len(self._inside) * n_positions / self.n_pos
 
     def _divided(self, jobs: Sequence[Job], max_bytes: int) -> Iterator[tuple[list[Job], int]]:
         """Yield jobs whose blocks run together, and the number of jobs to unembed together."""
         base = self.base
-        held_bytes = sum(tensor.nbytes for tensor in (*base.streams, *itertools.chain(*base.past)))
-        free, stream = max_bytes - held_bytes, base.streams[0].nbytes
-        past = sum(tensor.nbytes for tensor in base.past[0])
-        block, unembed, metric = self._peaks(jobs)
+        unedited_tensors = (*base.streams, *itertools.chain(*base.past))
+        unedited_bytes = sum(tensor.nbytes for tensor in unedited_tensors)
+        stream_bytes = base.streams[0].nbytes
+        past_bytes = sum(tensor.nbytes for tensor in base.past[0])
+        block_bytes, unembed_bytes, metric_bytes = self._peaks(jobs)
 
-        def running(pos: int) -> int:
+        def bytes_of_run(pos: int) -> int:
             """Return the bytes of one more run: its streams before and after, a block and keys."""
-            return (2 * stream + block) * (self.n_pos - pos) // self.n_pos + (past if pos else 0)
+            at_all_positions = 2 * stream_bytes + block_bytes
+            earlier_keys = past_bytes if pos else 0
+            return at_all_positions * (self.n_pos - pos) // self.n_pos + earlier_keys
 
         # A run that edits before the blocks computes a separate first stream. The metric is
         # computed for one run at a time.
-        once = metric + stream * any(job.before_blocks for job in jobs)
-        least = max(max(running(job.pos), stream + unembed) for job in jobs) + once
-        if free < least:
-            raise too_small(max_bytes, held_bytes + least)
-        for group in self._together(jobs):
-            at_once = (free - once) // running(group[0].pos)
-            for n in range(0, len(group), at_once):
-                some = group[n : n + at_once]
-                left = free - once - len(some) * stream
-                yield some, max(1, left // unembed)
+        shared_bytes = metric_bytes + stream_bytes * any(job.before_blocks for job in jobs)
+        largest_run = max(max(bytes_of_run(job.pos), stream_bytes + unembed_bytes) for job in jobs)
+        needed = unedited_bytes + shared_bytes + largest_run
+        if max_bytes < needed:
+            raise too_small(max_bytes, needed)
+        free = max_bytes - unedited_bytes - shared_bytes
+        for group in self._groups(jobs):
+            n_at_once = free // bytes_of_run(group[0].pos)
+            for start in range(0, len(group), n_at_once):
+                chunk = group[start : start + n_at_once]
+                free_for_logits = free - len(chunk) * stream_bytes
+                yield chunk, max(1, free_for_logits // unembed_bytes)
 
     def _peaks(self, jobs: Sequence[Job]) -> tuple[int, int, int]:
         """Return the bytes of a block, the unembedding and the metric for one run of the batch."""
-        base, edited = self.base, {edited.point.module for job in jobs for edited in job.edits}
+        base = self.base
+        edited_modules: set[nn.Module] = set()
+        for job in jobs:
+            edited_modules |= {edited.point.module for edited in job.edits}
         # Measure only the block with the most edits.
-        layer = max(range(len(self._inside)), key=lambda n: len(self._inside[n] & edited))
-        copying: Edits = [(module, copied) for module in edited]
+        n_blocks = len(self._inside)
+        layer = max(range(n_blocks), key=lambda n: len(self._inside[n] & edited_modules))
+        copying: Edits = [(module, copied) for module in edited_modules]
         with acting(copying):
             _, block = peak_bytes(
                 lambda: self.model.run_block(layer, base.streams[layer], base.contexts[layer])
             )
         stream = base.streams[-1]
-        stream = stream if any(job.after_blocks for job in jobs) else self.batch.read(stream)
+        if not any(job.after_blocks for job in jobs):
+            stream = self.batch.read(stream)
         _, unembed = peak_bytes(lambda: self.model.unembed(stream))
         _, metric = peak_bytes(lambda: self.batch.measure(base.logits))
         return block, unembed + base.logits.nbytes, metric
 
-    def _together(self, jobs: Sequence[Job]) -> list[list[Job]]:
+    def _groups(self, jobs: Sequence[Job]) -> list[list[Job]]:
         """Return groups of runs that begin at the same position, sorted by layer.
 
         A small group joins another group that begins earlier.
         """
         ordered = sorted(jobs, key=lambda job: job.pos, reverse=True)
         groups: list[list[Job]] = []
-        tokens = _ENOUGH
-        for pos, more in itertools.groupby(ordered, lambda job: job.pos):
-            if tokens >= _ENOUGH:
+        n_tokens = _ENOUGH
+        for pos, jobs_at_pos in itertools.groupby(ordered, lambda job: job.pos):
+            if n_tokens >= _ENOUGH:
                 groups.append([])
-            groups[-1] += more
+            groups[-1] += jobs_at_pos
             for job in groups[-1]:
                 job.pos = pos
-            tokens = len(groups[-1]) * self.size * (self.n_pos - pos)
+            n_tokens = len(groups[-1]) * self.size * (self.n_pos - pos)
         return [sorted(group, key=lambda job: job.layer) for group in groups]
 
     def _stream_of(self, jobs: list[Job], done: Done) -> Tensor:
-        """Return the output of the last block in each of these runs, from their first
-        position on.
+        """Return the output of the last block in some runs, from their first position on.
+
+        Args:
+            jobs: the runs, sorted by layer, which begin at the same position.
+            done: a function that is called with the work just done.
         """
-        blocks, pos = self.model.blocks, jobs[0].pos
-        contexts, context = self.base.contexts_from(pos), None
+        blocks = self.model.blocks
+        pos = jobs[0].pos
+        contexts = self.base.contexts_from(pos)
+        context = None
         running: list[Job] = []
+        # The list has at most one tensor, the streams of all running jobs.
         stream: list[Tensor] = []
         for layer in range(jobs[0].layer, len(blocks) + 1):
             # Blocks may be on different devices.
-            here = self.base.streams[layer].device
-            stream = [to_device(part, here) for part in stream]
+            device = self.base.streams[layer].device
+            stream = [to_device(part, device) for part in stream]
             joining = [job for job in jobs if job.layer == layer]
             if joining:
                 running += joining
@@ -179,20 +197,28 @@ class Resumed:
     def _measured(
         self, jobs: list[Job], stream: Tensor, read_at_once: int
     ) -> Iterator[tuple[Job, Tensor]]:
-        """Yield each run with its metric."""
+        """Yield each run with its metric.
+
+        Args:
+            jobs: the runs.
+            stream: the output of the last block in these runs.
+            read_at_once: the number of runs to unembed together.
+        """
         pos = jobs[0].pos
         streams = dict(zip(jobs, stream.split(self.size), strict=True))
         for job in [job for job in jobs if job.after_blocks]:
             with acting(stacked([job], self.batch)):
                 logits = self.model.unembed(streams.pop(job))
             yield job, self.batch.measure(self.batch.read(logits))
-        plain = list(streams)
-        before = self.base.logits[:, : pos if self.batch.columns is None else 0]
-        for n in range(0, len(plain), read_at_once):
-            some = plain[n : n + read_at_once]
-            logits = self.model.unembed(torch.cat([self._read(streams[job], pos) for job in some]))
-            for job, rows in zip(some, logits.split(self.size), strict=True):
-                yield job, self.batch.measure(torch.cat([before, rows], 1))
+        remaining = list(streams)
+        # If the metric reads all positions, the logits before `pos` are those of the unedited run.
+        earlier_logits = self.base.logits[:, : pos if self.batch.columns is None else 0]
+        for start in range(0, len(remaining), read_at_once):
+            chunk = remaining[start : start + read_at_once]
+            streams_read = [self._read(streams[job], pos) for job in chunk]
+            logits = self.model.unembed(torch.cat(streams_read))
+            for job, logits_of_job in zip(chunk, logits.split(self.size), strict=True):
+                yield job, self.batch.measure(torch.cat([earlier_logits, logits_of_job], 1))
 
     def _read(self, stream: Tensor, pos: int) -> Tensor:
         """Return the stream at the positions that the metric reads; `stream` begins at `pos`."""

@@ -54,7 +54,7 @@ class Job:
         edits: the edited points.
         pos: the first position that the run computes.
         layer: the first block that the run computes.
-        before_blocks, after_blocks: whether the run edits the model before and after its blocks.
+        before_blocks, after_blocks: True if the run edits the model before or after its blocks.
         fired: the names of the edited points that the run has reached.
     """
 
@@ -81,8 +81,8 @@ class Batch:
     Attributes:
         text, tokens: the texts.
         columns: the positions that the metric reads, Int[batch last]; None for all.
-        axes: the axis with a row for each text in the value of each edited module; None if the
-            value has no such axis.
+        axes: by edited module, the axis of the value that has a row for each text; None if the
+            value does not have this axis.
     """
 
     def __init__(self, text: Text, metric: Metric) -> None:
@@ -101,16 +101,26 @@ class Batch:
 
     def note(self, point: Point, value: Tensor) -> None:
         """Record the axis of a value of the unedited run that has a row for each text."""
-        at = point.axes.index("batch") if "batch" in point.axes else None if point.axes else 0
-        if at is not None and value.shape[at : at + 1] != (len(self.tokens),):
-            at = None
+        dim: int | None = None
+        if "batch" in point.axes:
+            dim = point.axes.index("batch")
+        elif not point.axes:
+            dim = 0
+        if dim is not None and value.shape[dim : dim + 1] != (len(self.tokens),):
+            dim = None
         # A module may run more than once.
-        self.axes[point.module] = at if self.axes.get(point.module, at) == at else None
+        is_same = self.axes.get(point.module, dim) == dim
+        self.axes[point.module] = dim if is_same else None
 
     def read(
         self, values: Float[Tensor, "rows pos d"], start: int = 0
     ) -> Float[Tensor, "rows _read d"]:
-        """Return the positions that the metric reads, from copies of the batch cut at `start`."""
+        """Return the positions that the metric reads, from values of copies of the batch.
+
+        Args:
+            values: the values of all positions from `start` on.
+            start: the first position of the values.
+        """
         # The logits of a classifier have one position.
         if self.columns is None or values.shape[1] == 1:
             return values
@@ -135,35 +145,51 @@ def stacked(jobs: Sequence[Job], batch: Batch, inside: Container[nn.Module] | No
         batch: the batch.
         inside: the modules that may be edited. Default: all.
     """
-    places: dict[nn.Module, list[tuple[int, Job, EditedPoint]]] = {}
-    for n, job in enumerate(jobs):
+    edits_of_module: dict[nn.Module, list[tuple[int, Job, EditedPoint]]] = {}
+    for copy, job in enumerate(jobs):
         for edited in job.edits:
-            if inside is None or edited.point.module in inside:
-                places.setdefault(edited.point.module, []).append((n, job, edited))
-    edit = partial(_edit_rows, len(jobs), batch, Calls())
-    return [(module, partial(edit, module_places)) for module, module_places in places.items()]
+            module = edited.point.module
+            if inside is None or module in inside:
+                edits_of_module.setdefault(module, []).append((copy, job, edited))
+    edit_rows = partial(_edit_rows, len(jobs), batch, Calls())
+    return [(module, partial(edit_rows, edits)) for module, edits in edits_of_module.items()]
 
 
 def _edit_rows(
-    copies: int, batch: Batch, calls: Calls, places: list[tuple[int, Job, EditedPoint]], output: Any
+    n_copies: int,
+    batch: Batch,
+    calls: Calls,
+    edits: list[tuple[int, Job, EditedPoint]],
+    output: Any,
 ) -> Any:
-    point, value = places[0][2].point, first_tensor(output, places[0][2].point)
+    """Return the output of a module after the edits of several runs.
+
+    Args:
+        n_copies: the number of copies of the batch.
+        batch: the batch.
+        calls: the counter of the module's calls.
+        edits: the edits of the module, with the number of the copy and the run of each edit.
+        output: the output of the module.
+    """
+    point = edits[0][2].point
+    value = first_tensor(output, point)
     call = calls.next(point.name)
     # With one copy, the axis of the batch does not matter.
-    if copies == 1:
-        [(_, job, edited)] = places
+    if n_copies == 1:
+        [(_, job, edited)] = edits
         job.fired.add(edited.point.name)
         return with_first_tensor(output, edited.apply(value, call))
-    at, size = batch.axes[point.module], len(batch.tokens)
+    dim = batch.axes[point.module]
+    size = len(batch.tokens)
     # Check that the axis grew with the number of copies, because an axis may have the size of the
     # batch by chance.
-    if at is None or value.shape[at : at + 1] != (copies * size,):
+    if dim is None or value.shape[dim : dim + 1] != (n_copies * size,):
         raise NoRowsError(f"{point} must have a row for each text")
     value = value.clone()
     # Each edit receives the rows of one batch.
     with reading(piece_read().first(size)):
-        for n, job, edited in places:
-            rows = value.narrow(at, n * size, size)
+        for copy, job, edited in edits:
+            rows = value.narrow(dim, copy * size, size)
             rows.copy_(edited.apply(rows, call))
             job.fired.add(edited.point.name)
     return with_first_tensor(output, value)
@@ -199,7 +225,9 @@ class WholeRuns:
         self.forwards = float(len(jobs))
         self._at_once = 1
         if max_bytes is not None and batch.text.goes_by_rows:
-            modules = dict.fromkeys(edited.point.module for job in jobs for edited in job.edits)
+            modules: dict[nn.Module, None] = {}
+            for job in jobs:
+                modules |= dict.fromkeys(edited.point.module for edited in job.edits)
             with acting([(module, copied) for module in modules]):
                 _, memory = peak_bytes(self._measure_base)
             if max_bytes < memory:
@@ -207,9 +235,11 @@ class WholeRuns:
             self._at_once = max_bytes // memory
 
     def _measure_base(self) -> None:
+        """Run the model once and compute the metric, to measure the memory of one run."""
         self.batch.measure(self.batch.read(self._logits(self.batch.text)))
 
     def _logits(self, text: Text) -> Tensor:
+        """Return the logits of the whole model."""
         return logits_of(self.model(text.tokens, **text.arguments(self.model)))
 
     def run(self, done: Done) -> Iterator[tuple[Job, Float[Tensor, " batch"]]]:
@@ -224,6 +254,7 @@ class WholeRuns:
             yield from zip(jobs, values, strict=True)
 
     def _measured(self, jobs: Sequence[Job]) -> list[Tensor]:
+        """Return the metric of some runs, computed in one forward pass."""
         # The unedited run has already checked the texts.
         with skip_token_checks(), acting(stacked(jobs, self.batch)):
             logits = self.batch.read(self._logits(self.batch.text.repeated(len(jobs))))

@@ -58,8 +58,11 @@ class Runs:
         max_bytes: int = 2**30,
     ) -> None:
         require_kind("max_bytes", max_bytes, (int, float), "a number of bytes")
-        self.model, self.runner, self.max_bytes = model, runner_of(model), max_bytes
-        self.pairs, self.direction = pairs_for(model, pairs), direction
+        self.model = model
+        self.runner = runner_of(model)
+        self.max_bytes = max_bytes
+        self.pairs = pairs_for(model, pairs)
+        self.direction = direction
         self.reads_other = direction is not None
         if direction is None or direction == "noising":
             self.text = self.pairs.text
@@ -77,9 +80,9 @@ class Runs:
 
     @property
     def groups(self) -> tuple[int, ...] | None:
-        """The group of each example. Examples with the same text, or pair of texts, form a group.
+        """The number of each example's text or pair of texts; copies have the same number.
 
-        None if no text occurs twice.
+        The value is None if all texts differ.
         """
         return groups(self.pairs.digests() if self.reads_other else digests(self.text))
 
@@ -89,7 +92,12 @@ class Runs:
         return self.pairs.metric
 
     def capture(self, text: Text, names: str | Iterable[str]) -> ActivationCache:
-        """Return values of a text at some points. The run stops after the last point."""
+        """Return values of a text at some points. The run stops after the last point.
+
+        Args:
+            text: the text.
+            names: the names of the points, or a pattern.
+        """
         names = names if isinstance(names, str) else [*names]
         return self.runner.capture(text.tokens, names=names, **text.arguments(self.model))
 
@@ -106,6 +114,7 @@ class Runs:
         return cache
 
     def _measured(self, text: Text, names: Iterable[str]) -> tuple[Tensor, ActivationCache]:
+        """Return the metric of a run, and its values at some points."""
         arguments = text.arguments(self.model)
         output, cache = self.runner.run_with_cache(text.tokens, names=[*names], **arguments)
         return measure(self.metric, logits_of(output), text.of_logits.attention_mask), cache
@@ -121,15 +130,16 @@ class Runs:
         base, values = self._swept(edits)
         effects = values - base
         if effects.isnan().any():
-            wrong = effects.isnan().any(1).nonzero()[:, 0].tolist()
+            with_nan = effects.isnan().any(1).nonzero()[:, 0].tolist()
             warn(
-                f"the effects of {len(wrong)} of {len(edits)} edits are NaN; the first is edit "
-                f"{wrong[0]}",
+                f"the effects of {len(with_nan)} of {len(edits)} edits are NaN; the first is edit "
+                f"{with_nan[0]}",
             )
         return base, effects
 
     @without_gradients
     def _swept(self, edits: Sequence[Hooks]) -> tuple[Tensor, Tensor]:
+        """Return the metrics of the unedited run and of each edited run."""
         batch = Batch(self.text, self.metric)
         with batch.reading():
             return measured(self.runner, batch, edits, self.max_bytes)
@@ -137,7 +147,12 @@ class Runs:
     def logits(
         self, hooks: Hooks, rows: slice | Int[Tensor, " row"] = slice(None)
     ) -> Float[Tensor, "row pos vocab"]:
-        """Return the logits of an edited run of some examples. Gradients flow through the run."""
+        """Return the logits of an edited run of some examples. Gradients flow through the run.
+
+        Args:
+            hooks: the edits, in the form of the argument `hooks` of `run_with_hooks`.
+            rows: the examples. Default: all.
+        """
         text = self.text.rows(rows)
         arguments = text.arguments(self.model)
         return logits_of(self.runner.run_with_hooks(text.tokens, hooks=hooks, **arguments))
@@ -164,20 +179,28 @@ class Runs:
             about: more facts.
         """
         facts: dict[str, Any] = {"metric": repr(self.metric)}
-        texts = [self.text]
         if self.direction is not None:
             facts |= {"direction": self.direction, "texts": self.pairs.digests()}
-            texts += [self.other] if self.pairs.corrupted is not None else []
-        axes = [axis for axis in ("pos", "query", "key") if axis in labels and has_words]
-        words = texts[0].words(self.model, *texts[1:]) if axes else None
         return Result(
             values,
-            (*labels, "example"),
-            base,
-            getattr(self, "target", None),
-            labels,
-            getattr(self.metric, "unit", ""),
-            facts | about,
-            words={axis: [words[n] for n in labels[axis]] for axis in axes if words},
+            axes=(*labels, "example"),
+            base=base,
+            target=getattr(self, "target", None),
+            labels=labels,
+            unit=getattr(self.metric, "unit", ""),
+            about=facts | about,
+            words=self._words(labels) if has_words else {},
             groups=self.groups,
         )
+
+    def _words(self, labels: Mapping[str, Sequence[Any]]) -> dict[str, list[str]]:
+        """Return the words of both texts at the labels of each axis of positions."""
+        axes = [axis for axis in ("pos", "query", "key") if axis in labels]
+        if not axes:
+            return {}
+        has_other = self.direction is not None and self.pairs.corrupted is not None
+        other_texts = [self.other] if has_other else []
+        words = self.text.words(self.model, *other_texts)
+        if not words:
+            return {}
+        return {axis: [words[n] for n in labels[axis]] for axis in axes}

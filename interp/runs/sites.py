@@ -97,8 +97,9 @@ def named(runner: HookedRunner, choice: Choice) -> dict[int, str]:
         if any(name.endswith(f".{choice.site}") for name in points):
             raise
         require_points(runner)
-        in_layers = (name.partition(f".{layer_of(name)}.")[2] or name for name in points)
-        raise unknown_point(choice.site, dict.fromkeys(in_layers), "site") from None
+        # The sites of a layer are names without the layer.
+        sites = (name.partition(f".{layer_of(name)}.")[2] or name for name in points)
+        raise unknown_point(choice.site, dict.fromkeys(sites), "site") from None
     return _some("layers", by_layer, choice.layers)
 
 
@@ -128,7 +129,8 @@ class Sites:
     """
 
     def __init__(self, runs: Runs, choice: Choice) -> None:
-        self.runs, self._choice = runs, choice
+        self.runs = runs
+        self._choice = choice
         self.names = named(runs.runner, choice)
         names = [*self.names.values()]
         self.points = {name: runs.runner.points[name] for name in names}
@@ -143,7 +145,10 @@ class Sites:
     @property
     def labels(self) -> dict[str, list[int | str]]:
         """The labels along each axis."""
-        return {axis: [label for label, _ in along] for axis, along in self.places.items()}
+        labels = {}
+        for axis, places in self.places.items():
+            labels[axis] = [label for label, _ in places]
+        return labels
 
     def edits(self, put: Callable[..., Edit]) -> list[list[tuple[list[str], Edit]]]:
         """Return the edits of all places in order, in the form that `sweep` needs.
@@ -152,10 +157,12 @@ class Sites:
             put: a function that makes the edit of a place from its selection by axis names.
         """
         jobs = []
-        for chosen in itertools.product(*self.places.values()):
-            selected = {axis: at for _, along in chosen for axis, at in along.items()}
-            edited = [selected.pop("layer")] if "layer" in selected else [*self.names.values()]
-            jobs.append([(edited, put(**selected))])
+        for place_of_each_axis in itertools.product(*self.places.values()):
+            selected: dict[str, Any] = {}
+            for _, selected_along_axis in place_of_each_axis:
+                selected |= selected_along_axis
+            names = [selected.pop("layer")] if "layer" in selected else [*self.names.values()]
+            jobs.append([(names, put(**selected))])
         return jobs
 
     def _layers(self) -> str:
@@ -190,13 +197,17 @@ class Sites:
 
         Args:
             sizes: the axes of the first point, with their sizes.
+
+        Raises:
+            ValueError: if the axes of the choice do not fit the points or the texts.
         """
-        name, choice = next(iter(self.names.values())), self._choice
-        layered = layer_of(name) is not None
-        over = _usual_axes(sizes, layered) if choice.over is None else choice.over
+        name = next(iter(self.names.values()))
+        choice = self._choice
+        is_in_layer = layer_of(name) is not None
+        over = _usual_axes(sizes, is_in_layer) if choice.over is None else choice.over
         require_kind("over", over, (str, tuple, list), "a name of an axis, or several names")
         over = (over,) if isinstance(over, str) else tuple(over)
-        if "layer" in over and not layered:
+        if "layer" in over and not is_in_layer:
             raise ValueError(
                 f"over must not contain 'layer' at {name}, which is not in a layer; got {over}"
             )
@@ -204,8 +215,8 @@ class Sites:
             raise ValueError(f"over must be at least one axis, without repetition; got {over}")
         if {"pos", "span"} <= {*over}:
             raise ValueError(f"over must contain 'pos' or 'span', not both; got {over}")
-        for axis, wanted in (("head", choice.heads), ("neuron", choice.neurons)):
-            if wanted is not None and axis not in over:
+        for axis, chosen in (("head", choice.heads), ("neuron", choice.neurons)):
+            if chosen is not None and axis not in over:
                 raise ValueError(f"over must contain {axis!r} if {axis}s= is given; got {over}")
         is_aligned = self._source is None or self.runs.text.is_aligned_with(self._source)
         if "span" not in over and not is_aligned:
@@ -213,14 +224,19 @@ class Sites:
         return over
 
     def _along(self, axis: str, sizes: Mapping[str, int]) -> list[PatchPlace]:
-        """Return the places along one axis of the result. For `feature`, only active features."""
+        """Return the places along one axis of the result. For `feature`, only active features.
+
+        Args:
+            axis: the axis of the result.
+            sizes: the axes of the first point, with their sizes.
+        """
         if axis == "layer":
             return [(layer, {"layer": name}) for layer, name in self.names.items()]
         point_axis = next((name for name in SELECTS.get(axis, ()) if name in sizes), None)
         if point_axis is None:
-            has = [name for name, axes in SELECTS.items() if not sizes.keys().isdisjoint(axes)]
+            possible = [name for name, axes in SELECTS.items() if not sizes.keys().isdisjoint(axes)]
             raise ValueError(
-                f"over may contain layer, {', '.join(has)} at {self._choice.site}; got "
+                f"over may contain layer, {', '.join(possible)} at {self._choice.site}; got "
                 f"{shown(axis)}"
             )
         if axis == "span":
@@ -240,10 +256,13 @@ class Sites:
         spans = self.runs.text.spans
         if not spans:
             raise ValueError("over=['span'] needs Pairs with spans; got pairs without spans")
-        if self._source is None:
-            return [(name, {point_axis: at}) for name, at in spans.items()]
-        there = self._source.spans
-        return [(name, {point_axis: at, "source_pos": there[name]}) for name, at in spans.items()]
+        places: list[PatchPlace] = []
+        for name, columns in spans.items():
+            selected: dict[str, Any] = {point_axis: columns}
+            if self._source is not None:
+                selected["source_pos"] = self._source.spans[name]
+            places.append((name, selected))
+        return places
 
     def _groups_of_neurons(self, point_axis: str, n_neurons: int) -> list[PatchPlace]:
         """Return groups of neighbouring neurons, with the group size of the choice."""
@@ -256,7 +275,9 @@ class Sites:
         """Return the features that are not 0 somewhere in the text or in the cached values."""
         names = [*self.names.values()]
         run = self.runs.capture(self.runs.text, names)
-        values = [cache[name] for cache in (run, self.values) for name in names if name in cache]
+        values = []
+        for cache in (run, self.values):
+            values += [cache[name] for name in names if name in cache]
         sizes = {value.shape[-1] for value in values}
         if len(sizes) > 1:
             raise ValueError(
@@ -269,22 +290,35 @@ class Sites:
         return numbers
 
 
-def _usual_axes(sizes: Mapping[str, int], layered: bool) -> tuple[str, ...]:
-    """Return the usual axes of a result: the layer, and the feature, expert, head or position."""
+def _usual_axes(sizes: Mapping[str, int], is_in_layer: bool) -> tuple[str, ...]:
+    """Return the usual axes of a result: the layer, and the feature, expert, head or position.
+
+    Args:
+        sizes: the axes of the points, with their sizes.
+        is_in_layer: whether the points are in layers.
+    """
     axes = ("feature", "expert", "head", "pos")
-    usual = [axis for axis in axes if not sizes.keys().isdisjoint(SELECTS[axis])]
-    return (*["layer"][:layered], *usual[:1])
+    existing = [axis for axis in axes if not sizes.keys().isdisjoint(SELECTS[axis])]
+    inner_axis = existing[:1]
+    return ("layer", *inner_axis) if is_in_layer else tuple(inner_axis)
 
 
 def _label(group: range) -> int | str:
+    """Return the label of a group of neurons: a number, or the first and the last number."""
     return group[0] if len(group) == 1 else f"{group[0]}-{group[-1]}"
 
 
-def _some(what: str, known: Mapping[int, T], wanted: Some) -> dict[int, T]:
-    """Select the wanted entries of `known`, or all entries if `wanted` is None."""
-    if wanted is None:
+def _some(what: str, known: Mapping[int, T], selected: Some) -> dict[int, T]:
+    """Return the selected entries of `known`, or all entries if `selected` is None.
+
+    Args:
+        what: the name of the argument, for the error.
+        known: all entries.
+        selected: the keys of the entries.
+    """
+    if selected is None:
         return dict(known)
-    wanted = [wanted] if isinstance(wanted, int) else wanted
-    if not wanted or not known.keys() >= set(wanted):
-        raise ValueError(f"{what} must be among {[*known]}; got {[*wanted]}")
-    return {n: known[n] for n in wanted}
+    keys = [selected] if isinstance(selected, int) else selected
+    if not keys or not known.keys() >= set(keys):
+        raise ValueError(f"{what} must be among {[*known]}; got {[*keys]}")
+    return {key: known[key] for key in keys}

@@ -13,6 +13,7 @@ The algorithm (no paper; the result equals the result of separate runs):
 5. Unembed only the positions that the metric reads, and subtract the metric of the unedited run.
 """
 
+import itertools
 from collections.abc import Sequence
 
 from jaxtyping import Float
@@ -38,7 +39,8 @@ def measured(
         batch: the texts and the metric.
         edits, max_bytes: see `sweep`.
     """
-    model, (size, n_pos) = runner.model, batch.tokens.shape[:2]
+    model = runner.model
+    size, n_pos = batch.tokens.shape[:2]
     jobs = [Job(index, runner.edits(hooks)) for index, hooks in enumerate(edits)]
     for job in jobs:
         # The inputs of images and sounds have other positions than the activations.
@@ -46,14 +48,12 @@ def measured(
             job.pos = min((_first(edited, n_pos) for edited in job.edits), default=0)
     # The result of a hook that is already active may depend on the other rows of the batch. An
     # example is the scale of quantised values.
-    alone = is_listened_to(model, parts=False) or any(map(_mixes_rows, model.modules()))
+    runs_alone = is_listened_to(model, parts=False) or any(map(_mixes_rows, model.modules()))
     unedited = Unedited(runner, batch, jobs)
     base = evaluate(batch.metric, unedited.logits, size)
     runs: Resumed | WholeRuns
-    hooks = [hook for job in jobs for edited in job.edits for hook in edited.hooks]
-    counts_calls = any("call" in getattr(hook, "where", ()) for hook in hooks)
-    if alone or counts_calls or not unedited.is_resumable():
-        runs = WholeRuns(model, batch, jobs, None if alone else max_bytes)
+    if runs_alone or any(map(_counts_calls, jobs)) or not unedited.is_resumable():
+        runs = WholeRuns(model, batch, jobs, None if runs_alone else max_bytes)
     else:
         if not all(getattr(context, "is_causal", True) for context in unedited.contexts):
             # Earlier positions read later positions, so all positions are computed.
@@ -63,14 +63,20 @@ def measured(
     values = base.new_empty(len(jobs), size)
     title = f"{len(jobs)} edits, as {runs.forwards:.3g} forward passes"
     with progress_bar(title, total=runs.forwards) as count:
-        for job, edited in runs.run(count):
-            values[job.index] = edited
+        for job, metrics in runs.run(count):
+            values[job.index] = metrics
             job.require_fired()
     return base, values
 
 
+def _counts_calls(job: Job) -> bool:
+    """Return True if an edit of a run selects some calls of a module."""
+    hooks = itertools.chain(*(edited.hooks for edited in job.edits))
+    return any("call" in getattr(hook, "where", ()) for hook in hooks)
+
+
 def _mixes_rows(module: nn.Module) -> bool:
-    """Return whether a module quantises rows together, with one scale or with shared outliers."""
+    """Return True if a module quantises rows together, with one scale or with shared outliers."""
     is_dynamic = type(module).__module__.startswith("torch.ao.nn.quantized.dynamic")
     # The 8-bit linear maps of bitsandbytes find outliers by the threshold in their state.
     finds_outliers = hasattr(getattr(module, "state", None), "threshold")
@@ -82,5 +88,7 @@ def _first(edited: EditedPoint, n_pos: int) -> int:
 
     A function may change any position.
     """
-    hooks = edited.hooks
-    return min(h.first(edited.point, n_pos) if isinstance(h, Edit) else 0 for h in hooks)
+    firsts = []
+    for hook in edited.hooks:
+        firsts.append(hook.first(edited.point, n_pos) if isinstance(hook, Edit) else 0)
+    return min(firsts)

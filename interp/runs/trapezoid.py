@@ -82,20 +82,21 @@ def averaged(
     size = change.abs().mean() if size is None else size
     sums = (first + last) / 2
     paths = [*range(len(first))]
-    taken = [1] * len(first)
+    steps_of_paths = [1] * len(first)
     n_before = 1
     n_steps = _FIRST if steps == "auto" else steps
     while True:
+        # Skip the shares of earlier rounds, which are multiples of 1 / n_before.
         shares = [n / n_steps for n in range(1, n_steps) if n * n_before % n_steps]
         for share in progress_of(shares, "steps on the way", len(shares)):
             sums[paths] += at(paths, share)[0]
         for path in paths:
-            taken[path] = n_steps
-        means = sums / sums.new_tensor(taken).view(-1, *[1] * (sums.ndim - 1))
+            steps_of_paths[path] = n_steps
+        means = sums / sums.new_tensor(steps_of_paths).view(-1, *[1] * (sums.ndim - 1))
         # The gap is 0 / 0 if the metric does not change.
         gaps = ((added(means) - change).abs() / size).nan_to_num()
         largest = gaps.amax(1).tolist()
         paths = [path for path in paths if largest[path] > TOLERANCE]
         if steps != "auto" or n_steps == _MOST or not paths:
-            return Mean(means, taken, gaps)
+            return Mean(means, steps_of_paths, gaps)
         n_before, n_steps = n_steps, 2 * n_steps

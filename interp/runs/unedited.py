@@ -1,4 +1,4 @@
-"""The unedited run of a sweep, and whether edited runs can begin inside it."""
+"""The unedited run of a sweep, and the check that edited runs can begin inside this run."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -48,7 +48,8 @@ class Unedited:
         self.streams: list[Tensor] = []
         self.past: list[list[Tensor]] = []
         self.contexts: list[Any] = []
-        self._kept = 2 if any(job.pos for job in jobs) else 0
+        # The number of tensors in `past` for each block: keys and values, if they are needed.
+        self._n_past = 2 if any(job.pos for job in jobs) else 0
         self._stage = -1.0
         self._by_rows = True
         self._fired = Calls()
@@ -72,19 +73,22 @@ class Unedited:
         for layer, block in enumerate(getattr(self.language, "blocks", ())):
             session.before(block, partial(self._enter, layer))
             session.after(block, partial(self._leave, layer))
-            if self._kept and not self._finds_context:
+            if self._n_past and not self._finds_context:
                 for point in _keys_and_values(block, runner):
                     session.after(point, self._keep)
 
     def _require_fired(self, jobs: Sequence[Job]) -> None:
         """Raise an error if the run did not reach an edited point."""
         for job in jobs:
-            job.fired = {e.point.name for e in job.edits if e.point.module in self.stages}
+            points = [edited.point for edited in job.edits]
+            job.fired = {point.name for point in points if point.module in self.stages}
             job.require_fired()
             job.fired = set()
 
     def _try(self, module: nn.Module, edits: list[EditedPoint], output: Any) -> None:
-        point, value = edits[0].point, first_tensor(output, edits[0].point)
+        """Try the edits of a module on its output, and record the stage of the module."""
+        point = edits[0].point
+        value = first_tensor(output, point)
         call = self._fired.next(point.name)
         self.batch.note(point, value)
         self.stages.setdefault(module, set()).add(self._stage)
@@ -97,37 +101,42 @@ class Unedited:
                 edited.apply(value, call)
 
     def _enter(self, layer: int, args: Any, kwargs: Any) -> None:
+        """Record the arguments of a block, and the version of its input stream."""
         self._stage = layer
         self.past.append([])
         stream = next(iter((*args, *kwargs.values())), None)
-        self._calls.append(
-            (args, kwargs, stream, version(stream)) if isinstance(stream, Tensor) else ()
-        )
+        if isinstance(stream, Tensor):
+            self._calls.append((args, kwargs, stream, version(stream)))
+        else:
+            self._calls.append(())
 
     def _leave(self, layer: int, output: Any) -> None:
+        """Record the output of a block."""
         self._stage = layer + 0.5
         self._outputs.append(next(tensors_in(output), None))
 
     def _keep(self, value: Tensor) -> None:
+        """Record the keys or the values of a block."""
         # Copy the value, because queries, keys and values may be views of one tensor.
         self.past[-1].append(value.detach().transpose(1, 2).contiguous())
 
     def is_resumable(self) -> bool:
-        """Return whether an edited run can begin at a step inside the forward pass.
+        """Return True if an edited run can begin at a step inside the forward pass.
 
-        If so, this method also sets `streams` and `contexts`, and `past` if the context has it.
+        This method also sets `streams` and `contexts`, and `past` if the context contains it.
         """
         language, calls, outputs = self.language, self._calls, self._outputs
         n_blocks = len(getattr(language, "blocks", ()))
         if not n_blocks or len(calls) != n_blocks or not all(calls) or not self._by_rows:
             return False
-        known = {-1.0, *map(float, range(n_blocks)), n_blocks - 0.5}
+        possible_stages = {-1.0, *map(float, range(n_blocks)), n_blocks - 0.5}
         self.contexts = self._contexts()
         self.streams = [stream for _, _, stream, _ in calls] + outputs[-1:]
         return (
-            set().union(*self.stages.values()) <= known
-            and all(hasattr(c, part) for c in self.contexts for part in ("repeated", "after"))
-            and all(len(kept) == self._kept for kept in self.past)
+            set().union(*self.stages.values()) <= possible_stages
+            and all(hasattr(context, "repeated") for context in self.contexts)
+            and all(hasattr(context, "after") for context in self.contexts)
+            and all(len(tensors) == self._n_past for tensors in self.past)
             # No block changed its input stream in place.
             and all(version(stream) == before for _, _, stream, before in calls)
             and all(map(_are_close, outputs, self.streams[1:]))
@@ -142,7 +151,9 @@ class Unedited:
         """Return `contexts` from a position on. Blocks that shared a context still share it."""
         if not pos:
             return self.contexts
-        past = [tuple(part[:, :, :pos] for part in parts) for parts in self.past]
+        past = []
+        for tensors in self.past:
+            past.append(tuple(tensor[:, :, :pos] for tensor in tensors))
         originals = {id(context): context for context in self.contexts}
         later = {key: context.after(pos, past) for key, context in originals.items()}
         return [later[id(context)] for context in self.contexts]
@@ -155,24 +166,27 @@ class Unedited:
         if self._finds_context:
             calls = [(args, kwargs) for args, kwargs, _, _ in self._calls]
             context = self.language.context_of(calls, self._arguments)
-            if context and self._kept:
+            if context and self._n_past:
                 self.past = [list(pair) for pair in context.held]
             return [context] * len(calls)
-        return [
-            args[1] if len(args) == 2 and not kwargs else None for args, kwargs, *_ in self._calls
-        ]
+        contexts = []
+        for args, kwargs, *_ in self._calls:
+            contexts.append(args[1] if len(args) == 2 and not kwargs else None)
+        return contexts
 
 
 def _keys_and_values(block: nn.Module, runner: HookedRunner) -> list[nn.Module]:
     """Return the modules of the block's points `k` and `v`."""
-    reached = inside(block)
-    ends = {
-        p.name.rpartition(".")[2]: p.module for p in runner.points.values() if p.module in reached
-    }
-    return [ends[end] for end in ("k", "v") if end in ends]
+    modules_of_block = inside(block)
+    modules = {}
+    for point in runner.points.values():
+        if point.module in modules_of_block:
+            modules[point.name.rpartition(".")[2]] = point.module
+    return [modules[name] for name in ("k", "v") if name in modules]
 
 
 def _by_module(jobs: Sequence[Job]) -> dict[nn.Module, list[EditedPoint]]:
+    """Return the edited points of all runs by their modules."""
     by_module: dict[nn.Module, list[EditedPoint]] = {}
     for job in jobs:
         for edited in job.edits:
@@ -180,7 +194,8 @@ def _by_module(jobs: Sequence[Job]) -> dict[nn.Module, list[EditedPoint]]:
     return by_module
 
 
-def _are_close(ours: Any, theirs: Tensor) -> bool:
-    if not isinstance(ours, Tensor) or ours.shape != theirs.shape:
+def _are_close(value: Any, expected: Tensor) -> bool:
+    """Return True if a value is a tensor that equals another tensor up to rounding."""
+    if not isinstance(value, Tensor) or value.shape != expected.shape:
         return False
-    return ours is theirs or bool(is_rounding(ours, theirs).all())
+    return value is expected or bool(is_rounding(value, expected).all())
