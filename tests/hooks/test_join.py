@@ -118,7 +118,17 @@ class Reads(nn.Module):
         super().__init__()
         self.point = HookPoint("batch pos")
 
-    def forward(self, ids, attention_mask=None, scale=1.0, step=0, places=None, **more):
+    def forward(
+        self,
+        ids,
+        attention_mask=None,
+        scale=1.0,
+        step=0,
+        places=None,
+        kinds=None,
+        rows=None,
+        **more,
+    ):
         return self.point(ids * scale)
 
 
@@ -129,8 +139,13 @@ def test_a_joined_run_knows_what_the_model_was_given():
     def run(ids):
         for start, stop in ((0, 5), (5, 6), (6, 8)):
             seen = mask[:, :stop]
-            places = torch.arange(start, stop)
-            model(ids[:, start:stop], seen, scale=0.5, step=start, places=places, late=start > 5)
+            options = {"scale": 0.5, "step": start, "late": start > 5}
+            options["places"] = torch.arange(start, stop)
+            # These have a column for each token, but not in all runs, or with other rows.
+            options["rows"] = torch.ones(start + 1, stop - start)
+            if start:
+                options["kinds"] = ids[:, start:stop]
+            model(ids[:, start:stop], seen, **options)
 
     _, cache = HookedRunner(model).run_with_cache(ids, run=run)
     assert cache["point"].shape == (2, 8)

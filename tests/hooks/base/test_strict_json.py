@@ -51,6 +51,7 @@ def test_null_stands_for_a_number_that_is_not_finite(number):
 
 def test_what_is_encoded_is_read_again():
     value = {"bounds": [0.0, math.inf], "low": -math.inf, "text": "NaN", "none": None, "n": {}}
+    value["object"] = {"$float": "NaN", "of": "the user"}
     text = strict_json.dumps(strict_json.encoded(value | {"gap": math.nan}))
     strictly(text)
     found = strict_json.decoded(text)
