@@ -142,7 +142,7 @@ def test_a_joined_run_knows_what_the_model_was_given():
             options = {"scale": 0.5, "step": start, "late": start > 5}
             options["places"] = torch.arange(start, stop)
             # These have a column for each token, but not in all runs, or with other rows.
-            options["rows"] = torch.ones(start + 1, stop - start)
+            options["rows"] = torch.ones(start + 1, stop - start, dtype=torch.int64)
             if start:
                 options["kinds"] = ids[:, start:stop]
             model(ids[:, start:stop], seen, **options)

@@ -283,7 +283,12 @@ def test_code_among_the_files_of_a_model_does_not_run(kind, tmp_path, capsys, mo
     given = [str(folder)]
     if kind == "of the hub":
         hub = pytest.importorskip("huggingface_hub")
-        monkeypatch.setattr(hub, "snapshot_download", lambda name, **options: str(folder))
+
+        def download(name, allow_patterns, **options):
+            assert not [pattern for pattern in allow_patterns if fnmatch.fnmatch("a.py", pattern)]
+            return str(folder)
+
+        monkeypatch.setattr(hub, "snapshot_download", download)
         given = ["some/model"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 9))
     said = refused(capsys, "lens", "--prompt", "w3 w5", "--model", *given)
