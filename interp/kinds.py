@@ -1,8 +1,7 @@
 """Checks of the arguments of analyses: a cache, a circuit, a graph, scores, dictionaries.
 
 Each error names the given value, the class that is needed and, from `hints`, the call that creates
-it. `protocol.of` and `protocol.runner_of` check models, and `pairs.pairs.pairs_for` checks pairs,
-with the same form of errors.
+it. `protocol.of` and `protocol.runner_of` check models with the same form of errors.
 """
 
 from typing import Any

@@ -4,7 +4,7 @@ import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, ParamSpec, TypeVar, Unpack
+from typing import Any, Literal, ParamSpec, TypeVar, Unpack, cast
 
 import torch
 from jaxtyping import Int, Shaped
@@ -28,12 +28,12 @@ from hooks.base import (
 )
 from interp import plots
 from interp.inputs.copies import digests, numbered
+from interp.inputs.texts import text_for
 from interp.inputs.token_positions import Tokens, as_positions, is_worded, last_real, short
-from interp.kinds import require_made
 from interp.measuring import Metric, Writer, evaluate, in_words, last_of, metric_for
 from interp.metrics import accuracy, log_prob, logit_diff
-from interp.pairs.spans import Spans, aligned
-from interp.pairs.wording import answer_positions, tokens_of_pairs
+from interp.pairs.spans import Spans, aligned, answer_positions
+from interp.pairs.wording import tokens_of_pairs
 from interp.plots import objects
 from interp.protocol import logits_of, runner_of
 
@@ -156,22 +156,18 @@ class Pairs(plots.Shown):
         are_tokens = isinstance(self._clean, Text) and isinstance(self._corrupted, Text | None)
         self.is_read = are_tokens and not is_worded(answers) and isinstance(spans, Mapping | None)
         if self.is_read:
-            self._align(self._spans, corrupted_spans)
+            self._clean, self._corrupted, self.answers = aligned(
+                self._clean,
+                self._corrupted,
+                self.answers,
+                spans=cast(Spans, self._spans),
+                corrupted_spans=corrupted_spans,
+                last_only=last_only,
+            )
         elif corrupted_spans is not None:
             raise ValueError(
                 "corrupted_spans needs texts and answers that are tensors; got strings or lists"
             )
-
-    def _align(self, spans: Any, corrupted_spans: Spans | None) -> None:
-        """Check that tokens, answers and spans fit each other, and store them as tensors."""
-        self._clean, self._corrupted, self.answers = aligned(
-            self._clean,
-            self._corrupted,
-            self.answers,
-            spans,
-            corrupted_spans,
-            last_only=self.last_only,
-        )
 
     def read_by(self, model: nn.Module) -> "Pairs":
         """Return these pairs as tokens of a model. Analyses call this method.
@@ -183,10 +179,19 @@ class Pairs(plots.Shown):
         """
         pairs = copy.copy(self)
         if not self.is_read:
-            pairs._clean, pairs._corrupted, pairs.answers, spans, corrupted_spans = tokens_of_pairs(
-                model, self._clean, self._corrupted, answers=self.answers, spans=self._spans
+            clean = text_for(model, self._clean)
+            corrupted = None if self._corrupted is None else text_for(model, self._corrupted)
+            answers, spans, corrupted_spans = tokens_of_pairs(
+                model, clean, corrupted, answers=self.answers, spans=self._spans
             )
-            pairs._align(spans, corrupted_spans)
+            pairs._clean, pairs._corrupted, pairs.answers = aligned(
+                clean,
+                corrupted,
+                answers,
+                spans=spans,
+                corrupted_spans=corrupted_spans,
+                last_only=self.last_only,
+            )
             pairs.is_read = True
         if pairs.pos is None and pairs.answers is not None and self._metric is None:
             pairs.pos = answer_positions(model, pairs._clean, pairs._corrupted)
@@ -507,14 +512,3 @@ def of_pairs(analysis: Callable[P, R]) -> Callable[P, R]:
         return explained(*args, **kwargs)
 
     return run
-
-
-def pairs_for(model: nn.Module, pairs: Pairs) -> Pairs:
-    """Return pairs as tokens of a model.
-
-    Raises:
-        TypeError: if `pairs` is not a `Pairs`.
-        ValueError: see `Pairs.read_by`.
-    """
-    require_made("pairs", pairs, Pairs)
-    return pairs.read_by(model)

@@ -1,4 +1,4 @@
-"""Answers and spans of pairs: check that they fit their texts, and find the columns of spans."""
+"""Answers and spans of pairs: check that they fit their texts, and find their columns."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from jaxtyping import Int, Shaped
-from torch import Tensor
+from torch import Tensor, nn
 
 from hooks.base import Index, Selection, Text, real_columns, real_of, shown
+from interp.protocol import of
 
 Spans = Mapping[str, Index]
 """The positions of each span in each example, by the name of the span.
@@ -18,29 +19,35 @@ The positions are a list of lists or a tensor, of integers or booleans.
 
 
 def aligned(
-    one: Text, other: Text | None, answers: Any, spans: Spans, others: Spans | None, last_only: bool
+    clean: Text,
+    corrupted: Text | None,
+    answers: Any,
+    *,
+    spans: Spans,
+    corrupted_spans: Spans | None,
+    last_only: bool,
 ) -> tuple[Text, Text | None, Tensor | None]:
     """Return the texts of pairs with the columns of their spans, and the answers as a tensor.
 
     Args:
-        one: the clean texts.
-        other: the corrupted texts; None if there are no corrupted texts.
+        clean: the clean texts.
+        corrupted: the corrupted texts; None if there are no corrupted texts.
         answers: the answers; see `Pairs`.
         spans: the spans of the clean texts.
-        others: the spans of the corrupted texts; None for the spans of the clean texts.
+        corrupted_spans: the spans of the corrupted texts; None for the spans of the clean texts.
         last_only: whether to use only the last position of each span.
 
     Raises:
         ValueError: if texts, masks, answers or spans do not fit each other.
     """
     kinds = ("clean", "corrupted")
-    texts = [one] if other is None else [one, other]
+    texts = [clean] if corrupted is None else [clean, corrupted]
     masks = [
         real_of(text.attention_mask, text.tokens.shape[:2], f"the {kind} texts' attention_mask")
         for kind, text in zip(kinds, texts, strict=False)
     ]
     _require_same_texts(texts, masks, has_spans=bool(spans))
-    spans_of_texts = (spans, spans if others is None else others)
+    spans_of_texts = (spans, spans if corrupted_spans is None else corrupted_spans)
     columns = [
         positions_of_spans(spans_of_text, mask, kind, last_only)
         for kind, mask, spans_of_text in zip(kinds, masks, spans_of_texts, strict=False)
@@ -50,12 +57,61 @@ def aligned(
         replace(
             text,
             attention_mask=None if text.attention_mask is None else mask,
-            spans=as_tensors(columns_of_text, one.tokens.device),
+            spans=as_tensors(columns_of_text, clean.tokens.device),
         )
         for text, mask, columns_of_text in zip(texts, masks, columns, strict=True)
     ]
-    corrupted = None if other is None else with_columns[1]
-    return with_columns[0], corrupted, as_answers(answers, one.tokens)
+    corrupted = None if corrupted is None else with_columns[1]
+    return with_columns[0], corrupted, as_answers(answers, clean.tokens)
+
+
+def answer_positions(
+    model: nn.Module, clean: Text, corrupted: Text | None
+) -> int | Int[Tensor, " batch"] | None:
+    """Return the position of the answer in each text, counted from the end of the text.
+
+    The result is None if answers are at the last position.
+
+    A causal model answers after the last token. A model that reads texts in both directions answers
+    at the mask token.
+
+    Raises:
+        ValueError: if a model that reads texts in both directions has no mask token, if a text does
+            not contain the mask token exactly once, or if the mask token has different positions in
+            the clean and the corrupted text.
+    """
+    language = of(model)
+    if getattr(language, "is_causal", True):
+        return None
+    rule = (
+        f"pairs need pos=, the position of the answers, because a {type(model).__name__} reads "
+        "texts in both directions"
+    )
+    if (mask_token := _mask_token(language)) is None:
+        raise ValueError(f"{rule}, and its tokenizer has no mask token")
+    positions = []
+    for text in filter(None, (clean, corrupted)):
+        for number, tokens in enumerate(text.listed()):
+            count = tokens.count(mask_token)
+            if count != 1:
+                raise ValueError(f"{rule}; text {number} has {count} mask tokens")
+            positions.append(tokens.index(mask_token) - len(tokens))
+    n_texts = len(clean.tokens)
+    if positions[:n_texts] != positions[-n_texts:]:
+        raise ValueError(
+            "the mask token must be equally far from the end in clean and corrupted texts; got "
+            f"{positions[:n_texts]} and {positions[-n_texts:]}"
+        )
+    return torch.tensor(positions[:n_texts])
+
+
+def _mask_token(language: Any) -> int | None:
+    """Return the token at which a masked language model predicts, or None without a mask token."""
+    try:
+        return getattr(language, "mask_token", None)
+    # The files of the tokenizer cannot be read.
+    except (ImportError, ValueError):
+        return None
 
 
 def _require_same_texts(texts: list[Text], masks: list[Tensor], has_spans: bool) -> None:

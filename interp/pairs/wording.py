@@ -1,35 +1,33 @@
-"""Pairs of strings: convert their texts, answers and spans to tokens with a model's tokenizer."""
+"""Pairs of strings: convert their answers and spans to tokens with a model's tokenizer."""
 
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Int
 from torch import Tensor, nn
 
-from hooks.base import Text, Texts, named_spans
-from interp.inputs.texts import text_for
+from hooks.base import Text, named_spans
 from interp.inputs.token_positions import is_worded
 from interp.protocol import of
 
 
 def tokens_of_pairs(
     model: nn.Module,
-    clean: Texts,
-    corrupted: Texts | None,
+    clean: Text,
+    corrupted: Text | None,
     answers: Any,
     spans: Mapping[str, Any] | Sequence[str],
-) -> tuple[Text, Text | None, Any, Mapping[str, Any], Mapping[str, Any] | None]:
-    """Return the texts of pairs as tokens, their answers as tokens, and their spans as positions.
+) -> tuple[Any, Mapping[str, Any], Mapping[str, Any] | None]:
+    """Return the answers of pairs as tokens, and their spans as positions.
 
     Args:
         model: the model whose tokenizer converts strings.
-        clean, corrupted, answers, spans: see `Pairs`.
+        clean, corrupted: the texts as tokens.
+        answers, spans: see `Pairs`.
 
     Returns:
-        The clean texts, the corrupted texts, the answers, the spans of the clean texts and the
-        spans of the corrupted texts.
+        The answers, the spans of the clean texts and the spans of the corrupted texts.
 
     Raises:
         ValueError: if an answer is several tokens or ambiguous, if a span does not occur exactly
@@ -38,68 +36,16 @@ def tokens_of_pairs(
         UnknownNameError: if a chat has no span with a given name.
         TypeError: if the model cannot read text.
     """
-    clean_text = text_for(model, clean)
-    corrupted_text = None if corrupted is None else text_for(model, corrupted)
-    if corrupted_text is not None and not spans:
-        _require_same_lengths(model, clean_text, corrupted_text)
+    if corrupted is not None and not spans:
+        _require_same_lengths(model, clean, corrupted)
     if answers is not None and not isinstance(answers, Tensor):
         is_shared = _is_one_answer(answers)
-        answers_of_texts = [answers] * len(clean_text.tokens) if is_shared else answers
-        answers = _answers(model, clean_text.of_logits, answers_of_texts)
-    clean_spans = _spans(model, clean_text, spans, side=0)
-    if corrupted_text is None:
-        return clean_text, None, answers, clean_spans, clean_spans
-    corrupted_spans = _spans(model, corrupted_text, spans, side=1)
-    return clean_text, corrupted_text, answers, clean_spans, corrupted_spans
-
-
-def answer_positions(
-    model: nn.Module, clean: Text, corrupted: Text | None
-) -> int | Int[Tensor, " batch"] | None:
-    """Return the position of the answer in each text, counted from the end of the text.
-
-    The result is None if answers are at the last position.
-
-    A causal model answers after the last token. A model that reads texts in both directions answers
-    at the mask token.
-
-    Raises:
-        ValueError: if a model that reads texts in both directions has no mask token, if a text does
-            not contain the mask token exactly once, or if the mask token has different positions in
-            the clean and the corrupted text.
-    """
-    language = of(model)
-    if getattr(language, "is_causal", True):
-        return None
-    rule = (
-        f"pairs need pos=, the position of the answers, because a {type(model).__name__} reads "
-        "texts in both directions"
-    )
-    if (mask_token := _mask_token(language)) is None:
-        raise ValueError(f"{rule}, and its tokenizer has no mask token")
-    positions = []
-    for text in filter(None, (clean, corrupted)):
-        for number, tokens in enumerate(text.listed()):
-            count = tokens.count(mask_token)
-            if count != 1:
-                raise ValueError(f"{rule}; text {number} has {count} mask tokens")
-            positions.append(tokens.index(mask_token) - len(tokens))
-    n_texts = len(clean.tokens)
-    if positions[:n_texts] != positions[-n_texts:]:
-        raise ValueError(
-            "the mask token must be equally far from the end in clean and corrupted texts; got "
-            f"{positions[:n_texts]} and {positions[-n_texts:]}"
-        )
-    return torch.tensor(positions[:n_texts])
-
-
-def _mask_token(language: Any) -> int | None:
-    """Return the token at which a masked language model predicts, or None without a mask token."""
-    try:
-        return getattr(language, "mask_token", None)
-    # The files of the tokenizer cannot be read.
-    except (ImportError, ValueError):
-        return None
+        answers_of_texts = [answers] * len(clean.tokens) if is_shared else answers
+        answers = _answers(model, clean.of_logits, answers_of_texts)
+    clean_spans = _spans(model, clean, spans, side=0)
+    if corrupted is None:
+        return answers, clean_spans, None
+    return answers, clean_spans, _spans(model, corrupted, spans, side=1)
 
 
 def _is_one_answer(answers: Any) -> bool:

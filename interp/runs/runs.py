@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from hooks import ActivationCache, Hooks
 from hooks.base import Text, require_kind, warn, without_gradients
 from interp.inputs.copies import digests, groups
+from interp.kinds import require_made
 from interp.measuring import Metric, measure
-from interp.pairs.pairs import Pairs, PatchingDirection, pairs_for
+from interp.pairs.pairs import Pairs, PatchingDirection
 from interp.protocol import logits_of, runner_of
 from interp.results.result import Result
 from interp.runs.gradients import Gradients
@@ -61,7 +62,8 @@ class Runs:
         self.model = model
         self.runner = runner_of(model)
         self.max_bytes = max_bytes
-        self.pairs = pairs_for(model, pairs)
+        require_made("pairs", pairs, Pairs)
+        self.pairs = pairs.read_by(model)
         self.direction = direction
         self.reads_other = direction is not None
         if direction is None or direction == "noising":
