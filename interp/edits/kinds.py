@@ -40,7 +40,7 @@ def zero(*unnamed: object, **where: Index) -> Edit:
         where: the place, by the names of axes of the point: `head`, `pos`, `d_model` and so on. An
             axis that is not given is selected whole, so `zero()` sets the whole activation to zero.
             `interp.edits` describes the indices.
-        unnamed: not allowed, because a number does not say which axis it selects along.
+        unnamed: arguments without the name of an axis, which raise an error.
 
     Raises:
         TypeError: if the place is given without the name of an axis.

@@ -14,6 +14,7 @@ Interpretability"):
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -44,7 +45,7 @@ def acdc(
     max_bytes: int = 2**30,
     progress: bool = True,
 ) -> dict[float, Circuit]:
-    """Remove edges one by one while the predictions stay close to the whole model's predictions.
+    """Find a circuit: remove edges one by one while predictions stay close to the model's.
 
     The distance is KL(whole model || circuit), the mean over the pairs. Each test is one run.
     Thresholds share a test if all earlier decisions were the same.
@@ -60,9 +61,9 @@ def acdc(
         progress: whether to show a bar after two seconds.
 
     Returns:
-        A circuit for each threshold. The score of an edge is minus the increase of the divergence
-        when the edge was tested. Removed edges have scores too. The score is NaN if no test was
-        needed.
+        A circuit for each threshold, by the threshold. The score of an edge is minus the increase
+        of the divergence when the edge was tested, in nats. Removed edges have scores too. The
+        score is NaN if no test was needed.
 
     Raises:
         ValueError: if there is no threshold, a threshold is not above 0, or for the reasons of
@@ -74,31 +75,41 @@ def acdc(
     >>> [*acdc(model, pairs, 3.0)[3.0]]
     ['m0->m1', 'm1->logits']
     """
-    several = [thresholds] if isinstance(thresholds, int | float) else [*thresholds]
-    are_numbers = all(isinstance(threshold, int | float) for threshold in several)
-    if not several or not are_numbers or min(several) <= 0:
-        raise ValueError(f"thresholds must be numbers above 0, at least one; got {shown(several)}")
-    whole = Runs(model, pairs, direction)
-    divergent = kl_divergence(whole.logits({}), pos, attention_mask=whole.text.attention_mask)
-    graph, pairs = Graph(model, split_embeddings), whole.pairs.measured_by(divergent)
-    runs = MaskedRuns(graph, pairs, source, direction, max_bytes)
-    known: dict[bytes, float] = {}
+    thresholds = [thresholds] if isinstance(thresholds, int | float) else [*thresholds]
+    _require_positive(thresholds)
+    whole_model = Runs(model, pairs, direction)
+    mask = whole_model.text.attention_mask
+    metric = kl_divergence(whole_model.logits({}), pos, attention_mask=mask)
+    pairs = whole_model.pairs.measured_by(metric)
+    graph = Graph(model, split_embeddings)
+    runs = MaskedRuns(graph, pairs, source, direction=direction, max_bytes=max_bytes)
+    known_divergences: dict[bytes, float] = {}
 
     def divergence(kept: Bool[Tensor, "writer reader"]) -> float:
         key = kept.numpy().tobytes()
-        if key not in known:
-            known[key] = float(runs.metric((graph.allowed & ~kept).float()).double().mean())
-        return known[key]
+        if key not in known_divergences:
+            divergences = runs.metric((graph.allowed & ~kept).float())
+            known_divergences[key] = float(divergences.double().mean())
+        return known_divergences[key]
 
     circuits = {}
     n_edges = int(graph.allowed.sum())
-    with progress_bar("edges", total=n_edges * len(several)) as count:
-        for number, threshold in enumerate(several, 1):
+    with progress_bar("edges", total=n_edges * len(thresholds)) as count:
+        for number, threshold in enumerate(thresholds, 1):
             kept, scores = _tested(graph, threshold, divergence, count)
             circuits[threshold] = Circuit(graph, kept, scores, pairs.digests())
             # Count the edges that need no test too.
             count(number * n_edges - count.done)
     return circuits
+
+
+def _require_positive(thresholds: Sequence[Any]) -> None:
+    """Check that thresholds are one or more numbers above 0."""
+    are_numbers = all(isinstance(threshold, int | float) for threshold in thresholds)
+    if not thresholds or not are_numbers or min(thresholds) <= 0:
+        raise ValueError(
+            f"thresholds must be numbers above 0, at least one; got {shown(thresholds)}"
+        )
 
 
 def _tested(
@@ -131,16 +142,18 @@ def _tested(
 
 
 def _edges(graph: Graph, kept: Bool[Tensor, "writer reader"]) -> Iterator[tuple[int, int]]:
-    """Yield the edges to test while `kept` changes.
+    """Yield the edges to test, as indices of writers and readers, while the caller changes `kept`.
 
     Edges to a reader whose node has no kept outgoing edge are removed from `kept`.
     """
-    feeds, live = feeding(graph), torch.zeros(len(graph.readers), dtype=torch.bool)
-    live[-1] = True
+    feeds = feeding(graph)
+    # A reader is live if a path of kept edges leads from its node to the logits.
+    is_live = torch.zeros(len(graph.readers), dtype=torch.bool)
+    is_live[-1] = True
     for reader in reversed(range(len(graph.readers))):
         writers = feeds[:, reader].nonzero().flatten()
-        live[reader] |= (kept[writers] & live).any()
-        if not live[reader]:
+        is_live[reader] |= (kept[writers] & is_live).any()
+        if not is_live[reader]:
             kept[:, reader] = False
         for writer in reversed(kept[:, reader].nonzero().flatten().tolist()):
             yield writer, reader

@@ -24,7 +24,12 @@ _MISSES = 10
 
 
 class Miss(NamedTuple):
-    """A place where an estimate is wrong: the labels by axis, and both mean effects."""
+    """A place where an estimate is wrong.
+
+    Attributes:
+        where: the labels of the place by axis.
+        exact, estimate: the mean effects.
+    """
 
     where: Mapping[str, Any]
     exact: float
@@ -90,14 +95,14 @@ class Comparison(plots.Shown):
 
     def __repr__(self) -> str:
         signs = f", the same sign at {self.sign_agreement:.0%}"
-        known = "" if math.isnan(self.sign_agreement) else signs
+        known_signs = "" if math.isnan(self.sign_agreement) else signs
         title = f"Comparison of {len(self.exact)} places"
-        correlation = f"rank correlation {self.rank_correlation:+.3f}{known}"
+        correlation = f"rank correlation {self.rank_correlation:+.3f}{known_signs}"
         return "\n  ".join([title, correlation, *map(repr, self.misses[:3])])
 
 
 def compare_effects(exact: Result, estimate: Result) -> Comparison:
-    """Compare the mean effects of an estimate with exact mean effects.
+    """Return a comparison of the mean effects of an estimate with exact mean effects.
 
     If the estimate has no signs, it is compared with means of absolute exact effects.
 
@@ -120,35 +125,58 @@ def compare_effects(exact: Result, estimate: Result) -> Comparison:
     """
     require_made("exact", exact, Result)
     require_made("estimate", estimate, Result)
-    for what in ("axes", "labels", "site", "direction", "unit", "metric", "texts"):
-        ours, theirs = (_fact(result, what) for result in (exact, estimate))
+    for name in ("axes", "labels", "site", "direction", "unit", "metric", "texts"):
+        ours, theirs = (_fact(result, name) for result in (exact, estimate))
         if ours != theirs:
             raise ValueError(
-                f"exact and estimate must have the same {what}; got {ours:.60} and {theirs:.60}"
+                f"exact and estimate must have the same {name}; got {ours:.60} and {theirs:.60}"
             )
-    signed = estimate.about.get("signed", True)
-    if not signed:
+    is_signed = estimate.about.get("signed", True)
+    if not is_signed:
         exact = dataclasses.replace(exact, values=exact.values.abs())
-    true, guess = (result.mean().flatten().double() for result in (exact, estimate))
-    if wrong := int((~(true - guess).isfinite()).sum()):
+    exact_means = exact.mean().flatten().double()
+    estimates = estimate.mean().flatten().double()
+    if n_infinite := int((~(exact_means - estimates).isfinite()).sum()):
         raise ValueError(
-            f"effects must be finite; got infinity or NaN at {wrong} of {len(true)} places"
+            f"effects must be finite; got infinity or NaN at {n_infinite} of {len(exact_means)} "
+            "places"
         )
-    there = true.abs() > sum_rounding(exact.values.dtype) * true.abs().max()
-    have_same_sign = (true.sign() == guess.sign())[there].double()
-    sign_agreement = have_same_sign.mean().item() if signed else math.nan
-    places = list(itertools.product(*(exact.labels[axis] for axis in exact.axes[:-1])))
-    worst = (guess - true).abs().argsort(descending=True, stable=True)[:_MISSES].tolist()
-    misses = [
-        Miss(dict(zip(exact.axes[:-1], places[n], strict=True)), true[n].item(), guess[n].item())
-        for n in worst
-    ]
-    both = torch.stack([ranks(true), ranks(guess)])
-    correlation = torch.corrcoef(both)[0, 1].item() if len(true) > 1 else math.nan
-    return Comparison(true, guess, correlation, sign_agreement, tuple(misses), exact.unit)
+    rounding = sum_rounding(exact.values.dtype) * exact_means.abs().max()
+    has_effect = exact_means.abs() > rounding
+    have_same_sign = (exact_means.sign() == estimates.sign())[has_effect].double()
+    both_ranks = torch.stack([ranks(exact_means), ranks(estimates)])
+    is_single = len(exact_means) == 1
+    return Comparison(
+        exact=exact_means,
+        estimate=estimates,
+        rank_correlation=math.nan if is_single else torch.corrcoef(both_ranks)[0, 1].item(),
+        sign_agreement=have_same_sign.mean().item() if is_signed else math.nan,
+        misses=_misses(exact, exact_means, estimates),
+        unit=exact.unit,
+    )
 
 
-def _fact(result: Result, what: str) -> str:
-    fact = getattr(result, what, result.about.get(what, "none"))
+def _misses(
+    exact: Result, exact_means: Float[Tensor, " place"], estimates: Float[Tensor, " place"]
+) -> tuple[Miss, ...]:
+    """Return the places where two effects differ most, the largest difference first.
+
+    Args:
+        exact: the result with the labels of the places.
+        exact_means, estimates: the mean effects.
+    """
+    axes = exact.axes[:-1]
+    places = list(itertools.product(*(exact.labels[axis] for axis in axes)))
+    differences = (estimates - exact_means).abs()
+    misses = []
+    for n in differences.argsort(descending=True, stable=True)[:_MISSES].tolist():
+        where = dict(zip(axes, places[n], strict=True))
+        misses.append(Miss(where, exact_means[n].item(), estimates[n].item()))
+    return tuple(misses)
+
+
+def _fact(result: Result, name: str) -> str:
+    """Return an attribute of a result, or an entry of `about`, as text."""
+    fact = getattr(result, name, result.about.get(name, "none"))
     # The text of a function contains its address, which differs between processes.
     return re.sub(" at 0x[0-9a-f]+", "", str(fact))

@@ -97,12 +97,12 @@ def circuit_curve(
     max_bytes: int = 2**30,
     progress: bool = True,
 ) -> Curve:
-    """Measure the faithfulness of circuits of several sizes, as the MIB benchmark does.
+    """Return the faithfulness of circuits of several sizes, as the MIB benchmark measures it.
 
     See Mueller et al. 2025, "MIB: A Mechanistic Interpretability Benchmark".
 
-    For each share p, the circuit keeps the int(p · edges) most important edges. Then edges that are
-    not connected are pruned.
+    For each share p, the circuit keeps the int(p · edges) most important edges. Then edges of nodes
+    that are not connected are pruned.
 
     Args:
         model, pairs, source, max_bytes: see `faithfulness`.
@@ -113,6 +113,11 @@ def circuit_curve(
         seed: the seed of the random edges.
         progress: whether to show a bar after two seconds.
 
+    Returns:
+        Three curves of faithfulness [edges, example]: of the edges that help most, of the edges
+        with the largest effects of either sign, and of random edges. `cpr` and `cmd` are the areas
+        that MIB reports.
+
     Raises:
         ValueError: for the reasons of `faithfulness`, or if shares do not increase from above 0 to
             at most 1.
@@ -120,16 +125,14 @@ def circuit_curve(
     Warns:
         UserWarning: if some of the texts were used to compute the scores.
 
-    >>> from models import Transformer, TransformerConfig
-    >>> config = TransformerConfig(vocab_size=7, n_ctx=5, n_layers=2, n_heads=2, d_model=4)
-    >>> model = Transformer(config).eval()
-    >>> pairs = Pairs(torch.tensor([[3, 1, 4]]), torch.tensor([[2, 1, 5]]), torch.tensor([[6, 0]]))
     >>> from interp import edge_attribution
-    >>> scores = edge_attribution(model, pairs)
-    >>> others = Pairs(torch.tensor([[5, 2, 6]]), torch.tensor([[1, 2, 0]]), torch.tensor([[4, 3]]))
-    >>> measured = circuit_curve(model, others, Graph(model), scores, shares=(0.5, 1.0))
-    >>> measured.signed.select(edges=1.0).mean()
-    tensor(1.)
+    >>> from models import load
+    >>> model = load("pydoc-4l")
+    >>> scores = edge_attribution(model, Pairs("def __ini", "def __nam", ("t", "e")))
+    >>> other_pairs = Pairs("    def __ini", "    def __nam", ("t", "e"))
+    >>> curve = circuit_curve(model, other_pairs, Graph(model), scores, shares=(0.02, 0.1, 1.0))
+    >>> curve.absolute.mean()  # with 2%, 10% and all of the edges
+    tensor([0.3533, 0.9029, 1.0000])
     """
     require_made("graph", graph, Graph)
     points = torch.tensor([0, *shares], dtype=torch.float64)
@@ -138,22 +141,23 @@ def circuit_curve(
             "shares must be at least two numbers that increase from above 0 to at most 1; "
             f"got {[*shares]}"
         )
-    every = int(graph.allowed.sum())
-    counts = [int(share * every) for share in shares]
-    runs = CircuitRuns(model, pairs, top(graph, scores, every), source, max_bytes)
+    n_edges = int(graph.allowed.sum())
+    counts = [int(share * n_edges) for share in shares]
+    whole = top(graph, scores, n_edges)
+    runs = CircuitRuns(model, pairs, whole, source=source, max_bytes=max_bytes)
 
-    def measured(chosen: Callable[[int], Circuit]) -> Result:
+    def measured(circuit_of: Callable[[int], Circuit]) -> Result:
         gains = []
-        for n_edges in counts:
-            gains.append(runs(chosen(n_edges)) - runs.none)
+        for n in counts:
+            gains.append(runs(circuit_of(n)) - runs.none)
             count()
         return runs.shares(torch.stack(gains), "edges", shares)
 
     with progress_bar("circuits", total=3 * len(counts)) as count:
         return Curve(
-            measured(partial(top, graph, scores, signed=True)),
-            measured(partial(top, graph, scores)),
-            measured(lambda n: random(graph, n, seed)),
+            signed=measured(partial(top, graph, scores, signed=True)),
+            absolute=measured(partial(top, graph, scores)),
+            random=measured(lambda n: random(graph, n, seed)),
         )
 
 
@@ -163,6 +167,10 @@ def _area(result: Result, *, from_one: bool = False) -> Area:
     The area is computed with the trapezoid rule over the nominal shares. It is a mean over
     examples, as is each height of the curve. A distance between the mean and 1 has no sign, so the
     distances of all examples are multiplied by the sign of their mean.
+
+    Args:
+        result: faithfulness [edges, example].
+        from_one: whether to return the area between the curve and 1.
     """
     shares = torch.tensor(result.labels["edges"], dtype=torch.float64)
     heights = result.values.cpu().double()

@@ -56,7 +56,12 @@ class ChangedPositions(NamedTuple):
     labels: list[int | str] | None
 
     def change(self, whole: Tensor, by: Float[Tensor, "batch n d_model"]) -> Tensor:
-        """Return a copy of `whole` with `by` added at the columns."""
+        """Return a copy of a stream with a change added at the columns `here`.
+
+        Args:
+            whole: the stream, [batch, pos, d_model].
+            by: the change of each column.
+        """
         row, column = (self.group < self.groups).nonzero(as_tuple=True)
         index = row, self.here[row, column]
         index, by = all_to_device((index, by[row, column]), whole.device)
@@ -71,6 +76,11 @@ class ChangedPositions(NamedTuple):
 def changed_positions(over: str | None, edited: Text, source: Text) -> ChangedPositions:
     """Return the positions for one value of `over`; see `edge_attribution`.
 
+    Args:
+        over: None, `pos` or `span`.
+        edited: the text that is edited.
+        source: the text from which values are taken.
+
     Raises:
         ValueError: if `over` has another value, or the texts do not fit it.
     """
@@ -82,25 +92,32 @@ def changed_positions(over: str | None, edited: Text, source: Text) -> ChangedPo
                 f"over must be 'span' if positions do not correspond; got {shown(over)}"
             )
         columns = torch.arange(n, device=edited.tokens.device).expand(batch, n)
+        one_group = torch.zeros_like(columns)
         if over is None:
-            return ChangedPositions(columns, columns, torch.zeros_like(columns), None)
-        return ChangedPositions(columns, columns, columns, [*range(n)])
+            return ChangedPositions(here=columns, there=columns, group=one_group, labels=None)
+        return ChangedPositions(here=columns, there=columns, group=columns, labels=[*range(n)])
     if not edited.spans:
         raise ValueError("over='span' needs Pairs with spans; got pairs without spans")
     here, there, group = [], [], []
-    for place, (name, columns) in enumerate(edited.spans.items()):
-        again = (columns[:, :, None] == columns[:, None]).triu(1).any(2)
+    for span, (name, columns) in enumerate(edited.spans.items()):
+        occurs_later = (columns[:, :, None] == columns[:, None]).triu(1).any(2)
         here.append(columns)
         there.append(source.spans[name])
-        group.append(torch.full_like(columns, place).masked_fill(again, len(edited.spans)))
-    joined = [torch.cat(part, 1) for part in (here, there, group)]
-    return ChangedPositions(joined[0], joined[1], joined[2], [*edited.spans])
+        group.append(torch.full_like(columns, span).masked_fill(occurs_later, len(edited.spans)))
+    return ChangedPositions(
+        here=torch.cat(here, 1),
+        there=torch.cat(there, 1),
+        group=torch.cat(group, 1),
+        labels=[*edited.spans],
+    )
 
 
 def points_read(graph: Graph) -> list[str]:
     """Return the points whose values and gradients are needed for the scores of a graph's edges."""
-    read = [name for reading in readings(graph) for name in (reading.stream, reading.at)]
-    return [*graph.needed, *_writers_by_point(graph), *read]
+    names = [*graph.needed, *_writers_by_point(graph)]
+    for reading in readings(graph):
+        names += [reading.stream, reading.at]
+    return names
 
 
 class _Target(NamedTuple):
@@ -109,8 +126,8 @@ class _Target(NamedTuple):
     Attributes:
         gradients: a function that returns the gradients [reader, n, d_model] at some columns of a
             row. The memory of the result is used again by the next call.
-        writers: the writers before these readers.
-        columns: the columns of the scores.
+        writers: the writers that come before these readers.
+        columns: the columns of these readers in the scores.
     """
 
     gradients: Callable[[int, Tensor, Tensor], Tensor]
@@ -143,8 +160,10 @@ class EdgeScores:
         base: Mapping[str, Tensor],
         device: torch.device,
     ) -> None:
-        self.graph, self._device = graph, device
-        self._source, self._base = source, base
+        self.graph = graph
+        self._device = device
+        self._source = source
+        self._base = base
         self.where: ChangedPositions = all_to_device(where, device)
         self._readings = [*readings(graph)]
         self._factors = [all_to_device(layer.added, device) for layer in graph.layers]
@@ -160,38 +179,43 @@ class EdgeScores:
             space: the result of an earlier call with the same number of examples, which is
                 overwritten. Default: new memory.
         """
-        graph, where = self.graph, self.where
-        base = self._values(self._base, where.here, rows)
-        source = self._values(self._source, where.there, rows)
+        graph = self.graph
+        base = self._values(self._base, self.where.here, rows)
+        source = self._values(self._source, self.where.there, rows)
         if space is None:
             stream = base[graph.points[-1]]
             space = stream.new_empty(len(graph.writers), *stream.shape)
-        in_source, in_base = (
-            graph.all_writers(run.__getitem__, added=self._factors) for run in (source, base)
-        )
+        in_source = graph.all_writers(source.__getitem__, added=self._factors)
+        in_base = graph.all_writers(base.__getitem__, added=self._factors)
         start = 0
-        for other, this in zip(in_source, in_base, strict=True):
-            stop = start + len(this.names)
-            other._replace(values=other.values - this.values).put(space[start:stop])
+        for source_writers, base_writers in zip(in_source, in_base, strict=True):
+            stop = start + len(base_writers.names)
+            change = source_writers.values - base_writers.values
+            source_writers._replace(values=change).put(space[start:stop])
             start = stop
         return space
 
     def _values(
         self, values: Mapping[str, Tensor], columns: Tensor, rows: slice
     ) -> dict[nn.Module, Tensor]:
-        """Return the values of a run by point, at some columns of some examples."""
+        """Return the values of a run by point, at some columns of some examples.
+
+        Args:
+            values: the values of whole texts, by the name of the point.
+            columns: the columns of all examples.
+            rows: the examples.
+        """
         row = torch.arange(len(columns), device=columns.device)[rows, None]
 
-        def read(value: Tensor) -> Tensor:
-            at = all_to_device((row, columns[rows]), value.device)
-            return to_device(at_least_float32(value[at]), self._device)
+        def at_columns(value: Tensor) -> Tensor:
+            index = all_to_device((row, columns[rows]), value.device)
+            return to_device(at_least_float32(value[index]), self._device)
 
-        named = zip(self.graph.points, self.graph.needed, strict=True)
-        return {point: read(values[name]) for point, name in named}
+        points = zip(self.graph.points, self.graph.needed, strict=True)
+        return {point: at_columns(values[name]) for point, name in points}
 
     def of_all(self, run: Gradients) -> Float[Tensor, "writer column group batch"]:
         """Return the scores of all writers, computed from the gradients of one run of the text."""
-
         examples = range(len(self.where.here))
 
         # Compute one example at a time and use the memory again. Allocating new memory would take
@@ -215,53 +239,77 @@ class EdgeScores:
                 [writer, row, n, d_model].
         """
         targets = self._targets(run)
-        graph, (here, _, group, _) = self.graph, self.where
+        graph = self.graph
+        here, group = self.where.here, self.where.group
         stream = self._source[graph.needed[-1]]
         size = len(graph.writers), len(graph.readers) + 1, self.where.groups, len(here)
         float_dtype = at_least_float32(stream[:0]).dtype
         scores = stream.new_zeros(size, dtype=float_dtype, device=self._device)
-        most = max(target.columns.stop - target.columns.start for target in targets)
-        space = scores.new_empty(most, here.shape[1], stream.shape[-1])
-        for first, start, changes in parts:
-            for row, change in enumerate(changes.unbind(1), start):
+        most_readers = max(target.columns.stop - target.columns.start for target in targets)
+        space = scores.new_empty(most_readers, here.shape[1], stream.shape[-1])
+        for first_writer, first_row, changes in parts:
+            end_writer = first_writer + len(changes)
+            for row, change in enumerate(changes.unbind(1), first_row):
+                # The rows of a run may be copies of the text.
                 example = row % len(here)
                 for gradients, writers, columns in targets:
-                    some = range(max(first, writers.start), min(first + len(change), writers.stop))
-                    if some:
-                        writer_change = change[some.start - first : some.stop - first]
-                        gradient = gradients(row, here[example], space)
-                        product = self._product(writer_change, gradient, group[example])
-                        scores[some.start : some.stop, columns, :, example] = product
+                    start = max(first_writer, writers.start)
+                    end = min(end_writer, writers.stop)
+                    if start < end:
+                        product = self._product(
+                            change[start - first_writer : end - first_writer],
+                            gradients(row, here[example], space),
+                            group[example],
+                        )
+                        scores[start:end, columns, :, example] = product
         scores[:, :-1].masked_fill_(~graph.allowed[..., None, None].to(scores.device), 0)
         return scores
 
     def _targets(self, run: Gradients) -> list[_Target]:
         """Run the backward pass and return all gradients to multiply the changes with."""
-        by_name: dict[str, Tensor] = {}
+        by_name = self._gradients(run)
+        targets = self._targets_of_readers(run, by_name)
+        # The last column is the attribution of each writer.
+        n_readers = len(self.graph.readers)
+        last_column = slice(n_readers, n_readers + 1)
+        for name, writers in self.added.items():
+            if name in by_name:
+                gradients = partial(_at, to_device(by_name[name], self._device))
+                targets.append(_Target(gradients, writers, last_column))
+        return targets
 
-        wanted = {*self.added, *(reading.at for reading in self._readings)}
+    def _gradients(self, run: Gradients) -> dict[str, Tensor]:
+        """Run the backward pass and return the gradients at readers and writers, by point."""
+        by_name: dict[str, Tensor] = {}
+        needed = {*self.added, *(reading.at for reading in self._readings)}
 
         def receive(name: str, gradient: Tensor) -> None:
-            if name in wanted:
+            if name in needed:
                 require_numbers(name, gradient)
                 by_name[name] = at_least_float32(gradient)
 
         run.backward(receive)
-        targets, parts, last = [], [], len(self.graph.readers)
+        return by_name
+
+    def _targets_of_readers(self, run: Gradients, by_name: Mapping[str, Tensor]) -> list[_Target]:
+        """Return the gradients of all readers, in groups that are large enough for one product.
+
+        Args:
+            run: the run.
+            by_name: the gradients at the points of the readers.
+        """
+        targets, parts = [], []
         for reading in self._readings:
             value = run.values[reading.at]
             gradient = by_name.get(reading.at, torch.zeros_like(value))
-            pull = Pullback(reading, run.values[reading.stream], gradient, self._device)
-            parts.append((reading.readers, pull))
+            pullback = Pullback(reading, run.values[reading.stream], gradient, self._device)
+            parts.append((reading.readers, pullback))
             readers = slice(parts[0][0].start, reading.readers.stop)
             if readers.stop - readers.start >= _ENOUGH or reading is self._readings[-1]:
                 writers = self.graph.allowed[:, readers].any(1).nonzero()
-                targets.append(_Target(Pullbacks(parts), range(int(writers.max()) + 1), readers))
+                writers_before = range(int(writers.max()) + 1)
+                targets.append(_Target(Pullbacks(parts), writers_before, readers))
                 parts = []
-        for name, added_writers in self.added.items():
-            if name in by_name:
-                gradients = partial(_at, to_device(by_name[name], self._device))
-                targets.append(_Target(gradients, added_writers, slice(last, last + 1)))
         return targets
 
     def _product(
@@ -270,7 +318,7 @@ class EdgeScores:
         gradient: Float[Tensor, "reader n d_model"],
         group: Int[Tensor, " n"],
     ) -> Float[Tensor, "writer reader group"]:
-        """Return the products, summed over the columns of each group."""
+        """Return the products of changes and gradients, summed over the columns of each group."""
         if self.where.labels is None:
             return (change.flatten(1) @ gradient.flatten(1).T)[..., None]
         products = torch.einsum("wnd,rnd->wrn", change, gradient)
@@ -279,6 +327,7 @@ class EdgeScores:
 
 
 def _at(gradient: Tensor, row: int, columns: Tensor, space: Tensor) -> Tensor:
+    """Return the gradient at some columns of a row, as the only reader. `space` is not used."""
     return gradient[row, columns][None]
 
 

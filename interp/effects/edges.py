@@ -54,7 +54,7 @@ def edge_attribution(
     split_embeddings: bool = False,
     progress: bool = True,
 ) -> Result:
-    """Estimate the effect of every edge of a `Graph`.
+    """Return an estimate of the effect of every edge of a `Graph`.
 
     The effect of an edge is the effect of replacing the output of its writer for its reader alone.
     The score of an edge is the writer's change, target - base, times the gradient of the metric
@@ -90,12 +90,14 @@ def edge_attribution(
         progress: whether to show a bar after two seconds.
 
     Returns:
-        Scores [edge, example], [edge, pos, example] or [edge, span, example], in at least float32
-        and in the order of `Graph.edges`. `about` contains `node_gap`: the largest difference
-        between the sum of a writer's edges and the writer's attribution, as a share of the largest
-        attribution. This gap should be rounding. `about` also contains the `steps` of the paths,
-        their `gaps` for each example (the largest gap of all writers), and `texts`, the digests of
-        the texts that a circuit was found on (`Pairs.digests`).
+        Scores [edge, example], [edge, pos, example] or [edge, span, example] in the metric's unit,
+        in at least float32 and in the order of `Graph.edges`. `about` contains:
+
+        - `node_gap`: the largest difference between the sum of a writer's edges and the writer's
+          attribution, as a share of the largest attribution. This gap should be rounding.
+        - `steps` and `gaps`, for the methods along paths: the steps of each path, and the gap of
+          each example, which is the largest gap of all writers.
+        - `texts`: the digests of the texts that a circuit was found on (`Pairs.digests`).
 
     Raises:
         ValueError: if the method does not exist, texts, positions or steps do not fit, the metric
@@ -109,9 +111,11 @@ def edge_attribution(
 
     >>> from models import load
     >>> model, pairs = load("pydoc-4l"), Pairs("def __ini", "def __nam", ("t", "e"))
-    >>> edge_attribution(model, pairs).top(2)
-    edge input->a0.h1<k>  +7.037
-    edge m2->logits       -4.864
+    >>> edge_attribution(model, pairs, "eap_ig_inputs").top(1)
+    edge m0->m1  -14.65
+    >>> from interp import edge_patching
+    >>> edge_patching(model, pairs, ["m0->m1"]).top(1)  # the exact effect
+    edge m0->m1  -13.83
     """
     require_choice("method", method, METHODS)
     graph = Graph(model, split_embeddings)
@@ -128,16 +132,21 @@ def edge_attribution(
     # Free the autograd graph of the run.
     del start
     if method != "eap":
-        paths = Paths(runs, edge_scores, base, difference.abs().mean(), steps)
-        along = paths.of_input if method == "eap_ig_inputs" else paths.of_writers
-        scored = along(scored.scores)
+        size = difference.abs().mean()
+        paths = Paths(runs, edge_scores, base=base, size=size, steps=steps)
+        if method == "eap_ig_inputs":
+            scored = paths.of_input(scored.scores)
+        else:
+            scored = paths.of_writers(scored.scores)
     about, gap = _checked_sums(scored, difference)
     if gap > TOLERANCE:
         rule = f"scores of edges should add up to within {TOLERANCE} of the change of the metric"
         warn(f"{rule}; got a gap of {gap:.2g}")
     values = scored.scores[:, :-1][graph.allowed.to(scored.scores.device)]
     values = values.squeeze(1) if over is None else values
-    labels: dict[str, Any] = {"edge": graph.edges} | ({over: where.labels} if over else {})
+    labels: dict[str, Any] = {"edge": graph.edges}
+    if over is not None:
+        labels[over] = where.labels
     return runs.result(values, labels, base, estimate=method, **about)
 
 
@@ -159,11 +168,18 @@ def _checked_sums(scored: "PathScores", difference: Tensor) -> tuple[dict[str, A
 
 
 def _rounded(share: Tensor) -> float:
+    """Return a share with two digits; 0 for NaN."""
     return float(f"{float(share.nan_to_num()):.2g}")
 
 
 class PathScores(NamedTuple):
-    """The scores, the steps of each path, and the gap of its sum for each example."""
+    """The scores of all edges, from one run or from the mean along paths.
+
+    Attributes:
+        scores: the scores; the last column is the attribution of each writer.
+        steps: the number of steps of each path.
+        gaps: the gap of the sum of each example; None for one run.
+    """
 
     scores: Float[Tensor, "writer column group batch"]
     steps: int | list[int] = 0
@@ -189,56 +205,81 @@ class Paths:
         size: Float[Tensor, ""],
         steps: Steps,
     ) -> None:
-        self._runs, self._scores, self._batch = runs, scores, len(base)
+        self._runs = runs
+        self._scores = scores
+        self._batch = len(base)
         self._averaged = partial(averaged, base=base, steps=steps, size=size)
 
     def of_input(self, first: Float[Tensor, "writer column group batch"]) -> PathScores:
         """Return the scores of all edges, given the scores at the start of the path."""
         # The input consists of the first writers. Only the sum of their edges is known. The last
         # column is not an edge.
-        n = self._scores.graph.layers[0].heads.start
-        change = self._scores.changes(slice(None))[:n].sum(0, keepdim=True)
+        n_inputs = self._scores.graph.layers[0].heads.start
+        change = self._scores.changes(slice(None))[:n_inputs].sum(0, keepdim=True)
 
         def at(paths: Sequence[int], share: float) -> tuple[Tensor, Tensor]:
             run = self._run(paths, change, share)
             return self._scores.of_all(run)[None], run.base[None]
 
-        mean = self._averaged(at, first[None], added=lambda means: means[:, :n, :-1].sum((1, 2, 3)))
+        def added(means: Tensor) -> Tensor:
+            return means[:, :n_inputs, :-1].sum((1, 2, 3))
+
+        mean = self._averaged(at, first[None], added=added)
         return PathScores(mean.values[0], mean.steps[0], mean.gaps[0])
 
     def of_writers(self, first: Float[Tensor, "writer column group batch"]) -> PathScores:
         """Return the scores of each writer's edges, on a separate path for each writer."""
-        changes, batch = self._scores.changes(slice(None)), self._batch
-        at_once = max(1, _TOKENS // self._runs.text.tokens.numel())
+        changes = self._scores.changes(slice(None))
+        batch = self._batch
+        n_at_once = max(1, _TOKENS // self._runs.text.tokens.numel())
 
         def at(paths: Sequence[int], share: float) -> tuple[Tensor, Tensor]:
             scores, metrics = [], []
-            for start in range(0, len(paths), at_once):
-                some = paths[start : start + at_once]
-                run = self._run(some, changes, share)
-                parts = ((w, n * batch, changes[w][None]) for n, w in enumerate(some))
-                scores.append(self._scores.of(run, parts)[some])
+            for start in range(0, len(paths), n_at_once):
+                writers = paths[start : start + n_at_once]
+                run = self._run(writers, changes, share)
+                parts = (
+                    (writer, copy * batch, changes[writer][None])
+                    for copy, writer in enumerate(writers)
+                )
+                scores.append(self._scores.of(run, parts)[writers])
                 metrics.append(run.base.view(-1, batch))
             return torch.cat(scores), torch.cat(metrics)
 
-        mean = self._averaged(at, first, added=lambda means: means[:, :-1].sum((1, 2)))
+        def added(means: Tensor) -> Tensor:
+            return means[:, :-1].sum((1, 2))
+
+        mean = self._averaged(at, first, added=added)
         return PathScores(mean.values, mean.steps, mean.gaps.amax(0))
 
     def _run(self, writers: Sequence[int], changes: Tensor, share: float) -> Gradients:
-        """Run copies of the text. In each copy, one writer has moved along its path."""
-        added, batch, n = self._scores.added, self._batch, len(writers)
+        """Return a run of copies of the text. In each copy, one writer has moved along its path.
+
+        Args:
+            writers: the writer that moves in each copy.
+            changes: the change of each writer along the whole path.
+            share: the share of the path.
+        """
+        writers_by_point = self._scores.added
+        batch = self._batch
 
         def moved(value: Tensor, point: Point) -> Tensor:
-            move, here = self._scores.where.change, added[point.name]
-            copies = zip(value.split(batch), writers, strict=True)
-            return torch.cat(
-                [move(rows, share * changes[w]) if w in here else rows for rows, w in copies]
-            )
+            writers_here = writers_by_point[point.name]
+            copies = []
+            for rows, writer in zip(value.split(batch), writers, strict=True):
+                if writer in writers_here:
+                    rows = self._scores.where.change(rows, share * changes[writer])
+                copies.append(rows)
+            return torch.cat(copies)
 
-        moving = {name: moved for name, here in added.items() if {*here} & {*writers}}
+        hooks = {}
+        for name, writers_here in writers_by_point.items():
+            if {*writers_here} & {*writers}:
+                hooks[name] = moved
         runs = self._runs
-        with runs.runner.hooks(moving):
-            text, metric = runs.text.repeated(n), _Copies(runs.metric, batch)
+        with runs.runner.hooks(hooks):
+            text = runs.text.repeated(len(writers))
+            metric = _Copies(runs.metric, batch)
             return Gradients(runs.runner, text, metric, points_read(self._scores.graph))
 
 
@@ -246,8 +287,10 @@ class _Copies:
     """The metric of several copies of a batch. The metric is called once for each copy."""
 
     def __init__(self, metric: Metric, batch: int) -> None:
-        self.last, self.unmasked = getattr(metric, "last", 0), getattr(metric, "unmasked", False)
-        self._metric, self._batch = metric, batch
+        self.last = getattr(metric, "last", 0)
+        self.unmasked = getattr(metric, "unmasked", False)
+        self._metric = metric
+        self._batch = batch
 
     def __call__(self, logits: Float[Tensor, "rows pos vocab"]) -> Float[Tensor, " rows"]:
         copies = logits.split(self._batch)

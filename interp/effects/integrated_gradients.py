@@ -45,13 +45,14 @@ def integrated_gradients(
     neurons: int | None = None,
     progress: bool = True,
 ) -> Result:
-    """Estimate effects as (target - base) times the mean gradient on the straight path between.
+    """Return estimates of effects from gradients on the straight path between two runs.
 
-    A path moves all values of one point together, and their effects add up to the effect of
-    replacing all of them (Sundararajan et al. 2017, "Axiomatic Attribution for Deep Networks").
-    Each layer of a site has a separate path. The mean is computed with the trapezoid rule. The
-    completeness gap is the difference between the sum of the effects and the measured change of the
-    metric: a small gap means that the mean is accurate.
+    The estimate is (target - base) times the mean gradient on the path. A path moves all values of
+    one point together, and their effects add up to the effect of replacing all of them
+    (Sundararajan et al. 2017, "Axiomatic Attribution for Deep Networks"). Each layer of a site has
+    a separate path. The mean is computed with the trapezoid rule. The completeness gap is the
+    difference between the sum of the effects and the measured change of the metric: a small gap
+    means that the mean is accurate.
 
     Args:
         model: any model with the usual points. Its weights need no gradients and receive none.
@@ -65,8 +66,9 @@ def integrated_gradients(
         progress: whether to show a bar after two seconds.
 
     Returns:
-        Effects [*over, example], in at least float32. `about` contains the `steps` of each path,
-        and its `gaps` for each example, as shares of the mean absolute change.
+        Effects [*over, example] in the metric's unit, in at least float32. `about` contains the
+        `steps` of each path, and its `gaps` for each example, as shares of the mean absolute
+        change.
 
     Raises:
         ValueError: for the reasons of `attribution_patching`, or if `steps` is less than 1, or a
@@ -82,6 +84,9 @@ def integrated_gradients(
     >>> model, pairs = load("pydoc-4l"), Pairs("def __ini", "def __nam", ("t", "e"))
     >>> integrated_gradients(model, pairs, "mlp_out", layers=3).top(1)
     layer 3, pos 8 'm|i'  +4.531
+    >>> from interp import activation_patching
+    >>> activation_patching(model, pairs, "mlp_out", layers=3).top(1)  # the exact effect
+    layer 3, pos 8 'm|i'  +4.549
     """
     choice = Choice(site=site, over=over, layers=layers, heads=heads, neurons=neurons)
     runs = Runs(model, pairs, direction)
@@ -107,21 +112,36 @@ def integrated_gradients(
 
 
 def _means(sites: Sites, start: Gradients, steps: Steps) -> dict[str, Mean]:
-    """Return the mean gradient on the path of each point that the metric depends on."""
-    first: dict[str, Tensor] = {}
-    start.backward(first.__setitem__)
+    """Return the mean gradient on the path of each point that the metric depends on.
+
+    Args:
+        sites: the places, and the values of the other run.
+        start: the run at the start of each path.
+        steps: the number of steps of each path.
+    """
+    first_gradients: dict[str, Tensor] = {}
+    start.backward(first_gradients.__setitem__)
     names = [*sites.points]
     # With one layer, the progress bar counts the steps instead.
     layers = progress_of(names, "layers", len(names)) if len(names) > 1 else names
-    return {
-        name: _mean_gradient(sites, name, start, first[name], steps)
-        for name in layers
-        if name in first
-    }
+    means = {}
+    for name in layers:
+        if name in first_gradients:
+            first = first_gradients[name]
+            means[name] = _mean_gradient(sites, name, start, first=first, steps=steps)
+    return means
 
 
 def _mean_gradient(sites: Sites, name: str, start: Gradients, first: Tensor, steps: Steps) -> Mean:
-    """Return the mean gradient while the values of one point move from base to target."""
+    """Return the mean gradient while the values of one point move from base to target.
+
+    Args:
+        sites: the places, and the values of the other run.
+        name: the name of the point.
+        start: the run at the start of the path.
+        first: the gradient at the start of the path.
+        steps: the number of steps.
+    """
     base = start.values[name]
     change = _whole_change(sites, sites.points[name], base)
 
@@ -140,7 +160,13 @@ def _mean_gradient(sites: Sites, name: str, start: Gradients, first: Tensor, ste
 
 
 def _whole_change(sites: Sites, point: Point, base: Tensor) -> Tensor:
-    """Return the change at all places together."""
+    """Return the change of a point when the values at all places move.
+
+    Args:
+        sites: the places, and the values of the other run.
+        point: the point.
+        base: the value of the point in the edited run.
+    """
     changed = at_least_float32(base).clone()
     if "span" not in sites.places:
         return at_least_float32(sites.values[point.name]) - changed
@@ -150,6 +176,7 @@ def _whole_change(sites: Sites, point: Point, base: Tensor) -> Tensor:
 
 
 def _rounded(gaps: Tensor) -> list[float]:
+    """Return numbers with two digits."""
     return [float(f"{share:.2g}") for share in gaps.tolist()]
 
 
@@ -157,8 +184,8 @@ def _warn_of_gaps(paths: Sequence[Mean]) -> None:
     """Warn if the effects of a point do not add up to the change of the metric."""
     largest = max(float(path.gaps.max()) for path in paths)
     if largest > TOLERANCE:
-        taken = max(path.steps[0] for path in paths)
+        n_steps = max(path.steps[0] for path in paths)
         warn(
             f"effects should add up to within {TOLERANCE} of the mean change of the metric; "
-            f"got {largest:.2g} after {taken} steps"
+            f"got {largest:.2g} after {n_steps} steps"
         )

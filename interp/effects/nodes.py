@@ -23,13 +23,16 @@ def node_effects(
     max_bytes: int = 2**30,
     progress: bool = True,
 ) -> Result:
-    """Replace the output of each node for all of its readers, and then for the logits alone.
+    """Return the total and the direct effect of each node, and their difference.
 
-    The total effect is the effect of patching the node. For the direct effect, all later nodes keep
-    their values, so it measures how much the node itself writes towards the answer. `later` is
-    `total - direct`, the effect through later nodes. If its sign is opposite to the sign of
-    `direct`, later nodes repair the change (McGrath et al. 2023, "The Hydra Effect"). In both
-    effects, the scale of the last norm is computed again.
+    For the total effect, the output of a node is replaced for all of its readers. For the direct
+    effect, the output is replaced for the logits alone, and all later nodes keep their values. So
+    the direct effect measures how much the node itself writes towards the answer. In both effects,
+    the scale of the last norm is computed again.
+
+    The difference, total - direct, is the effect through later nodes. If its sign is opposite to
+    the sign of the direct effect, later nodes repair the change (McGrath et al. 2023, "The Hydra
+    Effect").
 
     Args:
         model: a model that has a `Graph`, in evaluation mode.
@@ -39,29 +42,36 @@ def node_effects(
 
     Returns:
         Effects [effect, node, example] in the metric's unit. The labels of `effect` are `total`,
-        `direct` and `later`, which is `total - direct`.
+        `direct` and `later`, the difference.
 
     Raises:
         ValueError, HookError, ModeError: for the reasons of `run_circuit`.
 
     >>> from models import load
     >>> model, pairs = load("pydoc-4l"), Pairs("def __ini", "def __nam", ("t", "e"))
-    >>> node_effects(model, pairs).select(effect="direct").top(1)
+    >>> effects = node_effects(model, pairs)
+    >>> effects.select(node="m0").mean()  # total, direct, later
+    tensor([-20.5482,  -2.9812, -17.5670])
+    >>> effects.select(effect="direct").top(1)
     node m2  -6.748
     """
     graph = Graph(model, split_embeddings)
-    masked = MaskedRuns(graph, pairs, source, direction, max_bytes)
+    runs = MaskedRuns(graph, pairs, source, direction=direction, max_bytes=max_bytes)
     allowed = graph.allowed.float()
-    base = masked.metric(torch.zeros_like(allowed))
-    effects = []
-    places = [n for n, row in enumerate(allowed) if row.any()]
-    for place in progress_of(places, "nodes", len(places)):
-        total, direct = torch.zeros_like(allowed), torch.zeros_like(allowed)
-        total[place] = allowed[place]
-        direct[place, -1] = 1
-        effects.append([masked.metric(mask) - base for mask in (total, direct)])
-    table = torch.stack([torch.stack(each) for each in zip(*effects, strict=True)])
-    values = torch.cat([table, table[:1] - table[1:]])
-    nodes: list[str] = [graph.writers[place] for place in places]
+    base = runs.metric(torch.zeros_like(allowed))
+    writers = [n for n, edges in enumerate(allowed) if edges.any()]
+    totals, directs = [], []
+    for writer in progress_of(writers, "nodes", len(writers)):
+        # Replace all edges of the writer, and then only its edge to the logits.
+        mask = torch.zeros_like(allowed)
+        mask[writer] = allowed[writer]
+        totals.append(runs.metric(mask) - base)
+        mask = torch.zeros_like(allowed)
+        mask[writer, -1] = 1
+        directs.append(runs.metric(mask) - base)
+    total = torch.stack(totals)
+    direct = torch.stack(directs)
+    values = torch.stack([total, direct, total - direct])
+    nodes: list[str] = [graph.writers[writer] for writer in writers]
     labels = {"effect": ["total", "direct", "later"], "node": nodes}
-    return masked.runs.result(values, labels, base)
+    return runs.runs.result(values, labels, base)

@@ -47,17 +47,16 @@ class Verified:
     larger_at_most: int
 
     def __repr__(self) -> str:
-        every = self.n_outside + len(self.top.values)
+        n_places = self.n_outside + len(self.top.values)
         missed, larger = (
             f"at most {bound} of {self.n_outside} ({bound / self.n_outside:.0%})"
             for bound in (self.missed_at_most, self.larger_at_most)
         )
         lines = [
-            f"The top {len(self.top.values)} of {every} places",
+            f"The top {len(self.top.values)} of {n_places} places",
             *repr(self.top.top(3)).splitlines(),
             f"outside, {len(self.outside.values)} sampled: {self.missed} larger than the smallest "
-            "of the top; "
-            f"{missed} are, with {_CONFIDENCE:.0%} confidence",
+            f"of the top; {missed} are, with {_CONFIDENCE:.0%} confidence",
             f"the largest there: {self.outside.top(1)}; {larger} are larger",
         ]
         return "\n  ".join(lines)
@@ -76,7 +75,7 @@ def patch_top_k(
     max_bytes: int = 2**30,
     progress: bool = True,
 ) -> Verified:
-    """Patch the places with the largest estimates, and a random sample of all other places.
+    """Return exact effects of the places with the largest estimates, and of a sample of the rest.
 
     The top alone does not show which large effects the estimate missed. The sample bounds the
     number of other places whose effects belong to the top (with the hypergeometric distribution),
@@ -94,6 +93,10 @@ def patch_top_k(
         max_bytes: see `sweep`.
         progress: whether to show a bar after two seconds.
 
+    Returns:
+        The exact effects of both groups of places, in the metric's unit, the estimates at these
+        places, and the bounds; see `Verified`.
+
     Raises:
         ValueError: if there are no more than `k` places, the budget is too small for a sample, or
             the estimate belongs to another model, metric or texts.
@@ -102,41 +105,55 @@ def patch_top_k(
     >>> from interp import attribution_patching
     >>> model, pairs = load("pydoc-4l"), Pairs("def __ini", "def __nam", ("t", "e"))
     >>> estimate = attribution_patching(model, pairs, "z", layers=0)
-    >>> patch_top_k(model, pairs, estimate=estimate, k=1, budget=4).top.labels["place"]
-    ('layer 0, head 3',)
+    >>> verified = patch_top_k(model, pairs, estimate=estimate, k=1, budget=6)
+    >>> verified.top.top(1)  # The estimate was -8.6.
+    place layer 0, head 3  -0.7379
+    >>> verified.outside.top(1)  # a larger effect that the estimate missed
+    place layer 0, head 1  +1.134
     """
     choice = _choice(estimate)
     runs = Runs(model, pairs, estimate.about["direction"], max_bytes)
     sites = Sites(runs, choice)
-    guess = estimate.mean().flatten().abs()
-    require_integer("k", k, most=len(guess) - 1)
+    estimated_sizes = estimate.mean().flatten().abs()
+    n_places = len(estimated_sizes)
+    require_integer("k", k, most=n_places - 1)
     require_integer("budget", budget, k + 3)
     estimated_labels = {axis: [*estimate.labels[axis]] for axis in estimate.axes[:-1]}
     value = next(iter(sites.values.values()))
     precision = metric_rounding(runs.target.dtype, value.dtype)
     have_same_places = estimated_labels == sites.labels
     _require_same(have_same_places and _are_close(estimate.target, runs.target, precision))
-    order = guess.argsort(descending=True, stable=True).tolist()
-    n = min(budget - 2 - k, len(order) - k)
-    draw = torch.Generator().manual_seed(seed)
-    others = torch.randperm(len(order) - k, generator=draw)[:n].tolist()
-    chosen = order[:k] + [order[k + other] for other in others]
+    order = estimated_sizes.argsort(descending=True, stable=True).tolist()
+    n_outside = n_places - k
+    n_sampled = min(budget - 2 - k, n_outside)
+    generator = torch.Generator().manual_seed(seed)
+    sample = torch.randperm(n_outside, generator=generator)[:n_sampled].tolist()
+    patched = order[:k] + [order[k + n] for n in sample]
     jobs = sites.edits(partial(edits.replace, sites.values))
-    base, effects = runs.edited([jobs[at] for at in chosen])
+    base, effects = runs.edited([jobs[place] for place in patched])
     _require_same(_are_close(estimate.base, base, precision))
-    exact = runs.result(effects, {"place": chosen}, base, site=choice.site)
-    return _verified(estimate, exact, chosen, k, len(order) - k)
+    exact = runs.result(effects, {"place": patched}, base, site=choice.site)
+    return _verified(estimate, exact, patched, k=k, n_outside=n_outside)
 
 
 def _verified(
-    estimate: Result, exact: Result, chosen: Sequence[int], k: int, n_outside: int
+    estimate: Result, exact: Result, patched: Sequence[int], k: int, n_outside: int
 ) -> Verified:
-    """Return the exact effects of the first `k` places and the sample, and bounds for the rest."""
-    size = exact.values.mean(-1).abs().tolist()
-    ranked = sorted(range(len(chosen)), key=lambda at: (at >= k, -size[at]))
-    guessed = _listed(estimate, [chosen[at] for at in ranked])
+    """Return the exact effects of the first `k` places and the sample, and bounds for the rest.
+
+    Args:
+        estimate: the estimates of all places.
+        exact: the exact effects of the patched places.
+        patched: the numbers of the patched places, the `k` places of the top first.
+        k: the number of places of the top.
+        n_outside: the number of places outside the top.
+    """
+    sizes = exact.values.mean(-1).abs().tolist()
+    # Sort the top and the sample separately, the largest effect first.
+    ranked = sorted(range(len(patched)), key=lambda n: (n >= k, -sizes[n]))
+    estimates = _listed(estimate, [patched[n] for n in ranked])
     ordered = replace(
-        guessed,
+        estimates,
         values=exact.values[ranked],
         base=exact.base,
         target=exact.target,
@@ -144,10 +161,18 @@ def _verified(
         groups=exact.groups,
     )
     labels = ordered.labels["place"]
-    top, outside = ordered.select(place=labels[:k]), ordered.select(place=labels[k:])
-    sampled, missed = len(chosen) - k, sum(one > min(size[:k]) for one in size[k:])
-    bounds = (_bound(sampled, count, n_outside) for count in (missed, 0))
-    return Verified(top, outside, guessed, n_outside, missed, *bounds)
+    n_sampled = len(patched) - k
+    smallest_of_top = min(sizes[:k])
+    missed = sum(size > smallest_of_top for size in sizes[k:])
+    return Verified(
+        top=ordered.select(place=labels[:k]),
+        outside=ordered.select(place=labels[k:]),
+        estimate=estimates,
+        n_outside=n_outside,
+        missed=missed,
+        missed_at_most=_bound(n_sampled, missed, n_outside),
+        larger_at_most=_bound(n_sampled, 0, n_outside),
+    )
 
 
 def _choice(estimate: Result) -> Choice:
@@ -156,8 +181,8 @@ def _choice(estimate: Result) -> Choice:
     Raises:
         ValueError: if the estimate does not cover a whole site.
     """
-    known = estimate.about.keys()
-    if not {"site", "direction"} <= known or known & SELECTS.keys():
+    facts = estimate.about.keys()
+    if not {"site", "direction"} <= facts or facts & SELECTS.keys():
         raise ValueError(
             f"estimate must cover a whole site and have a direction; got {dict(estimate.about)}"
         )
@@ -172,6 +197,7 @@ def _choice(estimate: Result) -> Choice:
 
 
 def _require_same(is_same: bool) -> None:
+    """Raise an error if an estimate belongs to another model, metric or texts."""
     if not is_same:
         raise ValueError(
             "estimate must be a whole result of this model, metric and texts; got a different "
@@ -180,18 +206,24 @@ def _require_same(is_same: bool) -> None:
 
 
 def _are_close(ours: Tensor | None, theirs: Tensor | None, precision: float) -> bool:
+    """Return True if two metrics exist and agree up to rounding."""
     if ours is None or theirs is None:
         return False
     return torch.allclose(ours, theirs, rtol=precision, atol=precision)
 
 
-def _listed(result: Result, chosen: Sequence[int]) -> Result:
-    """Return some places of a result along one axis, `place`, with labels in words."""
+def _listed(result: Result, indices: Sequence[int]) -> Result:
+    """Return some places of a result along one axis, `place`, with labels in words.
+
+    Args:
+        result: the result.
+        indices: the numbers of the places, counted over all axes.
+    """
     return replace(
         result,
-        values=result.values.flatten(0, -2)[chosen],
+        values=result.values.flatten(0, -2)[indices],
         axes=("place", "example"),
-        labels={"place": [place.name for place in result.places(chosen)]},
+        labels={"place": [place.name for place in result.places(indices)]},
         words={},
     )
 
@@ -202,11 +234,19 @@ def _bound(sampled: int, missed: int, n: int) -> int:
     A random sample of `sampled` of the `n` places contains `missed` places that belong to the top.
     If the number were larger than the bound, fewer than 5% of all samples would contain so few
     (hypergeometric distribution).
+
+    Args:
+        sampled: the size of the sample.
+        missed: the number of places in the sample that belong to the top.
+        n: the number of places that the sample is drawn from.
     """
 
-    def chance(kind: int) -> float:
-        ways = (math.comb(kind, i) * math.comb(n - kind, sampled - i) for i in range(missed + 1))
-        return sum(ways) / math.comb(n, sampled)
+    def chance(n_top: int) -> float:
+        """Return the probability of at most `missed` if `n_top` of the places belong to the top."""
+        ways = 0
+        for i in range(missed + 1):
+            ways += math.comb(n_top, i) * math.comb(n - n_top, sampled - i)
+        return ways / math.comb(n, sampled)
 
     possible = range(missed, n - sampled + missed + 1)
-    return max(kind for kind in possible if chance(kind) > 1 - _CONFIDENCE)
+    return max(n_top for n_top in possible if chance(n_top) > 1 - _CONFIDENCE)

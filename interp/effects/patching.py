@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from jaxtyping import Shaped
 from torch import Tensor, nn
@@ -36,7 +35,7 @@ def activation_patching(
     max_bytes: int = 2**30,
     progress: bool = True,
 ) -> Result:
-    """Patch values of one run into another, one place at a time, and measure the effect.
+    """Return the effect of patching values of one run into another, one place at a time.
 
     Denoising patches clean values into the corrupted run, and finds the values that are sufficient
     for the answer. Noising patches corrupted values into the clean run, and finds the values that
@@ -65,11 +64,12 @@ def activation_patching(
         progress: whether to show a bar after two seconds.
 
     Returns:
-        Effects [*over, example]. `base` is the metric of the edited run before the edit, and
-        `target` is the metric of the other run.
+        Effects [*over, example], metric(patched) - metric(base), in the metric's unit. `base` is
+        the metric of the edited run before the edit, and `target` is the metric of the other run.
 
     Raises:
         ValueError: if texts, choices or the metric do not fit.
+        TypeError: if `edit` was not made by a function of `interp.edits`.
         UnknownNameError: if the site does not exist or the model lacks it; the error names close
             matches.
         ModeError: if the model is in training mode.
@@ -79,23 +79,17 @@ def activation_patching(
     >>> activation_patching(model, pairs, "z", layers=0).top(1)
     layer 0, head 1  +1.134
     """
-    if edit is not None and not isinstance(edit, Edit):
-        raise TypeError(
-            "edit must be made by a function of interp.edits, such as edits.zero(); got "
-            f"{shown(edit)} "
-            "(sweep accepts functions)"
-        )
-    if edit is not None and direction != "denoising":
-        raise ValueError(
-            "an edit always changes the clean run; leave out direction; got "
-            f"direction={direction!r}"
-        )
     choice = Choice(site=site, over=over, layers=layers, heads=heads, neurons=neurons)
-    runs = Runs(model, pairs, direction if edit is None else None, max_bytes)
+    if edit is None:
+        runs = Runs(model, pairs, direction, max_bytes)
+        sites = Sites(runs, choice)
+        base, effects = runs.edited(sites.edits(partial(edits.replace, sites.values)))
+        return sites.result(base, effects)
+    _check_edit(edit, direction)
+    runs = Runs(model, pairs, direction=None, max_bytes=max_bytes)
     sites = Sites(runs, choice)
-    put = partial(edits.replace, sites.values) if edit is None else edit.at
-    about: dict[str, Any] = {} if edit is None else {"edit": repr(edit)}
-    return sites.result(*runs.edited(sites.edits(put)), **about)
+    base, effects = runs.edited(sites.edits(edit.at))
+    return sites.result(base, effects, edit=repr(edit))
 
 
 @shows_progress
@@ -110,7 +104,7 @@ def sweep(
     max_bytes: int = 2**30,
     progress: bool = True,
 ) -> Result:
-    """Measure the effect of each edit on the metric, as if each edit had a separate run.
+    """Return the effect of each edit on the metric, as if each edit had a separate run.
 
     Each edited run is resumed where it begins to differ from the unedited run: at the first block
     and the first position that its edits change. Earlier keys and values are taken from the
@@ -165,7 +159,8 @@ def sweep(
             "attention_mask must be left out for pairs, which contain their own mask; got a mask"
         )
     _check_edits(edits)
-    runs = Runs(model, texts if metric is None else texts.measured_by(metric), None, max_bytes)
+    pairs = texts if metric is None else texts.measured_by(metric)
+    runs = Runs(model, pairs, direction=None, max_bytes=max_bytes)
     base, effects = runs.edited(edits)
     result = runs.result(effects, {"edit": range(len(edits))}, base)
     return replace(result, words={"edit": [*map(_described, edits)]})
@@ -173,13 +168,32 @@ def sweep(
 
 def _described(edit: Hooks) -> str:
     """Return a short description of an entry of a sweep."""
-    pairs = edit.items() if isinstance(edit, Mapping) else edit
-    named = ([getattr(part, "__name__", part) for part in pair] for pair in pairs)
-    text = ", ".join(f"{point}: {change}" for point, change in named)
+    changes = edit.items() if isinstance(edit, Mapping) else edit
+    parts = []
+    for point, change in changes:
+        # Functions and modules are shown by name.
+        point_name = getattr(point, "__name__", point)
+        parts.append(f"{point_name}: {getattr(change, '__name__', change)}")
+    text = ", ".join(parts)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+def _check_edit(edit: object, direction: PatchingDirection) -> None:
+    """Check the edit of `activation_patching`, and that no direction is given in addition."""
+    if not isinstance(edit, Edit):
+        raise TypeError(
+            "edit must be made by a function of interp.edits, such as edits.zero(); got "
+            f"{shown(edit)} (sweep accepts functions)"
+        )
+    if direction != "denoising":
+        raise ValueError(
+            "an edit always changes the clean run; leave out direction; got "
+            f"direction={direction!r}"
+        )
+
+
 def _check_edits(entries: Sequence[Hooks]) -> None:
+    """Check that the edits of a sweep are a list of mappings or pairs."""
     if isinstance(entries, Mapping):
         raise TypeError(
             "edits must be a list with an entry for each run; got one mapping; write [edits]"

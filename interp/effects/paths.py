@@ -27,14 +27,15 @@ def edge_patching(
     max_bytes: int = 2**30,
     progress: bool = True,
 ) -> Result:
-    """Patch each edge alone: its reader sees the output of its writer in the other run.
+    """Return the effect of patching each edge alone.
 
-    All other edges carry the values of the edited run, and all nodes after the reader are computed
-    again. So the effect is exact, and equals the effect of `run_circuit` with a mask of this edge.
-    An edge is direct: changes in the heads and MLPs between the writer and the reader do not reach
-    the reader. `path_patching` with frozen MLPs carries the same difference to several receivers,
-    and then fixes them: the two functions agree unless a receiver is upstream of another receiver.
-    With recomputed MLPs, `path_patching` also counts the paths through MLPs.
+    The reader of the edge sees the output of the writer in the other run. All other edges carry the
+    values of the edited run, and all nodes after the reader are computed again. So the effect is
+    exact, and equals the effect of `run_circuit` with a mask of this edge. An edge is direct:
+    changes in the heads and MLPs between the writer and the reader do not reach the reader.
+    `path_patching` with frozen MLPs carries the same difference to several receivers, and then
+    fixes them: the two functions agree unless a receiver is upstream of another receiver. With
+    recomputed MLPs, `path_patching` also counts the paths through MLPs.
 
     Args:
         model: a model that has a `Graph`, in evaluation mode.
@@ -50,9 +51,9 @@ def edge_patching(
         progress: whether to show a bar after two seconds.
 
     Returns:
-        Effects [edge, example]. `base` is the metric of the edited run before the edit, and
-        `target` is the metric of the other run. `about` contains `texts`, the digests of the texts
-        that a circuit was found on (`Pairs.digests`).
+        Effects [edge, example] in the metric's unit. `base` is the metric of the edited run before
+        the edit, and `target` is the metric of the other run. `about` contains `texts`, the digests
+        of the texts that a circuit was found on (`Pairs.digests`).
 
     Raises:
         ValueError: if texts or metric do not fit, there is no edge, or an edge runs backwards.
@@ -72,12 +73,9 @@ def edge_patching(
     if not names:
         raise ValueError("edges must be at least one; got none")
     places = [graph.index(name) for name in names]
-    jobs = (
-        (n, carried)
-        # Sort by reader, so that the runs of one sweep begin at about the same block.
-        for n in sorted(range(len(names)), key=lambda n: places[n][::-1])
-        for carried in [runs.over_edge(*places[n])]
-    )
+    # Sort by reader, so that the runs of one sweep begin at about the same block.
+    order = sorted(range(len(names)), key=lambda n: places[n][::-1])
+    jobs = ((n, runs.over_edge(*places[n])) for n in order)
     return runs.result(jobs, "edge", names)
 
 
@@ -96,13 +94,13 @@ def path_patching(
     max_bytes: int = 2**30,
     progress: bool = True,
 ) -> Result:
-    """Patch the output of each sender along the paths to the receivers that pass no other head.
+    """Return the effect of patching each sender along its paths to the receivers.
 
-    As in Wang et al. 2022, "Interpretability in the Wild": the first run replaces the sender's
-    output by its output in the other run, freezes the outputs of all other heads, and records the
-    values of the receivers. The second run replaces the values of the receivers by the recorded
-    values, and computes everything after them again. So each receiver is fixed, even if it is
-    downstream of another receiver; `edge_patching` fixes no receiver.
+    The paths pass no other head. As in Wang et al. 2022, "Interpretability in the Wild": the first
+    run replaces the sender's output by its output in the other run, freezes the outputs of all
+    other heads, and records the values of the receivers. The second run replaces the values of the
+    receivers by the recorded values, and computes everything after them again. So each receiver is
+    fixed, even if it is downstream of another receiver; `edge_patching` fixes no receiver.
 
     Args:
         model, pairs, direction, split_embeddings, max_bytes: see `edge_patching`.
@@ -116,8 +114,8 @@ def path_patching(
         progress: whether to show a bar after two seconds.
 
     Returns:
-        Effects [sender, example]. `base` is the metric of the edited run before the edit, and
-        `target` is the metric of the other run.
+        Effects [sender, example] in the metric's unit. `base` is the metric of the edited run
+        before the edit, and `target` is the metric of the other run.
 
     Raises:
         ValueError: if no receiver comes after a sender, if `logits` is not the only receiver, or
@@ -134,19 +132,20 @@ def path_patching(
     graph = Graph(model, split_embeddings)
     runs = PathEdits(graph, pairs, direction, max_bytes)
     receivers = listed(receivers, "receivers")
-    at = {graph.place("reader", name) for name in receivers}
+    readers = {graph.place("reader", name) for name in receivers}
     if not receivers or ("logits" in receivers and len(receivers) > 1):
         raise ValueError(f"receivers must be heads and MLPs, or 'logits' alone; got {[*receivers]}")
-    reached = graph.allowed[:, [*at]].any(1)
+    is_before = graph.allowed[:, [*readers]].any(1)
     if senders is None:
-        senders = itertools.compress(graph.writers, reached.tolist())
+        senders = itertools.compress(graph.writers, is_before.tolist())
     senders = listed(senders, "senders")
-    places = [graph.place("writer", name) for name in senders]
-    unread = [graph.writers[place] for place in places if not reached[place]]
-    if unread or not places:
+    writers = [graph.place("writer", name) for name in senders]
+    too_late = [graph.writers[writer] for writer in writers if not is_before[writer]]
+    if too_late or not writers:
         raise ValueError(
-            f"senders must come before a receiver; got {unread[0] if unread else 'none'}"
+            f"senders must come before a receiver; got {too_late[0] if too_late else 'none'}"
         )
-    jobs = ((n, runs.through(place, at, mlps == "recomputed")) for n, place in enumerate(places))
+    is_recomputed = mlps == "recomputed"
+    jobs = ((n, runs.through(writer, readers, is_recomputed)) for n, writer in enumerate(writers))
     about = {"receivers": [*receivers], "mlps": mlps}
     return runs.result(jobs, "sender", senders, **about)

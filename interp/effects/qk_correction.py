@@ -48,14 +48,14 @@ def corrected(
     part = name.rpartition(".")[2]
     kind = OtherQueries if part == "q" else OtherKeys
     base = attention.values()
-    moved = replacements(sites, name, base[part])
-    changes = [kind(attention, base, other) for other in moved]
+    changes = [
+        kind(attention, base, replacement) for replacement in replacements(sites, name, base[part])
+    ]
     axes = sites.points[name].axes[:-1]
 
     def effects(gradient: Patterns) -> Float[Tensor, "..."]:
-        return by_place(
-            sites, [summed(sites, axes, change.effects(gradient)) for change in changes]
-        )
+        by_replacement = [summed(sites, axes, change.effects(gradient)) for change in changes]
+        return by_place(sites, by_replacement)
 
     return effects
 
@@ -92,6 +92,8 @@ class RecordedAttention:
         session.before(self._module, self._store)
 
     def _store(self, args: Any, kwargs: Any) -> None:
+        """Store the arguments of a call of the attention."""
+
         def storable(leaf: Any) -> Any:
             is_tensor = isinstance(leaf, Tensor)
             return leaf if is_tensor else plain_argument(self._module, leaf, self.pattern)
@@ -100,12 +102,16 @@ class RecordedAttention:
 
     @without_gradients
     def values(self, **changed: Tensor) -> dict[str, Tensor]:
-        """Return queries, keys, scores and pattern after replacing some of them."""
+        """Return queries, keys, scores and pattern of the attention, after replacing some of them.
+
+        Args:
+            changed: the new values, by the names `q`, `k`, `scores` and `pattern`.
+        """
         edits = [
             (self._points[part].module, lambda output, value=value: value.to(output.dtype))
             for part, value in changed.items()
         ]
-        recorder = Recorder({p.name: p for p in self._points.values()}, Options())
+        recorder = Recorder({point.name: point for point in self._points.values()}, Options())
         replay(self._module, self._args, self._kwargs, [*edits_in_force(), *edits], recorder)
         recorder.finish()
         return {part: recorder.values[point.name] for part, point in self._points.items()}
@@ -158,24 +164,22 @@ class OtherKeys:
         base: Mapping[str, Tensor],
         keys: Float[Tensor, "batch pos kv_head d_head"],
     ) -> None:
-        self._kv_heads = keys.shape[2]
+        self._n_kv_heads = keys.shape[2]
         # With equal scores, all keys that a query sees have the same weight, and all other keys
         # have weight 0.
         equal = attention.values(scores=torch.zeros_like(base["scores"]))["pattern"]
-        self._seen = (equal > 0) & (base["scores"] > -torch.inf)
-        moved_scores = attention.values(k=keys)["scores"]
-        scores, moved_scores = (
-            at_least_float32(attention.cap(part)) for part in (base["scores"], moved_scores)
-        )
-        masked = scores.where(self._seen, -torch.inf)
-        self._weights = masked.softmax(-1).where(self._seen, 0)
+        is_visible = (equal > 0) & (base["scores"] > -torch.inf)
+        scores = at_least_float32(attention.cap(base["scores"]))
+        new_scores = at_least_float32(attention.cap(attention.values(k=keys)["scores"]))
+        masked = scores.where(is_visible, -torch.inf)
+        self._weights = masked.softmax(-1).where(is_visible, 0)
         self._require_softmax(attention, base["pattern"])
         self._top = masked.argmax(-1, keepdim=True)
         rest = masked.scatter(-1, self._top, -torch.inf)
-        moved = self._moved(masked, rest, moved_scores - scores)
-        self._change = (moved - self._weights).masked_fill(~self._seen, 0)
+        new_weights = self._new_weights(masked, rest, new_scores - scores)
+        self._change = (new_weights - self._weights).masked_fill(~is_visible, 0)
         # If a query sees only one key, there are no other keys.
-        is_alone = self._seen.sum(-1, keepdim=True) < 2
+        is_alone = is_visible.sum(-1, keepdim=True) < 2
         self._rest = rest.softmax(-1).masked_fill(is_alone, 0)
 
     def _require_softmax(self, attention: RecordedAttention, pattern: Patterns) -> None:
@@ -183,11 +187,10 @@ class OtherKeys:
         if (self._weights - pattern).abs().max() > block_rounding(pattern.dtype):
             raise ValueError(
                 "qk_correction of keys needs patterns that are the softmax of the scores after "
-                "`cap`; "
-                f"got a different pattern at {attention.pattern}"
+                f"`cap`; got a different pattern at {attention.pattern}"
             )
 
-    def _moved(self, masked: Patterns, rest: Patterns, change: Patterns) -> Patterns:
+    def _new_weights(self, masked: Patterns, rest: Patterns, change: Patterns) -> Patterns:
         """Return the weight of each key after a change of the score of this key alone.
 
         Args:
@@ -204,13 +207,15 @@ class OtherKeys:
     def effects(self, gradient: Patterns) -> Float[Tensor, "batch pos kv_head"]:
         """Return the change of the pattern times its gradient for each key, summed over queries."""
         gradient = at_least_float32(gradient)
+        # The mean gradient of the other keys: of the keys besides the top, and then of the top.
         weighted = self._weights * gradient
         others = weighted.sum(-1, keepdim=True) - weighted
         others = others / (1 - self._weights.clamp(max=0.5))
-        top = (self._rest * gradient).sum(-1, keepdim=True)
-        by_key = (self._change * (gradient - others.scatter(-1, self._top, top))).sum(2)
+        others_of_top = (self._rest * gradient).sum(-1, keepdim=True)
+        mean_of_others = others.scatter(-1, self._top, others_of_top)
+        by_key = (self._change * (gradient - mean_of_others)).sum(2)
         # Query heads that share a key head are neighbours.
         shared = rearrange(
-            by_key, "batch (kv_head n) key -> batch key kv_head n", kv_head=self._kv_heads
+            by_key, "batch (kv_head n) key -> batch key kv_head n", kv_head=self._n_kv_heads
         )
         return shared.sum(-1)

@@ -36,18 +36,31 @@ class StreamReaders(NamedTuple):
 def readings(graph: Graph) -> Iterator[StreamReaders]:
     """Yield all readers of a graph in the order of computation."""
     for n, layer in enumerate(graph.layers):
-        attention, heads = layer.attention, slice(layer.q.start, layer.v.stop)
-        weight = attention.sublayer.qkv.weight.unflatten(0, (-1, attention.sublayer.W_O.shape[1]))
-        stream = graph.names[attention.reads]
-        yield StreamReaders(stream, attention.norm, f"blocks.{n}.attn.qkv", weight, heads)
+        attention = layer.attention
+        d_head = attention.sublayer.W_O.shape[1]
+        yield StreamReaders(
+            stream=graph.names[attention.reads],
+            norm=attention.norm,
+            at=f"blocks.{n}.attn.qkv",
+            weight=attention.sublayer.qkv.weight.unflatten(0, (-1, d_head)),
+            readers=slice(layer.q.start, layer.v.stop),
+        )
         if layer.mlp is not None:
-            branch, one = layer.mlp.branch, slice(layer.mlp.reader, layer.mlp.reader + 1)
             yield StreamReaders(
-                graph.names[branch.reads], branch.norm, f"blocks.{n}.ln2", None, one
+                stream=graph.names[layer.mlp.branch.reads],
+                norm=layer.mlp.branch.norm,
+                at=f"blocks.{n}.ln2",
+                weight=None,
+                readers=slice(layer.mlp.reader, layer.mlp.reader + 1),
             )
-    last = len(graph.readers) - 1
-    norm = graph.model.ln_final
-    yield StreamReaders(graph.needed[-1], norm, "ln_final", None, slice(last, last + 1))
+    logits = len(graph.readers) - 1
+    yield StreamReaders(
+        stream=graph.needed[-1],
+        norm=graph.model.ln_final,
+        at="ln_final",
+        weight=None,
+        readers=slice(logits, logits + 1),
+    )
 
 
 class Pullback:
@@ -89,7 +102,13 @@ class Pullback:
     def __call__(
         self, example: int, pos: Int[Tensor, " n"], out: Float[Tensor, "reader n d_model"]
     ) -> None:
-        """Write the gradients at some positions of an example into `out`."""
+        """Write the gradients at some positions of an example into `out`.
+
+        Args:
+            example: the index of the example.
+            pos: the positions.
+            out: the memory for the result.
+        """
         gradient = self.gradient[example, pos]
         if self.weight is None:
             out.copy_(gradient)
@@ -97,12 +116,15 @@ class Pullback:
             by_head = rearrange(gradient, "n (head d_head) -> head n d_head", head=len(self.weight))
             torch.bmm(by_head, self.weight, out=out)
         if self.slope is not None:
-            along = torch.einsum("rnd,nd->rn", out, self.stream[example, pos])
-            out.addcmul_(along[..., None], self.slope[example, pos], value=-1)
+            products = torch.einsum("rnd,nd->rn", out, self.stream[example, pos])
+            out.addcmul_(products[..., None], self.slope[example, pos], value=-1)
 
 
 class Pullbacks:
     """Pullbacks of consecutive readings, whose gradients are used in one matrix product.
+
+    Args:
+        parts: the indices of the readers of each pullback, and the pullback.
 
     Attributes:
         readers: the indices of the readers in the graph.
@@ -115,10 +137,16 @@ class Pullbacks:
     def __call__(
         self, example: int, pos: Int[Tensor, " n"], space: Float[Tensor, "most n d_model"]
     ) -> Float[Tensor, "reader n d_model"]:
-        """Return the gradients at some positions of an example, written into `space`."""
+        """Return the gradients at some positions of an example, written into `space`.
+
+        Args:
+            example: the index of the example.
+            pos: the positions.
+            space: memory for at least as many readers.
+        """
         first = self.readers.start
-        for at, pull in self._parts:
-            pull(example, pos, space[at.start - first : at.stop - first])
+        for readers, pullback in self._parts:
+            pullback(example, pos, space[readers.start - first : readers.stop - first])
         return space[: self.readers.stop - first]
 
 

@@ -28,7 +28,7 @@ def top_attributions(
     direction: PatchingDirection = "denoising",
     progress: bool = True,
 ) -> Result:
-    """Find the `k` largest estimated effects of MLP neurons, or of directions, at single positions.
+    """Return the `k` largest estimated effects of MLP neurons, or of directions, at positions.
 
     The estimate is the same as in `attribution_patching`. For a unit vector u, the estimate is
     ((target - base) · u) times (u · gradient), which approximates `edits.interchange` along u. Only
@@ -45,9 +45,9 @@ def top_attributions(
         progress: whether to show a bar after two seconds.
 
     Returns:
-        Estimated effects [place, example], sorted by the size of the mean, the largest first.
-        Examples
-        of labels: `layer 3, pos 5, neuron 17`, and `blocks.3.resid_post, pos 5, direction 2`.
+        Estimated effects [place, example] in the metric's unit, sorted by the absolute mean, the
+        largest first. Examples of labels: `layer 3, pos 5, neuron 17`, and
+        `blocks.3.resid_post, pos 5, direction 2`.
 
     Raises:
         ValueError: for the reasons of `attribution_patching`, or if vectors do not fit their point
@@ -60,8 +60,9 @@ def top_attributions(
 
     >>> from models import load
     >>> model, pairs = load("pydoc-4l"), Pairs("def __ini", "def __nam", ("t", "e"))
-    >>> top_attributions(model, pairs, k=2).labels["place"]
-    ('layer 3, pos 8, neuron 124', 'layer 0, pos 8, neuron 227')
+    >>> top_attributions(model, pairs, k=2).top()
+    place layer 3, pos 8, neuron 124  +1.9
+    place layer 0, pos 8, neuron 227  +1.391
     """
     require_integer("k", k)
     runs = Runs(model, pairs, direction)
@@ -72,9 +73,9 @@ def top_attributions(
     cache = runs.source(names)
     units = {name: _units(vectors, cache, name) for name, vectors in (directions or {}).items()}
     run = runs.gradients(names)
-    last = "neuron" if directions is None else "direction"
-    kept = _Largest(k, run.base)
-    read = set()
+    last_axis = "neuron" if directions is None else "direction"
+    largest = _Largest(k, run.base)
+    reached = set()
 
     def receive(name: str, gradient: Tensor) -> None:
         change = at_least_float32(cache[name]) - run.values[name]
@@ -84,14 +85,15 @@ def top_attributions(
         axes = runs.runner.points[name].axes
         effects = (change * gradient).movedim(axes.index("batch"), -1)
         require_numbers(name, effects)
-        others = [axis for axis in axes[:-1] if axis != "batch"]
-        kept.offer(effects, titles[name], [*others, last])
-        read.add(name)
+        axes_before = [axis for axis in axes[:-1] if axis != "batch"]
+        largest.offer(effects, titles[name], [*axes_before, last_axis])
+        reached.add(name)
 
     run.backward(receive)
     warn_of_flat(run)
-    warn_of_unread([name for name in names if name not in read])
-    return runs.result(kept.values, {"place": kept.labels}, run.base, estimate="attribution")
+    warn_of_unread([name for name in names if name not in reached])
+    labels = {"place": largest.labels}
+    return runs.result(largest.values, labels, run.base, estimate="attribution")
 
 
 def _titles(runner: HookedRunner, directions: Mapping[str, Tensor] | None) -> dict[str, str]:
@@ -112,22 +114,33 @@ class _Largest:
         self.labels: list[str] = []
 
     def offer(self, effects: Float[Tensor, "..."], title: str, axes: Sequence[str]) -> None:
-        """Add effects [*axes, batch] to the comparison."""
+        """Add effects to the comparison.
+
+        Args:
+            effects: the effects [*axes, batch].
+            title: the name of the point in labels.
+            axes: the names of the axes in labels.
+        """
         flat = effects.flatten(0, -2)
         best = largest_rows(flat.mean(-1).abs(), self._k)
         indices = torch.stack(torch.unravel_index(best, effects.shape[:-1]), 1).tolist()
         labels = []
         for place in indices:
-            parts = [f"{axis} {at}" for axis, at in zip(axes, place, strict=True)]
+            parts = [f"{axis} {index}" for axis, index in zip(axes, place, strict=True)]
             labels.append(", ".join([title, *parts]))
         values = torch.cat([self.values, to_device(flat[best], self.values.device)])
+        all_labels = [*self.labels, *labels]
         order = largest_rows(values.mean(-1).abs(), self._k).tolist()
         self.values = values[order]
-        self.labels = [[*self.labels, *labels][at] for at in order]
+        self.labels = [all_labels[n] for n in order]
 
 
 def _units(vectors: Tensor, cache: ActivationCache, name: str) -> Float[Tensor, "dim n"]:
-    """The columns as unit vectors of a point's last axis."""
+    """Return columns as unit vectors of the last axis of a point.
+
+    Raises:
+        ValueError: if the vectors do not fit the point, or a vector is 0.
+    """
     value, axes = at_least_float32(cache[name]), cache.axes(name)
     if "batch" not in axes[:-1]:
         raise ValueError(f"directions need a point with named axes; got {name}")
