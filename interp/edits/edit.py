@@ -111,7 +111,8 @@ class Edit:
             EditError: if calls are not counted, or the selection counts from the last call, which
                 is unknown before the end of the run.
         """
-        selected, number = self.where[CALL], number_of_call.get()
+        selected = self.where[CALL]
+        number = number_of_call.get()
         if number is None or selected.counts_back:
             got = "negative numbers" if number is not None else "a run that does not count calls"
             raise EditError(

@@ -258,8 +258,10 @@ def _extent(rows: list[list[int]]) -> slice:
     Args:
         rows: a number for each place, which is -1 if the place does not change.
     """
-    changing = [n for n in range(len(rows[0])) if any(row[n] >= 0 for row in rows)]
-    return slice(changing[0], changing[-1] + 1) if changing else slice(0, 0)
+    changing: set[int] = set()
+    for row in rows:
+        changing.update(n for n, column in enumerate(row) if column >= 0)
+    return slice(min(changing), max(changing) + 1) if changing else slice(0, 0)
 
 
 @dataclass(frozen=True)
@@ -403,7 +405,10 @@ def _below(real: Rows | None, size: int) -> Rows | None:
     """Return the real columns before a column; None if all are real."""
     if not real:
         return real
-    return [[column for column in columns if column < size] for columns in real]
+    columns_below = []
+    for columns in real:
+        columns_below.append([column for column in columns if column < size])
+    return columns_below
 
 
 def _real_keys(

@@ -284,21 +284,21 @@ class ValueSource:
         axes = tuple(sizes)
         if isinstance(self.values, ActivationCache):
             return self.values[point.name], self.values.axes(point.name) or axes
-        several = tuple(axis for axis in axes if axis not in where or not where[axis].is_one)
+        axes_with_size = tuple(axis for axis in axes if axis not in where or not where[axis].is_one)
         if isinstance(self.values, Tensor):
             value = self.values
             # A tensor may lack the axes that an integer selects.
-            candidates = several if value.ndim < len(axes) else axes
+            candidates = axes_with_size if value.ndim < len(axes) else axes
         else:
             value = _unflattened(self.values.vector_at(point), sizes)
             # A vector has all of the point's last axes.
             candidates = axes
         n = value.ndim
-        if n > len(several) and n != len(axes):
+        if n > len(axes_with_size) and n != len(axes):
             raise EditError(f"a source at {point} must have its axes; got {list(value.shape)}")
         # The axes of a value are the last axes of the point.
         source_axes = candidates[len(candidates) - n :]
-        is_batch_missing = "batch" in {*several} - {*source_axes}
+        is_batch_missing = "batch" in {*axes_with_size} - {*source_axes}
         lacks_batch = n > 0 and is_batch_missing and source_axes[0] in TEXT_AXES
         if lacks_batch and len(value) == sizes["batch"] == sizes[source_axes[0]] > 1:
             raise EditError(

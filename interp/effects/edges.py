@@ -158,7 +158,8 @@ def _checked_sums(scored: "PathScores", difference: Tensor) -> tuple[dict[str, A
     """
     if not (scored.scores.isfinite().all() and difference.isfinite().all()):
         raise ValueError("scores and metrics must be finite; got numbers that are not finite")
-    edges, nodes = scored.scores[:, :-1], scored.scores[:, -1]
+    edges = scored.scores[:, :-1]
+    nodes = scored.scores[:, -1]
     gap = (edges.sum(1) - nodes).abs().max() / nodes.abs().max()
     about: dict[str, Any] = {"node_gap": _rounded(gap)}
     if scored.gaps is not None:

@@ -83,10 +83,10 @@ def completeness(
 ) -> Result:
     """Return the difference between model and circuit after the same nodes are removed from both.
 
-    For a set K of nodes, the difference is F(M without K) - F(C without K), where F is the faithfulness (Wang
-    et al. 2022, "Interpretability in the Wild"). All differences are near 0 if the circuit is
-    complete. A large difference shows that other parts of the model can do the work of the nodes,
-    and that the circuit lacks these parts.
+    For a set K of nodes, the difference is F(M without K) - F(C without K), where F is the
+    faithfulness (Wang et al. 2022, "Interpretability in the Wild"). All differences are near 0 if
+    the circuit is complete. A large difference shows that other parts of the model can do the work
+    of the nodes, and that the circuit lacks these parts.
 
     Args:
         model: the model of the circuit's graph.

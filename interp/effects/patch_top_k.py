@@ -186,12 +186,12 @@ def _choice(estimate: Result) -> Choice:
         raise ValueError(
             f"estimate must cover a whole site and have a direction; got {dict(estimate.about)}"
         )
-    labels, about = estimate.labels, estimate.about
+    about = estimate.about
     return Choice(
         site=about["site"],
         over=estimate.axes[:-1],
-        layers=labels.get("layer", about.get("layer")),
-        heads=labels.get("head"),
+        layers=estimate.labels.get("layer", about.get("layer")),
+        heads=estimate.labels.get("head"),
         neurons=about.get("neurons"),
     )
 

@@ -90,7 +90,8 @@ class Pullback:
         slope: Tensor | None = None
         if not is_identity(reading.norm):
             scale, slope = _scale(reading.norm, stream)
-            gradient, slope = gradient / scale, slope / scale
+            gradient = gradient / scale
+            slope = slope / scale
         linear = linear_part(reading.norm, stream.shape[-1])
         if reading.weight is None:
             gradient = linear.before(gradient)

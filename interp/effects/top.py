@@ -81,7 +81,8 @@ def top_attributions(
         change = at_least_float32(cache[name]) - run.values[name]
         gradient = at_least_float32(gradient)
         if name in units:
-            change, gradient = change @ units[name], gradient @ units[name]
+            change = change @ units[name]
+            gradient = gradient @ units[name]
         axes = runs.runner.points[name].axes
         effects = (change * gradient).movedim(axes.index("batch"), -1)
         require_numbers(name, effects)
@@ -141,7 +142,8 @@ def _units(vectors: Tensor, cache: ActivationCache, name: str) -> Float[Tensor, 
     Raises:
         ValueError: if the vectors do not fit the point, or a vector is 0.
     """
-    value, axes = at_least_float32(cache[name]), cache.axes(name)
+    value = at_least_float32(cache[name])
+    axes = cache.axes(name)
     if "batch" not in axes[:-1]:
         raise ValueError(f"directions need a point with named axes; got {name}")
     units = vectors.to(value) / vectors.to(value).norm(dim=0)

@@ -67,7 +67,8 @@ class Circuit(plots.Shown):
         if isinstance(edges, str) or not isinstance(edges, Iterable):
             rule = "edges must be names, such as ['m0->logits'], or a table [writer, reader]"
             raise TypeError(f"{rule}; got {shown(edges)}")
-        self.graph, self.found_on = graph, frozenset(found_on)
+        self.graph = graph
+        self.found_on = frozenset(found_on)
         shape = graph.allowed.shape
         scores = torch.full(shape, torch.nan) if scores is None else scores.detach()
         scores = scores.cpu().double()
@@ -217,7 +218,8 @@ class Circuit(plots.Shown):
             ValueError: if the circuit belongs to another graph.
         """
         with storage.opened(storage.path_of(path), _FORMAT) as (tensors, facts):
-            identity, found_on = facts["graph"], frozenset(facts["found_on"])
+            identity = facts["graph"]
+            found_on = frozenset(facts["found_on"])
         graph.require(identity)
         return cls(graph, tensors["kept"], tensors["scores"], found_on)
 

@@ -71,7 +71,8 @@ class Graph:
         self.model: Any = plain(model, *_STEPS)
         blocks = self.model.blocks
         require_branches(blocks)
-        self.names = {p.module: name for name, p in HookedRunner(self.model).points.items()}
+        points = HookedRunner(self.model).points
+        self.names = {point.module: name for name, point in points.items()}
         self._inputs, self._norm = self._sum_of_inputs(split_embeddings)
         # Map each node to the time when it writes or reads.
         writers: dict[NodeName, int] = {}
@@ -84,7 +85,8 @@ class Graph:
             nodes_of_block(n, block, writers, readers) for n, block in enumerate(blocks)
         )
         add(readers, 2 * len(blocks), [NodeName("logits")])
-        self.writers, self.readers = tuple(writers), tuple(readers)
+        self.writers = tuple(writers)
+        self.readers = tuple(readers)
         self._places: dict[str, dict[str, int]] = {
             "writer": {name: n for n, name in enumerate(self.writers)},
             "reader": {name: n for n, name in enumerate(self.readers)},
@@ -198,7 +200,8 @@ class Graph:
         names = edge.split("->")
         if len(names) != 2:
             raise ValueError(f"an edge must be 'writer->reader'; got {edge!r}")
-        writer, reader = self.place("writer", names[0]), self.place("reader", names[1])
+        writer = self.place("writer", names[0])
+        reader = self.place("reader", names[1])
         if not self.allowed[writer, reader]:
             raise ValueError(
                 f"an edge must join a writer to a later reader, and a bias has no edges; got {edge}"

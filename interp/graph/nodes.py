@@ -54,20 +54,26 @@ class Writers(NamedTuple):
     ) -> None:
         """Write the component of each output along a direction into `out`.
 
-        The vectors themselves are not computed.
+        The outputs themselves are not computed.
+
+        Args:
+            direction: the direction at each position.
+            out: the memory for the result.
         """
-        values, read = like(self.values, out), direction[:, :, None]
+        values = like(self.values, out)
+        # The direction in the space of the values.
+        directions = direction[:, :, None]
         if self.weight is not None:
             maps = rearrange(like(self.weight, out), "writer size d_model -> d_model (writer size)")
-            read = rearrange(
+            directions = rearrange(
                 direction @ maps,
                 "batch pos (writer size) -> batch pos writer size",
                 size=self.weight.shape[1],
             )
         if values.shape[-1] == 1:
-            torch.mul(values[..., 0], read[..., 0], out=out)
+            torch.mul(values[..., 0], directions[..., 0], out=out)
         else:
-            torch.sum(values * read, -1, out=out)
+            torch.sum(values * directions, -1, out=out)
 
 
 class Added(NamedTuple):
@@ -104,7 +110,8 @@ class Added(NamedTuple):
         """
         weight, bias, constant = all_to_device(self, values.device)
         if scale is not None:
-            values, bias = (values / scale[..., None]).to(values.dtype), bias / scale
+            values = (values / scale[..., None]).to(values.dtype)
+            bias = bias / scale
         yield Writers(names, values, weight)
         if rest is not None:
             bias = (bias + constant).to(values.dtype)
@@ -237,10 +244,9 @@ def nodes_of_block(
     attention, *other_branches = block.branches
     queries = range(len(attention.sublayer.W_Q))
     keys = range(len(attention.sublayer.W_K))
-    q, k, v = (
-        add(readers, 2 * n, [node_name(n, part, head) for head in heads])
-        for part, heads in (("q", queries), ("k", keys), ("v", keys))
-    )
+    q = add(readers, 2 * n, [node_name(n, "q", head) for head in queries])
+    k = add(readers, 2 * n, [node_name(n, "k", head) for head in keys])
+    v = add(readers, 2 * n, [node_name(n, "v", head) for head in keys])
     heads = add(writers, 2 * n + 1, [node_name(n, "head", head) for head in queries])
     bias = None
     if added_by(attention, attention.sublayer.W_O, attention.sublayer.b_O).has_rest:

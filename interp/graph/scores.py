@@ -90,7 +90,8 @@ class BlockScores:
     ) -> None:
         attention = layer.attention
         stream, context = all_to_device((stream, context), layer.device)
-        self._attn, self._context = attention.sublayer, context
+        self._attn = attention.sublayer
+        self._context = context
         x_q, x_k, self._x_v = self._attn.project(attention.norm(stream))
         values = self._run(x_q, x_k)
         self._values = values
@@ -204,7 +205,8 @@ def _readings(x: Heads, f: Heads, rest: Heads, weight: Tensor, bias: Tensor) -> 
     (jacobian,) = torch.autograd.grad(f, x, ones, retain_graph=True, is_grads_batched=True)
     jacobian = rearrange(jacobian, "out batch pos head d_head -> batch pos head out d_head")
     jacobian = at_least_float32(jacobian)
-    x, f = at_least_float32(x.detach()), at_least_float32(f.detach())
+    x = at_least_float32(x.detach())
+    f = at_least_float32(f.detach())
     rest = at_least_float32(rest.nan_to_num())
     rounding = sum_rounding(jacobian.dtype) * jacobian.abs().sum(-1).max()
     subtracts_mean = jacobian.sum(-1).abs().max() <= rounding
@@ -212,5 +214,5 @@ def _readings(x: Heads, f: Heads, rest: Heads, weight: Tensor, bias: Tensor) -> 
     not_linear = f - rest - torch.einsum("bphei,bphi->bphe", jacobian, x)
     along = along / (along * x).sum(-1, keepdim=True).clamp(min=1e-30)
     map = jacobian + not_linear[..., None] * along[..., None, :]
-    weight, bias = like(weight, x), like(bias, x)
-    return HeadReadings(f, weight, map, torch.einsum("bphei,hi->bphe", map, bias), rest)
+    constant = torch.einsum("bphei,hi->bphe", map, like(bias, x))
+    return HeadReadings(value=f, weight=like(weight, x), map=map, bias=constant, rest=rest)

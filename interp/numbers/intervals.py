@@ -85,8 +85,9 @@ def interval(
     if n < (3 if gap is None else 4):
         return Interval(*torch.full((2, len(x)), math.nan, dtype=torch.float64))
     y = torch.ones(n, dtype=torch.float64) if gap is None else _by_text(gap, groups)[0]
-    size = (weight * y).mean(-1, keepdim=True)
-    x, y = x / size, y / size
+    mean_gap = (weight * y).mean(-1, keepdim=True)
+    x = x / mean_gap
+    y = y / mean_gap
     mean = (weight * x).mean(1, keepdim=True)
     x_residual = of_residual * (x - mean)
     y_residual = of_residual * (y - 1)
@@ -138,7 +139,8 @@ def _by_text(
     if groups is not None:
         numbers, sizes = torch.tensor(groups).unique(return_inverse=True, return_counts=True)[1:]
         sums = means.new_zeros(*means.shape[:-1], len(sizes)).index_add_(-1, numbers, means)
-        means, weight = sums / sizes, sizes / sizes.double().mean()
+        means = sums / sizes
+        weight = sizes / sizes.double().mean()
     n = len(weight)
     return means, weight, weight * (n - 1) / (n - weight)
 
@@ -170,7 +172,8 @@ def share_interval(
     >>> share_interval(torch.tensor([[1.0, 1.0, 1.0, 0.0]]), (0.0, 1.0)).low.round(decimals=4)
     tensor([0.3006], dtype=torch.float64)
     """
-    low, width = bounds[0], bounds[1] - bounds[0]
+    low, high = bounds
+    width = high - low
     x, weight, of_residual = _by_text(values, groups)
     n = x.shape[1]
     if n < 3 or math.isinf(width):
@@ -232,11 +235,13 @@ def _score(mean: Float[Tensor, " place"], variance: Callable[[Tensor], Tensor]) 
     """Return both solutions of (mean - m)² = variance(m) between 0 and 1, by bisection."""
 
     def end(bound: float) -> Float[Tensor, " place"]:
-        inside, outside = mean, torch.full_like(mean, bound)
+        inside = mean
+        outside = torch.full_like(mean, bound)
         for _ in range(60):
             middle = (inside + outside) / 2
             holds = (middle - mean).square() <= variance(middle)
-            inside, outside = middle.where(holds, inside), outside.where(holds, middle)
+            inside = middle.where(holds, inside)
+            outside = outside.where(holds, middle)
         return inside.where(~mean.isnan(), math.nan)
 
     return Interval(end(0.0), end(1.0))

@@ -214,10 +214,10 @@ class Pairs(plots.Shown):
 
     @property
     def spans(self) -> Any:
-        """The spans of the clean texts as they were given, or positions [batch, n] by name after a
-        model has read the pairs.
+        """The spans of the clean texts, as they were given or as positions [batch, n] by name.
 
-        If an example has fewer than n positions, its last position is repeated.
+        The spans become positions when a model reads the pairs. If an example has fewer than n
+        positions, its last position is repeated.
         """
         return self._clean.spans if self.is_read else self._spans
 

@@ -593,7 +593,8 @@ def _check(result: Result) -> None:
     Raises:
         ValueError: if one of them does not fit, or there are no values.
     """
-    axes, shape = result.axes, result.values.shape
+    axes = result.axes
+    shape = result.values.shape
     if len(axes) != len(shape) or axes[-1:] != ("example",) or len(set(axes)) < len(axes):
         raise ValueError(
             f"axes must name each axis of values {list(shape)}, the last 'example'; got {axes}"

@@ -178,7 +178,8 @@ class MaskedRuns:
             self.graph.contributions(source) if isinstance(source, ActivationCache) else source
         )
         size, n_pos = self._text.tokens.shape
-        n_writers, d_model = len(self.graph.writers), self._model.config.d_model
+        n_writers = len(self.graph.writers)
+        d_model = self._model.config.d_model
         shape = [n_writers, size, n_pos, d_model]
         if [*outputs.shape] not in (shape, [n_writers, 1, n_pos, d_model]):
             raise ValueError(
@@ -268,11 +269,13 @@ class MaskedRuns:
         Raises:
             ValueError: if the memory is larger than `max_bytes`.
         """
-        weight, layers = self._model.blocks[0].attn.W_O, self.graph.layers
-        readers, width = layers[0].v.stop, weight.shape[-1]
+        weight = self._model.blocks[0].attn.W_O
+        width = weight.shape[-1]
+        layers = self.graph.layers
+        n_readers = layers[0].v.stop
         # Count the source and the differences, a cache of the source, and the streams of the heads
         # of a block before and after the norm.
-        vectors = 2 * len(self.graph.writers) + 2 * len(layers) + 4 * readers + 12
+        vectors = 2 * len(self.graph.writers) + 2 * len(layers) + 4 * n_readers + 12
         hidden = 4 * getattr(self._model.config, "d_mlp", 0)
         n_pos = self._text.tokens.shape[1]
         bytes_of_one = (vectors * width + hidden) * n_pos * weight.element_size()

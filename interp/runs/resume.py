@@ -223,5 +223,6 @@ class Resumed:
     def _read(self, stream: Tensor, pos: int) -> Tensor:
         """Return the stream at the positions that the metric reads; `stream` begins at `pos`."""
         if pos > self._first_read:
-            stream, pos = torch.cat([self.base.streams[-1][:, :pos], stream], 1), 0
+            stream = torch.cat([self.base.streams[-1][:, :pos], stream], 1)
+            pos = 0
         return self.batch.read(stream, pos)

@@ -86,7 +86,8 @@ class Batch:
     """
 
     def __init__(self, text: Text, metric: Metric) -> None:
-        self.text, self.tokens = text, text.tokens
+        self.text = text
+        self.tokens = text.tokens
         self._pieces = dict[int | None, Piece]()
         size, n_pos = text.of_logits.tokens.shape[:2]
         mask = text.of_logits.attention_mask
@@ -249,7 +250,9 @@ class WholeRuns:
             try:
                 values = self._measured(jobs)
             except NoRowsError:
-                values = [value for job in jobs for value in self._measured([job])]
+                values = []
+                for job in jobs:
+                    values += self._measured([job])
             done(len(jobs))
             yield from zip(jobs, values, strict=True)
 

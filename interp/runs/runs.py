@@ -205,4 +205,7 @@ class Runs:
         words = self.text.words(self.model, *other_texts)
         if not words:
             return {}
-        return {axis: [words[n] for n in labels[axis]] for axis in axes}
+        words_by_axis = {}
+        for axis in axes:
+            words_by_axis[axis] = [words[n] for n in labels[axis]]
+        return words_by_axis

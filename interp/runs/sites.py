@@ -215,8 +215,8 @@ class Sites:
             raise ValueError(f"over must be at least one axis, without repetition; got {over}")
         if {"pos", "span"} <= {*over}:
             raise ValueError(f"over must contain 'pos' or 'span', not both; got {over}")
-        for axis, chosen in (("head", choice.heads), ("neuron", choice.neurons)):
-            if chosen is not None and axis not in over:
+        for axis, selected in (("head", choice.heads), ("neuron", choice.neurons)):
+            if selected is not None and axis not in over:
                 raise ValueError(f"over must contain {axis!r} if {axis}s= is given; got {over}")
         is_aligned = self._source is None or self.runs.text.is_aligned_with(self._source)
         if "span" not in over and not is_aligned:

@@ -125,7 +125,9 @@ class Unedited:
 
         This method also sets `streams` and `contexts`, and `past` if the context contains it.
         """
-        language, calls, outputs = self.language, self._calls, self._outputs
+        language = self.language
+        calls = self._calls
+        outputs = self._outputs
         n_blocks = len(getattr(language, "blocks", ()))
         if not n_blocks or len(calls) != n_blocks or not all(calls) or not self._by_rows:
             return False
