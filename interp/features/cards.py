@@ -19,11 +19,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from hooks import HookedRunner
 from hooks.base import (
     Index,
+    Text,
     Texts,
     progress_of,
     require_integer,
@@ -150,25 +152,22 @@ class FeatureCard:
                 "a feature of Neuronpedia must have index and examples_quantiles; missing: "
                 f"{missing}"
             )
-        examples = [
-            FeatureExample(
-                example["tokens"],
-                [*map(_number, example["tokens_acts_list"])],
-                int(example["train_token_ind"]),
-            )
-            for quantile in data["examples_quantiles"]
-            for example in quantile["examples"]
-        ]
-        top, bottom = (
-            [(token, float("nan")) for token in data.get(f"{end}_logits", ())]
-            for end in ("top", "bottom")
-        )
+        examples = []
+        for quantile in data["examples_quantiles"]:
+            for example in quantile["examples"]:
+                examples.append(
+                    FeatureExample(
+                        tokens=example["tokens"],
+                        activations=[*map(_number, example["tokens_acts_list"])],
+                        pos=int(example["train_token_ind"]),
+                    )
+                )
         return cls(
-            int(data["index"]),
-            _number(data.get("activation_frequency")),
-            examples,
-            top,
-            bottom,
+            index=int(data["index"]),
+            density=_number(data.get("activation_frequency")),
+            examples=examples,
+            top=[(token, math.nan) for token in data.get("top_logits", ())],
+            bottom=[(token, math.nan) for token in data.get("bottom_logits", ())],
             histogram=[*map(_number, data.get("histogram", ()))],
             largest=_number(data.get("act_max")),
         )
@@ -228,8 +227,13 @@ class FeatureCards(list[FeatureCard], plots.Shown):
 
 
 class _Row(NamedTuple):
-    """A text: its tokens, the values of the features, which positions count, and whether it is no
-    copy of an earlier text.
+    """A text of a run.
+
+    Attributes:
+        tokens: the real tokens.
+        values: the values of the features, [pos feature], or of one feature, [pos].
+        counts: True at positions that count.
+        is_new: False for a copy of an earlier text.
     """
 
     tokens: list[int]
@@ -252,8 +256,7 @@ def feature_cards(
     batch: int = 16,
     progress: bool = True,
 ) -> FeatureCards:
-    """Return a card for each of some features: where the feature is active, and which tokens it
-    promotes.
+    """Return a card for each feature: texts where it is active, and the tokens that it promotes.
 
     Args:
         model: any model in evaluation mode. If the model has no `W_U`, the cards have no logits.
@@ -265,6 +268,9 @@ def feature_cards(
             Default: all positions.
         batch: the number of texts in a batch. Default: 16.
         progress: whether to show a progress bar after two seconds. Default: True.
+
+    Returns:
+        The cards, in the order of `features`.
 
     Raises:
         ValueError: if there are several dictionaries, there is no text, or a feature does not
@@ -280,60 +286,76 @@ def feature_cards(
     >>> cards = feature_cards(model, sae, ["def f(x): return x"], [0, 5], k=3)
     >>> [card.index for card in cards]
     [0, 5]
+    >>> cards[1].n_tokens, len(cards[1].top)
+    (18, 3)
     """
     unspliced = runner_of(model)
     parts = placed(unspliced, dictionary, error="live", reads=reads)
     if len(parts) != 1:
         raise ValueError(f"feature_cards needs a single dictionary; got {len(parts)}")
     ((point, part),) = parts.items()
-    chosen = part.dictionary
     require_integer("k", k)
-    require_kind(
-        "features", features, kind=Sequence, words="a list of indices of features", call="[3, 17]"
+    _require_features(features, part.dictionary.n_features)
+    tokens_moved = _tokens_moved(
+        model, part.has_heads, dictionary=part.dictionary, features=features, k=k
     )
-    wrong = [
-        index
-        for index in features
-        if not isinstance(index, int) or not 0 <= index < chosen.n_features
-    ]
-    if wrong or not features:
-        raise ValueError(
-            f"features must be a list of at least one index in [0, {chosen.n_features}); got "
-            f"{[*features]}"
-        )
-    writes = _tokens_moved(model, part.has_heads, dictionary=chosen, features=features, k=k)
     rows: list[_Row] = []
     digests: set[str] = set()
     with with_parts(model, unspliced.points, parts):
         runner = HookedRunner(model)
+        name = f"{point}.features"
         for _, text in batches(texts, model, batch):
-            values = runner.capture(text.tokens, names=f"{point}.features", **text.arguments(model))
-            active = values[f"{point}.features"][..., [*features]].float().cpu()
-            columns = (text.tokens, active, text.at(pos), unseen(text, digests), text.real)
-            rows += [
-                _Row(
-                    tokens=tokens[real].tolist(),
-                    values=value[real],
-                    counts=counts[real],
-                    is_new=bool(is_new),
-                )
-                for tokens, value, counts, is_new, real in zip(
-                    *(column.cpu() for column in columns), strict=True
-                )
-            ]
+            cache = runner.capture(text.tokens, names=name, **text.arguments(model))
+            values = cache[name][..., [*features]].float()
+            rows += _rows_of(text, values, counts=text.at(pos), is_new=unseen(text, digests))
     if not any(bool(row.counts.any()) for row in rows):
         raise ValueError("pos must select a token of at least one text; got none")
-    return FeatureCards(
-        _card(
-            model,
-            index,
-            [row._replace(values=row.values[:, n]) for row in rows],
-            k,
-            _nearest(chosen, index, k),
-            *writes[n],
-        )
-        for n, index in enumerate(progress_of(features, "cards", len(features)))
+    cards = FeatureCards()
+    for column, index in enumerate(progress_of(features, "cards", len(features))):
+        top, bottom = tokens_moved[column]
+        of_feature = [row._replace(values=row.values[:, column]) for row in rows]
+        nearest = _nearest(part.dictionary, index, k)
+        card = _card(model, index, rows=of_feature, k=k, nearest=nearest, top=top, bottom=bottom)
+        cards.append(card)
+    return cards
+
+
+def _require_features(features: object, n_features: int) -> None:
+    """Check that features are a list of indices of a dictionary's features.
+
+    Raises:
+        TypeError: if `features` is not a list.
+        ValueError: if the list is empty, or an index does not exist.
+    """
+    require_kind(
+        "features", features, kind=Sequence, words="a list of indices of features", call="[3, 17]"
     )
+    assert isinstance(features, Sequence)
+    exist = [isinstance(index, int) and 0 <= index < n_features for index in features]
+    if not exist or not all(exist):
+        raise ValueError(
+            f"features must be a list of at least one index in [0, {n_features}); got {[*features]}"
+        )
+
+
+def _rows_of(
+    text: Text,
+    values: Float[Tensor, "batch pos feature"],
+    counts: Bool[Tensor, "batch pos"],
+    is_new: Bool[Tensor, " batch"],
+) -> list[_Row]:
+    """Return the real tokens of each text of a batch with their values, on the CPU."""
+    columns = (text.tokens, values, counts, is_new, text.real)
+    on_cpu = (column.cpu() for column in columns)
+    return [
+        _Row(
+            tokens=row_tokens[real].tolist(),
+            values=row_values[real],
+            counts=row_counts[real],
+            is_new=bool(row_is_new),
+        )
+        for row_tokens, row_values, row_counts, row_is_new, real in zip(*on_cpu, strict=True)
+    ]
 
 
 Scored = list[tuple[str, float]]
@@ -348,20 +370,35 @@ def _card(
     top: Scored,
     bottom: Scored,
 ) -> FeatureCard:
+    """Return the card of a feature from its values on texts, and from its decoder row.
+
+    Args:
+        model: the model, which converts tokens to text.
+        index: the index of the feature.
+        rows: the texts, with the values of this feature.
+        k: the number of examples.
+        nearest, top, bottom: see `FeatureCard`.
+    """
     values = torch.cat([row.values[row.counts] for row in rows])
     shown_rows = [(row.tokens, row.values.where(row.counts, 0)) for row in rows if row.is_new]
-    best = sorted(shown_rows, key=lambda row: -row[1].max().item())[:k]
+    largest_first = sorted(shown_rows, key=lambda row: -row[1].max().item())
     write = writer_of(model) or (lambda tokens: [*map(str, tokens)])
     examples = []
-    for tokens, value in best:
-        at = int(value.argmax())
-        if value[at] <= 0:
+    for tokens, activations in largest_first[:k]:
+        pos = int(activations.argmax())
+        if activations[pos] <= 0:
             continue
-        first = max(0, at - _BEFORE)
-        shown = slice(first, at + _AFTER + 1)
-        examples.append(FeatureExample([*write(tokens)][shown], value[shown].tolist(), at - first))
+        first = max(0, pos - _BEFORE)
+        shown = slice(first, pos + _AFTER + 1)
+        examples.append(
+            FeatureExample(
+                tokens=[*write(tokens)][shown],
+                activations=activations[shown].tolist(),
+                pos=pos - first,
+            )
+        )
     largest = values.max().clamp(min=0).item()
-    counts = torch.histc(values[values > 0], _BINS, 0, largest or 1.0)
+    counts = torch.histc(values[values > 0], bins=_BINS, min=0, max=largest or 1.0)
     return FeatureCard(
         index=index,
         density=(values != 0).float().mean().item(),
@@ -376,6 +413,7 @@ def _card(
 
 
 def _nearest(dictionary: Dictionary, index: int, k: int) -> list[tuple[int, float]]:
+    """Return the features with the most similar decoder rows, with the cosines."""
     rows = nn.functional.normalize(dictionary.W_dec.float(), dim=1)
     cosines = rows @ rows[index]
     cosines[index] = -torch.inf
@@ -386,7 +424,10 @@ def _nearest(dictionary: Dictionary, index: int, k: int) -> list[tuple[int, floa
 def _tokens_moved(
     model: nn.Module, has_heads: bool, dictionary: Dictionary, features: Sequence[int], k: int
 ) -> list[tuple[Scored, Scored]]:
-    """Return the tokens that each feature raises and lowers most."""
+    """Return the tokens that each feature raises most, and those that it lowers most.
+
+    Both lists are empty if the feature does not write to the residual stream.
+    """
     directions = None
     # A norm that acts on the stream itself cannot be folded. The model may also have no
     # unembedding.
@@ -399,13 +440,14 @@ def _tokens_moved(
     rows = dictionary.W_dec[[*features]].to(directions)
     logits = to_device(rows, directions.device) @ directions.mT
     write = writer_of(model) or (lambda tokens: [*map(str, tokens)])
-    ends = []
-    for sign in (1, -1):
-        best = (sign * logits).topk(min(k, logits.shape[1]), dim=1)
-        ends.append(
-            [
-                [*zip(write(tokens), (sign * values).tolist(), strict=True)]
-                for tokens, values in zip(best.indices.tolist(), best.values, strict=True)
-            ]
-        )
-    return [*zip(*ends, strict=True)]
+    n_tokens = min(k, logits.shape[1])
+    raised = logits.topk(n_tokens, dim=1)
+    lowered = (-logits).topk(n_tokens, dim=1)
+
+    def named(tokens: Tensor, changes: Tensor) -> Scored:
+        return [*zip(write(tokens.tolist()), changes.tolist(), strict=True)]
+
+    return [
+        (named(raised.indices[n], raised.values[n]), named(lowered.indices[n], -lowered.values[n]))
+        for n in range(len(features))
+    ]

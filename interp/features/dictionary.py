@@ -114,19 +114,18 @@ class Dictionary(plots.Shown, nn.Module):
         )
         _require_matrix("W_enc", W_enc, "d_in feature")
         _require_matrix("W_dec", W_dec, "feature d_out")
-        sizes = {"d_in": W_enc.shape[0], "feature": W_enc.shape[1], "d_out": W_dec.shape[1]}
-        _require_sizes(
-            sizes,
-            {
-                "W_dec": (W_dec, "feature d_out"),
-                "b_enc": (b_enc, "feature"),
-                "b_dec": (b_dec, "d_in" if subtracts_b_dec else "d_out"),
-                "W_skip": (W_skip, "d_in d_out"),
-                **{name: (tensor, "feature") for name, tensor in activation.named_buffers()},
-            },
-        )
+        axes_of = {
+            "W_dec": (W_dec, "feature d_out"),
+            "b_enc": (b_enc, "feature"),
+            "b_dec": (b_dec, "d_in" if subtracts_b_dec else "d_out"),
+            "W_skip": (W_skip, "d_in d_out"),
+        }
+        thresholds = {name: (tensor, "feature") for name, tensor in activation.named_buffers()}
+        d_in, n_features = W_enc.shape
+        sizes = {"d_in": d_in, "feature": n_features, "d_out": W_dec.shape[1]}
+        _require_sizes(sizes, {**axes_of, **thresholds})
         if isinstance(activation, TopK):
-            require_integer("k", activation.k, most=sizes["feature"])
+            require_integer("k", activation.k, most=n_features)
         self.register_buffer("W_enc", W_enc)
         self.register_buffer("W_dec", W_dec)
         self.register_buffer("b_enc", b_enc)
@@ -361,7 +360,12 @@ class Dictionary(plots.Shown, nn.Module):
 
 
 def _require_matrix(name: str, weight: object, axes: str) -> None:
-    """Raise an error unless a weight is a tensor with two axes."""
+    """Check that a weight is a tensor with two axes.
+
+    Raises:
+        TypeError: if the weight is no tensor.
+        ValueError: if it does not have two axes.
+    """
     hint = "load_sae(path) reads a dictionary"
     require_kind(name, weight, kind=Tensor, words=f"a tensor [{axes}]", call=hint)
     assert isinstance(weight, Tensor)
@@ -372,7 +376,15 @@ def _require_matrix(name: str, weight: object, axes: str) -> None:
 def _require_sizes(
     sizes: Mapping[str, int], weights: Mapping[str, tuple[Tensor | None, str]]
 ) -> None:
-    """Raise an error if a weight has the wrong size. PyTorch would broadcast an axis of size 1."""
+    """Check that each weight has the sizes of its axes. PyTorch would broadcast an axis of size 1.
+
+    Args:
+        sizes: the size of each axis.
+        weights: the weights and their axes, by name.
+
+    Raises:
+        ValueError: if a weight has the wrong size.
+    """
     for name, (weight, axes) in weights.items():
         wanted = [sizes[axis] for axis in axes.split()]
         one_for_all = name == "threshold" and weight is not None and weight.ndim == 0

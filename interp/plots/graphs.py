@@ -82,47 +82,51 @@ def features(cards: Sequence[Any]) -> View:
     shown = cards[:_MOST_CARDS]
     parts: list[dict[str, Any]] = []
     for card in shown:
-        mine: list[dict[str, Any]] = []
-        for n, example in enumerate(card.examples):
-            values = torch.tensor(example.activations)
-            mine.append(
-                {
-                    "kind": "text",
-                    "title": "" if n else f"feature {card.index}",
-                    "values": values,
-                    "first": 0,
-                    "tokens": [visible(token) for token in example.tokens],
-                    "unit": "",
-                    "signed": False,
-                    "limit": card.largest or limit_of(values),
-                    "note": "",
-                }
-            )
-        moved = [*card.top, *card.bottom[::-1]]
-        if moved and not math.isnan(moved[0][1]):
-            mine.append(
-                _chart("logits that a feature of 1 adds", "token", bars=moved, unit="logits")
-            )
-        if any(card.histogram):
-            mine.append(
-                {
-                    "kind": "histogram",
-                    "title": "how many positions have it, by its size",
-                    "unit": "positions",
-                    "values": torch.tensor(card.histogram),
-                    "largest": card.largest,
-                    "xname": "activation",
-                    "note": "How many positions have it, by its size.",
-                }
-            )
-        if mine:
-            mine[0]["heading"] = f"Feature {card.index}, {card.frequency}"
-        parts += mine
+        parts += _parts_of_card(card)
     numbers = ", ".join(str(card.index) for card in shown)
     note = thinned(len(cards), len(shown), "features")
     if note and parts:
         parts[0]["note"] = note
     return View(f"feature{'s' * (len(shown) > 1)} {numbers}", parts)
+
+
+def _parts_of_card(card: Any) -> list[dict[str, Any]]:
+    """Return the examples of a feature, the tokens that it promotes, and its histogram, to draw."""
+    parts: list[dict[str, Any]] = []
+    for number, example in enumerate(card.examples):
+        values = torch.tensor(example.activations)
+        parts.append(
+            {
+                "kind": "text",
+                "title": "" if number else f"feature {card.index}",
+                "values": values,
+                "first": 0,
+                "tokens": [visible(token) for token in example.tokens],
+                "unit": "",
+                "signed": False,
+                "limit": card.largest or limit_of(values),
+                "note": "",
+            }
+        )
+    tokens_moved = [*card.top, *card.bottom[::-1]]
+    if tokens_moved and not math.isnan(tokens_moved[0][1]):
+        title = "logits that a feature of 1 adds"
+        parts.append(_chart(title, "token", bars=tokens_moved, unit="logits"))
+    if any(card.histogram):
+        parts.append(
+            {
+                "kind": "histogram",
+                "title": "how many positions have it, by its size",
+                "unit": "positions",
+                "values": torch.tensor(card.histogram),
+                "largest": card.largest,
+                "xname": "activation",
+                "note": "How many positions have it, by its size.",
+            }
+        )
+    if parts:
+        parts[0]["heading"] = f"Feature {card.index}, {card.frequency}"
+    return parts
 
 
 def attribution(graph: Any, cards: Mapping[int, Sequence[Any]] | None = None) -> View:

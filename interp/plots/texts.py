@@ -29,8 +29,7 @@ def patterns(
     head: tuple[int, int] | None = None,
     scores: Any = None,
 ) -> View:
-    """Draw the attention patterns of one text: a small picture of each head, and the selected head
-    in large.
+    """Return a picture of the attention patterns of one text, with a small picture of each head.
 
     With scores of heads, such as `head_scores(model, cache, "induction")`, the head with the
     largest score is shown first, and a button sorts the heads by score. The pointer and the arrow
@@ -69,21 +68,14 @@ def patterns(
     drawn = _weights(cache, example, window=(queries, keys), heads=heads)
     order = [*drawn.weights] if heads is None else [*heads]
     numbers = None if scores is None else _scores_of(scores, order, example)
-    if head is None and numbers is not None and numbers.isfinite().any():
-        head = order[int(numbers.nan_to_num(-torch.inf).argmax())]
-    if head is not None and head not in order:
-        raise ValueError(f"head must be a drawn head (layer, head); got {head}")
+    start = _first_picture(order, head, numbers)
     tokens = _tokens(cache, example, drawn.run_shape)
     words, are_texts = (None, False) if tokens is None else _words(model, tokens)
     part = grid_part(
         "attention patterns",
         torch.stack([drawn.weights[pair] for pair in order]),
-        rows=axis_part(
-            "query", drawn.rows, words=words and [words[n] for n in drawn.rows], most=drawn.most
-        ),
-        columns=axis_part(
-            "key", drawn.columns, words=words and [words[n] for n in drawn.columns], most=drawn.most
-        ),
+        rows=_axis_of_tokens("query", drawn.rows, words=words, most=drawn.most),
+        columns=_axis_of_tokens("key", drawn.columns, words=words, most=drawn.most),
         unit="of the attention",
         facets=[f"layer {layer}, head {head}" for layer, head in order],
         names=[f"{layer}.{head}" for layer, head in order],
@@ -93,12 +85,47 @@ def patterns(
         from_end=True,
         swap=drawn.rows == drawn.columns,
         strip=words is not None,
-        start=0 if head is None else order.index(head),
+        start=start,
         **({} if numbers is None else {"scores": numbers}),
         note=thinned(drawn.n_inside, min(drawn.n_inside, drawn.most), "positions"),
     )
     title = f" of “{''.join(words)[:60]}”" if words and are_texts else ""
     return View(f"attention patterns{title}", [part])
+
+
+def _first_picture(
+    order: Sequence[tuple[int, int]],
+    head: tuple[int, int] | None,
+    scores: Float[Tensor, " facet"] | None,
+) -> int:
+    """Return the number of the picture that is shown first: the requested head, or the head with
+    the largest score.
+
+    Raises:
+        ValueError: if the requested head is not drawn.
+    """
+    if head is not None:
+        if head not in order:
+            raise ValueError(f"head must be a drawn head (layer, head); got {head}")
+        return order.index(head)
+    if scores is not None and scores.isfinite().any():
+        return int(scores.nan_to_num(-torch.inf).argmax())
+    return 0
+
+
+def _axis_of_tokens(
+    name: str, positions: Sequence[int], words: Sequence[str] | None, most: int
+) -> dict[str, Any]:
+    """Return an axis of positions, with the text of their tokens if the texts are known.
+
+    Args:
+        name: the name of the axis.
+        positions: the drawn positions.
+        words: the text of each token of the run.
+        most: the largest number of positions along the axis.
+    """
+    shown = words and [words[position] for position in positions]
+    return axis_part(name, positions, words=shown, most=most)
 
 
 def _require_heads(heads: Sequence[Any] | None, layers: list[int]) -> None:
@@ -154,7 +181,10 @@ def _weights(
         all_rows, all_columns = _window(n_queries, n_keys, *window)
         rows, columns = all_rows[-most:], all_columns[-most:]
         shown = pattern[example, :, [row - n_keys for row in rows]][..., columns].detach().cpu()
-        for head in range(n_heads) if heads is None else (n for at, n in heads if at == layer):
+        drawn_heads = [*range(n_heads)]
+        if heads is not None:
+            drawn_heads = [head for layer_of_head, head in heads if layer_of_head == layer]
+        for head in drawn_heads:
             require_integer("a head", head, least=0, most=n_heads - 1)
             weights[layer, head] = shown[head]
     return _Drawn(
@@ -259,15 +289,15 @@ def lens(readout: Any) -> View:
     chances = readout.probabilities[:, 0, columns].detach().cpu()
     layers, n = chances.shape[:2]
     last = max(1, min(n, _MOST_CELLS // layers))
-    best = [
-        [[visible(f"{token}") for token in pos] for pos in layer[-last:]] for layer in likeliest
-    ]
     shown = chances[:, -last:].flip(0)
-    tips = [
-        [[text, f"{100 * chance:.3g} %"] for text, chance in zip(*pos, strict=True)]
-        for layer in zip(best[::-1], shown.tolist(), strict=True)
-        for pos in zip(*layer, strict=True)
-    ]
+    cells = []
+    tips = []
+    for layer, chances_of_layer in zip(likeliest[::-1], shown.tolist(), strict=True):
+        for tokens, chances_of_pos in zip(layer[-last:], chances_of_layer, strict=True):
+            best = [visible(f"{token}") for token in tokens]
+            percents = [f"{100 * chance:.3g} %" for chance in chances_of_pos]
+            cells.append(best[0])
+            tips.append([[*pair] for pair in zip(best, percents, strict=True)])
     rows = [*(f"entering {layer}" for layer in range(layers - 1)), "final"][::-1]
     part = grid_part(
         "lens",
@@ -277,7 +307,7 @@ def lens(readout: Any) -> View:
         unit="probability of the likeliest token",
         least=1.0,
         from_end=True,
-        cells=[pos[0] for layer in best[::-1] for pos in layer],
+        cells=cells,
         tips=tips,
         note=thinned(n, last, "positions"),
     )

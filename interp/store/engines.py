@@ -1,6 +1,6 @@
 """Engines run the jobs of a harvest. Ray provides processes, retries and transport."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,7 @@ def loaded(model: Model) -> nn.Module:
     """Return the model, from a model or from a function that returns a model.
 
     Raises:
-        TypeError: if it is neither a model nor a function that returns a model.
+        TypeError: if `model` is neither a model nor a function that returns a model.
     """
     module = model if isinstance(model, nn.Module) or not callable(model) else model()
     if not isinstance(module, nn.Module):
@@ -81,45 +81,56 @@ class Ray:
         ray = library("ray", "hookscope[ray]")
         if not ray.is_initialized():
             ray.init()
-
-        class Worker:
-            """A process with one model."""
-
-            def __init__(self, model: Model, arguments: tuple[Any, ...]) -> None:
-                self._model = loaded(model)
-                self._arguments = arguments
-
-            def ready(self) -> int:
-                """Return 0 as soon as the model is loaded, because no job has finished yet."""
-                return 0
-
-            def run(self, *shard: int) -> int:
-                """Run one job, and return 1."""
-                job(self._model, *self._arguments, shard)
-                return 1
-
         options = {"num_cpus": 1, **self.resources, "max_restarts": -1, "max_task_retries": RETRIES}
-        actor: Any = ray.remote(Worker).options(**options)
+        actor: Any = ray.remote(_worker_class(job)).options(**options)
         references = ray.put(model), ray.put(arguments)
-        # A job goes to a worker that has started, because the cluster may not have room for all
-        # workers.
-        started = (actor.remote(*references) for _ in range(self.workers))
-        busy: dict[Any, Any] = {worker.ready.remote(): worker for worker in started}
-        of = JOBS_OF_WORKER * self.workers
-        jobs = iter(range(of))
-        left = of
-        with progress_bar("jobs", total=of, unit="job") as count:
-            while left:
-                (done,), _ = ray.wait([*busy])
-                worker = busy.pop(done)
-                try:
-                    n_done = ray.get(done)
-                except ray.exceptions.RayTaskError as error:
-                    raise error.cause from None
-                left -= n_done
-                count(n_done)
-                if (number := next(jobs, None)) is not None:
-                    busy[worker.run.remote(number, of)] = worker
-                else:
-                    # A restarted worker with a job may be waiting for the resources of this worker.
-                    ray.kill(worker)
+        workers = [actor.remote(*references) for _ in range(self.workers)]
+        _run_jobs(ray, workers, JOBS_OF_WORKER * self.workers)
+
+
+def _worker_class(job: Callable[..., None]) -> type:
+    """Return the class of the processes that run a job."""
+
+    class Worker:
+        """A process with one model."""
+
+        def __init__(self, model: Model, arguments: tuple[Any, ...]) -> None:
+            self._model = loaded(model)
+            self._arguments = arguments
+
+        def ready(self) -> int:
+            """Return 0 as soon as the model is loaded, because no job has finished yet."""
+            return 0
+
+        def run(self, *shard: int) -> int:
+            """Run one job, and return 1."""
+            job(self._model, *self._arguments, shard)
+            return 1
+
+    return Worker
+
+
+def _run_jobs(ray: Any, workers: Sequence[Any], n_jobs: int) -> None:
+    """Give each worker a job as soon as it is free, until all jobs have finished.
+
+    A worker gets its first job after it has started, because the cluster may not have room for all
+    workers.
+    """
+    busy = {worker.ready.remote(): worker for worker in workers}
+    jobs = iter(range(n_jobs))
+    n_left = n_jobs
+    with progress_bar("jobs", total=n_jobs, unit="job") as count:
+        while n_left:
+            (finished,), _ = ray.wait([*busy])
+            worker = busy.pop(finished)
+            try:
+                n_done = ray.get(finished)
+            except ray.exceptions.RayTaskError as error:
+                raise error.cause from None
+            n_left -= n_done
+            count(n_done)
+            if (number := next(jobs, None)) is not None:
+                busy[worker.run.remote(number, n_jobs)] = worker
+            else:
+                # A restarted worker with a job may be waiting for the resources of this worker.
+                ray.kill(worker)

@@ -52,13 +52,15 @@ def harvest(
     progress: bool = True,
     **settings: Any,
 ) -> Activations:
-    """Write the values of points at every token of many texts.
+    """Write the values of points at every token of many texts to disk, and return the store.
 
-    It can be called again at any time, for example after a full disk, and then makes the missing or
-    damaged files. The values do not depend on the job: on processors of one kind with the same
-    number of threads, they are equal bit for bit. With more texts, the store grows; with fewer
-    texts, an error is raised. If a value was not finite in `dtype`, the same call with another
-    dtype removes the old files and begins again.
+    The same call can be repeated at any time, for example after a full disk. It then writes only
+    the files that are missing or damaged. With more texts, the store grows; with fewer texts, an
+    error is raised. If a value was not finite in `dtype`, the same call with another dtype removes
+    the old files and begins again.
+
+    The values do not depend on the number of jobs. On processors of one kind with the same number
+    of threads, they are equal bit for bit.
 
     Args:
         model: any model with hook points, in evaluation mode, or a function that returns a model,
@@ -78,7 +80,9 @@ def harvest(
             see `Settings`.
 
     Returns:
-        The store. It can be read after all jobs have finished.
+        The store, which can be read after all jobs have finished. It has one row for each stored
+        token. At a point with the axes `batch pos *rest`, a row is a tensor [*rest], in the unit of
+        the point. Each row also has its token, the number of its text, and its place in the text.
 
     Raises:
         ValueError: if the existing store, or a file, has another model, other texts or other
@@ -94,6 +98,17 @@ def harvest(
             `torch.distributed.init_process_group`.
         OSError: if the disk is full, or would become full according to the size of the first file.
         ImportError: if Ray is not installed.
+
+    >>> import tempfile
+    >>> from models import load
+    >>> model, out = load("pydoc-4l"), tempfile.mkdtemp()
+    >>> store = harvest(model, ["part KV8", "Return the"], "blocks.1.mlp_out", out)
+    >>> store
+    Activations of 1 points, 18 rows of 2 texts
+    >>> store.rows(1)["blocks.1.mlp_out"].shape  # token, d_model
+    torch.Size([10, 128])
+    >>> for (values,) in store.batches(6, seed=0):  # shuffled
+    ...     assert values.shape == (6, 128)
     """
     Words(Settings).require(settings, ("shard", "engine", "progress"), "harvest")
     read = Settings(**settings)
@@ -121,20 +136,29 @@ def harvest_shard(
     settings: Settings,
     shard: tuple[int, int],
 ) -> None:
-    """Run one job of a harvest. For arguments and errors, see `harvest`."""
+    """Run one job of a harvest.
+
+    Args:
+        model: the model.
+        texts, names, out, shard: see `harvest`.
+        settings: the settings for reading and storing.
+
+    Raises:
+        ValueError, UnknownNameError, ModeError, HookError, OSError: as for `harvest`.
+    """
     job, jobs = shard
     reader = RowReader(model, names, settings)
     folder = Folder(out)
     manifest = reader.manifest()
     store = store_of(manifest)
-    here: dict[str, dict[str, Any]] = {}
+    facts_by_file: dict[str, dict[str, Any]] = {}
     n_files, n_texts = 0, 0
     with reader.runs(), progress_bar("harvest", unit="tok") as count:
         require_same(manifest, folder)
         for number, run in enumerate(runs(texts, settings.column, settings.per_file)):
             first = n_texts
-            n_files = number + 1
-            n_texts = n_texts + len(run)
+            n_files += 1
+            n_texts += len(run)
             if number % jobs != job:
                 continue
             pieces = reader.pieces(run, first)
@@ -148,12 +172,13 @@ def harvest_shard(
                         folder.write_json(MANIFEST, manifest | {"overflow": True})
                     raise
                 size = sum(value.nbytes for value in tensors.values())
-                n_known = None if here else count_of(texts)
+                n_known = None if facts_by_file else count_of(texts)
                 last = number if n_known is None else (n_known - 1) // settings.per_file
                 _require_room(folder, size, len(range(number, last + 1, jobs)))
                 facts_of_file = write(manifest, folder, number=number, facts=facts, tensors=tensors)
-            here[str(number)] = facts_of_file
-    finish(manifest, folder, shard=shard, end={"of": n_files, "texts": n_texts, "files": here})
+            facts_by_file[str(number)] = facts_of_file
+    end = {"of": n_files, "texts": n_texts, "files": facts_by_file}
+    finish(manifest, folder, shard=shard, end=end)
 
 
 def _digest(pieces: Sequence[TextPiece]) -> str:
@@ -182,15 +207,24 @@ def known(
 ) -> dict[str, Any] | None:
     """Return the facts of an existing file of values, or None if the file must be made.
 
+    Args:
+        manifest: the manifest of the store.
+        folder: the folder of the store.
+        number: the number of the file.
+        facts: the facts that the file must have.
+
     Raises:
         ValueError: if the file, or its entry in the manifest, belongs to another store or does not
             have these facts.
     """
-    there = folder.facts(file_of(number))
-    listed = [there] if there else require_same(manifest, folder).get("files", [])[number:][:1]
+    written = folder.facts(file_of(number))
+    if written:
+        listed = [written]
+    else:
+        listed = require_same(manifest, folder).get("files", [])[number : number + 1]
     for facts_of_file in listed:
         _require_facts(folder, number, facts_of_file=facts_of_file, facts=facts)
-    return there
+    return written
 
 
 def write(
@@ -202,7 +236,12 @@ def write(
 ) -> dict[str, Any]:
     """Write a file of values, and return its facts.
 
-    For errors, see `known`: another process may have written the file since that check.
+    Args:
+        manifest, folder, number, facts: see `known`.
+        tensors: the values of points, and the tokens and places of the rows.
+
+    Raises:
+        ValueError: as for `known`, because another process may have written the file since then.
     """
     claim(manifest, folder)
     all_facts = {**facts, "rows": len(tensors["tokens"]), **described(tensors)}
@@ -214,6 +253,11 @@ def write(
 def _require_facts(
     folder: Folder, number: int, facts_of_file: Mapping[str, Any], facts: Mapping[str, Any]
 ) -> None:
+    """Check that a file belongs to the store and to the texts of `facts`.
+
+    Raises:
+        ValueError: if the file has other facts.
+    """
     if facts_of_file.get("store") != facts["store"]:
         path = folder.path(file_of(number))
         raise ValueError(f"a folder must contain files of one store; {path} {FOREIGN}")
@@ -226,9 +270,14 @@ def _require_facts(
 def finish(
     manifest: Mapping[str, Any], folder: Folder, shard: tuple[int, int], end: Mapping[str, Any]
 ) -> None:
-    """Write the facts of a finished job.
+    """Write the facts of a finished job, and the manifest with all files after the last job.
 
-    If it is the last job, also write the manifest with all files.
+    Args:
+        manifest: the manifest of the store.
+        folder: the folder of the store.
+        shard: the number of the job and the number of jobs.
+        end: the numbers of files and of texts of the whole harvest, and the facts of the files of
+            this job.
 
     Raises:
         ValueError: if other jobs had another number of texts, or if the store contains more texts.
@@ -237,27 +286,27 @@ def finish(
     end_name = f"done-{shard[0]}-of-{shard[1]}.json"
     saved, others = claim(manifest, folder), ends(folder, store)
     for name, end_of_job in {MANIFEST: saved, **others}.items():
-        had = end_of_job.get("texts", 0)
+        n_texts = end_of_job.get("texts", 0)
         may_grow = name in (MANIFEST, end_name)
-        if had > end["texts"] or (had < end["texts"] and not may_grow):
+        if n_texts > end["texts"] or (n_texts < end["texts"] and not may_grow):
             raise ValueError(
-                f"a store must continue with the same texts; other jobs had {had}, got "
+                f"a store must continue with the same texts; other jobs had {n_texts}, got "
                 f"{end['texts']}"
             )
     for name, end_of_job in others.items():
         # If a file was made again on another machine, its values may differ in some bits.
         files = {
-            n: facts
-            for n, facts in end_of_job["files"].items()
-            if end["files"].get(n, facts) == facts
+            number: facts
+            for number, facts in end_of_job["files"].items()
+            if end["files"].get(number, facts) == facts
         }
         if files != end_of_job["files"]:
             folder.write_json(name, end_of_job | {"files": files})
     folder.write_json(end_name, {"store": store, **end})
     try:
-        everything = gathered(folder, store)
+        files_of_all_jobs = gathered(folder, store)
     except CacheError:
         # Other jobs have not finished.
         return
-    folder.write_json(MANIFEST, {**manifest, **everything})
+    folder.write_json(MANIFEST, {**manifest, **files_of_all_jobs})
     folder.tidy()

@@ -43,9 +43,9 @@ def statistics(
     progress: bool = True,
     **options: Any,
 ) -> StatisticsByPoint:
-    """Return statistics of points at all real tokens, from one pass of a model over texts.
+    """Return the mean, variance, density, quantiles and largest values of points over many texts.
 
-    No values are written to disk.
+    The model runs once on each text, and no values are written to disk. Padding does not count.
 
     Args:
         model: any model with hook points, in evaluation mode.
@@ -58,6 +58,11 @@ def statistics(
         options: `covariance`, `top`, `sample` and `seed`; see `Statistics.of`.
         progress: whether to show a progress bar after two seconds.
 
+    Returns:
+        The statistics of each point by its name. A row is a token. At a point with the axes
+        `batch pos *rest`, `mean` has the axes [*rest], and all other statistics are flattened to
+        [d]. They are in the unit of the point, or in its square for the variance. See `Statistics`.
+
     Raises:
         ValueError: if there is no text, if a text is empty, or if a point does not have a row for
             each token.
@@ -66,8 +71,13 @@ def statistics(
         TypeError: if an option is unknown.
 
     >>> from models import load
-    >>> statistics(load("pydoc-4l"), ["part KV8 part KV8"] * 3, "*.mlp_out")["blocks.1.mlp_out"]
+    >>> by_point = statistics(load("pydoc-4l"), ["part KV8 part KV8"] * 3, "*.mlp_out")
+    >>> by_point["blocks.1.mlp_out"]
     Statistics of 51 rows [128]
+    >>> by_point["blocks.1.mlp_out"].mean.shape, by_point["blocks.1.mlp_out"].variance.shape
+    (torch.Size([128]), torch.Size([128]))
+    >>> by_point["blocks.1.mlp_out"].top_places[0, 0].tolist()  # of the largest value of column 0
+    [0, 4]
     """
     require_options(options, {field.name for field in fields(Settings)})
     if reading is not None:
@@ -76,6 +86,7 @@ def statistics(
     points = by_token(runner, names) if reading is None else names
 
     def parts() -> Iterator[StatisticsByPoint]:
+        """Yield the statistics of each batch."""
         for first, text in batches(texts, model, batch):
             cache = runner.capture(text.tokens, names=points, **text.arguments(model))
             if reading is None:
@@ -116,7 +127,7 @@ class PlannedHarvest(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Whether the harvest fits on the disk."""
+        """True if the harvest fits on the disk, or if the free bytes are unknown."""
         return self.free is None or self.bytes < self.free
 
     def __repr__(self) -> str:
@@ -133,12 +144,15 @@ class PlannedHarvest(NamedTuple):
 def plan(
     model: Model, texts: Corpus, names: Selector, out: str | os.PathLike[str] = ".", **settings: Any
 ) -> PlannedHarvest:
-    """Compute the size of a harvest, and measure the time of its first batch.
+    """Return the size of a harvest, and its time, which is measured on the first batch.
 
     All texts are read, so a generator is exhausted.
 
     Args:
         model, texts, names, out, settings: see `harvest`, which raises the same errors.
+
+    Returns:
+        The numbers of texts, tokens, rows and files, the size in bytes and the time in seconds.
 
     >>> from models import load
     >>> planned = plan(load("pydoc-4l"), ["part KV8"] * 100, "blocks.1.mlp_out")
