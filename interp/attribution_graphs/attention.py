@@ -63,9 +63,12 @@ def why(
     table = pair_table(
         scores.scale * of_query, of_keys, asked=asked, names=names, k=k, dtype=run.dtype
     )
-    labels = _labelled(run, nodes, {name for axis in table.axes[:2] for name in table.labels[axis]})
-    said = {axis: [labels.get(name, "") for name in table.labels[axis]] for axis in table.axes[:2]}
-    return replace(table, words=said)
+    axes = table.axes[:2]
+    labels = _labelled(run, nodes, {*table.labels[axes[0]], *table.labels[axes[1]]})
+    words_of_axes = {}
+    for axis in axes:
+        words_of_axes[axis] = [labels.get(name, "") for name in table.labels[axis]]
+    return replace(table, words=words_of_axes)
 
 
 def _labelled(run: FrozenRun, nodes: Sequence[Node], names: set[str]) -> dict[str, str]:

@@ -75,6 +75,9 @@ def attribution_graph(
             2³⁰.
         progress: whether to show a progress bar after two seconds. Default: True.
 
+    Returns:
+        The graph, with the effects [row, source] in the unit of the row's logit or pre-activation.
+
     Raises:
         ValueError: for the same reasons as in `FrozenRun`; if the text of a target is several
             tokens, a feature is not active, there are no targets, the position is outside the text,

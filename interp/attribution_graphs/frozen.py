@@ -146,7 +146,7 @@ class FrozenRun:
         return logits_of(output)
 
     def _looks_back(self) -> bool:
-        """Return whether no query attends to a later key."""
+        """Return True if no query attends to a later key."""
         patterns = (self.at(layer.attention.sublayer.pattern) for layer in self.graph.layers)
         # A masked weight is exactly 0: the exponential of its score is below the smallest number.
         return not any(pattern.triu(1).any() for pattern in patterns)
@@ -166,10 +166,10 @@ class FrozenRun:
         """Return the transcoders of each layer, and warn if a transcoder was trained at another
         place.
         """
-        written_at = {self.graph.names[mlp.added]: n for n, mlp in self._mlps.items()}
+        written_at = {self.graph.names[mlp.added]: layer for layer, mlp in self._mlps.items()}
         placed = by_layer(transcoders, written_at)
-        for n, (dictionary, _) in placed.items():
-            use = dictionary.writes, self.graph.names[self._mlps[n].added]
+        for layer, (dictionary, _) in placed.items():
+            use = (dictionary.writes, self.graph.names[self._mlps[layer].added])
             warn_of_place(self.graph.runner(), use)
         return placed
 
@@ -263,7 +263,7 @@ class FrozenRun:
         model has them, of positions.
         """
         names = self.graph.writers[: len(self.inputs)]
-        return [n for n, name in enumerate(names) if not name.endswith("bias")]
+        return [number for number, name in enumerate(names) if not name.endswith("bias")]
 
     @without_gradients
     def of_features(self, sources: Int[Tensor, " target"]) -> Targets:
@@ -298,6 +298,10 @@ class FrozenRun:
 
         The mean logit is subtracted from each logit. This makes no difference if the weights add up
         to 0.
+
+        Args:
+            weights: the weights of the logits in each sum.
+            pos: the position of the logits. Default: -1.
         """
         direction, offset = self.of_vocabulary(weights)
         at = self.tokens.new_full((len(weights),), pos % len(self.tokens))
@@ -315,9 +319,9 @@ class FrozenRun:
         weights = weights - weights.mean(-1, keepdim=True)
         direction = weights @ self.like(self.model.W_U).mT
         bias = getattr(self.model, "b_U", None)
-        return direction, weights.new_zeros(len(weights)) if bias is None else weights @ self.like(
-            bias
-        )
+        if bias is None:
+            return direction, weights.new_zeros(len(weights))
+        return direction, weights @ self.like(bias)
 
     @without_gradients
     def rows(
@@ -340,7 +344,15 @@ class FrozenRun:
         direction: Float[Tensor, "target d_model"],
         offset: Float[Tensor, " target"],
     ) -> Targets:
-        """Return directions in a value that is read, at a stage and at positions, as targets."""
+        """Return directions in a value that is read, at a stage and at positions, as targets.
+
+        Args:
+            reading: the value and the norm before it.
+            stage: the stage of the targets; see `Targets`.
+            pos: the position of each target.
+            direction: the direction of each target in the value.
+            offset: the number that is added to the product of the direction and the value.
+        """
         total = (reading.value[pos] * direction).sum(-1) + offset
         bias = direction @ self.like(reading.linear.bias) + offset
         stream = reading.linear.before(direction) / reading.scale[pos]
@@ -372,6 +384,10 @@ class FrozenRun:
     def reading(self, norm: Any, stream: nn.Module) -> FrozenReading:
         """Return the output of a norm that reads a point of the stream, or the stream itself if the
         norm is the identity.
+
+        Args:
+            norm: the norm, or None.
+            stream: the point of the stream.
         """
         linear = linear_part(norm, self.inputs.shape[-1])
         point = stream if is_identity(norm) else norm.normalized
@@ -407,7 +423,7 @@ class FrozenRun:
 
 
 def _require_finite(logits: Float[Tensor, "pos vocab"], model: nn.Module) -> None:
-    """Raise an error if logits are not finite.
+    """Check that logits are finite.
 
     Raises:
         ValueError: if logits are not finite. The error names a weight that is not finite, if there

@@ -53,11 +53,17 @@ def scores(
     is_error: Bool[Tensor, " source"],
     is_input: Bool[Tensor, " source"],
 ) -> dict[str, float]:
-    """Return two scores of how much of a graph is explained, as circuit-tracer defines them.
+    """Return the `replacement` and the `completeness` of a graph, as circuit-tracer defines them.
 
     `replacement` is the share of influence that comes from inputs and not from errors.
     `completeness` is the share of the effects on all nodes, weighted by the influence of the nodes,
     that do not come from errors. Nodes without effects on them count as complete.
+
+    Args:
+        rows: the effects, one row for each explained node.
+        weights, column: see `influence`.
+        is_error: True for errors, and for features without a row.
+        is_input: True for embeddings and constants.
     """
     of_row = shares(rows)
     reached = influence(of_row, weights, column)
@@ -73,6 +79,13 @@ def scores(
 def threshold(scores: Float[Tensor, " score"], share: float) -> Float[Tensor, ""]:
     """Return the largest score such that all scores of at least this size make up a share of the
     sum.
+
+    Args:
+        scores: the scores.
+        share: the share of the sum, 0 to 1.
+
+    >>> threshold(torch.tensor([5.0, 1.0, 3.0, 1.0]), 0.8)
+    tensor(3.)
     """
     ordered = scores.sort(descending=True).values
     reached = ordered.cumsum(0) / ordered.sum()
@@ -80,8 +93,10 @@ def threshold(scores: Float[Tensor, " score"], share: float) -> Float[Tensor, ""
 
 
 def cumulative(scores: Float[Tensor, " node"]) -> Float[Tensor, " node"]:
-    """Return, for each score, the share of the sum that this score and all larger
-    scores make up.
+    """Return, for each score, the share of the sum that this score and all larger scores make up.
+
+    >>> cumulative(torch.tensor([1.0, 3.0]))
+    tensor([1.0000, 0.7500])
     """
     ordered, order = scores.sort(descending=True)
     return torch.empty_like(scores).scatter(0, order, ordered.cumsum(0) / ordered.sum())

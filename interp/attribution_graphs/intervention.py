@@ -61,9 +61,9 @@ class Intervention:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Fisher's 95 % interval of the correlation;
+        """Fisher's 95 % interval of the correlation.
 
-        NaN for fewer than four nodes or if the correlation is NaN.
+        It is NaN for fewer than four nodes or if the correlation is NaN.
         """
         n = self._pairs.shape[1]
         if n < 4 or math.isnan(self.correlation):
@@ -85,8 +85,17 @@ class Intervention:
         ]
         order = self.predicted.abs().argsort(descending=True)[:12].tolist()
         width = max(map(len, self.nodes), default=4)
-        by_attention = self.by_attention, self.true - self.patterns_held
-        columns = self.direct, self.predicted, by_attention[0], self.true, by_attention[1]
+        columns = {
+            "direct": self.direct,
+            "predicted": self.predicted,
+            "by attention": self.by_attention,
+            "true": self.true,
+            "true by attention": self.true - self.patterns_held,
+        }
+        rows = []
+        for node in order:
+            cells = "".join(f" {column[node]:>+10.4g}" for column in columns.values())
+            rows.append(f"  {self.nodes[node]:{width}}{cells}")
         return "\n".join(
             [
                 f"Intervention on {len(self.changed)} features, {len(self.nodes)} others; "
@@ -94,10 +103,7 @@ class Intervention:
                 *lines[:10],
                 f"  {'node':{width}} {'direct':>10} {'predicted':>10} {'attention':>10} "
                 f"{'true':>10} {'attention':>10}",
-                *(
-                    f"  {self.nodes[n]:{width}}" + "".join(f" {x[n]:>+10.4g}" for x in columns)
-                    for n in order
-                ),
+                *rows,
             ]
         )
 
@@ -136,32 +142,51 @@ def intervened(
         direct, predicted = predicted_changes(
             effects, graph.column, activation=old, change=change, is_set=is_set
         )
-    pos = graph.logits[0].pos if graph.logits else -1
-    true = []
-    for fixed in ((), ("pattern",), ("pattern", "scale")):
-        features, logits = true_values(
-            graph.run, wanted, directions=graph.directions, pos=pos, fixed=fixed
-        )
-        changed = (
-            logits - graph.totals[: len(logits)],
-            (features - old)[graph.column[len(logits) :]],
-        )
-        true.append(finite(torch.cat(changed), "changes in the model"))
+    true = [
+        _true_changes(graph, wanted, fixed) for fixed in ((), ("pattern",), ("pattern", "scale"))
+    ]
     shown_rows = [
         row for row, place in enumerate(graph.explained) if place >= n_features or not is_set[place]
     ]
     names = [graph.nodes[graph.explained[row]].id for row in shown_rows]
+    n_nodes = len(names)
     changes = torch.stack([direct, predicted, predicted - by_values, *true])[:, shown_rows].cpu()
     for name, members in groups.items():
-        inside = [n for n, member in enumerate(names[: len(shown_rows)]) if member in members]
+        inside = [number for number, node in enumerate(names[:n_nodes]) if node in members]
         if inside:
             names.append(name)
             changes = torch.cat([changes, changes[:, inside].sum(1, keepdim=True)], 1)
-    set_to = {graph.nodes[n].id: (float(old[n]), value) for n, value in wanted.items()}
-    return Intervention(set_to, names, *changes)
+    changed = {
+        graph.nodes[number].id: (float(old[number]), value) for number, value in wanted.items()
+    }
+    return Intervention(changed, names, *changes)
+
+
+def _true_changes(
+    graph: Any, values: Mapping[int, float], fixed: Sequence[str]
+) -> Float[Tensor, " row"]:
+    """Return the changes of all explained nodes in the model after features are set.
+
+    Args:
+        graph: the attribution graph.
+        values: the new values of features, by their indices among the active features.
+        fixed: the last parts of the names of points whose values are frozen.
+    """
+    pos = graph.logits[0].pos if graph.logits else -1
+    features, logits = true_values(
+        graph.run, values, directions=graph.directions, pos=pos, fixed=fixed
+    )
+    of_logits = logits - graph.totals[: len(logits)]
+    of_features = (features - graph.run.activation)[graph.column[len(logits) :]]
+    return finite(torch.cat([of_logits, of_features]), "changes in the model")
 
 
 def _feature(graph: Any, name: str) -> int:
+    """Return the index of a feature among the active features.
+
+    Raises:
+        ValueError: if the node is no feature.
+    """
     place = graph.place(name)
     if place >= len(graph.run.layer):
         kind = graph.nodes[place].kind
@@ -187,7 +212,8 @@ def predicted_changes(
     """
     per_unit = rows[:, : len(activation)] / activation
     direct = finite(per_unit @ change, "predicted changes")
-    total, step = direct, direct
+    total = direct
+    step = direct
     passes = (column >= 0) & ~is_set[column]
     # Each step goes up by at least one layer, so the loop ends. With NaN, it would not end.
     while step[passes].any():
@@ -216,42 +242,42 @@ def true_values(
         values: the new values of features, by the indices of the features among the active
             features.
         directions, pos: the weights of logits and their position; see `FrozenRun.of_logits`.
-        held: the last parts of the names of points whose values are frozen. Default: no points.
+        fixed: the last parts of the names of points whose values are frozen, such as `pattern`.
+            Default: no points.
     """
     read: dict[str, Tensor] = {}
 
     def see(value: Tensor, point: Point) -> None:
+        """Record the value that features or the unembedding read."""
         read[point.name] = to_device(at_least_float32(value[0]), run.logits.device)
 
     def write(value: Tensor, point: Point) -> Tensor:
-        layer_here = point.layer
+        """Return the output of an MLP with the decoder rows of the changed features added."""
+        written_layer = point.layer
         value = value.clone()
         for number, wanted in values.items():
-            layer, at, feature = (
-                int(numbers[number]) for numbers in (run.layer, run.pos, run.feature)
-            )
+            layer = int(run.layer[number])
+            pos = int(run.pos[number])
+            feature = int(run.feature[number])
             dictionary, decoders = run.transcoders[layer]
-            if layer_here is None or not 0 <= layer_here - layer < len(decoders):
+            if written_layer is None or not 0 <= written_layer - layer < len(decoders):
                 continue
-            now = dictionary.encode(read[run.readings[layer].name])[at, feature]
-            value[0, at] += like((wanted - now) * decoders[layer_here - layer][feature], value)
+            now = dictionary.encode(read[run.readings[layer].name])[pos, feature]
+            row = decoders[written_layer - layer][feature]
+            value[0, pos] += like((wanted - now) * row, value)
         return value
 
     runner = run.graph.runner()
     names = run.graph.names
-    hooks = [
-        (name, see)
-        for name in {*(reading.name for reading in run.readings.values()), run.final.name}
-    ]
+    read_names = {reading.name for reading in run.readings.values()} | {run.final.name}
+    hooks = [(name, see) for name in read_names]
     writes = [(names[layer.mlp.branch.added], write) for layer in run.graph.layers if layer.mlp]
     fixed_values = [(name, edits.replace(value)) for name, value in run.values(fixed).items()]
     runner.run_with_hooks(run.tokens[None], hooks=[*fixed_values, *hooks, *writes])
     features = run.activation.clone()
-    for n, (dictionary, _) in run.transcoders.items():
-        in_layer = run.layer == n
-        features_of_layer = dictionary.encode(read[run.readings[n].name])
-        features[in_layer] = like(
-            features_of_layer[run.pos[in_layer], run.feature[in_layer]], features
-        )
+    for layer, (dictionary, _) in run.transcoders.items():
+        in_layer = run.layer == layer
+        encoded = dictionary.encode(read[run.readings[layer].name])
+        features[in_layer] = like(encoded[run.pos[in_layer], run.feature[in_layer]], features)
     direction, offset = run.of_vocabulary(directions)
     return features, like(read[run.final.name][pos], direction) @ direction.mT + offset

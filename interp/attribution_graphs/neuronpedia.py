@@ -33,7 +33,13 @@ _LOGIT = re.compile(r"""(?:Output|Logit|output:) (["'])(.*)\1 \(p=[^)]*\)""", re
 
 
 def node_facts(node: Node, best: float) -> dict[str, Any]:
-    """Return a node as JSON. Logits with the probability `best` are marked as target logits."""
+    """Return a node as JSON.
+
+    Args:
+        node: the node.
+        best: the largest probability of a logit. Logits with this probability are marked as target
+            logits.
+    """
     first, second, _ = node.id.split("_")
     layer, number = node.layer, node.number
     script_id = f"{first}_{second}-0"
@@ -124,9 +130,17 @@ def read(data: Mapping[str, Any], tokens: Sequence[str], labels: Mapping[str, st
         first = name.partition("_")[0]
         kind = _EMBEDDINGS.get(first, "token")
         label = tokens[pos] if kind == "token" else label
-    activation, influence = (number_or_none(data, part) for part in ("activation", "influence"))
-    about = label, activation, chance, influence
-    return Node(f"{first}_{index}_{pos}", kind, depth, pos, index, *about)
+    return Node(
+        id=f"{first}_{index}_{pos}",
+        kind=kind,
+        layer=depth,
+        pos=pos,
+        number=index,
+        label=label,
+        activation=number_or_none(data, "activation"),
+        probability=chance,
+        influence=number_or_none(data, "influence"),
+    )
 
 
 def number_of(data: Mapping[str, Any], name: str) -> float:

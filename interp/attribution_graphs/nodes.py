@@ -74,8 +74,12 @@ class Link(NamedTuple):
 
 
 def sources(run: Any, words: Sequence[str], influence: Sequence[float]) -> Iterator[Node]:
-    """Yield the nodes of a frozen run's sources, in the order of columns, each with its
-    influence.
+    """Yield the nodes of a frozen run's sources, in the order of columns, each with its influence.
+
+    Args:
+        run: the frozen run.
+        words: the text of each token.
+        influence: the influence of each source.
     """
     numbers = run.tokens.tolist()
     n_pos = len(run.tokens)
@@ -91,7 +95,20 @@ def sources(run: Any, words: Sequence[str], influence: Sequence[float]) -> Itera
         )
         for layer, pos, feature, value in zip(*features, strict=True)
     ]
-    nodes += [
+    for layer in run.errors:
+        nodes += _errors(layer, n_pos)
+    # The first embeddings are of tokens, and all others are of positions.
+    for embedding in run.embeddings:
+        is_token = embedding == run.embeddings[0]
+        nodes += _tokens(numbers, words) if is_token else _positions(n_pos)
+    nodes.append(Node(id="B_0_0", kind="bias", layer=-1, pos=0, number=0, label="all constants"))
+    for node, share in zip(nodes, influence, strict=True):
+        yield node._replace(influence=share)
+
+
+def _errors(layer: int, n_pos: int) -> list[Node]:
+    """Return the nodes of a layer's errors."""
+    return [
         Node(
             id=f"{layer}_-1_{pos}",
             kind="error",
@@ -100,33 +117,28 @@ def sources(run: Any, words: Sequence[str], influence: Sequence[float]) -> Itera
             number=-1,
             label=f"error of layer {layer}",
         )
-        for layer in run.errors
         for pos in range(n_pos)
     ]
-    for n in run.embeddings:
-        for pos, (number, text) in enumerate(zip(numbers, words, strict=True)):
-            if n == run.embeddings[0]:
-                nodes.append(
-                    Node(
-                        id=f"E_{number}_{pos}",
-                        kind="token",
-                        layer=-1,
-                        pos=pos,
-                        number=number,
-                        label=text,
-                    )
-                )
-            else:
-                nodes.append(
-                    Node(
-                        id=f"P_{pos}_{pos}",
-                        kind="position",
-                        layer=-1,
-                        pos=pos,
-                        number=pos,
-                        label=f"position {pos}",
-                    )
-                )
-    nodes.append(Node(id="B_0_0", kind="bias", layer=-1, pos=0, number=0, label="all constants"))
-    for node, share in zip(nodes, influence, strict=True):
-        yield node._replace(influence=share)
+
+
+def _tokens(numbers: Sequence[int], words: Sequence[str]) -> list[Node]:
+    """Return the nodes of the embeddings of tokens."""
+    return [
+        Node(id=f"E_{number}_{pos}", kind="token", layer=-1, pos=pos, number=number, label=text)
+        for pos, (number, text) in enumerate(zip(numbers, words, strict=True))
+    ]
+
+
+def _positions(n_pos: int) -> list[Node]:
+    """Return the nodes of the embeddings of positions."""
+    return [
+        Node(
+            id=f"P_{pos}_{pos}",
+            kind="position",
+            layer=-1,
+            pos=pos,
+            number=pos,
+            label=f"position {pos}",
+        )
+        for pos in range(n_pos)
+    ]

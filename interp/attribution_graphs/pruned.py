@@ -114,7 +114,9 @@ class PrunedGraph(plots.Shown):
         ]
         weights = effects.new_tensor(chances)
         column = torch.arange(len(places))
-        return influence.scores(effects, weights, column, is_error, is_input)
+        return influence.scores(
+            effects, weights, column=column, is_error=is_error, is_input=is_input
+        )
 
     def view(self) -> plots.View:
         """Return a view of the nodes and links, with the strongest paths first."""
@@ -238,7 +240,9 @@ class PrunedGraph(plots.Shown):
             )
         links = [
             Link(
-                names[link["source"]], names[link["target"]], neuronpedia.number_of(link, "weight")
+                source=names[link["source"]],
+                target=names[link["target"]],
+                weight=neuronpedia.number_of(link, "weight"),
             )
             for link in data["links"]
         ]
@@ -250,11 +254,20 @@ class PrunedGraph(plots.Shown):
             count = 1
             while name in supernodes:
                 name = f"{label} ({count + 1})"
-                count = count + 1
+                count += 1
             supernodes[name] = [names.get(member, member) for member in ids]
         threshold = metadata.pop("node_threshold", None)
         pins = [names.get(pin, pin) for pin in pins]
-        return cls(nodes, links, tokens, {}, threshold, supernodes, pins, metadata)
+        return cls(
+            nodes=nodes,
+            links=links,
+            tokens=tokens,
+            scores={},
+            node_threshold=threshold,
+            supernodes=supernodes,
+            pins=pins,
+            about=metadata,
+        )
 
 
 @contextmanager

@@ -59,10 +59,7 @@ def chosen_targets(
     )
     chances = run.logits[pos].softmax(-1)
     if isinstance(targets, int):
-        require_integer("targets", targets)
-        likely = chances.sort(descending=True)
-        needed = int((likely.values.cumsum(0) < desired_prob).sum()) + 1
-        targets = likely.indices[: min(targets, needed)].tolist()
+        targets = _likely_tokens(chances, targets, desired_prob)
     vocab = run.logits.shape[1]
     layer = len(run.graph.layers)
     logits: list[Node] = []
@@ -79,22 +76,33 @@ def chosen_targets(
         # Differences have numbers after the ids of the vocabulary, as in circuit-tracer.
         number = ids[0] if len(ids) == 1 else vocab + len(logits)
         chance = float(chances[ids[0]]) if len(ids) == 1 else None
-        name = f"{layer + 1}_{number}_{pos}"
-        label = " - ".join(run.write(ids))
         logits.append(
             Node(
-                id=name,
+                id=f"{layer + 1}_{number}_{pos}",
                 kind="logit",
                 layer=layer,
                 pos=pos,
                 number=number,
-                label=label,
+                label=" - ".join(run.write(ids)),
                 probability=chance,
             )
         )
     if len({node.id for node in logits}) < len(logits) or len({*features}) < len(features):
         raise ValueError(f"targets must differ from each other; got {targets}")
     return ChosenTargets(logits, directions[: len(logits)], features)
+
+
+def _likely_tokens(chances: Float[Tensor, " vocab"], most: int, share: float) -> list[int]:
+    """Return the likeliest tokens: as many as reach a share of the probability, but at most `most`.
+
+    Raises:
+        ValueError: if `most` is below 1.
+    """
+    require_integer("targets", most)
+    likely = chances.sort(descending=True)
+    needed = int((likely.values.cumsum(0) < share).sum()) + 1
+    tokens: list[int] = likely.indices[: min(most, needed)].tolist()
+    return tokens
 
 
 def _active_feature(run: FrozenRun, layer: int, feature: int, pos: int) -> int:
@@ -124,14 +132,19 @@ def promoted_tokens(run: FrozenRun, sources: Int[Tensor, " source"], k: int = 3)
     """Return the tokens whose logits features raise most.
 
     The decoders to all layers are added up.
+
+    Args:
+        run: the frozen run.
+        sources: the indices of the features among the active features.
+        k: the number of tokens for each feature. Default: 3.
     """
     if not len(sources):
         return []
-    places = zip(run.layer[sources].tolist(), run.feature[sources].tolist(), strict=True)
-    decoders = (
-        [decoder[feature] for decoder in run.transcoders[layer].decoders]
-        for layer, feature in places
-    )
-    written = torch.stack([run.like(torch.stack(rows).sum(0)) for rows in decoders])
-    logits = run.final.linear.after(written) @ run.like(run.model.W_U)
-    return [run.write(row) for row in logits.topk(k).indices.tolist()]
+    written = []
+    for layer, feature in zip(
+        run.layer[sources].tolist(), run.feature[sources].tolist(), strict=True
+    ):
+        rows = [decoder[feature] for decoder in run.transcoders[layer].decoders]
+        written.append(run.like(torch.stack(rows).sum(0)))
+    logits = run.final.linear.after(torch.stack(written)) @ run.like(run.model.W_U)
+    return [run.write(tokens) for tokens in logits.topk(k).indices.tolist()]

@@ -70,7 +70,7 @@ class AttributionGraph(plots.Shown):
 
     @cached_property
     def influence(self) -> Float[Tensor, " source"]:
-        """The influence of each source on the targets; see `attribution_graphs.influence`."""
+        """The influence of each source on the targets; see `influence.influence`."""
         return influence.influence(influence.shares(self.rows), self.weights, self.column)
 
     @cached_property
@@ -88,7 +88,11 @@ class AttributionGraph(plots.Shown):
         is_input = torch.arange(self.rows.shape[1], device=self.rows.device)
         is_input = is_input >= len(self.run.layer) + len(self.run.tokens) * len(self.run.errors)
         return influence.scores(
-            self.rows, self.weights, self.column, self._is_unexplained, is_input
+            self.rows,
+            self.weights,
+            column=self.column,
+            is_error=self._is_unexplained,
+            is_input=is_input,
         )
 
     @property
@@ -163,7 +167,7 @@ class AttributionGraph(plots.Shown):
         return float(rows[self._row(target), self.place(source)])
 
     def pruned(self, node: float = 0.8, edge: float = 0.98) -> PrunedGraph:
-        """Return the graph of the strongest nodes and links. Tokens and targets are never removed.
+        """Return the graph of the strongest nodes and links, and of all tokens and targets.
 
         Args:
             node: the share of influence that the remaining nodes carry. Default: 0.8.
@@ -175,10 +179,12 @@ class AttributionGraph(plots.Shown):
         for name, share in (("node", node), ("edge", edge)):
             if not 0 <= share <= 1:
                 raise ValueError(f"{name} must be between 0 and 1; got {share}")
-        kinds = [node_of_column.kind for node_of_column in self.nodes[: self.rows.shape[1]]]
+        kinds = [source.kind for source in self.nodes[: self.rows.shape[1]]]
         is_kept = torch.tensor([kind == "token" for kind in kinds], device=self.rows.device)
         is_kept[self.column[(self.weights > 0) & (self.column >= 0)]] = True
-        stays, edges = influence.pruned(self.rows, self.weights, self.column, is_kept, node, edge)
+        stays, edges = influence.pruned(
+            self.rows, self.weights, column=self.column, is_kept=is_kept, node=node, edge=edge
+        )
         rows, columns = edges.nonzero().T
         links = [
             Link(self.nodes[column].id, self.nodes[self.explained[row]].id, weight)
@@ -220,7 +226,8 @@ class AttributionGraph(plots.Shown):
         Raises:
             UnknownNameError, ValueError: for the same reasons as in `effect`.
         """
-        row, column = self._row(target), self.place(source)
+        row = self._row(target)
+        column = self.place(source)
         lost = self.rows[row, column] - without_each_head(self.run, self._targets(row), column)
         about = {"source": source, "target": target}
         return Result(
@@ -238,7 +245,7 @@ class AttributionGraph(plots.Shown):
         through: Literal["paths", "writers"] = "paths",
         k: int = 30,
     ) -> Result:
-        """Find the pairs of sources that make a head attend to a key.
+        """Return a head's attention score to a key as a sum over pairs of sources.
 
         `interp.attention_attribution` finds them without a graph.
 
@@ -313,6 +320,7 @@ class AttributionGraph(plots.Shown):
         return self.pruned().view()
 
     def _targets(self, row: int) -> Targets:
+        """Return the feature or the logits that a row explains, as a target."""
         if self.column[row] >= 0:
             return self.run.of_features(self.column[row : row + 1])
         return self.run.of_logits(self.directions[row : row + 1], self.logits[row].pos)

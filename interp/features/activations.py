@@ -44,9 +44,8 @@ class TopK(nn.Module):
 
     Args:
         k: the number of features that are kept in each row.
-        by: how to compare pre-activations: by `value`, or by `size`, the absolute value. Default:
-            `value`.
-        relu: whether negative values among the kept ones are set to 0. Default: True.
+        by: the order of pre-activations: `value`, or `size`, the absolute value. Default: `value`.
+        relu: whether negative values among the `k` largest are set to 0. Default: True.
     """
 
     def __init__(self, k: int, by: str = "value", relu: bool = True) -> None:
@@ -60,7 +59,7 @@ class TopK(nn.Module):
         return f"k={self.k}, by={self.by!r}, relu={self.relu}"
 
     def top(self, pre: Features) -> tuple[Float[Tensor, "*rows k"], Tensor]:
-        """Return the kept features of each row and their indices, both [... k]."""
+        """Return the `k` largest features of each row and their indices, both [... k]."""
         order = pre.abs() if self.by == "size" else pre
         numbers = order.topk(self.k, dim=-1, sorted=False).indices
         largest = pre.gather(-1, numbers)

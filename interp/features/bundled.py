@@ -66,9 +66,10 @@ def unpacked(tensors: Mapping[str, Shaped[Tensor, "..."]]) -> dict[str, Dictiona
         by_point.setdefault(writes, {})[part] = tensor
     dictionaries = {}
     for writes, parts in by_point.items():
-        weights = {
-            name: parts[name] * parts[f"{name}_scale"] for name in parts if f"{name}_scale" in parts
-        }
+        weights = {}
+        for name, part in parts.items():
+            if f"{name}_scale" in parts:
+                weights[name] = part * parts[f"{name}_scale"]
         dictionaries[writes] = Dictionary(
             W_enc=weights["W_enc"].T,
             W_dec=weights["W_dec"],

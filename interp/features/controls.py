@@ -24,6 +24,10 @@ def stability(one: Dictionary, other: Dictionary) -> Float[Tensor, " feature"]:
     Compare the mean with `stability(one, random)`, where `random` has the same number of random
     directions of the same size.
 
+    Args:
+        one: the dictionary whose features are compared.
+        other: the dictionary that it is compared with.
+
     Raises:
         ValueError: if the two dictionaries write vectors of different sizes.
 
@@ -55,12 +59,11 @@ def purity(
     batch: int = 16,
     progress: bool = True,
 ) -> Float[Tensor, " unit"]:
-    """Return, for each unit of a point, how uniform the tokens are at the positions where the unit
-    is largest.
+    """Return the purity of each unit of a point: the share of its most common token.
 
-    The purity is the share of the most common token among the `k` positions with the largest
-    values. The units are features (inside `splice`) or neurons, so the two can be compared. Copies
-    of a text count once, because they have the same tokens.
+    The share is taken among the `k` positions where the unit has the largest values. The units are
+    features (inside `splice`) or neurons, so the two can be compared. Copies of a text count once,
+    because they have the same tokens.
 
     Args:
         model: any model in evaluation mode.
@@ -100,10 +103,8 @@ def purity(
         rows = value[is_read]
         read_tokens = to_device(text.tokens, value.device)[is_read][:, None].expand_as(rows)
         # Join the best positions so far and the positions of this batch.
-        rows, read_tokens = (
-            torch.cat([values.to(rows), rows]),
-            torch.cat([tokens.to(read_tokens), read_tokens]),
-        )
+        rows = torch.cat([values.to(rows), rows])
+        read_tokens = torch.cat([tokens.to(read_tokens), read_tokens])
         best = largest_rows(rows, k)
         values, tokens = rows.gather(0, best), read_tokens.gather(0, best)
     share = (tokens == tokens.mode(0).values).float().mean(0)

@@ -1,6 +1,6 @@
 """Cross-layer transcoders, whose features write to several layers."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxtyping import Float
@@ -56,10 +56,10 @@ class CrossLayerTranscoder(nn.Module):
         config: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        self.W_enc, self.W_dec, self.b_enc, self.W_skip = (
-            nn.ParameterList(nn.Parameter(weight, requires_grad=False) for weight in weights)
-            for weights in (W_enc, W_dec, b_enc, W_skip or [])
-        )
+        self.W_enc = _frozen(W_enc)
+        self.W_dec = _frozen(W_dec)
+        self.b_enc = _frozen(b_enc)
+        self.W_skip = _frozen(W_skip or [])
         self.b_dec = nn.Parameter(b_dec, requires_grad=False)
         self.activations = nn.ModuleList(activations)
         self.reads = reads
@@ -106,10 +106,13 @@ class CrossLayerTranscoder(nn.Module):
         Raises:
             ValueError: if the transcoder has skip connections and `streams` is missing.
         """
-        outputs = [
-            sum(features[n] @ self.W_dec[n][:, layer - n] for n in range(layer + 1)) + bias
-            for layer, bias in enumerate(self.b_dec)
-        ]
+        outputs = []
+        for layer, bias in enumerate(self.b_dec):
+            written = (
+                features[source] @ self.W_dec[source][:, layer - source]
+                for source in range(layer + 1)
+            )
+            outputs.append(sum(written) + bias)
         if not self.W_skip:
             return outputs
         if streams is None:
@@ -118,3 +121,8 @@ class CrossLayerTranscoder(nn.Module):
             )
         skips = zip(outputs, streams, self.W_skip, strict=True)
         return [output + stream.to(weight.dtype) @ weight for output, stream, weight in skips]
+
+
+def _frozen(weights: Iterable[Tensor]) -> nn.ParameterList:
+    """Return weights as parameters without gradients."""
+    return nn.ParameterList(nn.Parameter(weight, requires_grad=False) for weight in weights)

@@ -163,7 +163,7 @@ class Dictionary(plots.Shown, nn.Module):
 
     @property
     def is_transcoder(self) -> bool:
-        """Whether the dictionary is a transcoder, so that its output is not a reconstruction of its
+        """True if the dictionary is a transcoder, so that its output is not a reconstruction of its
         input.
         """
         if self.transcodes is not None:
@@ -178,7 +178,11 @@ class Dictionary(plots.Shown, nn.Module):
         return self.b_enc - self.b_dec @ self.W_enc if self.subtracts_b_dec else self.b_enc
 
     def pre_activations(self, x: Float[Tensor, "*rows d_in"]) -> Features:
-        """Return the input of the nonlinearity."""
+        """Return the pre-activations of each row, the input of the nonlinearity.
+
+        Raises:
+            ValueError: if `x` is no tensor [..., d_in].
+        """
         if not isinstance(x, Tensor) or x.shape[-1:] != (self.d_in,):
             reads = f"cache[{self.reads!r}]" if self.reads else "a value of a cache"
             raise ValueError(
@@ -242,8 +246,12 @@ class Dictionary(plots.Shown, nn.Module):
             return self.decode(self.encode(x), x)
         # Few features are active, so add up their decoder rows without a tensor of all features.
         values, numbers = self.activation.top(self.pre_activations(x))
-        rows, weights = numbers.flatten(0, -2), values.flatten(0, -2)
-        sums = embedding_bag(rows, self.W_dec, per_sample_weights=weights, mode="sum")
+        sums = embedding_bag(
+            numbers.flatten(0, -2),
+            self.W_dec,
+            per_sample_weights=values.flatten(0, -2),
+            mode="sum",
+        )
         return self._in_units_of(x, sums.view(*x.shape[:-1], -1)) + self._constant(x)
 
     def with_input_gain(self, gain: Float[Tensor, " d_in"]) -> "Dictionary":
@@ -252,6 +260,9 @@ class Dictionary(plots.Shown, nn.Module):
         Transcoders of Gemma Scope 1 were trained on the output of a norm before its gain. This
         method makes them fit our point `ln2.normalized`, which includes the gain:
         `load_sae(path).with_input_gain(block.ln2.weight)`.
+
+        Raises:
+            ValueError: if the dictionary has a norm, or subtracts `b_dec`.
 
         >>> import torch
         >>> one, zero = torch.eye(1), torch.zeros(1)
@@ -324,6 +335,7 @@ class Dictionary(plots.Shown, nn.Module):
 
     @property
     def _undoes_norm(self) -> bool:
+        """True if the output is returned to the scale and the mean of the input."""
         return self.norm != "none" and not self.is_transcoder
 
     def _in_units_of(
@@ -340,6 +352,7 @@ class Dictionary(plots.Shown, nn.Module):
         return x.norm(dim=-1, keepdim=True) / self.d_in**0.5
 
     def _normed(self, x: Float[Tensor, "*rows d_in"]) -> Float[Tensor, "*rows d_in"]:
+        """Return the normalized input; see `norm`."""
         if self.norm == "layer_norm":
             return (x - x.mean(-1, keepdim=True)) / (self._scale(x) + 1e-5)
         if self.norm == "none":

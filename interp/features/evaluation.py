@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from hooks import Hook, HookedRunner, Point
@@ -136,7 +136,8 @@ class DictionaryScores(plots.Shown):
                 standard errors. A ratio is then meaningless; see `losses` instead.
         """
         require_choice("ablation", ablation, ABLATIONS)
-        unedited, spliced, ablated = (self.losses[RUNS.index(run)] for run in (*RUNS[:2], ablation))
+        by_run = dict(zip(RUNS, self.losses, strict=True))
+        unedited, spliced, ablated = by_run["unedited"], by_run["spliced"], by_run[ablation]
         gap = ablated - unedited
         # The standard error of a single text is NaN.
         error = standard_error(gap, self.groups).nan_to_num()
@@ -147,18 +148,14 @@ class DictionaryScores(plots.Shown):
                 f"{ablated.mean():.4f} (standard error {error:.4f}), and a share of this change is "
                 "meaningless"
             )
-        values = (spliced - ablated)[None]
-        labels = {"run": ["spliced"]}
-        axes = ("run", "example")
-        same = self.groups
         effects = Result(
-            values=values,
-            axes=axes,
+            values=(spliced - ablated)[None],
+            axes=("run", "example"),
             base=ablated,
             target=unedited,
-            labels=labels,
+            labels={"run": ["spliced"]},
             unit="nats",
-            groups=same,
+            groups=self.groups,
         )
         return effects.normalized()
 
@@ -202,7 +199,7 @@ def evaluate_sae(
     batch: int = 16,
     progress: bool = True,
 ) -> DictionaryScores:
-    """Measure how well dictionaries replace the values of a model.
+    """Return the loss, KL, explained variance and density of dictionaries in a model.
 
     Several dictionaries are spliced in together. Use texts that the dictionaries were not trained
     on.
@@ -218,13 +215,18 @@ def evaluate_sae(
         batch: the number of texts in a batch. Default: 16.
         progress: whether to show a progress bar after two seconds. Default: True.
 
+    Returns:
+        The losses in nats per token, [run, example], the KL in nats, [example], and the scores of
+        each dictionary by the point that it writes.
+
     Raises:
         TypeError, UnknownNameError, ValueError, HookError, ModeError: for the same reasons as in
             `splice`, or if there are no texts.
 
-    Warns: UserWarning: for the same reasons as in `splice`; if texts were left out; or if a single
-        position has most of the
-            variance, so that the explained variance mainly measures this position.
+    Warns:
+        UserWarning: for the same reasons as in `splice`; if texts were left out; or if a single
+            position has most of the variance, so that the explained variance mainly measures this
+            position.
 
     >>> from interp.features import load_sae
     >>> from models import load
@@ -258,11 +260,14 @@ def evaluate_sae(
             losses[ablation].append(_loss(text, logits_of(output)))
     for name, total in sums.items():
         total.warn_of_one_position(name)
+    digests_of_texts: list[str] = []
+    for text in read:
+        digests_of_texts += digests(text)
     return DictionaryScores(
         losses=torch.stack([torch.cat(losses[run]) for run in RUNS]),
         kl=torch.cat(kl),
         points={name: total.scores() for name, total in sums.items()},
-        groups=groups([digest for text in read for digest in digests(text)]),
+        groups=groups(digests_of_texts),
     )
 
 
@@ -272,8 +277,13 @@ def _add_values(
     text: Text,
     is_scored: Bool[Tensor, "batch pos"],
 ) -> Float[Tensor, "batch pos vocab"]:
-    """Run the unedited model on a text, add its values at the scored positions to the sums, and
-    return the logits.
+    """Run the unedited model on a batch of texts, and return the logits.
+
+    Args:
+        sums: the sums of each dictionary. The values at the scored positions are added to them.
+        runner: the runner of the model.
+        text: the texts.
+        is_scored: True at the scored positions.
     """
     names = [*sums, *(total.part.reads for total in sums.values() if total.part.reads)]
     arguments = text.arguments(runner.model)
@@ -296,15 +306,16 @@ def _with_loss(read: list[Text]) -> list[Text]:
     Raises:
         ValueError: if all texts are shorter.
     """
-    long = [text.real.sum(1) > 1 for text in read]
-    n, n_long = sum(map(len, long)), sum(int(rows.sum()) for rows in long)
+    is_long = [text.real.sum(1) > 1 for text in read]
+    n = sum(map(len, is_long))
+    n_long = sum(int(rows.sum()) for rows in is_long)
     if not n_long:
         raise ValueError(
             "texts must have at least two tokens: a token to read and a token to predict"
         )
     if n_long < n:
         warn(f"{n - n_long} of {n} texts are left out, because a text of one token has no loss")
-    return [text.rows(rows) for text, rows in zip(read, long, strict=True) if rows.any()]
+    return [text.rows(rows) for text, rows in zip(read, is_long, strict=True) if rows.any()]
 
 
 def _replaced(part: SplicedDictionary, vector: Float[Tensor, " d_out"]) -> Hook:
@@ -313,6 +324,7 @@ def _replaced(part: SplicedDictionary, vector: Float[Tensor, " d_out"]) -> Hook:
     """
 
     def put(value: Tensor, point: Point) -> Tensor:
+        """Return the value with the vector at the scored positions."""
         return part.replaced(value, to_device(vector, value.device)[None, None])
 
     return put
@@ -331,6 +343,13 @@ class _Sums:
         self.active = torch.zeros(part.dictionary.n_features, dtype=torch.float64)
 
     def add(self, value: Tensor, read: Tensor, is_scored: Bool[Tensor, "batch pos"]) -> None:
+        """Add the values of a run to the sums.
+
+        Args:
+            value: the value at the point that the dictionary approximates.
+            read: the value at the point that the dictionary reads.
+            is_scored: True at the positions to add.
+        """
         is_scored = to_device(is_scored, value.device)
         target = self.part.vector(value)[is_scored]
         x = self.part.vector(read)[is_scored]
@@ -341,14 +360,9 @@ class _Sums:
         self.n += len(target)
         pos = is_scored.nonzero()[:, 1].cpu()
         more = max(0, is_scored.shape[1] - len(self.totals))
-        for name, rows in (
-            ("totals", target),
-            ("squares", target.square().sum(1)),
-            ("counts", pos >= 0),
-        ):
-            sums = getattr(self, name)
-            longer = torch.cat([sums, sums.new_zeros(more, *sums.shape[1:])])
-            setattr(self, name, longer.index_add_(0, pos, rows.to(longer)))
+        self.totals = _added(self.totals, more, pos=pos, rows=target)
+        self.squares = _added(self.squares, more, pos=pos, rows=target.square().sum(1))
+        self.counts = _added(self.counts, more, pos=pos, rows=torch.ones_like(pos))
         self.error += (target - output).square().sum().item()
         self.active += (features != 0).sum(0).cpu()
 
@@ -374,6 +388,11 @@ class _Sums:
             )
 
     def scores(self) -> PointScores:
+        """Return the scores of the dictionary.
+
+        Raises:
+            ValueError: if no position was scored.
+        """
         if not self.n:
             raise ValueError("pos must select a token of at least one text; got none")
         variance = self.variances().sum().item()
@@ -387,3 +406,11 @@ class _Sums:
             density=density.float(),
             n_tokens=self.n,
         )
+
+
+def _added(
+    sums: Float[Tensor, "pos ..."], more: int, pos: Int[Tensor, " row"], rows: Tensor
+) -> Float[Tensor, "longer ..."]:
+    """Return sums with room for more positions, and with rows added at their positions."""
+    longer = torch.cat([sums, sums.new_zeros(more, *sums.shape[1:])])
+    return longer.index_add_(0, pos, rows.to(longer))

@@ -79,7 +79,7 @@ def _of_sae_lens(name: str) -> str | None:
     # SAELens depends on this library, so it is installed.
     yaml = importlib.import_module("yaml")
     about = yaml.safe_load(entry[1])
-    paths = {str(entry_of_sae["id"]): entry_of_sae["path"] for entry_of_sae in about["saes"]}
+    paths = {str(sae["id"]): sae["path"] for sae in about["saes"]}
     if wanted not in paths:
         raise unknown_name(wanted, paths, f"dictionary of the release {release}")
     return f"{about['repo_id']}/{paths[wanted]}"

@@ -17,6 +17,7 @@ from torch import nn
 
 from hooks.base import damage_of, explains_calls, require_kind, storage, unknown_name
 from interp.features.bundled import NAMES, bundled
+from interp.features.dictionary import Dictionary
 from interp.features.forms import FORMS, Form, Loaded
 from interp.features.forms.common import BY_HAND
 from interp.features.hub import downloaded, may_be_on_hub
@@ -33,7 +34,7 @@ def load_sae(
     scale_embeddings: bool | None = None,
     transcodes: bool | None = None,
 ) -> Loaded:
-    """Load a sparse autoencoder or transcoders from files.
+    """Return a sparse autoencoder or transcoders from files.
 
     The supported libraries and releases are SAELens 6 and before, sparsify, dictionary_learning,
     Gemma Scope 1 and 2, circuit-tracer, Llama Scope, OpenAI, Qwen Scope, Goodfire and Kissane et
@@ -95,10 +96,7 @@ def load_sae(
     if not os.fspath(path):
         raise FileNotFoundError(f"path must name a folder or a file; got {path!r}")
     if str(path) in NAMES and not Path(path).exists():
-        dictionaries = bundled(str(path))
-        for dictionary in dictionaries.values():
-            dictionary.to(dtype)
-        return dictionaries if len(dictionaries) > 1 else next(iter(dictionaries.values()))
+        return _bundled_in(str(path), dtype)
     on_hub = isinstance(path, str) and may_be_on_hub(path) and not Path(path).exists()
     local = downloaded(str(path)) if on_hub else Path(path)
     name, read, source = _recognised(local, format)
@@ -120,6 +118,14 @@ def load_sae(
     for part in loaded.values() if isinstance(loaded, dict) else [loaded]:
         part.to(dtype or _at_least_float32(part))
     return loaded
+
+
+def _bundled_in(name: str, dtype: torch.dtype | None) -> Dictionary | dict[str, Dictionary]:
+    """Return the bundled dictionaries with a name in a dtype, or the dictionary if there is one."""
+    dictionaries = bundled(name)
+    for dictionary in dictionaries.values():
+        dictionary.to(dtype)
+    return dictionaries if len(dictionaries) > 1 else next(iter(dictionaries.values()))
 
 
 def _recognised(local: Path, format: str) -> tuple[str, Callable[..., Loaded], Path]:
@@ -199,8 +205,9 @@ def _is_one_of(local: Path, patterns: Iterable[str]) -> bool:
 
 
 def _has(form: Form, folder: Path) -> bool:
-    """Return whether a folder contains the files of a format."""
-    return (any if form.single else all)(any(folder.glob(pattern)) for pattern in form.files)
+    """Return True if a folder contains the files of a format."""
+    has_files = [any(folder.glob(pattern)) for pattern in form.files]
+    return any(has_files) if form.single else all(has_files)
 
 
 def _only_file(form: Form, folder: Path) -> Path:
@@ -209,7 +216,10 @@ def _only_file(form: Form, folder: Path) -> Path:
     Raises:
         ValueError: if the folder contains several files.
     """
-    files = sorted(file for pattern in form.files for file in folder.glob(pattern))
+    files: list[Path] = []
+    for pattern in form.files:
+        files += folder.glob(pattern)
+    files.sort()
     if len(files) > 1:
         raise ValueError(
             f"path must be one of the {len(files)} files in the folder, such as {files[0]}; got "

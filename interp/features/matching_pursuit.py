@@ -37,7 +37,15 @@ class MatchingPursuit(Dictionary):
         **settings: Any,
     ) -> None:
         b_enc = W_dec.new_zeros(len(W_dec))
-        super().__init__(W_dec.T, W_dec, b_enc, b_dec, nn.ReLU(), subtracts_b_dec=True, **settings)
+        super().__init__(
+            W_enc=W_dec.T,
+            W_dec=W_dec,
+            b_enc=b_enc,
+            b_dec=b_dec,
+            activation=nn.ReLU(),
+            subtracts_b_dec=True,
+            **settings,
+        )
         self.threshold = threshold
         self.stops_when_same = stops_when_same
         self.most = self.d_in if most is None else most

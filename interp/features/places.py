@@ -152,8 +152,10 @@ def _measured(layer: int, module: str, end: str, runner: HookedRunner) -> str | 
     """
     blocks = getattr(of(runner.model), "blocks", ())
     modules = dict(blocks[layer].named_modules()) if layer < len(blocks) else {}
-    words = [next((same for same in _WORDS if part in same), (part,)) for part in module.split(".")]
-    known = (module, *map(".".join, itertools.product(*words)))
+    synonyms = []
+    for part in module.split("."):
+        synonyms.append(next((words for words in _WORDS if part in words), (part,)))
+    known = (module, *map(".".join, itertools.product(*synonyms)))
     owner = next((modules[name] for name in known if name in modules), None)
     in_layer = [f"blocks.{layer}.{last}" for last in _POINTS]
     names = [name for name in in_layer if name in runner.points]
@@ -162,6 +164,7 @@ def _measured(layer: int, module: str, end: str, runner: HookedRunner) -> str | 
     values: list[Tensor] = []
 
     def see(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Record the input or output of the module."""
         value = (args, kwargs) if end == "input" else output
         values.append(next(tensors_in(value)).detach().clone())
 
@@ -177,8 +180,13 @@ def _measured(layer: int, module: str, end: str, runner: HookedRunner) -> str | 
 
 
 def have_one_value(one: str, other: str, runner: HookedRunner) -> bool:
-    """Return whether two points have the same value in a run on a few tokens, or False if the run
-    fails.
+    """Return True if two points have the same value in a run on a few tokens.
+
+    If the run fails, return False.
+
+    Args:
+        one, other: the names of the points.
+        runner: the runner of the model.
     """
     try:
         cache = _few_tokens(runner, [one, other])
@@ -196,7 +204,7 @@ def _few_tokens(runner: HookedRunner, names: list[str]) -> ActivationCache:
 
 
 def _is_same(value: Tensor, other: Tensor) -> bool:
-    """Return whether two values are equal bit by bit, with concatenated heads, and not zero.
+    """Return True if two values are equal bit by bit, with concatenated heads, and not zero.
 
     Zeros would match many places. The two values are copies of one tensor in one run, so the
     rounding is the same.

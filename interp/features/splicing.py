@@ -64,11 +64,13 @@ class SplicedDictionary(Part):
         self.features = PartPoint("batch pos feature", f"{n} features of a dictionary")
 
     def _fused(self, value: Value, read: Value) -> Value:
+        """Return the new value without the point `features`, if nothing reads or edits it."""
         if self.error is None:
             return self.replaced(value, self.dictionary(self.vector(read)))
         return value if self.error == "live" else self._explicit(value, read)
 
     def _explicit(self, value: Value, read: Value) -> Value:
+        """Return the new value, through the point `features`, so that edits of features act."""
         dictionary = self.dictionary
         x = self.vector(read)
         features = dictionary.encode(x)
@@ -124,7 +126,9 @@ def splice(
     reads: str | Mapping[str, str] | None = None,
     point: str | None = None,
 ) -> Iterator[HookedRunner]:
-    """Make dictionaries part of a model inside a `with` statement, with their features as points.
+    """Make dictionaries part of a model inside a `with` statement, and yield a runner of the model.
+
+    The features of each dictionary are points of the model.
 
     `blocks.1.resid_post.features` is the point of a dictionary at `blocks.1.resid_post`. The point
     can be cached, edited, swept and attributed like any point of the model, in every run inside the
@@ -173,9 +177,8 @@ def splice(
     """
     require_choice("error", error, ("live", "frozen", None))
     runner = runner_of(model)
-    with with_parts(
-        model, runner.points, placed(runner, dictionaries, error=error, reads=reads, point=point)
-    ):
+    parts = placed(runner, dictionaries, error=error, reads=reads, point=point)
+    with with_parts(model, runner.points, parts):
         yield HookedRunner(model)
 
 
@@ -188,7 +191,9 @@ def placed(
 ) -> dict[str, SplicedDictionary]:
     """Return dictionaries as parts for the points of a model.
 
-    Errors and warnings are described at `splice`.
+    Args:
+        runner: the runner of the model.
+        dictionaries, error, reads, point: see `splice`, which also lists the errors and warnings.
     """
     if isinstance(dictionaries, nn.Module):
         # The loop below raises an error if the module is not a dictionary.
@@ -202,12 +207,9 @@ def placed(
     parts: dict[str, SplicedDictionary] = {}
     for name, dictionary in dictionaries.items():
         if not isinstance(dictionary, Dictionary):
-            several = isinstance(dictionary, CrossLayerTranscoder)
-            rule = (
-                "cross-layer transcoders only work in attribution graphs"
-                if several
-                else "see load_sae"
-            )
+            rule = "see load_sae"
+            if isinstance(dictionary, CrossLayerTranscoder):
+                rule = "cross-layer transcoders only work in attribution graphs"
             raise TypeError(
                 f"{name} needs a dictionary of one layer; got {type(dictionary).__name__} ({rule})"
             )
@@ -223,6 +225,11 @@ def placed(
 
 
 def _place_of(dictionary: nn.Module) -> str:
+    """Return the name of the point that a dictionary writes.
+
+    Raises:
+        ValueError: if the point is unknown.
+    """
     place = getattr(dictionary, "writes", None)
     if not isinstance(place, str):
         raise ValueError(
@@ -267,9 +274,8 @@ def _reading(
             raise ValueError(
                 f"the point that the transcoder at {point.name} reads is unknown; give reads="
             )
-    if point.layer is not None and any(
-        point_name.endswith(f".{name}") for point_name in runner.points
-    ):
+    is_last_part = any(point_name.endswith(f".{name}") for point_name in runner.points)
+    if point.layer is not None and is_last_part:
         name = names_by_layer(name, runner.points).get(point.layer, name)
     source = _point(runner, name, "reads")
     blocks = blocks_of(runner.model)
@@ -282,7 +288,17 @@ def _reading(
 
 
 def _check_sizes(model: nn.Module, dictionary: Dictionary, point: Point, source: Point) -> None:
-    """Raise an error if the dictionary cannot read or write the values of its points."""
+    """Check that the dictionary can read and write the values of its points.
+
+    Args:
+        model: the model.
+        dictionary: the dictionary.
+        point: the point that the dictionary writes.
+        source: the point that it reads.
+
+    Raises:
+        ValueError: if a point has no vectors, or vectors of another size.
+    """
     for place, size in ((source, dictionary.d_in), (point, dictionary.d_out)):
         axes = place.axes
         if axes and (axes[:2] != ("batch", "pos") or axes[-1] == "1"):

@@ -28,7 +28,7 @@ def read(folder: Path, *, k: int | None = None) -> dict[str, Dictionary]:
     config = _config_of(folder, "transcoder_set")
     n_files = len([*folder.glob("layer_*.safetensors")])
     listed = _listed(config)
-    if listed and listed != [f"layer_{n}.safetensors" for n in range(n_files)]:
+    if listed and listed != [f"layer_{layer}.safetensors" for layer in range(n_files)]:
         raise ValueError(
             f"transcoders in config.yaml must list layer_0.safetensors and so on; got {listed}"
         )
@@ -86,17 +86,15 @@ def read_cross_layer(folder: Path) -> CrossLayerTranscoder:
     """
     config = _config_of(folder, "cross_layer_transcoder")
     layers: list[Weights] = []
-    for n in range(len([*folder.glob("W_enc_*.safetensors")])):
-        tensors = {
-            name: tensor
-            for end in ("enc", "dec")
-            for name, tensor in tensors_of(folder / f"W_{end}_{n}.safetensors").items()
-        }
-        weights = {name.removesuffix(f"_{n}"): tensor for name, tensor in tensors.items()}
+    for layer in range(len([*folder.glob("W_enc_*.safetensors")])):
+        encoder = tensors_of(folder / f"W_enc_{layer}.safetensors")
+        decoder = tensors_of(folder / f"W_dec_{layer}.safetensors")
+        tensors = {**encoder, **decoder}
+        weights = {name.removesuffix(f"_{layer}"): tensor for name, tensor in tensors.items()}
+        # All layers have the same optional tensors.
         more = (layers[0] if layers else weights).keys() & {"threshold", "W_skip"}
-        require(
-            weights, {"W_enc", "W_dec", "b_enc", "b_dec"} | more, f"layer {n}", across_layers=True
-        )
+        names = {"W_enc", "W_dec", "b_enc", "b_dec"} | more
+        require(weights, names, f"layer {layer}", across_layers=True)
         layers.append(weights)
     return CrossLayerTranscoder(
         W_enc=[weights["W_enc"].T for weights in layers],

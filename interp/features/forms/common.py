@@ -103,21 +103,23 @@ def known_fields(config: Mapping[str, Any], what: str) -> dict[str, Any]:
 
 
 def require_types(config: Mapping[str, Any], what: str) -> None:
-    """Raise a ValueError if a field that a reader uses does not have the type in `fields.json`.
+    """Check that each field that a reader uses has the type in `fields.json`.
 
     Args:
         config: the config, or a part of it. All other fields may have any type.
         what: the kind of config; see `known_fields`.
+
+    Raises:
+        ValueError: if a field has another type.
     """
     kinds = json_of(Path(__file__).with_name("fields.json"))[what]["honoured"]
     for name, value in config.items():
-        kind = kinds.get(name, "any?").removesuffix("?")
-        may_be_null = kinds.get(name, "any?").endswith("?")
-        fits = (
-            may_be_null if value is None else any(_FITS[word](value) for word in kind.split(" or "))
-        )
+        declared = kinds.get(name, "any?")
+        types = declared.removesuffix("?").split(" or ")
+        may_be_null = declared.endswith("?")
+        fits = may_be_null if value is None else any(_FITS[kind](value) for kind in types)
         if not fits:
-            words = " or ".join(_IN_WORDS[word] for word in kind.split(" or "))
+            words = " or ".join(_IN_WORDS[kind] for kind in types)
             null = " or null" if may_be_null else ""
             raise ValueError(f"{name} in {what} must be {words}{null}; got {_shown(value)}")
 
@@ -150,7 +152,7 @@ _IN_WORDS = {
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value of JSON is a finite number."""
+    """Return True if a value of JSON is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -161,16 +163,20 @@ def _shown(value: Any) -> str:
 def require(
     weights: Mapping[str, Any], names: set[str], what: str, across_layers: bool = False
 ) -> None:
-    """Raise a ValueError unless the weights have exactly the expected names, and are floating-point
-    tensors with the right axes.
+    """Check that weights have exactly the expected names, and are floating-point tensors with the
+    right axes.
 
     Args:
         weights: the tensors of a file.
         names: the expected names.
         what: the file, or the part of the file, for the error.
         across_layers: whether decoders have an axis of layers. Default: False.
+
+    Raises:
+        ValueError: if a name is missing or unknown, or a tensor has another type or other axes.
     """
-    missing, unknown = sorted(names - weights.keys()), sorted(map(str, weights.keys() - names))
+    missing = sorted(names - weights.keys())
+    unknown = sorted(map(str, weights.keys() - names))
     if missing or unknown:
         lacks = f"; {', '.join(missing)} is missing" if missing else ""
         more = f"; {', '.join(unknown)} is unknown" if unknown else ""
@@ -207,7 +213,11 @@ def whole_of(name: str, value: Any) -> int:
 
 
 def no_factor(norm_factor: float | None) -> None:
-    """Raise a ValueError if a factor is given although the files do not need it."""
+    """Check that no factor is given for files that do not need it.
+
+    Raises:
+        ValueError: if a factor is given.
+    """
     if norm_factor is not None:
         raise ValueError(
             "norm_factor must be None for these files, which contain all factors or normalize at "

@@ -34,19 +34,21 @@ def read(
         for name, weight in weights.items()
     }
     require(weights, names, "params.npz")
-    kind, is_embedding, block = _said_by(folder)
+    kind, is_embedding, block = _facts_in_path(folder)
     if scale_embeddings is None:
         scale_embeddings = is_embedding
     if scale_embeddings is None:
         raise ValueError(
             f"the path {folder} does not contain the kind of dictionary: give scale_embeddings=, "
-            "whether it reads embeddings, "
-            "which are scaled by √d_model, and transcodes=, whether it is a transcoder"
+            "whether it reads embeddings, which are scaled by √d_model, and transcodes=, whether "
+            "it is a transcoder"
         )
     if transcodes is None and (kind or scale_embeddings):
         transcodes = kind == "transcoders"
     root = weights["W_enc"].shape[0] ** 0.5 if scale_embeddings else 1.0
-    writes = "embed" if scale_embeddings else f"{block}{_WRITES[kind]}" if kind and block else None
+    writes = f"{block}{_WRITES[kind]}" if kind and block else None
+    if scale_embeddings:
+        writes = "embed"
     reads = f"{block}ln2.hook_normalized" if transcodes else writes
     return Dictionary(
         W_enc=weights["W_enc"] / root,
@@ -62,7 +64,7 @@ def read(
     )
 
 
-def _said_by(folder: Path) -> tuple[str | None, bool | None, str]:
+def _facts_in_path(folder: Path) -> tuple[str | None, bool | None, str]:
     """Return the kind of repository, whether the dictionary is for embeddings, and the prefix of
     points in its block.
 
@@ -79,6 +81,15 @@ def _said_by(folder: Path) -> tuple[str | None, bool | None, str]:
     return kind, is_embedding, block
 
 
+def _point_of_gemma_3(name: str | None) -> str | None:
+    """Return our name of a place in Gemma 3."""
+    if name is None:
+        return None
+    # In Gemma 3, the outputs of the heads enter this map unchanged.
+    pattern = r"^(?:\w+\.)*layers\.(\d+)\.self_attn\.o_proj\.input$"
+    return ours(re.sub(pattern, r"blocks.\1.attn.z", name))
+
+
 def read_2(folder: Path) -> Dictionary:
     """Return the dictionary of Gemma Scope 2 in `params.safetensors` and `config.json`."""
     config = known_fields(json_of(folder / "config.json"), "config.json of Gemma Scope 2")
@@ -92,17 +103,8 @@ def read_2(folder: Path) -> Dictionary:
             f"affine_connection must be {str(bool(skip)).lower()}, because the weights have "
             f"{'an' if skip else 'no'} affine_skip_connection"
         )
-    reads, writes = (
-        # In Gemma 3, the outputs of the heads enter this map unchanged.
-        ours(
-            name
-            and re.sub(
-                r"^(?:\w+\.)*layers\.(\d+)\.self_attn\.o_proj\.input$", r"blocks.\1.attn.z", name
-            )
-        )
-        for name in (config.get(f"hf_hook_point_{end}") for end in ("in", "out"))
-    )
-    writes = writes or reads
+    reads = _point_of_gemma_3(config.get("hf_hook_point_in"))
+    writes = _point_of_gemma_3(config.get("hf_hook_point_out")) or reads
     kind = config.get("type")
     if kind not in (None, "sae", "transcoder") or (kind == "sae" and reads != writes):
         raise ValueError(

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from interp.features.activations import JumpReLU
 from interp.features.cross_layer import CrossLayerTranscoder
@@ -30,32 +31,39 @@ def read(folder: Path) -> CrossLayerTranscoder:
         )
     layers: list[Weights] = []
     n_layers = len([*folder.glob("params_layer_*.safetensors")])
-    for n in range(n_layers):
-        weights = tensors_of(folder / f"params_layer_{n}.safetensors")
+    for layer in range(n_layers):
+        weights = tensors_of(folder / f"params_layer_{layer}.safetensors")
+        # All layers have the same optional tensor.
         skip = (layers[0] if layers else weights).keys() & {"affine_skip_connection"}
         names = {"w_enc", "w_dec", "b_enc", "b_dec", "threshold"} | skip
-        require(weights, names, f"params_layer_{n}", across_layers=True)
-        if (
-            weights["w_dec"].ndim != 3
-            or weights["w_dec"].shape[1] != n_layers
-            or weights["w_dec"][:, :n].any()
-        ):
-            raise ValueError(
-                f"w_dec of params_layer_{n} must be [feature layer d_model] with {n_layers} "
-                f"layers, and 0 for all layers before {n}; "
-                f"got {[*weights['w_dec'].shape]}, or nonzero values before {n}"
-            )
-        layers.append(weights | {"w_dec": weights["w_dec"][:, n:].contiguous()})
+        require(weights, names, f"params_layer_{layer}", across_layers=True)
+        layers.append(weights | {"w_dec": _later_layers(weights["w_dec"], layer, n_layers)})
+    W_skip = None
+    if "affine_skip_connection" in layers[0]:
+        W_skip = [weights["affine_skip_connection"] for weights in layers]
     return CrossLayerTranscoder(
         W_enc=[weights["w_enc"] for weights in layers],
         W_dec=[weights["w_dec"] for weights in layers],
         b_enc=[weights["b_enc"] for weights in layers],
         b_dec=torch.stack([weights["b_dec"] for weights in layers]),
         activations=[JumpReLU(weights["threshold"]) for weights in layers],
-        W_skip=[weights["affine_skip_connection"] for weights in layers]
-        if "affine_skip_connection" in layers[0]
-        else None,
+        W_skip=W_skip,
         reads="ln2.normalized",
         writes="mlp_out",
         config=config,
     )
+
+
+def _later_layers(w_dec: Tensor, layer: int, n_layers: int) -> Tensor:
+    """Return the decoder of a layer to itself and to later layers, [feature later d_model].
+
+    Raises:
+        ValueError: if the decoder has another shape, or writes to earlier layers.
+    """
+    if w_dec.ndim != 3 or w_dec.shape[1] != n_layers or w_dec[:, :layer].any():
+        raise ValueError(
+            f"w_dec of params_layer_{layer} must be [feature layer d_model] with {n_layers} "
+            f"layers, and 0 for all layers before {layer}; "
+            f"got {[*w_dec.shape]}, or nonzero values before {layer}"
+        )
+    return w_dec[:, layer:].contiguous()

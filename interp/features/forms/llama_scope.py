@@ -44,7 +44,7 @@ def read(folder: Path) -> Dictionary:
     norms = config.get("dataset_average_activation_norm") or {}
     factors = _factors(config, norms.get("in"), norms.get("out"))
     threshold = torch.full([len(weights["encoder.bias"])], float(config["jump_relu_threshold"]))
-    return _made(config, weights, *factors, threshold)
+    return _scaled_dictionary(config, weights, *factors, threshold)
 
 
 def read_r1(folder: Path) -> Dictionary:
@@ -66,17 +66,26 @@ def read_r1(folder: Path) -> Dictionary:
     s_in, s_out = _factors(config, *map(norms.get, ends))
     by_length = config.get("sparsity_include_decoder_norm", True)
     threshold = weights["log_jumprelu_threshold"].float().exp() / (s_out if by_length else s_in)
-    return _made(config, weights, s_in=s_in, s_out=s_out, threshold=threshold)
+    return _scaled_dictionary(config, weights, s_in=s_in, s_out=s_out, threshold=threshold)
 
 
 def _number_in(name: str, tensor: Tensor) -> float:
+    """Return the number in a tensor of one element.
+
+    Raises:
+        ValueError: if the tensor has another number of elements.
+    """
     if tensor.numel() != 1:
         raise ValueError(f"{name} must be one number; got {[*tensor.shape]}")
     return float(tensor)
 
 
 def _config_of(path: Path, needed: Set[str] = frozenset()) -> dict[str, Any]:
-    """Return the config in a file, or raise an error if a `Dictionary` cannot express it."""
+    """Return the config in a file.
+
+    Raises:
+        ValueError: if a `Dictionary` cannot express the config.
+    """
     config = known_fields(json_of(path), "config of Llama Scope")
     needed = needed | ({"expansion_factor"} if "d_sae" not in config else frozenset())
     if missing := sorted(({"hook_point_in", "d_model"} | needed) - config.keys()):
@@ -112,7 +121,7 @@ def _is_positive(norm: float | None) -> bool:
     return is_number(norm) and norm is not None and norm > 0
 
 
-def _made(
+def _scaled_dictionary(
     config: Mapping[str, Any], weights: Weights, s_in: float, s_out: float, threshold: Tensor
 ) -> Dictionary:
     """Return the dictionary, with the factors multiplied into its weights.

@@ -115,7 +115,7 @@ def _matching_pursuit(
 
 
 def _subtracts(config: Mapping[str, Any]) -> bool:
-    """Return whether `b_dec` is subtracted from the input, according to the config."""
+    """Return True if `b_dec` is subtracted from the input, according to the config."""
     return bool(config.get("apply_b_dec_to_input", True))
 
 
@@ -175,6 +175,11 @@ def _translate(config: dict[str, Any], weights: Weights) -> None:
 
 
 def _activation(kind: str, config: Mapping[str, Any], weights: Weights) -> nn.Module:
+    """Return the nonlinearity of an architecture.
+
+    Raises:
+        ValueError: if the architecture is not supported, or a number is missing.
+    """
     if "jumprelu" in kind or kind in ("batchtopk", "matryoshka_batchtopk"):
         if "log_threshold" in weights:
             return JumpReLU(weights["log_threshold"].exp())

@@ -57,7 +57,8 @@ def _openai(path: Path, content: dict[str, Any]) -> Dictionary:
 
     The names of the folders contain the place, as in `resid_post_mlp_v5_32k/autoencoders/7.pt`.
     """
-    kind, state = content.get("activation", "ReLU"), content.get("activation_state_dict", {})
+    kind = content.get("activation", "ReLU")
+    state = content.get("activation_state_dict", {})
     if not isinstance(kind, str) or not isinstance(state, dict):
         raise ValueError(
             f"activation in {path.name} must be a text and activation_state_dict an object; "
@@ -76,11 +77,11 @@ def _openai(path: Path, content: dict[str, Any]) -> Dictionary:
             f"activation of {path.name} must be TopK with k and postact_fn, ReLU or Identity; got "
             f"{kind!r} with {dict(state)}"
         )
-    activation = (
-        TopK(whole_of("k", state["k"]), relu=state["postact_fn"] == "ReLU")
-        if is_top_k
-        else plain[kind]
-    )
+    activation: nn.Module
+    if is_top_k:
+        activation = TopK(whole_of("k", state["k"]), relu=state["postact_fn"] == "ReLU")
+    else:
+        activation = plain[kind]
     folders = "/".join(path.absolute().parts[-4:])
     place = next((place for theirs, place in _OPENAI_PLACES.items() if theirs in folders), None)
     layer = re.search(r"(?<=layer_)\d+|\d+(?=\.pt$)", folders)
@@ -99,7 +100,7 @@ def _openai(path: Path, content: dict[str, Any]) -> Dictionary:
 
 
 def _is_hook_z(content: dict[str, Any]) -> bool:
-    """Return whether `W_enc` is [d_in feature], as in the files of Kissane et al.
+    """Return True if `W_enc` is [d_in feature], as in the files of Kissane et al.
 
     In Qwen Scope, it is [feature d_in].
     """
