@@ -67,9 +67,9 @@ def unpacked(tensors: Mapping[str, Shaped[Tensor, "..."]]) -> dict[str, Dictiona
     dictionaries = {}
     for writes, parts in by_point.items():
         weights = {}
-        for name, part in parts.items():
+        for name, weight in parts.items():
             if f"{name}_scale" in parts:
-                weights[name] = part * parts[f"{name}_scale"]
+                weights[name] = weight * parts[f"{name}_scale"]
         dictionaries[writes] = Dictionary(
             W_enc=weights["W_enc"].T,
             W_dec=weights["W_dec"],

@@ -74,14 +74,14 @@ class FactoredMatrix(plots.Shown):
     def view(self) -> plots.View:
         """Draw the singular values of at most 12 matrices."""
         places = [*np.ndindex(*self.shape[:-2])]
-        # Decomposing all of many matrices would take long.
-        some = places[:12]
-        lines = {
-            " ".join(map(str, at)) or "s": FactoredMatrix(self.left[at], self.right[at]).svd().s
-            for at in some
-        }
+        # Only a few matrices are decomposed, because many would take long.
+        drawn = places[:12]
+        lines = {}
+        for place in drawn:
+            matrix = FactoredMatrix(self.left[place], self.right[place])
+            lines[" ".join(map(str, place)) or "s"] = matrix.svd().s
         shown = plots.curves(lines, axis="rank", unit="singular value", title="spectrum")
-        says = [f"the first {len(some)} of {len(places)} matrices"] if places != some else []
+        says = [f"the first {len(drawn)} of {len(places)} matrices"] if places != drawn else []
         return plots.View(f"{self!r}, its spectrum", shown.parts, says=says)
 
     @property
@@ -135,6 +135,7 @@ class FactoredMatrix(plots.Shown):
         return FactoredMatrix(self.left, middle @ other.right)
 
     def __rmatmul__(self, other: Tensor) -> "FactoredMatrix":
+        """Return the product of a matrix and this matrix."""
         return FactoredMatrix(_matrix(other) @ self.left, self.right)
 
     def __getitem__(self, index: Any) -> "FactoredMatrix":
@@ -172,18 +173,21 @@ class FactoredMatrix(plots.Shown):
         Raises:
             ValueError: if a number is not finite.
         """
-        left, right = (
+        factors = (
             finite(self.left, f"{name} left".lstrip()),
             finite(self.right, f"{name} right".lstrip()),
         )
-        left, right = torch.linalg.qr(left.double()), torch.linalg.qr(right.double().mT)
+        left = torch.linalg.qr(factors[0].double())
+        right = torch.linalg.qr(factors[1].double().mT)
         small = svd(left.R @ right.R.mT)
         # In float64 the small matrix does not show the rounding of the factors.
         eps = max(self.shape[-2:]) * torch.finfo(self.left.dtype).eps
-        u = left.Q @ small.u
-        vh = small.vh @ right.Q.mT
         return SVD(
-            u=u, s=small.s, vh=vh, next_value=small.next_value, tolerance=eps * small.s[..., 0]
+            u=left.Q @ small.u,
+            s=small.s,
+            vh=small.vh @ right.Q.mT,
+            next_value=small.next_value,
+            tolerance=eps * small.s[..., 0],
         )
 
     def eigenvalues(self) -> Complex[Tensor, "*batch k"]:
@@ -219,6 +223,10 @@ class FactoredMatrix(plots.Shown):
 
         A few rows are formed at a time, so the memory does not grow with rows times columns.
 
+        Args:
+            k: the number of entries.
+            largest: whether to return the largest entries; otherwise the smallest. Default: True.
+
         Raises:
             ValueError: if there are batch axes, a number is not finite, or k is not 1 to the number
                 of entries.
@@ -230,8 +238,9 @@ class FactoredMatrix(plots.Shown):
         for name in ("left", "right"):
             finite(getattr(self, name), name)
         sign = 1 if largest else -1
-        best, places = self.left.new_empty(0), self.left.new_empty(0, dtype=torch.long)
-        every = torch.arange(columns, device=places.device)
+        best = self.left.new_empty(0)
+        places = self.left.new_empty(0, dtype=torch.long)
+        all_columns = torch.arange(columns, device=places.device)
         size = max(1, _ENTRIES_AT_ONCE // columns)
         for start in range(0, rows, size):
             entries = sign * self.left[start : start + size] @ self.right
@@ -240,7 +249,7 @@ class FactoredMatrix(plots.Shown):
                 better = (entries.amax(1) > best[-1]).nonzero()[:, 0]
             else:
                 better = torch.arange(len(entries), device=places.device)
-            numbers = (better[:, None] + start) * columns + every
+            numbers = (better[:, None] + start) * columns + all_columns
             best = torch.cat([best, entries[better].flatten()])
             order = largest_rows(best, k)
             best = best[order]
@@ -251,11 +260,22 @@ class FactoredMatrix(plots.Shown):
         return f"FactoredMatrix {[*self.shape]}, inner {self.left.shape[-1]}, {self.left.dtype}"
 
     def _require_square(self, what: str) -> None:
+        """Check that the matrix is square.
+
+        Raises:
+            ValueError: if the matrix is not square. The error says what needs a square matrix.
+        """
         if self.shape[-2] != self.shape[-1]:
             raise ValueError(f"a matrix must be square to have {what}; got {[*self.shape]}")
 
 
 def _matrix(factor: Tensor) -> Tensor:
+    """Return a factor, after a check that it is a tensor with at least two axes.
+
+    Raises:
+        TypeError: if the factor is no tensor.
+        ValueError: if the factor is a vector.
+    """
     require_kind("a factor", factor, kind=Tensor, words="a tensor [..., rows, columns]")
     # The product of a vector with batch axes could be mistaken for a matrix.
     if factor.ndim < 2:
@@ -267,6 +287,11 @@ def _matrix(factor: Tensor) -> Tensor:
 
 
 def _of_one_axis(index: Any) -> slice | Tensor:
+    """Return the index of one axis as a slice or a tensor.
+
+    Raises:
+        IndexError: if the index is not a number, a slice, or a list.
+    """
     if isinstance(index, slice):
         return index
     if index is None or index is Ellipsis or (indices := torch.as_tensor(index)).ndim > 1:

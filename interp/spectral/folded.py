@@ -66,20 +66,21 @@ class FoldedWeights:
         self.centred = all(part.centres for part in (*self.reads, self.final))
 
     def _linear(self, owner: Any, name: str, *shape: int) -> LinearPart:
+        """Return the linear part of a norm, or the identity without folding."""
         if not self.fold:
             return linear_part(None)
         shape = shape or (self.model.config.d_model,)
         return linear_part(part_of(owner, name, "fold norms"), *shape)
 
-    def _held(self, name: str) -> Tensor:
+    def _weight(self, name: str) -> Tensor:
+        """Return a weight of the model on the device of its first parameter."""
         weight = getattr(self.model, name).detach()
-        return to_device(
-            weight, next((parameter.device for parameter in self.model.parameters()), weight.device)
-        )
+        devices = (parameter.device for parameter in self.model.parameters())
+        return to_device(weight, next(devices, weight.device))
 
     def read(self, name: str) -> Float[Tensor, "layer _kv_head d_model d_head"]:
         """Return `W_Q`, `W_K` or `W_V`."""
-        layers = zip(self.reads, at_least_float32(self._held(name)), strict=True)
+        layers = zip(self.reads, at_least_float32(self._weight(name)), strict=True)
         return stacked(part.before(weight.mT).mT for part, weight in layers)
 
     def values(self) -> FoldedReading:
@@ -88,7 +89,7 @@ class FoldedWeights:
 
     def written(self) -> Writing:
         """Return `W_O`."""
-        layers = zip(self.writes, at_least_float32(self._held("W_O")), strict=True)
+        layers = zip(self.writes, at_least_float32(self._weight("W_O")), strict=True)
         weights = stacked(part.after(weight) for part, weight in layers)
         return weights - weights.mean(-1, keepdim=True) if self.centred else weights
 
@@ -96,7 +97,7 @@ class FoldedWeights:
         """Return `W_in` or `W_out` of the MLP of one block."""
         block = self.model.blocks[layer]
         weight = getattr(part_of(block, "mlp", f"read {name}"), name).detach()
-        weights = at_least_float32(to_device(weight, self._held("W_E").device))
+        weights = at_least_float32(to_device(weight, self._weight("W_E").device))
         if name == "W_in":
             return self._linear(block, "ln2").before(weights.mT).mT
         written = self._linear(block, "ln2_post").after(weights)
@@ -104,7 +105,7 @@ class FoldedWeights:
 
     def embedding(self) -> Float[Tensor, "vocab d_model"]:
         """Return `W_E` times the model's `embed_scale`."""
-        weights = at_least_float32(self._held("W_E"))
+        weights = at_least_float32(self._weight("W_E"))
         weights = weights * getattr(self.model.config, "embed_scale", 1.0)
         return self._linear(self.model, "ln_embed").after(weights)
 
@@ -116,9 +117,9 @@ class FoldedWeights:
         With `fold`, the mean over the vocabulary is subtracted unless logits are capped. It does
         not change probabilities.
         """
-        weights = self._held("W_U")
-        on_device = tokens if tokens is None else to_device(tokens, weights.device)
-        columns = at_least_float32(weights if on_device is None else weights[:, on_device])
+        weights = self._weight("W_U")
+        chosen = weights if tokens is None else weights[:, to_device(tokens, weights.device)]
+        columns = at_least_float32(chosen)
         if self.fold and not getattr(self.model.config, "logit_cap", 0):
             columns = columns - weights.mean(-1, keepdim=True, dtype=columns.dtype)
         return self.final.before(columns.mT).mT
@@ -134,16 +135,26 @@ class FoldedWeights:
         """
         n_ctx = self.model.config.n_ctx
         require_integer("distance", 0 if distance is None else distance, least=0, most=n_ctx - 1)
-        weights = []
-        for name, norm, pos in (("W_Q", "q_norm", distance), ("W_K", "k_norm", 0)):
-            layers = zip(self.model.blocks, self.read(name), strict=True)
-            turned = stacked(
-                self._turned(block.attn, weight, norm=norm, pos=pos) for block, weight in layers
-            )
-            weights.append(self._by_head(turned))
-        return weights[0], weights[1]
+        queries = self._turned_layers("W_Q", norm="q_norm", pos=distance)
+        return queries, self._turned_layers("W_K", norm="k_norm", pos=0)
+
+    def _turned_layers(self, name: str, norm: str, pos: int | None) -> FoldedReading:
+        """Return `W_Q` or `W_K` of every head, rotated as at a position."""
+        layers = zip(self.model.blocks, self.read(name), strict=True)
+        turned = stacked(
+            self._turned(block.attn, weight, norm=norm, pos=pos) for block, weight in layers
+        )
+        return self._by_head(turned)
 
     def _turned(self, attn: Any, weights: Tensor, norm: str, pos: int | None) -> Tensor:
+        """Return weights of queries or keys with the gain of their norm and their rotation.
+
+        Args:
+            attn: the attention of the block.
+            weights: the weights, [head, d_model, d_head].
+            norm: the name of the norm of queries or keys.
+            pos: the position of the query or key, for the rotation.
+        """
         # Treat the weights like the queries of a text, with a position for each row.
         rows = rearrange(weights, "head d_model d_head -> 1 d_model head d_head")
         rows = self._linear(attn, norm, *rows.shape[2:]).after(rows)
@@ -158,4 +169,5 @@ class FoldedWeights:
         return rearrange(rotary(rows, rotation), "1 d_model head d_head -> head d_model d_head")
 
     def _by_head(self, weights: Tensor) -> Tensor:
+        """Return the weights of every head. Heads may share the weights of keys or values."""
         return weights.repeat_interleave(self.model.config.n_heads // weights.shape[1], 1)

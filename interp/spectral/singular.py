@@ -126,8 +126,8 @@ def randomized_svd(
     seed: int = 0,
     name: str = "matrices",
 ) -> SVD:
-    """Return the top `k` of each decomposition, by subspace iteration from a random start, in
-    float64.
+    """Return the `k` largest singular values of each matrix and their vectors, in float64, by
+    subspace iteration from a random start.
 
     See Halko, Martinsson & Tropp 2011, "Finding structure with randomness", algorithms 4.4 and 5.1.
     Apart from rounding, the singular values are not above the true values. For k above 1 the
@@ -158,7 +158,7 @@ def randomized_svd(
     """
     float64 = finite(matrices, name).double()
     require_integer("k", k, most=min(float64.shape[-2:]))
-    require_integer("oversample", oversample, 2)
+    require_integer("oversample", oversample, least=2)
     size = k + oversample
     if size >= min(float64.shape[-2:]):
         return svd(matrices, name).top(k)
@@ -185,9 +185,7 @@ def randomized_svd(
 
 
 def effective_rank(s: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]:
-    """Return the effective rank, the exponential of the entropy of `s / sum(s)`:
-
-    1 to k, without unit.
+    """Return the effective rank, the exponential of the entropy of `s / sum(s)`, from 1 to k.
 
     See Roy & Vetterli 2007, "The effective rank". It is k for k equal singular values, and 0 for a
     zero matrix.
@@ -211,13 +209,16 @@ def effective_rank(s: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]:
 
 
 def stable_rank(s: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]:
-    """Return the squared Frobenius norm over the squared largest singular value:
+    """Return the stable rank, the squared Frobenius norm over the squared largest singular value.
 
-    1 to k, without unit.
+    See Rudelson & Vershynin 2007, "Sampling from large matrices" (there: numerical rank). The
+    stable rank is 1 to k: it is k for k equal singular values. For a zero matrix it is 0.
 
-    See Rudelson & Vershynin 2007, "Sampling from large matrices" (there: numerical rank). It is k
-    for k equal singular values, and 0 for a zero matrix. For arguments and errors see
-    `effective_rank`.
+    Args:
+        s: all singular values of a matrix, descending.
+
+    Raises:
+        ValueError: as for `effective_rank`.
 
     >>> stable_rank(torch.tensor([2.0, 1.0, 1.0]))
     tensor(1.5000, dtype=torch.float64)
@@ -236,7 +237,7 @@ def spectral_gap(s: Float[Tensor, "*batch k"], at: int = 1) -> Float[Tensor, "*b
 
     Args:
         s: singular values of a matrix, descending.
-        at: which singular value, counted from 1.
+        at: the number of the singular value, counted from 1.
 
     Raises:
         ValueError: as for `effective_rank`, or if this singular value does not exist.
@@ -250,13 +251,17 @@ def spectral_gap(s: Float[Tensor, "*batch k"], at: int = 1) -> Float[Tensor, "*b
 
 
 def condition_number(s: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]:
-    """Return the largest singular value over the smallest:
+    """Return the condition number, the largest singular value over the smallest: 1 to infinity.
 
-    1 to infinity, without unit, like `numpy.linalg.cond`.
+    The definition is that of `numpy.linalg.cond`. The number is 1 for equal singular values, and
+    infinity for a zero matrix. For a matrix without full rank it is infinity, or a number near 1 /
+    eps if rounding left the smallest value above 0.
 
-    It is 1 for equal singular values, and infinity for a zero matrix. For a matrix without full
-    rank it is infinity, or a number near 1 / eps if rounding left the smallest value above 0. For
-    arguments and errors see `effective_rank`.
+    Args:
+        s: all singular values of a matrix, descending.
+
+    Raises:
+        ValueError: as for `effective_rank`.
 
     >>> condition_number(torch.tensor([5.0, 3.0, 2.0]))
     tensor(2.5000, dtype=torch.float64)
@@ -266,11 +271,14 @@ def condition_number(s: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]:
 
 
 def _tolerance(matrices: Tensor, s: Tensor) -> Tensor:
+    """Return the rounding of the singular values of each matrix."""
     return max(matrices.shape[-2:]) * torch.finfo(matrices.dtype).eps * s[..., 0]
 
 
 def _checked_values(s: Tensor) -> Tensor:
-    """Return singular values in float64, after checks."""
+    """Return singular values in float64, after a check that they are finite, descending and not
+    negative.
+    """
     require_kind(
         "s", s, kind=Tensor, words="a tensor of singular values", call="svd(matrix).s has them"
     )

@@ -71,8 +71,14 @@ def subspace_overlap(
 ) -> Float[Tensor, "*batch"]:
     """Return the mean squared cosine of the principal angles between column spaces: 0 to 1.
 
-    It is 1 if one space is within the other, 0 if they are orthogonal, and about max(k, l) / dim
-    for random spaces. For arguments and errors see `principal_angles`.
+    The overlap is 1 if one space is within the other, 0 if they are orthogonal, and about max(k, l)
+    / dim for random spaces.
+
+    Args:
+        a, b: bases, which need not be orthonormal.
+
+    Raises:
+        ValueError: as for `principal_angles`.
 
     >>> subspace_overlap(torch.tensor([[1.0], [1.0], [0.0]]), torch.eye(3)[:, 1:])
     tensor(0.5000, dtype=torch.float64)
@@ -124,10 +130,18 @@ def drift(decomposition: SVD, k: int, side: Side = "right") -> Float[Tensor, "ch
 
 
 def alignment(first: SVD, second: SVD, k: int, side: Side = "right") -> Float[Tensor, "*batch k"]:
-    """Return |cosine| between singular vectors of the same index: 0 to 1, independent of sign.
+    """Return the absolute cosine between singular vectors of the same index: 0 to 1.
 
-    It is NaN if a vector is not defined, because up to the tolerance its singular value is 0 or
-    equals the next or the previous one. For arguments and errors see `subspace_angles`.
+    The cosine is NaN if a vector is not defined, because up to the tolerance its singular value is
+    0 or equals the next or the previous one.
+
+    Args:
+        first, second: decompositions of matrices of the same shape.
+        k: the number of singular vectors.
+        side: `left` or `right` singular vectors.
+
+    Raises:
+        ValueError: as for `subspace_angles`.
 
     >>> flat = svd(torch.diag(torch.tensor([3.0, 2.0, 1.0])))
     >>> turned = svd(torch.tensor([[3.0, 0.0, 0.0], [0.0, 0.0, 2.0], [0.0, 1.0, 0.0]]))
@@ -141,7 +155,9 @@ def alignment(first: SVD, second: SVD, k: int, side: Side = "right") -> Float[Te
 
 def _angles(a: Tensor, b: Tensor) -> Tensor:
     """Return the principal angles between the spans of orthonormal columns."""
-    a, b = (a, b) if a.shape[-1] >= b.shape[-1] else (b, a)
+    # Let b be the smaller space.
+    if a.shape[-1] < b.shape[-1]:
+        a, b = b, a
     product = a.mT @ b
     cosines = torch.linalg.svdvals(product).clamp(0, 1)
     sines = torch.linalg.svdvals(b - a @ product).flip(-1).clamp(0, 1)
@@ -150,15 +166,20 @@ def _angles(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _independent(basis: Tensor, name: str) -> Tensor:
-    whole = svd(basis, name)
-    lacking = whole.rank < basis.shape[-1]
+    """Return an orthonormal basis of the column space of each matrix.
+
+    Raises:
+        ValueError: if the columns of a matrix are not linearly independent.
+    """
+    decomposition = svd(basis, name)
+    lacking = decomposition.rank < basis.shape[-1]
     if lacking.any():
         where = lacking.nonzero()[0].tolist()
         raise ValueError(
             f"the columns of a basis must be linearly independent; got {name}{where or ''} of rank "
-            f"{whole.rank[tuple(where)]} with {basis.shape[-1]} columns"
+            f"{decomposition.rank[tuple(where)]} with {basis.shape[-1]} columns"
         )
-    return whole.u
+    return decomposition.u
 
 
 def _vectors(decomposition: SVD, k: int, side: Side) -> Tensor:
@@ -169,10 +190,12 @@ def _vectors(decomposition: SVD, k: int, side: Side) -> Tensor:
 
 
 def _has_space(decomposition: SVD, k: int) -> Bool[Tensor, "*batch"]:
+    """Return True for matrices whose singular values k and k + 1 differ."""
     return decomposition.gaps[..., k - 1] > decomposition.tolerance
 
 
 def _isolated(decomposition: SVD, k: int) -> Bool[Tensor, "*batch k"]:
+    """Return True for singular values that differ from the next and the previous one."""
     apart = decomposition.gaps[..., :k] > decomposition.tolerance[..., None]
     # No singular value is larger than the first.
     return apart & torch.cat([torch.ones_like(apart[..., :1]), apart[..., :-1]], -1)

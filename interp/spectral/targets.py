@@ -117,15 +117,16 @@ def svd_targets(model: nn.Module, cache: ActivationCache, layers: Some = None) -
     language: LanguageModel = of(model, "W_V", "W_O")
     require_cache(cache, model)
     names = _names(cache, ("scores", "pattern", "v"), 'mode="svd_targets"')
-    chosen = [layers] if isinstance(layers, int) else [*(names if layers is None else layers)]
+    wanted = names if layers is None else layers
+    chosen = [wanted] if isinstance(wanted, int) else [*wanted]
     if not chosen or not set(chosen) <= set(names):
         raise ValueError(f"layers must be one or more of {[*names]}; got {chosen}")
     w_v, w_o = language.W_V[chosen], language.W_O[chosen]
     # Repeat the value weights for all heads that share them.
     w_v = w_v.repeat_interleave(w_o.shape[1] // w_v.shape[1], 1)
     stacks: list[Tensor] = []
-    for at, layer in enumerate(chosen):
-        tensors = _of_layer(cache, cache.read(*names[layer]), w_o[at])
+    for place, layer in enumerate(chosen):
+        tensors = _of_layer(cache, cache.read(*names[layer]), w_o[place])
         if not stacks:
             n_bytes = len(chosen) * sum(tensor.nbytes for tensor in tensors)
             require_room(n_bytes, tensors[0], f"{len(chosen)} layers: give fewer by layers=")
@@ -133,7 +134,7 @@ def svd_targets(model: nn.Module, cache: ActivationCache, layers: Some = None) -
                 tensor.new_empty(len(tensor), len(chosen), *tensor.shape[1:]) for tensor in tensors
             ]
         for stack, tensor in zip(stacks, tensors, strict=True):
-            stack[:, at] = tensor
+            stack[:, place] = tensor
     device, dtype = stacks[-1].device, stacks[-1].dtype
     wvwo = FactoredMatrix(w_v.to(device, dtype), w_o.to(device, dtype))
     qkt, pattern, values, avwo = stacks
@@ -154,7 +155,8 @@ def _of_layer(
     values = repeat(v, "batch pos kv_head d_head -> batch (kv_head group) pos d_head", group=groups)
     if (mask := mask_of(cache, (len(scores), scores.shape[-1]))) is not None:
         real = to_device(mask, scores.device)[:, None, :, None]
-        scores, values = scores.where(real & real.mT, 0), values.where(real, 0)
+        scores = scores.where(real & real.mT, 0)
+        values = values.where(real, 0)
     dtype = torch.promote_types(values.dtype, w_o.dtype)
     avwo = pattern.to(dtype) @ values.to(dtype) @ w_o.to(values.device, dtype)
     return scores.tril(), pattern, values, avwo
@@ -178,6 +180,10 @@ def svd_spectra(targets: SVDTargets, k: int | None = None) -> Mapping[str, SVD]:
         k: the number of singular values and vectors, by `randomized_svd` for `qkt` and `avwo`.
             Default: all of them, by `svd`.
 
+    Returns:
+        The decompositions, by the names of the targets. The axes of a target before its rows and
+        columns are batch axes.
+
     Raises:
         ValueError: if a number is not finite (the error names the target and the first place), or
             as for `randomized_svd`.
@@ -192,6 +198,7 @@ def svd_spectra(targets: SVDTargets, k: int | None = None) -> Mapping[str, SVD]:
     wvwo = targets.wvwo.svd("wvwo")
 
     def of_matrices(name: str) -> SVD:
+        """Return the decomposition of a target that is not factored."""
         matrices = getattr(targets, name)
         return svd(matrices, name) if k is None else randomized_svd(matrices, k, name=name)
 
@@ -262,4 +269,7 @@ def _names(
             f"the cache must have {', '.join(shorts)} of every layer, as runs with {options} do; "
             f"{error}"
         ) from error
-    return {layer: tuple(each[layer] for each in names) for layer in names[0]}
+    by_layer = {}
+    for layer in names[0]:
+        by_layer[layer] = tuple(names_of_value[layer] for names_of_value in names)
+    return by_layer

@@ -202,8 +202,9 @@ def singular_tokens(
     fold: bool = True,
     distance: int | None = None,
 ) -> SingularTokens:
-    """Return the tokens of the first singular directions of a head or an MLP (Millidge & Black
-    2022).
+    """Return the tokens of the first singular directions of a head or an MLP.
+
+    The method is from Millidge & Black 2022.
 
     Args:
         model, fold, distance: see `qk_circuit`. For an MLP, `fold` also needs `ln2` and `ln2_post`.
@@ -212,6 +213,9 @@ def singular_tokens(
         circuit: `ov` or `qk` of a head, or `W_in` or `W_out` of the MLP.
         k: the number of directions, at most d_head or, for an MLP, at most d_model or d_mlp.
         top: the number of tokens or neurons at each end, or all of them if there are fewer.
+
+    Returns:
+        The singular values [k], and the tokens and their scores [k, end, top].
 
     Raises:
         TypeError, ValueError: as for `qk_circuit`; or if `circuit` is unknown, a head is missing or
@@ -238,34 +242,46 @@ def singular_tokens(
         decomposition = svd(folded.mlp(layer, circuit), circuit)
     require_integer("k", k, most=len(decomposition.s))
     embedding = folded.embedding()
-    u, vh = (
-        vectors.to(embedding.dtype) for vectors in (decomposition.u[:, :k], decomposition.vh[:k])
-    )
-    reading = u.mT if circuit == "W_out" else u.mT @ embedding.mT
-    writing = vh
+    # The vectors that are read and written, one in each row.
+    reading = decomposition.u[:, :k].to(embedding.dtype).mT
+    writing = decomposition.vh[:k].to(embedding.dtype)
+    if circuit != "W_out":
+        reading = reading @ embedding.mT
     if circuit != "W_in":
-        writing = vh @ (embedding.mT if circuit == "qk" else folded.unembedding())
-    read, written = _ends(reading, top), _ends(writing, top)
+        writing = writing @ (embedding.mT if circuit == "qk" else folded.unembedding())
+    read, read_scores = _ends(reading, top)
+    written, written_scores = _ends(writing, top)
     to_text = writer_of(model)
     texts = None
     if to_text is not None:
         texts = (
-            _neurons(read[0].tolist()) if circuit == "W_out" else to_text(read[0]),
-            _neurons(written[0].tolist()) if circuit == "W_in" else to_text(written[0]),
+            _neurons(read) if circuit == "W_out" else to_text(read),
+            _neurons(written) if circuit == "W_in" else to_text(written),
         )
-    return SingularTokens(decomposition.s[:k], *read, *written, texts)
+    return SingularTokens(
+        s=decomposition.s[:k],
+        read=read,
+        read_scores=read_scores,
+        written=written,
+        written_scores=written_scores,
+        texts=texts,
+    )
 
 
-def _neurons(numbers: list[list[list[int]]]) -> list[Any]:
-    return [[[f"n{number}" for number in end] for end in ends] for ends in numbers]
+def _neurons(numbers: Int[Tensor, "k end top"]) -> list[Any]:
+    """Return the names of neurons, in nested lists."""
+    names = []
+    for ends in numbers.tolist():
+        names.append([[f"n{number}" for number in end] for end in ends])
+    return names
 
 
 def _ends(
     scores: Float[Tensor, "k entry"], top: int
 ) -> tuple[Int[Tensor, "k end top"], Float[Tensor, "k end top"]]:
-    """Return the tokens at both ends, and their scores."""
+    """Return the tokens at both ends of each direction, and their scores."""
     top = min(top, scores.shape[-1])
-    ends = [scores.topk(top, largest=largest) for largest in (True, False)]
-    return torch.stack([end.indices for end in ends], 1), torch.stack(
-        [end.values for end in ends], 1
-    )
+    largest = scores.topk(top)
+    smallest = scores.topk(top, largest=False)
+    tokens = torch.stack([largest.indices, smallest.indices], 1)
+    return tokens, torch.stack([largest.values, smallest.values], 1)
