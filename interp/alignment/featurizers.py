@@ -42,18 +42,24 @@ class Featurizer:
         self, value: Float[Tensor, "*rows d"], source: Float[Tensor, "*rows d"]
     ) -> Float[Tensor, "*rows d"]:
         """Return the value with the selected features of the source, in the dtype of the value."""
-        values, source_values = at_least_float32(value), at_least_float32(source)
-        features = self.encode(values)
-        change_of_features = self.mask.to(features) * (self.encode(source_values) - features)
-        change = self.decode(features + change_of_features, values) - self.decode(features, values)
-        return (values + change).to(value.dtype)
+        base = at_least_float32(value)
+        features = self.encode(base)
+        source_features = self.encode(at_least_float32(source))
+        edited = features + self.mask.to(features) * (source_features - features)
+        change = self.decode(edited, base) - self.decode(features, base)
+        return (base + change).to(value.dtype)
 
     def __repr__(self) -> str:
         return f"{self.name}, {int((self.mask > 0).sum())} of {len(self.mask)} features"
 
 
 def coordinates(columns: Float[Tensor, "d k"], name: str = "subspace") -> Featurizer:
-    """Return the coordinates along orthonormal columns as features, all of them interchanged."""
+    """Return the coordinates along orthonormal columns as features, all of them interchanged.
+
+    Args:
+        columns: the columns.
+        name: the kind of features. Default: `subspace`.
+    """
 
     def encode(value: Tensor) -> Tensor:
         return value @ columns.to(value)

@@ -65,12 +65,14 @@ class NullSpaces:
 
     @property
     def is_suspect(self) -> bool:
-        """Whether `dormant` or `unread` is above 0.5. It is False if the subspace has no effect."""
+        """True if `dormant` or `unread` is above 0.5; False if the subspace has no effect."""
         return max(self.dormant, self.unread) > 0.5
 
     def _lost(self, through: str) -> float:
+        """Return the share of the whole effect that is lost through a part of the subspace."""
         # Effects can have both signs, so the remaining share is the slope of a regression.
-        whole, left = (self.effects.select(through=name).values for name in ("whole", through))
+        whole = self.effects.select(through="whole").values
+        left = self.effects.select(through=through).values
         base = self.effects.base
         has_effect = base is None or not is_rounding(whole + base, base).all()
         return float(1 - (left * whole).sum() / whole.square().sum()) if has_effect else math.nan
@@ -97,7 +99,7 @@ def null_spaces(
     head: int | None = None,
     direction: PatchingDirection = "denoising",
 ) -> NullSpaces:
-    """Measure the share of a subspace's effect that uses directions which the model does not use.
+    """Return the share of a subspace's effect along directions that the model does not use.
 
     An axis of the point, such as a neuron, varies if the values of the pairs vary along it, and is
     read if the metric has a gradient along it. If every axis varies and is read, as in the residual
@@ -113,6 +115,9 @@ def null_spaces(
             the metric.
         pos, head, direction: see `align`.
 
+    Returns:
+        The effects [through, example] in the unit of the metric, and the shares from them.
+
     Raises:
         ValueError: if the directions have a wrong size or are linearly dependent, or as in `align`.
         UnknownNameError, ModeError: as in `align`.
@@ -123,7 +128,7 @@ def null_spaces(
     if len(columns) != site.size:
         raise ValueError(f"directions must have {site.size} rows at {point}; got {len(columns)}")
     rows = torch.cat([site.base_values(), site.source]).flatten(0, 1)
-    every = torch.eye(site.size).to(rows)
+    everything = torch.eye(site.size).to(rows)
     varying = _axes(rows.std(0))
     if reader is None:
         read = _axes(site.gradients().abs().flatten(0, 1).mean(0))
@@ -131,28 +136,35 @@ def null_spaces(
         left, sizes, _ = torch.linalg.svd(reader.to(rows), full_matrices=False)
         left = left[:, sizes > _NEGLIGIBLE * sizes.max()]
         read = left @ left.mT
-
     inside, sizes, _ = torch.linalg.svd(read.double() @ columns, full_matrices=False)
     inside = inside[:, sizes > _NEGLIGIBLE]
-
-    def change(columns: Tensor, kept: Tensor) -> Featurizer:
-        def encode(value: Tensor) -> Tensor:
-            return value @ columns.to(value)
-
-        def decode(features: Tensor, value: Tensor) -> Tensor:
-            return features @ columns.to(value).mT @ kept
-
-        return Featurizer(
-            name="subspace", encode=encode, decode=decode, mask=torch.ones(columns.shape[1])
-        )
-
-    parts = {"whole": (columns, every), "varying": (columns, varying), "read": (inside, every)}
-    values = torch.stack([site.scores(change(*part)).effect for part in parts.values()])
-    unit = getattr(runs.metric, "unit", "")
-    axes = ("through", "example")
-    labels = {"through": [*parts]}
-    effects = Result(values, axes, site.base, labels=labels, unit=unit, groups=runs.groups)
+    parts = {
+        "whole": _projected(columns, everything),
+        "varying": _projected(columns, varying),
+        "read": _projected(inside, everything),
+    }
+    effects = Result(
+        torch.stack([site.scores(part).effect for part in parts.values()]),
+        ("through", "example"),
+        site.base,
+        labels={"through": [*parts]},
+        unit=getattr(runs.metric, "unit", ""),
+        groups=runs.groups,
+    )
     return NullSpaces(effects)
+
+
+def _projected(columns: Float[Tensor, "d k"], projection: Float[Tensor, "d d"]) -> Featurizer:
+    """Return the coordinates along columns, whose changes of the value are projected."""
+
+    def encode(value: Tensor) -> Tensor:
+        return value @ columns.to(value)
+
+    def decode(features: Tensor, value: Tensor) -> Tensor:
+        return features @ columns.to(value).mT @ projection
+
+    mask = torch.ones(columns.shape[1])
+    return Featurizer(name="subspace", encode=encode, decode=decode, mask=mask)
 
 
 def _axes(sizes: Float[Tensor, " d"]) -> Float[Tensor, "d d"]:

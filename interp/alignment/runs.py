@@ -56,9 +56,9 @@ class InterchangeRuns:
         self.answers = runs.pairs.answers
         points = runs.runner.points
         axes = points[name].axes if name in points else ()
-        if len(axes) - ("head" in axes or "kv_head" in axes) > 3 or (
-            (len(axes) == 4) != (head is not None) and axes
-        ):
+        has_heads = "head" in axes or "kv_head" in axes
+        needs_head = len(axes) == 4
+        if len(axes) - has_heads > 3 or (axes and needs_head != (head is not None)):
             raise ValueError(
                 "a value must be a vector at each position, and head= is needed if the point has "
                 f"heads; got {name} [{' '.join(axes)}] and head={head}"
@@ -87,6 +87,11 @@ class InterchangeRuns:
         return value[self._at(slice(None), self._columns)]
 
     def _values(self, text: Text, columns: Tensor) -> Float[Tensor, "batch pos d"]:
+        """Return the values of a run on texts at some columns.
+
+        Raises:
+            ValueError: if the point does not have a vector at each position.
+        """
         value = self.runs.capture(text, self.name)[self.name]
         if value.shape[:2] != text.tokens.shape:
             raise ValueError(
@@ -96,19 +101,22 @@ class InterchangeRuns:
         return value[self._at(slice(None), columns)]
 
     def _at(self, rows: Any, columns: Tensor) -> tuple[Any, ...]:
+        """Return the index of the positions of some texts in a value."""
         chosen = columns[rows]
         return (torch.arange(len(chosen))[:, None], chosen, *self._head)
 
     def _logits(self, part: Featurizer | None, rows: Any) -> Float[Tensor, "rows pos vocab"]:
-        at = self._at(rows, self._columns)
+        """Return the logits of some base texts, with a part of the value from the source texts."""
+        index = self._at(rows, self._columns)
 
-        def taken(value: Tensor, point: Point) -> Tensor:
+        def interchanged(value: Tensor, point: Point) -> Tensor:
+            """Return the value with the part from the source texts."""
             new = value.clone()
             if part is not None:
-                new[at] = part.interchanged(value[at], self.source[rows])
+                new[index] = part.interchanged(value[index], self.source[rows])
             return new
 
-        return self.runs.logits({self.name: taken}, rows)
+        return self.runs.logits({self.name: interchanged}, rows)
 
     def loss(self, part: Featurizer, rows: Tensor) -> Float[Tensor, ""]:
         """Return the mean cross-entropy of the right answers.
@@ -130,7 +138,8 @@ class InterchangeRuns:
 
     def _measured(self, part: Featurizer | None) -> tuple[Tensor, Tensor]:
         """Return the metric, with or without an interchanged part, and a mask of right answers."""
-        metric, text = self.runs.metric, self.runs.text
+        metric = self.runs.metric
+        text = self.runs.text
         last = last_of(metric, text.of_logits.attention_mask)
         outputs, right = [], []
         for start in range(0, len(text.tokens), self.batch):
@@ -146,7 +155,9 @@ class InterchangeRuns:
     def _choices(self, output: Tensor, rows: Any) -> tuple[Tensor, Tensor]:
         """Return the logits of all tokens or of two answers, and the index of the right answer."""
         pos = self.runs.pairs.pos
-        position = Position(-1 if pos is None else pos[rows] if isinstance(pos, Tensor) else pos)
+        if pos is None:
+            pos = -1
+        position = Position(pos[rows] if isinstance(pos, Tensor) else pos)
         mask = self.runs.text.rows(rows).of_logits.attention_mask
         logits = position(last_real(output, position.last, mask))
         # `align` raises an error if pairs have no answers.
@@ -158,6 +169,11 @@ class InterchangeRuns:
 
 
 def _columns(text: Text, pos: int | str) -> Int[Tensor, "batch n"]:
+    """Return the columns of a position or a span in each text.
+
+    Raises:
+        UnknownNameError: if the span is unknown.
+    """
     if isinstance(pos, str):
         if pos not in text.spans:
             raise unknown_name(pos, text.spans, "span of the pairs")

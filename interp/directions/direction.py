@@ -30,7 +30,7 @@ class Direction(plots.Shown):
         vectors: the vectors, by the names of points.
         offsets: the offsets, by the names of points. A value is classified as `yes` if
             `value @ vector + offset` is above 0.
-        about: facts about how the direction was found, as JSON types.
+        about: facts about the method that found the direction, as JSON types.
 
     >>> point = "blocks.2.resid_post"
     >>> v = Direction({point: torch.tensor([3.0, 4.0])}, {point: -5.0})
@@ -107,15 +107,21 @@ class Direction(plots.Shown):
 
         `values` can be a cache. Values have the axes `*rows d`, or `head` and `d_head` in place of
         `d`. Scores have the axes `*rows`.
+
+        >>> import torch
+        >>> v = Direction({"resid": torch.tensor([3.0, 4.0])}, {"resid": -5.0})
+        >>> v.scores({"resid": torch.tensor([[1.0, 1.0], [0.0, 1.0]])})
+        {'resid': tensor([ 2., -1.])}
         """
-        return {
-            name: _flat(values[name], len(vector)).to(vector) @ vector + self.offsets.get(name, 0.0)
-            for name, vector in self.vectors.items()
-            if name in values
-        }
+        scores = {}
+        for name, vector in self.vectors.items():
+            if name in values:
+                rows = _flat(values[name], len(vector)).to(vector)
+                scores[name] = rows @ vector + self.offsets.get(name, 0.0)
+        return scores
 
     def view(self) -> plots.View:
-        """Return a view of how the direction was found, and of the length of each vector."""
+        """Return a view of the facts about the direction, and of the length of each vector."""
         lengths = torch.stack([vector.norm().float().cpu() for vector in self.vectors.values()])
         result = Result(
             lengths[:, None],
@@ -126,10 +132,12 @@ class Direction(plots.Shown):
         return plots.View("a direction", plots.effects(result).parts, says=[*told(self.about)])
 
     def _writers(self) -> dict[str, Callable[[Path], object]]:
+        """Return the functions that write files, by suffix."""
         files = dict.fromkeys(storage.SAFETENSORS, self._save)
         return {**super()._writers(), **files, ".gguf": self.to_gguf}
 
     def _save(self, path: Path) -> None:
+        """Write the direction as safetensors."""
         facts = {"offsets": dict(self.offsets), "about": dict(self.about)}
         storage.save(path, _KIND, self.vectors, facts)
 
@@ -230,6 +238,12 @@ class Direction(plots.Shown):
         return cls(vectors, about={"read from": os.fspath(path)})
 
     def _name(self, place: int | str) -> str:
+        """Return the name of the point in a layer, or the name itself.
+
+        Raises:
+            UnknownNameError: if the direction has no vector there.
+            ValueError: if the direction has several points in the layer.
+        """
         names = [name for name in self.vectors if place in (name, layer_of(name))]
         if not names:
             raise unknown_name(str(place), self.vectors, "point of this direction")

@@ -2,10 +2,9 @@
 
 Belrose et al. 2023, "LEACE: Perfect linear concept erasure in closed form".
 
-Let Σ be the covariance
-of values x, and Σxz their cross-covariance with labels z. W = Σ^(-1/2) whitens the values, and P
-projects on the columns of W Σxz. Then x - W⁺ P W (x - E[x]) has no covariance with z, and this is
-the smallest change with this property.
+1. Let Σ be the covariance of values x, and Σxz their cross-covariance with labels z.
+2. W = Σ^(-1/2) whitens the values, and P projects on the columns of W Σxz.
+3. Then x - W⁺ P W (x - E[x]) has no covariance with z. No smaller change has this property.
 
 The eraser is computed in float64 from exact sums, without shrinkage. Directions of Σ without
 variance, such as the mean that a norm removes, are left out. Directions whose variation is only
@@ -55,7 +54,7 @@ class Eraser:
 
 
 def leace(moments: Moments) -> Eraser:
-    """Return the eraser of a concept.
+    """Return the eraser of a concept, from the moments of values and labels.
 
     Args:
         moments: the moments of values and labels. A label with several classes has a column for

@@ -53,7 +53,10 @@ class Examples(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Contrast:
-    """Two kinds of texts, and the points and positions to read. See `difference_of_means`."""
+    """Two kinds of texts, and the points and positions to read.
+
+    For the attributes, see `difference_of_means`.
+    """
 
     yes: Kind
     no: Kind | None
@@ -119,11 +122,10 @@ def _points_of(
         UnknownNameError: if no point matches. The error contains close matches.
     """
     stores = [source.store for source in sources if isinstance(source, StoredTexts)]
-    known: Sequence[str] = [
-        name
-        for name in (stores[0].names if stores else runner_of(model).points)
-        if all(name in store.names for store in stores)
-    ]
+    known: list[str] = []
+    for name in stores[0].names if stores else runner_of(model).points:
+        if all(name in store.names for store in stores):
+            known.append(name)
     require_kind("site", site, kind=(str, Sequence), words="a name, or several")
     points = dict[str, None]()
     for name in [site] if isinstance(site, str) else site:
@@ -147,8 +149,11 @@ def _examples(
     if isinstance(yes, StoredTexts) and isinstance(no, StoredTexts):
         yield from _stored(yes, no, points=points, pos=pos, batch=batch)
         return
+    # `first` is the number of texts of the kinds before, and `n_texts` counts texts of this kind.
     first, n_texts = 0, 0
-    where = Selection([] if isinstance(pos, str) else slice(None) if pos is None else pos)
+    where = Selection([])
+    if not isinstance(pos, str):
+        where = Selection(slice(None) if pos is None else pos)
     for label, kind, texts in ((1, "yes", yes), (0, "no", no)):
         assert not isinstance(texts, StoredTexts)
         if isinstance(pos, str):
@@ -159,7 +164,7 @@ def _examples(
         for text, cache in _runs(model, texts, points=points, batch=batch):
             stop = n_texts + len(text.tokens)
             columns = where.read(text.real, f"pos of {kind}", n_texts)
-            rows, places, ranks = ([*numbers] for numbers in zip(*_each(columns), strict=True))
+            rows, places, ranks = _listed(columns)
             values = {
                 name: finite(cache[name][rows, places].flatten(1), f"values at {name}")
                 for name in points
@@ -192,7 +197,8 @@ def _stored(
     where = Selection(slice(None) if pos is None else pos)
     of_kinds = _selections(where, yes, no)
     n_texts = 0
-    for label, kind, texts, chosen in zip((1, 0), ("yes", "no"), (yes, no), of_kinds, strict=True):
+    kinds = ((1, "yes", yes), (0, "no", no))
+    for (label, kind, texts), chosen in zip(kinds, of_kinds, strict=True):
         n_before = n_texts
         for rows in rows_of(texts, points, where=chosen, what=f"pos of {kind}", batch=batch):
             yield Examples(
@@ -223,7 +229,8 @@ def _selections(where: Selection, yes: StoredTexts, no: StoredTexts) -> tuple[Se
         # Both kinds come from one store: texts with labels, or the whole store twice.
         n_texts = len(all_of(yes.store).numbers)
         if len(parts) == n_texts:
-            of_yes, of_no = ([parts[number] for number in kind.numbers] for kind in (yes, no))
+            of_yes = [parts[number] for number in yes.numbers]
+            of_no = [parts[number] for number in no.numbers]
             return Selection(of_yes), Selection(of_no)
     elif len(parts) == n_yes + n_no:
         return Selection(parts[:n_yes]), Selection(parts[n_yes:])
@@ -242,31 +249,44 @@ def text_numbers(parts: Sequence[Examples]) -> list[int]:
     store contains only a part of each text, the values of the first examples at the last point must
     agree.
     """
-    part_of = {number: part for part in parts for number in part.text.tolist()}
+    part_of: dict[int, Examples] = {}
+    hashes: list[str] = []
+    for part in parts:
+        part_of |= dict.fromkeys(part.text.tolist(), part)
+        hashes += part.digests
 
     def agree(first: int, second: int) -> bool:
-        both = part_of[first], part_of[second]
-        if not any(part.is_cached for part in both):
-            return True
-        rows, others = (
-            {part.place[row].item(): row for row in (part.text == number).nonzero()[:, 0].tolist()}
-            for part, number in zip(both, (first, second), strict=True)
-        )
-        return all(
-            is_rounding(
-                both[0].values[name][rows[place]], both[1].values[name][others[place]]
-            ).all()
-            for place in rows.keys() & others.keys()
-            for name in both[0].values
-        )
+        """Return True unless values of a cache show that two texts with one hash are different."""
+        return _have_same_values(part_of[first], first, part_of[second], second)
 
-    hashes = [digest for part in parts for digest in part.digests]
     if any(part.is_part for part in parts):
         name = [*parts[0].values][-1]
-        hashes = told_apart(
-            hashes, torch.cat([part.values[name][part.rank == 0] for part in parts])
-        )
+        first_examples = torch.cat([part.values[name][part.rank == 0] for part in parts])
+        hashes = told_apart(hashes, first_examples)
     return numbered(hashes, agree)
+
+
+def _have_same_values(part: Examples, text: int, other: Examples, other_text: int) -> bool:
+    """Return True if two texts have the same values up to rounding at all places of both.
+
+    Only values of a cache are compared.
+    """
+    if not part.is_cached and not other.is_cached:
+        return True
+    row_at = _rows_by_place(part, text)
+    other_row_at = _rows_by_place(other, other_text)
+    for place in row_at.keys() & other_row_at.keys():
+        for name, values in part.values.items():
+            value = other.values[name][other_row_at[place]]
+            if not is_rounding(values[row_at[place]], value).all():
+                return False
+    return True
+
+
+def _rows_by_place(part: Examples, text: int) -> dict[int, int]:
+    """Return the row of each place of a text."""
+    rows = (part.text == text).nonzero()[:, 0].tolist()
+    return {int(part.place[row]): row for row in rows}
 
 
 def _runs(
@@ -288,8 +308,13 @@ def _runs(
         yield text, runner_of(model).capture(text.tokens, names=points, **text.arguments(model))
 
 
-def _each(columns: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, int]]:
-    """Yield the row, the column and the rank of each example."""
+def _listed(columns: Sequence[Sequence[int]]) -> tuple[list[int], list[int], list[int]]:
+    """Return the row, the column and the rank of each example, from the columns of each row."""
+    rows: list[int] = []
+    places: list[int] = []
+    ranks: list[int] = []
     for row, chosen in enumerate(columns):
-        for rank, column in enumerate(chosen):
-            yield row, column, rank
+        rows += [row] * len(chosen)
+        places += chosen
+        ranks += range(len(chosen))
+    return rows, places, ranks

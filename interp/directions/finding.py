@@ -95,7 +95,7 @@ class Erasure:
 
     Attributes:
         erasers: the erasers, by the names of points.
-        about: facts about how the erasers were found.
+        about: facts about the method that found the erasers.
     """
 
     erasers: Mapping[str, Eraser]
@@ -109,6 +109,7 @@ class Erasure:
         """
 
         def erased(region: Tensor, value: Tensor, place: Region) -> Tensor:
+            """Return the values of a region without the difference."""
             eraser = self.erasers.get(place.point.name)
             if eraser is None:
                 raise EditError(
@@ -198,5 +199,6 @@ def _moments(model: nn.Module, contrast: Contrast) -> dict[str, Moments]:
 
 
 def _counts(moments: Mapping[str, Moments]) -> dict[str, int]:
+    """Return the number of rows, and the number of rows of the kind `yes`."""
     first = next(iter(moments.values()))
     return {"rows": first.n, "yes": round(first.n * float(first.mean[-1]))}

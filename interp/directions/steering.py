@@ -48,14 +48,15 @@ class SteeringCurve(plots.Shown):
             raise ValueError(
                 "a budget needs the KL of other texts; call steering_curve with others="
             )
-        fits = [n for n, cost in enumerate(self.kl.mean().tolist()) if cost <= budget]
+        costs = self.kl.mean().tolist()
+        fits = [number for number, cost in enumerate(costs) if cost <= budget]
         if not fits:
             raise ValueError(
                 f"budget must be at least the smallest mean KL, {float(self.kl.mean().min()):.3g} "
                 f"nats; got {budget}"
             )
         means = self.score.mean().tolist()
-        return self.strengths[max(fits, key=lambda n: means[n])]
+        return self.strengths[max(fits, key=lambda number: means[number])]
 
     def view(self) -> plots.View:
         """Return a view of the score and the KL at each strength."""
@@ -65,19 +66,23 @@ class SteeringCurve(plots.Shown):
         return plots.together("steering", shown)
 
     def __repr__(self) -> str:
-        shown = [("score", self.score), *([("KL", self.kl)] if self.kl is not None else [])]
-        ends = {name: result.interval() for name, result in shown}
+        """Return the mean score and KL at each strength, with their intervals."""
+        columns = {"score": self.score}
+        if self.kl is not None:
+            columns["KL"] = self.kl
+        means = {name: result.mean() for name, result in columns.items()}
+        intervals = {name: result.interval() for name, result in columns.items()}
         lines = [
             f"SteeringCurve of {len(self.strengths)} strengths; score in {self.score.unit}, KL in "
             "nats"
         ]
-        for n, strength in enumerate(self.strengths[:38]):
-            parts = (
-                f"{name} {float(result.mean()[n]):+.4g}"
-                f"{interval_text(float(ends[name].low[n]), float(ends[name].high[n]), '+.3g')}"
-                for name, result in shown
-            )
-            lines.append(f"  {strength:<8g} {'  '.join(parts)}")
+        for number, strength in enumerate(self.strengths[:38]):
+            cells = []
+            for name, interval in intervals.items():
+                low, high = float(interval.low[number]), float(interval.high[number])
+                mean = float(means[name][number])
+                cells.append(f"{name} {mean:+.4g}{interval_text(low, high, '+.3g')}")
+            lines.append(f"  {strength:<8g} {'  '.join(cells)}")
         return "\n".join(lines)
 
 
@@ -95,9 +100,10 @@ def steering_curve(
     max_bytes: int = 2**30,
     progress: bool = True,
 ) -> SteeringCurve:
-    """Measure the effect of a direction at each strength.
+    """Return the score of a model when a direction is added at each strength, and what it costs.
 
-    The direction is added at all of its points together.
+    The cost is the KL divergence of the predictions on other texts. The direction is added at all
+    of its points together.
 
     Args:
         model: the model, in evaluation mode.
@@ -111,6 +117,10 @@ def steering_curve(
             (`models.chat`), it can be the name of a span. Default: all positions.
         max_bytes: see `sweep`.
         progress: whether to show a progress bar after two seconds.
+
+    Returns:
+        The gain of the score over the unsteered model, [strength, example], in the unit of the
+        score, and the KL of the other texts, [strength, example], in nats.
 
     Raises:
         ValueError: as in `sweep`, or if a chat does not contain the span.
@@ -127,31 +137,38 @@ def steering_curve(
     tensor(True)
     """
 
-    def changes(texts: Texts) -> list[dict[str, Edit]]:
-        at = named_spans(texts, [pos])[pos] if isinstance(pos, str) else pos
-        where = {} if at is None else {"pos": at}
-        return [
-            {name: edits.add(vectors, scale, **where) for name in vectors.vectors}
-            for scale in strengths
-        ]
+    def edits_of(texts: Texts) -> list[dict[str, Edit]]:
+        """Return the edits of each strength."""
+        positions = named_spans(texts, [pos])[pos] if isinstance(pos, str) else pos
+        where = {} if positions is None else {"pos": positions}
+        by_strength = []
+        for strength in strengths:
+            by_strength.append(
+                {name: edits.add(vectors, strength, **where) for name in vectors.vectors}
+            )
+        return by_strength
 
     labels = {"edit": [*strengths]}
-    effects = sweep(model, prompts, edits=changes(prompts), metric=score, max_bytes=max_bytes)
+    effects = sweep(model, prompts, edits=edits_of(prompts), metric=score, max_bytes=max_bytes)
     kl = None
     if others is not None:
         text = text_for(model, others)
         reference = logits_of(runner_of(model).model(text.tokens, **text.arguments(model)))
         metric = kl_divergence(reference, None, attention_mask=text.attention_mask)
-        where = changes(others)
-        mask = text.attention_mask
         lost = sweep(
-            model, text.tokens, edits=where, metric=metric, attention_mask=mask, max_bytes=max_bytes
+            model,
+            text.tokens,
+            edits=edits_of(others),
+            metric=metric,
+            attention_mask=text.attention_mask,
+            max_bytes=max_bytes,
         )
         kl = replace(_by_strength(lost, labels), bounds=(0.0, math.inf))
     return SteeringCurve(tuple(strengths), _by_strength(effects, labels), kl)
 
 
 def _by_strength(result: Result, labels: dict[str, list[float]]) -> Result:
+    """Return the result of a sweep with the axis `strength` in place of `edit`."""
     axes = ("strength", *result.axes[1:])
     return Result(
         values=result.values,

@@ -42,7 +42,7 @@ class StoredTexts(NamedTuple):
 
     @property
     def is_part(self) -> bool:
-        """Whether different texts may have the same stored tokens."""
+        """True if different texts may have the same stored tokens."""
         facts = self.store.manifest
         # Copies of a text have different values in packed texts, because tokens attend to the
         # earlier texts.
@@ -91,7 +91,8 @@ def by_label(store: Activations, labels: Labels) -> tuple[StoredTexts, StoredTex
         )
     if len({*listed}) < 2:
         raise ValueError(f"labels must be of two kinds; got only {bool(listed[0])}")
-    yes, no = ([n for n, label in enumerate(listed) if label == kind] for kind in (True, False))
+    yes = [number for number, label in enumerate(listed) if label]
+    no = [number for number, label in enumerate(listed) if not label]
     return StoredTexts(store, yes), StoredTexts(store, no)
 
 
@@ -122,11 +123,8 @@ def rows_of(
             continue
         columns = store.file(number, [*points, "tokens", "text", "offset"])
         while some:
-            if (
-                rows := _chosen(
-                    columns, some, points=points, where=where, what=what, first=n_before
-                )
-            ).texts:
+            rows = _chosen(columns, some, points=points, where=where, what=what, first=n_before)
+            if rows.texts:
                 yield rows
             n_before += len(some)
             some = [*itertools.islice(rest, batch)]
@@ -184,13 +182,23 @@ def _chosen(
     what: str,
     first: int,
 ) -> StoredRows:
-    """Return the selected rows of some texts of one file."""
+    """Return the selected rows of some texts of one file.
+
+    Args:
+        columns: the tensors of the file.
+        numbers: the numbers of the texts in the store.
+        points, where, what: see `rows_of`.
+        first: the number of texts of this kind before these texts.
+    """
     text_of_row = columns["text"].long()
     wanted = torch.tensor(numbers)
     starts = torch.searchsorted(text_of_row, wanted).tolist()
     stops = torch.searchsorted(text_of_row, wanted, right=True).tolist()
-    rows, texts, ranks, places = list[int](), list[int](), list[int](), list[int]()
-    hashes = list[str]()
+    rows: list[int] = []
+    texts: list[int] = []
+    ranks: list[int] = []
+    places: list[int] = []
+    hashes: list[str] = []
     for number, (start, stop) in enumerate(zip(starts, stops, strict=True), first):
         if start == stop:
             continue
@@ -208,7 +216,16 @@ def _chosen(
 
 
 def _places(where: Selection, row_at: dict[int, int], what: str, number: int) -> list[int]:
-    """Return the selected places of a text that have rows."""
+    """Return the selected places of a text that have rows.
+
+    Args:
+        where, what: see `rows_of`.
+        row_at: the row of each stored place of the text.
+        number: the number of the text among the texts of its kind.
+
+    Raises:
+        SelectionError: if no selected place has a row, or a place that was listed has none.
+    """
     real: Bool[Tensor, "1 pos"] = torch.ones(1, max(row_at) + 1, dtype=torch.bool)
     (chosen,) = where.read(real, what, number)
     stored_places = [place for place in chosen if place in row_at]
