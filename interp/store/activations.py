@@ -136,7 +136,9 @@ class Activations(plots.Shown):
         except CacheError:
             # Some jobs have not finished.
             listed = []
-        return self._folder.read(number, names or [*self.names, *ROWS], self._store, listed)
+        return self._folder.read(
+            number, names or [*self.names, *ROWS], store=self._store, listed=listed
+        )
 
     def rows(
         self, text: int, offset: int | None = None, names: Sequence[str] | None = None
@@ -261,6 +263,7 @@ class Activations(plots.Shown):
         wanted = [*(names or self.names)]
 
         def parts() -> Iterator[StatisticsByPoint]:
+            """Yield the statistics of each file of this reader."""
             for number in range(len(self.files))[part[0] :: part[1]]:
                 columns = self.file(number, [*{*wanted, "text", "offset"}])
                 if len(columns["text"]):
@@ -309,7 +312,7 @@ class Activations(plots.Shown):
     ) -> Moments:
         """Return the mean and the covariance of a point's values, from one pass over the files.
 
-        With labels, the result includes the covariance of values and labels, as `leace` needs it.
+        With labels, the result includes the covariance of values and labels, which `leace` needs.
 
         Args:
             name: the point.

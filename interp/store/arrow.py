@@ -29,7 +29,9 @@ def to_arrow(
     *,
     drop_short: bool = False,
 ) -> int:
-    """Write points of a store as a data set for SAELens (`cached_activations_path`).
+    """Write points of a store as a data set for SAELens, and return the number of contexts.
+
+    SAELens reads the data set with `cached_activations_path`.
 
     Args:
         store: a store of full contexts, such as the result of
@@ -63,7 +65,8 @@ def to_arrow(
     files = range(len(store.files))
     starts = [_starts(store.file(number, ["pos"])["pos"]) for number in files]
     full = [starts_of_file[:-1][starts_of_file.diff() == context] for starts_of_file in starts]
-    n, n_full = sum(len(starts_of_file) - 1 for starts_of_file in starts), sum(map(len, full))
+    n = sum(len(starts_of_file) - 1 for starts_of_file in starts)
+    n_full = sum(map(len, full))
     if n != n_full and not drop_short:
         raise ValueError(
             f"contexts must have {context} tokens; {n - n_full} of {n} have fewer (use "
@@ -71,21 +74,22 @@ def to_arrow(
         )
 
     def rows() -> Iterator[dict[str, Any]]:
+        """Yield the values and tokens of each full context."""
         for number in files:
             values_of_file = store.file(number, [*columns, "tokens"])
             for start in full[number].tolist():
-                rows_of = {
-                    name: value[start : start + context] for name, value in values_of_file.items()
-                }
-                values = {column: _plain(rows_of[name]).numpy() for name, column in columns.items()}
-                yield values | {TOKENS: rows_of["tokens"].numpy()}
+                inside = slice(start, start + context)
+                row = {TOKENS: values_of_file["tokens"][inside].numpy()}
+                for name, column in columns.items():
+                    row[column] = _plain(values_of_file[name][inside]).numpy()
+                yield row
 
-    first = store.file(0, [*columns])
-    types = {TOKENS: datasets.Sequence(datasets.Value("int32"), length=context)} | {
-        column: datasets.Array2D((context, value.shape[1]), str(value.dtype).removeprefix("torch."))
-        for name, column in columns.items()
-        if (value := _plain(first[name])) is not None
-    }
+    first_file = store.file(0, [*columns])
+    types = {TOKENS: datasets.Sequence(datasets.Value("int32"), length=context)}
+    for name, column in columns.items():
+        value = _plain(first_file[name])
+        dtype = str(value.dtype).removeprefix("torch.")
+        types[column] = datasets.Array2D((context, value.shape[1]), dtype)
     with tempfile.TemporaryDirectory(dir=os.path.dirname(os.path.abspath(folder))) as scratch:
         dataset = datasets.Dataset.from_generator(rows, datasets.Features(types), scratch)
         dataset.save_to_disk(os.fspath(folder))
@@ -98,9 +102,10 @@ def from_arrow(
     columns: Mapping[str, str] | None = None,
     per_file: int = 64,
 ) -> Activations:
-    """Make a store from a data set of SAELens' CacheActivationsRunner. Its contexts are the texts.
+    """Return a store of a data set of SAELens' CacheActivationsRunner. Its contexts are the texts.
 
-    Like `harvest`, it can be called again at any time, and then makes the missing or damaged files.
+    Like `harvest`, the same call can be repeated at any time. It then writes only the files that
+    are missing or damaged.
 
     Args:
         folder: the data set.
@@ -136,10 +141,12 @@ def from_arrow(
     files = dict[str, dict[str, Any]]()
     require_same(manifest, target)
     for number, batch in enumerate(table.iter(per_file)):
-        (n, context) = batch[TOKENS].shape
+        n, context = batch[TOKENS].shape
         first = number * per_file
         places = torch.arange(context).repeat(n).int()
-        tensors = {point: batch[column].flatten(0, 1) for column, point in names.items()} | {
+        values = {point: batch[column].flatten(0, 1) for column, point in names.items()}
+        tensors = {
+            **values,
             "tokens": batch[TOKENS].flatten().int(),
             "text": torch.arange(first, first + n).repeat_interleave(context).int(),
             "offset": places,
@@ -147,10 +154,11 @@ def from_arrow(
         }
         facts = {"store": store, "first": first, "texts": n, **described(tensors)}
         facts_of_file = known(manifest, target, number=number, facts=facts)
-        files[str(number)] = facts_of_file or write(manifest, target, number, facts, tensors)
-    finish(
-        manifest, target, shard=(0, 1), end={"of": len(files), "texts": len(table), "files": files}
-    )
+        if not facts_of_file:
+            facts_of_file = write(manifest, target, number=number, facts=facts, tensors=tensors)
+        files[str(number)] = facts_of_file
+    end = {"of": len(files), "texts": len(table), "files": files}
+    finish(manifest, target, shard=(0, 1), end=end)
     return Activations(out)
 
 

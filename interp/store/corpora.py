@@ -53,43 +53,51 @@ def each(corpus: Corpus, column: str | None = None) -> Iterator[Any]:
     """
     parts = [corpus] if isinstance(corpus, (str, os.PathLike)) else each_text(corpus)
     for part in parts:
-        whole = isinstance(corpus, str) or isinstance(part, os.PathLike)
-        for text in _each_of_file(os.fspath(part)) if whole else [part]:
+        is_path = isinstance(corpus, str) or isinstance(part, os.PathLike)
+        for text in _each_of_file(os.fspath(part)) if is_path else [part]:
             yield _of_row(text, column) if isinstance(text, Mapping) else text
 
 
 def count(corpus: Corpus) -> int | None:
     """Return the number of texts or paths, or None if the number is not known before the end."""
-    is_one = getattr(corpus, "ndim", 2) == 1 or (
-        isinstance(corpus, list) and isinstance(corpus[0], int)
-    )
+    is_list_of_tokens = isinstance(corpus, list) and isinstance(corpus[0], int)
+    is_one_text = getattr(corpus, "ndim", 2) == 1 or is_list_of_tokens
     if isinstance(corpus, (str, Text, Mapping)) or not isinstance(corpus, Sized):
         return None
-    return 1 if is_one else len(corpus)
+    return 1 if is_one_text else len(corpus)
 
 
 def runs(corpus: Corpus, column: str | None, per_file: int) -> Iterator[list[Any]]:
     """Yield the texts of each file of a store.
 
+    Args:
+        corpus, column: see `each`.
+        per_file: the number of texts in a file.
+
     Raises:
         ValueError: if there is no text. For other errors, see `each`.
+
+    >>> [*runs(["a", "b", "c"], None, per_file=2)]
+    [['a', 'b'], ['c']]
     """
     rest = each(corpus, column)
-    nothing = True
+    is_empty = True
     while run := [*itertools.islice(rest, per_file)]:
         yield run
-        nothing = False
-    if nothing:
+        is_empty = False
+    if is_empty:
         raise ValueError("texts must contain at least one text; got none")
 
 
 def _of_row(row: Mapping[str, Any], column: str | None) -> Any:
-    if (
-        column in (None, "input_ids")
-        and "text" not in row
-        and {"input_ids", "attention_mask"} <= {*row}
-    ):
-        # This removes padding.
+    """Return the text in a row of a table, as a string or as tokens without padding.
+
+    Raises:
+        UnknownNameError: if the row does not have the column.
+    """
+    has_mask = "text" not in row and {"input_ids", "attention_mask"} <= {*row}
+    if has_mask and column in (None, "input_ids"):
+        # `each_text` removes padding.
         (text,) = each_text(row)
         return text
     names = COLUMNS if column is None else (column,)
@@ -118,11 +126,17 @@ def _each_of_file(path: str) -> Iterator[Any]:
 
 
 def _lines(file: Any) -> Iterator[str]:
+    """Yield the lines of a file."""
     with file as opened:
         yield from (line.rstrip("\r\n") for line in opened)
 
 
 def _objects(file: Any) -> Iterator[Any]:
+    """Yield the JSON value of each line of a file.
+
+    Raises:
+        ValueError: if a line is not JSON. The error contains its number.
+    """
     for number, line in enumerate(_lines(file), 1):
         try:
             yield json.loads(line)
@@ -131,6 +145,11 @@ def _objects(file: Any) -> Iterator[Any]:
 
 
 def _rows_of_array(file: Any) -> Iterator[Any]:
+    """Yield the rows of an array [text, pos] in a file.
+
+    Raises:
+        ValueError: if the array has other axes.
+    """
     if isinstance(file.fs, LocalFileSystem) and file.compression is None:
         array = np.load(file.path, mmap_mode="r", allow_pickle=False)
     else:
@@ -154,7 +173,7 @@ def _require_text(text: Any, number: int) -> None:
     A row may contain other values, such as null or a nested object.
 
     Raises:
-        ValueError: if it is something else. The error contains the number of the text.
+        ValueError: if the text is something else. The error contains the number of the text.
     """
     tokens = text if isinstance(text, list | tuple) else ()
     is_text = isinstance(text, str) or (hasattr(text, "__len__") and not isinstance(text, Mapping))

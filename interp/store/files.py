@@ -249,7 +249,7 @@ class Folder:
 
 
 def _is_sound(name: str, facts: Mapping[str, Any]) -> bool:
-    """Return whether the facts of a manifest or of a finished job have the expected types."""
+    """Return True if the facts of a manifest or of a finished job have the expected types."""
     counts = ("texts",) if name == MANIFEST else ("texts", "of")
     are_counts = all(isinstance(facts.get(key, 0), int) for key in counts)
     if name == MANIFEST:
@@ -260,10 +260,12 @@ def _is_sound(name: str, facts: Mapping[str, Any]) -> bool:
 
 
 def _are_facts(files: Any) -> bool:
+    """Return True for a list of facts of files."""
     return isinstance(files, list) and all(isinstance(file, dict) for file in files)
 
 
 def _are_numbered(files: Mapping[str, Any]) -> bool:
+    """Return True for facts of files by their numbers."""
     return all(number.isdecimal() for number in files) and _are_facts([*files.values()])
 
 
@@ -275,6 +277,11 @@ def _metadata_of(data: bytes) -> dict[str, str]:
 def _require_own(
     metadata: Mapping[str, str], store: str, listed: Sequence[Mapping[str, Any]]
 ) -> None:
+    """Check that a file belongs to a store, and is the file that the manifest lists.
+
+    Raises:
+        ValueError: if the file has other facts.
+    """
     facts = storage.facts_of(metadata)
     if facts.get("store") != store:
         raise ValueError(f"it {FOREIGN}")
@@ -299,10 +306,12 @@ def require_same(manifest: Mapping[str, Any], folder: Folder) -> dict[str, Any]:
     storage.require_folder(folder.name)
     saved = folder.sound(MANIFEST)
     store = store_of(manifest)
-    old, again = store_of(saved), store_of({**saved, "dtype": manifest["dtype"]})
-    if saved.get("overflow") and old != store == again:
-        for name in [name for name, owner in folder.owners().items() if owner == old]:
-            folder.remove(name)
+    old_store = store_of(saved)
+    with_new_dtype = store_of({**saved, "dtype": manifest["dtype"]})
+    if saved.get("overflow") and old_store != store == with_new_dtype:
+        for name, owner in folder.owners().items():
+            if owner == old_store:
+                folder.remove(name)
         folder.write_json(MANIFEST, manifest)
         saved = folder.sound(MANIFEST)
     for key in manifest if saved else ():
@@ -340,19 +349,24 @@ def ends(folder: Folder, store: str) -> dict[str, dict[str, Any]]:
 
 
 def gathered(folder: Folder, store: str) -> dict[str, Any]:
-    """Combine the facts of all jobs: the number of texts, and the facts of each file.
+    """Return the facts of all jobs together: the number of texts, and the facts of each file.
 
     Raises:
         CacheError: if jobs have not finished. The error contains the number of missing files.
     """
     jobs = [*ends(folder, store).values()]
-    facts = {int(number): file for end in jobs for number, file in end["files"].items()}
+    facts = {}
+    for end in jobs:
+        for number, file in end["files"].items():
+            facts[int(number)] = file
     sizes = {end["of"] for end in jobs}
-    if len(sizes) != 1:
+    if not sizes:
         raise CacheError(
             f"a store must be complete to be read; no job of {folder.name} has finished"
-            if not sizes
-            else f"jobs of {folder.name} must have the same texts; got {sorted(sizes)} files"
+        )
+    if len(sizes) > 1:
+        raise CacheError(
+            f"jobs of {folder.name} must have the same texts; got {sorted(sizes)} files"
         )
     missing = [number for number in range(*sizes) if number not in facts]
     if missing:

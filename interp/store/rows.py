@@ -171,9 +171,11 @@ class RowReader:
         }
 
     def pieces(self, texts: Sequence[Any], first: int) -> list[TextPiece]:
-        """Cut texts into the pieces that the model reads.
+        """Return the pieces of texts that the model reads.
 
-        `first` is the number of the first text.
+        Args:
+            texts: the texts.
+            first: the number of the first text.
         """
         return cut(
             self.model, texts, first=first, context=self.settings.context, pack=self.settings.pack
@@ -203,39 +205,48 @@ class RowReader:
             ValueError: if a value of the model is not finite.
         """
         parts: dict[str, list[Tensor]] = {name: [] for name in (*self.points, *ROWS)}
-        nothing = torch.zeros(3, 1, dtype=torch.long)
+        one_token = torch.zeros(3, 1, dtype=torch.long)
         # If there are no pieces, run one token to get the sizes, and store no row.
         for start in range(0, max(1, len(pieces)), self.settings.batch):
-            batch = pieces[start : start + self.settings.batch] or [nothing]
-            kept = [self.kept_mask(piece) & bool(pieces) for piece in batch]
-            for name, value in self._values(batch, kept).items():
+            batch = pieces[start : start + self.settings.batch] or [one_token]
+            masks = [self.kept_mask(piece) & bool(pieces) for piece in batch]
+            for name, value in self._values(batch, masks).items():
                 parts[name].append(value)
-            for name, row in zip(ROWS, torch.cat([*map(_placed, batch)], 1), strict=True):
-                columns = row.split([piece.shape[1] for piece in batch])
-                rows = [part[is_kept] for part, is_kept in zip(columns, kept, strict=True)]
-                # A pooled row has the facts of its last token.
-                parts[name] += [row[-1:] if self.settings.pool else row for row in rows]
+            for piece, is_kept in zip(batch, masks, strict=True):
+                for name, facts in zip(ROWS, _placed(piece)[:, is_kept], strict=True):
+                    # A pooled row has the facts of its last token.
+                    parts[name].append(facts[-1:] if self.settings.pool else facts)
             done(sum(piece.shape[1] for piece in batch))
-        return {name: torch.cat(columns) for name, columns in parts.items()}
+        return {name: torch.cat(parts_of_name) for name, parts_of_name in parts.items()}
 
     def _values(
-        self, batch: Sequence[TextPiece], kept: Sequence[Bool[Tensor, " _pos"]]
+        self, batch: Sequence[TextPiece], masks: Sequence[Bool[Tensor, " _pos"]]
     ) -> dict[str, Shaped[Tensor, "row ..."]]:
-        """Return the rows of each point on the CPU, from one run."""
+        """Return the rows of each point on the CPU, from one run.
+
+        Args:
+            batch: the pieces to run.
+            masks: a mask of the tokens of each piece whose values are stored.
+
+        Raises:
+            Overflow, ValueError: as in `tensors`.
+        """
         with self._together.run():
             cache = self._run([piece[0] for piece in batch])
-        chosen = nn.utils.rnn.pad_sequence([*kept], batch_first=True)
+        chosen = nn.utils.rnn.pad_sequence([*masks], batch_first=True)
         values = {}
         for name in self.points:
             value = cache[name]
             rows = value[to_device(chosen, value.device)]
             if self.settings.pool:
-                rows_of_text = rows.split([n for n in chosen.sum(1).tolist() if n] or [0])
-                pooled = [_POOLS[self.settings.pool](part) for part in rows_of_text if len(part)]
+                pool = _POOLS[self.settings.pool]
+                counts = [count for count in chosen.sum(1).tolist() if count]
+                rows_of_pieces = rows.split(counts or [0])
+                pooled = [pool(part) for part in rows_of_pieces if len(part)]
                 rows = torch.stack(pooled) if pooled else rows
-            kept_rows = rows.to(self.settings.dtype or value.dtype).cpu()
-            if not bool(kept_rows.isfinite().all()):
-                where = f"{kept_rows.dtype} at {name} in the texts from {int(batch[0][1, 0])} on"
+            stored_rows = rows.to(self.settings.dtype or value.dtype).cpu()
+            if not bool(stored_rows.isfinite().all()):
+                where = f"{stored_rows.dtype} at {name} in the texts from {int(batch[0][1, 0])} on"
                 message = f"values must be finite; got NaN or infinity in {where}"
                 if bool(rows.isfinite().all()):
                     raise Overflow(
@@ -243,7 +254,7 @@ class RowReader:
                         "also needs a new folder)"
                     )
                 raise ValueError(f"{message}, in the values of the model itself")
-            values[name] = kept_rows
+            values[name] = stored_rows
         return values
 
     def runs(self) -> AbstractContextManager[None]:

@@ -37,6 +37,7 @@ def shuffled(
     """
 
     def ordered(n: int) -> Int[Tensor, " _n"]:
+        """Return the numbers below n in the drawn order."""
         return torch.arange(n) if draw is None else torch.randperm(n, generator=draw)
 
     order = ordered(n_files)[part[0] :: part[1]]
@@ -59,6 +60,7 @@ def shuffled(
 
 
 def _length(rows: Rows) -> int:
+    """Return the number of rows."""
     return len(next(iter(rows.values())))
 
 
@@ -87,9 +89,9 @@ class Shared(IterableDataset[tuple[Tensor, ...]]):
         self._batches = batches
 
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
-        rank, ranks = 0, 1
+        rank, n_ranks = 0, 1
         if distributed.is_available() and distributed.is_initialized():
-            rank, ranks = distributed.get_rank(), distributed.get_world_size()
+            rank, n_ranks = distributed.get_rank(), distributed.get_world_size()
         worker = get_worker_info()
-        here, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        return self._batches(part=(rank * workers + here, ranks * workers))
+        number, n_workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        return self._batches(part=(rank * n_workers + number, n_ranks * n_workers))

@@ -59,9 +59,9 @@ def statistics(
         progress: whether to show a progress bar after two seconds.
 
     Returns:
-        The statistics of each point by its name. A row is a token. At a point with the axes
-        `batch pos *rest`, `mean` has the axes [*rest], and all other statistics are flattened to
-        [d]. They are in the unit of the point, or in its square for the variance. See `Statistics`.
+        The statistics of each point by its name. A row is a token. At a point with the axes `batch
+        pos *rest`, `mean` has the axes [*rest], and all other statistics are flattened to [d]. They
+        are in the unit of the point, or in its square for the variance. See `Statistics`.
 
     Raises:
         ValueError: if there is no text, if a text is empty, or if a point does not have a row for

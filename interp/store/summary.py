@@ -261,12 +261,20 @@ class StatisticsByPoint(dict[str, Statistics]):
     def of(
         cls, rows: Mapping[str, Tensor], text: Tensor, pos: Tensor, **options: Any
     ) -> "StatisticsByPoint":
-        """Return the statistics of some rows of each point; see `Statistics.of`."""
-        return cls({name: Statistics.of(v, text, pos, **options) for name, v in rows.items()})
+        """Return the statistics of some rows of each point.
+
+        Args:
+            rows: the rows of each point.
+            text, pos, options: see `Statistics.of`.
+        """
+        by_point = {}
+        for name, values in rows.items():
+            by_point[name] = Statistics.of(values, text, pos, **options)
+        return cls(by_point)
 
     @staticmethod
     def together(parts: Iterable["StatisticsByPoint"]) -> "StatisticsByPoint":
-        """Add the statistics of all parts.
+        """Return the statistics of the rows of all parts.
 
         Raises:
             ValueError: if there are no parts.
@@ -277,7 +285,11 @@ class StatisticsByPoint(dict[str, Statistics]):
         return reduce(StatisticsByPoint.__add__, rest, first)
 
     def __add__(self, other: "StatisticsByPoint") -> "StatisticsByPoint":
-        """Return the statistics of the rows of both parts, which must have the same points."""
+        """Return the statistics of the rows of both parts.
+
+        Raises:
+            ValueError: if the parts have different points.
+        """
         if self.keys() != other.keys():
             raise ValueError(f"parts must have the same points; got {[*self]} and {[*other]}")
         return StatisticsByPoint(
@@ -289,13 +301,13 @@ class StatisticsByPoint(dict[str, Statistics]):
         tensors: dict[str, Tensor] = {}
         facts: dict[str, Any] = {}
         for name, statistics in self.items():
-            parts = {field.name: getattr(statistics, field.name) for field in fields(statistics)}
-            tensors |= {
-                f"{name} {key}": value for key, value in parts.items() if isinstance(value, Tensor)
-            }
-            facts[name] = {
-                key: value for key, value in parts.items() if not isinstance(value, Tensor)
-            }
+            facts[name] = {}
+            for field in fields(statistics):
+                value = getattr(statistics, field.name)
+                if isinstance(value, Tensor):
+                    tensors[f"{name} {field.name}"] = value
+                else:
+                    facts[name][field.name] = value
         storage.save(storage.path_of(path), _KIND, tensors, facts)
 
     @classmethod

@@ -38,7 +38,7 @@ class Together:
         self._is_alone = not sharded
         self._group = None if self._is_alone else _group_of(sharded[0])
         self._device = next((weight.device for weight in model.parameters()), torch.device("cpu"))
-        # Whether the other processes wait for the next announcement of this process.
+        # True while the other processes wait for the next announcement of this process.
         self._is_awaited = True
 
     @contextmanager
@@ -76,7 +76,7 @@ class Together:
         self._is_awaited = True
 
     def _any_runs(self, runs: bool) -> bool:
-        """Return whether any process makes a run now. All processes must call this together."""
+        """Return True if any process makes a run now. All processes must call this together."""
         if self._is_alone:
             return False
         largest = self._largest(_RUN if runs else _NO_RUN)
