@@ -1,7 +1,6 @@
-"""The command line:
+"""The command line `hookscope`, or `python -m interp`.
 
-`hookscope report`, `points`, `lens`, `patch`, `features`, `trace`, `generate` and `harvest`, or
-`python -m interp report`.
+The commands are `report`, `points`, `lens`, `patch`, `features`, `trace`, `generate` and `harvest`.
 """
 
 import argparse
@@ -21,7 +20,7 @@ from interp.shadowed import require_own
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit status: 0, 1 for an error, 130 for Ctrl-C.
+    """Run a command, and return its exit status: 0, 1 for an error, or 130 for Ctrl-C.
 
     Raises:
         SystemExit: with status 2 if the arguments are wrong.
@@ -40,7 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         require_one_format(options)
         import_module(f"interp.cli.{options.command}").run(options)
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader has stopped, as `head` does
+    except BrokenPipeError:
+        # The reader has stopped, as `head` does.
         return 1
     except (OSError, ValueError, TypeError, ImportError, HookError) as error:
         print("error:", " ".join(str(error).splitlines()), file=sys.stderr)
@@ -52,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
     parser = argparse.ArgumentParser(prog="hookscope", description="Looks inside a language model.")
     parser.add_argument(
         "--version", action="store_true", help="show the versions that a report of an error needs"

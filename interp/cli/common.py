@@ -28,7 +28,12 @@ def add_options(
     command: argparse.ArgumentParser | argparse._MutuallyExclusiveGroup,
     table: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """Add options from the table `options.json`."""
+    """Add options from the table `options.json`.
+
+    Args:
+        command: the command, or a group of its options.
+        table: the options by name.
+    """
     kinds = {"int": int, "float": float, "device": _device, "folder": _folder}
     kinds |= {"result": _file_of("", ".txt", ".json"), "page": _file_of("", ".html")}
     for name, settings in table.items():
@@ -40,8 +45,8 @@ def text_of(options: argparse.Namespace) -> str:
     """Return the text that the options give.
 
     Raises:
-        ValueError: if its file is not text in UTF-8.
-        OSError: if its file cannot be read.
+        ValueError: if the file is not text in UTF-8.
+        OSError: if the file cannot be read.
     """
     if options.prompt is not None:
         return str(options.prompt)
@@ -55,6 +60,11 @@ def print_or_write(options: argparse.Namespace, text: str, data: Any) -> None:
     """Write the text, or the data as JSON, to the terminal or the file.
 
     The output is JSON with `--json`, or if `--out` ends in `.json`. NaN and infinity become null.
+
+    Args:
+        options: the options of the command.
+        text: the output as text.
+        data: the output as JSON types.
     """
     is_json = options.json or Path(options.out or "").suffix.lower() == ".json"
     output = strict_json.dumps(strict_json.finite(data), ensure_ascii=False) if is_json else text
@@ -69,6 +79,7 @@ def _file_of(*suffixes: str) -> Callable[[str], str]:
     """Return a type of `argparse` for files with one of these suffixes."""
 
     def checked(path: str) -> str:
+        """Return a path with one of the suffixes."""
         try:
             storage.suffix_of(path, suffixes)
         except ValueError as error:
@@ -79,6 +90,7 @@ def _file_of(*suffixes: str) -> Callable[[str], str]:
 
 
 def _folder(path: str) -> str:
+    """Return the path of a folder; a type of `argparse`."""
     try:
         storage.require_folder(path)
     except ValueError as error:
@@ -98,6 +110,7 @@ def require_one_format(options: argparse.Namespace) -> None:
 
 
 def _device(name: str) -> torch.device:
+    """Return a device of this machine; a type of `argparse`."""
     try:
         device = torch.device(name)
         # This raises an error if the machine has no such device.
@@ -111,7 +124,15 @@ def _device(name: str) -> torch.device:
 
 
 def model_of(options: argparse.Namespace, *, trained: bool) -> Any:
-    """Return the model of the options. If it need not be trained, a registered config is enough."""
+    """Return the model of the options.
+
+    Args:
+        options: the options of the command.
+        trained: whether the model must be trained. Otherwise a registered config is enough.
+
+    Raises:
+        ValueError: if a trained model is needed, and the options name a config.
+    """
     from models import build, list_configs
     from models.registry import ON_HUB
 

@@ -44,9 +44,8 @@ def parsed(text: str) -> tuple[str, Edit]:
     for name, value in (part.split("=", 1) for part in rest if "=" in part):
         if name in options:
             raise ValueError(f"an edit must have {name} only once; got {name} twice in {text!r}")
-        options[name] = (
-            _seed(value) if (kind, name) == ("noise", "seed") else _selection(name, value)
-        )
+        is_seed = (kind, name) == ("noise", "seed")
+        options[name] = _seed(value) if is_seed else _selection(name, value)
     if NUMBERS.get(kind) in options:
         raise ValueError(
             f"the number of {kind} must be given without a name, as in '{kind} 0.5'; "
@@ -56,12 +55,22 @@ def parsed(text: str) -> tuple[str, Edit]:
 
 
 def _seed(text: str) -> int:
+    """Return the seed in a text.
+
+    Raises:
+        ValueError: if the text is no whole number of at least 0.
+    """
     if not text.isdecimal():
         raise ValueError(f"seed must be an integer of at least 0; got {text!r}")
     return int(text)
 
 
 def _selection(axis: str, text: str) -> int | slice | list[int]:
+    """Return the index, the indices or the slice of an axis in a text.
+
+    Raises:
+        ValueError: if the text is something else.
+    """
     try:
         if ":" in text:
             if text.count(":") == 2 and text.endswith(":0"):

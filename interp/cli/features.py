@@ -35,8 +35,7 @@ def run(options: argparse.Namespace) -> None:
                 arguments = read.arguments(model)
                 cache = runner.capture(read.tokens, names="*.features", **arguments)
             (values,) = cache.values()
-        chosen = (
-            values.flatten(0, 1).amax(0).topk(min(options.top, values.shape[-1])).indices.tolist()
-        )
+        largest = values.flatten(0, 1).amax(0)
+        chosen = largest.topk(min(options.top, len(largest))).indices.tolist()
     cards = feature_cards(model, placed, texts=[text], features=chosen, reads=options.reads)
     print_or_write(options, repr(cards), [card.to_neuronpedia() for card in cards])

@@ -13,23 +13,28 @@ from interp.protocol import of
 
 def run(options: argparse.Namespace) -> None:
     """Print the text with its continuation."""
-    changes = [parsed(text) for text in options.edit] + [
-        change for text in options.steer for change in _steering(text)
-    ]
+    changes = [parsed(text) for text in options.edit]
+    for text in options.steer:
+        changes += _steering(text)
     model = model_of(options, trained=True)
     prompt = text_of(options)
     with HookedRunner(model).hooks(changes):
         if isinstance(language := of(model), type(model)):
             from models import generate_text
 
-            drawn = {"temperature": options.temperature, "seed": options.seed}
-            text = generate_text(model, prompt, max_new_tokens=options.tokens, **drawn)
+            text = generate_text(
+                model,
+                prompt,
+                max_new_tokens=options.tokens,
+                temperature=options.temperature,
+                seed=options.seed,
+            )
         else:
             tokens = language.to_tokens(prompt).tokens
-            draws = {"do_sample": options.temperature > 0} | (
-                {"temperature": options.temperature} if options.temperature > 0 else {}
-            )
-            rows = model.generate(tokens, max_new_tokens=options.tokens, **draws)
+            settings = {"do_sample": options.temperature > 0}
+            if options.temperature > 0:
+                settings["temperature"] = options.temperature
+            rows = model.generate(tokens, max_new_tokens=options.tokens, **settings)
             text = language.to_text(rows[0])
     about = {"edits": options.edit, "steered by": options.steer}
     print_or_write(options, text, {"prompt": prompt, "text": text, **about})

@@ -23,8 +23,9 @@ def run(options: argparse.Namespace) -> None:
         "batch": options.batch,
         "per_file": options.per_file,
     }
-    what = model_of(options, trained=True), options.texts, options.point, options.out
+    model = model_of(options, trained=True)
+    arguments = (model, options.texts, options.point, options.out)
     if options.plan:
-        print(plan(*what, **settings))
+        print(plan(*arguments, **settings))
     else:
-        print(harvest(*what, shard=(int(job), int(jobs)), **settings))
+        print(harvest(*arguments, shard=(int(job), int(jobs)), **settings))

@@ -22,12 +22,13 @@ def run(options: argparse.Namespace) -> None:
     chances = readout.probabilities[:, 0]
     names = [*(f"entering {layer}" for layer in range(len(best) - 1)), "final"]
     columns = range(max(0, len(pieces) - options.last), len(pieces))
-    width = max(4, 1 + max(len(repr(best[n][pos][0])) for n in range(len(best)) for pos in columns))
+    width = 4
+    for tokens in best:
+        for pos in columns:
+            width = max(width, 1 + len(repr(tokens[pos][0])))
     rows = ["stream".ljust(12) + "".join(repr(pieces[pos]).rjust(width + 5) for pos in columns)]
-    for n, name in enumerate(names):
-        cells = (
-            f"{best[n][pos][0]!r:>{width}} {float(chances[n, pos, 0]):4.2f}" for pos in columns
-        )
+    for name, tokens, of_layer in zip(names, best, chances, strict=True):
+        cells = (f"{tokens[pos][0]!r:>{width}} {float(of_layer[pos, 0]):4.2f}" for pos in columns)
         rows.append(name.ljust(12) + "".join(cells))
     data = {
         "tokens": pieces,

@@ -19,10 +19,11 @@ def run(options: argparse.Namespace) -> None:
     )
     base = float(result.base[0])  # type: ignore[index]
     target = float(result.target[0])  # type: ignore[index]
+    metric = f"log-probability of {answers!r}, in nats"
+    if isinstance(answers, tuple):
+        metric = f"logit of {answers[0]!r} less that of {answers[1]!r}"
     lines = [
-        f"logit of {answers[0]!r} less that of {answers[1]!r}"
-        if isinstance(answers, tuple)
-        else f"log-probability of {answers!r}, in nats",
+        metric,
         f"{base:.3f} in the run that is edited, {target:.3f} in the other",
         "",
         *repr(result.top(options.top)).splitlines(),

@@ -32,9 +32,9 @@ def run(options: argparse.Namespace) -> None:
         result = report(model, clean, corrupted, name=options.model, period=period)
         html = result.view.html()
         page.write(html)
-    said = f"{result.summary}\n\nwrote {options.out} ({len(html.encode()) / 1e6:.1f} MB)"
+    summary = f"{result.summary}\n\nwrote {options.out} ({len(html.encode()) / 1e6:.1f} MB)"
     # If the page goes to standard output, nothing else is printed.
-    print(said, file=sys.stderr if options.out.startswith(STREAMS) else sys.stdout)
+    print(summary, file=sys.stderr if options.out.startswith(STREAMS) else sys.stdout)
 
 
 def _prompts(
@@ -42,10 +42,9 @@ def _prompts(
 ) -> tuple[Int[Tensor, "1 pos"], Int[Tensor, "1 other"] | None]:
     """Return the clean and the corrupted prompt.
 
-    The corrupted prompt is None if it must be derived.
-
-    If the default prompt is too long for the model, or contains a character without a token, the
-    model generates a prompt.
+    The corrupted prompt is None if it must be derived from the clean prompt. If the default prompt
+    is too long for the model, or contains a character without a token, the model generates a
+    prompt.
     """
     from models import generate
 
@@ -55,12 +54,13 @@ def _prompts(
     n_ctx = model.config.n_ctx
     # A character without a token raises an error.
     with suppress(ValueError):
-        clean, second = (
-            model.to_tokens(prompt).tokens for prompt in (DEFAULT_PROMPT, DEFAULT_CORRUPTED)
-        )
+        clean = model.to_tokens(DEFAULT_PROMPT).tokens
+        default_corrupted = model.to_tokens(DEFAULT_CORRUPTED).tokens
         if clean.shape[1] <= n_ctx:
             # The two prompts may have different numbers of tokens, depending on the tokenizer.
-            return clean, second if corrupted is None and second.shape == clean.shape else corrupted
+            if corrupted is None and default_corrupted.shape == clean.shape:
+                corrupted = default_corrupted
+            return clean, corrupted
     new = min(n_ctx, len(DEFAULT_PROMPT)) - 1
     # Keep the tokens: a text may have more tokens when it is encoded again.
     written = generate(model, [[0]], max_new_tokens=new, temperature=1.0, stop=())

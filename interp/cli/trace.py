@@ -22,17 +22,18 @@ def run(options: argparse.Namespace) -> None:
         attention=options.attention,
     )
     pruned = graph.pruned(options.nodes, options.edges)
-    said = _summary(graph, pruned)
+    text = _summary(graph, pruned)
     if options.out is not None:
         page = Path(options.out) / f"{options.slug}.html"
         written = pruned.to_neuronpedia(options.out, options.slug, Path(options.model).name)
         plots.attribution(pruned).save(page)
-        said += f"\nwrote {page} and {written}"
+        text += f"\nwrote {page} and {written}"
     options.out = None
-    print_or_write(options, said, pruned.as_json(options.slug, Path(options.model).name))
+    print_or_write(options, text, pruned.as_json(options.slug, Path(options.model).name))
 
 
 def _summary(graph: AttributionGraph, pruned: PrunedGraph) -> str:
+    """Return both graphs, and the strongest sources of the first targets."""
     lines = [repr(graph), repr(pruned)]
     for node in graph.logits[:3]:
         lines.append(f"what acts on {node.id} {node.label!r}:")

@@ -13,7 +13,12 @@ except ModuleNotFoundError as error:
 
 
 def save(figure: Figure, path: str | os.PathLike[str]) -> None:
-    """Write a figure to a file; see `Picture.save`."""
+    """Write a figure to a file.
+
+    Args:
+        figure: the figure.
+        path: see `Picture.save`, which also lists the errors.
+    """
     kinds = figure.canvas.get_supported_filetypes()
     suffix = storage.suffix_of(path, [f".{kind}" for kind in kinds])
     with storage.replacing(storage.path_of(path)) as partial:

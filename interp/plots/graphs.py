@@ -48,16 +48,18 @@ def circuit(circuit: Any, curve: Any = None) -> View:
         "note": thinned(len(order), len(drawn), "edges"),
     }
     if curve is not None:
-        every = int(circuit.graph.allowed.sum())
+        n_edges = int(circuit.graph.allowed.sum())
         means = curve.absolute.mean().tolist()
-        sizes = (int(share * every) for share in curve.absolute.labels["edges"])
+        sizes = (int(share * n_edges) for share in curve.absolute.labels["edges"])
         part["faithfulness"] = [*zip(sizes, means, strict=True)]
     return View(repr(circuit), [part])
 
 
 def _meanings(rows: Sequence[Sequence[Any]]) -> list[str]:
     """Return an example of a head's name and an example of an MLP's name, with their meanings."""
-    names = [str(node) for row in reversed(rows) for node in row]
+    names: list[str] = []
+    for nodes in reversed(rows):
+        names += map(str, nodes)
     head = next(filter(None, (re.fullmatch(r"a(\d+)\.h(\d+)", name) for name in names)), None)
     mlp = next(filter(None, (re.fullmatch(r"m(\d+)", name) for name in names)), None)
     meanings = []
@@ -150,25 +152,33 @@ def attribution(graph: Any, cards: Mapping[int, Sequence[Any]] | None = None) ->
     >>> attribution(PrunedGraph(nodes, [Link("E_3_0", "2_5_0", 1.5)], ["a"]))
     View of attribution graph of “a”: .save("x.html") writes it, .show() opens it
     """
-    known = {
-        (layer, card.index): card for layer, of_layer in (cards or {}).items() for card in of_layer
-    }
+    card_of = {}
+    for layer, of_layer in (cards or {}).items():
+        for card in of_layer:
+            card_of[layer, card.index] = card
     nodes = sorted(graph.nodes, key=_by_influence)
-    kept = {node.id: n for n, node in enumerate(nodes[:_MOST_NODES])}
-    inside = [link for link in graph.links if link.source in kept and link.target in kept]
+    drawn = nodes[:_MOST_NODES]
+    places = {node.id: place for place, node in enumerate(drawn)}
+    inside = [link for link in graph.links if link.source in places and link.target in places]
     links = sorted(inside, key=lambda link: -abs(link.weight))[:_MOST_LINKS]
-    shown = [_shown(node, known.get((node.layer, node.number))) for node in nodes[:_MOST_NODES]]
+    shown = [_shown(node, card_of.get((node.layer, node.number))) for node in drawn]
     scores = ", ".join(f"{name} {value:.3g}" for name, value in graph.scores.items())
     notes = [scores and f"{scores[0].upper()}{scores[1:]}."]
-    if len(kept) < len(nodes):
-        notes.append(f"The most influential {len(kept)} of {len(nodes)} nodes are shown.")
+    if len(drawn) < len(nodes):
+        notes.append(f"The most influential {len(drawn)} of {len(nodes)} nodes are shown.")
     notes.append(thinned(len(inside), len(links), "links"))
     tokens = [visible(token) for token in graph.tokens]
-    ends = [(kept[link.source], kept[link.target], link.weight) for link in links]
+    ends = [(places[link.source], places[link.target], link.weight) for link in links]
+    nodes_by_name = {node.id: node for node in nodes}
     for cell in graph.cells:
-        if cell.target in kept:
-            ends.append((len(shown), kept[cell.target], cell.weight))
-            shown.append(_shown_cell(cell, tokens, {node.id: node for node in nodes}))
+        if cell.target in places:
+            ends.append((len(shown), places[cell.target], cell.weight))
+            shown.append(_shown_cell(cell, tokens, nodes_by_name))
+    groups = []
+    for name, members in graph.supernodes.items():
+        drawn_members = [places[member] for member in members if member in places]
+        if drawn_members:
+            groups.append((name, drawn_members))
     part = {
         "kind": "attribution",
         "title": "attribution graph",
@@ -176,12 +186,8 @@ def attribution(graph: Any, cards: Mapping[int, Sequence[Any]] | None = None) ->
         "tokens": tokens,
         "links": [(source, target) for source, target, _ in ends],
         "weights": torch.tensor([weight for *_, weight in ends], dtype=torch.float64),
-        "pins": [kept[name] for name in graph.pins if name in kept],
-        "groups": [
-            (name, ids)
-            for name, members in graph.supernodes.items()
-            if (ids := [kept[member] for member in members if member in kept])
-        ],
+        "pins": [places[name] for name in graph.pins if name in places],
+        "groups": groups,
         "start": 0,
         "layers": max((node.layer for node in nodes), default=0),
         "note": " ".join(filter(None, notes)),
@@ -209,7 +215,11 @@ def _shown(node: Any, card: Any) -> dict[str, Any]:
     if raises:
         about.append(("raises", raises))
         label = label or f"raises {raises}"
-    examples = card.examples if card and node.kind == "feature" else ()
+    examples = []
+    if card and node.kind == "feature":
+        for example in card.examples[:4]:
+            tokens = [visible(token) for token in example.tokens]
+            examples.append((tokens, [*example.activations]))
     return {
         "id": node.id,
         "kind": node.kind,
@@ -218,17 +228,21 @@ def _shown(node: Any, card: Any) -> dict[str, Any]:
         "label": label,
         "influence": node.influence,
         "about": about,
-        "examples": [
-            ([visible(token) for token in example.tokens], [*example.activations])
-            for example in examples[:4]
-        ],
+        "examples": examples,
     }
 
 
 def _shown_cell(cell: Any, tokens: Sequence[str], nodes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a head that attends to a key, with its pattern and the pairs of its score."""
+    """Return a head that attends to a key, with its pattern and the pairs of its score.
+
+    Args:
+        cell: the score of the head.
+        tokens: the text of each token.
+        nodes: the nodes by name.
+    """
 
     def named(name: str) -> str:
+        """Return the name of a node, with its label."""
         node = nodes.get(name)
         return f"{name} {visible_title(node.label or ' '.join(node.raises))}" if node else name
 

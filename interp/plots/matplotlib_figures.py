@@ -25,7 +25,12 @@ _NAMED = 5
 
 
 def effects(result: Any, facet: str | None = None) -> Figure:
-    """Plot the mean effects of a result; see `Result.plot`."""
+    """Plot the mean effects of a result.
+
+    Args:
+        result: the result.
+        facet: see `Result.plot`, which also lists the errors.
+    """
     axes = plotted_axes(result.axes[:-1], facet)
     what = "mean effect" if result.values.shape[-1] > 1 else "effect"
     unit = f"{what} ({result.unit})" if result.unit else what
@@ -86,13 +91,10 @@ def heat_maps(
     across = math.ceil(len(tables) ** 0.5)
     down = math.ceil(len(tables) / across)
     (rows, of_rows), (columns, of_columns) = labels.items()
-    width, height = (
-        min(max(0.3 * size * n + 2, 4.0), 16.0)
-        for size, n in ((len(of_columns), across), (len(of_rows), down))
-    )
-    figure = Picture(figsize=(width, height), layout="constrained")
+    size = (_inches(len(of_columns) * across), _inches(len(of_rows) * down))
+    figure = Picture(figsize=size, layout="constrained")
     figure.suptitle(title, fontsize="small", wrap=True)
-    panels = [figure.add_subplot(down, across, n + 1) for n in range(len(tables))]
+    panels = [figure.add_subplot(down, across, number + 1) for number in range(len(tables))]
     for axes, table, name in zip(panels, tables, names, strict=True):
         image = axes.imshow(table, cmap=colours, vmin=least, vmax=limit, aspect="auto")
         axes.set_title(name, fontsize="small")
@@ -111,15 +113,30 @@ def bars(
     unit: str,
     title: str,
 ) -> Figure:
-    """Plot bars with intervals."""
+    """Plot bars with intervals.
+
+    Args:
+        values: the height of each bar.
+        low, high: the ends of the intervals.
+        labels: the labels of the bars, by the name of their axis.
+        unit: the unit of the values.
+        title: the title above the bars.
+    """
     places = range(len(values))
-    figure, axes = _framed((min(max(0.3 * len(values) + 2, 4.0), 16.0), 4.0), title)
+    figure, axes = _framed((_inches(len(values)), 4.0), title)
     axes.bar(places, values.numpy(force=True), color="#4393c3")
     axes.vlines(places, low.numpy(force=True), high.numpy(force=True), color="black")
     axes.axhline(0, color="black", linewidth=0.8)
     axes.set_ylabel(unit)
-    _label_columns(axes, *next(iter(labels.items())), _decisive(values.numpy(force=True)[None], 0))
+    name, labels_of_bars = next(iter(labels.items()))
+    decisive = _decisive(values.numpy(force=True)[None], 0)
+    _label_columns(axes, name, labels=labels_of_bars, decisive=decisive)
     return figure
+
+
+def _inches(n_places: int) -> float:
+    """Return the length of an axis with room for the labels of some places."""
+    return min(max(0.3 * n_places + 2, 4.0), 16.0)
 
 
 def scatter(
@@ -129,27 +146,34 @@ def scatter(
     unit: str,
     title: str,
 ) -> Figure:
-    """Plot estimated over exact effects, with a dot for each place and the names of some places."""
+    """Plot estimated over exact effects, with a dot for each place and the names of some places.
+
+    Args:
+        exact, estimate: the effects.
+        named: the exact effect, the estimate and the name of some places, the most important first.
+        unit: the unit of the effects.
+        title: the title above the plot.
+    """
     figure, axes = _framed((5.0, 5.0), title)
     axes.axhline(0, color="lightgrey", linewidth=0.8)
     axes.axvline(0, color="lightgrey", linewidth=0.8)
     axes.axline((0, 0), slope=1, color="grey", linewidth=0.8, linestyle="--")
     axes.scatter(exact.numpy(force=True), estimate.numpy(force=True), s=12, color="#4393c3")
-    (left, right), (bottom, top) = (
-        [end.item() for end in values.aminmax()] for values in (exact, estimate)
-    )
-    apart = 0.05 * (right - left), 0.05 * (top - bottom)
+    left, right = exact.min().item(), exact.max().item()
+    bottom, top = estimate.min().item(), estimate.max().item()
+    near_x = 0.05 * (right - left)
+    near_y = 0.05 * (top - bottom)
     named_at: list[tuple[float, float]] = []
-    for *at, name in named[:_NAMED]:
+    for x, y, name in named[:_NAMED]:
         # Skip names of dots that almost coincide, because they would overlap.
-        if any(abs(at[0] - x) < apart[0] and abs(at[1] - y) < apart[1] for x, y in named_at):
+        if any(abs(x - at_x) < near_x and abs(y - at_y) < near_y for at_x, at_y in named_at):
             continue
-        named_at.append((at[0], at[1]))
+        named_at.append((x, y))
         # Write the name towards the middle, so that it is not cut off.
-        side, shift = ("left", 4) if at[0] < (left + right) / 2 else ("right", -4)
+        side, shift = ("left", 4) if x < (left + right) / 2 else ("right", -4)
         axes.annotate(
             name,
-            (at[0], at[1]),
+            (x, y),
             xytext=(shift, 4),
             textcoords="offset points",
             ha=side,
@@ -164,8 +188,12 @@ def scatter(
 def curves(
     shares: Sequence[float], heights: Mapping[str, Sequence[Float[Tensor, " share"]]], title: str
 ) -> Figure:
-    """Plot faithfulness over the share of edges in circuits: for each name, the mean and both ends
-    of its interval.
+    """Plot faithfulness over the share of edges in circuits.
+
+    Args:
+        shares: the shares of edges.
+        heights: by name, the mean and both ends of its interval.
+        title: the title above the plot.
     """
     figure, axes = _framed((6.0, 4.0), title)
     axes.axhline(0, color="lightgrey", linewidth=0.8)
@@ -188,7 +216,15 @@ def lines(
     unit: str,
     title: str,
 ) -> Figure:
-    """Plot numbers over an axis, with a line for each name."""
+    """Plot numbers over an axis, with a line for each name.
+
+    Args:
+        x: the places on the axis.
+        series: the numbers of each line.
+        axis: the name of the axis.
+        unit: the unit of the numbers.
+        title: the title above the plot.
+    """
     figure, axes = _framed((6.0, 4.0), title)
     for name, values in series.items():
         axes.plot(x.numpy(force=True), values.numpy(force=True), label=name)
@@ -200,12 +236,21 @@ def lines(
 
 
 def _framed(size: tuple[float, float], title: str) -> tuple[Figure, Axes]:
+    """Return a figure with a title, and its axes. The size is in inches."""
     figure = Picture(figsize=size, layout="constrained")
     figure.suptitle(title, fontsize="small", wrap=True)
     return figure, figure.subplots()
 
 
 def _label_columns(axes: Axes, name: str, labels: Sequence[Any], decisive: int) -> None:
+    """Write the labels of columns and the name of their axis.
+
+    Args:
+        axes: the axes to label.
+        name: the name of the axis.
+        labels: the labels.
+        decisive: the index of a label that is always written.
+    """
     ticks, texts = _ticks(labels, decisive)
     is_narrow = len(ticks) > _MOST_TICKS // 2
     axes.set_xticks(
@@ -229,6 +274,9 @@ def _ticks(labels: Sequence[Any], decisive: int) -> tuple[list[int], list[str]]:
     """
     step = 1 + (len(labels) - 1) // _MOST_TICKS
     # A label next to the decisive label would overlap with it.
-    at = [n for n in range(0, len(labels), step) if n == decisive or abs(n - decisive) >= step]
-    at = sorted({*at, decisive}) if labels else []
-    return at, [str(labels[n]) for n in at]
+    ticks = []
+    for tick in range(0, len(labels), step):
+        if tick == decisive or abs(tick - decisive) >= step:
+            ticks.append(tick)
+    ticks = sorted({*ticks, decisive}) if labels else []
+    return ticks, [str(labels[tick]) for tick in ticks]

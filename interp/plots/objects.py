@@ -14,17 +14,24 @@ _MOST_PAIRS = 6
 def pairs(pairs: Any, write: Any) -> View:
     """Draw the first pairs as tokens, and mark differing tokens.
 
-    `write` returns the text of tokens.
+    Args:
+        pairs: the pairs.
+        write: a function that returns the texts of tokens.
     """
     parts = []
-    for n in range(min(len(pairs), _MOST_PAIRS)):
-        pair = pairs[n]
+    for number in range(min(len(pairs), _MOST_PAIRS)):
+        pair = pairs[number]
         runs = [pair.text] if pair.corrupted is None else pair.texts("noising")
         listed = [run.listed()[0] for run in runs]
-        for name, tokens, other in zip(("clean", "corrupted"), listed, listed[::-1], strict=False):
-            differs = [float(token not in other[at : at + 1]) for at, token in enumerate(tokens)]
-            shown = text(write(tokens), differs, title=f"{name} {n}")
-            parts += [{**part, "heading": f"{name}, pair {n}"} for part in shown.parts]
+        for name, tokens, compared in zip(
+            ("clean", "corrupted"), listed, listed[::-1], strict=False
+        ):
+            differs = []
+            for pos, token in enumerate(tokens):
+                # A slice is empty beyond the end of a shorter text.
+                differs.append(float(token not in compared[pos : pos + 1]))
+            shown = text(write(tokens), differs, title=f"{name} {number}")
+            parts += [{**part, "heading": f"{name}, pair {number}"} for part in shown.parts]
     says = [] if pairs.answers is None else [repr(pairs.metric)]
     return View(repr(pairs), parts, says=says)
 
@@ -39,11 +46,16 @@ def dictionary(dictionary: Any) -> View:
 
 
 def dictionary_scores(scores: Any, losses: Any) -> View:
-    """Draw the losses (a `Result`), and how often each feature is active."""
+    """Draw the losses and the density of features.
+
+    Args:
+        scores: the scores of dictionaries.
+        losses: the losses, a `Result`.
+    """
     parts = [{**part, "heading": "losses"} for part in effects(losses).parts]
     for name, point in scores.points.items():
-        often = {name: point.density.sort(descending=True).values}
-        shown = curves(often, axis="features, by density", unit="share of positions")
+        densities = {name: point.density.sort(descending=True).values}
+        shown = curves(densities, axis="features, by density", unit="share of positions")
         parts += [{**part, "heading": f"density at {name}"} for part in shown.parts]
     title, *says = repr(scores).splitlines()
     return View(title, parts, says=says)

@@ -35,7 +35,13 @@ def grid_part(
 ) -> dict[str, Any]:
     """Return tables to draw as colours.
 
-    `more` are further fields for the script's function `grid`.
+    Args:
+        title: the title of the tables.
+        values: the tables.
+        rows, columns: the axes of the rows and the columns.
+        unit: the unit of the values.
+        least: the smallest end of the colour scale. Default: 0.
+        more: further fields for the script's function `grid`.
     """
     return {
         "kind": "grid",
@@ -50,7 +56,16 @@ def grid_part(
 
 
 def thinned(every: int, shown: int, what: str) -> str:
-    """Return the note of a picture that shows only a part; empty if all is shown."""
+    """Return the note of a picture that shows only a part; empty if all is shown.
+
+    Args:
+        every: the number of all things.
+        shown: the number of shown things.
+        what: the kind of things, such as `links`.
+
+    >>> thinned(900, 400, "edges")
+    'The strongest 400 of 900 edges are shown.'
+    """
     which = "strongest" if what in ("edges", "links") else "last"
     if what == "points":
         return f"{shown} of {every} points are drawn." if shown < every else ""
@@ -58,7 +73,7 @@ def thinned(every: int, shown: int, what: str) -> str:
 
 
 def headline(result: Any) -> str:
-    """Return a title for a result: whether its effects are means, and the facts about it.
+    """Return a title for a result: `effects` or `mean effects`, and the facts about them.
 
     Hashes of texts, lists and the rounding gap of a sum are left out.
     """

@@ -54,13 +54,18 @@ def effects(result: Any, facet: str | None = None) -> View:
 
     if len(rest) == 1:
         return View(title, [_bars(rest[0], result, means=means, low=low, high=high)], draw)
-    tables, lows, highs = (
-        x[None] if facet is None else x.movedim(axes.index(facet), 0) for x in (means, low, high)
-    )
     has_intervals = bool(low.isfinite().any())
     rows, columns = (min(len(result.labels[axis]), MOST_COLUMNS) for axis in rest)
-    some = max(1, min(len(tables), MOST_WEIGHTS // ((1 + 2 * has_intervals) * rows * columns)))
-    tables, lows, highs = (values[:some, -rows:, -columns:] for values in (tables, lows, highs))
+    n_tables = 1 if facet is None else len(result.labels[facet])
+    n_numbers = (1 + 2 * has_intervals) * rows * columns
+    n_drawn = max(1, min(n_tables, MOST_WEIGHTS // n_numbers))
+
+    def drawn(values: Tensor) -> Tensor:
+        """Return the tables that are drawn, [facet, row, column]."""
+        by_facet = values[None] if facet is None else values.movedim(axes.index(facet), 0)
+        return by_facet[:n_drawn, -rows:, -columns:]
+
+    tables = drawn(means)
     gap = None if result.base is None or result.target is None else result.target - result.base
     down, across = (
         axis_part(axis, result.labels[axis], words=result.words.get(axis), most=MOST_COLUMNS)
@@ -72,11 +77,11 @@ def effects(result: Any, facet: str | None = None) -> View:
         rows=down,
         columns=across,
         unit=result.unit,
-        facets=[f"{facet} {label}" for label in result.labels[facet][:some]] if facet else [],
+        facets=[f"{facet} {label}" for label in result.labels[facet][:n_drawn]] if facet else [],
         least=0.0 if gap is None else abs(gap.mean().item()),
         from_end=rest[-1] in ("pos", "key", "query"),
         written=True,
-        more={"95 % from": lows, "95 % to": highs} if has_intervals else {},
+        more={"95 % from": drawn(low), "95 % to": drawn(high)} if has_intervals else {},
         note=thinned(means.numel(), tables.numel(), "values"),
     )
     return View(title, [part], draw)
@@ -140,11 +145,10 @@ def together(title: str, results: Mapping[str, Any]) -> View:
     >>> together("two", {"first": one, "second": one})
     View of two: .save("x.html") writes it, .show() opens it
     """
-    parts = [
-        {**part, "heading": heading if n == 0 else ""}
-        for heading, result in results.items()
-        for n, part in enumerate(effects(result).parts)
-    ]
+    parts = []
+    for heading, result in results.items():
+        for number, part in enumerate(effects(result).parts):
+            parts.append({**part, "heading": heading if number == 0 else ""})
     return View(title, parts)
 
 
@@ -182,39 +186,49 @@ def curves(
             f"series must be one or more lines [x] of the same length; got {[*map(list, sizes)]}"
         )
     step = -(-len(places) // _MOST_POINTS)
-    at = [*range(0, len(places), step or 1)]
-    at += [len(places) - 1] if at and at[-1] != len(places) - 1 else []
+    drawn = [*range(0, len(places), step or 1)]
+    if drawn and drawn[-1] != len(places) - 1:
+        drawn.append(len(places) - 1)
     part = {
         "kind": "lines",
         "title": title,
-        "x": places[at],
+        "x": places[drawn],
         "xname": axis,
         "unit": unit,
-        "series": {visible_title(name): values[at] for name, values in lines.items()},
-        "note": thinned(len(places), len(at), "points"),
+        "series": {visible_title(name): values[drawn] for name, values in lines.items()},
+        "note": thinned(len(places), len(drawn), "points"),
     }
 
     def draw() -> Any:
-        from interp.plots.matplotlib_figures import lines as drawn
+        from interp.plots.matplotlib_figures import lines as plot_lines
 
-        return drawn(places, lines, axis, unit, title)
+        return plot_lines(places, lines, axis=axis, unit=unit, title=title)
 
     return View(title, [part], draw)
 
 
 def _bars(axis: str, result: Any, means: Tensor, low: Tensor, high: Tensor) -> dict[str, Any]:
+    """Return bars with intervals for the largest means.
+
+    Args:
+        axis: the axis of the bars.
+        result: the result.
+        means: its means.
+        low, high: the ends of the intervals.
+    """
     size = means.abs().nan_to_num(nan=-1)
-    at = sorted(size.argsort(descending=True, stable=True)[:_MOST_BARS].tolist())
+    largest = sorted(size.argsort(descending=True, stable=True)[:_MOST_BARS].tolist())
     words = result.words.get(axis)
-    labels = [result.labels[axis][n] for n in at]
-    texts = words and [words[n] for n in at]
+    labels = [result.labels[axis][place] for place in largest]
+    texts = words and [words[place] for place in largest]
     return {
         "kind": "bars",
         "title": headline(result),
         "unit": result.unit,
         "axis": axis_part(axis, labels, words=texts, most=_MOST_BARS),
-        "values": means[at],
-        "low": low[at],
-        "high": high[at],
-        "note": len(at) < len(means) and f"The {len(at)} largest of {len(means)} are shown.",
+        "values": means[largest],
+        "low": low[largest],
+        "high": high[largest],
+        "note": len(largest) < len(means)
+        and f"The {len(largest)} largest of {len(means)} are shown.",
     }

@@ -54,12 +54,13 @@ def visible(text: str) -> str:
     'a·b⏎\\\\x07'
     """
     rest = "…" if len(text) > _LONGEST else ""
-    signed = text[:_LONGEST].translate(_SIGNS)
-    return (
-        "".join(
-            character if character.isprintable() else repr(character)[1:-1] for character in signed
-        )
-        + rest
+    return _escaped(text[:_LONGEST].translate(_SIGNS)) + rest
+
+
+def _escaped(text: str) -> str:
+    """Return a text with an escape sequence for each character that cannot be printed."""
+    return "".join(
+        character if character.isprintable() else repr(character)[1:-1] for character in text
     )
 
 
@@ -120,10 +121,10 @@ class View:
         """Return the whole page: the title, and each part below its heading and text."""
         said = html.escape("\n".join(self.says))
         places = [f"<pre>{said}</pre>"] if said else []
-        for n, part in enumerate(self.parts):
+        for number, part in enumerate(self.parts):
             lines = ("h2", part.get("heading")), ("p", part.get("says"))
             places += [f"<{tag}>{html.escape(line)}</{tag}>" for tag, line in lines if line]
-            places.append(f'<figure data-part="{n}"></figure>')
+            places.append(f'<figure data-part="{number}"></figure>')
         title = html.escape(visible_title(self.title))
         body = f"<main><h1>{title}</h1>{''.join(places)}</main>"
         whole = _page(self.title, body, self.parts, exact=True)
@@ -178,9 +179,7 @@ class View:
 
 def visible_title(text: str) -> str:
     """Return a line of prose with visible signs for control characters, cut if it is very long."""
-    return "".join(
-        character if character.isprintable() else repr(character)[1:-1] for character in text[:300]
-    )
+    return _escaped(text[:300])
 
 
 @cache
@@ -192,7 +191,16 @@ def _file(name: str) -> tuple[str, str]:
 
 
 def _page(title: str, body: str, parts: Sequence[Mapping[str, Any]], exact: bool) -> str:
-    (style, of_style), (script, of_script) = _file("view.css"), _file("view.js")
+    """Return a page.
+
+    Args:
+        title: the title of the page.
+        body: the HTML inside the body.
+        parts: the parts of the picture.
+        exact: whether numbers are exact; otherwise they have 8 bits.
+    """
+    style, of_style = _file("view.css")
+    script, of_script = _file("view.js")
     noted = [part if exact else {**part, "note": _joined(part)} for part in parts]
     data = strict_json.dumps(
         strict_json.finite({"parts": noted}),
@@ -225,6 +233,7 @@ def _page(title: str, body: str, parts: Sequence[Mapping[str, Any]], exact: bool
 
 
 def _joined(part: Mapping[str, Any]) -> str:
+    """Return the note of a part, and the note about numbers of 8 bits."""
     return " ".join(filter(None, [part.get("note"), _EIGHT_BITS]))
 
 
@@ -256,12 +265,18 @@ def _packed(value: Any, exact: bool) -> dict[str, Any]:
 
 
 def _base64(raw: bytes) -> str:
+    """Return bytes in base64."""
     return base64.b64encode(raw).decode()
 
 
 def limit_of(values: Tensor, least: float = 0.0) -> float:
-    """Return the end of the colour scale: the largest absolute value or `least`, or 1
-    if all are 0.
+    """Return the end of the colour scale: the largest absolute value, or `least`.
+
+    If both are 0, return 1.
+
+    Args:
+        values: the values. Numbers that are not finite are ignored.
+        least: the smallest end. Default: 0.
     """
     known = values[values.isfinite()].abs()
     largest = max(known.max().item() if len(known) else 0.0, least)
@@ -291,6 +306,7 @@ def plotted_axes(axes: Sequence[str], facet: str | None) -> list[str]:
 
 
 def _height(part: Mapping[str, Any]) -> int:
+    """Return the estimated height of a part, in pixels."""
     if part["kind"] == "bars":
         return 24 + 20 * len(part["values"])
     if part["kind"] == "histogram":
@@ -306,7 +322,7 @@ class Shown:
     """The base of classes with a picture, which they return in `view`."""
 
     is_plot: ClassVar[bool] = False
-    """Return whether the picture is a plot, which also has a figure."""
+    """True if the picture is a plot, which also has a figure."""
 
     def view(self) -> View:
         """Return the picture."""
