@@ -127,9 +127,9 @@ class Pairs(plots.Shown):
 
     def __init__(
         self,
-        clean: Texts,
-        corrupted: Texts | None = None,
-        answers: Answers | None = None,
+        clean: "Texts",
+        corrupted: "Texts | None" = None,
+        answers: "Answers | None" = None,
         *,
         attention_mask: Shaped[Tensor, "batch pos"] | None = None,
         spans: Mapping[str, Any] | Sequence[str] | None = None,
