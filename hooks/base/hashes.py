@@ -1,14 +1,37 @@
-"""Hashes of models: of their configuration and of their weights."""
+"""Hashes of models: of their configuration and of their weights; and facts without hashes."""
 
 import dataclasses
 import hashlib
 import json
+import re
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
 from hooks.base._torch import has_storage
 from hooks.base.storage import checksum
+
+_HASH = re.compile(r"[0-9a-f]{16}|[0-9a-f]{64}")
+
+
+def without_hashes(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return facts for a reader: without hashes, and with the number of hashes in a list.
+
+    >>> without_hashes({"site": "z", "texts": ["b0752fe06d314c0f", "4de94dccc9b62ebf"]})
+    {'site': 'z', 'texts': 2}
+    """
+    words = {}
+    for name, fact in facts.items():
+        if isinstance(fact, list | tuple) and fact and all(map(_is_hash, fact)):
+            words[name] = len(fact)
+        elif not _is_hash(fact):
+            words[name] = fact
+    return words
+
+
+def _is_hash(fact: object) -> bool:
+    return isinstance(fact, str) and _HASH.fullmatch(fact) is not None
 
 
 def config_hash(model: nn.Module) -> str:

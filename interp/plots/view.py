@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from hooks.base import storage, strict_json, unknown_name
+from hooks.base import storage, strict_json, unknown_name, without_hashes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -353,8 +353,11 @@ class Shown:
 
 
 def told(facts: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for each fact that is a number, a text or a short list of these."""
-    for name, fact in facts.items():
+    """Yield a line for each fact that is a number, a text or a short list of these.
+
+    Hashes are left out.
+    """
+    for name, fact in without_hashes(facts).items():
         if isinstance(fact, str | int | float) or (
             isinstance(fact, list | tuple) and len(fact) < 9
         ):

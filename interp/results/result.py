@@ -22,6 +22,7 @@ from hooks.base import (
     strict_json,
     unknown_name,
     warn,
+    without_hashes,
 )
 from interp import plots
 from interp.inputs.token_positions import short
@@ -576,7 +577,7 @@ class Result(plots.Shown):
         sizes = zip(self.axes, self.values.shape, strict=True)
         title = f"Result [{', '.join(f'{axis} {size}' for axis, size in sizes)}]"
         facts = []
-        for name, fact in self.about.items():
+        for name, fact in without_hashes(self.about).items():
             facts.append(f"{name}: {fact if isinstance(fact, str) else reprlib.repr(fact)}")
         runs = []
         for name, metrics in (("base", self.base), ("target", self.target)):
