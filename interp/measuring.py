@@ -107,7 +107,11 @@ class WordedMetric:
 def in_words(metric: Metric, write: Writer | None) -> Metric:
     """Return a metric that prints its tokens as text.
 
-    The metric is returned unchanged if `write` is None, or if it is a function of the user.
+    The metric is returned unchanged if `write` is None, or if the metric is a function of the user.
+
+    Args:
+        metric: the metric.
+        write: the function that returns the text of each token.
     """
     if write is None or not isinstance(metric, TokenMetric):
         return metric
@@ -116,6 +120,10 @@ def in_words(metric: Metric, write: Writer | None) -> Metric:
 
 def metric_for(model: nn.Module, metric: Metric) -> Metric:
     """Return the metric with tokens instead of text.
+
+    Args:
+        model: the model whose tokenizer converts texts.
+        metric: the metric. A metric without texts is returned unchanged.
 
     Raises:
         ValueError: if a text is several tokens. The error lists the tokens.
@@ -129,6 +137,10 @@ def metric_for(model: nn.Module, metric: Metric) -> Metric:
 
 def last_of(metric: Metric, attention_mask: Mask | None = None) -> int:
     """Return the number of last real positions that a metric reads; 0 for all positions.
+
+    Args:
+        metric: the metric.
+        attention_mask: the mask of the texts, for the checks. Default: no padding.
 
     Raises:
         ValueError: if the metric reads padding, or was created without the mask of padded texts.
@@ -177,7 +189,10 @@ def per_example(
 def evaluate(
     metric: Metric, logits: Float[Tensor, "rows pos vocab"], batch: int
 ) -> Float[Tensor, " batch"]:
-    """Return the metric of each example, after a check for NaN; see `per_example`.
+    """Return the metric of each example, after a check for NaN.
+
+    Args:
+        metric, logits, batch: see `per_example`.
 
     Raises:
         ValueError: as for `per_example`, or if the metric of an example is NaN.

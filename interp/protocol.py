@@ -63,26 +63,44 @@ class LanguageModel(Protocol):
     W_U: Float[Tensor, "d_model vocab"]
 
     def context(self, tokens: Int[Tensor, "batch pos"], *, attention_mask: Any = None) -> Any:
-        """Return the context of the blocks: the masks and positions that they read in addition to
-        the residual stream.
+        """Return the context of the blocks, which they read in addition to the residual stream.
+
+        The context contains, for example, masks and positions.
+
+        Args:
+            tokens: the texts.
+            attention_mask: the mask of padding; None without padding.
         """
 
     def input_resid(
         self, tokens: Int[Tensor, "batch pos"], context: Any = None
     ) -> Float[Tensor, "batch pos d_model"]:
-        """Return the residual stream that enters the first block."""
+        """Return the residual stream that enters the first block.
+
+        Args:
+            tokens: the texts.
+            context: the result of `context`. Default: the context of texts without padding.
+        """
 
     def run_block(
         self, layer: int, resid: Float[Tensor, "batch pos d_model"], context: Any
     ) -> Float[Tensor, "batch pos d_model"]:
-        """Return the residual stream after a block, from the stream that enters it."""
+        """Return the residual stream after a block.
+
+        Args:
+            layer: the number of the block.
+            resid: the residual stream that enters the block.
+            context: the result of `context`.
+        """
 
     def logits(
         self, resid: Float[Tensor, "batch pos d_model"], last: int
     ) -> Float[Tensor, "batch _last vocab"]:
-        """Return the logits of the `last` positions, from the stream after the last block.
+        """Return the logits of the last positions, from the stream after the last block.
 
-        If `last` is 0, return the logits of all positions.
+        Args:
+            resid: the residual stream after the last block.
+            last: the number of last positions; 0 for all positions.
         """
 
     def unembed(

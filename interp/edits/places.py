@@ -32,9 +32,16 @@ Where = Mapping[str, Selection]
 
 
 def axes_of(point: Point, ndim: int) -> tuple[str, ...]:
-    """Return the axes of a value.
+    """Return the names of the axes of a value.
 
-    If a point declares no axes, they are `batch` and then numbers.
+    If a point declares no axes, the names are `batch` and then numbers.
+
+    Args:
+        point: the point of the value.
+        ndim: the number of axes of the value.
+
+    >>> axes_of(Point("any"), 3)
+    ('batch', '1', '2')
     """
     return point.axes or ("batch", *map(str, range(1, ndim)))[:ndim]
 
@@ -166,8 +173,13 @@ class Region:
         return to_device(value, device)
 
     def _require_size(self, source: SourceValue, dim: int, size: int, n_virtual: int) -> None:
-        """Check that the size of a source along an axis is the size of the whole text, with its
-        virtual tokens.
+        """Check that the size of a source along an axis is the size of the whole text.
+
+        Args:
+            source: the source.
+            dim: the index of the axis.
+            size: the size of the source along the axis.
+            n_virtual: the number of virtual tokens before the text.
         """
         axis = self.axes[dim]
         full = self.sizes[dim] + n_virtual

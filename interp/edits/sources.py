@@ -323,5 +323,10 @@ def _unflattened(vector: Shaped[Tensor, "..."], sizes: Mapping[str, int]) -> Sha
 
 
 def source_of(values: Values, columns: Index | None) -> ValueSource:
-    """Return a source of values, with its columns for the selected positions if they are given."""
+    """Return a source of values for an edit.
+
+    Args:
+        values: the values.
+        columns: the columns for the selected positions; see `ValueSource`.
+    """
     return ValueSource(values, columns=None if columns is None else Selection(columns))

@@ -19,7 +19,12 @@ class Features(Protocol):
     def interchanged(
         self, value: Shaped[Tensor, "*rows d"], source: Shaped[Tensor, "*rows d"]
     ) -> Shaped[Tensor, "*rows d"]:
-        """Return the value with the chosen features of the source."""
+        """Return the value with the features of the source.
+
+        Args:
+            value: the value of the edited run.
+            source: the value of the source.
+        """
 
 
 def interchange(

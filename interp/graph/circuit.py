@@ -198,9 +198,11 @@ class Circuit(plots.Shown):
         return plots.circuit(self)
 
     def _writers(self) -> dict[str, Callable[[Path], object]]:
+        """Return the functions that `save` can call, by suffix."""
         return {**super()._writers(), **dict.fromkeys(storage.SAFETENSORS, self._save)}
 
     def _save(self, path: Path) -> None:
+        """Write the edges, the scores and the identity of the graph."""
         facts = {"graph": self.graph.identity, "found_on": sorted(self.found_on)}
         storage.save(path, _FORMAT, {"kept": self.kept, "scores": self.scores}, facts)
 

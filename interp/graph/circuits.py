@@ -141,8 +141,13 @@ def random(graph: Graph, n: int, seed: int = 0) -> Circuit:
 def strengths(graph: Graph, scores: Result, signed: bool) -> Float[Tensor, "writer reader"]:
     """Return the strength of each edge: its absolute mean effect or, if signed, how much it helps.
 
-    The strength is in the unit of the scores, and NaN where there is no edge. See `above` for the
-    arguments and errors.
+    The strength is in the unit of the scores, and NaN where there is no edge.
+
+    Args:
+        graph, scores, signed: see `above`.
+
+    Raises:
+        ValueError: for the reasons of `above`.
     """
     require_made("graph", graph, Graph)
     require_made("scores", scores, Result)

@@ -343,6 +343,10 @@ def writers(
 ) -> Float[Tensor, "writer batch pos d_model"]:
     """Return the contribution of each writer to the stream; see `Graph.contributions`.
 
+    Args:
+        model: a model that has a `Graph`.
+        cache: a cache of a whole run, or of the points `Graph.needed`.
+
     >>> from interp import run_with_cache
     >>> from models import load
     >>> model = load("pydoc-4l")

@@ -124,7 +124,13 @@ class Added(NamedTuple):
 
 
 def added_by(branch: Any, weight: Tensor, bias: Tensor) -> Added:
-    """Return the factors of a branch's output, given its output weights and bias."""
+    """Return the factors of a branch's output.
+
+    Args:
+        branch: the branch.
+        weight: the output weight of each writer.
+        bias: the output bias of the branch.
+    """
     linear = linear_part(branch.after, len(bias))
     bias = linear.after(bias)
     return Added(linear.after(weight), bias, like(linear.bias, bias))
@@ -298,7 +304,13 @@ def listed(names: str | Iterable[str], what: str) -> tuple[str, ...]:
 
 
 def add(nodes: dict[NodeName, int], time: int, names: Iterable[NodeName]) -> slice:
-    """Add nodes that write or read at the same time, and return their indices."""
+    """Add nodes that write or read at the same time, and return their indices.
+
+    Args:
+        nodes: the nodes so far, with their times.
+        time: the time.
+        names: the names of the new nodes.
+    """
     start = len(nodes)
     nodes.update(dict.fromkeys(names, time))
     return slice(start, len(nodes))

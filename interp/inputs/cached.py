@@ -50,8 +50,7 @@ def text_of_values(cache: ActivationCache, shape: Sequence[int]) -> Text | None:
 
 
 def mask_of(cache: ActivationCache, shape: Sequence[int]) -> Tensor | None:
-    """Return the mask of the values of a cache, which is True at real tokens, or None without
-    padding.
+    """Return the mask of the values of a cache, True at real tokens; None without padding.
 
     Args:
         cache: the cache.
@@ -78,5 +77,10 @@ def mask_of(cache: ActivationCache, shape: Sequence[int]) -> Tensor | None:
 def nan_at_padding(
     values: Float[Tensor, "*axes batch pos"], mask: Tensor | None
 ) -> Float[Tensor, "*axes batch pos"]:
-    """Return values with NaN at padding."""
+    """Return values with NaN at padding.
+
+    Args:
+        values: the values.
+        mask: True at real tokens, [batch, pos]; None without padding.
+    """
     return values if mask is None else values.where(to_device(mask, values.device), torch.nan)

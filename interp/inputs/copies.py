@@ -75,7 +75,11 @@ def numbered(digests: Sequence[str], agree: Callable[[int, int], bool] | None = 
 def groups(
     digests: Sequence[str], agree: Callable[[int, int], bool] | None = None
 ) -> tuple[int, ...] | None:
-    """Return the number of each example's text, or None if no text has copies; see `numbered`."""
+    """Return the number of each example's text, or None if no text has copies.
+
+    Args:
+        digests, agree: see `numbered`.
+    """
     numbers = numbered(digests, agree)
     return tuple(numbers) if len({*numbers}) < len(numbers) else None
 
@@ -108,6 +112,10 @@ def unseen(text: Text, seen: set[str]) -> Bool[Tensor, " batch"]:
     """Return True for each text whose hash is not in `seen`, and add the hashes to `seen`.
 
     A copy of an earlier text of the same batch gets False.
+
+    Args:
+        text: the texts.
+        seen: the hashes of earlier texts.
     """
     is_new = []
     for digest in digests(text):

@@ -90,6 +90,11 @@ class Position:
     ) -> Int[Tensor, " _batch"]:
         """Return the column of each example, or one column for all examples.
 
+        Args:
+            n_pos: the number of columns.
+            batch: the number of examples.
+            attention_mask: True or 1 at real tokens. Default: no padding.
+
         Raises:
             ValueError: if a text is too short, or if the column is padding.
         """
@@ -160,7 +165,11 @@ def tokens_of(tokens: SeveralTokens, most: int = 1) -> Int[Tensor, "..."]:
 
 
 def fitting(tokens: Tensor, logits: Tensor) -> Int[Tensor, "batch n"]:
-    """Return the tokens of each example of `logits` [batch, vocab], on the device of the logits.
+    """Return the tokens of each example, on the device of the logits.
+
+    Args:
+        tokens: one token for all examples, or one or several tokens for each example.
+        logits: the logits, [batch, vocab].
 
     Raises:
         ValueError: if the number of tokens differs from the batch size, or if a token is outside

@@ -26,7 +26,12 @@ def finite(values: Shaped[Tensor, "*axes"], name: str) -> Shaped[Tensor, "*axes"
 
 
 def like(values: Shaped[Tensor, "*axes"], other: Tensor) -> Shaped[Tensor, "*axes"]:
-    """Return the values on the device and in the dtype of another tensor."""
+    """Return the values on the device and in the dtype of another tensor.
+
+    Args:
+        values: the values.
+        other: the other tensor.
+    """
     return to_device(values, other.device).to(other.dtype)
 
 

@@ -340,8 +340,7 @@ class Pairs(plots.Shown):
         return solved
 
     def split(self, seed: int = 0, share: float = 0.5) -> tuple["Pairs", "Pairs"]:
-        """Return two random parts of the pairs, such as a part to find a circuit and a part to
-        measure it.
+        """Return two random parts of the pairs, to find a circuit and to measure it, for example.
 
         Copies are pairs with the same clean and corrupted tokens, apart from padding and answers.
         They are put into the same part, and `share` is then the share of the different pairs.

@@ -70,10 +70,13 @@ def answer_positions(
 ) -> int | Int[Tensor, " batch"] | None:
     """Return the position of the answer in each text, counted from the end of the text.
 
-    The result is None if answers are at the last position.
+    A causal model answers after the last token, so the result is None. A model that reads texts in
+    both directions answers at the mask token.
 
-    A causal model answers after the last token. A model that reads texts in both directions answers
-    at the mask token.
+    Args:
+        model: the model.
+        clean: the clean texts.
+        corrupted: the corrupted texts; None without corrupted texts.
 
     Raises:
         ValueError: if a model that reads texts in both directions has no mask token, if a text does
@@ -198,24 +201,29 @@ def positions_of_spans(
     return columns
 
 
-def check_counts(counted: dict[str, list[list[int]]], others: dict[str, list[list[int]]]) -> None:
+def check_counts(
+    clean: Mapping[str, list[list[int]]], corrupted: Mapping[str, list[list[int]]]
+) -> None:
     """Check that spans have the same names and the same numbers of positions in both texts.
+
+    Args:
+        clean, corrupted: the columns of each span in each example, by the name of the span.
 
     Raises:
         ValueError: if the names or the numbers of positions differ.
     """
-    if counted.keys() != others.keys():
+    if clean.keys() != corrupted.keys():
         raise ValueError(
-            f"spans must have the same names in both texts; got {[*counted]} and {[*others]}"
+            f"spans must have the same names in both texts; got {[*clean]} and {[*corrupted]}"
         )
-    for name in counted:
-        counts = [len(columns) for columns in counted[name]]
-        other_counts = [len(columns) for columns in others[name]]
-        for example, (count, other_count) in enumerate(zip(counts, other_counts, strict=True)):
-            if count != other_count:
+    for name in clean:
+        columns_of_examples = zip(clean[name], corrupted[name], strict=True)
+        for example, (columns, corrupted_columns) in enumerate(columns_of_examples):
+            if len(columns) != len(corrupted_columns):
                 raise ValueError(
                     f"span {name!r} must have equally many positions in both texts, unless "
-                    f"last_only=True; got {count} and {other_count} in example {example}"
+                    f"last_only=True; got {len(columns)} and {len(corrupted_columns)} in example "
+                    f"{example}"
                 )
 
 
@@ -225,6 +233,10 @@ def as_tensors(
     """Return the columns of each text by name, as tensors on a device.
 
     If a text has fewer columns than the longest span, its last column is repeated.
+
+    Args:
+        spans: the columns of each span in each text, by the name of the span.
+        device: the device.
     """
     tensors = {}
     for name, rows in spans.items():

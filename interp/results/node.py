@@ -43,7 +43,12 @@ class NodeName(str):
 
 
 def node_name(layer: int, kind: str, number: int | None = None) -> NodeName:
-    """Return the name of a part of a block; for arguments see `NodeName`.
+    """Return the name of a node of a block.
+
+    Args:
+        layer: the number of the block.
+        kind: the kind of the node; see `NodeName`.
+        number: the number of the head, the neuron or the expert; None for other nodes.
 
     >>> node_name(2, "head", 1), node_name(2, "q", 1), node_name(0, "mlp")
     ('a2.h1', 'a2.h1<q>', 'm0')

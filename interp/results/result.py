@@ -524,6 +524,7 @@ class Result(plots.Shown):
         return dict(strict_json.finite(facts))
 
     def _writers(self) -> dict[str, Callable[[Path], object]]:
+        """Return the functions that `save` can call, by suffix."""
         files = dict.fromkeys(storage.SAFETENSORS, self._save)
         return {**super()._writers(), **files, ".json": self._save_json, ".csv": self._save_csv}
 

@@ -183,7 +183,12 @@ class _GradientRouter:
         self.steepest = gradient.abs().amax()
 
     def pass_on(self, name: str, gradient: Tensor) -> Tensor:
-        """Pass the gradient at a point to `receive`, and return it for the backward pass."""
+        """Pass the gradient at a point to `receive`, and return it for the backward pass.
+
+        Args:
+            name: the name of the point.
+            gradient: the gradient.
+        """
         if name in self.dropped:
             gradient = torch.zeros_like(gradient)
         if self.receive is not None:

@@ -8,7 +8,7 @@ Pruning":
    store its difference, source - current (`_Streams.append`).
 3. Before each block, compute a separate stream for every head: the plain stream plus the sum over
    writers of mask [writer, reader] times difference. One matrix product computes the streams of all
-   heads (`_Streams.seen`).
+   heads (`_Streams.of`).
 4. Normalise and project the stream of each head, and run attention once. The MLP also has a
    separate stream.
 5. Compute the logits from the separate stream of the unembedding.
@@ -321,7 +321,7 @@ class MaskedRuns:
                     streams.move(layer.device)
                 stream = _stream_after(layer, stream, context, streams, values)
         logits_reader = slice(len(self.graph.readers) - 1, None)
-        return streams.seen(stream, logits_reader)[0]
+        return streams.of(logits_reader, stream)[0]
 
 
 def _examples(source: Tensor, rows: slice) -> Tensor:
@@ -349,7 +349,8 @@ def _stream_after(
     if mlp is None:
         return after
     stream = before if layer.is_parallel else after
-    mlp_out = mlp.branch(streams.seen(stream, slice(mlp.reader, mlp.reader + 1))[0])
+    mlp_reader = slice(mlp.reader, mlp.reader + 1)
+    mlp_out = mlp.branch(streams.of(mlp_reader, stream)[0])
     streams.append(mlp_out[None])
     return after + mlp_out
 
@@ -384,8 +385,13 @@ class _Streams:
         else:
             torch.sub(self.source[rows], current, out=self.space[rows])
 
-    def seen(self, stream: Tensor, readers: slice) -> Float[Tensor, "reader batch pos d_model"]:
-        """Return the streams of some readers."""
+    def of(self, readers: slice, stream: Tensor) -> Float[Tensor, "reader batch pos d_model"]:
+        """Return the streams of some readers.
+
+        Args:
+            readers: the readers.
+            stream: the plain stream before the readers.
+        """
         mask = self.mask[: self.n, readers]
         differences = self.space[: self.n]
         if mask.ndim == 3:
@@ -394,10 +400,15 @@ class _Streams:
         return flat.view(-1, *stream.shape)
 
     def projected(self, layer: Layer, stream: Tensor) -> Iterator[Tensor]:
-        """Yield the queries, keys and values. Each head is computed from its separate stream."""
+        """Yield the queries, keys and values. Each head is computed from its separate stream.
+
+        Args:
+            layer: the block.
+            stream: the plain stream before the block.
+        """
         attn = layer.attention.sublayer
         # Compute all streams at once, because reading the differences takes most of the time.
-        streams = self.seen(stream, slice(layer.q.start, layer.v.stop))
+        streams = self.of(slice(layer.q.start, layer.v.stop), stream)
         normed = layer.attention.norm(streams.flatten(0, 1))
         normed = normed.view(len(streams), -1, stream.shape[-1])
         weights = (attn.W_Q, attn.b_Q), (attn.W_K, attn.b_K), (attn.W_V, attn.b_V)

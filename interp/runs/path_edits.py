@@ -107,7 +107,7 @@ class PathEdits:
         for layer in self.graph.layers:
             attention, mlp = layer.attention, layer.mlp
             if mlp is not None and reader == mlp.reader:
-                return self.replaced(mlp.branch.added, mlp.branch(self.seen(mlp.branch, moved)))
+                return self.replaced(mlp.branch.added, mlp.branch(self.input_of(mlp.branch, moved)))
             for part, readers in enumerate((layer.q, layer.k, layer.v)):
                 if readers.start <= reader < readers.stop:
                     projections = [projection.clone() for projection in self.projected(attention)]
@@ -119,13 +119,23 @@ class PathEdits:
         last_stream = self.graph.points[-1]
         return self._sum(last_stream, moved)
 
-    def seen(self, branch: Any, moved: Tensor | None = None) -> Tensor:
-        """Return the input stream of a branch plus `moved`."""
+    def input_of(self, branch: Any, moved: Tensor | None = None) -> Tensor:
+        """Return the input stream of a branch plus `moved`.
+
+        Args:
+            branch: the attention or the MLP of a block.
+            moved: the change of the stream. Default: no change.
+        """
         return self._sum(branch.reads, moved)
 
     def projected(self, attention: Any, moved: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Return the queries, keys and values of the input stream plus `moved`."""
-        return attention.sublayer.project(attention.norm(self.seen(attention, moved)))
+        """Return the queries, keys and values of the input stream plus `moved`.
+
+        Args:
+            attention: the attention of a block.
+            moved: the change of the stream. Default: no change.
+        """
+        return attention.sublayer.project(attention.norm(self.input_of(attention, moved)))
 
     def _sum(self, point: nn.Module, moved: Tensor | None) -> Tensor:
         """Return the value of a point plus `moved`."""
@@ -155,7 +165,7 @@ class PathEdits:
             writer, reader, mlp = layer.mlp
             moved_input = moved_before if layer.is_parallel else moved
             if moved_input is not None and (recomputed or reader in receivers):
-                added = mlp(self.seen(mlp, moved_input))
+                added = mlp(self.input_of(mlp, moved_input))
                 if reader in receivers:
                     changes |= self.replaced(mlp.added, added)
                 if recomputed and moved is not None:

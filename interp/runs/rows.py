@@ -101,7 +101,12 @@ class Batch:
         return reading(self._pieces.setdefault(start, Piece(start, self.text.attention_mask)))
 
     def note(self, point: Point, value: Tensor) -> None:
-        """Record the axis of a value of the unedited run that has a row for each text."""
+        """Record the axis of a value of the unedited run that has a row for each text.
+
+        Args:
+            point: the point of the value.
+            value: the value.
+        """
         dim: int | None = None
         if "batch" in point.axes:
             dim = point.axes.index("batch")
@@ -281,7 +286,12 @@ def copied(output: Any) -> Any:
 
 
 def too_small(max_bytes: int, needed: int) -> ValueError:
-    """Return the error for a bound that is too small for one run."""
+    """Return the error for a bound that is too small for one run.
+
+    Args:
+        max_bytes: the bound that was given.
+        needed: the smallest bound for one run.
+    """
     return ValueError(
         f"max_bytes must be at least {needed:,} for one edited run of this batch; got {max_bytes:,}"
     )

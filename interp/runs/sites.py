@@ -72,6 +72,10 @@ def named(runner: HookedRunner, choice: Choice) -> dict[int, str]:
 
     A point outside the layers, such as `embed`, has the key 0.
 
+    Args:
+        runner: the runner of the model.
+        choice: the choice of places.
+
     Raises:
         TypeError: if the site is not a name, or the model has no points yet.
         UnknownNameError: if the model does not have the point.
