@@ -121,16 +121,24 @@ class Attached(ReadsText):
         vars(self.model).update(language_parts=self, prepare_inputs=self.prepare_inputs)
 
     def _read_text_through(self, stack: Stack) -> None:
-        probe, chain = stack.probe, stack.chain
+        """Use a stack as the blocks of the texts, and store its sizes and its unembedding."""
+        probe = stack.probe
+        chain = stack.chain
         assert probe.logits is not None
         self.blocks = nn.ModuleList(call.module for call in chain)
         self.layouts = stack.layouts
-        cap = 0.0
+        logit_cap = 0.0
         if (unembed := unembed_of(self.model, probe, chain[-1])) is not None:
             self.unembed = unembed
-            cap = unembed.cap
+            logit_cap = unembed.cap
         d_model = chain[0].inputs[0].shape[-1]
-        self.config = sizes_of(self.model, probe.logits.shape[-1], len(chain), d_model, cap)
+        self.config = sizes_of(
+            self.model,
+            probe.logits.shape[-1],
+            n_layers=len(chain),
+            d_model=d_model,
+            logit_cap=logit_cap,
+        )
 
     def __repr__(self) -> str:
         left_out = f"; without {', '.join(self.left_out)}" if self.left_out else ""
@@ -162,11 +170,11 @@ class Attached(ReadsText):
 
     def restore_configs(self) -> None:
         """Restore the configs of the modules, with the later changes of their copies."""
-        done = set[int]()
+        restored = set[int]()
         for module, (config, before) in self._configs.items():
-            if id(config) not in done:
+            if id(config) not in restored:
                 _carry_changes(module.config, before, config)
-            done.add(id(config))
+            restored.add(id(config))
             module.config = config
         self._configs = {}
 
@@ -195,14 +203,8 @@ class Attached(ReadsText):
             kwargs |= {name: texts[name] for name in texts if name in others}
             texts = {name: texts[name] for name in texts if name not in others}
         if device := self._text_device():
-            moved = [
-                to_device(x, device) if isinstance(x, Tensor) else x
-                for x in (*args, *kwargs.values())
-            ]
-            args, kwargs = (
-                tuple(moved[: len(args)]),
-                dict(zip(kwargs, moved[len(args) :], strict=True)),
-            )
+            args = tuple(_moved(value, device) for value in args)
+            kwargs = {name: _moved(value, device) for name, value in kwargs.items()}
         if texts is None or (isinstance(texts, Tensor) and texts.ndim == 2):
             return args, kwargs
         cache = next((named[name] for name in CACHES if name in named), None)
@@ -243,9 +245,11 @@ class Attached(ReadsText):
         return not any(isinstance(text, Tensor) and text.ndim > 1 for text in texts)
 
     def _named(self, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return all arguments of a run by the names of the parameters."""
         return dict(zip(self._parameters, args, strict=False)) | kwargs
 
     def _text_device(self) -> torch.device | None:
+        """Return the device of the model's first weight; None if the weight is stored elsewhere."""
         device = next(self.model.parameters()).device
         # The weights may be stored elsewhere until they are needed.
         return None if device.type == "meta" else device
@@ -260,10 +264,10 @@ class Attached(ReadsText):
     @cached_property
     @without_gradients
     def is_causal(self) -> bool:
-        """Return whether the logits at a position do not depend on later tokens.
+        """True if the logits at a position do not depend on later tokens.
 
-        The answer is True for models that do not return logits at each position, and for decoders
-        that read an encoder.
+        The value is also True for models that do not return logits at each position, and for
+        decoders that read an encoder.
         """
         if is_encoder_decoder(self.model) or table_of(self.model) is None:
             return True
@@ -348,9 +352,9 @@ class Attached(ReadsText):
 
         If a module of the unembedding has a hook, the logits of all positions are computed.
         """
-        after = getattr(self.unembed, "modules", ())
-        if any(is_listened_to(part) for module in after for part in inside(module)):
-            return self.unembed(resid)[:, -last:]
+        for module in getattr(self.unembed, "modules", ()):
+            if any(map(is_listened_to, inside(module))):
+                return self.unembed(resid)[:, -last:]
         return self.unembed(resid[:, -last:])
 
     def plain(self) -> Transformer | PlainView:
@@ -363,9 +367,9 @@ class Attached(ReadsText):
         """
         if self._family not in FAMILIES:
             return hooks_disabled(PlainView, self)
-        made = from_memory(self.model, keep=True)
-        made.tokenizer = self.tokenizer
-        return made
+        transformer = from_memory(self.model, keep=True)
+        transformer.tokenizer = self.tokenizer
+        return transformer
 
     def has(self, part: str) -> bool:
         """Return whether a part of `LanguageModel` exists.
@@ -425,7 +429,13 @@ class _Reached(BaseException):
     """
 
 
+def _moved(value: Any, device: torch.device) -> Any:
+    """Return a tensor on another device; any other value is returned unchanged."""
+    return to_device(value, device) if isinstance(value, Tensor) else value
+
+
 def _stop(args: Any, kwargs: Any) -> None:
+    """Raise an exception that carries the first argument of a block: its stream."""
     raise _Reached(next(iter((*args, *kwargs.values()))))
 
 
@@ -435,14 +445,17 @@ def _own_configs(model: nn.Module) -> dict[nn.Module, tuple[Any, Any]]:
     Returns:
         The original config of each module, and a second copy of it.
     """
-    had = configs_of(model)
-    copies = dict[int, Any]()
-    kept = dict[int, Any]()
-    before = {module: (config, deepcopy(config, kept)) for module, config in had.items()}
-    for module, config in had.items():
-        module.config = copied = deepcopy(config, copies)
-        copied._attn_implementation_internal = HOOKED + kernel_name(config)
-    return before
+    configs = configs_of(model)
+    # Modules that share a config also share each copy, because `deepcopy` stores copies here.
+    hooked_copies = dict[int, Any]()
+    plain_copies = dict[int, Any]()
+    originals = {
+        module: (config, deepcopy(config, plain_copies)) for module, config in configs.items()
+    }
+    for module, config in configs.items():
+        module.config = hooked = deepcopy(config, hooked_copies)
+        hooked._attn_implementation_internal = HOOKED + kernel_name(config)
+    return originals
 
 
 def _carry_changes(changed: Any, before: Any, config: Any) -> None:
@@ -453,19 +466,20 @@ def _carry_changes(changed: Any, before: Any, config: Any) -> None:
             if is_set and kernel_name(changed) != kernel_name(before):
                 setattr(config, name, value)
             continue
-        old, new = vars(before).get(name), vars(config).get(name)
-        if is_config(value) and is_config(old) and is_config(new):
-            _carry_changes(value, old, new)
+        old = vars(before).get(name)
+        target = vars(config).get(name)
+        if is_config(value) and is_config(old) and is_config(target):
+            _carry_changes(value, old, target)
         elif name not in vars(before) or not _same(value, old):
             setattr(config, name, value)
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(value: Any, earlier: Any) -> bool:
     """Return whether two values of configs are equal.
 
     Configs inside them are compared by their contents.
     """
-    return repr(one) == repr(other)
+    return repr(value) == repr(earlier)
 
 
 @dataclass(eq=False)
@@ -506,6 +520,7 @@ class AttachSettings:
 
 
 def _modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules of a model by name, without the points of parts."""
     # Points of parts, for example of dictionaries, exist only inside their `with`.
     return {
         name: module for name, module in model.named_modules() if not isinstance(module, PartPoint)
@@ -513,27 +528,31 @@ def _modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _shapes(model: nn.Module) -> dict[str, torch.Size]:
+    """Return the shape of each parameter, by name."""
     return {name: weight.shape for name, weight in model.named_parameters()}
 
 
 def _kernels(model: nn.Module) -> list[str]:
+    """Return the attention kernel of each module with a config."""
     return [str(config._attn_implementation) for config in configs_of(model).values()]
 
 
-def _are_equal(example: Any, other: Any) -> bool:
+def _are_equal(first: Any, second: Any) -> bool:
     """Return whether two examples have the same names and values."""
-    if example is other:
+    if first is second:
         return True
-    if example is None or other is None:
+    if first is None or second is None:
         return False
-    tensors, others = [*tensors_in(example)], [*tensors_in(other)]
+    first_tensors = [*tensors_in(first)]
+    second_tensors = [*tensors_in(second)]
     # `repr` may shorten tensors, so tensors are compared separately.
     return (
-        repr(example) == repr(other)
-        and len(tensors) == len(others)
-        and all(map(_is_same_there, tensors, others))
+        repr(first) == repr(second)
+        and len(first_tensors) == len(second_tensors)
+        and all(map(_is_same_there, first_tensors, second_tensors))
     )
 
 
-def _is_same_there(one: Tensor, other: Tensor) -> bool:
-    return one.device == other.device and is_same(one, other)
+def _is_same_there(first: Tensor, second: Tensor) -> bool:
+    """Return whether two tensors have the same numbers and the same device."""
+    return first.device == second.device and is_same(first, second)

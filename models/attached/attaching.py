@@ -104,7 +104,7 @@ def attach(
     torch.Size([1, 2, 3, 3])
     """
     _require_attachable(model)
-    settings = AttachSettings(example, blocks, attn, mlp)
+    settings = AttachSettings(example, blocks, attn=attn, mlp=mlp)
     reader = as_tokenizer(tokenizer)
     earlier: Attached | None = carried(model, "language_parts")
     if earlier is not None:
@@ -122,8 +122,10 @@ def attach(
     try:
         with reading(model, ""):
             probes = _record(attached, examples)
-            stacks = find_stacks(model, probes, Roles(blocks, attn, mlp), attached.kernels)
-            wirings = place_points(model, attached.forward, stacks, probes)
+            stacks = find_stacks(
+                model, probes, roles=Roles(blocks, attn, mlp), kernels=attached.kernels
+            )
+            wirings = place_points(model, attached.forward, stacks=stacks, probes=probes)
             attached.read_through(stacks)
             for wiring in wirings:
                 attached.left_out |= check_points(wiring)
@@ -191,9 +193,11 @@ def _require_free_names(model: nn.Module) -> None:
         ValueError: if there is such a module. The error names the first one.
     """
     parts = ("encoder", "decoder") if is_encoder_decoder(model) else ()
-    owners = [model, *map(dict(model.named_children()).get, parts)]
-    if taken := [name for owner in owners for name in TOP if hasattr(owner, name)]:
-        raise ValueError(f"{', '.join(TOP)} must be free for points; the model has {taken[0]}")
+    children = dict(model.named_children())
+    for owner in (model, *map(children.get, parts)):
+        for name in TOP:
+            if hasattr(owner, name):
+                raise ValueError(f"{', '.join(TOP)} must be free for points; the model has {name}")
 
 
 def _record(attached: Attached, examples: list[ExampleArguments]) -> list[ProbeRun]:

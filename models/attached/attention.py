@@ -159,10 +159,24 @@ class AttentionPoints(HookPoints):
         self, module: nn.Module, query: Heads, key: Keys, value: Keys, mask: Any, **kwargs: Any
     ) -> tuple[Tensor, Any]:
         """Return z, [batch, query, head, d_head], and the pattern or None."""
-        cache, held, new = self.cached(key, query.shape[2])
+        cache, layer_cache, new = self.cached(key, query.shape[2])
         query = fire(self.q, query.transpose(1, 2)).transpose(1, 2)
-        key = passed(self.k, key, new, getattr(held, "keys", None), cache, self.is_lent)
-        value = passed(self.v, value, new, getattr(held, "values", None), cache, self.is_lent)
+        key = passed(
+            self.k,
+            key,
+            new=new,
+            cached=getattr(layer_cache, "keys", None),
+            cache=cache,
+            is_lent=self.is_lent,
+        )
+        value = passed(
+            self.v,
+            value,
+            new=new,
+            cached=getattr(layer_cache, "values", None),
+            cache=cache,
+            is_lent=self.is_lent,
+        )
         end = key.shape[2]
         if hasattr(self, "scores") and (
             is_listened_to(self.scores) or is_listened_to(self.pattern)
@@ -177,16 +191,20 @@ class AttentionPoints(HookPoints):
         return fire(self.z, z), pattern
 
     def cached(self, key: Keys, n_pos: int) -> tuple[Any, Any, range]:
-        """Return the cache of this call, its layer, and the indices of the `n_pos` new
-        positions.
+        """Return the cache of this call, its part for this layer, and the new positions.
+
+        Args:
+            key: the keys of all positions.
+            n_pos: the number of new positions.
         """
         cache = take_cache()
         layer = number_of(self.module)
-        held = None if isinstance(cache, AttachedPast) else cached_layer(cache, layer)
-        start = first_new(key, n_pos, cache, layer)
-        return cache, held, range(start, start + n_pos)
+        layer_cache = None if isinstance(cache, AttachedPast) else cached_layer(cache, layer)
+        start = first_new(key, n_pos, cache=cache, layer=layer)
+        return cache, layer_cache, range(start, start + n_pos)
 
     def _fused(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        """Return z and the pattern or None, from the model's own kernel."""
         return self.kernel(module, *args, **kwargs)
 
     @FusedUnlessHooked("scores", "pattern", fused=_fused)
@@ -206,7 +224,7 @@ class AttentionPoints(HookPoints):
         computed = torch.matmul(query, key.transpose(2, 3)) * scaling
         scores = fire(self.scores, computed)
         is_edited = scores is not computed
-        masked = _masked_scores(scores, mask, options, is_edited)
+        masked = _masked_scores(scores, mask, options=options, is_edited=is_edited)
         without_keys = queries_without_keys(scores, masked) if is_edited else None
         if without_keys is not None:
             masked = masked.masked_fill(without_keys, 0)
@@ -255,10 +273,12 @@ def queries_without_keys(
 
 
 def _repeated(part: Tensor, groups: int) -> Tensor:
+    """Return keys or values with a copy of each head for each query head of its group."""
     return part if groups == 1 else part.repeat_interleave(groups, 1)
 
 
 def _causal(scores: Tensor) -> Tensor:
+    """Return the causal mask of scores, [query, key]; True at visible keys."""
     # Without a mask, queries and keys begin at the same position. Any further keys are free places
     # of a static cache.
     return torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
@@ -271,7 +291,8 @@ def _masked_scores(
     is_edited: bool,
 ) -> Float[Tensor, "batch head query key"]:
     """Return the scores with the cap, the bias and the mask."""
-    softcap, bias = options.softcap, options.position_bias
+    softcap = options.softcap
+    bias = options.position_bias
     masked = scores if softcap is None else torch.tanh(scores / softcap) * softcap
     if is_edited:
         # Set the key again to -inf, because the cap makes it finite.
@@ -346,15 +367,16 @@ class TracedForward(Replaced):
         passing = _Passing(self._points, next(tensors_in((args, kwargs))))
         with passing:
             output = self.inner(*args, **kwargs)
-        if passing.left:
+        if passing.expected:
             raise _changed(self._points)
         return output
 
 
 def _changed(points: TracedPoints) -> HookError:
-    what = type(points.module).__name__
+    """Return the error for a module that computes attention in another way than in `attach`."""
+    kind = type(points.module).__name__
     return HookError(
-        f"attention must call the same functions as in attach; {what} calls different ones"
+        f"attention must call the same functions as in attach; {kind} calls different ones"
     )
 
 
@@ -366,13 +388,13 @@ class _Passing(TorchFunctionMode):
         stream: the input of the module, [batch, pos, d_model].
 
     Attributes:
-        left: the kinds of functions that are still expected.
+        expected: the kinds of functions that are still expected.
     """
 
     def __init__(self, points: TracedPoints, stream: Tensor) -> None:
         super().__init__()
         self.points = points
-        self.left: tuple[str, ...] = ATTENTION
+        self.expected: tuple[str, ...] = ATTENTION
         self._batch, self._n_pos = rows_of(stream)
         self._dtype = stream.dtype
         self._new: range | None = None
@@ -384,34 +406,39 @@ class _Passing(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Return the function's result, with the changes of the points."""
-        kwargs, kind = kwargs or {}, kind_of(func, args, kwargs)
-        if kind == FUSED and self.left == ATTENTION:
-            self.left = ()
+        kind = kind_of(func, args, kwargs)
+        kwargs = kwargs or {}
+        if kind == FUSED and self.expected == ATTENTION:
+            self.expected = ()
             return self._fused(*args, **kwargs)
-        if kind not in self.left[:1]:
+        if kind not in self.expected[:1]:
             return func(*args, **kwargs)
-        step, self.left = self._steps[-len(self.left)], self.left[1:]
+        step = self._steps[-len(self.expected)]
+        self.expected = self.expected[1:]
         return step(func, *args, **kwargs)
 
     def _fused(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return z of the fused function, computed through the points."""
         named = dict(zip(FUSED_ARGUMENTS, args, strict=False)) | kwargs
         query, key, value, mask = (named.pop(name, None) for name in FUSED_ARGUMENTS[:4])
-        named["scaling"], named["dropout"] = named.pop("scale", None), named.pop("dropout_p", 0.0)
+        named["scaling"] = named.pop("scale", None)
+        named["dropout"] = named.pop("dropout_p", 0.0)
         named.setdefault("is_causal", False)
         z, _ = self.points.attend(self.points.module, query, key, value, mask, **named)
         return z.transpose(1, 2)
 
     def _scores(self, func: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the product of queries and keys, with the changes of `q`, `k` and `scores`."""
         points = self.points
         if not points.scale or math.isnan(points.scale):
             raise _changed(points)
-        *added, query, key = (*args, *(kwargs.pop(n) for n in OPERANDS if n in kwargs))
+        *added, query, key = _operands(args, kwargs)
         self._cache = take_cache()
         self._number = number_of(points.module)
         if isinstance(points, CrossPoints):
             self._cache = None
             self._new = range(key.shape[-1])
-        self._held = cached_layer(self._cache, self._number)
+        self._layer_cache = cached_layer(self._cache, self._number)
         query = self._by_position(points.q, query)
         key = self._passed(points.k, "keys", key.mT).mT
         product = func(*added, query, key, **kwargs)
@@ -431,6 +458,7 @@ class _Passing(TorchFunctionMode):
         return new + added[0] * beta if beta else new
 
     def _pattern(self, func: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the softmax, with the changes of `pattern`."""
         weights = self._softmax(func, *args, **kwargs)
         # This softmax is not from the attention, but from a hook inside the module.
         if weights.numel() != self._n_places:
@@ -456,7 +484,8 @@ class _Passing(TorchFunctionMode):
         return self._by_head(weights).masked_fill(without_keys, 0).reshape(weights.shape)
 
     def _z(self, func: Any, *args: Any, **kwargs: Any) -> Tensor:
-        *others, value = (*args, *(kwargs.pop(n) for n in OPERANDS if n in kwargs))
+        """Return the product of pattern and values, with the changes of `v` and `z`."""
+        *others, value = _operands(args, kwargs)
         value = self._passed(self.points.v, "values", value)
         return self._by_position(self.points.z, func(*others, value, **kwargs))
 
@@ -465,11 +494,13 @@ class _Passing(TorchFunctionMode):
         return value if value.ndim == 4 else value.unflatten(0, (self._batch, -1))
 
     def _by_position(self, point: HookPoint, value: Tensor) -> Tensor:
+        """Pass a value through a point with the axes [batch, pos, head, d_head]."""
         shown = self._by_head(value).transpose(1, 2)
         new = fire(point, shown)
         return value if new is shown else new.transpose(1, 2).reshape(value.shape)
 
     def _over_keys(self, point: HookPoint, value: Tensor) -> Tensor:
+        """Pass a value through a point with the axes [batch, head, query, key]."""
         assert self._new is not None
         # In a static cache, the places after the last position are free.
         shown, free = self._by_head(value).tensor_split([self._new.stop], -1)
@@ -477,24 +508,45 @@ class _Passing(TorchFunctionMode):
         return value if new is shown else torch.cat([new, free], -1).reshape(value.shape)
 
     def _passed(self, point: HookPoint, name: str, operand: Tensor) -> Tensor:
+        """Pass the new keys or values among an operand through a point, as `passed` does.
+
+        Args:
+            point: the point.
+            name: the name of the tensor in the cache: `keys` or `values`.
+            operand: the keys or values of all positions, with the key axis before the last one.
+        """
         keys = self._by_head(operand)
-        held = getattr(self._held, name, None)
-        if isinstance(held, Tensor) and held.shape == keys.shape and held.dtype != keys.dtype:
+        cached = getattr(self._layer_cache, name, None)
+        if isinstance(cached, Tensor) and cached.shape == keys.shape and cached.dtype != keys.dtype:
             # The operand is a copy in another precision.
-            keys = held
+            keys = cached
         # The range is computed from the keys. It cannot be computed from the values, because they
         # are not part of the cache's keys.
         if self._new is None:
-            start = first_new(keys, self._n_pos, self._cache, self._number)
+            start = first_new(keys, self._n_pos, cache=self._cache, layer=self._number)
             self._new = range(start, start + self._n_pos)
-        after = passed(point, keys, self._new, held, self._cache, self.points.is_lent)
+        after = passed(
+            point,
+            keys,
+            new=self._new,
+            cached=cached,
+            cache=self._cache,
+            is_lent=self.points.is_lent,
+        )
         return after.to(operand.dtype).reshape(operand.shape)
+
+
+def _operands(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the arguments of a product in order, and remove the named ones from `kwargs`."""
+    return [*args, *(kwargs.pop(name) for name in OPERANDS if name in kwargs)]
 
 
 def _fused(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    kwargs["scale"], kwargs["dropout_p"] = kwargs.pop("scaling"), kwargs.pop("dropout")
+    """Return z, [batch, query, head, d_head], from PyTorch's fused function."""
+    kwargs["scale"] = kwargs.pop("scaling")
+    kwargs["dropout_p"] = kwargs.pop("dropout")
     z = F.scaled_dot_product_attention(query, key, value, mask, **kwargs)
     return z.transpose(1, 2), None
 

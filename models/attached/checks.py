@@ -69,12 +69,11 @@ def check_points(wiring: Wiring) -> dict[str, str]:
 
 def _check_own_attention(wiring: Wiring) -> None:
     """Remove the points of attention in a module's own code if their values are wrong."""
-    traced = [
-        (block, name, points)
-        for block in wiring.blocks
-        for name, points in block.named_children()
-        if isinstance(points, TracedPoints)
-    ]
+    traced = list[tuple[Any, str, TracedPoints]]()
+    for block in wiring.blocks:
+        for name, points in block.named_children():
+            if isinstance(points, TracedPoints):
+                traced.append((block, name, points))
     if not traced:
         return
     arguments = _arguments_of(wiring, [points.module for _, _, points in traced])
@@ -100,7 +99,9 @@ def _check_streams(wiring: Wiring) -> None:
     if layouts[shared[0]].cross is not None:
         parts = ("resid_mid", "cross_out", "resid_mid_cross")
     hooks = {wiring.name_of(n, "resid_mid"): _rolled for n in shared}
-    names = [wiring.name_of(n, part) for n in shared for part in parts]
+    names = list[str]()
+    for n in shared:
+        names += [wiring.name_of(n, part) for part in parts]
     _, cache = _run(wiring, names, hooks)
     for n in shared:
         mid, added, post = (cache[wiring.name_of(n, part)] for part in parts)
@@ -222,8 +223,9 @@ def _unequal_experts(wiring: Wiring, mixtures: Mapping[int, Experts]) -> Broken:
     if not modules:
         return
     parts = ("routing", "chosen", "experts")
+    names = [f"blocks.{n}.mlp.{part}" for n, part in itertools.product(modules, parts)]
     try:
-        _, cache = _run(wiring, [f"blocks.{n}.mlp.{part}" for n in modules for part in parts])
+        _, cache = _run(wiring, names)
     # Some code does not accept rows with a single expert (LongCat).
     except Exception as error:
         why = f"the experts do not run one by one: {error}"
@@ -272,9 +274,13 @@ def _check_attention(wiring: Wiring) -> None:
     Raises:
         AttachError: if the logits differ even without these points.
     """
-    stack, reference = wiring.stack, wiring.stack.probe.reference
-    attention = [p for p in wiring.blocks.modules() if isinstance(p, AttentionPoints)]
-    attention = [points for points in attention if hasattr(points, "scores")]
+    stack = wiring.stack
+    reference = wiring.stack.probe.reference
+    attention = [
+        module
+        for module in wiring.blocks.modules()
+        if isinstance(module, AttentionPoints) and hasattr(module, "scores")
+    ]
     arguments = _arguments_of(wiring, [points.module for points in attention])
     has_others = {points: _adds_terms(points, arguments) for points in attention}
     wrong = [points for points in attention if has_others[points]]
@@ -287,14 +293,23 @@ def _check_attention(wiring: Wiring) -> None:
         stack.left_out["scores"] = stack.left_out["pattern"] = (
             "attention adds terms that are not supported"
         )
-    top = {part for name, part in wiring.owner.named_children() if name in TOP}
-    of_top = {module for part in top for module in part.modules()}
-    known = HookedRunner(wiring.model).points
-    others = [name for name, point in known.items() if point.module in of_top]
-    others = [name for name in others if not name.endswith(("scores", "pattern"))]
-    if not agree(_run(wiring, others)[0], reference, 1e-3):
+    if not agree(_run(wiring, _names_without_scores(wiring))[0], reference, 1e-3):
         kind = type(wiring.model).__name__
         raise AttachError(f"hooks must not change the logits; the logits of {kind} changed")
+
+
+def _names_without_scores(wiring: Wiring) -> list[str]:
+    """Return the names of a stack's points, without `scores` and `pattern`."""
+    of_stack = set[nn.Module]()
+    for name, part in wiring.owner.named_children():
+        if name in TOP:
+            of_stack |= {*part.modules()}
+    points = HookedRunner(wiring.model).points
+    return [
+        name
+        for name, point in points.items()
+        if point.module in of_stack and not name.endswith(("scores", "pattern"))
+    ]
 
 
 def _adds_terms(points: AttentionPoints, arguments: Any) -> bool | None:
@@ -334,8 +349,8 @@ def _in_float32(module: nn.Module, args: Any, kwargs: Any) -> tuple[nn.Module, A
     A module with higher precision is returned unchanged, with its arguments. In half precision,
     rounding may hide a term of attention, or look like a term.
     """
-    held = [*module.parameters(), *tensors_in((args, kwargs))]
-    if not any(tensor.dtype in HALF for tensor in held):
+    tensors = [*module.parameters(), *tensors_in((args, kwargs))]
+    if not any(tensor.dtype in HALF for tensor in tensors):
         return module, args, kwargs
 
     def widened(leaf: Any) -> Any:
@@ -359,9 +374,9 @@ def _has_other_terms(module: nn.Module, args: Any, kwargs: Any) -> bool:
 
 @without_gradients
 def _problem_of(module: nn.Module, args: Any, kwargs: Any) -> str | None:
-    """Return the first error in the points of attention in a module's own code;
+    """Return the first error in the points of attention in a module's own code.
 
-    None without errors.
+    The result is None if there is no error.
 
     Args:
         module: the attention module, with `TracedPoints`.
@@ -437,7 +452,8 @@ def _reasons_of_missing_points(wiring: Wiring) -> dict[str, str]:
 
     Points with a known reason are not included.
     """
-    stack, prefix = wiring.stack, wiring.stack.prefix
+    stack = wiring.stack
+    prefix = wiring.stack.prefix
     points = HookedRunner(wiring.model).points
     reasons = dict[str, str]()
     for name in USUAL:
@@ -446,25 +462,37 @@ def _reasons_of_missing_points(wiring: Wiring) -> dict[str, str]:
         if without and not {name, *name.split(".")} & {*stack.left_out}:
             reasons[name] = _reason(wiring, name, without, points)
     attentions = [layout.attention for layout in stack.layouts if layout.attention is not None]
-    inside = (name.split(".") for attention in attentions for name, _ in attention.named_modules())
-    if any("router" in parts for parts in inside):
+    if any(map(_has_router, attentions)):
         reasons["attn.router"] = "attention selects experts with its own router"
     if f"{prefix}ln_final.normalized" not in points:
         reasons["ln_final"] = "no single module after the last block is a norm"
     return reasons
 
 
+def _has_router(module: nn.Module) -> bool:
+    """Return whether a module inside this one has the name `router`."""
+    return any("router" in name.split(".") for name, _ in module.named_modules())
+
+
 def _reason(wiring: Wiring, name: str, without: Sequence[int], points: Mapping[str, Any]) -> str:
-    """Return the reason why some blocks have no point of this name."""
+    """Return the reason why some blocks have no point of this name.
+
+    Args:
+        wiring: the points of the stack.
+        name: the last part of the point's name.
+        without: the indices of the blocks without the point.
+        points: the points that the model has, by name.
+    """
     layouts = wiring.stack.layouts
     has_mixers = all(wiring.name_of(n, "mixer_out") in points for n in without)
-    has_terms = any(wiring.name_of(n, term) in points for n in without for term in ADDED)
-    some = f"block {', '.join(map(str, without))}"
+    terms = (wiring.name_of(n, term) for n, term in itertools.product(without, ADDED))
+    has_terms = any(term in points for term in terms)
+    named_blocks = f"block {', '.join(map(str, without))}"
     if name.startswith("attn") and has_mixers:
-        return f"{some} has another mixer of positions, mixer_out"
+        return f"{named_blocks} has another mixer of positions, mixer_out"
     if name in SUMMED and not has_terms:
         return "the stream that leaves the block is not the sum of its input and outputs of modules"
     if name in ("mlp_out", "resid_mid") and all(layouts[n].reads_first for n in without):
         return "the term after attention is scaled, or is a sum of several outputs"
-    where = "any block" if len(without) == len(layouts) else some
+    where = "any block" if len(without) == len(layouts) else named_blocks
     return f"it is not the input or output of a module in {where}"

@@ -91,18 +91,18 @@ def past_of(cache: Any, layer: int | None) -> AttachedPast | None:
         raise HookError(
             f"lazy=True needs arguments without other objects; got a {type(cache).__name__}"
         )
-    held = cached_layer(cache, layer)
-    if held is not None and not held.get_seq_length():
+    cached = cached_layer(cache, layer)
+    if cached is not None and not cached.get_seq_length():
         return None
-    if not keeps_only_keys(held):
-        got = type(cache if held is None else held).__name__
+    if not keeps_only_keys(cached):
+        got = type(cache if cached is None else cached).__name__
         raise HookError(f"lazy=True needs a DynamicCache of keys and values; got a {got}")
-    return AttachedPast(held.keys.detach().clone(), held.values.detach().clone())
+    return AttachedPast(cached.keys.detach().clone(), cached.values.detach().clone())
 
 
-def keeps_only_keys(held: Any) -> bool:
+def keeps_only_keys(layer: Any) -> bool:
     """Return whether a layer of a cache contains only keys and values, and no recurrent state."""
-    return type(held).__name__ in ("DynamicLayer", "DynamicSlidingWindowLayer")
+    return type(layer).__name__ in ("DynamicLayer", "DynamicSlidingWindowLayer")
 
 
 def number_of(attention: nn.Module) -> Any:
@@ -121,22 +121,23 @@ def first_new(keys: Keys, new: int, cache: Any, layer: Any) -> int:
 
     A static cache has free places after the keys.
     """
-    held = cached_layer(cache, layer)
-    if type(held).__name__.startswith("Static") and _is_part(held.keys, keys):
+    cached = cached_layer(cache, layer)
+    if type(cached).__name__.startswith("Static") and _is_part(cached.keys, keys):
         # A full window drops its oldest keys, and the new keys are at its end.
         return min(start_of_piece() or 0, keys.shape[2] - new)
     return keys.shape[2] - new
 
 
-def passed(point: HookPoint, keys: Keys, new: range, held: Any, cache: Any, is_lent: bool) -> Keys:
-    """Return all keys or values, after the keys or values of the `new` positions went through a
-    point.
+def passed(
+    point: HookPoint, keys: Keys, new: range, cached: Any, cache: Any, is_lent: bool
+) -> Keys:
+    """Return all keys or values, with the `new` ones as they leave a point.
 
     Args:
         point: the point.
         keys: the keys or values of all positions that a query may see.
         new: the indices of the new positions.
-        held: the tensor of the cache that must receive edited keys or values for later calls.
+        cached: the tensor of the cache that must receive edited keys or values for later calls.
         cache: the cache, or None.
         is_lent: whether later modules use the same tensor, and must see an edit too.
 
@@ -144,7 +145,7 @@ def passed(point: HookPoint, keys: Keys, new: range, held: Any, cache: Any, is_l
         HookError: if edited keys or values cannot be stored in the cache.
     """
     before = keys[:, :, new.start : new.stop].transpose(1, 2)
-    if (held is not None or is_lent) and is_listened_to(point):
+    if (cached is not None or is_lent) and is_listened_to(point):
         # A hook may store this tensor, and the model may write into its memory.
         before = before.clone()
     after = fire(point, before)
@@ -154,18 +155,19 @@ def passed(point: HookPoint, keys: Keys, new: range, held: Any, cache: Any, is_l
         if len(new) == keys.shape[2]:
             return after.transpose(1, 2)
         return torch.cat([keys[:, :, : new.start], after.transpose(1, 2)], 2)
-    if not is_lent and not _is_part(held, keys):
-        what = (
+    if not is_lent and not _is_part(cached, keys):
+        problem = (
             "keys and values of this model cannot be edited in a run with a cache, because its "
             "cache stores other tensors"
         )
-        raise HookError(f"{what} (run with use_cache=False)")
+        raise HookError(f"{problem} (run with use_cache=False)")
     keys[:, :, new.start : new.stop] = after.transpose(1, 2)
     return keys
 
 
-def _is_part(held: Any, keys: Keys) -> bool:
-    return isinstance(held, Tensor) and memory_of(held) == memory_of(keys)
+def _is_part(cached: Any, keys: Keys) -> bool:
+    """Return whether the tensor of a cache shares the memory of these keys."""
+    return isinstance(cached, Tensor) and memory_of(cached) == memory_of(keys)
 
 
 # The arguments with a known meaning, with their axes over texts and over queries. Positions of
@@ -239,12 +241,16 @@ class AttachedContext(NamedTuple):
         new = self.n_pos - pos
         calls = list[dict[str, Any]]()
         for call, (keys, *_) in zip(self.calls, past, strict=True):
-            later = {n: _later(n, value, pos, new, keys.device) for n, value in call.items()}
+            later = {
+                name: _later(name, value, pos=pos, new=new, device=keys.device)
+                for name, value in call.items()
+            }
             calls.append(later)
         return self._replace(calls=tuple(calls), past=tuple(past))
 
 
 def _later(name: str, value: Any, pos: int, new: int, device: torch.device) -> Any:
+    """Return the part of an argument for the `new` positions from `pos` on."""
     if name not in AXES:
         return value
     if name == "attention_mask" and value is None and new > 1:
@@ -287,28 +293,36 @@ def repeatable_context(
 
     The calls can be repeated if each block is causal, has no tensors among its arguments except the
     arguments in `AXES`, with these axes, and has put all its keys and values into a cache.
+
+    Args:
+        blocks: the blocks.
+        calls: the arguments of each block, positional and by name.
+        model_arguments: the model's arguments besides the tokens.
     """
-    arguments, held = [], []
+    arguments = []
+    keys_and_values = []
     for block, (args, kwargs) in zip(blocks, calls, strict=True):
         names = list(inspect.signature(block.forward).parameters)
         named = dict(zip(names[1:], args[1:], strict=False)) | kwargs
         cache = next((named[name] for name in CACHES if is_cache(named.get(name))), None)
-        kept = cached_layer(cache, carried(block, "hook_points").layer)
+        layer = cached_layer(cache, carried(block, "hook_points").layer)
         n_pos = args[0].shape[1] if args else 0
-        if not keeps_only_keys(kept) or kept.keys is None or kept.keys.shape[2] != n_pos:
+        if not keeps_only_keys(layer) or layer.keys is None or layer.keys.shape[2] != n_pos:
             return None
         plain = {name: None if is_cache(value) else value for name, value in named.items()}
         others = {name: value for name, value in plain.items() if name not in AXES}
         if any(True for _ in tensors_in(others)) or not _is_causal(block, plain, n_pos):
             return None
-        batch = len(kept.keys)
-        read = {name: plain[name] for name in AXES if name in plain}
-        leaves = [(name, leaf) for name, value in read.items() for leaf in tensors_in(value)]
-        if not all(_has_known_axes(name, leaf, batch, n_pos) for name, leaf in leaves):
-            return None
+        batch = len(layer.keys)
+        for name in AXES.keys() & plain.keys():
+            for leaf in tensors_in(plain[name]):
+                if not _has_known_axes(name, leaf, batch=batch, n_pos=n_pos):
+                    return None
         arguments.append(plain)
-        held.append((kept.keys, kept.values))
-    return AttachedContext(model_arguments, n_pos, tuple(arguments), tuple(held))
+        keys_and_values.append((layer.keys, layer.values))
+    return AttachedContext(
+        model_arguments, n_pos, calls=tuple(arguments), held=tuple(keys_and_values)
+    )
 
 
 def _is_causal(block: nn.Module, kwargs: dict[str, Any], n_pos: int) -> bool:
@@ -320,5 +334,5 @@ def _is_causal(block: nn.Module, kwargs: dict[str, Any], n_pos: int) -> bool:
         return False
     # The mask may contain a bias for a visible key, and not only 0.
     least = torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else 0
-    seen = mask > least
-    return not bool(seen.triu(1).any())
+    is_visible = mask > least
+    return not bool(is_visible.triu(1).any())

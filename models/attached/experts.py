@@ -18,7 +18,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, product
+from itertools import product
 from typing import Any
 
 import torch
@@ -64,7 +64,7 @@ class Experts:
 
     @property
     def has_outputs(self) -> bool:
-        """Whether there is a point with the output of each expert."""
+        """True if there is a point with the output of each expert."""
         return self.module is not None and not self.is_mapped
 
     @property
@@ -97,38 +97,73 @@ def experts_of(calls: Sequence[Call], added: Call | None) -> Experts | None:
         added: the call whose output the MLP adds to the stream, or the call of a norm of that
             output.
     """
-    numbered = ((call, n, False) for call in calls if (n := _number_of(call)))
-    copied = ((call, n, True) for call in calls if (n := _number_of_copies(call)))
-    called, n, copies = next(chain(numbered, copied), (None, 0, False))
-    if called is None:
-        known = (getattr(call.module, "num_experts", None) for call in calls)
-        n = next((each for each in known if isinstance(each, int) and each > 1), 0)
-    routers = [c for c in calls if n in c.maps and (called is None or c.began < called.began)]
-    router = routers[-1].module if routers else None
+    called, n, copies = _call_of_experts(calls)
+    before = [call for call in calls if called is None or call.began < called.began]
+    routers = [call.module for call in before if n in call.maps]
+    router = routers[-1] if routers else None
     if called is None or called.output is None:
         return Experts(n, None, router) if n else None
-    given = called.output.view(n, *SHAPE, -1) if copies else called.output[None]
-    # The model may add the copies in another order, so the sizes are needed for the tolerance.
-    routed, sizes = given.sum(0), given.abs().sum(0)
+    experts = Experts(n, called.module, router, has_rest=True, reads_copies=copies)
+    outputs = called.output.view(n, *SHAPE, -1) if copies else called.output[None]
     later = [call for call in calls if called.ended < call.began]
-    wholes = _wholes(added, later)
+    return _explained(experts, outputs, calls=calls, later=later, wholes=_wholes(added, later))
+
+
+def _call_of_experts(calls: Sequence[Call]) -> tuple[Call | None, int, bool]:
+    """Return the call of the experts, their number, and whether they read copies of all vectors.
+
+    If the experts are called in another way, the call is None. The number is 0 without experts.
+    """
+    for call in calls:
+        if n := _number_of(call):
+            return call, n, False
+    for call in calls:
+        if n := _number_of_copies(call):
+            return call, n, True
+    for call in calls:
+        stated = getattr(call.module, "num_experts", None)
+        if isinstance(stated, int) and stated > 1:
+            return None, stated, False
+    return None, 0, False
+
+
+def _explained(
+    experts: Experts,
+    outputs: Tensor,
+    calls: Sequence[Call],
+    later: Sequence[Call],
+    wholes: Sequence[Tensor],
+) -> Experts:
+    """Return the experts with the terms whose sum is the output of the MLP, if a sum fits.
+
+    Args:
+        experts: the experts, without these terms.
+        outputs: the outputs of the experts' call, [copy, batch, pos, d_model]. Their sum over the
+            copies is the sum of the experts.
+        calls: the calls of modules inside the block.
+        later: the calls after the experts.
+        wholes: the tensors that may be the complete sum.
+    """
+    # The model may add the copies in another order, so the sizes are needed for the tolerance.
+    routed = outputs.sum(0)
+    sizes = outputs.abs().sum(0)
     mapped = _mapped(routed, later)
     # The factor 0.5 is for the mean of two parts.
     factors = (1.0, *factors_of(*(call.module for call in calls)), 0.5)
-    made = Experts(n, called.module, router, has_rest=True, reads_copies=copies)
     for (term, is_mapped), whole, factor in product(mapped, wholes, factors):
         if term.shape != whole.shape:
             continue
-        fitting = replace(made, factor=factor, is_mapped=is_mapped)
+        fitting = replace(experts, factor=factor, is_mapped=is_mapped)
         scaled = term * factor
         size = (term if is_mapped else sizes) * factor
         if is_close(scaled, whole, size):
             return replace(fitting, has_rest=False)
-        for shared, gate in _beside(calls, scaled, whole, size, dict.fromkeys((1.0, factor))):
+        scales = dict.fromkeys((1.0, factor))
+        for shared, gate in _beside(calls, routed=scaled, whole=whole, size=size, scales=scales):
             return replace(fitting, shared=shared, gate=gate)
     # The sum cannot be shown to be added without another map.
     is_other = mapped[-1][1] or not any(whole.shape == routed.shape for whole in wholes)
-    return replace(made, is_mapped=bool(wholes) and is_other)
+    return replace(experts, is_mapped=bool(wholes) and is_other)
 
 
 def _wholes(added: Call | None, later: Sequence[Call]) -> list[Tensor]:
@@ -160,13 +195,27 @@ def _mapped(routed: Tensor, later: Sequence[Call]) -> list[tuple[Tensor, bool]]:
 
 
 def _number_of(call: Call) -> int | None:
-    integers = [t for t in call.inputs if not t.is_floating_point() and t.shape[:2] == SHAPE]
-    weights = [t for t in call.inputs if integers and t.shape == integers[0].shape]
-    if len(weights) != 2 or len(call.inputs) != 3:
+    """Return the number of experts of a call with vectors, expert indices and weights.
+
+    For any other call, the result is None.
+    """
+    indices = [
+        tensor
+        for tensor in call.inputs
+        if not tensor.is_floating_point() and tensor.shape[:2] == SHAPE
+    ]
+    if not indices or len(call.inputs) != 3:
         return None
-    stacked = (len(p) for p in call.module.parameters(recurse=False) if p.ndim == 3)
-    n = getattr(call.module, "num_experts", None) or next(stacked, None)
-    return n if isinstance(n, int) and int(integers[0].max()) < n else None
+    if sum(tensor.shape == indices[0].shape for tensor in call.inputs) != 2:
+        return None
+    n = getattr(call.module, "num_experts", None) or _n_stacked(call.module)
+    return n if isinstance(n, int) and int(indices[0].max()) < n else None
+
+
+def _n_stacked(module: nn.Module) -> int:
+    """Return the length of a module's first parameter with three axes; 0 without one."""
+    parameters = module.parameters(recurse=False)
+    return next((len(parameter) for parameter in parameters if parameter.ndim == 3), 0)
 
 
 def _number_of_copies(call: Call) -> int | None:
@@ -176,12 +225,9 @@ def _number_of_copies(call: Call) -> int | None:
     """
     if len(call.inputs) != 1 or call.output is None or call.output.ndim != 2:
         return None
-    stacked = (len(p) for p in call.module.parameters(recurse=False) if p.ndim == 3)
-    n = next(stacked, 0)
-    rows = len(call.output)
-    return (
-        n if rows == n * SHAPE[0] * SHAPE[1] and call.inputs[0].shape == call.output.shape else None
-    )
+    n = _n_stacked(call.module)
+    has_copies = len(call.output) == n * SHAPE[0] * SHAPE[1]
+    return n if has_copies and call.inputs[0].shape == call.output.shape else None
 
 
 def _beside(
@@ -251,6 +297,8 @@ class RouterForward(Replaced):
 
 
 class _Logits(TorchFunctionMode):
+    """Passes the router's linear map, which has `n` columns, through a point."""
+
     def __init__(self, point: HookPoint, n: int) -> None:
         super().__init__()
         self._point = point
@@ -275,19 +323,20 @@ class Routing(Wire):
 
     def __call__(self, module: nn.Module, args: Any) -> Any:
         """Return the arguments with the results of the points."""
-        places = {part.is_floating_point(): at for at, part in enumerate(args[1:], 1)}
-        chosen = args[places[False]]
-        weights = args[places[True]]
+        index_of = {part.is_floating_point(): at for at, part in enumerate(args[1:], 1)}
+        chosen = args[index_of[False]]
+        weights = args[index_of[True]]
         if is_listened_to(self.point):
             routing = weights.new_zeros(*weights.shape[:-1], self.n).scatter(-1, chosen, weights)
             new = fire(self.point, routing)
             weights = new.gather(-1, chosen)
             if new is not routing:
                 others, more = _others(chosen, new)
-                chosen, weights = torch.cat([chosen, others], -1), torch.cat([weights, more], -1)
+                chosen = torch.cat([chosen, others], -1)
+                weights = torch.cat([weights, more], -1)
         if is_listened_to(self.chosen):
             chosen = fire(self.chosen, chosen)
-        changed = {places[False]: chosen, places[True]: weights}
+        changed = {index_of[False]: chosen, index_of[True]: weights}
         return tuple(changed.get(at, part) for at, part in enumerate(args))
 
 
@@ -313,12 +362,13 @@ class ChosenOutputs(Computed):
 
     def passed(self, module: Any, args: Any, output: Tensor) -> Tensor | None:
         """Return the output with the changes of the point; None if nothing changes."""
-        x, (chosen, weights) = args[0], sorted(args[1:], key=torch.is_floating_point)
-        n = chosen.shape[-1]
+        x = args[0]
+        chosen, weights = sorted(args[1:], key=torch.is_floating_point)
         size = x.shape[-1]
-        rows = x.reshape(-1, size).repeat_interleave(n, 0)
-        each = [chosen.reshape(-1, 1), torch.ones_like(weights).reshape(-1, 1)]
-        outputs = module.forward(rows, *(each if args[1] is chosen else each[::-1]))
+        # Each row of this call reads a vector with one of its experts, with the weight 1.
+        rows = x.reshape(-1, size).repeat_interleave(chosen.shape[-1], 0)
+        choices = [chosen.reshape(-1, 1), torch.ones_like(weights).reshape(-1, 1)]
+        outputs = module.forward(rows, *(choices if args[1] is chosen else choices[::-1]))
         outputs = outputs.view(*chosen.shape, size) * self.factor
         new = fire(self.point, outputs)
         if new is outputs:

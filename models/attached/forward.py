@@ -99,7 +99,8 @@ class StackForward(Replaced):
         self._reads_tokens = "input_ids" in names
         self.embedded: Output | None = None
         self.virtual: int | None = None
-        self._left: tuple[int, ...] | None = None
+        # The mark of the cache at the end of the last run; see `_mark`.
+        self._last_mark: tuple[int, ...] | None = None
         # The memory of a list of tensors from the last run, and the number of columns that it has
         # read.
         self._end_of_list: tuple[list[int], int] = ([], 0)
@@ -132,7 +133,7 @@ class StackForward(Replaced):
                 real = real if self._reads_tokens else None
                 with reading(Piece(None, real, others=others)):
                     return self.inner(*args, **kwargs)
-            return self._piece(texts, real, others, args, kwargs)
+            return self._piece(texts, real, others=others, args=args, kwargs=kwargs)
         finally:
             texts_read.reset(token)
 
@@ -146,7 +147,11 @@ class StackForward(Replaced):
     ) -> Any:
         """Return the output of a run that may continue another run."""
         cache = next(filter(is_cache, (*args, *kwargs.values())), None)
-        moved = cache is not None and self._left not in (None, _mark(cache)) and bool(_held(cache))
+        moved = (
+            cache is not None
+            and self._last_mark not in (None, _mark(cache))
+            and bool(_n_cached(cache))
+        )
         start = self._start(texts[1], real, [*args, *kwargs.values()])
         if self.virtual is None:
             self.virtual = start or 0
@@ -160,22 +165,22 @@ class StackForward(Replaced):
             began = generation.setdefault("began", texts[1])
         if start is None:
             start = 0 if kwargs.get("use_cache") else start_of_piece()
-        with reading(Piece(start, real, moved, began, others)):
+        with reading(Piece(start, real, moved=moved, began=began, others=others)):
             output = self.inner(*args, **kwargs)
-        self._left = None if cache is None else _mark(cache)
+        self._last_mark = None if cache is None else _mark(cache)
         self._note_end([cache, *_fields(output)], (start or 0) + texts[1])
         return output
 
-    def _start(self, n_pos: int, real: Tensor | None, given: list[Any]) -> int | None:
+    def _start(self, n_pos: int, real: Tensor | None, arguments: list[Any]) -> int | None:
         """Return the first column of the piece, virtual tokens included.
 
         The result is None if the run does not continue another run.
         """
         if real is not None and real.shape[1] > n_pos:
             return real.shape[1] - n_pos
-        for state in _states(given):
-            if is_cache(state) and (held := _held(state)):
-                return held
+        for state in _states(arguments):
+            if is_cache(state) and (n_cached := _n_cached(state)):
+                return n_cached
             if isinstance(state, list | tuple):
                 memory, end = self._end_of_list
                 if memory and memory == [*map(memory_of, tensors_in(state))]:
@@ -187,10 +192,11 @@ class StackForward(Replaced):
         return None
 
     def _note_end(self, values: list[Any], end: int) -> None:
+        """Store the column at which a run ended, with the states that a later run may get."""
         for state in _states(values):
             if isinstance(state, list | tuple):
                 self._end_of_list = [*map(memory_of, tensors_in(state))], end
-            elif not _held(state):
+            elif not _n_cached(state):
                 # An attribute is also copied with the state.
                 vars(state)[_END] = end
 
@@ -284,13 +290,10 @@ def _states(values: list[Any]) -> Iterator[Any]:
 
 
 def _fields(output: Any) -> list[Any]:
-    return (
-        [*output.values()]
-        if isinstance(output, Mapping)
-        else [*output]
-        if isinstance(output, tuple)
-        else []
-    )
+    """Return the values of an output that is a mapping or a tuple; else an empty list."""
+    if isinstance(output, Mapping):
+        return [*output.values()]
+    return [*output] if isinstance(output, tuple) else []
 
 
 def _mark(cache: Any) -> tuple[int, ...]:
@@ -302,20 +305,24 @@ def _mark(cache: Any) -> tuple[int, ...]:
     return id(cache), *(memory_of(key) for key in keys if isinstance(key, Tensor))
 
 
-def _held(cache: Any) -> int:
+def _n_cached(cache: Any) -> int:
     """Return the number of positions that a cache has seen.
 
     Layers without keys, such as linear attention, do not count.
     """
-    layers = [x for x in getattr(own_cache(cache), "layers", ()) if hasattr(x, "get_seq_length")]
-    return max((int(layer.get_seq_length()) for layer in layers), default=0)
+    layers = getattr(own_cache(cache), "layers", ())
+    with_keys = (layer for layer in layers if hasattr(layer, "get_seq_length"))
+    return max((int(layer.get_seq_length()) for layer in with_keys), default=0)
 
 
 def _is_fresh(state: Any) -> bool:
     """Return whether all layers of a state report that it was reset."""
-    before = [getattr(layer, "has_previous_state", None) for layer in getattr(state, "layers", ())]
-    known = [any(each.values()) if isinstance(each, dict) else each for each in before]
-    return bool(known) and not any(known)
+    layers = getattr(state, "layers", ())
+    for layer in layers:
+        has_state = getattr(layer, "has_previous_state", None)
+        if any(has_state.values()) if isinstance(has_state, dict) else has_state:
+            return False
+    return bool(layers)
 
 
 # Whether the current run tests how the model counts positions.
@@ -331,7 +338,8 @@ class PaddedPositions:
     """
 
     def __init__(self, attached: Any, takes_positions: bool) -> None:
-        self._attached, self._takes_positions = attached, takes_positions
+        self._attached = attached
+        self._takes_positions = takes_positions
         self._reads_padding: dict[tuple[str, bool], bool] = {}
 
     def of(self, mask: Shaped[Tensor, "batch pos"], copies_text: bool = False) -> dict[str, Tensor]:
@@ -366,8 +374,7 @@ class PaddedPositions:
         if self._counts_padding:
             raise ValueError(
                 f"texts must be padded on the right for a {type(self._attached.model).__name__}, "
-                "which accepts no positions and "
-                "counts padding; got padding before a token"
+                "which accepts no positions and counts padding; got padding before a token"
             )
         return {}
 
@@ -384,29 +391,25 @@ class PaddedPositions:
         if not self._is_read(side, copies_text):
             return
         model = self._attached.model
-        other = "left" if side == "right" else "right"
+        other_side = "left" if side == "right" else "right"
         if copies_text and not self._is_read(side, copies_text=False):
             raise ValueError(
-                f"a padded {type(model).__name__} must be given decoder_input_ids, because "
-                "without them its decoder reads "
-                f"input_ids with the padding; got padding on the {side}"
+                f"a padded {type(model).__name__} must be given decoder_input_ids, because without "
+                f"them its decoder reads input_ids with the padding; got padding on the {side}"
             )
-        if not self._is_read(other, copies_text):
-            rule = f"must be padded on the {other}"
+        if not self._is_read(other_side, copies_text):
+            rule = f"must be padded on the {other_side}"
         elif getattr(model.config, "pad_token_id", None) is None:
             rule = "must have one length, or the model a config.pad_token_id"
         else:
             rule = "must have one length"
         raise ValueError(
             f"texts {rule}, because padding on the {side} changes the output of a "
-            f"{type(model).__name__}; "
-            "got padding there"
+            f"{type(model).__name__}; got padding there"
         )
 
     def _is_read(self, side: str, copies_text: bool) -> bool:
-        """Return the result of `_changes_output`, which is computed once for each pair of
-        arguments.
-        """
+        """Return the result of `_changes_output`, which is computed only once."""
         question = (side, copies_text)
         if question not in self._reads_padding:
             self._reads_padding[question] = self._changes_output(*question)
@@ -479,7 +482,7 @@ class PaddedPositions:
     @cached_property
     @without_gradients
     def _counts_padding(self) -> bool:
-        """Whether a column of padding before a text changes its logits."""
+        """True if a column of padding before a text changes its logits."""
         attached = self._attached
         tokens = tokens_for(attached.model)
         mask = torch.ones_like(tokens).index_fill(1, tokens.new_zeros(1), 0)

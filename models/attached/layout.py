@@ -151,14 +151,22 @@ class Candidates:
 def candidates_of(block: Call, probe: ProbeRun, roles: Roles) -> Candidates:
     """Return the calls inside a block among which its parts are found.
 
+    Args:
+        block: the call of the block.
+        probe: the run in which the block was called.
+        roles: the sublayers that a user names.
+
     Raises:
         AttachError: if a named sublayer did not run exactly once.
     """
-    inside = [c for c in probe.single if block.began < c.began and c.ended < block.ended]
-    lists = [part for part in block.module.modules() if isinstance(part, nn.ModuleList)]
-    parallel_lists = [part for part in lists if not _is_chain(part, inside)]
-    listed = {module for part in parallel_lists for module in part.modules()}
-    whole = [call for call in inside if call.module not in listed]
+    inside = [
+        call for call in probe.single if block.began < call.began and call.ended < block.ended
+    ]
+    in_parallel = set[nn.Module]()
+    for part in block.module.modules():
+        if isinstance(part, nn.ModuleList) and not _is_chain(part, inside):
+            in_parallel |= {*part.modules()}
+    whole = [call for call in inside if call.module not in in_parallel]
     attending = [call for call in whole if probe.attention[call.module] == 1]
     traced = set[nn.Module]()
     if probe.parts is not None:
@@ -191,7 +199,7 @@ def _is_chain(modules: nn.ModuleList, calls: Sequence[Call]) -> bool:
     """Return whether each module of a list runs on the output of the module before."""
     ran = [call for call in calls if call.module in {*modules}]
     is_whole = len(ran) == len(modules) > 1
-    return is_whole and all(_runs_on(two, one) for one, two in itertools.pairwise(ran))
+    return is_whole and all(_runs_on(call, earlier) for earlier, call in itertools.pairwise(ran))
 
 
 def _runs_on(call: Call, earlier: Call) -> bool:
@@ -256,26 +264,26 @@ def terms_of(candidates: Candidates, factors: Sequence[float]) -> Terms:
             continue
         before = [call for call in calls if call.ended < reader.began]
         after = [call for call in calls if call.began >= reader.began]
-        first = summand(entering, between, before, factors)
+        first = summand(entering, between, calls=before, factors=factors)
         before_second = [first] if first else []
         if first is None and len(factors) > 1:
             # Attention and another mixer of positions may be parallel, each with its own factor.
-            before_second = parallel(entering, between, before, factors)
-        if before_second and (second := summand(between, leaving, after, factors)):
+            before_second = parallel(entering, between, calls=before, factors=factors)
+        if before_second and (second := summand(between, leaving, calls=after, factors=factors)):
             norms = _norms_of_readers({"ln1": entering, "ln2": between}, calls)
             return Terms([*before_second, second], norms, mid_in=reader.module)
         if first is None:
             continue
-        if normed := _terms_before_norms(first, reader, leaving, after):
+        if normed := _terms_before_norms(first, reader, leaving=leaving, calls=after):
             return normed
         if first_alone is None and norm_of(reader):
             first_alone = first, between
     norms = _norms_of_readers({"ln1": entering, "ln2": entering}, calls)
-    if only := summand(entering, leaving, calls, factors):
+    if only := summand(entering, leaving, calls=calls, factors=factors):
         return Terms([only], norms)
-    both = parallel(entering, leaving, calls)
-    if both or first_alone is None:
-        return Terms(both, norms)
+    pair = parallel(entering, leaving, calls)
+    if pair or first_alone is None:
+        return Terms(pair, norms)
     first, between = first_alone
     norms = _norms_of_readers({"ln1": entering, "ln2": between}, calls)
     return Terms([first], norms, reads_first=True)
@@ -324,10 +332,10 @@ def _norms_of_readers(
     """
     norms = dict[str, TracedNorm]()
     for name, stream in streams.items():
-        taken = {norm.module for norm in norms.values()}
+        named = {norm.module for norm in norms.values()}
         for call in calls:
             reads = _stream_of(call, stream)
-            if reads is None or call.module in taken or not is_same(reads, stream.to(reads.dtype)):
+            if reads is None or call.module in named or not is_same(reads, stream.to(reads.dtype)):
                 continue
             if norm := norm_of(call):
                 norms[name] = norm
@@ -341,8 +349,12 @@ def _stream_of(call: Call, like: Tensor) -> Tensor | None:
     An input with another precision must be equal to the stream. Here and below, `is_same` checks
     whether a module reads the same tensor. `summand` finds the term that was added to it.
     """
-    streams = [t for t in call.inputs if t.shape == like.shape and t.is_floating_point()]
-    return next((t for t in streams if t.dtype == like.dtype or is_same(t, like.to(t.dtype))), None)
+    for stream in call.inputs:
+        if stream.shape != like.shape or not stream.is_floating_point():
+            continue
+        if stream.dtype == like.dtype or is_same(stream, like.to(stream.dtype)):
+            return stream
+    return None
 
 
 class TermsByRole(NamedTuple):
@@ -361,7 +373,8 @@ def roles_of(candidates: Candidates, terms: Terms) -> TermsByRole | None:
     Raises:
         AttachError: if the output of a named sublayer is not added to the stream.
     """
-    added, named = terms.added, candidates.named
+    added = terms.added
+    named = candidates.named
     if "attn" in named:
         attn = next((term for term in added if _gives(term[0], named["attn"])), None)
     else:
@@ -371,17 +384,17 @@ def roles_of(candidates: Candidates, terms: Terms) -> TermsByRole | None:
         # Attention adds zeros, so the single term belongs to the MLP.
         _require_added(candidates, TermsByRole())
         return None
-    found = dict[str, Term]()
+    terms_by_role = dict[str, Term]()
     for at, term in enumerate(added):
         is_second = len(added) == 2 and (attn is not None or at == 1)
         is_named = "mlp" in named and _gives(term[0], named["mlp"])
         if term is attn:
-            found["attn"] = term
+            terms_by_role["attn"] = term
         elif at == 2 or is_second or is_named:
-            found["mlp"] = term
+            terms_by_role["mlp"] = term
         else:
-            found["mixer"] = term
-    by_role = TermsByRole(**found)
+            terms_by_role["mixer"] = term
+    by_role = TermsByRole(**terms_by_role)
     _require_added(candidates, by_role)
     return by_role
 
@@ -394,7 +407,7 @@ def _is_after(mixers: Sequence[Call], call: Call) -> bool:
 def _gives(added: Call, sublayer: Call) -> bool:
     """Return whether a term is the output of a sublayer, or a norm or dropout of this output."""
     # Dropout and norms read the same tensor, so there is no rounding.
-    reads = any(is_same(x, sublayer.output) for x in added.inputs)
+    reads = any(is_same(read, sublayer.output) for read in added.inputs)
     is_plain = norm_of(added) is not None or not [*added.module.parameters()]
     return (reads and is_plain) or is_in(sublayer, added) or is_in(added, sublayer)
 
@@ -443,9 +456,11 @@ def _assembled(candidates: Candidates, terms: Terms, by_role: TermsByRole | None
         hidden_in = _reader_of(layout.norms["ln2"].module, candidates.whole) or hidden_in
     if hidden_in is not None:
         others = [call for call, _ in terms.added if call is not hidden_in]
-        layout.hidden = hidden_of(hidden_in, candidates.whole, others, layout.attention)
-    other = mlp or mixer
-    layout.experts = experts_of(candidates.inside, other[0] if other else None)
+        layout.hidden = hidden_of(
+            hidden_in, candidates.whole, others=others, attention=layout.attention
+        )
+    term_of_experts = mlp or mixer
+    layout.experts = experts_of(candidates.inside, term_of_experts[0] if term_of_experts else None)
     return layout
 
 
@@ -480,7 +495,8 @@ def crossing_of(candidates: Candidates, factors: Sequence[float]) -> BlockLayout
 
     Attention to the encoder is the second of three terms.
     """
-    calls, entering = candidates.whole, candidates.block.inputs[0]
+    calls = candidates.whole
+    entering = candidates.block.inputs[0]
     attention, cross = (call.module for call in candidates.attending)
     layout = BlockLayout(
         candidates.block.module, attention=attention, cross=cross, traced=candidates.traced
@@ -490,21 +506,31 @@ def crossing_of(candidates: Candidates, factors: Sequence[float]) -> BlockLayout
         three = next(_three_additions(candidates, factors, is_normed), None)
         if three is None:
             continue
-        (one, two, last), calls_after = three
-        assert one.reader is not None
-        assert two.reader is not None
+        (attention_term, cross_term, mlp_term), calls_after = three
+        assert attention_term.reader is not None
+        assert cross_term.reader is not None
         layout.attn_out, layout.cross_out, layout.mlp_out = (
-            addition.term[1] for addition in (one, two, last)
+            addition.term[1] for addition in (attention_term, cross_term, mlp_term)
         )
-        if last.reader is None:
-            layout.mid_in, layout.cross_in = one.reader.module, two.reader.module
-            streams = {"ln1": entering, "ln_cross": one.total, "ln2": two.total}
+        if mlp_term.reader is None:
+            layout.mid_in = attention_term.reader.module
+            layout.cross_in = cross_term.reader.module
+            streams = {"ln1": entering, "ln_cross": attention_term.total, "ln2": cross_term.total}
             layout.norms = _norms_of_readers(streams, calls)
         else:
-            layout.mid_out, layout.crossed = one.reader.module, two.reader.module
-            layout.norms = _norms({"ln1": one.reader, "ln_cross": two.reader, "ln2": last.reader})
-        mlp = last.term[0]
-        layout.hidden = hidden_of(mlp, calls_after, [one.term[0], two.term[0]], None)
+            layout.mid_out = attention_term.reader.module
+            layout.crossed = cross_term.reader.module
+            layout.norms = _norms(
+                {
+                    "ln1": attention_term.reader,
+                    "ln_cross": cross_term.reader,
+                    "ln2": mlp_term.reader,
+                }
+            )
+        mlp = mlp_term.term[0]
+        layout.hidden = hidden_of(
+            mlp, calls_after, others=[attention_term.term[0], cross_term.term[0]], attention=None
+        )
         layout.experts = experts_of(candidates.inside, mlp)
         return layout
     return None
@@ -520,20 +546,25 @@ def _three_additions(
         factors: the possible factors of the terms.
         is_normed: whether norms read the sums.
     """
-    calls, leaving = candidates.whole, candidates.block.output
+    calls = candidates.whole
+    leaving = candidates.block.output
     assert leaving is not None
     norms = [call for call in calls if is_normed and is_same(call.output, leaving)]
     ends: list[tuple[Call | None, Tensor | None]] = [(None, leaving)]
     if norms:
         ends = [(norm, _stream_of(norm, leaving)) for norm in norms]
-    for one in _additions(candidates.block.inputs[0], calls, factors):
-        stream, calls_after_one = _after(one, calls, is_normed)
-        for two in _additions(stream, calls_after_one, factors):
-            below, calls_after_two = _after(two, calls_after_one, is_normed)
+    for first in _additions(candidates.block.inputs[0], calls, factors):
+        stream, calls_after_one = _after(first, calls, is_normed)
+        for second in _additions(stream, calls_after_one, factors):
+            below, calls_after_two = _after(second, calls_after_one, is_normed)
             for norm, total in ends:
-                term = None if total is None else summand(below, total, calls_after_two, factors)
+                term = (
+                    None
+                    if total is None
+                    else summand(below, total, calls=calls_after_two, factors=factors)
+                )
                 if term and total is not None:
-                    yield (one, two, Addition(norm, term, total)), calls_after_two
+                    yield (first, second, Addition(norm, term, total)), calls_after_two
 
 
 def _additions(
@@ -544,7 +575,7 @@ def _additions(
         total = _stream_of(reader, stream)
         if total is not None and not is_same(total, stream.to(total.dtype)):
             before = [call for call in calls if call.ended < reader.began]
-            if term := summand(stream, total, before, factors):
+            if term := summand(stream, total, calls=before, factors=factors):
                 yield Addition(reader, term, total)
 
 

@@ -37,8 +37,8 @@ After the prefix comes the name of the model's own kernel.
 
 def configs_of(model: nn.Module) -> dict[nn.Module, Any]:
     """Return the config of each module that has one."""
-    held = {module: vars(module).get("config") for module in model.modules()}
-    return {module: config for module, config in held.items() if is_config(config)}
+    configs = {module: vars(module).get("config") for module in model.modules()}
+    return {module: config for module, config in configs.items() if is_config(config)}
 
 
 def kernel_name(config: Any) -> str:
@@ -55,8 +55,7 @@ def base_of(model: Any) -> Any:
 
 
 def text_config(model: Any) -> Any:
-    """Return the part of a model's config about its text blocks; the whole config if it has no
-    parts.
+    """Return the part of a model's config about its text blocks, or the whole config.
 
     For a model without a config, the result is the model itself.
     """
@@ -75,8 +74,9 @@ def kernel_of(module: nn.Module) -> Kernel:
     eager = None
     for kind in type(module).__mro__:
         eager = eager or getattr(sys.modules[kind.__module__], "eager_attention_forward", None)
-    kernels = library("transformers").AttentionInterface()
-    return eager if name == "eager" and eager else kernels["sdpa" if name == "eager" else name]
+    if name == "eager" and eager:
+        return eager
+    return library("transformers").AttentionInterface()["sdpa" if name == "eager" else name]
 
 
 LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
@@ -101,11 +101,19 @@ class Sizes:
 
 
 def sizes_of(model: Any, vocab_size: int, n_layers: int, d_model: int, logit_cap: float) -> Sizes:
-    """Return the sizes of a model. Some sizes are read from its config."""
+    """Return the sizes of a model.
+
+    Args:
+        model: the model. Its config contains the longest text and the number of heads.
+        vocab_size, n_layers, d_model, logit_cap: the sizes that were found in a run.
+    """
     config = text_config(model)
-    n_ctx = next((n for name in LENGTHS if (n := getattr(config, name, None))), sys.maxsize)
+    lengths = (getattr(config, name, None) for name in LENGTHS)
+    n_ctx = next(filter(None, lengths), sys.maxsize)
     n_heads = getattr(config, "num_attention_heads", 0)
-    return Sizes(vocab_size, n_ctx, n_layers, n_heads, d_model, logit_cap)
+    return Sizes(
+        vocab_size, n_ctx, n_layers=n_layers, n_heads=n_heads, d_model=d_model, logit_cap=logit_cap
+    )
 
 
 SHAPE = (2, 7)
@@ -137,11 +145,15 @@ class ExampleArguments:
             try:
                 output = self.run(model)
             except Exception as error:
-                shapes = {n: [*x.shape] for n, x in self.kwargs.items() if isinstance(x, Tensor)}
+                shapes = {
+                    name: [*value.shape]
+                    for name, value in self.kwargs.items()
+                    if isinstance(value, Tensor)
+                }
                 raise AttachError(
                     f"the model must run on only {shapes or 'its first argument'}; "
-                    f"{type(model).__name__} raised "
-                    f"{brief(error)} (use example= for other arguments)"
+                    f"{type(model).__name__} raised {brief(error)} (use example= for other "
+                    "arguments)"
                 ) from error
         return logits_of(output)
 
@@ -168,7 +180,7 @@ class ExampleArguments:
 
     @property
     def is_text(self) -> bool:
-        """Whether the arguments are only tokens, with or without a mask."""
+        """True if the arguments are only tokens, with or without a mask."""
         others = {name for name, value in self.kwargs.items() if isinstance(value, Tensor)}
         return self.tokens is not None and others <= {"input_ids", "attention_mask"}
 
@@ -181,8 +193,8 @@ def examples_of(model: nn.Module, example: Any) -> list[ExampleArguments]:
         ValueError: if the model reads no tokens, and there is no example.
     """
     default = _example_of(model)
-    given = None if example is None else _example_of(model, example)
-    if default is None and given is None:
+    from_user = None if example is None else _example_of(model, example)
+    if default is None and from_user is None:
         reads = ", ".join(parameters_of(model)[:3])
         lacks = "" if table_of(model) is not None else " without an nn.Embedding of tokens"
         kind = type(model).__name__
@@ -190,16 +202,16 @@ def examples_of(model: nn.Module, example: Any) -> list[ExampleArguments]:
             f"attach needs example=, the arguments of a run, for a {kind}{lacks}, which reads "
             f"{reads}"
         )
-    if given is None or default is None or is_encoder_decoder(model):
-        return [run for run in (given, default) if run][:1]
-    if given.is_text:
-        return [given]
+    if from_user is None or default is None or is_encoder_decoder(model):
+        return [run for run in (from_user, default) if run][:1]
+    if from_user.is_text:
+        return [from_user]
     try:
         default.logits(model)
     # The model needs images besides tokens.
     except ValueError:
-        return [given]
-    return [default, given]
+        return [from_user]
+    return [default, from_user]
 
 
 def _example_of(model: nn.Module, example: Any = None) -> ExampleArguments | None:

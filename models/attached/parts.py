@@ -43,8 +43,14 @@ def summand(
 ) -> tuple[Call, Summand] | None:
     """Return the call whose output, times one of the factors, turns `before` into `after`.
 
-    The sum is computed again in the model's precision, so the right call gives the same bits. If
-    several calls do, the function returns the last of them.
+    The sum is computed again in the model's precision, so the right call gives the same bits. The
+    call with the smallest error is returned, and the last of several calls with this error. The
+    result is None if every error is larger than four units of rounding.
+
+    Args:
+        before, after: the stream before and after the addition.
+        calls: the calls that may compute the term.
+        factors: the possible factors of the output.
     """
     best = 4.0
     explained = None
@@ -88,8 +94,10 @@ def _error(after: Tensor, *terms: Tensor) -> float:
 
 def factors_of(*owners: Any) -> list[float]:
     """Return the numbers in modules and configs by which a model may multiply."""
-    held = [v for owner in owners for v in vars(owner).values() if isinstance(v, float)]
-    return [value for value in dict.fromkeys(held) if abs(value) > 1e-3 and value != 1]
+    numbers = list[float]()
+    for owner in owners:
+        numbers += [value for value in vars(owner).values() if isinstance(value, float)]
+    return [value for value in dict.fromkeys(numbers) if abs(value) > 1e-3 and value != 1]
 
 
 def parallel(
@@ -97,11 +105,18 @@ def parallel(
 ) -> list[tuple[Call, Summand]]:
     """Return the two calls, in order, whose outputs are added to the stream together.
 
-    Each output is multiplied by one of the factors.
+    Each output is multiplied by one of the factors. Without such a pair, the list is empty.
+
+    Args:
+        pre: the stream before the addition.
+        post: the stream after the addition.
+        calls: the calls that may be in the pair.
+        factors: the possible factors of the outputs.
     """
-    latest = sorted(calls, key=lambda call: call.ended, reverse=True)
     fitting = [
-        c for c in latest if c.output is not None and c.output.shape == pre.shape == post.shape
+        call
+        for call in sorted(calls, key=lambda call: call.ended, reverse=True)
+        if call.output is not None and call.output.shape == pre.shape == post.shape
     ]
     best = 4.0
     explained = list[tuple[Call, Summand]]()
@@ -111,7 +126,10 @@ def parallel(
         pair = first, second
         outputs = [call.output for call in pair if call.output is not None]
         scales = _factors(outputs, post - pre, factors)
-        terms = [x if scale == 1 else x * scale for x, scale in zip(outputs, scales, strict=True)]
+        terms = [
+            output if scale == 1 else output * scale
+            for output, scale in zip(outputs, scales, strict=True)
+        ]
         error = min(_error(post, *order) for order in itertools.permutations([*terms, pre]))
         if error < best:
             best = error
@@ -128,7 +146,7 @@ def _factors(terms: Sequence[Tensor], change: Tensor, factors: Sequence[float]) 
         return [factors[0]] * len(terms)
     columns = torch.stack([term.double().flatten() for term in terms], 1)
     solution = torch.linalg.lstsq(columns, change.double().flatten()[:, None]).solution
-    return [min(factors, key=lambda f: abs(f - best)) for best in solution[:, 0].tolist()]
+    return [min(factors, key=lambda factor: abs(factor - best)) for best in solution[:, 0].tolist()]
 
 
 @dataclass(frozen=True)
@@ -158,16 +176,15 @@ class TracedNorm:
         return ((float32 - bias) * (before / after) + bias).to(output.dtype)
 
     def _centered(self, x: Tensor) -> Tensor:
+        """Return the input in float32 at least, minus its mean if the norm subtracts the mean."""
         x = at_least_float32(x)
         return x - x.mean(-1, keepdim=True) if self.centered else x
 
 
 def norm_of(call: Call) -> TracedNorm | None:
-    """Return the norm that a module computed in this call;
-
-    None if the module is not a known norm.
-    """
-    module, output = call.module, call.output
+    """Return the norm that a module computed in this call; None if it is not a known norm."""
+    module = call.module
+    output = call.output
     if output is None or len(call.inputs) != 1 or call.inputs[0].shape != output.shape:
         return None
     if any(True for _ in module.children()):
@@ -189,7 +206,7 @@ def norm_of(call: Call) -> TracedNorm | None:
     if _hands_on(call, x, output):
         return None
     for centered, eps in itertools.product((True, False), _epsilons(module)):
-        candidate = TracedNorm(module, centered, eps, isinstance(bias, Tensor))
+        candidate = TracedNorm(module, centered, eps=eps, bias=isinstance(bias, Tensor))
         shape = candidate._centered(x) / candidate.scale(x)
         for gain in gains:
             normed = shape * gain + shift
@@ -207,12 +224,13 @@ def _in_float32(call: Call) -> tuple[Tensor, Tensor]:
 
     Rounding to half precision hides the operation of a norm.
     """
-    x, output = call.inputs[0], call.output
+    x = call.inputs[0]
+    output = call.output
     assert output is not None
-    made = _made_by_copy(call.module, x.float()) if output.dtype in HALF else None
-    if made is None or made.dtype != torch.float32:
+    precise = _made_by_copy(call.module, x.float()) if output.dtype in HALF else None
+    if precise is None or precise.dtype != torch.float32:
         return x, output
-    return x.float(), made
+    return x.float(), precise
 
 
 def _hands_on(call: Call, x: Tensor, output: Tensor) -> bool:
@@ -234,15 +252,17 @@ def _made_by_copy(module: nn.Module, x: Tensor) -> Tensor | None:
     """
     # Weights may, for example, have a quantized dtype.
     with contextlib.suppress(Exception):
-        made = hooks_disabled(copy.deepcopy(module).cpu().to(x.dtype), x)
-        if isinstance(made, Tensor):
-            return made.detach()
+        output = hooks_disabled(copy.deepcopy(module).cpu().to(x.dtype), x)
+        if isinstance(output, Tensor):
+            return output.detach()
     return None
 
 
 def _epsilons(module: nn.Module) -> list[float]:
     """Return the module's own small numbers, and the usual constants in the code of families."""
-    small = [v for v in vars(module).values() if isinstance(v, float) and 0 <= v < 0.1]
+    small = [
+        value for value in vars(module).values() if isinstance(value, float) and 0 <= value < 0.1
+    ]
     return list(dict.fromkeys([*small, 1e-5, 1e-6, 0.0]))
 
 
@@ -290,34 +310,37 @@ def is_in(inner: Call, outer: Call) -> bool:
 
 def _is_nonlinearity(call: Call, added: Call) -> bool:
     """Return whether a call computes a nonlinearity: no weights, the same shape, and not a norm."""
-    x, y = call.inputs[0] if call.inputs else None, call.output
-    if x is None or y is None or x.shape != y.shape:
+    read = call.inputs[0] if call.inputs else None
+    output = call.output
+    if read is None or output is None or read.shape != output.shape:
         return False
-    if added.output is None or x.shape[:2] != added.output.shape[:2]:
+    if added.output is None or read.shape[:2] != added.output.shape[:2]:
         return False
     plain = all(weight.numel() == 1 for weight in call.module.parameters())
     # A module that returns its input, as dropout does, does no arithmetic, so there is no rounding.
-    return plain and not is_same(x, y) and norm_of(call) is None
+    return plain and not is_same(read, output) and norm_of(call) is None
 
 
 def _around(act: Call, calls: Sequence[Call], added: Call) -> Hidden | None:
     """Return the hidden layer of a nonlinearity."""
-    y = act.output
-    assert y is not None
+    activated = act.output
+    assert activated is not None
     for last in calls:
         hidden = last.inputs[0] if last.inputs else None
         has_weights = any(True for _ in last.module.parameters())
-        if hidden is None or last.began < act.ended or not has_weights or hidden.shape != y.shape:
+        if hidden is None or hidden.shape != activated.shape:
+            continue
+        if last.began < act.ended or not has_weights:
             continue
         # The output must be the same tensor as the sum. If other modules, for example experts, are
         # added to it, these are not all neurons.
         if not any(is_same(last.output, whole) for whole in (added.output, *added.inputs)):
             continue
         linear = None
-        for other in calls:
-            u = other.output
-            is_factor = u is not None and u.shape == y.shape and other is not act
-            if is_factor and u is not None and is_close(y * u, hidden) and not is_same(y, hidden):
-                linear = other.module
+        for factor in calls:
+            if factor is act or factor.output is None or factor.output.shape != activated.shape:
+                continue
+            if is_close(activated * factor.output, hidden) and not is_same(activated, hidden):
+                linear = factor.module
         return Hidden(act.module, last.module, linear)
     return None

@@ -39,7 +39,7 @@ from models.attached.original import (
     text_config,
 )
 from models.attached.parts import Summand, TracedNorm, factors_of, norm_of, summand
-from models.attached.probe import ProbeRun
+from models.attached.probe import Call, ProbeRun
 from models.attached.stacks import OwnPart, Stack, Tower, features, require_position_of_each_token
 from models.attached.wires import (
     BlockInput,
@@ -82,8 +82,7 @@ class BlockPoints(HookPoints):
 def place_points(
     model: Any, forward: Forward, stacks: Sequence[Stack], probes: Sequence[ProbeRun]
 ) -> list["Wiring"]:
-    """Add points to a model at the modules of its layouts, with hooks that pass values through
-    them.
+    """Add points to a model at the modules of its layouts, with the hooks that fire them.
 
     Args:
         model: the model.
@@ -181,8 +180,7 @@ def _join_shards(model: nn.Module, example: ExampleArguments) -> None:
         elif group[0][2].min() == group[0][2].max():
             raise AttachError(
                 f"{name} must have different numbers, to show whether they are split over "
-                f"{mesh.size()} processes; "
-                f"got only {float(group[0][2].min())}"
+                f"{mesh.size()} processes; got only {float(group[0][2].min())}"
             )
 
 
@@ -219,12 +217,12 @@ class Wiring:
         listening = {*self._modules}
         for module in listening:
             _keep_outputs_last(module)
-        return [
-            (parent, name, child)
-            for parent in self.model.modules()
-            for name, child in parent.named_children()
-            if child in listening
-        ]
+        places = []
+        for parent in self.model.modules():
+            for name, child in parent.named_children():
+                if child in listening:
+                    places.append((parent, name, child))
+        return places
 
     def drop(self, parent: nn.Module, name: str) -> None:
         """Remove one point."""
@@ -243,6 +241,7 @@ class Wiring:
         delattr(block, name)
 
     def _listen(self, module: nn.Module, hook: Any) -> None:
+        """Register a hook on one of the model's modules."""
         if isinstance(hook, Input | CacheGiven | Merged):
             handle = module.register_forward_pre_hook(hook, with_kwargs=True)
         elif isinstance(hook, Routing):
@@ -253,12 +252,14 @@ class Wiring:
         self._modules.append(module)
 
     def _added(self, point: HookPoint, added: Summand) -> HookPoint:
+        """Return a point after its hook is registered on the module of a term."""
         self._listen(added.module, Output(point, added.factor, added.is_overwritten))
         return point
 
     def embeddings(self, root: nn.Module) -> Output | None:
-        """Add `embed`, and `pos_embed` if there are position vectors, from the input of the first
-        block.
+        """Add `embed`, and `pos_embed` if there are position vectors.
+
+        They are found from the input of the first block.
 
         Args:
             root: the module that contains the embeddings.
@@ -274,22 +275,14 @@ class Wiring:
         first = self.stack.chain[0]
         stream = first.inputs[0]
         embedding = embedding_of(root)
-        before = [c for c in probe.single if c.ended < first.began and c.output is not None]
+        before = [
+            call for call in probe.single if call.ended < first.began and call.output is not None
+        ]
         tokens = next((call for call in before if call.module is embedding), None)
         require_position_of_each_token(self.model, self.stack)
         if tokens is None or tokens.output is None or tokens.output.shape != stream.shape:
             return None
-        added = Summand(embedding, 1.0, tokens.is_overwritten)
-        factors = [1.0, *factors_of(text_config(self.model)), stream.shape[-1] ** 0.5]
-        if alone := summand(torch.zeros_like(stream), stream, [tokens], factors):
-            added = alone[1]
-        for call in () if alone else before:
-            vectors = _for_each_text(call.output, stream)
-            if vectors is not None and (explained := summand(vectors, stream, [tokens], factors)):
-                added = explained[1]
-                self.owner.pos_embed = HookPoint(STREAM, "additive position encodings")
-                self._listen(call.module, PositionsWire(self.owner.pos_embed))
-                break
+        added = self._added_by_embedding(tokens, before, stream)
         self.owner.embed = self._added(HookPoint(STREAM, "token embeddings"), added)
         # If the embedding runs before `root`, then `root` always gets embeddings, which have
         # already passed through the point.
@@ -297,6 +290,29 @@ class Wiring:
         if tokens.began < began:
             return None
         return Output(self.owner.embed, added.factor, added.is_overwritten)
+
+    def _added_by_embedding(self, tokens: Call, before: Sequence[Call], stream: Tensor) -> Summand:
+        """Return the term of the embedding in the stream, and add `pos_embed` for another term.
+
+        Args:
+            tokens: the call of the embedding.
+            before: the calls before the first block.
+            stream: the stream that enters the first block.
+        """
+        factors = [1.0, *factors_of(text_config(self.model)), stream.shape[-1] ** 0.5]
+        alone = summand(torch.zeros_like(stream), stream, calls=[tokens], factors=factors)
+        if alone is not None:
+            return alone[1]
+        for call in before:
+            vectors = _for_each_text(call.output, stream)
+            if vectors is None:
+                continue
+            explained = summand(vectors, stream, calls=[tokens], factors=factors)
+            if explained is not None:
+                self.owner.pos_embed = HookPoint(STREAM, "additive position encodings")
+                self._listen(call.module, PositionsWire(self.owner.pos_embed))
+                return explained[1]
+        return Summand(tokens.module, 1.0, tokens.is_overwritten)
 
     def merged(self, module: nn.Module) -> None:
         """Add `merged` at a module that reads the embeddings with the features of towers."""
@@ -306,9 +322,7 @@ class Wiring:
         self._listen(module, Merged(self.owner.merged))
 
     def projected(self, module: nn.Module) -> None:
-        """Add `projected` at a module that returns a tower's features for the stream of
-        the text.
-        """
+        """Add `projected` at a module that returns features for the stream of the text."""
         self.owner.projected = HookPoint(
             STREAM, "the features that are inserted into the stream of the text"
         )
@@ -367,9 +381,7 @@ class Wiring:
             self._listen(layout.crossed, Output(points.resid_mid_cross))
 
     def _mlp(self, layout: BlockLayout) -> nn.Module:
-        """Return the points of an MLP: of its experts, or of its hidden layer if it has
-        no experts.
-        """
+        """Return the points of an MLP: of its experts, or else of its hidden layer."""
         if layout.experts is not None:
             return self._experts(layout.experts)
         points: Any = nn.Module()
@@ -400,10 +412,12 @@ class Wiring:
         return points
 
     def _norm(self, parent: nn.Module, name: str, layout: BlockLayout) -> None:
+        """Add the points of a norm to `parent`, if the block has a norm of this name."""
         if name in layout.norms:
             setattr(parent, name, self._around(nn.Module(), layout.norms[name]))
 
     def _around(self, points: nn.Module, norm: TracedNorm) -> nn.Module:
+        """Return `points` with the points of a norm: its scale and its output."""
         points.scale = HookPoint("batch pos 1", "what the norm divides by")
         points.normalized = HookPoint(STREAM, "the norm's output")
         self._listen(norm.module, Scale(points.scale, norm))
@@ -412,9 +426,12 @@ class Wiring:
 
     def final_norm(self, root: nn.Module) -> None:
         """Add `ln_final` at a norm inside `root` that reads the stream from the last block."""
-        probe, last = self.stack.probe, self.stack.chain[-1]
-        end = next((c.ended for c in probe.calls if c.module is root), math.inf)
-        for call in (c for c in probe.single if last.ended < c.began < end):
+        probe = self.stack.probe
+        last = self.stack.chain[-1]
+        end = next((call.ended for call in probe.calls if call.module is root), math.inf)
+        for call in probe.single:
+            if not last.ended < call.began < end:
+                continue
             # The norm must read the same tensor, because nothing is computed between.
             if call.inputs and is_same(call.inputs[0], last.output) and (norm := norm_of(call)):
                 points = HookPoints(norm.module)

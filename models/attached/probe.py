@@ -73,7 +73,7 @@ class Call:
 
     @property
     def is_overwritten(self) -> bool:
-        """Whether the model later wrote into the output."""
+        """True if the model later wrote into the output."""
         return self._returned is not None and version(self._returned) != self._written
 
 
@@ -151,8 +151,7 @@ class ProbeRun:
         return replace(self, calls=calls)
 
     def is_as(self, before: "Alone") -> bool:
-        """Return whether the logits and the attention functions are equal to a run without a
-        record.
+        """Return whether logits and attention functions are equal to a run without a record.
 
         Recording only copies tensors. Both runs call the same functions on the same tensors, so
         rounding is the same.
@@ -168,13 +167,17 @@ class ProbeRun:
                 session.after(module, partial(self._leave, module))
 
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Record the beginning of a call, with copies of its inputs."""
         tensors = tensors_in((args, kwargs))
         inputs = [self.copied(tensor) for tensor in tensors]
-        self._open.append(Call(name, module, inputs, self._clock, recorded=len(self.parts or ())))
+        self._open.append(
+            Call(name, module, inputs=inputs, began=self._clock, recorded=len(self.parts or ()))
+        )
         self.calls.append(self._open[-1])
         self._clock += 1
 
     def _leave(self, module: nn.Module, output: Any) -> None:
+        """Record the end of the innermost open call, with a copy of its output."""
         call = self._open.pop()
         for tensor in tensors_in(output):
             call.output = self.copied(tensor)

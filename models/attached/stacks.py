@@ -167,13 +167,15 @@ def find_stacks(
 def _left_out(model: nn.Module, stack: Stack, kernels: set[str]) -> dict[str, str]:
     """Return the reasons why a stack may have no points of attention, experts or norms."""
     why = dict[str, str]()
-    inside = {module for call in stack.chain for module in call.module.modules()}
+    inside = nn.ModuleList(call.module for call in stack.chain).modules()
     times = max(stack.probe.attention[module] for module in inside)
     if times > 1 and stack.name:
         why["attn"] = f"attention ran {times} times; give an example with one image or sound"
     elif not stack.probe.attention:
-        what = "has no attention, or computes attention in a way that is not recognised"
-        why["attn"] = f"{type(model).__name__} {what}"
+        kind = type(model).__name__
+        why["attn"] = (
+            f"{kind} has no attention, or computes attention in a way that is not recognised"
+        )
     for experts in filter(None, (layout.experts for layout in stack.layouts)):
         if stack.name:
             why["mlp"] = "experts have points in the blocks of the text only"
@@ -206,10 +208,10 @@ def stacks_of(model: nn.Module, probes: Sequence[ProbeRun], blocks: str | None) 
         ValueError: if there is no stack.
     """
     stacks = list[Stack]()
+    known = set[nn.Module]()
     for probe in probes:
-        known = {call.module for stack in stacks for call in stack.chain}
         chains = _chains(probe, model, blocks)
-        new = [(chain, seen) for chain, seen in chains if chain[0].module not in known]
+        new = [(chain, record) for chain, record in chains if chain[0].module not in known]
         if is_encoder_decoder(model):
             # If several stacks have the same name, take the first one, which has attention.
             named = {
@@ -220,7 +222,10 @@ def stacks_of(model: nn.Module, probes: Sequence[ProbeRun], blocks: str | None) 
             # Towers do not run on tokens alone, so a run of texts shows a single stack.
             new = new[:1] if probe.example.is_text else new
             named = _named_towers(new, probe.example.tokens, has_text=bool(stacks))
-        stacks += [Stack(name, *new[n]) for name, n in named.items()]
+        for name, n in named.items():
+            stack = Stack(name, *new[n])
+            stacks.append(stack)
+            known |= {call.module for call in stack.chain}
     return sorted(stacks, key=lambda stack: (stack.name != "", stack.chain[0].began))
 
 
@@ -233,13 +238,19 @@ def _named_towers(
     """
     order = sorted(range(len(stacks)), key=lambda n: stacks[n][0][0].began)
     shapes = {n: stacks[n][0][0].inputs[0].shape[:2] for n in order}
-    texts = [n for n, shape in shapes.items() if tokens is not None and shape == tokens.shape]
-    main = None if has_text else texts[-1] if texts else 0 if len(stacks) == 1 else None
+    of_texts = [n for n, shape in shapes.items() if tokens is not None and shape == tokens.shape]
+    main = None
+    if not has_text and of_texts:
+        main = of_texts[-1]
+    elif not has_text and len(stacks) == 1:
+        main = 0
     counts = Counter[str]()
     named = dict[str, int]()
     for n in order:
-        is_heard = _name(stacks[n][0], "audio|speech|sound", "")
-        name = "" if n == main else "audio" if is_heard else "vision"
+        if n == main:
+            name = ""
+        else:
+            name = "audio" if _name(stacks[n][0], "audio|speech|sound", "") else "vision"
         counts[name] += 1
         named[name if counts[name] == 1 else f"{name}_{counts[name]}"] = n
     return named
@@ -285,21 +296,25 @@ def _chains(
             stacks.append((chain, apart))
     if not stacks:
         raise AttachError(
-            "the model must have a ModuleList of blocks that run once each, in order, on a "
-            "stream [batch, pos, d_model]; "
-            f"{type(model).__name__} {problem} ({ADVICE})"
+            "the model must have a ModuleList of blocks that run once each, in order, on a stream "
+            f"[batch, pos, d_model]; {type(model).__name__} {problem} ({ADVICE})"
         )
     return stacks
 
 
 def _n_weights(blocks: Sequence[nn.Module]) -> int:
     """Return the number of weights of some blocks."""
-    return sum(weight.numel() for block in blocks for weight in block.parameters())
+    return sum(_n_weights_of(block) for block in blocks)
+
+
+def _n_weights_of(block: nn.Module) -> int:
+    """Return the number of weights of one block."""
+    return sum(weight.numel() for weight in block.parameters())
 
 
 def _attends(blocks: Sequence[nn.Module], probe: ProbeRun) -> bool:
     """Return whether a module of some blocks computed attention."""
-    return any(probe.attention[module] for block in blocks for module in block.modules())
+    return any(probe.attention[module] for module in nn.ModuleList(blocks).modules())
 
 
 def _list_of(model: nn.Module, blocks: Sequence[nn.Module]) -> str:
@@ -331,18 +346,22 @@ def features(
         merged = next((x for x in call.inputs if x.shape == text[0].inputs[0].shape), None)
         if merged is None or tokens is None or tokens.shape != merged.shape:
             continue
-        put = merged[(merged != tokens).any(-1)]
-        # The features are copied into the stream, so the bits are equal.
-        gives = {
-            c.module: None
-            for c in probe.calls
-            if ended < c.began < call.began
-            and c.output is not None
-            and c.output.numel() == put.numel()
-            and is_same(c.output.reshape(put.shape), put)
-        }
-        return call.module, {tower.name: [*gives][-1] for tower in towers if gives}
+        inserted = merged[(merged != tokens).any(-1)]
+        between = [earlier for earlier in probe.calls if ended < earlier.began < call.began]
+        returning = [earlier.module for earlier in between if _returned(earlier, inserted)]
+        # A module that ran several times counts at its first call.
+        distinct = [*dict.fromkeys(returning)]
+        return call.module, {tower.name: distinct[-1] for tower in towers if distinct}
     return None, {}
+
+
+def _returned(call: Call, features: Tensor) -> bool:
+    """Return whether the output of a call contains exactly these features, in some shape."""
+    output = call.output
+    if output is None or output.numel() != features.numel():
+        return False
+    # The features are copied into the stream, so the bits are equal.
+    return is_same(output.reshape(features.shape), features)
 
 
 def around_of(probe: ProbeRun, chain: Sequence[Call]) -> list[Call]:
@@ -352,12 +371,20 @@ def around_of(probe: ProbeRun, chain: Sequence[Call]) -> list[Call]:
 
 
 def _outermost(model: nn.Module) -> list[list[nn.Module]]:
-    lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList)}
-    inside = {n for n in lists for outer in lists if n.startswith(f"{outer}.")}
-    return [[*blocks] for n, blocks in lists.items() if n not in inside]
+    """Return the modules of each `ModuleList` that is not inside another one."""
+    lists = {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)
+    }
+    inside_a_list = tuple(f"{name}." for name in lists)
+    return [[*blocks] for name, blocks in lists.items() if not name.startswith(inside_a_list)]
 
 
 def _named(model: nn.Module, blocks: str) -> list[nn.Module]:
+    """Return the modules whose names match a glob.
+
+    Raises:
+        AttachError: if no module matches.
+    """
     depth = blocks.count(".")
     chosen = [
         module
@@ -405,8 +432,9 @@ def _problem(chain: Sequence[Call], times: set[int]) -> str | None:
                 return "return no tensor"
             return f"return {[*call.output.shape]}{_meaning(call)}"
     # Nothing is computed between blocks, so there is no rounding.
-    if any(not is_same(one.output, two.inputs[0]) for one, two in itertools.pairwise(chain)):
-        return "do not read the output of the block before"
+    for before, call in itertools.pairwise(chain):
+        if not is_same(before.output, call.inputs[0]):
+            return "do not read the output of the block before"
     return None
 
 
@@ -424,21 +452,21 @@ def require_position_of_each_token(model: nn.Module, stack: Stack) -> None:
     stream = stack.chain[0].inputs[0]
     if tokens is None or tokens.shape == stream.shape[:2]:
         return
-    (rows, n_pos), (rows_seen, seen) = tokens.shape, stream.shape[:2]
+    rows, n_pos = tokens.shape
+    stream_rows, stream_pos = stream.shape[:2]
     advice = WITHOUT_ATTACH
-    if (rows_seen, seen) == (n_pos, rows):
+    if (stream_rows, stream_pos) == (n_pos, rows):
         why = "its blocks read [pos, batch, d_model], with positions first"
     elif stack.texts is None:
         return
     elif base_of(model) is not model and _positions(base_of(model), stack, n_pos) == n_pos:
-        why = f"an adapter puts {seen - n_pos} virtual tokens before each text"
+        why = f"an adapter puts {stream_pos - n_pos} virtual tokens before each text"
         advice = "attach its base model, and pass the adapter as run="
     else:
-        why = _reason(n_pos, seen, _positions(model, stack, n_pos - 1))
+        why = _reason(n_pos, stream_pos, _positions(model, stack, n_pos - 1))
     raise AttachError(
         f"the stream must have a position for each of {n_pos} tokens of {rows} texts; got "
-        f"{[*stream.shape]} in "
-        f"{stack.path!r} of a {type(model).__name__}: {why} ({advice})"
+        f"{[*stream.shape]} in {stack.path!r} of a {type(model).__name__}: {why} ({advice})"
     )
 
 
@@ -451,36 +479,33 @@ def _tokens_of(stack: Stack) -> Tensor | None:
     return example.tokens if stack.name in ("", "encoder") else None
 
 
-def _reason(n_pos: int, seen: int, shorter: int | None) -> str:
+def _reason(n_pos: int, stream_pos: int, shorter: int | None) -> str:
     """Return the reason why a stream has other positions than the tokens.
 
     Args:
         n_pos: the number of tokens.
-        seen: the number of positions.
+        stream_pos: the number of positions of the stream.
         shorter: the number of positions of a text with one token less; None if it is unknown.
     """
-    if seen < n_pos:
-        return f"it joins tokens, {n_pos} of them into {seen}"
-    if shorter == seen - 1:
-        return f"it adds {seen - n_pos} positions to each text"
-    if shorter == seen:
+    if stream_pos < n_pos:
+        return f"it joins tokens, {n_pos} of them into {stream_pos}"
+    if shorter == stream_pos - 1:
+        return f"it adds {stream_pos - n_pos} positions to each text"
+    if shorter == stream_pos:
         return "it pads texts to a multiple of some length"
-    if shorter is not None and shorter * n_pos == seen * (n_pos - 1):
-        return f"it has {seen // n_pos} positions for each token, in several streams"
+    if shorter is not None and shorter * n_pos == stream_pos * (n_pos - 1):
+        return f"it has {stream_pos // n_pos} positions for each token, in several streams"
     return "its positions are not the positions of the tokens"
 
 
 @without_gradients
 def _positions(model: Any, stack: Stack, n_pos: int) -> int | None:
-    """Return the number of positions for texts of `n_pos` tokens;
-
-    None if the model does not run.
-    """
+    """Return the stream's positions for texts of `n_pos` tokens; None if the model does not run."""
     example = stack.probe.example
-    found = list[int]()
+    counts = list[int]()
 
-    def see(args: Any, kwargs: Any) -> None:
-        found.append(next(tensors_in((args, kwargs))).shape[1])
+    def note(args: Any, kwargs: Any) -> None:
+        counts.append(next(tensors_in((args, kwargs))).shape[1])
 
     def cut(value: Any) -> Any:
         tokens = example.tokens
@@ -491,12 +516,12 @@ def _positions(model: Any, stack: Stack, n_pos: int) -> int | None:
     kwargs = {name: cut(value) for name, value in example.kwargs.items()}
     try:
         with mode(model, training=False), Session() as session:
-            session.before(stack.chain[0].module, see)
+            session.before(stack.chain[0].module, note)
             model(*args, **kwargs)
     # Models raise different errors if the length of texts is fixed.
     except Exception:
         return None
-    return found[0] if found else None
+    return counts[0] if counts else None
 
 
 @dataclass(frozen=True)
@@ -530,28 +555,34 @@ class Unembedding:
 def unembed_of(model: Any, probe: ProbeRun, last: Call) -> Unembedding | None:
     """Return the modules after the blocks, if they compute the logits.
 
-    The result is None for a model without a head, which has no logits.
+    The result is None if the model has no logits, or if these modules do not compute them.
+
+    Args:
+        model: the model.
+        probe: the run in which the blocks were called.
+        last: the call of the last block.
     """
     if hasattr(model, "get_output_embeddings") and model.get_output_embeddings() is None:
         return None
     modules: list[nn.Module] = []
-    at, after = last.output, last.ended
+    before = last
     for call in probe.single:
         # Each module reads the same tensor that the module before returned.
-        if call.began > after and call.inputs and is_same(call.inputs[0], at):
+        if call.began > before.ended and call.inputs and is_same(call.inputs[0], before.output):
             modules.append(call.module)
-            at, after = call.output, call.ended
+            before = call
     logits = probe.logits
-    if at is None or logits is None or at.shape != logits.shape:
+    output = before.output
+    if output is None or logits is None or output.shape != logits.shape:
         return None
     config = text_config(model)
-    cap = getattr(config, "final_logit_softcapping", None) or 0.0
-    held = factors_of(config)
-    for factor in (1.0, *held, *(1 / value for value in held)):
-        for bound in dict.fromkeys((cap, 0.0)):
+    config_cap = getattr(config, "final_logit_softcapping", None) or 0.0
+    factors = factors_of(config)
+    for factor in (1.0, *factors, *(1 / factor for factor in factors)):
+        for cap in dict.fromkeys((config_cap, 0.0)):
             # A cap far above all logits changes less than rounding, so the run may also fit without
             # it.
-            unembedding = Unembedding(tuple(modules), factor, bound)
-            if is_close(unembedding.finished(at), logits, at * factor):
+            unembedding = Unembedding(tuple(modules), factor, cap)
+            if is_close(unembedding.finished(output), logits, output * factor):
                 return unembedding
     return None

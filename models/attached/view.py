@@ -100,10 +100,10 @@ class PlainView(nn.Module):
         with mode(model, training=False):
             calls, logits = _recorded(language, tokens)
             context = _view_context_of(
-                language, [layout.attention for layout in layouts], tokens, {}
+                language, [layout.attention for layout in layouts], tokens=tokens, arguments={}
             )
             self.blocks = nn.ModuleList(
-                ViewBlock(n, layout, model.blocks[n], calls, context)
+                ViewBlock(n, layout, points=model.blocks[n], calls=calls, context=context)
                 for n, layout in enumerate(layouts)
             )
             modules = language.unembed.modules
@@ -128,14 +128,12 @@ class PlainView(nn.Module):
             return self.unembed(resid)
 
     def context(self, tokens: Int[Tensor, "batch pos"], **arguments: Any) -> ViewContext:
-        """Return the values that attention reads besides the stream, from a run of the model
-        itself.
-        """
+        """Return the values that attention reads besides the stream, from a run of the model."""
         if isinstance(mask := arguments.get("attention_mask"), Tensor) and mask.ndim == 2:
             arguments = {**self.language.positions_of(mask), **arguments}
         layouts = self.language.layouts
         attention = [layout.attention for layout in layouts]
-        return _view_context_of(self.language, attention, tokens, arguments)
+        return _view_context_of(self.language, attention, tokens=tokens, arguments=arguments)
 
     def input_resid(
         self, tokens: Int[Tensor, "batch pos"], context: ViewContext
@@ -164,6 +162,11 @@ class PlainView(nn.Module):
 
     @without_gradients
     def _unembedding(self) -> tuple[Tensor, Tensor]:
+        """Return the weight [d_model, vocab] and the bias of the unembedding, with its factor.
+
+        Raises:
+            ValueError: if several modules compute the logits.
+        """
         if len(self._head) != 1:
             raise _not_found(None, "one linear map from the final norm to the logits")
         like = next(self._model.parameters())
@@ -228,7 +231,9 @@ class ViewBlock(nn.Module):
         stream = calls[layout.block].inputs[0]
         read = norms["ln1"].output if "ln1" in norms else stream
         assert read is not None
-        self.attn = ViewAttention(n, layout, points.attn, read, calls, context)
+        self.attn = ViewAttention(
+            n, layout, points=points.attn, read=read, calls=calls, context=context
+        )
         self.is_parallel = layout.mid_in is None
         self.has_mlp = layout.mlp_out is not None
         if layout.mlp_out is None:
@@ -236,7 +241,9 @@ class ViewBlock(nn.Module):
         self.mlp_out = HookPoint(STREAM, "what the MLP adds to the residual stream")
         if not self.is_parallel:
             self.resid_mid = HookPoint(STREAM, "residual stream between the two sublayers")
-        modules, read_norm = _mlp_modules(n, layout, calls, [norms.get("ln2"), norms.get("ln1")])
+        modules, read_norm = _mlp_modules(
+            n, layout, calls=calls, norms=[norms.get("ln2"), norms.get("ln1")]
+        )
         self.mlp = ViewMLP(modules, layout.mlp_out.factor)
         self.ln2, self.ln2_post = _norm_like(read_norm), _norm_like(norms.get("ln2_post"))
 
@@ -294,21 +301,25 @@ class ViewAttention(nn.Module):
         context: ViewContext,
     ) -> None:
         super().__init__()
-        self.layer, module = layer, layout.attention
+        self.layer = layer
+        module = layout.attention
         assert module is not None
         for name, point in points.named_children():
             setattr(self, name, point)
         inside = [calls[part] for part in module.modules() if part in calls and part is not module]
-        projections = _outermost([c for c in inside if _is_projection(c, read)])
+        projections = _outermost([call for call in inside if _is_projection(call, read)])
         if not projections:
             raise _not_found(layer, "projections that read the input of attention")
         # Do not register this as a submodule, because its parameters do not belong to the view.
-        vars(self).update(module=module, projections=[c.module for c in projections])
-        leaves = [c.output.to(read).requires_grad_() for c in projections if c.output is not None]
+        vars(self).update(module=module, projections=[call.module for call in projections])
+        leaves = [
+            call.output.to(read).requires_grad_() for call in projections if call.output is not None
+        ]
         values = self._values(leaves, read, context)
         q, k, v, z = (values[name] for name in "qkvz")
         self.heads = [part.shape[2] for part in (q, k, v)]
-        maps = [c for c in inside if c.inputs and agree(c.inputs[0], z.detach().flatten(2))]
+        joined_z = z.detach().flatten(2)
+        maps = [call for call in inside if call.inputs and agree(call.inputs[0], joined_z)]
         if len({part.shape[3] for part in (q, k, v, z)}) > 1 or not maps:
             raise _not_found(layer, "heads of one size and a map that reads z")
         vars(self)["map"] = maps[-1].module
@@ -316,7 +327,7 @@ class ViewAttention(nn.Module):
         if columns is None:
             raise _not_found(layer, "projections in which each column belongs to one head")
         self.places = columns.argsort().split([leaf.shape[-1] for leaf in leaves])
-        parts = [_weights_of(c.module, read.shape[-1], q) for c in projections]
+        parts = [_weights_of(call.module, read.shape[-1], q) for call in projections]
         weight, bias = (torch.cat(part, -1) for part in zip(*parts, strict=True))
         self.qkv = _linear_of(weight[:, columns], bias[columns])
         factor = layout.attn_out.factor if layout.attn_out else 1.0
@@ -337,6 +348,7 @@ class ViewAttention(nn.Module):
         return values
 
     def _run(self, x: Tensor, context: ViewContext) -> None:
+        """Call the model's own module on `x` and the arguments of the recorded run."""
         args, kwargs = context.calls[self.layer]
         stream = _stream_among((args, kwargs), x.shape[-1])
         args, kwargs = mapped((args, kwargs), lambda leaf: x if leaf is stream else leaf)
@@ -489,18 +501,19 @@ def _norm_like(call: Call | None) -> nn.Module:
     bias: Any = norm.module.bias if norm.bias else None
     if bias is not None and not norm.centered:
         raise _not_found(None, "norms without a bias if they subtract no mean")
-    made = []
+    candidates = []
     for gain in gains:
         has_gain = gain is not None
-        ours = (
-            LayerNorm(size, norm.eps, has_gain, bias is not None)
-            if norm.centered
-            else RMSNorm(size, norm.eps, has_gain)
-        ).to(x)
-        for parameter, value in zip(ours.parameters(), (gain, bias), strict=False):
+        candidate: nn.Module
+        if norm.centered:
+            candidate = LayerNorm(size, norm.eps, learned=has_gain, bias=bias is not None)
+        else:
+            candidate = RMSNorm(size, norm.eps, has_gain)
+        candidate = candidate.to(x)
+        for parameter, value in zip(candidate.parameters(), (gain, bias), strict=False):
             parameter.copy_(value)
-        made.append(ours.requires_grad_(False))
-    return min(made, key=lambda ours: float((ours(x) - output).abs().max()))
+        candidates.append(candidate.requires_grad_(False))
+    return min(candidates, key=lambda candidate: float((candidate(x) - output).abs().max()))
 
 
 def _mlp_modules(
@@ -518,7 +531,8 @@ def _mlp_modules(
     stream = calls[layout.mid_in or layout.block].inputs[0]
     inside = [calls[part] for part in layout.block.modules() if part in calls]
     inside.sort(key=lambda call: call.began)
-    for norm, read in [*((norm, norm.output) for norm in norms if norm), (None, stream)]:
+    for norm in [*filter(None, norms), None]:
+        read = stream if norm is None else norm.output
         if modules := _chain(read, wanted, inside):
             return modules, norm
     raise _not_found(n, "modules that read the norm and return the output of the MLP")
@@ -548,7 +562,9 @@ def _is_projection(call: Call, read: Tensor) -> bool:
 
 def _outermost(calls: Sequence[Call]) -> list[Call]:
     """Return the calls of modules that are not inside the module of another call."""
-    inner = {part for call in calls for part in call.module.modules() if part is not call.module}
+    inner = set[nn.Module]()
+    for call in calls:
+        inner |= {*call.module.modules()} - {call.module}
     return [call for call in calls if call.module not in inner]
 
 
@@ -573,15 +589,15 @@ def _columns_of(
             sizes = torch.cat([grad.abs().sum((0, 1)).float().cpu() for grad in grads])
             columns.append(sizes.topk(part.shape[3]).indices.sort().values)
     joined = torch.cat(columns)
-    every = torch.arange(sum(output.shape[-1] for output in outputs))
+    n_columns = sum(output.shape[-1] for output in outputs)
     # The columns are integers, so an exact comparison is right.
-    return joined if torch.equal(joined.sort().values, every) else None
+    return joined if torch.equal(joined.sort().values, torch.arange(n_columns)) else None
 
 
 def _stream_among(tree: Any, width: int) -> Tensor:
     """Return the first tensor among arguments that has a vector of the stream for each position."""
-    floats = (t for t in tensors_in(tree) if t.is_floating_point() and t.ndim == 3)
-    return next(tensor for tensor in floats if tensor.shape[-1] == width)
+    floats = (tensor for tensor in tensors_in(tree) if tensor.is_floating_point())
+    return next(tensor for tensor in floats if tensor.ndim == 3 and tensor.shape[-1] == width)
 
 
 def _weights_of(module: nn.Module, size: int, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -598,7 +614,7 @@ def _instead(value: Tensor, output: Any) -> Tensor:
 
 def _linear_of(weight: Float[Tensor, "d_in d_out"], bias: Float[Tensor, " d_out"]) -> nn.Linear:
     """Return the linear map of a weight and a bias."""
-    made = nn.utils.skip_init(nn.Linear, *weight.shape, device=weight.device, dtype=weight.dtype)
-    made.weight.copy_(weight.T)
-    made.bias.copy_(bias)
-    return made.requires_grad_(False)
+    linear = nn.utils.skip_init(nn.Linear, *weight.shape, device=weight.device, dtype=weight.dtype)
+    linear.weight.copy_(weight.T)
+    linear.bias.copy_(bias)
+    return linear.requires_grad_(False)
