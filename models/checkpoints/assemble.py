@@ -123,24 +123,37 @@ def assemble(
     """
     if dtype not in (None, *DTYPES):
         raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}; got {shown(dtype)}")
-    held = set(filterfalse(ignored, reader.keys))
+    keys = set(filterfalse(ignored, reader.keys))
     # Check this before anything is built for each layer.
-    if config.n_layers > len(held):
+    if config.n_layers > len(keys):
         raise ValueError(
-            f"{where}: n_layers must be at most {len(held)}, the number of tensors; got "
+            f"{where}: n_layers must be at most {len(keys)}, the number of tensors; got "
             f"{config.n_layers}"
         )
     model = without_values(config)
-    shapes = {name: p.shape for name, p in model.named_parameters(remove_duplicate=False)}
+    parameters = model.named_parameters(remove_duplicate=False)
+    shapes = {name: parameter.shape for name, parameter in parameters}
     sources = {name: table.get(name, Source((name,))) for name in shapes}
     if config.tied_unembed:
-        absent = [name for name in _TIED if held.isdisjoint(sources[name].keys)]
+        absent = [name for name in _TIED if keys.isdisjoint(sources[name].keys)]
         for name in absent[:1]:
             del sources[name]
-    _check_keys({key for source in sources.values() for key in source.keys}, held, where)
+    needed = set[str]()
+    for source in sources.values():
+        needed.update(source.keys)
+    _check_keys(needed, keys, where)
     numbers = sum(shapes[name].numel() for name in sources)
     with progress_bar("loading", total=float(numbers)) as count:
-        values = _read_all(config, sources, shapes, reader, where, dtype, device, count)
+        values = _read_all(
+            config,
+            sources,
+            shapes=shapes,
+            reader=reader,
+            where=where,
+            dtype=dtype,
+            device=device,
+            count=count,
+        )
     widest = reduce(torch.promote_types, {value.dtype for value in values.values()})
     for name in values:
         values[name] = values[name].to(widest)
@@ -165,22 +178,23 @@ def _read_all(
     target = require_device(device) or torch.device("cpu")
     values: dict[str, Tensor] = {}
     # The addresses of the memory that parameters use.
-    taken: set[int] = set()
+    addresses: set[int] = set()
     # Read the largest first: a tensor and its copy are in memory together, and the model is still
     # small then.
     for name in sorted(sources, key=lambda name: -shapes[name].numel()):
         tensors = [reader.read(key) for key in sources[name].keys]
         if not reader.keep:
-            taken.update(tensor.untyped_storage().data_ptr() for tensor in tensors)
-        value = _converted(sources[name], tensors, shapes[name], where, dtype)
-        if config.tied_unembed and name in _TIED and (other := values.keys() & set(_TIED)):
-            first = other.pop()
+            addresses.update(tensor.untyped_storage().data_ptr() for tensor in tensors)
+        value = _converted(sources[name], tensors, shape=shapes[name], where=where, dtype=dtype)
+        read_before = values.keys() & set(_TIED)
+        if config.tied_unembed and name in _TIED and read_before:
+            first = read_before.pop()
             if differ(values[first], value.to(dtype or value.dtype)):
                 tied = " and ".join(sources[parameter].keys[0] for parameter in (first, name))
                 raise ValueError(f"{where}: {tied} must be equal, because the config ties them")
         else:
-            values[name] = _owned(value, taken, dtype or value.dtype, target)
-            taken.add(values[name].untyped_storage().data_ptr())
+            values[name] = _owned(value, addresses, dtype=dtype or value.dtype, device=target)
+            addresses.add(values[name].untyped_storage().data_ptr())
         count(shapes[name].numel())
     return values
 
@@ -202,8 +216,13 @@ def without_values(config: TransformerConfig) -> Transformer:
         return Transformer(config)
 
 
-def _check_keys(needed: set[str], held: set[str], where: str) -> None:
-    missing, unexpected = sorted(needed - held), sorted(held - needed)
+def _check_keys(needed: set[str], present: set[str], where: str) -> None:
+    """Check that a file contains exactly the tensors that a model needs.
+
+    Raises:
+        ValueError: listing all missing and all unexpected tensors.
+    """
+    missing, unexpected = sorted(needed - present), sorted(present - needed)
     if missing or unexpected:
         raise ValueError(
             f"{where} must contain the tensors of its config; got {len(missing)} missing: "
@@ -214,12 +233,18 @@ def _check_keys(needed: set[str], held: set[str], where: str) -> None:
 def _converted(
     source: Source, tensors: list[Tensor], shape: torch.Size, where: str, dtype: torch.dtype | None
 ) -> Tensor:
-    held = ", ".join(
+    """Return a parameter from the tensors of its source.
+
+    Raises:
+        ValueError: if a tensor has an unsupported dtype, or the parameter would not have this
+            shape.
+    """
+    read = ", ".join(
         f"{key} {tensor.dtype} {list(tensor.shape)}"
         for key, tensor in zip(source.keys, tensors, strict=True)
     )
     if any(tensor.dtype not in DTYPES for tensor in tensors):
-        raise ValueError(f"{where}: weights must be {', '.join(map(str, DTYPES))}; got {held}")
+        raise ValueError(f"{where}: weights must be {', '.join(map(str, DTYPES))}; got {read}")
     # Convert first. Otherwise a sum of tensors would be rounded to the dtype of the file.
     if dtype is not None:
         tensors = [tensor.to(torch.promote_types(tensor.dtype, dtype)) for tensor in tensors]
@@ -229,18 +254,25 @@ def _converted(
     except (RuntimeError, IndexError):
         value = None
     if value is None or value.shape != shape:
-        raise ValueError(f"{where}: shape must be {list(shape)} to match the config; got {held}")
+        raise ValueError(f"{where}: shape must be {list(shape)} to match the config; got {read}")
     return value
 
 
-def _owned(value: Tensor, taken: set[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the value in memory of its own.
+def _owned(value: Tensor, addresses: set[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a parameter in memory of its own.
 
-    It is copied if it shares memory or is part of a larger tensor.
+    The value is copied if it shares memory, is part of a larger tensor, or has another dtype or
+    device.
+
+    Args:
+        value: the value of the parameter.
+        addresses: the addresses of the memory that is in use.
+        dtype: the dtype of the parameter.
+        device: the device of the parameter.
     """
     storage = value.untyped_storage()
-    alone = storage.nbytes() == value.nbytes and storage.data_ptr() not in taken
-    if alone and value.is_contiguous() and (value.dtype, value.device) == (dtype, device):
+    is_alone = storage.nbytes() == value.nbytes and storage.data_ptr() not in addresses
+    if is_alone and value.is_contiguous() and (value.dtype, value.device) == (dtype, device):
         return value
     return torch.empty(value.shape, dtype=dtype, device=device).copy_(value)
 

@@ -63,7 +63,7 @@ def load_gguf(
         with storage.one_error(path):
             config, factors = gguf_config(file, name)
     except ValueError as error:
-        raise ValueError(f"{error}; {_other_road(path, file, name)}") from None
+        raise ValueError(f"{error}; {_alternative(path, file, name)}") from None
     ignored = set()
     if config.positions == "rotary":
         # The config already contains these frequencies.
@@ -71,9 +71,17 @@ def load_gguf(
     if config.tied_unembed:
         # If the file has this tensor, it is a copy of the embedding.
         ignored.add("output.weight")
-    table = _gguf_table(config, file.shapes, ARCHITECTURES[name], factors)
+    table = _gguf_table(config, file.shapes, architecture=ARCHITECTURES[name], factors=factors)
     reader = Reader(file.shapes.keys(), file.read, keep=True)
-    return assemble(config, table, reader, str(path), ignored.__contains__, dtype, device)
+    return assemble(
+        config,
+        table,
+        reader=reader,
+        where=str(path),
+        ignored=ignored.__contains__,
+        dtype=dtype,
+        device=device,
+    )
 
 
 def load_gguf_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
@@ -95,7 +103,8 @@ def _architecture(file: GGUFFile) -> str:
         ValueError: if the file contains something else.
     """
     general = file.metadata("general.")
-    kind, n_files = general.get("type", "model"), file.metadata("split.").get("count", 1)
+    kind = general.get("type", "model")
+    n_files = file.metadata("split.").get("count", 1)
     if kind != "model" or n_files > 1:
         raise ValueError(
             f"the file must contain a whole model; got 1 of {n_files} files of a {kind}"
@@ -103,9 +112,10 @@ def _architecture(file: GGUFFile) -> str:
     return str(general.get("architecture"))
 
 
-def _other_road(path: str | os.PathLike[str], file: GGUFFile, name: str) -> str:
-    """Return a hint for an unsupported model: the unsupported part, if it is known, and the call
-    that loads the model.
+def _alternative(path: str | os.PathLike[str], file: GGUFFile, name: str) -> str:
+    """Return a hint for an unsupported model.
+
+    The hint names the unsupported part, if it is known, and the call that loads the model.
     """
     keys = file.metadata(f"{name}.")
     parts = [part for part, names in BEYOND.items() if name in names]
@@ -113,9 +123,9 @@ def _other_road(path: str | os.PathLike[str], file: GGUFFile, name: str) -> str:
     parts += ["state spaces"] if any(key.startswith("ssm.") for key in keys) else []
     scaled = keys.get("rope.scaling.factor", 1) != 1 or "rope_freqs.weight" in file.shapes
     folder, which = os.path.split(os.fspath(path))
-    here = f"{folder or '.'!r}, gguf_file={which!r}, dtype='float32'"
-    there = "'the folder that the file was made from'"
-    source = here if name in READ_BY_TRANSFORMERS and not scaled else there
+    arguments = f"{folder or '.'!r}, gguf_file={which!r}, dtype='float32'"
+    folder_of_original = "'the folder that the file was made from'"
+    source = arguments if name in READ_BY_TRANSFORMERS and not scaled else folder_of_original
     has = f"it has {' and '.join(parts)}; " if parts else ""
     call = f"models.attach(transformers.AutoModelForCausalLM.from_pretrained({source}))"
     return f"{has}another road: {call}"
@@ -123,16 +133,24 @@ def _other_road(path: str | os.PathLike[str], file: GGUFFile, name: str) -> str:
 
 def _gguf_table(
     config: TransformerConfig,
-    held: Collection[str],
+    keys: Collection[str],
     architecture: Architecture,
     factors: Mapping[str, float],
 ) -> dict[str, Source]:
-    kinds = {".".join(key.split(".")[2:3]) for key in held if key.startswith("blk.")}
+    """Return the source of each parameter in a file.
+
+    Args:
+        config: the config of the model.
+        keys: the names of the tensors in the file.
+        architecture: the architecture of the file.
+        factors: the factors that multiply the weights of some modules, by the name of the module.
+    """
+    kinds = {".".join(key.split(".")[2:3]) for key in keys if key.startswith("blk.")}
     n_names = None if config.parallel else 1
-    blocks = {
-        ours: next((name for name in names[:n_names] if name in kinds), names[0])
-        for ours, names in {**BLOCK, **architecture.tensors}.items()
-    }
+    blocks = dict[str, str]()
+    for ours, names in {**BLOCK, **architecture.tensors}.items():
+        present = [name for name in names[:n_names] if name in kinds]
+        blocks[ours] = present[0] if present else names[0]
     converts = {ours: partial(torch.mul, other=factor) for ours, factor in factors.items()}
     if architecture.permuted:
         n_rotated = (config.n_heads + config.n_kv_heads) * config.d_head
@@ -140,35 +158,35 @@ def _gguf_table(
     if blocks["mlp.gate"] == blocks["mlp.input"]:
         converts |= {"mlp.gate": partial(_half, 0), "mlp.input": partial(_half, 1)}
     modules = [(ours, theirs, ours) for ours, theirs in TOP.items()]
-    modules += [
-        (f"blocks.{layer}.{ours}", f"blk.{layer}.{theirs}", ours)
-        for layer in range(config.n_layers)
-        for ours, theirs in blocks.items()
-    ]
+    for layer in range(config.n_layers):
+        modules += [
+            (f"blocks.{layer}.{ours}", f"blk.{layer}.{theirs}", ours)
+            for ours, theirs in blocks.items()
+        ]
     table = {}
     for module, theirs, ours in modules:
         for leaf in ("weight", "bias"):
             whole = f"{theirs}.{leaf}"
             apart = tuple(whole.replace("attn_qkv", part) for part in QKV_APART)
-            is_apart = ours == "attn.qkv" and not set(apart).isdisjoint(held)
-            keys = apart if is_apart else (whole,)
-            table[f"{module}.{leaf}"] = Source(keys, converts.get(ours, concatenated))
+            is_apart = ours == "attn.qkv" and not set(apart).isdisjoint(keys)
+            tensors = apart if is_apart else (whole,)
+            table[f"{module}.{leaf}"] = Source(tensors, converts.get(ours, concatenated))
     return table
 
 
 def _half(which: int, gate_and_input: Tensor) -> Tensor:
+    """Return the first or the second half of the rows of a tensor."""
     return gate_and_input.chunk(2)[which]
 
 
 def _halves_together(n_rotated: int, d_head: int, *qkv: Tensor) -> Tensor:
-    """Concatenate q, k and v, with the rows of each head of q and k in our order for rotary
-    embeddings.
+    """Concatenate q, k and v, with q and k in our order for rotary embeddings.
 
-    llama.cpp rotates the neighbours 2i and 2i + 1, and its files store q and k permuted for this.
-    We rotate i with i + d_head/2.
+    llama.cpp rotates the neighbours 2i and 2i + 1, and its files store the rows of each head of q
+    and k permuted for this. We rotate i with i + d_head/2.
     """
     rows = torch.cat(qkv)
-    turned = rearrange(
+    reordered = rearrange(
         rows[:n_rotated], "(head pair half) ... -> (head half pair) ...", half=2, pair=d_head // 2
     )
-    return torch.cat([turned, rows[n_rotated:]])
+    return torch.cat([reordered, rows[n_rotated:]])

@@ -79,7 +79,7 @@ class Architecture:
 
 
 _DATA = json.loads(Path(__file__).with_name("gguf_tables.json").read_text(encoding="utf-8"))
-ARCHITECTURES = {name: Architecture(**row) for name, row in _DATA["architectures"].items()}
+ARCHITECTURES = {name: Architecture(**facts) for name, facts in _DATA["architectures"].items()}
 KEYS: Mapping[str, str] = _DATA["keys"]
 TOP: Mapping[str, str] = _DATA["top"]
 BLOCK: Mapping[str, list[str]] = _DATA["block"]
@@ -103,49 +103,85 @@ def gguf_config(file: GGUFFile, name: str) -> tuple[TransformerConfig, dict[str,
     """
     require_choice("general.architecture", name, ARCHITECTURES)
     architecture = ARCHITECTURES[name]
-    # An array has one value for each layer.
-    keys = {
+    keys = _metadata(file, name)
+    sizes = _sizes(keys, file)
+    fields = {**sizes, **architecture.fields, **architecture.from_sizes(sizes)}
+    for ours, key in KEYS.items():
+        if ours in fields:
+            fields[ours] = keys.pop(key, fields[ours])
+    n_layers = sizes["n_layers"]
+    fields |= _windows(keys, architecture, window=fields.get("window"), n_layers=n_layers)
+    if fields.get("positions") == "rotary":
+        fields |= _rotary(keys, file, architecture=architecture, sizes=sizes)
+        _check_one_rotation(name, keys, fields)
+    rms = "rms_" if fields.get("norm") == "rmsnorm" else ""
+    fields["norm_eps"] = keys.pop(f"attention.layer_norm_{rms}epsilon")
+    factors = _factors(keys, architecture)
+    only = {
+        **ONLY,
+        "attention.value_length": sizes["d_head"],
+        "rope.dimension_count": sizes["d_head"],
+        "block_count": n_layers,
+        **architecture.only,
+    }
+    _refuse_unknown(name, keys, only)
+    # A chat model may end with the token for the end of a text, of a turn or of a message.
+    ends = [file.metadata(f"tokenizer.ggml.eo{letter}_token_id").get("") for letter in "stm"]
+    fields["eos_token_ids"] = end_tokens(ends, sizes["vocab_size"])
+    fields |= _from_tensors(file, fields)
+    return TransformerConfig(**fields), factors
+
+
+def _metadata(file: GGUFFile, name: str) -> dict[str, Any]:
+    """Return the values of an architecture in a file, by key.
+
+    An array has one value for each layer. If all its values are equal, this value is returned.
+    """
+    return {
         key: value[0] if isinstance(value, list) and len(set(value)) == 1 else value
         for key, value in file.metadata(f"{name}.").items()
     }
-    n_heads, d_model = keys.pop("attention.head_count"), keys.pop("embedding_length")
+
+
+def _sizes(keys: dict[str, Any], file: GGUFFile) -> dict[str, Any]:
+    """Return the sizes of a model by the fields of our config, and remove their keys."""
+    n_heads = keys.pop("attention.head_count")
+    d_model = keys.pop("embedding_length")
     d_head = keys.pop("attention.key_length", d_model // max(n_heads, 1))
-    vocab_size = keys.pop("vocab_size", file.shapes["token_embd.weight"][0])
-    n_layers = len({key.split(".")[1] for key in file.shapes if key.startswith("blk.")})
-    sizes = {
-        "vocab_size": vocab_size,
+    return {
+        "vocab_size": keys.pop("vocab_size", file.shapes["token_embd.weight"][0]),
         "n_ctx": keys.pop("context_length"),
-        "n_layers": n_layers,
+        "n_layers": len({key.split(".")[1] for key in file.shapes if key.startswith("blk.")}),
         "n_heads": n_heads,
         "n_kv_heads": keys.pop("attention.head_count_kv", n_heads),
         "d_model": d_model,
         "d_head": d_head,
         "d_mlp": keys.pop("feed_forward_length"),
     }
-    fields = {**sizes, **architecture.fields, **architecture.from_sizes(sizes)}
-    fields |= {ours: keys.pop(KEYS[ours], fields[ours]) for ours in KEYS if ours in fields}
-    fields |= _windows(keys, architecture, fields.get("window"), n_layers)
-    if fields.get("positions") == "rotary":
-        fields["rotary_theta"] = keys.pop("rope.freq_base", 10_000.0)
-        fields["rotary_scaling"] = _scaling(keys, file, sizes["n_ctx"])
-        if not architecture.permuted:
-            fields["rotary_fraction"] = keys.pop("rope.dimension_count", d_head) / d_head
-        _check_one_rotation(name, keys, fields)
-    rms = "rms_" if fields.get("norm") == "rmsnorm" else ""
-    fields["norm_eps"] = keys.pop(f"attention.layer_norm_{rms}epsilon")
+
+
+def _rotary(
+    keys: dict[str, Any], file: GGUFFile, architecture: Architecture, sizes: Fields
+) -> dict[str, Any]:
+    """Return the rotary fields of our config, and remove their keys."""
+    fields = {
+        "rotary_theta": keys.pop("rope.freq_base", 10_000.0),
+        "rotary_scaling": _scaling(keys, file, sizes["n_ctx"]),
+    }
+    if not architecture.permuted:
+        d_head = sizes["d_head"]
+        fields["rotary_fraction"] = keys.pop("rope.dimension_count", d_head) / d_head
+    return fields
+
+
+def _factors(keys: dict[str, Any], architecture: Architecture) -> dict[str, float]:
+    """Return the factors that multiply the weights of modules, and remove their keys."""
     factors: dict[str, float] = {}
     for key, (modules, power) in architecture.folded.items():
         # llama.cpp ignores a factor of 0.
         factor = keys.pop(key, 1.0) or 1.0
         factors |= dict.fromkeys(modules, factor**power)
-    only = {"attention.value_length": d_head, "rope.dimension_count": d_head}
-    only |= {"block_count": n_layers, **architecture.only}
-    _refuse_left(name, keys, {**ONLY, **only})
-    # A chat model may end with the token for the end of a text, of a turn or of a message.
-    ends = [file.metadata(f"tokenizer.ggml.eo{which}_token_id").get("") for which in "stm"]
-    fields["eos_token_ids"] = end_tokens(ends, vocab_size)
-    fields |= _from_tensors(file, fields)
-    return TransformerConfig(**fields), factors
+    return factors
 
 
 def _windows(
@@ -163,20 +199,22 @@ def _windows(
     if len(pattern) != n_layers:
         rule = f"one value or {n_layers}, one for each layer; got {len(pattern)}"
         raise ValueError(f"attention.sliding_window_pattern must be {rule}")
-    layers = tuple(layer for layer, windowed in enumerate(pattern) if windowed)
+    layers = tuple(layer for layer, has_window in enumerate(pattern) if has_window)
     if not window or not layers:
         return {"window": 0}
     return {"window_layers": () if all(pattern) else layers}
 
 
 def _check_one_rotation(name: str, keys: dict[str, Any], fields: Mapping[str, Any]) -> None:
-    """Raise an error if layers with a window have other rotary embeddings, because our config has
-    one kind.
+    """Check that layers with and without a window have the same rotary embeddings.
+
+    Our config can express only one kind.
 
     Raises:
         ValueError: naming the key and both values.
     """
-    architecture, theta = ARCHITECTURES[name], fields["rotary_theta"]
+    architecture = ARCHITECTURES[name]
+    theta = fields["rotary_theta"]
     stated = keys.pop("rope.freq_base_swa", architecture.window_theta or theta)
     if not fields.get("window"):
         return
@@ -191,9 +229,13 @@ def _check_one_rotation(name: str, keys: dict[str, Any], fields: Mapping[str, An
         )
 
 
-def _refuse_left(name: str, keys: dict[str, Any], only: Mapping[str, Any]) -> None:
-    """Raise an error for unknown keys, and for keys with another value than the `only` value that
-    has no effect.
+def _refuse_unknown(name: str, keys: dict[str, Any], only: Mapping[str, Any]) -> None:
+    """Check the keys that no field was read from.
+
+    Args:
+        name: the architecture.
+        keys: the remaining keys. The keys of `only` are removed.
+        only: keys, each with the only value that our config can express.
 
     Raises:
         ValueError: naming the keys.
@@ -201,14 +243,13 @@ def _refuse_left(name: str, keys: dict[str, Any], only: Mapping[str, Any]) -> No
     for key, value in only.items():
         if (stated := keys.pop(key, value)) != value:
             raise ValueError(f"{name}.{key} must be {value}; got {stated}")
-    if left := sorted(f"{name}.{key}" for key in keys.keys() - WITHOUT_EFFECT):
-        got = f"{', '.join(left)}; to load the model without them: ignore={left}"
+    if unknown := sorted(f"{name}.{key}" for key in keys.keys() - WITHOUT_EFFECT):
+        got = f"{', '.join(unknown)}; to load the model without them: ignore={unknown}"
         raise ValueError(f"every key of the architecture must be known; got {got}")
 
 
 def _from_tensors(file: GGUFFile, fields: Mapping[str, Any]) -> dict[str, bool]:
-    """Return the fields that only the tensors show: the biases, and whether the embeddings are
-    tied.
+    """Return the fields that only the tensors show: biases, and whether the embeddings are tied.
 
     Raises:
         ValueError: if the file has norms of queries, which this architecture computes in another
@@ -217,12 +258,16 @@ def _from_tensors(file: GGUFFile, fields: Mapping[str, Any]) -> dict[str, bool]:
     ends = {name.split(".", 2)[-1] for name in file.shapes}
     if "attn_q_norm.weight" in ends and "qk_norm" not in fields:
         raise ValueError("queries of this architecture must have no norms; got attn_q_norm.weight")
-    pair, rotary = ("output.weight", "token_embd.weight"), fields.get("positions") == "rotary"
+    has_unembedding = "output.weight" in file.shapes
     # Converters write the embedding of GPT-2 a second time, as the unembedding. If the two copies
     # were quantized to different values, they are different weights, and each is used as it is.
-    twice = pair[0] in file.shapes and not rotary and torch.equal(*map(file.read, pair))
+    is_copy = (
+        has_unembedding
+        and fields.get("positions") != "rotary"
+        and torch.equal(file.read("output.weight"), file.read("token_embd.weight"))
+    )
     return {
-        "tied_unembed": twice or pair[0] not in file.shapes,
+        "tied_unembed": is_copy or not has_unembedding,
         "qkv_bias": not ends.isdisjoint({f"{part}.bias" for part in ("attn_qkv", *QKV_APART)}),
         "out_bias": "attn_output.bias" in ends,
         "unembed_bias": "output.bias" in file.shapes,
@@ -231,18 +276,23 @@ def _from_tensors(file: GGUFFile, fields: Mapping[str, Any]) -> dict[str, bool]:
 
 
 def _scaling(keys: dict[str, Any], file: GGUFFile, n_ctx: int) -> RotaryScaling | None:
+    """Return the scaling of rotary embeddings, and remove its keys; None without scaling.
+
+    Raises:
+        ValueError: if our config cannot express the scaling.
+    """
     # "linear" is the default of llama.cpp.
     kind = keys.pop("rope.scaling.type", "linear")
     older = keys.pop("rope.scale_linear", 1.0)
     factor = keys.pop("rope.scaling.factor", older) or 1.0
     original = keys.pop("rope.scaling.original_context_length", n_ctx)
-    stretched = kind != "none" and factor != 1
+    has_factor = kind != "none" and factor != 1
     if "rope_factors_long.weight" in file.shapes:
         rule = "rope_factors_long.weight must not be there: frequencies that change with the length"
         raise ValueError(f"{rule} (LongRoPE) are not supported; got {original} and longer")
     if "rope_freqs.weight" in file.shapes:
         divisors = tuple(file.read("rope_freqs.weight").flatten().tolist())
-        if stretched:
+        if has_factor:
             raise ValueError(
                 f"rope_freqs.weight must be the only scaling; got also the factor {factor}"
             )
@@ -258,4 +308,4 @@ def _scaling(keys: dict[str, Any], file: GGUFFile, n_ctx: int) -> RotaryScaling 
         )
     if kind not in ("none", "linear"):
         raise ValueError(f"rope.scaling.type must be none, linear or yarn; got {kind!r}")
-    return RotaryScaling(kind="linear", factor=factor) if stretched else None
+    return RotaryScaling(kind="linear", factor=factor) if has_factor else None

@@ -24,12 +24,12 @@ _ROWS = 256
 class GGUFFile:
     """A GGUF file.
 
-    Attributes:
-        shapes: the shapes of all tensors, in PyTorch's order.
-
     Args:
         path: a complete file in little-endian order.
         ignore: keys of the metadata to leave out.
+
+    Attributes:
+        shapes: the shapes of all tensors, in PyTorch's order.
 
     Raises:
         UnknownNameError: if a key to ignore is not in the file.
@@ -64,7 +64,8 @@ class GGUFFile:
             ValueError: if the library cannot dequantize the type; the error names the tensor and
                 the type.
         """
-        tensor, shape = self._tensors[key], self.shapes[key]
+        tensor = self._tensors[key]
+        shape = self.shapes[key]
         # Do not use the memory map of the library: its pages count as memory of this process.
         stored = np.fromfile(
             self._path, tensor.data.dtype, tensor.data.size, offset=int(tensor.data_offset)
@@ -89,19 +90,28 @@ class _Reader(GGUFReader):
     """
 
     def _get_field_parts(self, orig_offs: int, raw_type: Any) -> Any:
+        """Return the size of a value in bytes, its parts, the indices of its data, and its types.
+
+        Args:
+            orig_offs: the position of the value in the file.
+            raw_type: the type of the value.
+        """
         if raw_type != GGUFValueType.ARRAY:
             return super()._get_field_parts(orig_offs, raw_type)
         raw = self.data.data
         code, length = struct.unpack_from("<IQ", raw, orig_offs)
-        kind, start = GGUFValueType(code), orig_offs + 12
+        kind = GGUFValueType(code)
+        start = orig_offs + 12
         if kind in self.gguf_scalar_to_np:
             values = self._get(start, self.gguf_scalar_to_np[kind], length)
             return 12 + values.nbytes, [values], [0], [GGUFValueType.ARRAY, kind]
         if kind != GGUFValueType.STRING:
             raise ValueError(f"elements of an array must be numbers or strings; got {kind.name}")
-        parts, at = [], start
+        strings = []
+        position = start
         for _ in range(length):
-            (size,) = struct.unpack_from("<Q", raw, at)
-            parts.append(raw[at + 8 : at + 8 + size])
-            at += 8 + size
-        return at - orig_offs, parts, list(range(length)), [GGUFValueType.ARRAY, kind]
+            # A string follows its length, which takes eight bytes.
+            (size,) = struct.unpack_from("<Q", raw, position)
+            strings.append(raw[position + 8 : position + 8 + size])
+            position += 8 + size
+        return position - orig_offs, strings, list(range(length)), [GGUFValueType.ARRAY, kind]

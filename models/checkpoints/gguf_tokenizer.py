@@ -52,24 +52,24 @@ def read_tokenizer(file: GGUFFile) -> SubwordTokenizer:
     entries = {**defaults, **stated}
     tokenizer = make(entries)
     tokenizer.add_tokens(_unsplit(entries, str(file.metadata("general.").get("name", ""))))
-    before, after = (
-        [entries[key]] if entries.get(flag) else []
-        for flag, key in (("add_bos_token", "bos_token_id"), ("add_eos_token", "eos_token_id"))
-    )
-    frame_texts(
-        tokenizer, before, [*after, *([entries["seperator_token_id"]] if model == "bert" else [])]
-    )
-    ends = dict.fromkeys(
-        entries[key] for key in ("eos_token_id", "eot_token_id", "eom_token_id") if key in entries
-    )
+    before = [entries["bos_token_id"]] if entries.get("add_bos_token") else []
+    after = [entries["eos_token_id"]] if entries.get("add_eos_token") else []
+    if model == "bert":
+        after.append(entries["seperator_token_id"])
+    frame_texts(tokenizer, before, after)
+    end_keys = ("eos_token_id", "eot_token_id", "eom_token_id")
+    ends = dict.fromkeys(entries[key] for key in end_keys if key in entries)
     # llama.cpp reads the table of normalisation only for Unigram tokenizers.
     charsmap = _charsmap(entries) if model == "t5" else None
-    made = SubwordTokenizer(tokenizer, tuple(ends), entries.get("bos_token_id"), charsmap)
+    wrapped = SubwordTokenizer(
+        tokenizer, tuple(ends), bos_token_id=entries.get("bos_token_id"), charsmap=charsmap
+    )
     special = {
         name: entries["tokens"][entries[key]] for name, key in _SPECIAL.items() if key in entries
     }
-    made.chat_template = template_of(file.metadata("tokenizer.").get("chat_template"), special)
-    return made
+    template = file.metadata("tokenizer.").get("chat_template")
+    wrapped.chat_template = template_of(template, special)
+    return wrapped
 
 
 def _unsplit(entries: Mapping[str, Any], model_name: str) -> list[Any]:
@@ -100,49 +100,59 @@ def _splits() -> dict[str, dict[str, Any]]:
     a text begins with a special token, and whether words are written as bytes.
     """
     path = Path(__file__).with_name("pre_tokenizers.json")
-    rows = json.loads(path.read_text(encoding="utf-8"))
-    return {name: row for row in rows for name in row["names"]}
+    splits = dict[str, dict[str, Any]]()
+    for facts in json.loads(path.read_text(encoding="utf-8")):
+        splits |= dict.fromkeys(facts["names"], facts)
+    return splits
 
 
 def _byte_pairs(entries: dict[str, Any]) -> Any:
+    """Return the tokenizer of a byte-level BPE model, or of a BPE model with other characters.
+
+    Raises:
+        ValueError: if the patterns that split texts are unknown, or the merges are damaged.
+    """
     library_ = library("tokenizers")
     require_choice("tokenizer.ggml.pre", pre := str(entries["pre"]), _splits())
-    split = _splits()[pre]
-    entries.setdefault("add_bos_token", split.get("adds_bos", False))
-    is_byte_level = split.get("byte_level", True)
+    facts = _splits()[pre]
+    entries.setdefault("add_bos_token", facts.get("adds_bos", False))
+    is_byte_level = facts.get("byte_level", True)
     vocabulary = {piece: token for token, piece in enumerate(entries["tokens"])}
     merges = [tuple(merge.split(" ", 1)) for merge in entries["merges"]]
     try:
         model = library_.models.BPE(
             vocabulary,
             merges,
-            ignore_merges=split.get("ignore_merges", False),
+            ignore_merges=facts.get("ignore_merges", False),
             byte_fallback=not is_byte_level,
         )
     # The library raises plain exceptions.
     except Exception as error:
         raise ValueError(f"tokenizer.ggml.merges: {error}") from None
     if is_byte_level:
-        return byte_level(model, split["patterns"])
-    tokenizer, splitters = library_.Tokenizer(model), library_.pre_tokenizers
+        return byte_level(model, facts["patterns"])
+    tokenizer = library_.Tokenizer(model)
+    splitters = library_.pre_tokenizers
     _write_spaces(tokenizer, begins_with_space=False)
     tokenizer.pre_tokenizer = splitters.Sequence(
-        [splitters.Split(library_.Regex(pattern), "isolated") for pattern in split["patterns"]]
+        [splitters.Split(library_.Regex(pattern), "isolated") for pattern in facts["patterns"]]
     )
     return tokenizer
 
 
 def _sentence_pieces(entries: dict[str, Any]) -> Any:
-    library_, pieces = library("tokenizers"), entries["tokens"]
+    """Return the tokenizer of a BPE model of SentencePiece, with merges in the order of scores."""
+    library_ = library("tokenizers")
+    pieces = entries["tokens"]
     vocabulary = {piece: token for token, piece in enumerate(pieces)}
     # SentencePiece merges the two neighbours that give the piece with the highest score.
     scores = dict(zip(pieces, entries["scores"], strict=True))
-    merges = [
-        (piece[:cut], piece[cut:])
-        for piece in sorted(pieces, key=lambda piece: -scores[piece])
-        for cut in range(1, len(piece))
-        if piece[:cut] in vocabulary and piece[cut:] in vocabulary
-    ]
+    merges = []
+    for piece in sorted(pieces, key=lambda piece: -scores[piece]):
+        cuts = [(piece[:cut], piece[cut:]) for cut in range(1, len(piece))]
+        merges += [
+            (left, right) for left, right in cuts if left in vocabulary and right in vocabulary
+        ]
     unknown = pieces[entries["unknown_token_id"]]
     model = library_.models.BPE(vocabulary, merges, unk_token=unknown, byte_fallback=True)
     tokenizer = library_.Tokenizer(model)
@@ -151,11 +161,11 @@ def _sentence_pieces(entries: dict[str, Any]) -> Any:
 
 
 def _write_spaces(tokenizer: Any, begins_with_space: bool) -> None:
-    """Make a tokenizer of the library encode spaces as in its vocabulary, and decode spaces and
-    bytes.
-    """
-    normalizers, decoders = library("tokenizers").normalizers, library("tokenizers").decoders
-    spaces, texts = [normalizers.Replace(" ", _SPACE)], [decoders.Replace(_SPACE, " ")]
+    """Make a tokenizer encode spaces as in its vocabulary, and decode spaces and bytes."""
+    normalizers = library("tokenizers").normalizers
+    decoders = library("tokenizers").decoders
+    spaces = [normalizers.Replace(" ", _SPACE)]
+    texts = [decoders.Replace(_SPACE, " ")]
     texts += [decoders.ByteFallback(), decoders.Fuse()]
     if begins_with_space:
         spaces.insert(0, normalizers.Prepend(_SPACE))
@@ -170,12 +180,12 @@ def _word_pieces(entries: dict[str, Any]) -> Any:
     GGUF marks the pieces that begin a word; BERT marks the other pieces.
     """
     library_ = library("tokenizers")
-    vocabulary = {
-        (piece[1:] if piece[0] == _SPACE else f"##{piece}") if kind == _NORMAL else piece: token
-        for token, (piece, kind) in enumerate(
-            zip(entries["tokens"], entries["token_type"], strict=True)
-        )
-    }
+    vocabulary = dict[str, int]()
+    pieces = zip(entries["tokens"], entries["token_type"], strict=True)
+    for token, (piece, kind) in enumerate(pieces):
+        if kind == _NORMAL:
+            piece = piece[1:] if piece[0] == _SPACE else f"##{piece}"
+        vocabulary[piece] = token
     unknown = entries["tokens"][entries["unknown_token_id"]]
     tokenizer = library_.Tokenizer(
         library_.models.WordPiece(vocabulary, unk_token=unknown, max_input_chars_per_word=100)
@@ -219,8 +229,8 @@ def _unigrams(entries: dict[str, Any]) -> Any:
     steps = []
     # SentencePiece removes spaces, but not other white space.
     if entries["remove_extra_whitespaces"]:
-        for pattern, instead in ((r"\A +| +\z", ""), (" {2,}", " ")):
-            steps.append(library_.normalizers.Replace(library_.Regex(pattern), instead))
+        for pattern, replacement in ((r"\A +| +\z", ""), (" {2,}", " ")):
+            steps.append(library_.normalizers.Replace(library_.Regex(pattern), replacement))
     # The splitter would not add a space before a text that begins with a space.
     if entries["add_space_prefix"]:
         steps.append(library_.normalizers.Prepend(" "))

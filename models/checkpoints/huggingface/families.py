@@ -1,6 +1,4 @@
-"""The families of Hugging Face checkpoints: their tables, and functions for facts that a table
-cannot express.
-"""
+"""The families of Hugging Face checkpoints, with functions for facts that no table can express."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,7 +16,7 @@ FULL, SLIDING = KINDS = ("full_attention", "sliding_attention")
 
 
 def windows(
-    a: Attributes,
+    attributes: Attributes,
     window: int | None,
     types: Sequence[str],
     n_layers: int,
@@ -28,7 +26,7 @@ def windows(
     """Return the window fields of our config.
 
     Args:
-        a: the attributes of the config, which make errors.
+        attributes: the attributes of the config, which make errors.
         window: the number of positions that a query sees in layers with a window.
         types: the kind of attention in each layer.
         n_layers: the number of layers.
@@ -40,92 +38,120 @@ def windows(
             the window is missing.
     """
     if len(types) != n_layers or any(kind not in kinds for kind in types):
-        raise a.error(spelled[0], types, f"{n_layers} of {' and '.join(kinds)}")
+        raise attributes.error(spelled[0], types, f"{n_layers} of {' and '.join(kinds)}")
     sliding = tuple(layer for layer, kind in enumerate(types) if kind == kinds[1])
     if not sliding:
         return {}
     if window is None or window < 1:
-        raise a.error(spelled[1], window, f"at least 1 where there is {kinds[1]}")
+        raise attributes.error(spelled[1], window, f"at least 1 where there is {kinds[1]}")
     return {"window": window, "window_layers": () if len(sliding) == len(types) else sliding}
 
 
-def _gpt2(a: Attributes, fields: Fields) -> dict[str, Any]:
-    return {"attn_scale": 0.0 if a.take("scale_attn_weights", True) else 1.0}
+def _gpt2(attributes: Attributes, fields: Fields) -> dict[str, Any]:
+    """Return the scale of dot products: 1 if the config switches the usual scale off."""
+    return {"attn_scale": 0.0 if attributes.take("scale_attn_weights", True) else 1.0}
 
 
-def _bigcode(a: Attributes, fields: Fields) -> dict[str, Any]:
-    n_kv_heads = 1 if a.take("multi_query", True) else fields["n_heads"]
-    a.only("num_key_value_heads", n_kv_heads)
-    return {"n_kv_heads": n_kv_heads, **_gpt2(a, fields)}
+def _bigcode(attributes: Attributes, fields: Fields) -> dict[str, Any]:
+    """Return the number of key heads, which is 1 or the number of heads, and `_gpt2`."""
+    n_kv_heads = 1 if attributes.take("multi_query", True) else fields["n_heads"]
+    attributes.only("num_key_value_heads", n_kv_heads)
+    return {"n_kv_heads": n_kv_heads, **_gpt2(attributes, fields)}
 
 
-def _neo(a: Attributes, fields: Fields) -> dict[str, Any]:
+def _neo(attributes: Attributes, fields: Fields) -> dict[str, Any]:
+    """Return the windows of GPT-Neo, from the kind of each layer or from periods of kinds."""
     kinds = ("global", "local")
-    periods = a.take("attention_types", None) or [[kinds, 12]]
-    types = [kind for period, times in periods for _ in range(times) for kind in period]
-    types = a.take("attention_layers", None) or types
-    window, spelled = a.take("window_size", 256), ("attention_layers", "window_size")
-    return windows(a, window, types, fields["n_layers"], kinds, spelled)
+    types = list[str]()
+    for period, times in attributes.take("attention_types", None) or [[kinds, 12]]:
+        types += [*period] * times
+    types = attributes.take("attention_layers", None) or types
+    return windows(
+        attributes,
+        attributes.take("window_size", 256),
+        types=types,
+        n_layers=fields["n_layers"],
+        kinds=kinds,
+        spelled=("attention_layers", "window_size"),
+    )
 
 
-def _neox(a: Attributes, fields: Fields) -> dict[str, Any]:
+def _neox(attributes: Attributes, fields: Fields) -> dict[str, Any]:
+    """Return the rotary fields of GPT-NeoX, which has other names for two attributes."""
     spelled = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
-    return rotary(a, a.take("max_position_embeddings", 2048), spelled, fraction=0.25)
+    return rotary(
+        attributes, attributes.take("max_position_embeddings", 2048), spelled, fraction=0.25
+    )
 
 
-def _opt(a: Attributes, fields: Fields) -> dict[str, Any]:
-    d_model, width = fields["d_model"], a.take("word_embed_proj_dim", None)
+def _opt(attributes: Attributes, fields: Fields) -> dict[str, Any]:
+    """Return the place of OPT's norms.
+
+    Raises:
+        ValueError: if the embeddings are narrower than the stream.
+    """
+    d_model = fields["d_model"]
+    width = attributes.take("word_embed_proj_dim", None)
     # OPT-350m has narrower embeddings.
     if width not in (None, d_model):
-        raise a.error(
+        raise attributes.error(
             "word_embed_proj_dim",
             width,
             f"hidden_size ({d_model}), because a map from narrower embeddings to the stream is "
             "not supported",
         )
-    before = a.take("do_layer_norm_before", True)
-    removed = a.take("_remove_final_layer_norm", False)
+    before = attributes.take("do_layer_norm_before", True)
+    removed = attributes.take("_remove_final_layer_norm", False)
     return {"norm_place": "pre" if before else "post", "final_norm": before and not removed}
 
 
-def _llama(a: Attributes, fields: Fields) -> dict[str, Any]:
-    positions = rotary(a, a.need("max_position_embeddings"))
+def _llama(attributes: Attributes, fields: Fields) -> dict[str, Any]:
+    """Return the rotary fields of a family that rotates whole heads."""
+    positions = rotary(attributes, attributes.need("max_position_embeddings"))
     if (fraction := positions["rotary_fraction"]) != 1:
-        raise a.error("partial_rotary_factor", fraction, "1.0")
+        raise attributes.error("partial_rotary_factor", fraction, "1.0")
     return positions
 
 
-def _mistral(a: Attributes, fields: Fields) -> dict[str, Any]:
-    window, n_layers = a.take("sliding_window", 4096), fields["n_layers"]
+def _mistral(attributes: Attributes, fields: Fields) -> dict[str, Any]:
+    """Return rotary fields, and a window in all layers unless the config switches it off."""
+    window = attributes.take("sliding_window", 4096)
+    n_layers = fields["n_layers"]
     types = [FULL if window is None else SLIDING] * n_layers
-    return _llama(a, fields) | windows(a, window, types, n_layers)
+    return _llama(attributes, fields) | windows(attributes, window, types=types, n_layers=n_layers)
 
 
-def _qwen(a: Attributes, fields: Fields) -> dict[str, Any]:
+def _qwen(attributes: Attributes, fields: Fields) -> dict[str, Any]:
     """Return windows in layers from `max_window_layers` on, if the config switches them on."""
-    used, window = a.take("use_sliding_window", False), a.take("sliding_window", 4096)
-    first, n_layers = a.take("max_window_layers", 28), fields["n_layers"]
-    window = window if used else None
+    has_windows = attributes.take("use_sliding_window", False)
+    size = attributes.take("sliding_window", 4096)
+    window = size if has_windows else None
+    first = attributes.take("max_window_layers", 28)
+    n_layers = fields["n_layers"]
     upper = [FULL if window is None or layer < first else SLIDING for layer in range(n_layers)]
-    types = a.take("layer_types", None) or upper
-    return _llama(a, fields) | windows(a, window, types, n_layers)
+    types = attributes.take("layer_types", None) or upper
+    return _llama(attributes, fields) | windows(attributes, window, types=types, n_layers=n_layers)
 
 
-def _gemma2(a: Attributes, fields: Fields) -> dict[str, Any]:
-    n_layers, window = fields["n_layers"], a.take("sliding_window", 4096)
-    a.only("sliding_window_size", window)
-    types = a.take("layer_types", None) or ([SLIDING, FULL] * n_layers)[:n_layers]
+def _gemma2(attributes: Attributes, fields: Fields) -> dict[str, Any]:
+    """Return rotary fields, windows in every second layer, and the scales of Gemma 2."""
+    n_layers = fields["n_layers"]
+    window = attributes.take("sliding_window", 4096)
+    attributes.only("sliding_window_size", window)
+    types = attributes.take("layer_types", None) or ([SLIDING, FULL] * n_layers)[:n_layers]
     scales = {
         "embed_scale": fields["d_model"] ** 0.5,
-        "attn_scale": a.take("query_pre_attn_scalar", 256) ** -0.5,
+        "attn_scale": attributes.take("query_pre_attn_scalar", 256) ** -0.5,
     }
-    return _llama(a, fields) | windows(a, window, types, n_layers) | scales
+    return (
+        _llama(attributes, fields)
+        | windows(attributes, window, types=types, n_layers=n_layers)
+        | scales
+    )
 
 
 def _by_kind(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
-    """Return a conversion from q, k and v of each head to all queries, then all keys, then all
-    values.
-    """
+    """Return a function that reorders rows: q, k and v of each head to all q, all k, all v."""
 
     def convert(fused: Tensor) -> Tensor:
         return fused.unflatten(0, (config.n_heads, 3, -1)).transpose(0, 1).flatten(0, 2)

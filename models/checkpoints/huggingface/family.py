@@ -49,7 +49,7 @@ class Family:
     more: Callable[["Attributes", Mapping[str, Any]], dict[str, Any]]
     converters: Mapping[str, Callable[[TransformerConfig], Callable[..., Tensor]]]
 
-    def config(self, a: "Attributes") -> TransformerConfig:
+    def config(self, attributes: "Attributes") -> TransformerConfig:
         """Return our config from the attributes of config.json.
 
         Raises:
@@ -57,28 +57,31 @@ class Family:
             ValueError: if an attribute is not supported.
         """
         facts = self.facts
-        a.idle(*facts.get("idle", "").split())
+        attributes.idle(*facts.get("idle", "").split())
         for name, allowed in facts.get("only", {}).items():
-            a.only(name, *allowed)
+            attributes.only(name, *allowed)
         fields = dict(facts.get("values", {}))
         for ours, (theirs, *default) in facts["fields"].items():
-            value = a.take(theirs, *default) if default else a.need(theirs)
-            # Null means 0.
+            value = attributes.take(theirs, *default) if default else attributes.need(theirs)
             is_float = bool(default) and isinstance(default[0], float)
-            fields[ours] = (0.0 if is_float else 0) if value is None else value
-        fields["activation"] = a.activation(*facts["activation"])
-        fields["dropout"] = a.dropout(facts["dropout"]) if "dropout" in facts else 0.0
-        return TransformerConfig(**fields | self.more(a, fields))
+            # Null means 0.
+            if value is None:
+                value = 0.0 if is_float else 0
+            fields[ours] = value
+        fields["activation"] = attributes.activation(*facts["activation"])
+        fields["dropout"] = attributes.dropout(facts["dropout"]) if "dropout" in facts else 0.0
+        return TransformerConfig(**fields | self.more(attributes, fields))
 
     def table(self, config: TransformerConfig, keys: Collection[str]) -> dict[str, Source]:
         """Return the source of each parameter, in the spelling of a file with these `keys`."""
         rows: dict[str, str | Source] = {}
-        for ours, row in self.facts["rows"].items():
-            if isinstance(row, dict):
-                rows[ours] = Source(tuple(row["keys"]), self.converters[row["convert"]](config))
+        for ours, theirs in self.facts["rows"].items():
+            if isinstance(theirs, dict):
+                convert = self.converters[theirs["convert"]](config)
+                rows[ours] = Source(tuple(theirs["keys"]), convert)
             else:
-                rows[ours] = row if isinstance(row, str) else Source(tuple(row))
-        return expanded(rows, config, keys, lambda key: self._spelled(key, keys))
+                rows[ours] = theirs if isinstance(theirs, str) else Source(tuple(theirs))
+        return expanded(rows, config, keys=keys, spelled=lambda key: self._spelled(key, keys))
 
     def is_ignored(self, key: str) -> bool:
         """Return whether the model does not need a key of a file."""
@@ -87,12 +90,15 @@ class Family:
 
     @property
     def prefix(self) -> str:
-        """Return the prefix of keys."""
+        """The prefix of keys."""
         return str(self.facts["prefix"])
 
     def _spelled(self, key: str, keys: Collection[str]) -> str:
-        others = (key.removeprefix(self.prefix), self.facts.get("renamed", {}).get(key, key))
-        return next((spelled for spelled in (key, *others) if spelled in keys), key)
+        """Return the spelling of a key in a file with these `keys`."""
+        without_prefix = key.removeprefix(self.prefix)
+        renamed = self.facts.get("renamed", {}).get(key, key)
+        spellings = (key, without_prefix, renamed)
+        return next((spelling for spelling in spellings if spelling in keys), key)
 
 
 class Attributes:
@@ -102,22 +108,22 @@ class Attributes:
     for all other attributes, because an unknown attribute may change the output of the model.
 
     Args:
-        given: attributes by name.
+        entries: the attributes by name.
     """
 
     def __init__(self, entries: Mapping[str, Any]) -> None:
-        self._given = entries
-        self._taken: set[str] = set()
+        self._entries = entries
+        # The names of the attributes that were used.
+        self._used: set[str] = set()
 
     def take(self, name: str, default: Any) -> Any:
-        """Return the value of an attribute, or the default of the family if the file does not
-        contain it.
+        """Return the value of an attribute, or a default if the file does not contain it.
 
         An integer becomes a float if the default is a float, because JSON may write 10000 for
         10000.0.
         """
-        self._taken.add(name)
-        value = self._given.get(name, default)
+        self._used.add(name)
+        value = self._entries.get(name, default)
         return float(value) if type(value) is int and type(default) is float else value
 
     def need(self, name: str) -> Any:
@@ -126,12 +132,12 @@ class Attributes:
         Raises:
             KeyError: if the file does not contain it.
         """
-        self._taken.add(name)
-        return self._given[name]
+        self._used.add(name)
+        return self._entries[name]
 
     def idle(self, *names: str) -> None:
         """Accept attributes with any value, because they do not affect the logits."""
-        self._taken.update(names)
+        self._used.update(names)
 
     def only(self, name: str, *allowed: Any) -> None:
         """Accept an attribute that is absent, is null or has one of these values.
@@ -167,8 +173,7 @@ class Attributes:
         return ValueError(f"{name} must be {rule}; got {value!r}")
 
     def finish(self, remedy: str = "to load the model without them: ignore=") -> None:
-        """Check the attributes that all families share, and check that all other attributes were
-        taken.
+        """Check the attributes that all families share, and that all other attributes were used.
 
         Args:
             remedy: the advice for unknown attributes. Their names follow it in the error.
@@ -180,26 +185,31 @@ class Attributes:
             self.only(name, *allowed)
         # An attribute that is switched off has no effect, and dropout has an effect only in
         # training.
-        off = {n for n, v in self._given.items() if v is None or v is False or "drop" in n}
-        if left := sorted(self._given.keys() - self._taken - IDLE - off):
-            got = ", ".join(f"{name} ({str(self._given[name])[:40]})" for name in left)
+        off = {
+            name
+            for name, value in self._entries.items()
+            if value is None or value is False or "drop" in name
+        }
+        if unknown := sorted(self._entries.keys() - self._used - IDLE - off):
+            got = ", ".join(f"{name} ({str(self._entries[name])[:40]})" for name in unknown)
             raise ValueError(
-                "every attribute must be known, because an unknown one may change the logits; "
-                f"got {got}; "
-                f"{remedy}{left}"
+                "every attribute must be known, because an unknown one may change the logits; got "
+                f"{got}; {remedy}{unknown}"
             )
 
 
 def rotary(
-    a: Attributes, n_ctx: int, spelled: Mapping[str, str] | None = None, fraction: float = 1.0
+    attributes: Attributes,
+    n_ctx: int,
+    spelled: Mapping[str, str] | None = None,
+    fraction: float = 1.0,
 ) -> dict[str, Any]:
-    """Return our rotary fields, from `rope_parameters`, or from `rope_scaling` and other
-    attributes.
+    """Return our rotary fields, with `n_ctx`, because scaling may extend it.
 
-    They include `n_ctx`, because scaling may extend it.
+    The fields are in `rope_parameters`, or in `rope_scaling` and other attributes.
 
     Args:
-        a: the attributes.
+        attributes: the attributes.
         n_ctx: `max_position_embeddings`. In some files it is the context before scaling.
         spelled: the names that the family gives to `rope_theta` and `partial_rotary_factor`, if
             they differ.
@@ -210,15 +220,17 @@ def rotary(
     """
     stated: dict[str, Any] = {}
     for name in ("rope_parameters", "rope_scaling"):
-        for key, value in dict(a.take(name, None) or {}).items():
-            _require_equal(a, stated, "rope_type" if key == "type" else key, value)
+        for key, value in dict(attributes.take(name, None) or {}).items():
+            _require_equal(
+                attributes, stated, name="rope_type" if key == "type" else key, value=value
+            )
     for name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
         for key in {name, (spelled or {}).get(name, name)}:
-            _require_equal(a, stated, name, a.take(key, None))
+            _require_equal(attributes, stated, name=name, value=attributes.take(key, None))
     theta = stated.pop("rope_theta", 10_000.0)
     fraction = stated.pop("partial_rotary_factor", fraction)
-    scaling = _scaling(a, stated, n_ctx)
-    longest = a.take("max_sequence_length", None)
+    scaling = _scaling(attributes, stated, n_ctx)
+    longest = attributes.take("max_sequence_length", None)
     if scaling and scaling.kind == "yarn":
         n_ctx = max(n_ctx, int(scaling.factor * scaling.original_n_ctx))
     # The 16k models of Vicuna have this form.
@@ -233,14 +245,19 @@ def rotary(
     }
 
 
-def _require_equal(a: Attributes, stated: dict[str, Any], name: str, value: Any) -> None:
+def _require_equal(attributes: Attributes, stated: dict[str, Any], name: str, value: Any) -> None:
+    """Store a value in `stated`, after a check that another attribute has no other value for it.
+
+    Raises:
+        ValueError: if the values differ; the error names the attribute.
+    """
     if type(value) is int and name != "original_max_position_embeddings":
         value = float(value)
     if value is not None and stated.setdefault(name, value) != value:
-        raise a.error(name, value, f"{stated[name]!r}, the value of another attribute")
+        raise attributes.error(name, value, f"{stated[name]!r}, the value of another attribute")
 
 
-def _scaling(a: Attributes, stated: dict[str, Any], n_ctx: int) -> RotaryScaling | None:
+def _scaling(attributes: Attributes, stated: dict[str, Any], n_ctx: int) -> RotaryScaling | None:
     """Return the scaling of a file, and remove the numbers that it uses from `stated`."""
     kind = stated.pop("rope_type", "default")
     original = stated.pop("original_max_position_embeddings", n_ctx)
@@ -258,31 +275,39 @@ def _scaling(a: Attributes, stated: dict[str, Any], n_ctx: int) -> RotaryScaling
             high=stated.pop("high_freq_factor"),
         )
     elif kind == "yarn":
-        scaling = _yarn(a, stated, n_ctx, original)
+        scaling = _yarn(attributes, stated, n_ctx=n_ctx, original=original)
     elif kind != "default":
-        raise a.error("rope_type", kind, "default, linear, llama3 or yarn")
+        raise attributes.error("rope_type", kind, "default, linear, llama3 or yarn")
     # A factor of 1 has no effect.
     elif stated.get("factor") == 1:
         del stated["factor"]
     if stated:
-        raise a.error("rope_parameters", stated, f"only what {kind} needs")
+        raise attributes.error("rope_parameters", stated, f"only what {kind} needs")
     return scaling
 
 
-def _yarn(a: Attributes, stated: dict[str, Any], n_ctx: int, original: int) -> RotaryScaling:
+def _yarn(
+    attributes: Attributes, stated: dict[str, Any], n_ctx: int, original: int
+) -> RotaryScaling:
+    """Return the YaRN scaling of a file, and remove its numbers from `stated`.
+
+    Raises:
+        ValueError: if our config cannot express it.
+    """
     if (truncate := stated.pop("truncate", True)) is not True:
-        raise a.error("truncate", truncate, "True")
+        raise attributes.error("truncate", truncate, "True")
     # llama.cpp reads this attribute. transformers reads only attention_factor.
     stated.pop("attn_factor", None)
     factor = stated.pop("factor", n_ctx / original if original else 1.0)
-    above, below = stated.pop("mscale", None), stated.pop("mscale_all_dim", None)
+    above = stated.pop("mscale", None)
+    below = stated.pop("mscale_all_dim", None)
     length = stated.pop("attention_factor", None)
     # DeepSeek gives two factors instead of one length.
     if length is None and above and below and factor > 1:
         length = (0.1 * above * math.log(factor) + 1) / (0.1 * below * math.log(factor) + 1)
     # In our config, 0 means the usual form.
     if length == 0:
-        raise a.error("attention_factor", length, "above 0")
+        raise attributes.error("attention_factor", length, "above 0")
     return RotaryScaling(
         kind="yarn",
         factor=factor,
