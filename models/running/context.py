@@ -1,9 +1,8 @@
-"""Context: the masks, rotations and past keys that blocks read in addition to the
-residual stream.
-"""
+"""Context: masks, rotations and past keys, which blocks read in addition to the residual stream."""
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -55,23 +54,23 @@ class Context(NamedTuple):
 
     @property
     def is_causal(self) -> bool:
-        """Whether no query sees a later key. Then values do not depend on later tokens."""
+        """True if no query sees a later key. Then values do not depend on later tokens."""
         masks = [mask for mask in self.masks.values() if isinstance(mask, Tensor)]
         return not any(bool(mask.triu(1 + self.start).any()) for mask in masks)
 
     def piece(self) -> AbstractContextManager[None]:
-        """Return a context manager in which edits know the first column of this call and the
-        padding.
+        """Return a `with` in which edits know the first column of this call and the padding.
 
-        While compiling, the context manager has no effect.
+        During compilation, the `with` has no effect.
         """
         if torch.compiler.is_compiling() or (self.kv_cache is None and self.real is None):
             return nullcontext()
         return position_offset(start_of_piece() if self.kv_cache is None else self.start, self.real)
 
     def commit(self) -> None:
-        """Update the length and the mask of the key/value cache after all blocks have read the new
-        positions.
+        """Update the length and the mask of the key/value cache.
+
+        This must be called after all blocks have read the new positions.
         """
         if self.kv_cache is not None:
             self.kv_cache.length = self.start + self.positions.shape[1]
@@ -85,7 +84,12 @@ class Context(NamedTuple):
     ) -> tuple[
         Float[Tensor, "batch kv_head key d_head"], Float[Tensor, "batch kv_head key d_head"]
     ]:
-        """Return the earlier and new keys and values of a layer."""
+        """Return the earlier and new keys and values of a layer.
+
+        Args:
+            layer: the index of the block.
+            k, v: the new keys and values.
+        """
         if self.kv_cache is not None:
             return self.kv_cache.layers[layer].append(self.start, k, v)
         if self.past is not None:
@@ -135,10 +139,14 @@ class Context(NamedTuple):
         """
         self._refuse_cache("after")
         end = self.start + self.positions.shape[1]
-        require_integer("pos", pos, self.start, end - 1)
-        for columns in {part.shape[2] for pair in past for part in pair} - {pos}:
-            raise ValueError(f"past must have the {pos} columns before pos; got {columns} columns")
-        skipped, device = pos - self.start, self.positions.device
+        require_integer("pos", pos, self.start, most=end - 1)
+        for part in chain.from_iterable(past):
+            if part.shape[2] != pos:
+                raise ValueError(
+                    f"past must have the {pos} columns before pos; got {part.shape[2]} columns"
+                )
+        skipped = pos - self.start
+        device = self.positions.device
 
         def later(mask: Visible) -> Visible:
             if isinstance(mask, Tensor):
@@ -154,6 +162,11 @@ class Context(NamedTuple):
         )
 
     def _refuse_cache(self, method: str) -> None:
+        """Check that the context has no `KVCache`.
+
+        Raises:
+            ValueError: if it has one; the error names the method.
+        """
         if self.kv_cache is not None:
             raise ValueError(f"{method}() must be called on a context without a KVCache")
 
@@ -221,7 +234,7 @@ def make_context(
         )
     if query_key_mask is not None:
         shape = (batch, n_heads, n_new, end)
-        query_key_mask = as_seen(query_key_mask, shape, is_cached, may_read)
+        query_key_mask = as_seen(query_key_mask, shape, is_cached=is_cached, may_read=may_read)
     if query_key_mask is not None and drops_keys:
         raise ValueError(
             "query_key_mask must be None with a KVCache of a sliding window, because this cache "
@@ -231,15 +244,16 @@ def make_context(
         query_key_mask = x.new_ones(1, 1, n_new, end, dtype=torch.bool)
 
     # Padding has no position, and no query sees it.
-    columns = torch.arange(end, device=device)[None]
-    real_here = None if real is None else to_device(real, device)
-    positions = columns if real_here is None else (real_here.long().cumsum(1) - 1).clamp(min=0)
+    positions = torch.arange(end, device=device)[None]
+    real_on_device = None if real is None else to_device(real, device)
+    if real_on_device is not None:
+        positions = (real_on_device.long().cumsum(1) - 1).clamp(min=0)
 
     masks: dict[int, Visible]
     if query_key_mask is not None:
-        seen = to_device(query_key_mask, device)
-        seen = seen if real_here is None else seen & real_here[:, None, None]
-        masks = dict.fromkeys(windows, seen)
+        visible = to_device(query_key_mask, device)
+        visible = visible if real_on_device is None else visible & real_on_device[:, None, None]
+        masks = dict.fromkeys(windows, visible)
     else:
         # With padding between tokens, distances of columns are not distances of positions.
         needs_positions = any(windows) and not drops_keys and has_gaps(real, may_read)
@@ -247,13 +261,23 @@ def make_context(
         masks = {}
         for window in windows:
             first = oldest_reached(window, start) if is_cached else 0
-            rule = rule_of(window, range(first, end), real_here, positions_of_keys)
+            rule = rule_of(
+                window, range(first, end), real=real_on_device, positions=positions_of_keys
+            )
             masks[window] = shared(rule, (n_new, end - first), device)
     new_positions = positions[:, start:]
-    return Context(new_positions, masks, rotate(new_positions), start, kv_cache, real)
+    return Context(
+        new_positions,
+        masks,
+        rotation=rotate(new_positions),
+        start=start,
+        kv_cache=kv_cache,
+        real=real,
+    )
 
 
 def _mapped(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """Return nested containers with a change of each tensor."""
     return mapped(tree, lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf)
 
 

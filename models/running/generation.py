@@ -80,8 +80,9 @@ class GenerationOptions(TypedDict, total=False):
 def generate(
     model: Transformer, prompts: Texts, *, max_new_tokens: int, **options: Unpack[GenerationOptions]
 ) -> list[list[int]]:
-    """Return each prompt without padding, followed by its new tokens, up to and including a stop
-    token.
+    """Return each prompt without padding, followed by its new tokens.
+
+    The last new token is the first stop token, if the row has one.
 
     Rows end at the `eos_token_ids` of the model's config, unless `stop` is given. The tokens of a
     row do not depend on the other rows of the batch, up to rounding. The kernels may depend on the
@@ -161,15 +162,14 @@ def generate_text(
         read = [model.encoded(text, closed=False) for text in several]
     else:
         read = prompts_as_text(model, prompts, options.pop("attention_mask", None)).listed()
-        several = [tokenizer.decode(row) for row in read]
+        several = [tokenizer.decode(tokens) for tokens in read]
     rows = generate(model, read, max_new_tokens=max_new_tokens, **options)
-    # Some tokenizers drop the space of the first token or rewrite characters. So decode whole rows,
-    # but return the prompt unchanged.
-    texts = [
-        text
-        + tokenizer.decode(row[: -1 if row[-1] in ends else None])[len(tokenizer.decode(old)) :]
-        for text, old, row in zip(several, read, rows, strict=True)
-    ]
+    texts = []
+    for prompt, prompt_tokens, tokens in zip(several, read, rows, strict=True):
+        written = tokenizer.decode(tokens[:-1] if tokens[-1] in ends else tokens)
+        # Some tokenizers drop the space of the first token or rewrite characters. So decode whole
+        # rows, but return the prompt unchanged.
+        texts.append(prompt + written[len(tokenizer.decode(prompt_tokens)) :])
     return texts[0] if is_one else texts
 
 
@@ -229,9 +229,10 @@ def generate_steps(
     stops = _as_stops(stop)
     require_integer("max_new_tokens", max_new_tokens)
     require_integer("prefill_chunk", prefill_chunk)
-    check_prompts(model, texts, stops, max_new_tokens, max_context)
+    check_prompts(model, texts, stops=stops, new=max_new_tokens, max_context=max_context)
     # The blocks of a model may be on several devices.
-    device, drawn_on = model.token_embedding.weight.device, model.unembedding.weight.device
+    device = model.token_embedding.weight.device
+    drawn_on = model.unembedding.weight.device
     generators: list[torch.Generator] = []
     if isinstance(seed, torch.Generator):
         generators = [seed] * len(texts)
@@ -243,7 +244,15 @@ def generate_steps(
         mask = to_device(torch.cat([mask, mask.new_ones(len(mask), max_new_tokens)], 1), device)
     read = partial(_last_logits, model, KVCache(end), mask, prefill_chunk)
     tokens = to_device(tokens, device)
-    return _steps(model, read, tokens, sampling, generators, stops, max_new_tokens)
+    return _steps(
+        model,
+        read,
+        tokens=tokens,
+        sampling=sampling,
+        generators=generators,
+        stop=stops,
+        count=max_new_tokens,
+    )
 
 
 def _as_stops(stop: Any) -> list[int]:
@@ -268,10 +277,10 @@ def _last_logits(
     if model.training:
         raise ValueError(IN_TRAINING)
     for piece in tokens.split(chunk, 1):
-        seen = None if mask is None else mask[:, : cache.length + piece.shape[1]]
+        mask_so_far = None if mask is None else mask[:, : cache.length + piece.shape[1]]
         # The tokens were checked in `check_prompts`, and the mask was made in `generate_steps`.
         with skip_token_checks():
-            logits = model(piece, attention_mask=seen, kv_cache=cache, last=1)
+            logits = model(piece, attention_mask=mask_so_far, kv_cache=cache, last=1)
     return logits[:, -1]
 
 
@@ -284,6 +293,18 @@ def _steps(
     stop: list[int],
     count: int,
 ) -> Iterator[Step]:
+    """Yield the steps of a generation.
+
+    Args:
+        model: the model.
+        read: a function that reads tokens [batch, pos], and returns the logits [batch, vocab] after
+            the last one.
+        tokens: the tokens of the prompts, padded on the left.
+        sampling: the choice of a token.
+        generators: the generator of each row.
+        stop: the tokens that end a row.
+        count: the largest number of steps.
+    """
     device = model.unembedding.weight.device
     stops = to_device(torch.tensor(stop, dtype=torch.int64), device)
     running = torch.ones(len(tokens), dtype=torch.bool, device=device)
@@ -299,6 +320,11 @@ def _steps(
 
 
 def _require(model: object) -> None:
+    """Check that a model is a `Transformer`.
+
+    Raises:
+        TypeError: if it is not. The error says how to generate with other models.
+    """
     if not isinstance(model, Transformer):
         hint = ""
         if isinstance(model, nn.Module) and isinstance(uncompiled(model), Transformer):

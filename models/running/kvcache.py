@@ -17,15 +17,13 @@ DECISIVE = (
 
 
 class KVCache:
-    """A cache of keys and values, with which a model continues a text:
+    """A cache of keys and values, with which a model continues a text.
 
-    `model(new_tokens, kv_cache=cache)`.
-
-    Keys and values are stored after norm, rotation and edits by hooks. For a block with a sliding
-    window, only the positions that the window can still reach are stored. A forward pass that fails
-    does not change the cache. Gradients flow into positions that were read while gradients were
-    recorded. As an intervention, a model with other weights but the same sizes and positions can
-    continue from the cache.
+    Call `model(new_tokens, kv_cache=cache)`. Keys and values are stored after norm, rotation and
+    edits by hooks. For a block with a sliding window, only the positions that the window can still
+    reach are stored. A forward pass that fails does not change the cache. Gradients flow into
+    positions that were read while gradients were recorded. As an intervention, a model with other
+    weights but the same sizes and positions can continue from the cache.
 
     Args:
         max_context: the largest number of positions. Default: the model's `n_ctx`.
@@ -91,19 +89,23 @@ class KVCache:
         """
         limit = min(self.max_context or config.n_ctx, config.n_ctx)
         if self.length + new > limit:
-            what = "max_context" if limit == self.max_context else "the model's context"
+            owner = "max_context" if limit == self.max_context else "the model's context"
             raise ValueError(
-                f"cached and new tokens must fit {what} of {limit}; got {self.length} and {new}"
+                f"cached and new tokens must fit {owner} of {limit}; got {self.length} and {new}"
             )
         if not self.length:
             self.layers = [LayerCache(window, limit) for window in config.windows]
             self._config = config
             return
         if config is not self._config:
-            other = [n for n in DECISIVE if getattr(config, n) != getattr(self._config, n)]
-            if other:
+            differing = [
+                field
+                for field in DECISIVE
+                if getattr(config, field) != getattr(self._config, field)
+            ]
+            if differing:
                 raise ValueError(
-                    f"models that share a KVCache must have the same {', '.join(other)}; got "
+                    f"models that share a KVCache must have the same {', '.join(differing)}; got "
                     "different values"
                 )
         if self.layers[0].batch != batch:
@@ -126,7 +128,8 @@ class LayerCache:
         self._limit = limit
         # The first position in the buffers.
         self._first = 0
-        self._keys = self._values = torch.empty(0, 0, 0, 0)
+        self._keys = torch.empty(0, 0, 0, 0)
+        self._values = self._keys
 
     @property
     def batch(self) -> int:
@@ -153,7 +156,8 @@ class LayerCache:
                 overwritten.
             k, v: the keys and values of the new positions.
         """
-        oldest, end = oldest_reached(self.window, start), start + k.shape[2]
+        oldest = oldest_reached(self.window, start)
+        end = start + k.shape[2]
         is_full = end - self._first > self._keys.shape[2] or not self.batch
         # A backward pass needs the values in the graph, so these must not be overwritten.
         has_graph = self._keys.requires_grad or self._values.requires_grad
@@ -165,15 +169,20 @@ class LayerCache:
             and not torch.is_inference_mode_enabled()
         )
         if is_full or has_graph or is_locked or k.dtype != self._keys.dtype:
-            self._make_room(oldest, start, end, k)
+            self._make_room(oldest, start, end=end, like=k)
         self._keys.narrow(2, start - self._first, end - start).copy_(k)
         self._values.narrow(2, start - self._first, end - start).copy_(v)
-        seen = (2, oldest - self._first, end - oldest)
-        return self._keys.narrow(*seen), self._values.narrow(*seen)
+        reached = (2, oldest - self._first, end - oldest)
+        return self._keys.narrow(*reached), self._values.narrow(*reached)
 
     def _make_room(self, oldest: int, start: int, end: int, like: Tensor) -> None:
-        """Move to buffers with space after `end`, and drop positions that no query can
-        see again.
+        """Move to buffers with space after `end`, without positions that no query can see again.
+
+        Args:
+            oldest: the first position that stays.
+            start: the first new position.
+            end: the position after the last new one.
+            like: a tensor with the batch, heads, width, dtype and device of the buffers.
         """
         # The buffers of a window are moved again and again, and need the space of a step each time.
         needed = end - oldest + (STEP if self.window else 0)

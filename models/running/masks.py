@@ -37,18 +37,24 @@ class Rule(NamedTuple):
     def seen(
         self, first: int, start: int, end: int, device: torch.device
     ) -> Bool[Tensor, "_batch 1 query key"]:
-        """Return the mask of the queries from column `start` to `end`.
+        """Return the mask of some queries and keys.
 
-        The keys are the columns from `first` to `end`.
+        Args:
+            first: the column of the first key.
+            start: the column of the first query.
+            end: the column after the last query and the last key.
+            device: the device of the mask.
         """
         columns = torch.arange(first, end, device=device)
-        seen = (columns <= columns[start - first :, None])[None]
+        visible = (columns <= columns[start - first :, None])[None]
         if self.window:
             positions = columns[None] if self.positions is None else self.positions[:, first:end]
-            seen = seen & (positions[:, None] > positions[:, start - first :, None] - self.window)
+            visible = visible & (
+                positions[:, None] > positions[:, start - first :, None] - self.window
+            )
         if self.real is not None:
-            seen = seen & self.real[:, None, first:end]
-        return seen[:, None]
+            visible = visible & self.real[:, None, first:end]
+        return visible[:, None]
 
 
 Visible = Tensor | Rule | None
@@ -71,8 +77,8 @@ def part(
     """
     if isinstance(mask, Tensor):
         return slice(0, shape[1]), mask if mask.shape[2] == 1 else mask[:, :, queries]
-    before = shape[1] - shape[0]
-    start, end = before + queries.start, before + queries.stop
+    n_cached = shape[1] - shape[0]
+    start, end = n_cached + queries.start, n_cached + queries.stop
     first = oldest_reached(mask.window, start) if mask and mask.positions is None else 0
     return slice(first, end), mask and mask.seen(first, start, end, device)
 
@@ -87,17 +93,16 @@ def dense(
 
 
 def shared(mask: Visible, shape: Sequence[int], device: torch.device) -> Visible:
-    """Return a mask that all layers of a model can share: a tensor if it is small, otherwise the
-    rule.
-    """
+    """Return a mask that all layers of a model can share: a small tensor, or else the rule."""
     if (mask is None and shape[0] in (1, shape[1])) or shape[0] > BLOCK:
         return mask
     return dense(mask, shape, device)
 
 
 def rule_of(window: int, keys: range, real: Tensor | None, positions: Tensor | None) -> Rule | None:
-    """Return the rule for the keys that the last queries see, or None if they see all keys up to
-    their own.
+    """Return the rule for the keys that the last queries see.
+
+    The result is None if they see all keys up to their own.
 
     Args:
         window: the window, or 0.
@@ -120,7 +125,7 @@ def as_real(
     drops_keys: bool,
     may_read: bool,
 ) -> Bool[Tensor, "batch end"] | None:
-    """Return True at the columns that are not padding, or None if there is no padding.
+    """Return a mask, True at the columns that are not padding, or None if there is no padding.
 
     The mask is checked on the CPU. If its values may not be read, only its shape is checked.
 
@@ -139,7 +144,7 @@ def as_real(
             row contains only padding (without a cache), if the mask differs from `known`, or if it
             needs keys that are dropped.
     """
-    require_kind("attention_mask", mask, Tensor, "a tensor [batch, key]")
+    require_kind("attention_mask", mask, Tensor, words="a tensor [batch, key]")
     if mask.shape != shape:
         hint = ": pass a mask of queries and keys as query_key_mask" if mask.ndim > 2 else ""
         raise ValueError(
@@ -196,10 +201,10 @@ def as_seen(
     mask = mask[:, None] if mask.ndim == 3 else mask
     if not may_read:
         return mask.bool()
-    seen = _as_boolean("query_key_mask", mask.cpu())
+    visible = _as_boolean("query_key_mask", mask.cpu())
     if not is_cached:
-        _check_no_row_is_empty("query_key_mask", seen)
-    return seen
+        _check_no_row_is_empty("query_key_mask", visible)
+    return visible
 
 
 def has_gaps(real: Bool[Tensor, "batch key"] | None, may_read: bool) -> bool:
@@ -215,6 +220,11 @@ def has_gaps(real: Bool[Tensor, "batch key"] | None, may_read: bool) -> bool:
 
 
 def _as_boolean(name: str, mask: Tensor) -> Tensor:
+    """Return a mask of 0 and 1 as booleans.
+
+    Raises:
+        ValueError: if the mask contains another number; the error names the mask.
+    """
     boolean = mask.bool()
     if not torch.equal(boolean.to(mask.dtype), mask):
         wrong = mask[boolean.to(mask.dtype) != mask][0].item()
@@ -225,6 +235,11 @@ def _as_boolean(name: str, mask: Tensor) -> Tensor:
 
 
 def _check_no_row_is_empty(name: str, allowed: Tensor) -> None:
+    """Check that each row has at least one key.
+
+    Raises:
+        ValueError: if a row has none; the error names the mask and the row.
+    """
     # This is not checked with a cache, because a whole piece of a row may be padding if a text is
     # read in pieces.
     if allowed.numel() and not allowed.flatten(1).any(1).all():

@@ -1,4 +1,4 @@
-"""Convert the prompts of a generation to one text, and check them."""
+"""Prompts of a generation: their conversion to one text, and their checks."""
 
 from dataclasses import replace
 
@@ -29,7 +29,8 @@ def prompts_as_text(
             "attention_mask must be None if prompts have unequal lengths or a mask; got a second "
             "mask"
         )
-    shape, real = tuple(text.tokens.shape), attention_mask.tolist()
+    shape = tuple(text.tokens.shape)
+    real = attention_mask.tolist()
     if attention_mask.shape != shape or set().union(*real) - {0, 1}:
         rule = "attention_mask must be 1 at tokens and 0 at padding, with the shape of prompts"
         raise ValueError(f"{rule}, {shape}; got {tuple(attention_mask.shape)}: {real!r:.40}")
@@ -39,7 +40,18 @@ def prompts_as_text(
 def check_prompts(
     model: Transformer, texts: list[list[int]], stops: list[int], new: int, max_context: int | None
 ) -> None:
-    """Raise an error for arguments that would cause wrong tokens, or an error after some steps."""
+    """Check arguments that would cause wrong tokens, or an error after some steps.
+
+    Args:
+        model: the model.
+        texts: the tokens of each prompt.
+        stops: the tokens that end a text.
+        new: the largest number of new tokens.
+        max_context: the largest number of positions. None means the model's `n_ctx`.
+
+    Raises:
+        ValueError: see `generate_steps`.
+    """
     if any(module.training for module in model.modules()):
         raise ValueError(IN_TRAINING)
     empty = [row for row, text in enumerate(texts) if not text]
@@ -48,11 +60,13 @@ def check_prompts(
             f"each prompt must have at least one token; got {len(texts)} prompts, empty in rows "
             f"{empty}"
         )
-    vocab, n_ctx = model.config.vocab_size, model.config.n_ctx
-    require(model.config, "causal", model.config.causal, "True to write texts")
+    vocab = model.config.vocab_size
+    n_ctx = model.config.n_ctx
+    require(model.config, "causal", model.config.causal, rule="True to write texts")
     same = model.config.vocab_size_out == vocab
-    require(model.config, "vocab_size_out", same, f"vocab_size ({vocab}) to write texts")
-    for name, tokens in (("stop", stops), *((f"prompt {i}", t) for i, t in enumerate(texts))):
+    require(model.config, "vocab_size_out", same, rule=f"vocab_size ({vocab}) to write texts")
+    named = {"stop": stops} | {f"prompt {n}": tokens for n, tokens in enumerate(texts)}
+    for name, tokens in named.items():
         outside = [token for token in tokens if not 0 <= token < vocab]
         if outside:
             raise ValueError(f"the tokens of {name} must be in [0, {vocab}); got {outside[0]}")

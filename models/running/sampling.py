@@ -58,7 +58,7 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most probable token is selected."""
+        """True if the most probable token is selected."""
         return self.temperature < GREEDY_BELOW
 
     def cut(self, logits: Float[Tensor, "batch vocab"]) -> Float[Tensor, "batch vocab"]:
@@ -70,9 +70,10 @@ class Sampling:
         if self.top_k is not None:
             count = min(self.top_k, logits.shape[-1])
             least = logits.topk(count).values[:, -1:]
-            above, level = logits > least, logits == least
+            above = logits > least
+            equal = logits == least
             # If logits are equal, select the first tokens, so that exactly `top_k` tokens remain.
-            allowed = above | (level & (level.cumsum(-1) <= count - above.sum(-1, keepdim=True)))
+            allowed = above | (equal & (equal.cumsum(-1) <= count - above.sum(-1, keepdim=True)))
             logits = torch.where(allowed, logits, -torch.inf)
         # With top_p of 1 no token is removed, although a sum of probabilities may be rounded to 1
         # too early.
@@ -112,10 +113,10 @@ class Sampling:
         # The maximum of values with NaN is NaN.
         best = logits.max(-1)
         largest = best.values if running is None else best.values.where(running, 0.0)
-        for row, value in enumerate(largest.tolist()):
+        for n, value in enumerate(largest.tolist()):
             if not (value > -math.inf and (self.is_greedy or value < math.inf)):
                 raise ValueError(
-                    f"logits of the next token must be finite; got {value} in row {row}: check the "
+                    f"logits of the next token must be finite; got {value} in row {n}: check the "
                     "weights and hooks"
                 )
         if self.is_greedy:
@@ -127,7 +128,7 @@ class Sampling:
             torch.empty(odds.shape[1], device=drawn_from.device).exponential_(generator=drawn_from)
             for _, drawn_from in zip(range(len(odds)), generators, strict=True)
         ]
-        noise = [to_device(row, odds.device) for row in noise]
+        noise = [to_device(noise_of_row, odds.device) for noise_of_row in noise]
         return (odds / torch.stack(noise)).argmax(-1)
 
 

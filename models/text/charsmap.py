@@ -44,7 +44,7 @@ class Charsmap:
         self._data = data
         self._trie = _Trie(data)
         # Pairs of characters whose first character is not replaced.
-        self._kept: set[str] = set()
+        self._unchanged: set[str] = set()
 
     def __reduce__(self) -> tuple[type["Charsmap"], tuple[bytes]]:
         return Charsmap, (self._data,)
@@ -55,17 +55,17 @@ class Charsmap:
         The copy shares the vocabulary of the original. The library cannot write the copy to a file.
         """
         library_ = library("tokenizers")
-        made = library_.Tokenizer(tokenizer.model)
-        made.pre_tokenizer, made.decoder = tokenizer.pre_tokenizer, tokenizer.decoder
-        made.post_processor = tokenizer.post_processor
+        copied = library_.Tokenizer(tokenizer.model)
+        copied.pre_tokenizer, copied.decoder = tokenizer.pre_tokenizer, tokenizer.decoder
+        copied.post_processor = tokenizer.post_processor
         steps = [library_.normalizers.Normalizer.custom(self)]
         if tokenizer.normalizer is not None:
             steps.append(tokenizer.normalizer)
-        made.normalizer = library_.normalizers.Sequence(steps)
-        made.add_tokens(
+        copied.normalizer = library_.normalizers.Sequence(steps)
+        copied.add_tokens(
             [token for _, token in sorted(tokenizer.get_added_tokens_decoder().items())]
         )
-        return made
+        return copied
 
     def normalize(self, text: "tokenizers.NormalizedString") -> None:
         """Normalise a text of the library in place.
@@ -81,7 +81,8 @@ class Charsmap:
         # private-use character represents each text that is not one character long, and the rest of
         # each sequence. At the end, all of these are replaced at once.
         free = (sign for sign in map(chr, range(0xF0000, 0x110000)) if sign not in used)
-        characters, signs = [*before], {"": next(free)}
+        characters = [*before]
+        signs = {"": next(free)}
         for start, end, new in replaced:
             if len(new) != 1 and new not in signs:
                 signs[new] = next(free)
@@ -96,31 +97,35 @@ class Charsmap:
         """Yield the start, the end and the new text of each sequence that is replaced."""
         end = 0
         for start, pair in enumerate(map(str.__add__, text, text[1:] + "\0")):
-            if start < end or pair in self._kept:
+            if start < end or pair in self._unchanged:
                 continue
             end, new, read = self._longest(text, start)
             if new is not None:
                 yield start, end, new
             elif read <= 2:
-                if len(self._kept) == _MOST_PAIRS:
-                    self._kept.clear()
-                self._kept.add(pair)
+                if len(self._unchanged) == _MOST_PAIRS:
+                    self._unchanged.clear()
+                self._unchanged.add(pair)
 
     def _longest(self, text: str, start: int) -> tuple[int, str | None, int]:
-        """Return the end of the longest sequence at `start`, its new text, and the number of
-        characters that were read.
+        """Return the longest sequence at `start`.
 
-        If the table has no sequence at `start`, the sequence is one character, and its new text is
-        None.
+        Returns:
+            The end of the sequence, its new text, and the number of characters that were read. If
+            the table has no sequence at `start`, the sequence is one character, and its new text is
+            None.
         """
-        node, end, new = _ROOT, start + 1, None
+        node = _ROOT
+        end = start + 1
+        new = None
         for after in range(start + 1, len(text) + 1):
             step = self._trie.step(node, text[after - 1])
             if step is None:
                 return end, new, after - start
             node, known = step
             if known is not None:
-                end, new = after, known
+                end = after
+                new = known
         return end, new, len(text) - start + 1
 
 
@@ -143,7 +148,8 @@ class _Trie:
             raise ValueError(
                 f"a charsmap must begin with the size of its trie; got {size} of {len(data)} bytes"
             )
-        units, texts = np.frombuffer(data, "<u4", size // 4, 4), data[4 + size :]
+        units = np.frombuffer(data, "<u4", size // 4, 4)
+        texts = data[4 + size :]
         children = np.arange(len(units)) ^ _offset(units)
         is_text = units >> 31 == 1
         ends = ~is_text & (units >> 8 & 1 == 1)
@@ -159,10 +165,10 @@ class _Trie:
         self._units: list[int] = units.tolist()
 
     def step(self, node: int, character: str) -> tuple[int, str | None] | None:
-        """Return the node after a character, and the text that replaces the sequence so far, or
-        None if no sequence ends here.
+        """Return the node after a character, and the text that replaces the sequence so far.
 
-        Return None if no sequence continues with this character.
+        The text is None if no sequence ends here. The result is None if no sequence continues with
+        this character.
         """
         for byte in character.encode():
             node ^= _offset(self._units[node]) ^ byte

@@ -1,6 +1,4 @@
-"""Chats: messages as the text that a model reads, and the positions of each message in
-this text.
-"""
+"""Chats: messages as the text that a model reads, and the positions of each message in it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,8 +19,7 @@ def chat(
     add_generation_prompt: bool = False,
     **variables: Any,
 ) -> Text:
-    """Return messages as the text that a model was trained to read, with the positions of each
-    message.
+    """Return messages as the text that a model reads, with the positions of each message.
 
     Args:
         model: a model with a tokenizer. It may be an attached model.
@@ -49,14 +46,38 @@ def chat(
     >>> one.texts, one.spans["assistant"]
     (('user: hi. assistant: ok. ',), [[21, 22]])
     """
+    chats = _as_chats(messages)
+    language = language_of(model)
+    tokenizer = language.require_tokenizer()
+    used_template = _template_for(tokenizer, template)
+    options = {"add_generation_prompt": add_generation_prompt, **variables}
+    texts = tuple(used_template.render(messages_of_chat, **options) for messages_of_chat in chats)
+    spans: dict[str, list[list[int]]] = {}
+    for n, (messages_of_chat, text) in enumerate(zip(chats, texts, strict=True)):
+        places = used_template.places(messages_of_chat, text, **options)
+        positions = _positions(places, tokenizer.offsets(text))
+        for number, message in enumerate(messages_of_chat):
+            for name in (message["role"], str(number)):
+                spans.setdefault(name, [[] for _ in chats])[n] += positions[number]
+    # Encode the texts here, because to_tokens would add a second beginning token to a string.
+    batch = language.to_tokens([tokenizer.encode(text) for text in texts])
+    return replace(batch, texts=texts, spans=spans)
+
+
+def _as_chats(messages: Any) -> Sequence[Messages]:
+    """Return the messages of one chat, or of several, as a list of chats.
+
+    Raises:
+        ValueError: if they are not messages, or a message has no role or no content.
+    """
     rule = (
         "messages must be a list of messages, such as [{'role': 'user', 'content': 'hi'}], or a "
         "list of chats"
     )
-    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+    if not _is_list(messages):
         raise ValueError(f"{rule}; got {messages!r:.80}")
-    chats: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
-    if any(isinstance(one, str | Mapping) or not isinstance(one, Sequence) for one in chats):
+    chats = [messages] if messages and isinstance(messages[0], Mapping) else messages
+    if not all(map(_is_list, chats)):
         raise ValueError(f"{rule}; got {messages!r:.80}")
     for message in chain(*chats):
         if not isinstance(message, Mapping):
@@ -65,27 +86,41 @@ def chat(
             raise ValueError(
                 f"a message must have a role and a content that are strings; got {message!r:.80}"
             )
-    language = language_of(model)
-    tokenizer = language.require_tokenizer()
-    chosen = getattr(tokenizer, "chat_template", None) if template is None else template
-    if chosen is None:
+    return chats
+
+
+def _is_list(value: object) -> bool:
+    """Return whether a value is a sequence, and neither a text nor a mapping."""
+    return isinstance(value, Sequence) and not isinstance(value, str | Mapping)
+
+
+def _template_for(tokenizer: Any, template: ChatTemplate | str | None) -> ChatTemplate:
+    """Return the given template, or else the template in the files of the tokenizer.
+
+    Raises:
+        ValueError: if there is no template.
+    """
+    if template is None:
+        template = getattr(tokenizer, "chat_template", None)
+    if template is None:
         raise ValueError(
             "a chat needs a template, but the files of the tokenizer contain no template: "
             "pass template="
         )
-    if isinstance(chosen, str):
-        chosen = ChatTemplate(chosen)
-    options = {"add_generation_prompt": add_generation_prompt, **variables}
-    texts = tuple(chosen.render(each, **options) for each in chats)
-    spans: dict[str, list[list[int]]] = {}
-    for row, (each, text) in enumerate(zip(chats, texts, strict=True)):
-        places, offsets = chosen.places(each, text, **options), tokenizer.offsets(text)
-        for n, (message, (start, stop)) in enumerate(zip(each, places, strict=True)):
-            touched = [
-                at for at, (first, end) in enumerate(offsets) if first < stop and end > start
-            ]
-            for name in (message["role"], str(n)):
-                spans.setdefault(name, [[] for _ in chats])[row] += touched
-    # Encode the texts here, because to_tokens would add a second beginning token to a string.
-    batch = language.to_tokens([tokenizer.encode(text) for text in texts])
-    return replace(batch, texts=texts, spans=spans)
+    return ChatTemplate(template) if isinstance(template, str) else template
+
+
+def _positions(
+    places: Sequence[tuple[int, int]], offsets: Sequence[tuple[int, int]]
+) -> list[list[int]]:
+    """Return the tokens that contain characters of each place.
+
+    Args:
+        places: the first character and the end of each place in a text.
+        offsets: the first character and the end of each token of the text.
+    """
+    positions = []
+    for start, stop in places:
+        tokens = enumerate(offsets)
+        positions.append([n for n, (first, end) in tokens if first < stop and end > start])
+    return positions

@@ -1,5 +1,6 @@
-"""Read the files of tokenizers: vocabulary.json, tokenizer.json, tekken.json, or a vocabulary with
-its merges.
+"""Readers of the files of tokenizers.
+
+The files are vocabulary.json, tokenizer.json, tekken.json, or a vocabulary with its merges.
 """
 
 import re
@@ -86,21 +87,28 @@ def _model_in(path: Path) -> str:
         is_ranks = re.match(rb"[\w+/]+=* \d+\n", file.read(99))
     kind = "a vocabulary of tiktoken" if is_ranks else "a SentencePiece model"
     return (
-        f"{path} is {kind}, which is unsupported: convert it to a tokenizer.json with "
-        "transformers (and sentencepiece or tiktoken), "
+        f"{path} is {kind}, which is unsupported: convert it to a tokenizer.json with transformers "
+        "(and sentencepiece or tiktoken), "
         f"AutoTokenizer.from_pretrained({str(path.parent)!r}).save_pretrained({str(path.parent)!r})"
     )
 
 
 def _characters(path: Path) -> CharTokenizer:
+    """Return the tokenizer of a list of characters.
+
+    Raises:
+        ValueError: if the file contains something else, or is damaged.
+    """
     characters = read_json(path)
-    if not isinstance(characters, list) or not all(isinstance(c, str) for c in characters):
+    is_list = isinstance(characters, list)
+    if not is_list or not all(isinstance(character, str) for character in characters):
         raise ValueError(f"{path} must contain a list of characters; got {str(characters)[:40]}")
     with storage.one_error(path):
         return CharTokenizer(characters)
 
 
 def _from_json(path: Path) -> SubwordTokenizer:
+    """Return the tokenizer in a tokenizer.json."""
     kind = library("tokenizers").Tokenizer
     with storage.one_error(path):
         tokenizer = kind.from_file(str(path))
@@ -143,8 +151,9 @@ def _from_pairs(vocabulary: Path, merges: Path) -> SubwordTokenizer:
 
 
 def _added_tokens(vocabulary: Path) -> dict[str, tuple[Any, int | None]]:
-    """Return the tokens that are recognised before a text is split, each with its number if the
-    files contain it.
+    """Return the tokens that are recognised before a text is split, by their text.
+
+    Each token comes with its number, or with None if the files do not contain the number.
     """
     numbered: dict[str, tuple[Any, int]] = {}
     with _beside(vocabulary, "added_tokens.json") as older:
@@ -183,38 +192,42 @@ def _token(described: Any) -> Any:
 def _finished(
     file: Path, tokenizer: Any, default: str | None = None, begins: bool = False
 ) -> SubwordTokenizer:
-    """Return the tokenizer with the special tokens and the template that the files in the directory
-    of `file` name.
+    """Return a tokenizer with the special tokens and the template of its files.
 
-    `default` begins and ends a text if these files name no token.
+    Args:
+        file: a file of the tokenizer. The other files are in the same directory.
+        tokenizer: the tokenizer of the library.
+        default: the token that begins and ends a text, if the files name no token.
+        begins: whether the tokenizer adds a token at the beginning of each text.
     """
     pieces: dict[str, str | None] = dict.fromkeys(("bos_token", "eos_token"), default)
     for name in (_CONFIG, _SPECIAL_TOKENS):
         with _beside(file, name) as described:
             named = {key: described[key] for key in pieces if described.get(key) is not None}
             pieces |= {key: _token(token).content for key, token in named.items()}
-    begin, end = (None if p is None else tokenizer.token_to_id(p) for p in pieces.values())
+    begin, end = (
+        None if piece is None else tokenizer.token_to_id(piece) for piece in pieces.values()
+    )
     if begins and begin is not None:
         frame_texts(tokenizer, [begin])
-    made = SubwordTokenizer(tokenizer, () if end is None else (end,), begin)
+    wrapped = SubwordTokenizer(tokenizer, () if end is None else (end,), begin)
     special = {key: piece for key, piece in pieces.items() if piece is not None}
     with _beside(file, _CONFIG) as described:
         more = {key: described[key] for key in _IN_TEMPLATES if described.get(key) is not None}
         special |= {key: _token(token).content for key, token in more.items()}
-        made.pad_token_id, made.mask_token_id = (
+        wrapped.pad_token_id, wrapped.mask_token_id = (
             tokenizer.token_to_id(special[key]) if key in special else None
             for key in ("pad_token", "mask_token")
         )
         written = file.with_name("chat_template.jinja")
         source = written.read_text("utf-8") if written.is_file() else described.get("chat_template")
-        made.chat_template = template_of(source, special)
-    return made
+        wrapped.chat_template = template_of(source, special)
+    return wrapped
 
 
 @contextmanager
 def _beside(file: Path, name: str) -> Iterator[dict[str, Any]]:
-    """Yield the object in the file `name` in the directory of `file`, or an empty object if that
-    file is missing.
+    """Yield the object in a file `name` next to `file`, or an empty object if it is missing.
 
     Errors inside the `with` name the file.
     """

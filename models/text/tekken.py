@@ -1,5 +1,6 @@
-"""Read Mistral's tekken.json, which contains the bytes of each token by rank and a pattern to split
-texts.
+"""Reader of Mistral's tekken.json.
+
+The file contains the bytes of each token by rank, and a pattern that splits texts.
 
 1. Number the special tokens first, then all other tokens in the order of their ranks.
 2. Two tokens are merged if their joined bytes are a token. The token with the lowest rank is merged
@@ -19,9 +20,8 @@ _BEGIN, _END = "<s>", "</s>"
 # versions.
 _SPECIAL = (
     f"<unk> {_BEGIN} {_END} [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] "
-    "[/TOOL_RESULTS] [TOOL_CALLS] "
-    "[IMG] <pad> [IMG_BREAK] [IMG_END] [PREFIX] [MIDDLE] [SUFFIX] [SYSTEM_PROMPT] "
-    "[/SYSTEM_PROMPT] [TOOL_CONTENT]"
+    "[/TOOL_RESULTS] [TOOL_CALLS] [IMG] <pad> [IMG_BREAK] [IMG_END] [PREFIX] [MIDDLE] [SUFFIX] "
+    "[SYSTEM_PROMPT] [/SYSTEM_PROMPT] [TOOL_CONTENT]"
 )
 
 
@@ -34,17 +34,24 @@ def tokenizer_of_tekken(path: Path) -> SubwordTokenizer:
     """
     data = read_object(path)
     with storage.one_error(path):
-        return _made(data)
+        return _tokenizer(data)
 
 
-def _made(data: dict[str, Any]) -> SubwordTokenizer:
-    library_, config = library("tokenizers"), data["config"]
-    size, n_special = config["default_vocab_size"], config["default_num_special_tokens"]
+def _tokenizer(data: dict[str, Any]) -> SubwordTokenizer:
+    """Return the tokenizer of the content of a file.
+
+    Raises:
+        ValueError: if the numbers of the tokens have gaps.
+    """
+    library_ = library("tokenizers")
+    config = data["config"]
+    size = config["default_vocab_size"]
+    n_special = config["default_num_special_tokens"]
     special = {n: f"<SPECIAL_{n}>" for n in range(n_special)}
     if data.get("special_tokens") is None and config["version"] in ("v3", "v7"):
         special |= enumerate(_SPECIAL.split())
     else:
-        special |= {each["rank"]: each["token_str"] for each in data["special_tokens"]}
+        special |= {token["rank"]: token["token_str"] for token in data["special_tokens"]}
     signs = {byte: sign for sign, byte in byte_signs().items()}
     vocabulary = {piece: number for number, piece in special.items()}
     for entry in data["vocab"][: size - n_special]:
@@ -52,18 +59,18 @@ def _made(data: dict[str, Any]) -> SubwordTokenizer:
         vocabulary["".join(signs[byte] for byte in token)] = n_special + entry["rank"]
     if [*vocabulary.values()] != [*range(size)]:
         raise ValueError(f"its tokens must have the numbers 0 to {size - 1} in this order")
-    merges = [
-        (piece[:n], piece[n:])
-        for piece in [*vocabulary][n_special:]
-        for n in range(1, len(piece))
-        if piece[:n] in vocabulary and piece[n:] in vocabulary
-    ]
+    merges = []
+    for piece in [*vocabulary][n_special:]:
+        cuts = [(piece[:n], piece[n:]) for n in range(1, len(piece))]
+        merges += [
+            (left, right) for left, right in cuts if left in vocabulary and right in vocabulary
+        ]
     # With ignore_merges, a text that is a token is not built from merges.
     model = library_.models.BPE(vocabulary, merges, ignore_merges=True)
     tokenizer = byte_level(model, [config["pattern"]])
     tokenizer.add_special_tokens(
         [library_.AddedToken(special[n], special=True, normalized=False) for n in range(n_special)]
     )
-    begin, end = (vocabulary[piece] for piece in (_BEGIN, _END))
+    begin = vocabulary[_BEGIN]
     frame_texts(tokenizer, [begin])
-    return SubwordTokenizer(tokenizer, (end,), begin)
+    return SubwordTokenizer(tokenizer, (vocabulary[_END],), begin)

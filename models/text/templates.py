@@ -1,4 +1,4 @@
-"""Chat templates: write messages as one text with the Jinja template of a tokenizer."""
+"""Chat templates, which write messages as one text with the Jinja template of a tokenizer."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,8 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, special: Mapping[str, str] | None = None) -> None:
-        self.source, self.special = source, dict(special or {})
+        self.source = source
+        self.special = dict(special or {})
 
     def render(
         self, messages: Messages, add_generation_prompt: bool = False, **variables: Any
@@ -65,18 +66,20 @@ class ChatTemplate:
         ]
         pattern = self.render(marked, **options)
         contents = [message["content"] for message in messages]
-        for kept in (contents, [content.strip() for content in contents]):
-            places, written, rest = [], "", pattern
-            for sign, content in zip(signs, kept, strict=True):
+        for written_contents in (contents, [content.strip() for content in contents]):
+            places = []
+            written = ""
+            remaining = pattern
+            for sign, content in zip(signs, written_contents, strict=True):
                 # A template may omit a message.
-                if sign not in rest:
+                if sign not in remaining:
                     places.append((0, 0))
                     continue
-                before, _, rest = rest.partition(sign)
+                before, _, remaining = remaining.partition(sign)
                 written += before
                 places.append((len(written), len(written) + len(content)))
                 written += content
-            if written + rest == text:
+            if written + remaining == text:
                 return places
         raise ValueError(
             "the chat template must not change contents, because their positions in the text "
@@ -97,7 +100,7 @@ def template_of(source: Any, special: Mapping[str, Any]) -> ChatTemplate | None:
             is not a string.
     """
     if isinstance(source, list):
-        source = {each["name"]: each["template"] for each in source}
+        source = {template["name"]: template["template"] for template in source}
     if isinstance(source, Mapping):
         if "default" not in source:
             raise ValueError(f"one chat template must be named 'default'; got {', '.join(source)}")
@@ -113,9 +116,7 @@ def template_of(source: Any, special: Mapping[str, Any]) -> ChatTemplate | None:
 
 @cache
 def _environment() -> Any:
-    """Return a Jinja environment like the one of `transformers`: in a sandbox, with the same
-    functions and tags.
-    """
+    """Return a Jinja environment in a sandbox, with the functions and tags of `transformers`."""
     jinja = library("jinja2")
     from jinja2 import ext, sandbox
 
@@ -139,12 +140,12 @@ def _environment() -> Any:
             value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys
         )
 
-    made = sandbox.ImmutableSandboxedEnvironment(
+    environment = sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols]
     )
-    made.filters["tojson"] = tojson
-    made.globals |= {
+    environment.filters["tojson"] = tojson
+    environment.globals |= {
         "raise_exception": refuse,
         "strftime_now": lambda form: datetime.now().strftime(form),
     }
-    return made
+    return environment

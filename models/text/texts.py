@@ -155,7 +155,7 @@ class ReadsText:
         strings: tuple[str, ...] | None = None,
     ) -> Text:
         """Return the tokens of texts of any lengths as one batch."""
-        empty = [n for n, row in enumerate(rows) if not row]
+        empty = [n for n, tokens in enumerate(rows) if not tokens]
         if empty or not rows:
             raise ValueError(
                 f"each text must have at least one token; got {len(rows)} texts, empty: {empty}"
@@ -169,9 +169,16 @@ class ReadsText:
         )
 
     def encoded(self, text: str, bos: bool | None = None, closed: bool = True) -> list[int]:
-        """Return the tokens of one text; see `to_tokens`.
+        """Return the tokens of one text.
 
-        If `closed` is False, no token is added at the end.
+        Args:
+            text: the text.
+            bos: see `to_tokens`.
+            closed: whether to add the tokens that the tokenizer adds at the end.
+
+        Raises:
+            ValueError: if the model has no tokenizer, or if `bos` is True and the tokenizer has no
+                token for the beginning of a text.
         """
         tokenizer = self.require_tokenizer()
         tokens = tokenizer.encode(text)
@@ -185,9 +192,9 @@ class ReadsText:
                     "no token"
                 )
             start = (token,)
-        begun = tuple(tokens[: len(start)]) == start
+        has_start = tuple(tokens[: len(start)]) == start
         closing = getattr(tokenizer, "closing_token_ids", ()) if closed else ()
-        return [*(() if begun else start), *tokens, *closing]
+        return [*(() if has_start else start), *tokens, *closing]
 
     def to_text(self, tokens: Texts | int | Int[Tensor, ""]) -> Any:
         """Return the text of one token or of one list of tokens, or a list of several texts.
@@ -204,8 +211,8 @@ class ReadsText:
         """
         listed: Any = [index(tokens)] if is_integer(tokens) else tokens  # type: ignore[arg-type]
         decode = self.require_tokenizer().decode
-        written = [decode(row) for row in self.to_tokens(listed).listed()]
-        return written[0] if is_one_text(listed) else written
+        texts = [decode(tokens_of_text) for tokens_of_text in self.to_tokens(listed).listed()]
+        return texts[0] if is_one_text(listed) else texts
 
     def to_pieces(self, tokens: Any) -> Any:
         """Return the text of each token for display.
@@ -247,7 +254,7 @@ class ReadsText:
         >>> load("pydoc-4l").to_id("a")
         64
         """
-        require_kind("text", text, str, "the text of a token")
+        require_kind("text", text, str, words="the text of a token")
         tokens = self.require_tokenizer().encode(text)
         if len(tokens) != 1:
             raise ValueError(
@@ -279,6 +286,11 @@ def read(
 
 
 def _integers(tokens: Any) -> list[int]:
+    """Return tokens as a list of Python integers.
+
+    Raises:
+        ValueError: if they are not integers.
+    """
     # This also converts arrays of NumPy.
     listed = tokens.tolist() if hasattr(tokens, "tolist") else tokens
     if not isinstance(listed, Sequence) or not all(map(is_integer, listed)):

@@ -63,16 +63,17 @@ def as_tokenizer(tokenizer: Any) -> Tokenizer | None:
     if (backend := getattr(tokenizer, "backend_tokenizer", None)) is None:
         raise TypeError(
             "a tokenizer must have encode, decode, tokens_as_text, bos_token_ids and "
-            "eos_token_ids, or be a "
-            f"fast tokenizer of transformers; got a {type(tokenizer).__name__}"
+            "eos_token_ids, or be a fast tokenizer of transformers; got a "
+            f"{type(tokenizer).__name__}"
         )
     copied = library("tokenizers").Tokenizer.from_str(backend.to_str())
-    end, begin = tokenizer.eos_token_id, tokenizer.bos_token_id
-    made = SubwordTokenizer(copied, () if end is None else (end,), begin)
-    made.pad_token_id = tokenizer.pad_token_id
-    made.mask_token_id = tokenizer.mask_token_id
-    made.chat_template = template_of(tokenizer.chat_template, tokenizer.special_tokens_map)
-    return made
+    end = tokenizer.eos_token_id
+    begin = tokenizer.bos_token_id
+    wrapped = SubwordTokenizer(copied, () if end is None else (end,), begin)
+    wrapped.pad_token_id = tokenizer.pad_token_id
+    wrapped.mask_token_id = tokenizer.mask_token_id
+    wrapped.chat_template = template_of(tokenizer.chat_template, tokenizer.special_tokens_map)
+    return wrapped
 
 
 class CharTokenizer:
@@ -99,11 +100,12 @@ class CharTokenizer:
     eos_token_ids: tuple[int, ...] = ()
 
     def __init__(self, characters: Sequence[str]) -> None:
-        require_kind("characters", characters, Sequence, "a text, or a list of characters")
+        require_kind("characters", characters, Sequence, words="a text, or a list of characters")
         self.characters = tuple(characters)
         self.vocab_size = len(self.characters)
         self._token = {character: token for token, character in enumerate(self.characters)}
-        if len(self._token) != len(self.characters) or any(len(c) != 1 for c in self.characters):
+        is_repeated = len(self._token) != len(self.characters)
+        if is_repeated or any(len(character) != 1 for character in self.characters):
             raise ValueError(
                 f"a vocabulary must contain different single characters; got {characters!r:.80}"
             )
@@ -193,10 +195,12 @@ class SubwordTokenizer:
         tokenizer.no_padding()
         example = tokenizer.encode("a", add_special_tokens=True)
         special = example.special_tokens_mask
-        first, after = [*special, 0].index(0), [*reversed(special), 0].index(0)
+        first = [*special, 0].index(0)
+        after = [*reversed(special), 0].index(0)
         self.bos_token_ids: tuple[int, ...] = tuple(example.ids[:first])
         self.closing_token_ids: tuple[int, ...] = tuple(example.ids[len(special) - after :])
-        self.eos_token_ids, self.bos_token_id = eos_token_ids, bos_token_id
+        self.eos_token_ids = eos_token_ids
+        self.bos_token_id = bos_token_id
         self.chat_template: ChatTemplate | None = None
         self.pad_token_id: int | None = None
         self.mask_token_id: int | None = None
@@ -215,7 +219,8 @@ class SubwordTokenizer:
             tokenizer.model.unk_token = tokenizer.model.unk_token or _NO_TOKEN
             # With dropout, the tokens of a text would be random.
             tokenizer.model.dropout = None
-        self._charsmap, self._without_charsmap = charsmap, tokenizer
+        self._charsmap = charsmap
+        self._without_charsmap = tokenizer
         if charsmap is not None:
             self._tokenizer = charsmap.before(tokenizer)
 
@@ -280,6 +285,7 @@ class SubwordTokenizer:
         return pieces_of(tokens, self._piece)
 
     def _piece(self, token: int) -> str:
+        """Return the text of one token, for display."""
         return self._bytes[_known([token], self._bytes)[0]].decode("utf-8", "backslashreplace")
 
 
@@ -295,7 +301,8 @@ def byte_level(
         add_prefix_space: whether to add a space before a text. Default: False.
     """
     library_ = library("tokenizers")
-    tokenizer, splitters = library_.Tokenizer(model), library_.pre_tokenizers
+    tokenizer = library_.Tokenizer(model)
+    splitters = library_.pre_tokenizers
     words = [splitters.Split(library_.Regex(pattern), "isolated") for pattern in patterns]
     signs = splitters.ByteLevel(add_prefix_space=add_prefix_space, use_regex=not patterns)
     tokenizer.pre_tokenizer = splitters.Sequence([*words, signs])
@@ -307,7 +314,8 @@ def frame_texts(
     tokenizer: "tokenizers.Tokenizer", before: Sequence[int], after: Sequence[int] = ()
 ) -> None:
     """Set the tokens that a library tokenizer adds before and after each text."""
-    first, last = ([tokenizer.id_to_token(token) for token in ids] for ids in (before, after))
+    first = [*map(tokenizer.id_to_token, before)]
+    last = [*map(tokenizer.id_to_token, after)]
     tokenizer.post_processor = library("tokenizers").processors.TemplateProcessing(
         single=[*first, "$A", *last],
         special_tokens=[*zip(first, before, strict=True), *zip(last, after, strict=True)],
@@ -340,11 +348,18 @@ def pieces_of(tokens: Any, piece: Callable[[int], str]) -> Any:
     # This also converts arrays of NumPy.
     if hasattr(tokens, "tolist"):
         tokens = tokens.tolist()
-    return [pieces_of(t, piece) for t in tokens] if isinstance(tokens, Sequence) else piece(tokens)
+    if isinstance(tokens, Sequence):
+        return [pieces_of(part, piece) for part in tokens]
+    return piece(tokens)
 
 
 def _known(tokens: Sequence[int], known: Collection[int]) -> list[int]:
-    """Return tokens as Python integers. A token that is not in `known` is an error."""
+    """Return tokens as Python integers.
+
+    Raises:
+        TypeError: if they are not whole numbers.
+        ValueError: if a token is not in `known`; the error names these tokens.
+    """
     try:
         tokens = [index(token) for token in tokens]
     except TypeError:

@@ -100,9 +100,9 @@ class TrainingConfig:
         """Return the learning rate at a step, counted from 0."""
         if step < self.warmup:
             return self.learning_rate * (step + 1) / self.warmup
-        done = (step - self.warmup) / max(1, self.steps - self.warmup)
-        fallen = (1 - self.final_rate) * (1 - math.cos(math.pi * done)) / 2
-        return self.learning_rate * (1 - fallen)
+        progress = (step - self.warmup) / max(1, self.steps - self.warmup)
+        decrease = (1 - self.final_rate) * (1 - math.cos(math.pi * progress)) / 2
+        return self.learning_rate * (1 - decrease)
 
 
 @dataclass(frozen=True)
@@ -160,8 +160,12 @@ def next_token_loss(
 ) -> Float[Tensor, "batch pos-1"]:
     """Return the cross-entropy of each next token, in nats.
 
-    It is NaN if the token or the token before it is padding (0 or False in the mask). `nanmean`
-    ignores these values.
+    The value is NaN if the token or the token before it is padding. `nanmean` ignores these values.
+
+    Args:
+        logits: the logits of the next token at each position.
+        tokens: the tokens that the model read.
+        attention_mask: 1 or True at real tokens, 0 or False at padding. Default: no padding.
 
     Raises:
         ValueError: if the tokens are not integers [batch, pos], or the logits are of another shape.
@@ -172,7 +176,13 @@ def next_token_loss(
     tensor([[8., 8.]])
     """
     check_tokens(tokens)
-    require_kind("logits", logits, Tensor, "a tensor [batch, pos, vocab]", "model(tokens) gives it")
+    require_kind(
+        "logits",
+        logits,
+        Tensor,
+        words="a tensor [batch, pos, vocab]",
+        call="model(tokens) gives it",
+    )
     if logits.shape[:2] != tokens.shape:
         raise ValueError(
             f"logits must have the positions of the tokens, {[*tokens.shape]}; got "
@@ -207,8 +217,11 @@ def row_losses(model: Transformer, rows: Int[Tensor, "batch pos"]) -> Float[Tens
 def train_test_split(
     tokens: Int[Tensor, "text ..."], fraction: float = 0.9
 ) -> tuple[Int[Tensor, "training ..."], Int[Tensor, "validation ..."]]:
-    """Split a text, or walks [walk, pos]: the first `fraction` is for training, the rest for
-    validation.
+    """Split a text, or walks [walk, pos], in a part for training and a part for validation.
+
+    Args:
+        tokens: the text, or the walks.
+        fraction: the share of the first part, which is for training.
 
     Raises:
         ValueError: if one of the two parts would be empty.
@@ -229,7 +242,15 @@ def train_test_split(
 def sample_batch(
     tokens: Int[Tensor, "*walk pos"], batch: int, length: int, generator: torch.Generator
 ) -> Int[Tensor, "batch length"]:
-    """Draw random windows of a text [pos], or of walks [walk, pos]. Each window is inside one walk.
+    """Return random windows of a text [pos], or of walks [walk, pos].
+
+    Each window is inside one walk.
+
+    Args:
+        tokens: the text, or the walks.
+        batch: the number of windows.
+        length: the number of tokens of a window.
+        generator: the generator of the draws, on the CPU.
 
     Raises:
         ValueError: if the text, or each walk, is shorter than a window.
@@ -280,7 +301,7 @@ def evaluate(
     length = model.config.n_ctx
     require_integer("batch", batch)
     tokens = tensor_of(tokens, "tokens")
-    check_learnable("the text", tokens, length + 1, model.config.vocab_size)
+    check_learnable("the text", tokens, least=length + 1, vocab_size=model.config.vocab_size)
     windows = tokens.unfold(-1, length + 1, length).flatten(0, -2)  # [window, pos]
     with mode(model, training=False):
         batch_losses = [loss(model, rows) for rows in windows.split(batch)]
@@ -293,6 +314,12 @@ def check_learnable(what: str, tokens: Tensor, least: int, vocab_size: int) -> N
     """Check tokens that would silently give a wrong loss, or an error later.
 
     Floats would be rounded, and cross-entropy ignores targets of -100.
+
+    Args:
+        what: the name of the tokens, for the error.
+        tokens: the tokens, [pos] or [row, pos].
+        least: the smallest number of positions.
+        vocab_size: the size of the vocabulary.
 
     Raises:
         ValueError: if the tokens are not integers [pos] or [row, pos], have fewer than `least`

@@ -113,19 +113,19 @@ def train(
     >>> len(result.losses), list(result.validation)
     (3, [2, 3])
     """
-    batches, texts = _batches_and_texts(data, validation, model, config)
-    run = Run(model, config, texts, directory, loss)
+    batches, texts = _batches_and_texts(data, validation, model=model, config=config)
+    run = Run(model, config, texts=texts, directory=directory, loss=loss)
     with (
         mode(model, training=True),
         torch.random.fork_rng([run.device] if run.device.type == "cuda" else []),
         _interruptible(run) as interrupted,
     ):
         run.begin(resume=resume)
-        done = len(run.records)
-        shown = progress_bar("training", config.steps, unit="step", first=done, stays=True)
+        n_done = len(run.records)
+        bar = progress_bar("training", config.steps, unit="step", first=n_done, stays=True)
         # The bar shows the last loss until the end.
-        with shown as count:
-            for step in range(done + 1, config.steps + 1):
+        with bar as count:
+            for step in range(n_done + 1, config.steps + 1):
                 tokens = torch.atleast_2d(batches(step - 1, run.generators[0]))
                 run.update(tokens)
                 due = step % config.evaluate_every == 0 or step == config.steps
@@ -158,17 +158,17 @@ def _show(count: Count, tokens: Tensor, run: Run) -> float:
 
 
 def _result(run: Run) -> TrainingResult:
-    characters = run.config.characters_per_token
-    return TrainingResult(
-        losses=tuple(record["loss"] for record in run.records),
-        validation={
-            record["step"]: Evaluation(
-                record["validation_loss"], characters, record["standard_error"]
+    """Return the losses of a run."""
+    validation = {}
+    for record in run.records:
+        if "validation_loss" in record:
+            validation[record["step"]] = Evaluation(
+                nats=record["validation_loss"],
+                characters_per_token=run.config.characters_per_token,
+                standard_error=record["standard_error"],
             )
-            for record in run.records
-            if "validation_loss" in record
-        },
-    )
+    losses = tuple(record["loss"] for record in run.records)
+    return TrainingResult(losses, validation)
 
 
 def _batches_and_texts(
@@ -178,7 +178,8 @@ def _batches_and_texts(
     config: TrainingConfig,
 ) -> tuple[Batches, dict[str, Tensor]]:
     """Return the function that makes batches, and the texts that are known before training."""
-    length, vocab_size = model.config.n_ctx + 1, model.config.vocab_size
+    length = model.config.n_ctx + 1
+    vocab_size = model.config.vocab_size
     texts: dict[str, Tensor] = {}
     if not callable(data):
         text = tensor_of(data, "data")
@@ -187,22 +188,21 @@ def _batches_and_texts(
         texts["the text to train on"] = text
 
         def data(step: int, generator: torch.Generator) -> Tensor:
-            return sample_batch(text, config.batch_size, length, generator)
+            return sample_batch(text, config.batch_size, length=length, generator=generator)
 
     if validation is not None:
         texts[HELD_OUT] = torch.as_tensor(validation)
-    for what, tokens in texts.items():
-        check_learnable(what, tokens, length, vocab_size)
+    for name, tokens in texts.items():
+        check_learnable(name, tokens, least=length, vocab_size=vocab_size)
     return data, texts
 
 
 @contextmanager
 def _interruptible(run: Run) -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns whether Ctrl-C was pressed, so that a run can stop between
-    steps.
+    """Yield a function that returns whether Ctrl-C was pressed.
 
-    A second Ctrl-C stops at once. In both cases the error says which checkpoint was saved, and no
-    gradients are left.
+    A run can then stop between two steps. A second Ctrl-C stops at once. In both cases the error
+    says which checkpoint was saved, and no gradients are left.
     """
     pressed = threading.Event()
 
@@ -211,9 +211,10 @@ def _interruptible(run: Run) -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     # Only the main thread may set a signal handler, and a handler of the user must stay.
-    main = threading.current_thread() is threading.main_thread()
-    ours = main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if ours:
+    is_main = threading.current_thread() is threading.main_thread()
+    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    sets_handler = is_main and is_default
+    if sets_handler:
         signal.signal(signal.SIGINT, note)
     try:
         yield pressed.is_set
@@ -225,5 +226,5 @@ def _interruptible(run: Run) -> Iterator[Callable[[], bool]]:
         raise KeyboardInterrupt(f"stopped after step {steps}; {run.last}") from None
     finally:
         run.optimizer.zero_grad()
-        if ours:
+        if sets_handler:
             signal.signal(signal.SIGINT, signal.default_int_handler)

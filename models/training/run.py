@@ -41,7 +41,9 @@ class Run:
         directory: str | os.PathLike[str] | None,
         loss: Loss = row_losses,
     ) -> None:
-        self.model, self.config, self._loss = model, config, loss
+        self.model = model
+        self.config = config
+        self._loss = loss
         self.directory = None if directory is None else Path(directory)
         if self.directory is not None:
             storage.require_folder(self.directory)
@@ -50,11 +52,15 @@ class Run:
         # Records whose numbers are still being copied to the host.
         self._pending: deque[tuple[dict[str, Any], Callable[[], list[float]]]] = deque()
         self._logged = 0
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
-        matrices = [p for p in self._parameters if p.ndim >= 2]
-        vectors = [p for p in self._parameters if p.ndim < 2]
+        self._parameters = [
+            parameter for parameter in model.parameters() if parameter.requires_grad
+        ]
+        matrices = [parameter for parameter in self._parameters if parameter.ndim >= 2]
+        vectors = [parameter for parameter in self._parameters if parameter.ndim < 2]
         groups: Any = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-        rate, decay, betas = config.learning_rate, config.weight_decay, config.betas
+        rate = config.learning_rate
+        decay = config.weight_decay
+        betas = config.betas
         self.optimizer = torch.optim.AdamW(groups, rate, betas, weight_decay=decay, fused=True)
         self._failed = torch.zeros((), device=self.device)
         # The first generator draws batches. The others are PyTorch's own generators, for dropout.
@@ -63,12 +69,16 @@ class Run:
             torch.cuda.init()
             self.generators.append(torch.cuda.default_generators[self.device.index])
         # This contains everything that affects the numbers of a run.
-        self._identity = {
-            **{f"model.{k}": v for k, v in dataclasses.asdict(model.config).items()},
-            **{f"training.{k}": v for k, v in dataclasses.asdict(config).items()},
+        self._identity: dict[str, Any] = {}
+        for prefix, fields in (("model", model.config), ("training", config)):
+            for name, value in dataclasses.asdict(fields).items():
+                self._identity[f"{prefix}.{name}"] = value
+        self._identity |= {
             "text": [storage.checksum("", text.long()) for text in texts.values()],
             "dtype": str(model.W_E.dtype),
-            "frozen": [name for name, p in model.named_parameters() if not p.requires_grad],
+            "frozen": [
+                name for name, parameter in model.named_parameters() if not parameter.requires_grad
+            ],
             "code": [CODE_VERSION, str(torch.__version__)],
         }
         self._saved = 0
@@ -121,8 +131,9 @@ class Run:
         Raises:
             ValueError: if the rows contain tokens outside the vocabulary.
         """
-        step, vocab_size = len(self.records) + len(self._pending), self.model.config.vocab_size
-        check_learnable(f"the batch of step {step + 1}", tokens, 2, vocab_size)
+        step = len(self.records) + len(self._pending)
+        vocab_size = self.model.config.vocab_size
+        check_learnable(f"the batch of step {step + 1}", tokens, least=2, vocab_size=vocab_size)
         loss = self._loss(self.model, tokens).mean()
         self.optimizer.zero_grad()
         loss.backward()
@@ -160,9 +171,13 @@ class Run:
         Raises:
             FloatingPointError: if the loss is not finite.
         """
-        config, record = self.config, self.records[-1]
-        size, per_token = config.batch_size, config.characters_per_token
-        evaluation = evaluate(self.model, held_out, size, per_token, self._loss)
+        config = self.config
+        record = self.records[-1]
+        size = config.batch_size
+        per_token = config.characters_per_token
+        evaluation = evaluate(
+            self.model, held_out, batch=size, characters_per_token=per_token, loss=self._loss
+        )
         self._require_finite("the validation loss", evaluation.nats, record["step"])
         record["validation_loss"] = evaluation.nats
         record["standard_error"] = evaluation.standard_error
@@ -194,7 +209,7 @@ class Run:
         """
         step = len(self.records)
         # In half precision, the sum of finite weights may be infinite.
-        largest = stacked(p.detach().abs().amax() for p in self._parameters)
+        largest = stacked(parameter.detach().abs().amax() for parameter in self._parameters)
         self._require_finite("the largest of the weights", largest.max().item(), step)
         if self.directory is None:
             return
@@ -228,9 +243,15 @@ class Run:
             # On another device, the number of generators may differ.
             for generator, saved in zip(self.generators, state["generators"], strict=False):
                 generator.set_state(saved)
-            self.records, self._saved = state["records"], len(state["records"])
+            self.records = state["records"]
+            self._saved = len(state["records"])
 
     def _require_finite(self, what: str, value: float, step: int) -> None:
+        """Check that a number is finite.
+
+        Raises:
+            FloatingPointError: if it is not; the error names the number and the step.
+        """
         if not math.isfinite(value):
             raise FloatingPointError(
                 f"{what} must be finite; got {value} at step {step}; {self.last}"
@@ -261,4 +282,5 @@ class Run:
 
 
 def _line(record: Mapping[str, Any]) -> bytes:
+    """Return a record as a line of JSON."""
     return strict_json.dumps(strict_json.finite(record)).encode() + b"\n"
