@@ -43,7 +43,7 @@ class Attention(Component):
 
     def __init__(self, config: TransformerConfig, layer: int = 0) -> None:
         super().__init__()
-        require_kind("config", config, TransformerConfig, "a TransformerConfig")
+        require_kind("config", config, TransformerConfig, words="a TransformerConfig")
         self.layer = layer
         self.window = config.windows[layer]
         self.is_causal = config.causal
@@ -126,6 +126,7 @@ class Attention(Component):
         return self.output_dropout(self.output(z.flatten(2)))
 
     def _fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Visible) -> Tensor:
+        """Return the output of each head from a fused kernel."""
         probability = self.pattern_dropout.p if self.pattern_dropout.training else 0.0
         return fused(q, k, v, mask, self.scale, probability)
 
@@ -145,8 +146,8 @@ class Attention(Component):
         q = rearrange(self.scale * q, "b (g n) i d -> b g n i d", g=k.shape[1])
         scores = einsum(q, k, "b g n i d, b g j d -> b g n i j")
         scores = self.cap(self.scores(scores.flatten(1, 2)))  # [b, h, i, j]
-        seen = dense(mask, scores.shape[2:], scores.device)  # [b or 1, h or 1, i or 1, j]
-        pattern = self.pattern(softmax(torch.where(seen, scores, -torch.inf)))  # [b, h, i, j]
+        visible = dense(mask, scores.shape[2:], scores.device)  # [b or 1, h or 1, i or 1, j]
+        pattern = self.pattern(softmax(torch.where(visible, scores, -torch.inf)))  # [b, h, i, j]
         weights = self.pattern_dropout(pattern).unflatten(1, q.shape[1:3])  # [b, g, n, i, j]
         z = einsum(weights, v, "b g n i j, b g j d -> b g n i d")
         return z.flatten(1, 2)  # [b, h, i, d]
@@ -194,10 +195,12 @@ class Attention(Component):
         return self.output.offset
 
     def _weights(self) -> tuple[Tensor, ...]:
+        """Return the weights of queries, keys and values, each [head, d_model, d_head]."""
         by_head = rearrange(self.qkv.weight, "(head d) model -> head model d", d=self.d_head)
         return by_head.split(self.heads)
 
     def _biases(self) -> tuple[Tensor, ...]:
+        """Return the biases of queries, keys and values, each [head, d_head]."""
         return self.qkv.offset.unflatten(0, (-1, self.d_head)).split(self.heads)
 
 
@@ -205,6 +208,7 @@ class CappedAttention(Attention):
     """Attention with scores capped before the mask (Gemma 2)."""
 
     def _fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Visible) -> Tensor:
+        """Return the output of each head, computed for one block of queries at a time."""
         return by_blocks(self._explicit, q, k, v, mask)
 
     attend = FusedUnlessHooked("scores", "pattern", fused=_fused)(Attention._explicit)

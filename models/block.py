@@ -99,9 +99,11 @@ class Block(Component):
         return self._attention(), self._mlp(self.resid_mid)
 
     def _attention(self) -> Branch:
+        """Return the branch of attention."""
         return Branch(self.resid_pre, self.ln1, self.attn, self.ln1_post, self.attn_out)
 
     def _mlp(self, reads: nn.Module) -> Branch:
+        """Return the branch of the MLP, which reads the stream at a point."""
         return Branch(reads, self.ln2, self.mlp, self.ln2_post, self.mlp_out)
 
     @property
@@ -112,7 +114,7 @@ class Block(Component):
     def forward(
         self, resid: Float[Tensor, "batch pos d_model"], context: ContextOrMask = None
     ) -> Float[Tensor, "batch pos d_model"]:
-        """The residual stream leaving the block, from the one entering it."""
+        """Return the residual stream that leaves the block, from the stream that enters it."""
         resid = self.resid_pre(resid)
         attention, mlp = self.branches
         resid = self.resid_mid(resid + attention(resid, context))
@@ -139,7 +141,7 @@ class PostNormBlock(Block):
     def forward(
         self, resid: Float[Tensor, "batch pos d_model"], context: ContextOrMask = None
     ) -> Float[Tensor, "batch pos d_model"]:
-        """The residual stream leaving the block, from the one entering it."""
+        """Return the residual stream that leaves the block, from the stream that enters it."""
         resid = self.resid_pre(resid)
         attention, mlp = self.branches
         resid = self.resid_mid(self.ln1(resid + attention(resid, context)))
@@ -157,7 +159,7 @@ class ParallelBlock(Block):
     def forward(
         self, resid: Float[Tensor, "batch pos d_model"], context: ContextOrMask = None
     ) -> Float[Tensor, "batch pos d_model"]:
-        """The residual stream leaving the block, from the one entering it."""
+        """Return the residual stream that leaves the block, from the stream that enters it."""
         resid = self.resid_pre(resid)
         attention, mlp = self.branches
         return self.resid_post(resid + attention(resid, context) + mlp(resid))
@@ -174,7 +176,7 @@ class AttentionBlock(Block):
     def forward(
         self, resid: Float[Tensor, "batch pos d_model"], context: ContextOrMask = None
     ) -> Float[Tensor, "batch pos d_model"]:
-        """The residual stream leaving the block, from the one entering it."""
+        """Return the residual stream that leaves the block, from the stream that enters it."""
         resid = self.resid_pre(resid)
         (attention,) = self.branches
         return self.resid_post(resid + attention(resid, context))

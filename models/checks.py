@@ -51,7 +51,8 @@ def check_types(config: Any, prefix: str = "") -> None:
         ValueError: naming the first wrong field, its type and its value.
     """
     for field in dataclasses.fields(config):
-        value, kind = getattr(config, field.name), field.type
+        value = getattr(config, field.name)
+        kind = field.type
         called = prefix + field.name
         if isinstance(value, numbers.Number) and hasattr(value, "item"):
             value = value.item()
@@ -66,7 +67,14 @@ def check_types(config: Any, prefix: str = "") -> None:
 
 
 def require(config: Any, name: str, holds: object, rule: str, prefix: str = "") -> None:
-    """Raise an error if the rule of a field does not hold.
+    """Check that the rule of a field holds.
+
+    Args:
+        config: the config.
+        name: the field.
+        holds: the result of the check.
+        rule: the rule in words, for the error.
+        prefix: text before the name of the field in the error.
 
     Raises:
         ValueError: naming the field, the rule and its value.
@@ -99,13 +107,15 @@ def can_be_read(tensor: Tensor) -> bool:
 
 
 def should_read(tensor: Tensor) -> bool:
-    """Return whether to check the numbers of a tensor: they can be read, and the caller has not
-    promised that they are right.
+    """Return whether to check the numbers of a tensor.
+
+    They are checked if they can be read, and the caller has not promised that they are right.
     """
     return can_be_read(tensor) and not skips_token_checks()
 
 
 def _is(value: object, kind: Any) -> bool:
+    """Return whether a value has the type of a field."""
     if get_origin(kind) is tuple:
         kinds = get_args(kind)
         if not isinstance(value, tuple):

@@ -24,9 +24,9 @@ SHORTFORMER = "shortformer positions (Press et al. 2021) were supported until ve
 @names_fields
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
-    """Sizes and choices of a decoder-only transformer; the defaults are GPT-2's (Radford et al.
+    """Sizes and choices of a decoder-only transformer.
 
-    2019).
+    The defaults are GPT-2's (Radford et al. 2019).
 
     Attributes:
         vocab_size: number of tokens.
@@ -57,7 +57,7 @@ class TransformerConfig:
         rotary_theta: base of the rotary wavelengths.
         rotary_fraction: share of each head's dimensions that is rotated, from the first on.
         rotary_pairs: `halves`, or `adjacent`: dimension 2i pairs with 2i + 1, as in GPT-J.
-        rotary_scaling: how frequencies are scaled for longer contexts; None for no scaling.
+        rotary_scaling: the scaling of frequencies for longer contexts; None for no scaling.
         causal: whether a query sees no later key. Without it, a query sees all keys, and the model
             has no `KVCache`, no generation and no windows.
         qk_norm: RMSNorm of queries and keys, before rotation: `none`, `head` (each head separately,
@@ -69,7 +69,7 @@ class TransformerConfig:
         attn_cap: scores become `attn_cap * tanh(scores / attn_cap)` before the mask (Gemma 2); 0
             means no cap.
         logit_cap: the same for the logits.
-        window: how many positions a query sees, its own included (Mistral); 0 means all.
+        window: the number of positions that a query sees, its own included (Mistral); 0 means all.
         window_layers: the blocks that have the window; empty means all.
         parallel: whether attention and the MLP read the same stream and are added together
             (GPT-NeoX, Wang & Komatsuzaki 2021).
@@ -150,9 +150,9 @@ class TransformerConfig:
         check_types(self)
         for name, least in LEAST.items():
             possible = least <= getattr(self, name) < MOST
-            require(self, name, possible, f"at least {least} and below {MOST}")
+            require(self, name, possible, rule=f"at least {least} and below {MOST}")
         divides = self.d_head or self.d_model % self.n_heads == 0
-        require(self, "d_model", divides, f"a multiple of n_heads ({self.n_heads})")
+        require(self, "d_model", divides, rule=f"a multiple of n_heads ({self.n_heads})")
         for name, value in self._derived().items():
             if getattr(self, name) == 0:
                 object.__setattr__(self, name, value)
@@ -168,11 +168,17 @@ class TransformerConfig:
             TypeError: if a field is unknown.
             ValueError: as for a new config.
         """
-        defaults: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(self)}
+        defaults: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(self)}
         derived = {name for name, value in self._derived().items() if getattr(self, name) == value}
-        values = {n: defaults[n] if n in derived else getattr(self, n) for n in defaults} | changes
+        values = {
+            name: default if name in derived else getattr(self, name)
+            for name, default in defaults.items()
+        }
+        values |= changes
         for names, used, _ in _effects(SimpleNamespace(**values)):
-            values |= {} if used else {n: defaults[n] for n in names.split() if n not in changes}
+            for name in names.split():
+                if not used and name not in changes:
+                    values[name] = defaults[name]
         return TransformerConfig(**values)
 
     @cached_property
@@ -187,6 +193,7 @@ class TransformerConfig:
         return int(self.d_head * self.rotary_fraction)
 
     def _derived(self) -> dict[str, int | float]:
+        """Return the values of the fields for which 0 means a derived value."""
         d_head = self.d_model // self.n_heads
         divides = self.d_model % self.n_heads == 0
         return ({"d_head": d_head} if divides else {}) | {
@@ -202,22 +209,24 @@ class TransformerConfig:
             for name in () if used else names.split():
                 default = self.__dataclass_fields__[name].default
                 rule = f"{default!r} unless {condition}"
-                require(self, name, getattr(self, name) == default, rule)
-        n_heads, d_head = self.n_heads, self.d_head
+                require(self, name, getattr(self, name) == default, rule=rule)
+        n_heads = self.n_heads
+        d_head = self.d_head
         divides = n_heads % self.n_kv_heads == 0
-        require(self, "n_kv_heads", divides, f"a divisor of n_heads ({n_heads})")
-        require(self, "dropout", 0 <= self.dropout < 1, "at least 0 and below 1")
+        require(self, "n_kv_heads", divides, rule=f"a divisor of n_heads ({n_heads})")
+        require(self, "dropout", 0 <= self.dropout < 1, rule="at least 0 and below 1")
         inside = all(0 <= layer < self.n_layers for layer in self.window_layers)
-        require(self, "window_layers", inside, f"among the {self.n_layers} layers")
+        require(self, "window_layers", inside, rule=f"among the {self.n_layers} layers")
         known = all(0 <= token < self.vocab_size for token in self.eos_token_ids)
-        require(self, "eos_token_ids", known, f"from 0 to {self.vocab_size - 1}")
+        require(self, "eos_token_ids", known, rule=f"from 0 to {self.vocab_size - 1}")
         if self.positions == "rotary":
             # YaRN divides by the logarithm of the base.
-            least = int(self.rotary_scaling is not None and self.rotary_scaling.kind == "yarn")
-            require(self, "rotary_theta", self.rotary_theta > least, f"above {least}")
+            is_yarn = self.rotary_scaling is not None and self.rotary_scaling.kind == "yarn"
+            least = 1 if is_yarn else 0
+            require(self, "rotary_theta", self.rotary_theta > least, rule=f"above {least}")
             even = 0 < self.d_rotary <= d_head and self.d_rotary % 2 == 0
             rule = f"a share that is an even number of a head's {d_head} dimensions"
-            require(self, "rotary_fraction", even, rule)
+            require(self, "rotary_fraction", even, rule=rule)
             factors = self.rotary_scaling.factors if self.rotary_scaling else ()
             if factors and len(factors) != self.d_rotary // 2:
                 raise ValueError(
@@ -226,22 +235,23 @@ class TransformerConfig:
                 )
         if self.vocab_size_out != self.vocab_size:
             rule = f"False with another vocab_size_out ({self.vocab_size_out}) than vocab_size"
-            require(self, "tied_unembed", not self.tied_unembed, rule)
+            require(self, "tied_unembed", not self.tied_unembed, rule=rule)
         if self.positions == "sinusoidal":
-            require(self, "d_model", self.d_model % 2 == 0, "even with sinusoidal positions")
+            require(self, "d_model", self.d_model % 2 == 0, rule="even with sinusoidal positions")
         if self.norm_place == "post":
             require(
                 self,
                 "norm_place",
                 self.mlp != "none",
-                "'pre', 'output' or 'sandwich' without an MLP",
+                rule="'pre', 'output' or 'sandwich' without an MLP",
             )
-            require(self, "parallel", not self.parallel, "False with norm_place='post'")
+            require(self, "parallel", not self.parallel, rule="False with norm_place='post'")
 
 
 def _effects(config: Any) -> Iterator[tuple[str, object, str]]:
     """Yield groups of fields, whether each group has an effect, and the condition for it."""
-    normed, qk_normed = config.norm != "none", config.qk_norm != "none"
+    normed = config.norm != "none"
+    qk_normed = config.qk_norm != "none"
     rotary = config.positions == "rotary"
     yield "rotary_theta rotary_fraction rotary_pairs rotary_scaling", rotary, "positions are rotary"
     yield "norm_place embed_norm", normed, "there is a norm"

@@ -41,6 +41,11 @@ def scaled_dot_product_attention(
 
 
 def _apply_mask(scores: Tensor, mask: Tensor) -> Tensor:
+    """Return the scores with a mask: a boolean mask sets scores to -inf, a float mask is added.
+
+    Raises:
+        ValueError: if the mask contains integers, or its shape does not fit.
+    """
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise ValueError(f"mask must be boolean or floating-point; got {mask.dtype}")
     # A mask with only some of the leading axes is ambiguous: its rows could be heads.
@@ -49,9 +54,8 @@ def _apply_mask(scores: Tensor, mask: Tensor) -> Tensor:
     )
     if not fits:
         raise ValueError(
-            f"mask must be [query, key] or have all axes of the scores {tuple(scores.shape)}, "
-            "each of "
-            f"full size or 1; got {tuple(mask.shape)}"
+            f"mask must be [query, key] or have all axes of the scores {tuple(scores.shape)}, each "
+            f"of full size or 1; got {tuple(mask.shape)}"
         )
     if mask.dtype == torch.bool:
         return torch.where(mask, scores, -torch.inf)
@@ -67,11 +71,11 @@ def require_room_for_scores(
         MemoryLimitError: with advice.
     """
     n_scores = q.shape[:3].numel() * k.shape[2]
-    what = "scores and pattern of a layer: read other values, or give fewer texts"
+    purpose = "scores and pattern of a layer: read other values, or give fewer texts"
     require_room(
         3 * n_scores * q.element_size(),
         q,
-        f"{what}, or the last positions after a kv_cache of the others",
+        f"{purpose}, or the last positions after a kv_cache of the others",
     )
 
 

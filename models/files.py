@@ -1,4 +1,4 @@
-"""Read JSON files."""
+"""Functions that read JSON files."""
 
 import json
 from collections.abc import Collection, Mapping
@@ -34,6 +34,11 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def without(entries: Mapping[str, Any], ignore: Collection[str], where: str) -> dict[str, Any]:
     """Return the entries of a file, except the keys in `ignore`.
+
+    Args:
+        entries: the entries.
+        ignore: the keys to leave out.
+        where: the name of the file, for the error.
 
     Raises:
         UnknownNameError: if a key to ignore is not in the file; the error has close matches.

@@ -11,7 +11,10 @@ _MARKING = "models.attach(model) gives a model of transformers the names of poin
 
 
 def _attached_first(name: str, known: Collection[str], what: str) -> UnknownNameError | None:
-    """The error for a name of a block's point in a model whose points have other names."""
+    """Return the error for a name of a block's point in a model whose points have other names.
+
+    For any other name or model, the result is None.
+    """
     if not name.startswith(("blocks.", "*.")) or any("blocks." in other for other in known):
         return None
     error = unknown_name(name, known, what)

@@ -15,10 +15,10 @@ def initialise(model: nn.Module, config: TransformerConfig) -> None:
         part = name.removesuffix(".weight")
         if parameter.ndim == 1:
             parameter.fill_(float(name.endswith("weight")))
-        # The three matrices have sizes of their own.
+        # Queries, keys and values are three matrices, each with its own size.
         elif part.endswith("qkv"):
-            heads = (config.n_heads, config.n_kv_heads, config.n_kv_heads)
-            for matrix in parameter.split([n * config.d_head for n in heads]):
+            n_heads = (config.n_heads, config.n_kv_heads, config.n_kv_heads)
+            for matrix in parameter.split([count * config.d_head for count in n_heads]):
                 _draw(matrix, config)
         else:
             # Maps that write to the stream start smaller, because many of them add up (Radford et
@@ -27,6 +27,7 @@ def initialise(model: nn.Module, config: TransformerConfig) -> None:
 
 
 def _draw(weight: Tensor, config: TransformerConfig, divisor: float = 1.0) -> None:
+    """Draw one matrix. In GPT-2's initialisation, the standard deviation is divided."""
     if config.init == "xavier":
         nn.init.xavier_uniform_(weight)
     elif config.init == "kaiming":

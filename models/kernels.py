@@ -26,10 +26,17 @@ def fused(
     scale: float,
     dropout: float = 0.0,
 ) -> Float[Tensor, "batch head query d_head"]:
-    """Return `softmax(scale q k^T) v` over the keys that the mask allows, with dropout of the
-    weights.
+    """Return `softmax(scale q k^T) v` over the keys that the mask allows.
+
+    Args:
+        q, k, v: queries, keys, values. Several query heads may share a key head.
+        mask: the keys that each query sees.
+        scale: the factor of the dot products.
+        dropout: the dropout probability of the softmax.
     """
-    queries, kv_heads, group = q.shape[2], k.shape[1], q.shape[1] // k.shape[1]
+    queries = q.shape[2]
+    kv_heads = k.shape[1]
+    group = q.shape[1] // k.shape[1]
     has_all = mask is None and queries in (1, k.shape[2])
     # Most kernels for accelerators do not support shared key heads. PyTorch would form all scores,
     # which are much larger than copies of the keys and values.
@@ -62,6 +69,7 @@ def _sdpa(
     dropout: float,
     is_causal: bool = False,
 ) -> Tensor:
+    """Return the result of PyTorch's fused attention, without kernels whose gradients are wrong."""
     # During tracing, sizes are tensors.
     shares = bool(q.shape[1] != k.shape[1])
     free = mask is None or not q.is_cuda or torch.compiler.is_compiling()
@@ -73,8 +81,9 @@ def _sdpa(
 
 @contextmanager
 def _without_cudnn() -> Iterator[None]:
-    """Switch off cuDNN's attention, whose gradients can be NaN with a mask (PyTorch's issue
-    196678).
+    """Switch off cuDNN's attention inside a `with`.
+
+    Its gradients can be NaN with a mask (PyTorch's issue 196678).
     """
     chosen = torch.backends.cuda
     with _CHOICE:
@@ -94,17 +103,18 @@ def by_blocks(
     v: Float[Tensor, "batch kv_head key d_head"],
     mask: Visible,
 ) -> Float[Tensor, "batch head query d_head"]:
-    """Return the output of a kernel that is called for one block of queries at a time, with the
-    keys that they can see.
+    """Return the output of a kernel that is called for one block of queries at a time.
 
-    A mask then takes memory for one block of queries, and keys outside a window take no time.
+    Each call gets the keys that its queries can see. A mask then takes memory for one block of
+    queries, and keys outside a window take no time.
     """
     if torch.compiler.is_compiling():
         # The compiler would unroll the loop, and compile it again for each length.
         return kernel(q, k, v, mask)
-    shape, outputs = (q.shape[2], k.shape[2]), []
+    shape = (q.shape[2], k.shape[2])
+    outputs = []
     for start in range(0, max(shape[0], 1), BLOCK):
         queries = slice(start, min(start + BLOCK, shape[0]))
-        keys, seen = part(mask, queries, shape, q.device)
-        outputs.append(kernel(q[:, :, queries], k[:, :, keys], v[:, :, keys], seen))
+        keys, visible = part(mask, queries, shape, q.device)
+        outputs.append(kernel(q[:, :, queries], k[:, :, keys], v[:, :, keys], visible))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)

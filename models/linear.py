@@ -18,7 +18,8 @@ class Linear(Component, nn.Linear):
 
 
 def dropout(config: TransformerConfig, present: bool = True) -> nn.Module:
-    """Return the dropout of a config, or an identity if it is not `present` or its probability is
-    zero.
+    """Return the dropout of a config.
+
+    The result is an identity if the dropout is not `present`, or if its probability is zero.
     """
     return nn.Dropout(config.dropout) if present and config.dropout else Identity()

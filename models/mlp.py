@@ -17,6 +17,7 @@ from models.norm import LayerNorm
 
 
 def _solu(x: Tensor) -> Tensor:
+    """Return `x * softmax(x)`, with the softmax over the last axis (Elhage et al. 2022)."""
     return x * torch.softmax(x, -1)
 
 
@@ -46,8 +47,8 @@ class MLP(Component):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        require_kind("config", config, TransformerConfig, "a TransformerConfig")
-        require(config, "mlp", config.mlp != "none", "'plain' or 'gated' for an MLP")
+        require_kind("config", config, TransformerConfig, words="a TransformerConfig")
+        require(config, "mlp", config.mlp != "none", rule="'plain' or 'gated' for an MLP")
         self.activation = ACTIVATIONS[config.activation]
         self.input = Linear(config.d_model, config.d_mlp, config.mlp_bias)
         self.output = Linear(config.d_mlp, config.d_model, config.mlp_bias)
@@ -83,8 +84,9 @@ class MLP(Component):
 
 
 class NormedMLP(MLP):
-    """`norm(activation(x W_in + b_in)) W_out + b_out`, with a LayerNorm of the hidden layer (Elhage
-    et al. 2022).
+    """`norm(activation(x W_in + b_in)) W_out + b_out` (Elhage et al. 2022).
+
+    The norm is a LayerNorm of the hidden layer.
 
     >>> sizes = dict(vocab_size=7, n_ctx=5, n_layers=1, n_heads=2, d_model=4)
     >>> config = TransformerConfig(**sizes, mlp_norm=True)
@@ -97,7 +99,9 @@ class NormedMLP(MLP):
         self.mid = HookPoint("batch pos d_mlp", "after the nonlinearity, before the norm")
         learned, bias = config.norm_learned, config.norm_bias
         meaning = "the norm of the hidden layer, gain and bias applied"
-        self.ln = LayerNorm(config.d_mlp, config.norm_eps, learned, bias, meaning, "d_mlp")
+        self.ln = LayerNorm(
+            config.d_mlp, config.norm_eps, learned=learned, bias=bias, meaning=meaning, axis="d_mlp"
+        )
         self.post.meaning = "what the output map reads: the normalized hidden layer"
 
     def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
@@ -141,5 +145,6 @@ class GatedMLP(MLP):
 
 def mlp_of(config: TransformerConfig) -> MLP:
     """Return the MLP for a config."""
-    kind = GatedMLP if config.mlp == "gated" else NormedMLP if config.mlp_norm else MLP
-    return kind(config)
+    if config.mlp == "gated":
+        return GatedMLP(config)
+    return NormedMLP(config) if config.mlp_norm else MLP(config)

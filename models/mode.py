@@ -14,5 +14,5 @@ def mode(model: nn.Module, *, training: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        for module, was in before:
-            module.training = was
+        for module, was_training in before:
+            module.training = was_training

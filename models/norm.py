@@ -49,16 +49,18 @@ class LayerNorm(Component):
         self.normalized = HookPoint(f"batch pos {axis}", meaning)
 
     def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
-        """The norm of each position's vector."""
+        """Return the norm of each position's vector."""
         return self.normalized(self.normalize(x))
 
     def _fused(self, x: Tensor) -> Tensor:
+        """Return the norm of each vector from one kernel."""
         return torch.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
 
     @FusedUnlessHooked("scale", fused=_fused)
     def normalize(self, x: Float[Tensor, "*axes d_model"]) -> Float[Tensor, "*axes d_model"]:
-        """The explicit norm, with a hook point at its divisor."""
-        precise, weight = at_least_float32(x), self.weight
+        """Return the norm of each vector, with a hook point at its divisor."""
+        precise = at_least_float32(x)
+        weight = self.weight
         if weight is not None and x.dtype == weight.dtype == precise.dtype and is_unwatched(x):
             # This is one kernel instead of seven. It cannot be used with gradients: autograd would
             # not follow its divisor.
@@ -104,15 +106,16 @@ class RMSNorm(Component):
         self.normalized = HookPoint("batch pos d_model", meaning)
 
     def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
-        """The norm of each position's vector."""
+        """Return the norm of each position's vector."""
         return self.normalized(self.normalize(x))
 
     def _fused(self, x: Tensor) -> Tensor:
+        """Return the norm of each vector from one kernel."""
         return torch.rms_norm(x, self.shape, self.weight, self.eps)
 
     @FusedUnlessHooked("scale", fused=_fused)
     def normalize(self, x: Float[Tensor, "*axes d_model"]) -> Float[Tensor, "*axes d_model"]:
-        """The explicit norm, with a hook point at its divisor."""
+        """Return the norm of each vector, with a hook point at its divisor."""
         precise = at_least_float32(x)
         normal = precise / self.scale(_root_mean_square(precise, self.eps))
         return (normal if self.weight is None else normal * self.weight).to(x.dtype)
@@ -146,16 +149,25 @@ class QKNorm(nn.Module):
 
 
 def norm(config: TransformerConfig, present: bool = True, meaning: str = READ) -> nn.Module:
-    """Return the norm of a config, or an identity if it is not `present`."""
+    """Return the norm of a config.
+
+    Args:
+        config: the config, which chooses the kind of norm.
+        present: whether there is a norm. Without it, the result is an identity.
+        meaning: the meaning of the output, for the table of points.
+    """
     if not present or config.norm == "none":
         return Identity()
     if config.norm == "rmsnorm":
-        return RMSNorm(config.d_model, config.norm_eps, config.norm_learned, meaning)
+        return RMSNorm(
+            config.d_model, config.norm_eps, learned=config.norm_learned, meaning=meaning
+        )
     learned, bias = config.norm_learned, config.norm_bias
-    return LayerNorm(config.d_model, config.norm_eps, learned, bias, meaning)
+    return LayerNorm(config.d_model, config.norm_eps, learned=learned, bias=bias, meaning=meaning)
 
 
 def _root_mean_square(x: Tensor, eps: float) -> Tensor:
+    """Return `sqrt(mean(x²) + eps)` along the last axis, which stays with size 1."""
     # The squared length divided by the size is the mean square, without a tensor of squares.
     mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.shape[-1]
     return (mean_square + eps).sqrt()

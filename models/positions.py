@@ -63,7 +63,7 @@ class NoPositions(nn.Module):
     """A module that adds nothing to the token embeddings."""
 
     def forward(self, positions: Int[Tensor, "batch pos"]) -> Int[Tensor, "1 1 1"]:
-        """Zero."""
+        """Return zero for all positions."""
         return positions.new_zeros(1, 1, 1)
 
 
@@ -75,11 +75,10 @@ def added_positions(config: TransformerConfig) -> nn.Module:
 
 
 class Rotary:
-    """Rotary embeddings: pairs of dimensions rotate by angles that grow with the position (Su et
-    al. 2021).
+    """Rotary embeddings of queries and keys (Su et al. 2021).
 
-    Dimension i is paired with i + d_rotary/2, or 2i with 2i + 1. Dimensions from d_rotary on do not
-    change.
+    Pairs of dimensions rotate by angles that grow with the position. Dimension i is paired with i +
+    d_rotary/2, or 2i with 2i + 1. Dimensions from d_rotary on do not change.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -95,8 +94,8 @@ class Rotary:
     def rotation(self, positions: Int[Tensor, "batch pos"], dtype: torch.dtype) -> Rotation:
         """Return the cosines and sines of the rotation angles."""
         angles = positions[..., None] * self.frequencies.on(positions.device)
-        both = (angles, angles)
-        angles = torch.stack(both, -1).flatten(-2) if self.adjacent else torch.cat(both, -1)
+        pair = (angles, angles)
+        angles = torch.stack(pair, -1).flatten(-2) if self.adjacent else torch.cat(pair, -1)
         angles = angles.unsqueeze(-2)  # [batch, pos, 1, d_rotary]
         return (angles.cos() * self.length).to(dtype), (angles.sin() * self.length).to(dtype)
 
@@ -110,15 +109,15 @@ class Rotary:
                 "without rotary embeddings"
             )
         cos, sin = rotation
-        turned, rest = x[..., : self.d_rotary], x[..., self.d_rotary :]
+        rotated, unchanged = x[..., : self.d_rotary], x[..., self.d_rotary :]
         if self.adjacent:
-            first, second = turned[..., ::2], turned[..., 1::2]
+            first, second = rotated[..., ::2], rotated[..., 1::2]
             quarter = torch.stack([-second, first], -1).flatten(-2)
         else:
-            first, second = turned.chunk(2, -1)
+            first, second = rotated.chunk(2, -1)
             quarter = torch.cat([-second, first], -1)
-        turned = turned * cos + quarter * sin
-        return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
+        rotated = rotated * cos + quarter * sin
+        return torch.cat([rotated, unchanged], -1) if unchanged.shape[-1] else rotated
 
 
 class NoRotation:
@@ -138,6 +137,7 @@ def rotary(config: TransformerConfig) -> Rotary | NoRotation:
 
 
 def _frequencies(size: int, theta: float) -> Float[Tensor, " half"]:
+    """Return `theta^(-2i/size)` for each pair of dimensions, in radians per position."""
     # The original models compute this in float32 and in this order. The device is explicit, because
     # a model may be built on the meta device.
     return 1.0 / theta ** (torch.arange(0, size, 2, device="cpu").float() / size)
@@ -155,16 +155,16 @@ def _stretched(frequencies: Tensor, config: TransformerConfig) -> Float[Tensor, 
     if scaling.kind == "llama3":
         turns = scaling.original_n_ctx * frequencies / (2 * math.pi)
         low, high = scaling.turns
-        kept_share = ((turns - low) / (high - low)).clamp(0, 1)
+        undivided = ((turns - low) / (high - low)).clamp(0, 1)
     else:
-        kept_share = _kept_by_yarn(len(frequencies), config.rotary_theta, scaling)
-    return kept_share * frequencies + (1 - kept_share) * frequencies / scaling.factor
+        undivided = _undivided_by_yarn(len(frequencies), config.rotary_theta, scaling)
+    return undivided * frequencies + (1 - undivided) * frequencies / scaling.factor
 
 
-def _kept_by_yarn(half: int, theta: float, scaling: RotaryScaling) -> Tensor:
-    """Return the share of each frequency that is not divided:
+def _undivided_by_yarn(half: int, theta: float, scaling: RotaryScaling) -> Tensor:
+    """Return the share of each frequency that YaRN does not divide.
 
-    1 for many turns within the original context.
+    The share is 1 for frequencies with many turns within the original context.
     """
 
     def dimension(turns: float) -> float:

@@ -17,14 +17,14 @@ from models.verification import random_tokens
 
 @without_gradients
 def fold_norms(model: Transformer) -> Transformer:
-    """Return a new model with the gains and biases of norms folded into the linear maps that read
-    them.
+    """Return a new model with the gains and biases of norms folded into linear maps.
 
-    `W (gain * x + bias) + b` becomes `(W * gain) x + (W bias + b)`. `ln1` is folded into
-    `attn.qkv`, `ln2` into `mlp.input` and `mlp.gate`, and `ln_final` into the unembedding, which is
-    then untied. The new config has `norm_learned=False`, and biases in maps that received the bias
-    of a norm. Values at `normalized` lose gain and bias. The gains of `qk_norm` stay. A norm of the
-    MLP's hidden layer is folded into `mlp.output`. A model with `norm_learned=False` is copied.
+    The linear maps that read a norm take in its gain and bias: `W (gain * x + bias) + b` becomes
+    `(W * gain) x + (W bias + b)`. `ln1` is folded into `attn.qkv`, `ln2` into `mlp.input` and
+    `mlp.gate`, and `ln_final` into the unembedding, which is then untied. The new config has
+    `norm_learned=False`, and biases in maps that received the bias of a norm. Values at
+    `normalized` lose gain and bias. The gains of `qk_norm` stay. A norm of the MLP's hidden layer
+    is folded into `mlp.output`. A model with `norm_learned=False` is copied.
 
     Args:
         model: the model, which does not change. The new model has the same dtype, device and mode,
@@ -43,16 +43,18 @@ def fold_norms(model: Transformer) -> Transformer:
     >>> folded.config.norm_learned, folded.blocks[0].ln1.weight
     (False, None)
     """
-    require_kind("model", model, Transformer, "a Transformer")
-    config, values = model.config, _copied_parameters(model)
-    require(config, "norm", config.norm != "none", "'layernorm' or 'rmsnorm' to be folded")
+    require_kind("model", model, Transformer, words="a Transformer")
+    config = model.config
+    values = _copied_parameters(model)
+    require(config, "norm", config.norm != "none", rule="'layernorm' or 'rmsnorm' to be folded")
     if not config.norm_learned:
-        return _proven("fold_norms", model, config, values)
+        return _proven("fold_norms", model, config=config, values=values)
     rule = "'pre', as maps must read the gain to take it in"
-    require(config, "norm_place", config.norm_place == "pre", rule)
-    require(config, "embed_norm", not config.embed_norm, "False, as its gain is in the stream")
+    require(config, "norm_place", config.norm_place == "pre", rule=rule)
+    require(config, "embed_norm", not config.embed_norm, rule="False, as its gain is in the stream")
     for norm, linear in _readers(config):
-        weight, gain = values[f"{linear}.weight"], model.get_parameter(f"{norm}.weight")
+        weight = values[f"{linear}.weight"]
+        gain = model.get_parameter(f"{norm}.weight")
         values[f"{linear}.weight"] = weight * gain
         if (offset := getattr(model.get_submodule(norm), "bias", None)) is not None:
             bias = values.get(f"{linear}.bias", weight.new_zeros(()))
@@ -73,13 +75,12 @@ def fold_norms(model: Transformer) -> Transformer:
         # `mlp_bias` switches on all biases of an MLP.
         if name.endswith(".bias"):
             values.setdefault(name, model.W_E.new_zeros(parameter.shape))
-    return _proven("fold_norms", model, config, values)
+    return _proven("fold_norms", model, config=config, values=values)
 
 
 @without_gradients
 def center(model: Transformer) -> Transformer:
-    """Return a new model that writes vectors of mean zero to the residual stream, with centred
-    logits.
+    """Return a new model with a residual stream of mean zero, and with centred logits.
 
     LayerNorm subtracts the mean over d_model of its input, so this mean has no effect. It is
     removed from token and learned position embeddings, and from the weights and biases of
@@ -106,14 +107,16 @@ def center(model: Transformer) -> Transformer:
     >>> bool(center(Transformer(config)).W_O.mean(-1).abs().max() < 1e-6)
     True
     """
-    require_kind("model", model, Transformer, "a Transformer")
-    config, values = model.config, _copied_parameters(model)
-    of_norms, written = config.norm == "layernorm", config.embed_norm and config.norm_learned
-    require(config, "norm", of_norms, "'layernorm', as only LayerNorm subtracts the mean")
+    require_kind("model", model, Transformer, words="a Transformer")
+    config = model.config
+    values = _copied_parameters(model)
+    of_norms = config.norm == "layernorm"
+    written = config.embed_norm and config.norm_learned
+    require(config, "norm", of_norms, rule="'layernorm', as only LayerNorm subtracts the mean")
     rule = "'pre', as else the stream's mean is read or written"
-    require(config, "norm_place", config.norm_place == "pre", rule)
-    require(config, "final_norm", config.final_norm, "True, as the unembedding reads the mean")
-    require(config, "embed_norm", not written, "False, as its gain and bias write a mean")
+    require(config, "norm_place", config.norm_place == "pre", rule=rule)
+    require(config, "final_norm", config.final_norm, rule="True, as the unembedding reads the mean")
+    require(config, "embed_norm", not written, rule="False, as its gain and bias write a mean")
     axes = {"token_embedding": 1, "position_embedding": 1, "attn.output": 0, "mlp.output": 0}
     if not config.logit_cap:
         axes["unembedding"] = 0
@@ -122,7 +125,7 @@ def center(model: Transformer) -> Transformer:
             if name.rpartition(".")[0].endswith(part):
                 precise = at_least_float32(value)
                 values[name] = (precise - precise.mean(axis, keepdim=True)).to(value.dtype)
-    return _proven("center", model, config.replace(tied_unembed=False), values)
+    return _proven("center", model, config=config.replace(tied_unembed=False), values=values)
 
 
 def _copied_parameters(model: Transformer) -> dict[str, Tensor]:
@@ -134,24 +137,32 @@ def _copied_parameters(model: Transformer) -> dict[str, Tensor]:
 def _proven(
     function: str, model: Transformer, config: TransformerConfig, values: dict[str, Tensor]
 ) -> Transformer:
-    """Return the model of `config` and `values`, after a check of its probabilities."""
+    """Return the model of `config` and `values`, after a check of its probabilities.
+
+    Args:
+        function: the name of the function that processed the model, for the error.
+        model: the original model.
+        config: the config of the new model.
+        values: the parameters of the new model by name.
+
+    Raises:
+        RuntimeError: if the log probabilities of random tokens change by more than rounding.
+    """
     processed = without_values(config)
     processed._tokenizer = model._tokenizer
     processed.load_state_dict(values, assign=True)
     tokens = random_tokens(model)
     exactly = torch.autocast(model.W_E.device.type, enabled=False)
     with exactly, mode(model, training=False):
-        expected, actual = (
-            F.log_softmax(at_least_float32(m(tokens)), -1) for m in (model, processed.eval())
-        )
+        expected = F.log_softmax(at_least_float32(model(tokens)), -1)
+        actual = F.log_softmax(at_least_float32(processed.eval()(tokens)), -1)
     largest, allowed = model_gap(actual, expected, model.W_E.dtype)
     # The comparison is false for NaN.
     if not largest <= allowed:
         raise RuntimeError(
             f"{function} must keep log probabilities within {allowed:.3g}, the rounding of "
             f"{model.W_E.dtype}; got a difference of {largest:.3g}: the model does not compute "
-            "what "
-            "its config says, or its weights overflow their dtype"
+            "what its config says, or its weights overflow their dtype"
         )
     originals = dict(model.named_parameters(remove_duplicate=False))
     for name, parameter in processed.named_parameters():

@@ -1,6 +1,6 @@
-"""Named configs, such as the configs of GPT-2, from configs.json:
+"""Named configs, such as the configs of GPT-2, from configs.json.
 
-`build("gpt2")`, `register("name")`.
+`build("gpt2")` returns a model with a named config, and `register("name")` adds a config.
 """
 
 import json
@@ -18,8 +18,7 @@ _configs: dict[str, TransformerConfig] = {}
 
 
 def register(name: str) -> Callable[[Describe], Describe]:
-    """Decorate a function so that the config that it returns is registered, for `build` and
-    `config_of`.
+    """Register the config that the decorated function returns, for `build` and `config_of`.
 
     Registering a name again replaces its config, with a warning.
 

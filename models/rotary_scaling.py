@@ -60,4 +60,5 @@ class RotaryScaling:
         return self.low or low, self.high or high
 
     def _require(self, name: str, holds: object, rule: str) -> None:
-        require(self, name, holds, rule, "rotary_scaling.")
+        """Check that the rule of a field holds."""
+        require(self, name, holds, rule=rule, prefix="rotary_scaling.")

@@ -63,14 +63,19 @@ class TokenEmbedding(nn.Embedding):
         return vectors if self.scale == 1 else vectors * vectors.new_full((), self.scale)
 
     def _check(self, tokens: Tensor) -> None:
+        """Check that tokens are in the vocabulary, if their numbers may be read.
+
+        Raises:
+            ValueError: if a token is outside; the error names the first such token.
+        """
         if not should_read(tokens):
             return
         outside = ((tokens < 0) | (tokens >= self.num_embeddings)).nonzero()
         if len(outside):
-            row, pos = outside[0].tolist()
+            n, pos = outside[0].tolist()
             raise ValueError(
-                f"tokens must be 0 to {self.num_embeddings - 1}; got {tokens[row, pos].item()} at "
-                f"row {row}, position {pos}"
+                f"tokens must be 0 to {self.num_embeddings - 1}; got {tokens[n, pos].item()} at "
+                f"row {n}, position {pos}"
             )
 
 
@@ -94,7 +99,7 @@ class Transformer(HintsAtNames, ReadsText, BlockWeights, metaclass=HintedClass):
     overwrites_values = False
 
     def __init__(self, config: TransformerConfig) -> None:
-        require_kind("config", config, TransformerConfig, "a TransformerConfig")
+        require_kind("config", config, TransformerConfig, words="a TransformerConfig")
         super().__init__()
         self.config = config
         self.token_embedding = TokenEmbedding(config)
@@ -117,7 +122,7 @@ class Transformer(HintsAtNames, ReadsText, BlockWeights, metaclass=HintedClass):
 
     @property
     def is_causal(self) -> bool:
-        """Whether the logits at a position do not depend on later tokens."""
+        """True if the logits at a position do not depend on later tokens."""
         return self.config.causal
 
     def forward(
@@ -157,7 +162,9 @@ class Transformer(HintsAtNames, ReadsText, BlockWeights, metaclass=HintedClass):
         """
         refuse(others, self.forward, "the model")
         start = starting_at_layer
-        require_integer("starting_at_layer", 0 if start is None else start, 0, len(self.blocks))
+        require_integer(
+            "starting_at_layer", 0 if start is None else start, least=0, most=len(self.blocks)
+        )
         tokens, attention_mask = read(self, tokens, attention_mask, kv_cache)
         require_integer("last", last, 0)
         context = self.context(
@@ -194,7 +201,9 @@ class Transformer(HintsAtNames, ReadsText, BlockWeights, metaclass=HintedClass):
         config = self.config
         batch, n_new = tokens.shape
         if kv_cache is not None:
-            require_kind("kv_cache", kv_cache, KVCache, "a KVCache", "models.KVCache() makes one")
+            require_kind(
+                "kv_cache", kv_cache, KVCache, words="a KVCache", call="models.KVCache() makes one"
+            )
             kv_cache.reserve(config, batch, n_new)
         elif n_new > config.n_ctx:
             raise ValueError(f"tokens must fit the context of {config.n_ctx}; got {n_new}")
@@ -255,15 +264,17 @@ class Transformer(HintsAtNames, ReadsText, BlockWeights, metaclass=HintedClass):
         return self.logit_cap(self.unembedding(self.ln_final(resid)))
 
     def _logits_of_last(self, resid: Tensor, last: int) -> Tensor:
+        """Return the logits of the last positions, without computing the others."""
         return self.unembed(resid[:, -last:])
 
     @FusedUnlessHooked("ln_final", "unembedding", "logit_cap", fused=_logits_of_last)
     def logits(
         self, resid: Float[Tensor, "batch pos d_model"], last: int
     ) -> Float[Tensor, "batch _last vocab"]:
-        """Return the logits of the `last` positions;
+        """Return the logits of the `last` positions; 0 means all.
 
-        0 means all. If hooks are registered there, all are computed.
+        If a hook acts on the final norm, the unembedding or the cap, the logits of all positions
+        are computed.
         """
         return self.unembed(resid)[:, -last:]
 
@@ -281,8 +292,8 @@ class Transformer(HintsAtNames, ReadsText, BlockWeights, metaclass=HintedClass):
         self, tokens: Texts | Float[Tensor, "batch _pos d_model"], **arguments: Any
     ) -> tuple[Any, dict[str, Any]]:
         """Return the arguments of `forward`, with tokens and a mask instead of texts."""
-        masks = arguments.pop("attention_mask", None), arguments.get("kv_cache")
-        tokens, mask = read(self, tokens, *masks)
+        given_mask = arguments.pop("attention_mask", None)
+        tokens, mask = read(self, tokens, given_mask, arguments.get("kv_cache"))
         return (tokens,), arguments if mask is None else {**arguments, "attention_mask": mask}
 
     def _text_device(self) -> torch.device:
@@ -306,7 +317,8 @@ class Transformer(HintsAtNames, ReadsText, BlockWeights, metaclass=HintedClass):
 
     def count_parameters(self) -> int:
         """Return the number of trainable parameters. Tied weights count once."""
-        return sum(p.numel() for p in self.parameters() if p.requires_grad)
+        trainable = (parameter for parameter in self.parameters() if parameter.requires_grad)
+        return sum(parameter.numel() for parameter in trainable)
 
 
 def _tokens_unread(stream: Tensor) -> Tensor:

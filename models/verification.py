@@ -1,4 +1,4 @@
-"""Check that the activations of a model satisfy the identities of its architecture."""
+"""Checks that the activations of a model satisfy the identities of its architecture."""
 
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
@@ -41,8 +41,9 @@ class VerificationError(ValueError):
 
 @without_gradients
 def verify(model: Transformer) -> None:
-    """Check the arithmetic of a model on two short, fixed rows of random tokens, in evaluation
-    mode.
+    """Check the arithmetic of a model, in evaluation mode.
+
+    The checks run on two short, fixed rows of random tokens:
 
     - In each block, `resid_mid` and `resid_post` are the sums that its form of block defines, or
       the norms of these sums.
@@ -63,7 +64,7 @@ def verify(model: Transformer) -> None:
     >>> config = TransformerConfig(vocab_size=5, n_ctx=7, n_layers=2, n_heads=2, d_model=6)
     >>> verify(Transformer(config))
     """
-    require_kind("model", model, Transformer, "a Transformer")
+    require_kind("model", model, Transformer, words="a Transformer")
     exactly = torch.autocast(model.W_E.device.type, enabled=False)
     with mode(model, training=False), exactly:
         for identity, where, actual, expected in _identities(model):
@@ -85,24 +86,35 @@ def random_tokens(model: Transformer) -> Int[Tensor, "2 pos"]:
 
 
 def _identities(model: Transformer) -> Iterator[CheckedIdentity]:
-    runner, tokens = HookedRunner(model), random_tokens(model)
+    """Yield all identities of a model; see `verify`."""
+    runner = HookedRunner(model)
+    tokens = random_tokens(model)
     yield from _sums(model, runner, tokens)
     real = torch.ones_like(tokens, dtype=torch.bool)
-    yield from _rows_alone(runner, tokens, real, "a row of a batch is that row alone")
+    yield from _rows_alone(runner, tokens, real=real, identity="a row of a batch is that row alone")
     if model.config.causal:
-        yield from _pieces_joined(runner, tokens, real, "a text read in pieces is the whole text")
+        yield from _pieces_joined(
+            runner, tokens, real=real, identity="a text read in pieces is the whole text"
+        )
     if (width := tokens.shape[1]) > 1:
         padding = max(1, width // 3)
-        left, right = real.clone(), real.clone()
-        left[1, :padding] = right[1, -padding:] = False
-        yield from _rows_alone(runner, tokens, left, "a left-padded row is that row alone")
-        yield from _rows_alone(runner, tokens, right, "a right-padded row is that row alone")
+        padded_left = real.clone()
+        padded_left[1, :padding] = False
+        padded_right = real.clone()
+        padded_right[1, -padding:] = False
+        yield from _rows_alone(
+            runner, tokens, real=padded_left, identity="a left-padded row is that row alone"
+        )
+        yield from _rows_alone(
+            runner, tokens, real=padded_right, identity="a right-padded row is that row alone"
+        )
         if model.config.causal:
             identity = "a padded text read in pieces is the whole text"
-            yield from _pieces_joined(runner, tokens, left, identity)
+            yield from _pieces_joined(runner, tokens, real=padded_left, identity=identity)
 
 
 def _sums(model: Transformer, runner: HookedRunner, tokens: Tensor) -> Iterator[CheckedIdentity]:
+    """Yield the sums in each block that define its points."""
     points = [point for point in POINTS if hasattr(model.blocks[0], point.partition(".")[0])]
     _, cache = runner.run_with_cache(tokens, names=[f"blocks.*.{point}" for point in points])
     for layer, block in enumerate(model.blocks):
@@ -114,9 +126,12 @@ def _sums(model: Transformer, runner: HookedRunner, tokens: Tensor) -> Iterator[
 def _sums_of_block(
     config: TransformerConfig, block: Block, values: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, str, Tensor]]:
-    resid, attn_out = values["resid_pre"], values["attn_out"]
+    """Yield the sums in one block: the identity, the point, and the expected value there."""
+    resid = values["resid_pre"]
+    attn_out = values["attn_out"]
     # In half precision, the sum over heads must not be rounded.
-    z, W_O = at_least_float32(values["attn.z"]), at_least_float32(block.attn.W_O)
+    z = at_least_float32(values["attn.z"])
+    W_O = at_least_float32(block.attn.W_O)
     heads = torch.einsum("b p h d, h d m -> b p m", z, W_O) + block.attn.b_O
     yield "attn = sum over heads of z @ W_O + b_O", "attn", heads
     yield "attn_out = ln1_post(attn)", "attn_out", block.ln1_post(values["attn"])
@@ -138,19 +153,22 @@ def _sums_of_block(
 def _rows_alone(
     runner: HookedRunner, tokens: Tensor, real: Bool[Tensor, "batch pos"], identity: str
 ) -> Iterator[CheckedIdentity]:
+    """Yield the values of each row in a batch, with the values of the same row alone."""
     together = _stream(runner, tokens, real)
-    for row, keep in enumerate(real):
-        for name, alone in _stream(runner, tokens[row, keep][None]).items():
-            yield identity, name, together[name][row, keep], alone[0]
+    for n, is_token in enumerate(real):
+        for name, alone in _stream(runner, tokens[n, is_token][None]).items():
+            yield identity, name, together[name][n, is_token], alone[0]
 
 
 def _pieces_joined(
     runner: HookedRunner, tokens: Tensor, real: Bool[Tensor, "batch pos"], identity: str
 ) -> Iterator[CheckedIdentity]:
-    width, cache = tokens.shape[1], KVCache()
+    """Yield the values of texts that are read in pieces, with the values of the whole texts."""
+    width = tokens.shape[1]
+    cache = KVCache()
     # The pieces are several positions, several more, then one.
     pieces = [
-        _stream(runner, tokens[:, start:end], real[:, :end], cache)
+        _stream(runner, tokens[:, start:end], real=real[:, :end], cache=cache)
         for start, end in pairwise((0, width // 2, width - 1, width))
         if start < end
     ]

@@ -86,6 +86,11 @@ def tie(model: BlockWeights) -> None:
 def _load_one_for_both(
     model: BlockWeights, state_dict: dict[str, Any], prefix: str, *_: object
 ) -> None:
+    """Give both names of a tied weight the same parameter, before a state dict is loaded.
+
+    Raises:
+        ValueError: if the two names have different values.
+    """
     if model.unembedding.weight is not model.token_embedding.weight:
         # The model was untied later.
         return
@@ -94,8 +99,7 @@ def _load_one_for_both(
     if len(values) == 2 and differ(*values):
         raise ValueError(
             f"{names[1]} must equal {names[0]}, because they are tied; they differ: use a model "
-            "with "
-            "tied_unembed=False"
+            "with tied_unembed=False"
         )
     if values:
         # `load_state_dict` copies requires_grad from the replaced weight.
@@ -103,14 +107,14 @@ def _load_one_for_both(
         state_dict.update(dict.fromkeys(names, shared))
 
 
-def differ(one: Tensor, other: Tensor) -> bool:
+def differ(first: Tensor, second: Tensor) -> bool:
     """Return whether two tensors contain different numbers.
 
     NaN equals NaN, and dtypes may differ.
     """
-    if one.shape != other.shape:
+    if first.shape != second.shape:
         return True
-    if one is other or not (can_be_read(one) and can_be_read(other)):
+    if first is second or not (can_be_read(first) and can_be_read(second)):
         return False
-    other = other.to(one.device)
-    return not bool(((one == other) | (one.isnan() & other.isnan())).all())
+    second = second.to(first.device)
+    return not bool(((first == second) | (first.isnan() & second.isnan())).all())
