@@ -1,5 +1,4 @@
-"""General parts for all packages: texts, selections along an axis, comparisons, errors, storage and
-memory.
+"""General parts for all packages: texts, selections, comparisons, errors, storage and memory.
 
 Read `text_forms`, `pieces`, `text` and `selection` first, then `errors`, `hints` and `kinds`, and
 the other files in any order. This module exports the names for `models` and `interp`. `hooks`

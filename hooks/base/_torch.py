@@ -92,21 +92,22 @@ class Component(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if isinstance(value, nn.Module | nn.Parameter) and not hasattr(type(self), name):
-            kept_in = "_modules" if isinstance(value, nn.Module) else "_parameters"
-            setattr(type(self), name, _Kept(kept_in, name))
+            dictionary = "_modules" if isinstance(value, nn.Module) else "_parameters"
+            setattr(type(self), name, _Entry(dictionary, name))
 
 
-class _Kept:
+class _Entry:
     """A descriptor without `__set__`, so an instance may have an attribute of the same name."""
 
-    def __init__(self, kept_in: str, name: str) -> None:
-        self.kept_in, self.name = kept_in, name
+    def __init__(self, dictionary: str, name: str) -> None:
+        self.dictionary = dictionary
+        self.name = name
 
     def __get__(self, instance: Component | None, owner: type) -> Any:
         if instance is None:
             return self
         try:
-            return instance.__dict__[self.kept_in][self.name]
+            return instance.__dict__[self.dictionary][self.name]
         # The instance may store the attribute elsewhere: Python calls nn.Module.__getattr__ next.
         except KeyError:
             raise AttributeError(self.name) from None
@@ -149,10 +150,16 @@ def insert_hook(
 ) -> None:
     """Register a forward hook under a key that the caller chooses.
 
-    With `before` the hook is a pre-hook with kwargs and runs before all other pre-hooks. With
-    `first` the hook runs before all other forward hooks. A hook with an attribute `comes_last` also
-    runs after hooks that are inserted later. Unlike PyTorch's own functions, this function needs no
-    lock, because each change of a dictionary is atomic.
+    A hook with an attribute `comes_last` also runs after hooks that are inserted later. Unlike
+    PyTorch's own functions, this function needs no lock, because each change of a dictionary is
+    atomic.
+
+    Args:
+        module: the module.
+        key: the key, for `remove_hook`.
+        hook: the hook.
+        before: whether the hook is a pre-hook with kwargs, which runs before all other pre-hooks.
+        first: whether the hook runs before all other forward hooks.
     """
     if before:
         module._forward_pre_hooks_with_kwargs[key] = True
@@ -206,12 +213,12 @@ def state_of(module: nn.Module) -> list[Tensor]:
         if inner is None:
             continue
         # Most of these dictionaries are empty, and the check is faster than an update with nothing.
-        held = inner.__dict__
-        if members := held["_modules"]:
+        attributes = inner.__dict__
+        if members := attributes["_modules"]:
             modules += members.values()
-        if members := held["_parameters"]:
+        if members := attributes["_parameters"]:
             tensors += members.values()
-        if members := held["_buffers"]:
+        if members := attributes["_buffers"]:
             tensors += members.values()
     return [tensor for tensor in tensors if tensor is not None]
 
@@ -244,8 +251,9 @@ def is_any_autocast_enabled() -> bool:
 
 
 def version(tensor: Tensor) -> int:
-    """Return the number of in-place writes to `tensor`; -1 for an inference tensor, which has no
-    count.
+    """Return the number of in-place writes to a tensor; -1 for an inference tensor.
+
+    PyTorch does not count the writes to inference tensors.
     """
     return -1 if tensor.is_inference() else tensor._version
 
@@ -274,16 +282,18 @@ def has_storage(tensor: Tensor) -> bool:
 
 
 def is_unwatched(tensor: Tensor) -> bool:
-    """Return whether operations on `tensor` are tracked neither by autograd (reverse or forward
-    mode) nor by vmap.
+    """Return whether neither autograd nor vmap tracks operations on a tensor.
+
+    Autograd may track them in reverse or forward mode.
     """
     transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     return not (tensor.requires_grad or transformed)
 
 
 def is_checkpointed() -> bool:
-    """Return whether the caller runs inside activation checkpointing, in the forward pass or in the
-    recomputation.
+    """Return whether the caller runs inside activation checkpointing.
+
+    The caller may run in the forward pass or in the recomputation.
     """
     frame: FrameType | None = sys._getframe()
     while frame and frame.f_code.co_filename != checkpoint.__file__:
@@ -319,12 +329,11 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def compiled_forms(module: nn.Module) -> list[nn.Module]:
-    """Return the wrappers that `torch.compile` made of a module, or the module itself if it is a
-    wrapper.
+    """Return the wrappers that `torch.compile` made of a module.
 
-    The hooks of a wrapper run at each call, even if the compiled code runs no hook of the module
-    inside. PyTorch has no list of the wrappers, so they are searched with the garbage collector,
-    but only if a compiler is in use.
+    If the module is itself a wrapper, only the module is returned. The hooks of a wrapper run at
+    each call, even if the compiled code runs no hook of the module inside. PyTorch has no list of
+    the wrappers, so they are searched with the garbage collector, but only if a compiler is in use.
     """
     if uncompiled(module) is not module:
         return [module]
@@ -332,7 +341,8 @@ def compiled_forms(module: nn.Module) -> list[nn.Module]:
     if dynamo is None:
         return []
     # Compare types: `isinstance` would call `__class__` of objects that imitate a different class.
-    wrappers = (each for each in gc.get_objects() if type(each) is dynamo.OptimizedModule)
+    objects = gc.get_objects()
+    wrappers = (value for value in objects if type(value) is dynamo.OptimizedModule)
     return [wrapper for wrapper in wrappers if uncompiled(wrapper) is module]
 
 
@@ -351,12 +361,18 @@ def refuse_unbound(function: Callable[..., Any], args: Any, kwargs: Any, error: 
 
     Do nothing if the TypeError comes from inside the function.
 
+    Args:
+        function: the function that was called.
+        args, kwargs: the arguments of the call.
+        error: the error of the call.
+
     Raises:
         TypeError: if the arguments do not fit the function; the error names the argument.
     """
     from hooks.base.words import Words
 
-    signature, name = inspect.signature(function), getattr(function, "__name__", "the function")
+    signature = inspect.signature(function)
+    name = getattr(function, "__name__", "the function")
     # Python names the function in this way if the call itself fails.
     if f"{name}()" not in str(error):
         return
@@ -381,7 +397,7 @@ def explains_calls(function: Callable[P, Result]) -> Callable[P, Result]:
         try:
             return function(*args, **kwargs)
         except TypeError as error:
-            refuse_unbound(function, args, kwargs, error)
+            refuse_unbound(function, args, kwargs=kwargs, error=error)
             raise
 
     return run
@@ -402,7 +418,7 @@ def without_gradients(function: Callable[P, Result]) -> Callable[P, Result]:
             torch._C._set_grad_enabled(False)
             return function(*args, **kwargs)
         except TypeError as error:
-            refuse_unbound(function, args, kwargs, error)
+            refuse_unbound(function, args, kwargs=kwargs, error=error)
             raise
         finally:
             torch._C._set_grad_enabled(before)
@@ -411,8 +427,9 @@ def without_gradients(function: Callable[P, Result]) -> Callable[P, Result]:
 
 
 def peak_bytes(run: Callable[[], Result]) -> tuple[Result, int]:
-    """Return the result of `run()` and its peak memory: the most bytes of new tensors that were
-    alive at one time.
+    """Return the result of `run()` and its peak memory in bytes.
+
+    The peak is the largest memory of new tensors that were alive at one time.
     """
     mode = PeakBytes()
     # Do not use `with mode`: an interrupt while it begins or ends would leave the mode active.
@@ -428,21 +445,26 @@ class PeakBytes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.peak = self._alive = 0
-        self._seen: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self.peak = 0
+        self._alive = 0
+        self._counted: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Views of older tensors, such as a transposed weight, need no new memory.
         inputs = (value for value in args if isinstance(value, Tensor))
-        self._seen.update(value.untyped_storage() for value in inputs)
+        self._counted.update(value.untyped_storage() for value in inputs)
         output = func(*args, **(kwargs or {}))
         for value in output if isinstance(output, (tuple, list)) else (output,):
-            if isinstance(value, Tensor) and (memory := value.untyped_storage()) not in self._seen:
-                self._seen.add(memory)
+            if (
+                isinstance(value, Tensor)
+                and (memory := value.untyped_storage()) not in self._counted
+            ):
+                self._counted.add(memory)
                 self._alive += memory.nbytes()
                 self.peak = max(self.peak, self._alive)
                 weakref.finalize(memory, self._freed, memory.nbytes())
         return output
 
     def _freed(self, nbytes: int) -> None:
+        """Subtract the bytes of a tensor that is no longer alive."""
         self._alive -= nbytes

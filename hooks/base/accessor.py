@@ -16,7 +16,9 @@ def carried(module: nn.Module, name: str) -> Any:
 
 
 def language_of(model: nn.Module) -> Any:
-    """Return the parts of a model for analyses: the `language_parts` of an attached model, or the
+    """Return the parts of a model for analyses.
+
+    These are the `language_parts` of an attached model. For any other model, the result is the
     model itself.
 
     >>> model = nn.Linear(2, 3)
@@ -27,8 +29,9 @@ def language_of(model: nn.Module) -> Any:
 
 
 def writer_of(model: nn.Module) -> Callable[[Any], Any] | None:
-    """Return `model.to_pieces`, a function from tokens of any shape to their texts, or None without
-    a tokenizer.
+    """Return `model.to_pieces`, a function from tokens of any shape to their texts.
+
+    The result is None for a model without a tokenizer.
 
     >>> writer_of(nn.Linear(2, 3)) is None
     True

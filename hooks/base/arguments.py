@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 WITHOUT_ROWS = ("cache_position",)
-"""Arguments that are the same for all texts, even if their length equals the number of texts by
-chance.
+"""Arguments that are the same for all texts.
+
+Their length may equal the number of texts by chance.
 """
 
 
@@ -52,8 +53,7 @@ def axis_of_rows(name: str, value: Tensor, shape: Sequence[int]) -> int | None:
     if len(fitting) > 1:
         raise AmbiguousRowsError(
             f"{name} must have one axis of the size of the batch, {batch}; got {[*value.shape]}, "
-            "where two axes fit: "
-            "use a different number of texts"
+            "where two axes fit: use a different number of texts"
         )
     return fitting[0] if fitting else None
 
@@ -61,21 +61,23 @@ def axis_of_rows(name: str, value: Tensor, shape: Sequence[int]) -> int | None:
 def each_row(
     arguments: Mapping[str, Any], shape: Sequence[int], change: Callable[[Tensor], Tensor]
 ) -> dict[str, Any]:
-    """Return the arguments of a model, and change each one that has a row, or a tensor, for each
-    text.
+    """Return the arguments of a model, with a change of each one that belongs to the texts.
+
+    Such an argument is a tensor with a row for each text, or a list with a tensor for each text.
 
     Args:
         arguments: the arguments by name.
         shape: the shape of the texts, [batch, pos].
         change: a function that is called with each tensor, with the rows along the first axis.
     """
-    changed, batch = dict(arguments), shape[0]
+    changed = dict(arguments)
+    batch = shape[0]
     for name, value in arguments.items():
         if isinstance(value, Tensor):
             if (axis := axis_of_rows(name, value, shape)) is not None:
                 changed[name] = change(value.movedim(axis, 0)).movedim(0, axis)
         elif is_listed(value, batch):
-            changed[name] = [value[row] for row in change(torch.arange(batch)).tolist()]
+            changed[name] = [value[number] for number in change(torch.arange(batch)).tolist()]
     return changed
 
 
@@ -88,8 +90,13 @@ def joined(name: str, parts: Sequence[Tensor]) -> Tensor:
 def require_rows(arguments: Mapping[str, Any], shape: Sequence[int]) -> None:
     """Check that texts can be divided or repeated: no argument has numbers for all texts together.
 
+    Args:
+        arguments: the arguments of a model by name.
+        shape: the shape of the texts, [batch, pos].
+
     Raises:
-        ValueError: if an argument has; the error names the argument.
+        ValueError: if an argument has numbers for all texts together; the error names the argument.
+        AmbiguousRowsError: if two axes of an argument fit.
     """
     for name in without_rows(arguments, shape):
         # This raises an error if two axes fit.
@@ -97,8 +104,8 @@ def require_rows(arguments: Mapping[str, Any], shape: Sequence[int]) -> None:
         rows = len(arguments[name])
         raise ValueError(
             f"{name} must have a row for each text, because texts are divided or repeated; got "
-            f"{rows} for {shape[0]} texts "
-            "(a list with a tensor for each text is joined when the model runs)"
+            f"{rows} for {shape[0]} texts (a list with a tensor for each text is joined when the "
+            "model runs)"
         )
 
 

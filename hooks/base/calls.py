@@ -1,6 +1,4 @@
-"""Calls: the number of the call that computed a value, for modules that run many times
-in one run.
-"""
+"""Numbers of calls, for modules that run many times in one run."""
 
 from collections import Counter
 

@@ -55,8 +55,9 @@ def is_same(one: Shaped[Tensor, "*axes"] | None, other: Shaped[Tensor, "*others"
 def is_close(
     value: Shaped[Tensor, "*axes"], expected: Shaped[Tensor, "*others"], *terms: Tensor
 ) -> bool:
-    """Return whether a value equals the expected value up to the rounding of a few operations at
-    each place.
+    """Return whether a value equals the expected value up to rounding at each place.
+
+    The limit is the rounding of a few operations.
 
     Args:
         value: the value.
@@ -113,10 +114,11 @@ def is_reproduced(ours: Sequence[Tensor], theirs: Sequence[Tensor], precision: f
     if len(ours) != len(theirs):
         return False
     pairs = zip(ours, theirs, strict=True)
-    return all(_numbers_agree(one, other, precision) for one, other in pairs)
+    return all(_numbers_agree(first, second, precision) for first, second in pairs)
 
 
 def _numbers_agree(ours: Tensor, theirs: Tensor, precision: float) -> bool:
+    """Return whether two tensors agree, as in `is_reproduced`."""
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         return False
     # Tensors without numbers need no further comparison.
@@ -152,8 +154,11 @@ def is_rounding(
 def is_cancelled(
     difference: Float[Tensor, "*axes"], size: Float[Tensor, "*axes"]
 ) -> Bool[Tensor, "*axes"]:
-    """Return a mask of the differences of two numbers, or of two means, that are at most rounding
-    of their size.
+    """Return a mask of the differences that are at most rounding of the numbers.
+
+    Args:
+        difference: differences of two numbers, or of two means.
+        size: the sizes of the numbers.
 
     >>> is_cancelled(torch.tensor([1e-6, 1e-3]), torch.tensor([1.0, 1.0]))
     tensor([ True, False])
@@ -164,8 +169,7 @@ def is_cancelled(
 def model_gap(
     actual: Float[Tensor, "*axes"], expected: Float[Tensor, "*axes"], dtype: torch.dtype
 ) -> tuple[float, float]:
-    """Return the largest difference, and the largest difference that rounding in a whole model may
-    cause.
+    """Return the largest difference, and the limit of rounding in a whole model.
 
     Args:
         actual, expected: values of a model that were computed in two ways.
@@ -176,31 +180,34 @@ def model_gap(
 
 
 def module_rounding(dtype: torch.dtype) -> float:
-    """Return the limit of rounding for a module with different kernels, as a fraction of the
-    largest number.
+    """Return the limit of rounding for a module with different kernels.
+
+    The limit is a fraction of the largest number.
     """
     return 16 * torch.finfo(dtype).eps
 
 
 def block_rounding(*dtypes: torch.dtype) -> float:
-    """Return the limit of rounding for a block with different kernels in these dtypes, as a
-    fraction of a typical number.
+    """Return the limit of rounding for a block with different kernels in these dtypes.
+
+    The limit is a fraction of a typical number.
     """
     return max(1e-5, *(4 * torch.finfo(dtype).eps for dtype in dtypes))
 
 
 def sum_rounding(dtype: torch.dtype) -> float:
-    """Return the limit of rounding for sums of many terms in a different order, as a fraction of
-    the largest number.
+    """Return the limit of rounding for sums of many terms in a different order.
+
+    The limit is a fraction of the largest number.
     """
     return min(0.03, 1000 * torch.finfo(dtype).eps)
 
 
 def stream_rounding(dtype: torch.dtype, n: int) -> float:
-    """Return the limit of rounding between a sum of all parts and a residual stream after `n`
-    additions, as a fraction of the largest number.
+    """Return the limit of rounding between a sum of all parts and a residual stream.
 
-    The stream is rounded after each addition, so errors grow as the square root of their number.
+    The limit is for a stream after `n` additions, and it is a fraction of the largest number. The
+    stream is rounded after each addition, so errors grow as the square root of their number.
     The limit also covers float32, because some norms always compute in float32.
     """
     return 4 * torch.finfo(dtype).eps * math.sqrt(n) + 1e-4
@@ -218,7 +225,8 @@ def metric_rounding(dtype: torch.dtype, model_dtype: torch.dtype) -> float:
 
 
 def logits_rounding(dtype: torch.dtype) -> float:
-    """Return the limit of rounding for the logits of a text in a different batch, as a fraction of
-    the largest logit.
+    """Return the limit of rounding for the logits of a text in a different batch.
+
+    The limit is a fraction of the largest logit.
     """
     return 0.05 if dtype in HALF else 1e-3

@@ -11,9 +11,15 @@ import os
 import zipfile
 from pathlib import Path
 
-_TENSORS, _GGUF, _ONNX = (".safetensors",), (".gguf",), (".onnx",)
-_NUMPY, _TORCH = (".npz",), (".pt", ".pth", ".bin", ".ckpt")
-_ARCHIVE, _PICKLE = b"PK", b"\x80"
+# The suffixes of each format.
+_TENSORS = (".safetensors",)
+_GGUF = (".gguf",)
+_ONNX = (".onnx",)
+_NUMPY = (".npz",)
+_TORCH = (".pt", ".pth", ".bin", ".ckpt")
+# The first bytes of a zip archive, and of a pickle.
+_ARCHIVE = b"PK"
+_PICKLE = b"\x80"
 
 
 def damage_of(path: str | os.PathLike[str]) -> str:
@@ -73,6 +79,7 @@ def _is_archive(file: Path) -> bool:
 
 
 def _damage_of_safetensors(file: Path, start: bytes, size: int) -> str:
+    """Return the damage of a safetensors file, whose header contains its size."""
     n_header = int.from_bytes(start[:8], "little")
     if size < 8 or start[8:9] != b"{":
         return f"is no file of safetensors, as it begins with {start[:9]!r}"

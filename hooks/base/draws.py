@@ -1,5 +1,6 @@
-"""Draws: generators from a seed and a place, and a check whether a run drew random numbers, like
-dropout in training mode.
+"""Generators from a seed and a place, and a check whether a run drew random numbers.
+
+For example, dropout in training mode draws random numbers.
 """
 
 import hashlib
@@ -37,8 +38,9 @@ def generator(*key: int | str, device: torch.device | str = "cpu") -> torch.Gene
 
 
 class Draws:
-    """The states of PyTorch's generators before a run of modules, some of which are in training
-    mode.
+    """The states of PyTorch's generators before a run of modules.
+
+    The states are stored only if some of the modules are in training mode.
 
     Args:
         modules: the modules that may run, the model first. Without modules there is no warning.
@@ -54,7 +56,8 @@ class Draws:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._devices: set[torch.device] = set()
         if any(map(attrgetter("training"), modules)):
-            self._devices = {torch.device("cpu"), *(t.device for t in state_of(modules[0]))}
+            devices = (tensor.device for tensor in state_of(modules[0]))
+            self._devices = {torch.device("cpu"), *devices}
         self._before = self._states()
 
     def warn(self, what: str) -> bool:
@@ -66,15 +69,16 @@ class Draws:
         if drew:
             warn(
                 f"{what} drew random numbers in this run, like dropout in training mode, so each "
-                "run has different results: "
-                "call model.eval() first",
+                "run has different results: call model.eval() first",
             )
         return drew
 
     def _states(self) -> list[Tensor]:
+        """Return the present state of the generator of each device."""
         with unset_fake_temporarily():
             return [*map(_state, self._devices)]
 
 
 def _state(device: torch.device) -> Tensor:
+    """Return the present state of PyTorch's generator of a device."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()

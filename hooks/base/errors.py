@@ -29,10 +29,8 @@ _PACKAGES = ("hooks", "models", "interp")
 
 NEVER_FIRED = (
     "this input may not lead there, a parent may compute it another way (PyTorch's own attention "
-    "layers "
-    "do unless torch.backends.mha.set_fastpath_enabled(False)), or the model was compiled before "
-    "the "
-    "hooks were set; if this is intended, do not select it"
+    "layers do unless torch.backends.mha.set_fastpath_enabled(False)), or the model was compiled "
+    "before the hooks were set; if this is intended, do not select it"
 )
 
 
@@ -59,16 +57,17 @@ class UnknownNameError(HookError, KeyError):
     def __init__(self, message: str, name: object = "", known: Iterable[str] = ()) -> None:
         super().__init__(message)
         self._name = str(name)
-        self._known = [str(other) for other in known]
+        self._known = [str(known_name) for known_name in known]
 
     # The search is lazy because it is slow, and `in` and `get` catch this error.
     @functools.cached_property
     def close_matches(self) -> tuple[str, ...]:
-        """The known names closest to the requested name: first names that end in it, then names
-        with a similar spelling.
+        """The known names closest to the requested name.
+
+        Names that end in the requested name come first, then names with a similar spelling.
         """
-        known = [other for other in self._known if other != self._name]
-        endings = [other for other in known if other.endswith("." + self._name)]
+        known = [candidate for candidate in self._known if candidate != self._name]
+        endings = [candidate for candidate in known if candidate.endswith("." + self._name)]
         similar = difflib.get_close_matches(self._name, known, n=5, cutoff=0.5)
         return tuple(dict.fromkeys(endings[:5] + similar))[:5]
 
@@ -172,14 +171,13 @@ def require_choice(name: str, value: object, choices: Collection[Any]) -> None:
     ValueError: side must be one of left, right; got 'lft'; did you mean 'left'?
     """
     try:
-        is_one = value in choices
+        is_choice = value in choices
     # Comparisons of a list, a tensor or an array can raise these errors.
     except (TypeError, RuntimeError, ValueError):
-        is_one = False
-    if not is_one:
-        close = difflib.get_close_matches(
-            str(value), [c for c in choices if isinstance(c, str)], n=1
-        )
+        is_choice = False
+    if not is_choice:
+        texts = [choice for choice in choices if isinstance(choice, str)]
+        close = difflib.get_close_matches(str(value), texts, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         listed = ", ".join(map(str, choices))
         raise ValueError(f"{name} must be one of {listed}; got {shown(value)}{hint}")
@@ -219,12 +217,21 @@ def library(name: str, install: str = "hookscope[hf]") -> Any:
 
 
 def require_fired(names: Iterable[str], fired: Container[str], reason: str = NEVER_FIRED) -> None:
-    """Raise NeverFiredError, with a reason, if some of `names` are not among the `fired`."""
+    """Check that all points have fired.
+
+    Args:
+        names: the names of the points.
+        fired: the names of the points that have fired.
+        reason: a possible reason why a point did not fire, for the error.
+
+    Raises:
+        NeverFiredError: if a point has not fired; the error names the first five.
+    """
     missing = [name for name in names if name not in fired]
     if missing:
-        rest = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        others = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
         listed = ", ".join(missing[:5])
-        raise NeverFiredError(f"the forward pass never reached {listed}{rest}: {reason}")
+        raise NeverFiredError(f"the forward pass never reached {listed}{others}: {reason}")
 
 
 def warn(message: str) -> None:

@@ -35,8 +35,9 @@ def _is_hash(fact: object) -> bool:
 
 
 def config_hash(model: nn.Module) -> str:
-    """Return a hash of the model's `config`, or of the names and shapes of its parameters without a
-    config.
+    """Return a hash of the model's `config`.
+
+    Without a config, the names and shapes of the parameters are hashed.
     """
     config: Any = getattr(model, "config", None)
     described: Any
@@ -57,6 +58,7 @@ def config_hash(model: nn.Module) -> str:
 
 
 def _described(value: object) -> object:
+    """Return a value of a config in a form of JSON that is the same in every process."""
     if isinstance(value, (set, frozenset)):
         return sorted(map(str, value))
     return getattr(value, "__qualname__", None) or str(value)

@@ -11,6 +11,7 @@ with a value `HINTS`.
 
 import difflib
 import importlib
+import itertools
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -21,8 +22,7 @@ from hooks.base._torch import traced_as_constant
 from hooks.base.errors import UnknownNameError, unknown_name
 
 NameHint = Callable[[str, Collection[str], str], UnknownNameError | None]
-"""A function of a name, the known names and their noun that returns an error with a hint, or None
-without a hint.
+"""A function of a name, the known names and their noun. It returns an error with a hint, or None.
 """
 
 _ROOT = Path(__file__).parents[2]
@@ -112,7 +112,8 @@ def how_to_mark() -> str:
 # arguments are constants.
 @traced_as_constant
 def _watchers() -> tuple[str, ...]:
-    return tuple(module for hints in _imported() for module in hints.watchers)
+    """Return the names of modules whose permanent hooks only read values."""
+    return tuple(itertools.chain.from_iterable(hints.watchers for hints in _imported()))
 
 
 def is_watcher(hook: Callable[..., Any]) -> bool:
@@ -125,16 +126,19 @@ def closest(name: str, known: Iterable[str]) -> list[str]:
 
     Words may have a different form or order.
     """
-    plain = {other.lower().replace("_", ""): other for other in known}
+    # The known names by their spelling without capitals and underscores.
+    by_spelling = {known_name.lower().replace("_", ""): known_name for known_name in known}
     wanted = name.lower().replace("_", "")
-    inside = [one for one in plain if len(wanted) > 3 and wanted in one]
-    close = difflib.get_close_matches(wanted, plain, n=3, cutoff=0.7)
-    return [plain[one] for one in dict.fromkeys([*close, *inside])][:3]
+    containing = [spelling for spelling in by_spelling if len(wanted) > 3 and wanted in spelling]
+    close = difflib.get_close_matches(wanted, by_spelling, n=3, cutoff=0.7)
+    spellings = dict.fromkeys([*close, *containing])
+    return [by_spelling[spelling] for spelling in spellings][:3]
 
 
 class HintedClass(type):
-    """A class whose error for a missing attribute, such as another library's `from_pretrained`,
-    names our equivalent.
+    """A class whose error for a missing attribute names our equivalent.
+
+    The attribute may be a method of another library, such as `from_pretrained`.
     """
 
     if not TYPE_CHECKING:

@@ -1,5 +1,6 @@
-"""Arguments of the wrong class: the error names the given value, the needed class, and the call
-that makes an object of it.
+"""Checks of the classes of arguments.
+
+An error names the given value, the needed class, and the call that makes an object of this class.
 
 1. `require_kind` checks the class of a value. The hints of a package contain the call that makes an
    object of the class.
@@ -98,7 +99,7 @@ def require_module(model: object) -> None:
     kind = type(model).__name__
     hint = f"give the {kind}'s .model" if hasattr(model, "model") else ""
     hint = hint or ("a cache comes after the model" if kind == "ActivationCache" else "")
-    require_kind("model", model, nn.Module, "a torch.nn.Module", hint)
+    require_kind("model", model, nn.Module, words="a torch.nn.Module", call=hint)
 
 
 def require_device(device: Any) -> torch.device | None:
@@ -117,10 +118,10 @@ def require_device(device: Any) -> torch.device | None:
     if device is None:
         return None
     try:
-        there = torch.device(device)
-        if there.type != "meta":
+        available = torch.device(device)
+        if available.type != "meta":
             # This raises an error if the device is not available.
-            torch.empty(0, device=there)
+            torch.empty(0, device=available)
     except TypeError:
         rule = "device must be a name, such as 'cpu', or a torch.device"
         raise TypeError(f"{rule}; got {shown(device)}, a {type(device).__name__}") from None
@@ -131,7 +132,7 @@ def require_device(device: Any) -> torch.device | None:
         raise ValueError(
             f"device must be one that is here, such as 'cpu'; got {device!r}{reason}"
         ) from error
-    return there
+    return available
 
 
 def missing_name(

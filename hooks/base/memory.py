@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,13 +46,15 @@ class Bound:
         otherwise: str | None = None,
         times: int = 1,
     ) -> None:
-        require_kind("max_bytes", max_bytes, (int, float, type(None)), "a number of bytes")
-        self._names, self._max_bytes = names, max_bytes
-        self._otherwise, self._times = otherwise, times
+        require_kind("max_bytes", max_bytes, (int, float, type(None)), words="a number of bytes")
+        self._names = names
+        self._max_bytes = max_bytes
+        self._otherwise = otherwise
+        self._times = times
         self._sizes: dict[str, int] = {}
         # The bytes of each memory that are not counted for any value yet.
-        self._left: dict[int, int] = {}
-        self._held = 0
+        self._uncounted: dict[int, int] = {}
+        self._counted = 0
         self._next_look = _FIRST_LOOK if max_bytes is None else min(_FIRST_LOOK, max_bytes / 4)
         # Below this limit, shared memory is counted twice, because the check would slow down small
         # runs.
@@ -65,22 +68,27 @@ class Bound:
         """
         # Sparse tensors have no `nbytes`.
         size = value.numel() * value.element_size()
-        if self._held >= self._count_from and has_storage(value):
+        if self._counted >= self._count_from and has_storage(value):
             memory = memory_of(value)
-            left = self._left.get(memory, value.untyped_storage().nbytes())
-            size = min(size, left)
-            self._left[memory] = left - size
+            uncounted = self._uncounted.get(memory, value.untyped_storage().nbytes())
+            size = min(size, uncounted)
+            self._uncounted[memory] = uncounted - size
         self._sizes[name] = self._sizes.get(name, 0) + size * self._times
-        self._held += size
-        if self._held > self._next_look and not isinstance(value, FakeTensor):
+        self._counted += size
+        if self._counted > self._next_look and not isinstance(value, FakeTensor):
             self._look(value.device)
 
     def _look(self, device: torch.device) -> None:
+        """Estimate the bytes of all values, and compare them with the limit.
+
+        Raises:
+            MemoryLimitError: if they exceed the limit.
+        """
         limit: float = math.inf
         if self._max_bytes is not None:
             limit = self._max_bytes
         elif (free := free_memory(device)) is not None:
-            limit = self._held + _SHARE * free
+            limit = self._counted + _SHARE * free
         kinds = {name: self._kind(name) for name in self._names}
         # Use the size in a later layer, because its input may share the memory of the earlier
         # layer's output.
@@ -92,10 +100,10 @@ class Bound:
         is_known = of_kind.keys() >= in_layers
         # One layer may already exceed the limit, and the free memory is needed for more than the
         # values.
-        is_late = self._held > (limit if self._max_bytes is not None else limit / 2)
+        is_late = self._counted > (limit if self._max_bytes is not None else limit / 2)
         if sizes.total() > limit and (is_known or is_late):
             raise MemoryLimitError(self._refusal(limit, sizes, is_known))
-        self._next_look = self._held + max((limit / self._times - self._held) / 4, limit / 64)
+        self._next_look = self._counted + max((limit / self._times - self._counted) / 4, limit / 64)
 
     def _kind(self, name: str) -> str:
         """Return a point's name without layer numbers.
@@ -107,31 +115,44 @@ class Bound:
         return LAYER.sub("#", name) if is_layer else name
 
     def _refusal(self, limit: float, sizes: Counter[str], is_known: bool) -> str:
+        """Return the message for values that exceed the limit.
+
+        Args:
+            limit: the limit in bytes.
+            sizes: the bytes of all values, by the last part of their names.
+            is_known: whether the size of one layer is known. Otherwise the values may be larger.
+        """
         whose = "0.9 of the memory that is free" if self._max_bytes is None else "max_bytes"
-        left, without = sizes.total(), []
+        n_bytes = sizes.total()
+        left_out = []
         more = "" if is_known else "at least "
-        said = (
-            f"the values would take {more}{bytes_in_words(left)}, and {whose} is "
+        message = (
+            f"the values would take {more}{bytes_in_words(n_bytes)}, and {whose} is "
             f"{bytes_in_words(limit)}"
         )
         if self._otherwise is not None:
-            return f"{said}: {self._otherwise}"
-        said = f"{said}: use lazy=True or pos="
+            return f"{message}: {self._otherwise}"
+        message = f"{message}: use lazy=True or pos="
         for part, size in sizes.most_common(len(sizes) - 1):
-            if left <= limit:
+            if n_bytes <= limit:
                 break
-            without.append(f".{part}")
-            left -= size
-        if left > limit or not is_known:
-            return said
-        chosen = f"lambda point: not point.name.endswith({(*without,)})"
-        return f"{said}, or keep {bytes_in_words(left)} by names={chosen}"
+            left_out.append(f".{part}")
+            n_bytes -= size
+        if n_bytes > limit or not is_known:
+            return message
+        chosen = f"lambda point: not point.name.endswith({(*left_out,)})"
+        return f"{message}, or keep {bytes_in_words(n_bytes)} by names={chosen}"
 
 
 def require_room(n_bytes: int, like: Tensor, what: str) -> None:
     """Check that an allocation needs at most 0.9 of the free memory on a tensor's device.
 
     Below 256 MiB there is no check.
+
+    Args:
+        n_bytes: the bytes of the allocation.
+        like: a tensor on the device.
+        what: the purpose of the allocation, with advice, for the error.
 
     Raises:
         MemoryLimitError: with the needed and the free bytes.
@@ -146,10 +167,10 @@ def require_room(n_bytes: int, like: Tensor, what: str) -> None:
 
 
 def free_memory(device: torch.device, root: Path = Path("/")) -> float | None:
-    """Return the bytes that this process can still allocate on a device, within the control groups
-    and limits of Linux.
+    """Return the bytes that this process can still allocate on a device.
 
-    Return None if the system does not report them.
+    The limits and control groups of Linux count. The result is None if the system does not report
+    the bytes.
 
     Args:
         device: the CPU or a device of CUDA. For other devices the result is None.
@@ -165,6 +186,27 @@ def free_memory(device: torch.device, root: Path = Path("/")) -> float | None:
     return None
 
 
+class _GroupFiles(NamedTuple):
+    """The names of the files of a control group.
+
+    Attributes:
+        folder: the folder of all groups.
+        limit, usage: the files with the limit and with the used bytes.
+        unused: the entry of `memory.stat` with the bytes of unused files in the page cache.
+    """
+
+    folder: str
+    limit: str
+    usage: str
+    unused: str
+
+
+_FILES_OF_VERSION_1 = _GroupFiles(
+    "memory", "memory.limit_in_bytes", usage="memory.usage_in_bytes", unused="total_inactive_file"
+)
+_FILES_OF_VERSION_2 = _GroupFiles("", "memory.max", usage="memory.current", unused="inactive_file")
+
+
 def _left_in_groups(root: Path) -> Iterator[float]:
     """Yield the free bytes in each control group of this process.
 
@@ -176,19 +218,16 @@ def _left_in_groups(root: Path) -> Iterator[float]:
             _, controllers, path = line.split(":", 2)
             if controllers and "memory" not in controllers.split(","):
                 continue
-            place, most, used, files = (
-                ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-                if controllers
-                else ("", "memory.max", "memory.current", "inactive_file")
-            )
+            names = _FILES_OF_VERSION_1 if controllers else _FILES_OF_VERSION_2
             group = Path(path.lstrip("/"))
             for part in (group, *group.parents):
-                folder = root / "sys/fs/cgroup" / place / part
+                folder = root / "sys/fs/cgroup" / names.folder / part
                 # The outermost group has no such file, or its limit is `max`.
                 with suppress(OSError, ValueError):
-                    limit, usage = (int((folder / name).read_text()) for name in (most, used))
+                    limit = int((folder / names.limit).read_text())
+                    usage = int((folder / names.usage).read_text())
                     stat = (folder / "memory.stat").read_text()
-                    unused = re.search(rf"^{files} (\d+)", stat, re.M)
+                    unused = re.search(rf"^{names.unused} (\d+)", stat, re.M)
                     yield limit - usage + (int(unused[1]) if unused else 0)
 
 
@@ -201,9 +240,9 @@ def _left_of_limits(root: Path) -> Iterator[float]:
         for limit, size in _LIMITS.items():
             # There is no match if the limit is `unlimited`.
             most = re.search(rf"^{limit} +(\d+)", limits, re.M)
-            taken = re.search(rf"^{size}:\s+(\d+) kB", used, re.M)
-            if most and taken:
-                yield int(most[1]) - int(taken[1]) * 1024
+            in_use = re.search(rf"^{size}:\s+(\d+) kB", used, re.M)
+            if most and in_use:
+                yield int(most[1]) - int(in_use[1]) * 1024
 
 
 # The memory limits of a Linux process, and the counter for each limit.

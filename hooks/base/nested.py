@@ -1,5 +1,6 @@
-"""Tensors inside nested values: tuples, mappings and dataclasses, such as the output of
-a module.
+"""Tensors inside nested values: tuples, lists, mappings and dataclasses.
+
+For example, the output of a module is such a value.
 """
 
 import copy
@@ -14,8 +15,14 @@ def with_first_tensor(output: Any, value: Tensor) -> Any:
     """Return a copy of `output` with `value` instead of its first tensor."""
     if isinstance(output, Tensor):
         return value
-    key, field = next((k, f) for k, f in _fields(output) or () if any(True for _ in tensors_in(f)))
+    fields = _fields(output) or ()
+    key, field = next((key, field) for key, field in fields if _has_tensor(field))
     return _with_fields(output, {key: with_first_tensor(field, value)})
+
+
+def _has_tensor(field: Any) -> bool:
+    """Return whether a value contains a tensor."""
+    return any(True for _ in tensors_in(field))
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:
@@ -28,10 +35,9 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
 
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a copy of nested tuples, lists, mappings and dataclasses, with `change(leaf)` for each
-    leaf.
+    """Return a copy of nested containers, with `change(leaf)` for each leaf.
 
-    None is not changed.
+    The containers are tuples, lists, mappings and dataclasses. None is not changed.
     """
     # Most containers and leaves have one of these types, and a check for mappings is slow.
     if isinstance(value, tuple):
@@ -58,6 +64,7 @@ def _fields(output: Any) -> Iterable[tuple[Any, Any]] | None:
 
 
 def _with_fields(output: Any, changed: dict[Any, Any]) -> Any:
+    """Return a copy of a container with changed items, by key."""
     if isinstance(output, tuple):
         parts = [changed.get(n, part) for n, part in enumerate(output)]
         return output._make(parts) if hasattr(output, "_make") else type(output)(parts)

@@ -35,7 +35,10 @@ class Piece:
         began: int | None = None,
         others: Mapping[str, KeyMask] | None = None,
     ) -> None:
-        self.start, self.real, self.moved, self.began = start, real, moved, began
+        self.start = start
+        self.real = real
+        self.moved = moved
+        self.began = began
         self.others = dict(others or {})
         self._firsts: dict[int, Piece] = {}
         self._columns: dict[str, Columns | None] = {}
@@ -43,12 +46,12 @@ class Piece:
 
     @property
     def columns(self) -> list[list[int]] | None:
-        """Return the real columns of each text, or None if there is no padding."""
+        """The real columns of each text, or None if there is no padding."""
         return self._known("key")
 
     @property
     def has_masks(self) -> bool:
-        """Return whether a mask of any text is known."""
+        """True if a mask of any text is known."""
         return self.real is not None or bool(self.others)
 
     def has_masks_of(self, other: "Piece") -> bool:
@@ -66,7 +69,7 @@ class Piece:
             return self
         real = None if self.real is None else self.real[:rows]
         others = {axis: mask[:rows] for axis, mask in self.others.items()}
-        first = Piece(self.start, real, self.moved, self.began, others)
+        first = Piece(self.start, real, moved=self.moved, began=self.began, others=others)
         # An earlier piece of the same rows has already computed its columns.
         return self._firsts.setdefault(rows, first)
 
@@ -90,12 +93,13 @@ class Piece:
         axis = axis if axis in self.others else "key"
         if axis not in self._masks:
             mask = torch.zeros(rows, end, dtype=torch.bool)
-            for row, places in zip(mask, columns, strict=True):
-                row[places] = True
+            for mask_of_text, columns_of_text in zip(mask, columns, strict=True):
+                mask_of_text[columns_of_text] = True
             self._masks[axis] = mask
         return self._masks[axis]
 
     def _known(self, axis: str) -> "Columns | None":
+        """Return the real columns of each text along an axis, which are computed only once."""
         axis = axis if axis in self.others else "key"
         mask = self.others.get(axis, self.real)
         if mask is None:
@@ -105,8 +109,13 @@ class Piece:
         return self._columns[axis]
 
     def mask_of(self, rows: int, size: int) -> KeyMask | None:
-        """Return the mask of the `size` columns of the piece itself if the batch has `rows` texts,
-        and None otherwise.
+        """Return the mask [batch, column] of the columns of the piece itself.
+
+        The result is None if the mask is unknown, or belongs to another batch.
+
+        Args:
+            rows: the number of texts in the batch.
+            size: the number of columns of the piece.
         """
         fits = self.real is not None and self.real.shape == (rows, (self.start or 0) + size)
         return self.real[:, -size:] if self.real is not None and fits else None
@@ -119,8 +128,7 @@ _piece = Scoped("piece", _WHOLE)
 def position_offset(
     column: int | None, real: KeyMask | None = None
 ) -> AbstractContextManager[None]:
-    """Return a `with` in which runs read a piece of their texts: columns `column`, `column + 1` and
-    so on.
+    """Return a `with` in which runs read a piece of their texts, from a column on.
 
     Edits count positions from the start of the text, and negative positions from its last real
     token. So code that runs a model on a piece, or on texts with padding, must enter this context.

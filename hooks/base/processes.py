@@ -1,5 +1,4 @@
-"""Models whose weights are split over processes by a tensor-parallel plan: the part of a value in
-each process.
+"""Parts of a value in several processes, for models that a tensor-parallel plan splits.
 
 1. A model is split if a weight is a DTensor with a mesh dimension `tp`. The mesh contains the
    processes (`mesh_of`).
@@ -20,9 +19,7 @@ from torch import Tensor, nn
 
 
 def mesh_of(model: nn.Module) -> Any:
-    """Return the mesh of the processes over which the model is split, or None for a model that is
-    not split.
-    """
+    """Return the mesh of the processes over which a model is split; None if it is not split."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     for weight in model.parameters():
@@ -63,7 +60,13 @@ class Shards:
 
     @classmethod
     def of(cls, part: Shaped[Tensor, "*axes"], axis: int, mesh: Any) -> "Shards":
-        """Return the shards of a value, of which `part` is the part in this process."""
+        """Return the shards of a value.
+
+        Args:
+            part: the part of the value in this process.
+            axis: the axis along which the value is divided.
+            mesh: the processes, in the order of the parts.
+        """
         size = torch.tensor(part.shape[axis], device=part.device)
         dist.all_reduce(size, group=mesh.get_group())
         return cls(axis, int(size), mesh)

@@ -222,6 +222,7 @@ def _is_watched() -> bool:
 
 
 def _is_notebook() -> bool:
+    """Return whether this code runs in a notebook."""
     ipython = sys.modules.get("IPython")
     return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
 
@@ -331,6 +332,7 @@ class _Terminal:
             self._stream.flush()
 
     def _begun(self, count: Count, title: str) -> Any:
+        """Return a new bar for a count."""
         bar = self._kind(
             desc=title,
             total=count.total,
@@ -382,7 +384,8 @@ def _draw(
     try:
         is_closed = closed.wait(delay)
         while (display := display_of()) is not None:
-            whole, count = display.whole, display.count or display.whole
+            whole = display.whole
+            count = display.count or display.whole
             # Do not keep the display alive during the wait.
             del display
             if count.stays or not is_closed:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 _SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = 60
+_SHORT.maxstring = 60
+_SHORT.maxother = 60
 
 
 _SHOWN_AS_THEY_ARE = (
@@ -18,8 +19,9 @@ _SHOWN_AS_THEY_ARE = (
 
 
 def shown(value: object) -> str:
-    """Return a short description of a value: the dtype and the shape of a tensor, or the class of a
-    large object.
+    """Return a short description of a value.
+
+    A tensor is described by its dtype and shape, and a large object by its class.
 
     >>> shown(torch.zeros(2, 3)), shown("def f(x):"), shown([1, 2]), shown({"a": torch.zeros(9)})
     ('a torch.float32 tensor [2, 3]', "'def f(x):'", '[1, 2]', 'a dict of 1')
@@ -28,13 +30,16 @@ def shown(value: object) -> str:
         return f"the class {value.__name__}"
     if isinstance(value, Tensor):
         is_number = value.ndim == 0 and value.device.type == "cpu"
-        return f"a {value.dtype} tensor {[*value.shape]}{f' of {value}' if is_number else ''}"
+        number = f" of {value}" if is_number else ""
+        return f"a {value.dtype} tensor {[*value.shape]}{number}"
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"a {value.dtype} array {[*value.shape]}"
     if value is None or isinstance(value, _SHOWN_AS_THEY_ARE):
         return _SHORT.repr(value)
     kind = type(value).__name__
-    if isinstance(value, list | tuple) and all(isinstance(one, str | int | float) for one in value):
+    if isinstance(value, list | tuple) and all(
+        isinstance(part, str | int | float) for part in value
+    ):
         return _SHORT.repr(value)
     if isinstance(value, nn.Module):
         return f"a {kind}"

@@ -11,8 +11,9 @@ Entered = ContextVar[tuple[weakref.ref[Any], ...]]
 
 
 class Scoped(Generic[T]):
-    """A value that can be changed inside a `with`, for the context (see `contextvars`) that entered
-    the `with`.
+    """A value that can be changed inside a `with`.
+
+    The change is for the context (see `contextvars`) that entered the `with`.
 
     If an interrupt comes while the `with` begins or ends, the new value disappears, because only
     the `with` keeps it alive.
@@ -32,13 +33,13 @@ class Scoped(Generic[T]):
     def get(self) -> T:
         """Return the value of the innermost open `with`, or the default."""
         for ref in reversed(self.entered.get()):
-            if (held := ref()) is not None and held.is_open:
-                return held.value
+            if (entered := ref()) is not None and entered.is_open:
+                return entered.value
         return self._default
 
-    def set(self, value: T) -> "_Held[T]":
+    def set(self, value: T) -> "_SetValue[T]":
         """Return a `with` in which the value is `value`."""
-        return _Held(self, value)
+        return _SetValue(self, value)
 
 
 class InContext:
@@ -68,7 +69,9 @@ class InContext:
         self._entered.set(tuple(ref for ref in self._entered.get() if ref is not self.ref))
 
 
-class _Held(InContext, Generic[T]):
+class _SetValue(InContext, Generic[T]):
+    """A value that is set while its `with` is open."""
+
     def __init__(self, scoped: Scoped[T], value: T) -> None:
         super().__init__(scoped.entered)
         self.value = value

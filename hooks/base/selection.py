@@ -1,5 +1,6 @@
-"""Selection: the chosen places along an axis, such as positions of texts, in every form that users
-write.
+"""Selection: the chosen places along an axis, in every form that users write.
+
+For example, the places are positions of texts.
 """
 
 import itertools
@@ -37,6 +38,11 @@ def real_of(
 ) -> Bool[Tensor, "batch pos"]:
     """Return the mask of texts [batch, pos] as booleans.
 
+    Args:
+        mask: the mask; None if all tokens are real.
+        shape: the shape of the texts, [batch, pos].
+        name: the name of the mask, for the error.
+
     Raises:
         ValueError: if the mask has a different shape; the error names the mask.
     """
@@ -54,8 +60,14 @@ def real_columns(mask: KeyMask) -> list[list[int]] | None:
     """
     if mask.is_meta or isinstance(mask, FakeTensor):
         return None
-    rows = [[n for n, real in enumerate(row) if real] for row in mask.tolist()]
-    return None if all(len(row) == mask.shape[1] for row in rows) else rows
+    columns = [_true_columns(row) for row in mask.tolist()]
+    has_padding = any(len(of_text) < mask.shape[1] for of_text in columns)
+    return columns if has_padding else None
+
+
+def _true_columns(mask: Sequence[object]) -> list[int]:
+    """Return the columns at which the mask of one text is True."""
+    return [column for column, is_true in enumerate(mask) if is_true]
 
 
 @dataclass(frozen=True)
@@ -92,7 +104,7 @@ def all_but(*places: SupportsIndex) -> AllBut:
     [[0, 2, 3]]
     """
     for place in places:
-        require_kind("a place", place, SupportsIndex, "an integer, as in all_but(7, 9)")
+        require_kind("a place", place, SupportsIndex, words="an integer, as in all_but(7, 9)")
     return AllBut([operator.index(place) for place in places])
 
 
@@ -128,8 +140,9 @@ class Selection:
 
     @classmethod
     def one_each(cls, index: Index) -> "Selection":
-        """Return a selection of one place for all examples or, from a list, one place for each
-        example.
+        """Return a selection of one place in each example.
+
+        An integer is the place in all examples. A list contains one place for each example.
 
         Raises:
             TypeError: if the index has a different form.
@@ -144,12 +157,12 @@ class Selection:
 
     @property
     def is_one(self) -> bool:
-        """Return whether the index is one integer."""
+        """True if the index is one integer."""
         return isinstance(self.index, int)
 
     @property
     def is_by_example(self) -> bool:
-        """Return whether each example has a separate index."""
+        """True if each example has a separate index."""
         return isinstance(self.index, list) and any(isinstance(part, list) for part in self.index)
 
     @property
@@ -165,8 +178,9 @@ class Selection:
         real: Rows | None = None,
         whole: bool = True,
     ) -> list[list[int]]:
-        """Return the places of each example, counted from the start of the axis, or one row if all
-        examples have the same places.
+        """Return the places of each example, counted from the start of the axis.
+
+        If all examples have the same places, there is only one row.
 
         Args:
             size: the axis has the places 0 to `size - 1`.
@@ -180,22 +194,23 @@ class Selection:
                 outside or at padding, a mask has the wrong length or contains no booleans, or
                 nothing is selected.
         """
-        parts, batch = self.parts, len(real) if real is not None else batch
+        parts = self.parts
+        batch = len(real) if real is not None else batch
         if batch is not None and len(parts) not in (1, batch):
             raise SelectionError(
                 f"{what} must have one entry for each of {batch} examples, or one entry for all; "
                 f"got {len(parts)}"
             )
         if real is None:
-            rows = [_places(part, size, what, whole) for part in parts]
+            rows = [_places(part, size, what=what, whole=whole) for part in parts]
         else:
+            rows = []
             # A single part holds for all examples.
-            each = enumerate(zip(itertools.cycle(parts), real))
-            rows = [
-                _real(part, size, f"{what} of example {n}", columns, whole)
-                for n, (part, columns) in each
-            ]
-            rows = rows[:1] if all(row == rows[0] for row in rows) else rows
+            for n, (part, columns) in enumerate(zip(itertools.cycle(parts), real)):
+                name = f"{what} of example {n}"
+                rows.append(_real(part, size, what=name, real=columns, whole=whole))
+            if all(places == rows[0] for places in rows):
+                rows = rows[:1]
         if whole and not any(rows):
             raise SelectionError(f"{what} must select at least one of {size} places; got nothing")
         return rows
@@ -213,7 +228,7 @@ class Selection:
 
     @property
     def counts_back(self) -> bool:
-        """Return whether places are counted from the end."""
+        """True if places are counted from the end."""
         ends = [self.index.start, self.index.stop] if isinstance(self.index, slice) else []
         return any(place < 0 for place in [*filter(None, ends), *self._listed])
 
@@ -222,8 +237,11 @@ class Selection:
         """The places that are listed explicitly; a slice lists no places."""
         if isinstance(self.index, slice):
             return []
-        parts = [part.places if isinstance(part, AllBut) else part for part in self.parts]
-        return [place for part in parts for place in (part if isinstance(part, list) else [part])]
+        listed: list[int] = []
+        for part in self.parts:
+            indices = part.places if isinstance(part, AllBut) else part
+            listed += indices if isinstance(indices, list) else [indices]
+        return listed
 
     def require_reached(self, size: int, what: str, real: Rows | None = None) -> None:
         """Check that negative places are not before the start of every text.
@@ -251,15 +269,21 @@ class Selection:
     def columns(
         self, size: int, what: str, batch: int | None = None, real: KeyMask | None = None
     ) -> Int[Tensor, "_batch n"]:
-        """Return the places of `rows`, which must be equally many in each example.
+        """Return the places of `rows`, [1 or batch, n], which must be equally many in each example.
 
-        A single row holds for all.
+        A single row holds for all examples.
+
+        Args:
+            size: the axis has the places 0 to `size - 1`.
+            what: the name of the axis, for errors.
+            batch: the number of examples, if known.
+            real: the mask of real columns, [batch, key]; None if there is no padding.
 
         Raises:
             SelectionError: see `rows`; also if examples have different numbers of places.
         """
-        rows = self.rows(size, what, batch, None if real is None else real_columns(real))
-        lengths = sorted({len(row) for row in rows})
+        rows = self.rows(size, what, batch=batch, real=None if real is None else real_columns(real))
+        lengths = sorted({len(places) for places in rows})
         if len(lengths) > 1:
             raise SelectionError(
                 f"{what} must select the same number in each text; {self!r} selects {lengths[0]} "
@@ -281,8 +305,9 @@ class Selection:
             SelectionError: see `rows`; also if a text has no index, or its index selects nothing.
         """
         read = []
-        for number, row in enumerate(real, first):
-            columns, name = row.nonzero()[:, 0].tolist(), f"{what}, text {number}"
+        for number, mask in enumerate(real, first):
+            columns = mask.nonzero()[:, 0].tolist()
+            name = f"{what}, text {number}"
             if self.is_by_example and number >= len(self.parts):
                 raise SelectionError(f"{what} must be given for each text; got {len(self.parts)}")
             part = self.parts[number] if self.is_by_example else self.index
@@ -291,11 +316,13 @@ class Selection:
                     raise SelectionError(
                         f"{name} must be a mask of {columns[-1] + 1}; got {len(part)}"
                     )
-                part = [column for column, inside in enumerate(part) if inside]
-            kept = {*columns}
-            read.append([n for n in _real(part, len(row), name, columns, True) if n in kept])
-            if not read[-1]:
+                part = _true_columns(part)
+            selected = _real(part, len(mask), what=name, real=columns, whole=True)
+            real_columns_of_text = {*columns}
+            real_selected = [column for column in selected if column in real_columns_of_text]
+            if not real_selected:
                 raise SelectionError(f"{name} must be at least one real token; got none")
+            read.append(real_selected)
         return read
 
     def inside(self, real: Bool[Tensor, "batch pos"], what: str) -> Bool[Tensor, "batch pos"]:
@@ -303,41 +330,42 @@ class Selection:
 
         `real` is True at real tokens. For errors see `rows`.
         """
-        rows = self.rows(real.shape[1], what, len(real), real_columns(real))
+        rows = self.rows(real.shape[1], what, batch=len(real), real=real_columns(real))
         chosen = torch.zeros_like(real)
         # A single row holds for all examples.
-        for row, columns in zip(chosen, itertools.cycle(rows)):
-            row[columns] = True
+        for chosen_in_text, columns in zip(chosen, itertools.cycle(rows)):
+            chosen_in_text[columns] = True
         return chosen & real
 
     def __repr__(self) -> str:
         if isinstance(self.index, slice):
             ends = [self.index.start, self.index.stop, self.index.step]
             return f"slice({', '.join(map(str, ends[: 2 + (ends[2] is not None)]))})"
-        many = len(self.parts) > 1 or self.parts[0] is not self.index
-        return (
-            f"Tensor[{len(self.parts)}, {len(self.parts[0])}]" if many else reprlib.repr(self.index)
-        )
+        if len(self.parts) > 1 or self.parts[0] is not self.index:
+            return f"Tensor[{len(self.parts)}, {len(self.parts[0])}]"
+        return reprlib.repr(self.index)
 
 
 def _places(part: Any, size: int, what: str, whole: bool) -> list[int]:
     """Return the places along an axis without padding."""
     if isinstance(part, AllBut):
-        left_out = places(part.places, size, what, whole)
+        left_out = places(part.places, size, what=what, whole=whole)
         return [place for place in range(size) if place not in left_out]
-    return places(part, size, what, whole)
+    return places(part, size, what=what, whole=whole)
 
 
 def _real(part: Any, size: int, what: str, real: Sequence[int], whole: bool) -> list[int]:
     """Return the places in one text with padding."""
     if isinstance(part, AllBut):
-        left_out = _real(part.places, size, what, real, whole)
+        left_out = _real(part.places, size, what=what, real=real, whole=whole)
         return [column for column in real if column not in left_out]
     if isinstance(part, slice):
         return _between(part, size, real)
-    chosen = places(part, size, what, whole)
-    asked = [part] if isinstance(part, int) else chosen if is_mask(part) else part
-    for n, number in enumerate(asked):
+    chosen = places(part, size, what=what, whole=whole)
+    numbers = chosen if is_mask(part) else part
+    if isinstance(part, int):
+        numbers = [part]
+    for n, number in enumerate(numbers):
         if number < -len(real) and whole:
             raise SelectionError(f"{what} has {len(real)} real tokens; got {number}")
         if number < 0:
@@ -349,13 +377,18 @@ def _real(part: Any, size: int, what: str, real: Sequence[int], whole: bool) -> 
 
 def _between(part: slice, size: int, real: Sequence[int]) -> list[int]:
     """Return the columns of a slice: only real ones if an end counts from the last real column."""
-    ends = part.start, part.stop
-    if all(end is None or end >= 0 for end in ends):
+    if all(end is None or end >= 0 for end in (part.start, part.stop)):
         return list(range(size)[part])
-    start, stop = (
-        end if end is None or end >= 0 else real[end] if end >= -len(real) else 0 for end in ends
-    )
-    return [n for n in range(size)[slice(start, stop, part.step)] if n in real]
+    start = _end_as_column(part.start, real)
+    stop = _end_as_column(part.stop, real)
+    return [column for column in range(size)[start : stop : part.step] if column in real]
+
+
+def _end_as_column(end: int | None, real: Sequence[int]) -> int | None:
+    """Return an end of a slice, in which a negative number counts real columns from the last."""
+    if end is None or end >= 0:
+        return end
+    return real[end] if end >= -len(real) else 0
 
 
 def columns_of_last(
@@ -377,7 +410,8 @@ def columns_of_last(
             [0, 1]])
     """
     real = real_of(attention_mask, (batch, n_pos))
-    columns = Selection([*range(-last, 0)]).columns(n_pos, "a metric's pos", batch, real)
+    selection = Selection([*range(-last, 0)])
+    columns = selection.columns(n_pos, "a metric's pos", batch=batch, real=real)
     return columns.expand(batch, -1)
 
 
@@ -404,14 +438,19 @@ def taken(
         raise SelectionError(
             "different positions in each text need an axis batch; this value has none"
         )
-    return torch.take_along_dim(value, broadcast(columns, at, batch, value.ndim), at)
+    return torch.take_along_dim(value, broadcast(columns, at, batch=batch, ndim=value.ndim), at)
 
 
 def broadcast(
     columns: Int[Tensor, "_batch n"] | Bool[Tensor, "_batch n"], at: int, batch: int, ndim: int
 ) -> Shaped[Tensor, "..."]:
-    """Return an index tensor with `ndim` axes: columns along one axis, or a mask of columns, with
-    the rows of examples along the batch axis.
+    """Return an index tensor with `ndim` axes, of size 1 except at most two.
+
+    Args:
+        columns: columns, or a mask of columns: one row for all examples, or one row for each.
+        at: the axis along which the columns are placed.
+        batch: the axis along which the rows of examples are placed.
+        ndim: the number of axes.
     """
     shape = [columns.shape[1] if axis == at else 1 for axis in range(ndim)]
     if len(columns) > 1:
@@ -423,13 +462,18 @@ def broadcast(
 def index_by_axis(
     axes: tuple[str, ...], where: Mapping[str, Index], what: str
 ) -> tuple[int | slice | list[int], ...]:
-    """Return the subscript that selects `where` (axis name to index) from a tensor with these axes.
+    """Return the subscript that selects a part of a tensor by the names of its axes.
 
     At most one index may be a list, because PyTorch would broadcast two lists. A list of booleans
     is a mask. Tensors and arrays count as lists. PyTorch checks sizes when the subscript is used.
 
+    Args:
+        axes: the names of the tensor's axes.
+        where: the index along each axis that is sliced.
+        what: the name of the tensor, for errors.
+
     Raises:
-        UnknownNameError: if a name is not one of `axes`, the axes of `what`.
+        UnknownNameError: if an axis of `where` is not one of `axes`.
         TypeError: if `axes` is not a tuple of names, if `where` is not a mapping, or if an index is
             not an integer, a slice, a list of integers or a mask.
         ValueError: if two indices are lists.
@@ -437,9 +481,15 @@ def index_by_axis(
     >>> index_by_axis(("batch", "pos", "d_model"), {"pos": slice(2, None)}, "the stream")
     (slice(None, None, None), slice(2, None, None), slice(None, None, None))
     """
-    require_kind("axes", axes, tuple, "a tuple of names", "for example: ('batch', 'pos')")
     require_kind(
-        "where", where, Mapping, "a mapping from axes to indices", "for example: {'pos': 0}"
+        "axes", axes, tuple, words="a tuple of names", call="for example: ('batch', 'pos')"
+    )
+    require_kind(
+        "where",
+        where,
+        Mapping,
+        words="a mapping from axes to indices",
+        call="for example: {'pos': 0}",
     )
     require_axes(where, axes, what)
     index = tuple(plain_index(where.get(axis, slice(None))) for axis in axes)
@@ -449,7 +499,12 @@ def index_by_axis(
 
 
 def require_axes(where: Iterable[str], axes: tuple[str, ...], what: str) -> None:
-    """Check that all names are among `axes`, the axes of `what`.
+    """Check that a value has all axes with some names.
+
+    Args:
+        where: the names.
+        axes: the axes of the value.
+        what: the name of the value, for the error.
 
     Raises:
         UnknownNameError: if a name is unknown; the error names the first one.
@@ -506,7 +561,7 @@ def places(index: Any, size: int, what: str, whole: bool = True) -> list[int]:
     if is_mask(index):
         if whole and len(index) != size:
             raise SelectionError(f"a mask along {what} must have length {size}; got {len(index)}")
-        return [place for place, inside in enumerate(index) if inside]
+        return _true_columns(index)
     listed = [index] if isinstance(index, int) else index
     for place in listed if whole else ():
         if not -size <= place < size:

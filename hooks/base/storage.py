@@ -49,9 +49,14 @@ def nbytes(tensors: Collection[Tensor]) -> int:
 
     Shared storage counts once; sparse tensors count as dense ones.
     """
-    shared = {memory_of(t): t.untyped_storage().nbytes() for t in tensors if has_storage(t)}
-    others = [t.numel() * t.element_size() for t in tensors if not has_storage(t)]
-    return sum(shared.values()) + sum(others)
+    shared: dict[int, int] = {}
+    others = 0
+    for tensor in tensors:
+        if has_storage(tensor):
+            shared[memory_of(tensor)] = tensor.untyped_storage().nbytes()
+        else:
+            others += tensor.numel() * tensor.element_size()
+    return sum(shared.values()) + others
 
 
 def path_of(path: str | os.PathLike[str]) -> Path:
@@ -64,7 +69,7 @@ def path_of(path: str | os.PathLike[str]) -> Path:
     Traceback (most recent call last):
     TypeError: path must be a text or a path; got 3
     """
-    require_kind("path", path, (str, os.PathLike), "a text or a path")
+    require_kind("path", path, (str, os.PathLike), words="a text or a path")
     return Path(path)
 
 
@@ -84,13 +89,14 @@ def suffix_of(path: str | os.PathLike[str], supported: Iterable[str]) -> str:
     Traceback (most recent call last):
     ValueError: path must end in .html or .safetensors, or have no suffix; got run.1/means.png
     """
-    known, suffix = [*supported], path_of(path).suffix.lower()
+    known = [*supported]
+    suffix = path_of(path).suffix.lower()
     if path == "":
         raise ValueError("path must name a file; got an empty text")
     if suffix not in known:
-        named = [each for each in known if each]
-        listed = " or ".join(filter(None, [", ".join(named[:-1]), *named[-1:]]))
-        rules = [f"end in {listed}"] if named else []
+        suffixes = [*filter(None, known)]
+        listed = " or ".join(filter(None, [", ".join(suffixes[:-1]), *suffixes[-1:]]))
+        rules = [f"end in {listed}"] if suffixes else []
         rules += ["have no suffix"] if "" in known else []
         raise ValueError(f"path must {', or '.join(rules)}; got {os.fspath(path)}")
     return suffix
@@ -145,7 +151,7 @@ def save(
     """
     suffix_of(path, SAFETENSORS)
     with replacing(path, place) as partial, partial.open("wb") as file:
-        write(file, path, kind, tensors, facts, names, later)
+        write(file, path, kind=kind, tensors=tensors, facts=facts, names=names, later=later)
 
 
 def write(
@@ -194,11 +200,14 @@ def write(
     for name, value in itertools.chain(later, widest_first):
         if gap := -end % value.element_size():
             put(begin + end, bytes(gap))
-            entries[f"{_PAD}{end}"] = _entry("U8", [gap], end, end := end + gap)
+            entries[f"{_PAD}{end}"] = _entry("U8", [gap], begin=end, end=end + gap)
+            end += gap
         # This copies the tensor at most once.
         value = value.detach().cpu().contiguous()
         put(begin + end, _content(value))
-        entries[name] = _entry(*_form(name, value), end, end := end + value.nbytes)
+        dtype, shape = _form(name, value)
+        entries[name] = _entry(dtype, shape, begin=end, end=end + value.nbytes)
+        end += value.nbytes
         sums[name] = checksum(name, value)
         del value
     if len(content := header(entries, sums)) > begin - 8:
@@ -207,11 +216,12 @@ def write(
 
 
 def _entry(dtype: str, shape: list[int], begin: int, end: int) -> dict[str, Any]:
+    """Return the entry of a tensor in the header of safetensors."""
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 
 
 # A tensor has fewer than 2**63 numbers. Only a tensor with more than 64 axes may need more space.
-_LONGEST = _entry("F8_E4M3FNUZ", [2**63] + [1] * 63, 2**63, 2**63)
+_LONGEST = _entry("F8_E4M3FNUZ", [2**63] + [1] * 63, begin=2**63, end=2**63)
 
 
 def _form(name: str, value: Tensor) -> tuple[str, list[int]]:
@@ -274,13 +284,17 @@ def opened(path: Path, kind: str) -> Iterator[tuple[dict[str, Any], dict[str, An
 def one_error(
     path: str | os.PathLike[str], rule: str = "", kind: type[Exception] = ValueError
 ) -> Iterator[None]:
-    """Turn each error that a file's content may raise into one class of errors, which names the
-    file and the rule.
+    """Turn each error that a file's content may raise into an error that names the file.
 
     A damaged file is reported as damaged. Errors about a missing file, library or name are not
     changed.
+
+    Args:
+        path: the file or folder.
+        rule: the rule that the content must satisfy, for the error. Default: none.
+        kind: the class of the new error.
     """
-    what = f"{path} must {rule}" if rule else str(path)
+    named = f"{path} must {rule}" if rule else str(path)
     try:
         yield
     except (FileNotFoundError, ImportError, UnknownNameError):
@@ -288,22 +302,24 @@ def one_error(
     except Exception as error:
         # Reading a folder as a file raises these errors. Other errors concern a file in the folder.
         if os.path.isdir(path) and isinstance(error, IsADirectoryError | SafetensorError):
-            raise kind(f"{what}; got a folder") from None
+            raise kind(f"{named}; got a folder") from None
         damage = damage_of(path)
         again = "; download it again" if kind is ValueError else ""
         if damage and rule:
-            raise kind(f"{what}; it {damage}{again}") from None
+            raise kind(f"{named}; it {damage}{again}") from None
         if damage:
             raise kind(f"{path} {damage}{again}") from None
         if isinstance(error, SafetensorError):
-            raise kind(f"{what}: it is not a valid safetensors file{again}") from None
+            raise kind(f"{named}: it is not a valid safetensors file{again}") from None
         if isinstance(error, UnicodeDecodeError):
-            raise kind(f"{what}: it must be text in UTF-8; got bytes that are not{again}") from None
+            raise kind(
+                f"{named}: it must be text in UTF-8; got bytes that are not{again}"
+            ) from None
         if isinstance(error, KeyError):
-            raise kind(f"{what}: {error} is missing from the file") from None
+            raise kind(f"{named}: {error} is missing from the file") from None
         reason = " ".join(str(error).split())[:500] or type(error).__name__
         # An error from an inner function may already name the file.
-        raise kind(reason if reason.startswith(str(path)) else f"{what}: {reason}") from None
+        raise kind(reason if reason.startswith(str(path)) else f"{named}: {reason}") from None
 
 
 def read_saved(path: Path) -> Any:
@@ -337,16 +353,20 @@ _ONLY_TENSORS = "must hold only tensors and plain values, because a pickle may r
 
 
 def _called_by(refusal: Exception) -> str:
-    """Return the function that a pickle would call, from the message of PyTorch's error; empty if
-    the message does not name it.
+    """Return the function that a pickle would call, from the message of PyTorch's error.
+
+    The result is empty if the message does not name the function.
     """
     called = re.search(r"GLOBAL \S+", str(refusal))
     return called[0] if called else ""
 
 
 def _require_undamaged(records: zipfile.ZipFile) -> None:
-    """Raise an error if the checksum of a record in an archive differs, or if PyTorch would read
-    the record as empty.
+    """Check the records of an archive.
+
+    Raises:
+        ValueError: if the checksum of a record differs, or if PyTorch would read the record as
+            empty.
     """
     # PyTorch reads no bytes from a record that is marked as a directory.
     marked = [entry.filename for entry in records.infolist() if entry.external_attr & 0x10]
@@ -356,10 +376,10 @@ def _require_undamaged(records: zipfile.ZipFile) -> None:
 
 @contextmanager
 def only_tensors(where: str = "it") -> Iterator[None]:
-    """Turn PyTorch's error for an unsafe pickle into a ValueError that names the function that the
-    pickle would call.
+    """Turn PyTorch's error for an unsafe pickle into a ValueError.
 
-    PyTorch's message explains how to run the pickle anyway.
+    The new error names the function that the pickle would call. PyTorch's message explains how to
+    run the pickle anyway.
 
     Args:
         where: the file or folder, for the error.
@@ -432,6 +452,7 @@ def checksums(tensors: Mapping[str, Tensor], text: str = "") -> str:
 
 
 def _summed(sums: Mapping[str, int], text: str) -> str:
+    """Return checksums by name, and the checksum of a text under the empty name, as JSON."""
     return strict_json.dumps({"": zlib.crc32(text.encode()), **sums}, sort_keys=True)
 
 

@@ -108,6 +108,7 @@ def decoded(text: str | bytes) -> Any:
 
 
 def _number_or_object(entries: dict[str, Any]) -> Any:
+    """Return the number that an object represents; any other object is returned unchanged."""
     return float(entries[_MARK]) if entries.keys() == {_MARK} else entries
 
 
@@ -136,4 +137,7 @@ def _first_nonfinite(value: Any, place: str) -> str:
         parts = ((f"{place}.{key}" if place else str(key), item) for key, item in value.items())
     elif isinstance(value, list | tuple):
         parts = ((f"{place}[{index}]", item) for index, item in enumerate(value))
-    return next(filter(None, (_first_nonfinite(item, inside) for inside, item in parts)), "")
+    for inner_place, item in parts:
+        if first := _first_nonfinite(item, inner_place):
+            return first
+    return ""

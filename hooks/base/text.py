@@ -78,13 +78,16 @@ class Text(HintsAtNames):
                 [0, 0, 5]])
         """
         tokens = nn.utils.rnn.pad_sequence(
-            [row.long() for row in rows], batch_first=True, padding_value=pad, padding_side=side
+            [tokens_of_text.long() for tokens_of_text in rows],
+            batch_first=True,
+            padding_value=pad,
+            padding_side=side,
         )
         n_pos = tokens.shape[1]
-        lengths = torch.tensor([[len(row)] for row in rows])
+        lengths = torch.tensor([[len(tokens_of_text)] for tokens_of_text in rows])
         columns = torch.arange(n_pos)
         mask = columns < lengths if side == "right" else columns >= n_pos - lengths
-        is_padded = any(len(row) < n_pos for row in rows)
+        is_padded = any(len(tokens_of_text) < n_pos for tokens_of_text in rows)
         return cls(tokens.to(device), mask.to(device) if is_padded else None, texts)
 
     def __iter__(self) -> Iterator[Any]:
@@ -112,15 +115,17 @@ class Text(HintsAtNames):
         `use_cache=False` for a model that runs only without a cache. Arguments of the texts
         themselves are not changed.
         """
-        language, mask = language_of(model), self.attention_mask
+        language = language_of(model)
+        mask = self.attention_mask
         positions = getattr(language, "positions_of", None)
         position_ids = {} if mask is None or positions is None else positions(mask)
         return {**getattr(language, "needed", {}), **position_ids, **self.kwargs}
 
     @property
     def of_logits(self) -> "Text":
-        """The texts whose positions the logits have: in an encoder-decoder model, the texts of the
-        decoder.
+        """The texts whose positions the logits have.
+
+        In an encoder-decoder model, these are the texts of the decoder.
         """
         decoded = self.more.get("decoder_input_ids")
         if not isinstance(decoded, Tensor):
@@ -156,9 +161,9 @@ class Text(HintsAtNames):
         if pos is None:
             return self.real
         chosen = torch.zeros_like(self.real)
-        for row, real in zip(chosen, self.real, strict=True):
+        for chosen_in_text, real in zip(chosen, self.real, strict=True):
             columns = real.nonzero()[:, 0]
-            row[columns[places_inside(pos, len(columns))]] = True
+            chosen_in_text[columns[places_inside(pos, len(columns))]] = True
         return chosen
 
     def is_aligned_with(self, other: "Text") -> bool:
@@ -178,17 +183,18 @@ class Text(HintsAtNames):
         write = writer_of(model)
         if write is None or any(text.tokens.ndim > 2 for text in texts):
             return None
+        # The different tokens of each column, in order.
         columns: list[dict[int, None]] = [{} for _ in range(self.tokens.shape[1])]
         for text in texts:
-            for row, real in zip(text.tokens.tolist(), text.real.tolist(), strict=True):
-                for seen, token, is_real in zip(columns, row, real, strict=False):
+            for tokens, real in zip(text.tokens.tolist(), text.real.tolist(), strict=True):
+                for column, token, is_real in zip(columns, tokens, real, strict=False):
                     if is_real:
-                        seen[token] = None
-        return ["|".join(write([*seen])) if len(seen) < 3 else "" for seen in columns]
+                        column[token] = None
+        return ["|".join(write([*column])) if len(column) < 3 else "" for column in columns]
 
     @property
     def goes_by_rows(self) -> bool:
-        """Return whether the texts can be divided and repeated.
+        """True if the texts can be divided and repeated.
 
         Each argument must have a row for each text, or not depend on the texts.
         """
@@ -218,11 +224,9 @@ class Text(HintsAtNames):
         numbers = change(torch.arange(len(self.tokens))).tolist()
 
         def rows_of(value: Any) -> Any:
-            return (
-                change(value)
-                if isinstance(value, Tensor)
-                else [value[number] for number in numbers]
-            )
+            if isinstance(value, Tensor):
+                return change(value)
+            return [value[number] for number in numbers]
 
         return dataclasses.replace(
             self,
@@ -242,17 +246,18 @@ def as_text(texts: Any) -> Any:
     The tokens of a mapping are `input_ids` or, without these, the first entry, such as images.
     """
     if isinstance(texts, Mapping):
-        rest = {**texts}
-        tokens = rest.pop("input_ids" if "input_ids" in rest else next(iter(rest), ""), None)
+        others = {**texts}
+        tokens = others.pop("input_ids" if "input_ids" in others else next(iter(others), ""), None)
         if not is_batch(tokens):
             return texts
-        return Text(tokens, rest.pop("attention_mask", None), more=rest)
+        return Text(tokens, others.pop("attention_mask", None), more=others)
     return Text(texts) if is_batch(texts) else texts
 
 
 def text_of_inputs(inputs: Mapping[str, Any]) -> Text | None:
-    """Return the texts of a run from its arguments by name, or None without `tokens` and
-    `input_ids`.
+    """Return the texts of a run from its arguments by name.
+
+    The result is None if the run has neither `tokens` nor `input_ids`.
 
     >>> text_of_inputs({"tokens": torch.tensor([[3, 1]]), "last": 1})
     Text [1, 2]
@@ -265,8 +270,9 @@ def text_of_inputs(inputs: Mapping[str, Any]) -> Text | None:
 
 
 def is_batch(inputs: Any) -> TypeGuard[Tensor]:
-    """Return whether inputs are a tensor with a row for each text: tokens [batch, pos], or images
-    or sounds [batch, ...].
+    """Return whether inputs are a tensor with a row for each text.
+
+    Tokens are [batch, pos], and images or sounds are [batch, ...].
     """
     if not isinstance(inputs, Tensor):
         return False
@@ -304,8 +310,9 @@ def named_spans(texts: Any, names: Sequence[str]) -> dict[str, Any]:
     if missing := [name for name in names if name not in known]:
         raise unknown_name(missing[0], known, "span of these texts")
     for name in names:
-        if without := [n for n, places in enumerate(known[name]) if not len(places)]:
-            raise ValueError(
-                f"each text must have the span {name!r}; text {without[0]} does not have it"
-            )
+        for n, places in enumerate(known[name]):
+            if not len(places):
+                raise ValueError(
+                    f"each text must have the span {name!r}; text {n} does not have it"
+                )
     return {name: known[name] for name in names}

@@ -1,6 +1,4 @@
-"""The forms of texts that users can pass: strings, lists, tensors, mappings; one text
-or several.
-"""
+"""The forms of texts that users can pass: strings, lists, tensors, mappings; one or several."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -71,12 +69,12 @@ def each_text(texts: Texts) -> Iterator[Any]:
         if not isinstance(texts, Iterable):
             rule = "texts must be a string, a list of tokens, a tensor, or several"
             raise ValueError(f"{rule}; got {shown(texts)}")
-        rest = iter(texts)
-        first = next(rest, None)
+        others = iter(texts)
+        first = next(others, None)
         if isinstance(first, int):
-            yield [first, *rest]
+            yield [first, *others]
         elif first is not None:
-            yield from itertools.chain([first], rest)
+            yield from itertools.chain([first], others)
 
 
 def number_of_texts(texts: Texts) -> int | None:
@@ -88,8 +86,10 @@ def number_of_texts(texts: Texts) -> int | None:
 
 
 def columns_of(texts: Any) -> tuple[list[list[int]], list[list[bool]]]:
-    """Return the tokens and the mask of each text in the output of a tokenizer, a mapping with
-    `input_ids`.
+    """Return the tokens and the mask of each text in the output of a tokenizer.
+
+    Args:
+        texts: a mapping or a table with `input_ids` and, for texts with padding, `attention_mask`.
 
     Raises:
         ValueError: if the mapping has no `input_ids`, its mask does not fit, or it contains other
@@ -101,22 +101,23 @@ def columns_of(texts: Any) -> tuple[list[list[int]], list[list[bool]]]:
     if not isinstance(texts, Mapping) or "input_ids" not in texts:
         raise ValueError(
             "texts in a mapping or a table must have input_ids, like the output of a tokenizer; "
-            f"got a {type(texts).__name__} "
-            f"of {', '.join(map(str, texts)):.80} (pass a column of texts as a list)"
+            f"got a {type(texts).__name__} of {', '.join(map(str, texts)):.80} (pass a column of "
+            "texts as a list)"
         )
-    rows = _listed(texts["input_ids"])
-    mask = (
-        _listed(texts["attention_mask"])
-        if "attention_mask" in texts
-        else [[1] * len(row) for row in rows]
-    )
-    lengths = [*map(len, mask)]
-    if lengths != [*map(len, rows)] or (others := set().union(*mask) - {0, 1}):
-        got = (
-            f"{lengths} for {[*map(len, rows)]} tokens" if lengths != [*map(len, rows)] else others
-        )
+    tokens = _listed(texts["input_ids"])
+    masks = [[1] * len(tokens_of_text) for tokens_of_text in tokens]
+    if "attention_mask" in texts:
+        masks = _listed(texts["attention_mask"])
+    lengths = [*map(len, tokens)]
+    mask_lengths = [*map(len, masks)]
+    got = ""
+    if mask_lengths != lengths:
+        got = f"{mask_lengths} for {lengths} tokens"
+    elif others := set().union(*masks) - {0, 1}:
+        got = f"{others}"
+    if got:
         raise ValueError(
-            f"attention_mask must have a 1 or a 0 for each token of input_ids; got {got!s:.80}"
+            f"attention_mask must have a 1 or a 0 for each token of input_ids; got {got:.80}"
         )
     for name in _READ_BESIDE & {*texts}:
         if bool(torch.as_tensor(texts[name]).any()):
@@ -124,14 +125,15 @@ def columns_of(texts: Any) -> tuple[list[list[int]], list[list[bool]]]:
                 f"texts must contain only tokens and their mask; got {name} too (call "
                 "model(**texts) if the model accepts it)"
             )
-    return rows, [[bool(real) for real in row] for row in mask]
+    return tokens, [[*map(bool, mask)] for mask in masks]
 
 
 # Other inputs of some models. An input of zeros has no effect.
 _READ_BESIDE = {"token_type_ids", "position_ids", "inputs_embeds", "pixel_values", "input_features"}
 
 
-def _listed(rows: Any) -> list[list[int]]:
-    rows = rows.tolist() if hasattr(rows, "tolist") else rows
-    rows = [row.tolist() if hasattr(row, "tolist") else row for row in rows]
-    return rows if rows and isinstance(rows[0], Sequence) else [rows]
+def _listed(numbers: Any) -> list[list[int]]:
+    """Return the numbers of one text, or of several, as a list for each text."""
+    numbers = numbers.tolist() if hasattr(numbers, "tolist") else numbers
+    parts = [part.tolist() if hasattr(part, "tolist") else part for part in numbers]
+    return parts if parts and isinstance(parts[0], Sequence) else [parts]

@@ -1,6 +1,4 @@
-"""Copies of tensors, including copies between the CPU and an accelerator that do not block the
-host.
-"""
+"""Copies of tensors, also between the CPU and an accelerator without a wait of the host."""
 
 import weakref
 from collections.abc import Callable, Iterable
@@ -36,21 +34,26 @@ class Copies:
     """
 
     def __init__(self) -> None:
-        self._made: dict[object, tuple[weakref.ref[Tensor], Tensor]] = {}
+        self._copies: dict[object, tuple[weakref.ref[Tensor], Tensor]] = {}
 
     def __call__(
         self, value: Tensor, copied: Callable[[Tensor], Tensor] = private, how: object = None
     ) -> Tensor:
-        """Return `copied(value)`, or the earlier copy if `how` is the same and the tensor was not
-        written to since.
+        """Return a copy, or the earlier copy if the tensor was not written to since.
+
+        Args:
+            value: the tensor.
+            copied: the function that makes a copy.
+            how: a value that identifies the function. Only copies with an equal value are reused.
         """
         # Writes into these tensors are not counted, or a compiler is tracing.
         if not _torch.has_storage(value) or value.is_inference():
             return copied(value)
         key = id(value), _torch.version(value), how
-        entry = self._made.get(key)
+        entry = self._copies.get(key)
         if entry is None or entry[0]() is not value:
-            self._made[key] = entry = weakref.ref(value), copied(value)
+            entry = weakref.ref(value), copied(value)
+            self._copies[key] = entry
         return entry[1]
 
 
@@ -120,7 +123,8 @@ def later(value: Tensor) -> Callable[[], Any]:
     """
     if not value.is_cuda:
         return value.tolist
-    copy, wait = to_host(value.detach()), arrival(value)
+    copy = to_host(value.detach())
+    wait = arrival(value)
 
     def read() -> Any:
         wait()

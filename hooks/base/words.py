@@ -59,20 +59,23 @@ class Words:
         # Python does not know the signature.
         except (TypeError, ValueError):
             return
-        rest = next((p.annotation for p in parameters if p.kind is p.VAR_KEYWORD), None)
-        typed = [kind for kind in typing.get_args(rest) if typing.is_typeddict(kind)]
-        self.is_open = rest is not None and not typed
-        self.known = {
-            p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)
-        }
+        # The annotation of `**kwargs`; None without them.
+        extra = None
+        for parameter in parameters:
+            if parameter.kind is parameter.VAR_KEYWORD:
+                extra = parameter.annotation
+            elif parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+                self.known.add(parameter.name)
+        typed = [kind for kind in typing.get_args(extra) if typing.is_typeddict(kind)]
+        self.is_open = extra is not None and not typed
         for kind in typed:
             self.known |= kind.__optional_keys__ | kind.__required_keys__
-        if rest is not None:
+        if extra is not None:
             inner = (Words(part).known for part in parts)
             self.known = self.known.union(_read_by_decorators(function), *inner)
 
     def require(self, given: Iterable[str], options: Collection[str], what: str) -> None:
-        """Raise an error if a keyword is unknown.
+        """Check that the function knows each keyword of a call.
 
         Args:
             given: the keywords of a call.
@@ -108,7 +111,7 @@ class NoOthers(typing.TypedDict):
 
 
 def refuse(others: Iterable[str], function: Callable[..., Any], what: str) -> None:
-    """Raise an error for keywords that a function does not accept.
+    """Raise an error if there are keywords that a function does not accept.
 
     Args:
         others: the unknown keywords.
@@ -124,14 +127,14 @@ def refuse(others: Iterable[str], function: Callable[..., Any], what: str) -> No
 
 
 def forwards_in(module: Any) -> Iterator[Callable[..., Any]]:
-    """Yield the `forward` of each part that may receive the `**kwargs` of a module, and of the
-    parts of these parts if they also accept `**kwargs`.
+    """Yield the `forward` of each part that may receive the `**kwargs` of a module.
+
+    A part that accepts `**kwargs` may pass them to its own parts.
     """
     for part in module.children():
         yield part.forward
-        if any(
-            p.kind is p.VAR_KEYWORD for p in inspect.signature(part.forward).parameters.values()
-        ):
+        parameters = inspect.signature(part.forward).parameters.values()
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             yield from forwards_in(part)
 
 
@@ -150,9 +153,9 @@ def _read_by_decorators(function: Any) -> set[str]:
     while (inner := getattr(function, "__wrapped__", None)) is not None:
         plain = getattr(function, "__func__", function)
         closure = getattr(plain, "__closure__", None) or ()
-        held = [cell.cell_contents for cell in closure] + [
+        values = [cell.cell_contents for cell in closure] + [
             *getattr(getattr(plain, "__code__", None), "co_consts", ())
         ]
-        words |= {word for word in held if isinstance(word, str) and word.isidentifier()}
+        words |= {word for word in values if isinstance(word, str) and word.isidentifier()}
         function = inner
     return words
