@@ -32,7 +32,8 @@ class Watch:
     """
 
     def __init__(self, point: Point, model: nn.Module) -> None:
-        self.point, self.is_open = point, False
+        self.point = point
+        self.is_open = False
         name = point.name
         while name:
             name = name.rpartition(".")[0]
@@ -56,6 +57,7 @@ class Watch:
         return output
 
     def _watched(self, tensor: Tensor) -> Tensor:
+        """Return a watched tensor with the same memory. Subclasses of `Tensor` are not watched."""
         if type(tensor) is not Tensor:
             return tensor
         watched = tensor.as_subclass(Beside)
@@ -90,10 +92,8 @@ class Beside(Tensor):
             if watch is not None and watch.is_open and not _is_size(func):
                 raise HookError(
                     f"an edit at {watch.point.name} changes only the first tensor that the module "
-                    "returns, but "
-                    f"{type(watch.parent).__name__} reads another (a router's experts read its "
-                    "weights, not its logits): "
-                    "edit a value that is read"
+                    f"returns, but {type(watch.parent).__name__} reads another (a router's experts "
+                    "read its weights, not its logits): edit a value that is read"
                 )
         return func(*mapped(args, _plain), **mapped(kwargs or {}, _plain))
 
@@ -105,6 +105,7 @@ def unwatched(output: Any) -> Any:
 
 
 def _plain(leaf: Any) -> Any:
+    """Return a plain tensor for a watched tensor; any other value is returned unchanged."""
     return leaf.as_subclass(Tensor) if isinstance(leaf, Beside) else leaf
 
 
@@ -114,6 +115,7 @@ _SIZES |= {"size", "dim", "numel", "stride", "is_floating_point", "__len__"}
 
 
 def _is_size(func: Any) -> bool:
+    """Return whether a function reads no numbers of its tensors."""
     # The getter of an attribute has an owner.
     owner = getattr(func, "__self__", None)
     return getattr(owner, "__name__", None) in _SIZES or getattr(func, "__name__", "") in _SIZES

@@ -92,7 +92,7 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
 
     @property
     def is_part(self) -> bool:
-        """Whether `at` has selected texts or positions."""
+        """True if `at` has selected texts or positions."""
         return self._origin.is_part
 
     def __getitem__(self, key: str | tuple[str, int]) -> Tensor:
@@ -101,6 +101,7 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
         Raises:
             UnknownNameError: if the cache has no value of this name. The error names close matches,
                 or the reason why the value was skipped.
+            TypeError: if the key is neither a name nor a pair.
         """
         return self._values[self.name(key)]
 
@@ -109,6 +110,7 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
 
         Raises:
             UnknownNameError: if this cache does not contain the name.
+            TypeError: if the key is neither a name nor a pair.
         """
         match key:
             case str():
@@ -125,6 +127,11 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
         return name
 
     def _layered(self, short: str, layer: int) -> str:
+        """Return the full name of a short name and a layer. A negative layer counts from the end.
+
+        Raises:
+            UnknownNameError: if the model has no such value, or not in this layer.
+        """
         by_layer = names.names_by_layer(short, self._all_names())
         index = layer + max(by_layer) + 1 if layer < 0 else layer
         if index not in by_layer:
@@ -134,6 +141,7 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
         return by_layer[index]
 
     def _all_names(self) -> list[str]:
+        """Return the names of all points of the model, and of all values."""
         return list(dict.fromkeys([*self._origin.known, *self._values]))
 
     @property
@@ -243,7 +251,8 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
                 cache differ in shape or dtype.
             MemoryLimitError: if the result does not fit into memory.
         """
-        n_layers, values = len(self.layer_names(short)), self.layers(short)
+        n_layers = len(self.layer_names(short))
+        values = self.layers(short)
         first = next(values)
         advice = f"all layers of {short!r}: read one at a time, with cache.layers"
         require_room(n_layers * first.nbytes, first, advice)
@@ -252,11 +261,10 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
         # With a lazy cache, only one layer is in memory in addition to the result.
         whole = first.new_empty(n_layers, *first.shape)
         for layer, value in zip(whole, itertools.chain([first], values), strict=True):
-            kinds = [f"{each.dtype} {[*each.shape]}" for each in (layer, value)]
-            if kinds[0] != kinds[1]:
+            if (layer.dtype, layer.shape) != (value.dtype, value.shape):
                 raise CacheError(
                     f"{short!r} must have one shape and dtype in all layers; got "
-                    f"{' and '.join(kinds)}"
+                    f"{layer.dtype} {[*layer.shape]} and {value.dtype} {[*value.shape]}"
                 )
             layer.copy_(value)
         return whole
@@ -293,7 +301,7 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
             SelectionError: if a position is padding, or if the number of positions differs between
                 texts.
         """
-        known = {axis for name in self for axis in self.axes(name)}
+        known = set().union(*(self.axes(name) for name in self))
         for axis in where:
             if axis not in known:
                 raise unknown_name(axis, sorted(known), "axis of any value in this cache")
@@ -310,7 +318,7 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
         if isinstance(self._values, LazyValues):
             parts = self._values.changed(part)
             return type(self)(parts, axes, origin, masks=chosen.masks_left())
-        return self._mapped(part, axes, origin, chosen.masks_left())
+        return self._mapped(part, axes, origin=origin, masks=chosen.masks_left())
 
     def real(
         self, axis: str = "pos", name: str | None = None
@@ -344,7 +352,7 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
         def moved_value(name: str, value: Tensor) -> Tensor:
             return copies(value, placement)
 
-        moved = self._mapped(moved_value, self._axes, self._origin, self._masks)
+        moved = self._mapped(moved_value, self._axes, origin=self._origin, masks=self._masks)
         placement.wait()
         return moved
 
@@ -352,8 +360,8 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
     def nbytes(self) -> int:
         """The present memory of the cache in bytes. Storage that values share counts once."""
         values = self._values
-        held = values.held() if isinstance(values, LazyValues) else values.values()
-        return storage.nbytes(held)
+        tensors = values.held() if isinstance(values, LazyValues) else values.values()
+        return storage.nbytes(tensors)
 
     def drop(self) -> None:
         """Free the values that a lazy cache recomputed. They are computed again when they are read.
@@ -373,7 +381,7 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
         Raises:
             FileNotFoundError: if the directory does not exist.
         """
-        inputs = {n: value for n, value in self.inputs.items() if isinstance(value, Tensor)}
+        inputs = {name: value for name, value in self.inputs.items() if isinstance(value, Tensor)}
         tensors = {_INPUT + name: value for name, value in inputs.items()}
         tensors |= {_MASK + name: mask for name, mask in self._masks.tensors().items()}
         if self._grads:
@@ -382,7 +390,7 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
             "axes": {name: self._axes[name] for name in self},
             "known": self._origin.known,
             "config_hash": self._origin.config_hash,
-            "inputs": {n: value for n, value in self.inputs.items() if n not in inputs},
+            "inputs": {name: value for name, value in self.inputs.items() if name not in inputs},
             "hashed": self._origin.weights_hash(),
             "skipped": dict(self.skipped),
             "texts": dict(self._masks.numbers),
@@ -431,6 +439,7 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
         return cache
 
     def _by_block(self) -> Iterable[tuple[str, Tensor]]:
+        """Return all names with their values. Lazy values are computed one block at a time."""
         return self._values.by_block() if isinstance(self._values, LazyValues) else self.items()
 
     def _mapped(
@@ -456,8 +465,10 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
         """Return a table with as many values as `repr` shows."""
         title, *lines = repr(self).splitlines()
         cell = "<td style='text-align: left'>{}</td>"
-        cells = (map(html.escape, line.strip().split(maxsplit=1)) for line in lines)
-        rows = "".join(f"<tr>{''.join(map(cell.format, row))}</tr>" for row in cells)
+        rows = ""
+        for line in lines:
+            words = map(html.escape, line.strip().split(maxsplit=1))
+            rows += f"<tr>{''.join(map(cell.format, words))}</tr>"
         return f"<p>{html.escape(title)}</p><table><tbody>{rows}</tbody></table>"
 
     def __repr__(self) -> str:
@@ -467,6 +478,7 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
         return f"{title}\n{textwrap.indent(table, '  ')}".rstrip()
 
     def _describe(self, name: str) -> str:
+        """Return the dtype, the shape and the axes of a value, without computing a lazy value."""
         if isinstance(self._values, LazyValues) and not self._values.is_held(name):
             return "not computed yet"
         value = self._values[name]
@@ -476,4 +488,6 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
 
 def _of_kind(kind: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors of a file whose names begin with a prefix, by name without the prefix."""
-    return {n.removeprefix(kind): tensor for n, tensor in tensors.items() if n.startswith(kind)}
+    return {
+        name.removeprefix(kind): tensor for name, tensor in tensors.items() if name.startswith(kind)
+    }

@@ -109,7 +109,9 @@ class Recorder:
 
     def _record(self, point: Point, output: Any) -> Any:
         """Record the value of `point` in a forward hook and leave the value unchanged."""
-        name, axes, replaced = point.name, point.axes, None
+        name = point.name
+        axes = point.axes
+        replaced = None
         try:
             value = output if isinstance(output, Tensor) else first_tensor(output, point)
             if axes and value.ndim != len(axes):
@@ -201,8 +203,8 @@ class Recorder:
             self._require_fired(reason)
         call = ("call",) if self._keeps_calls else ()
         self.axes = {
-            name: (*call, *p.axes) if p.axes else ()
-            for name, p in self.points.items()
+            name: (*call, *point.axes) if point.axes else ()
+            for name, point in self.points.items()
             if name not in self.skipped
         }
         self.values = {name: self.values[name] for name in self.axes if name in self.values}
@@ -246,13 +248,16 @@ class Recorder:
         require_fired(absent, self.skipped, reason)
 
     def _watch(self, value: Tensor, point: Point) -> Tensor:
+        """Return a value whose gradient is recorded in a later backward pass."""
         if isinstance(point.module, HookPoint) and value.dtype == torch.int64:
             # Integers, such as the numbers of experts, have no gradients.
             return value
         value = as_node(value, point)
         # The hook lives as long as the graph, so it must have no reference to the recorder and its
         # values.
-        grads, options, piece = self.grads, self.options, piece_read()
+        grads = self.grads
+        options = self.options
+        piece = piece_read()
 
         def keep(grad: Tensor | None) -> None:
             # An autograd function may return None as the gradient.
@@ -266,34 +271,37 @@ class Recorder:
         return value
 
     def _keep(self, value: Tensor, point: Point) -> None:
+        """Store a value, as a copy if anything may later write into it."""
         name = point.name
         if value.requires_grad and not self.options.detach:
-            kept = self.options.apply(value, point)
-            if self.joined or self._keeps_calls or not _torch.has_storage(kept):
+            stored = self.options.apply(value, point)
+            if self.joined or self._keeps_calls or not _torch.has_storage(stored):
                 # A later run may write into this memory, for example into a key/value cache.
-                kept = kept.clone()
+                stored = stored.clone()
             else:
-                self._versions[name] = _torch.version(kept)
+                self._versions[name] = _torch.version(stored)
         else:
-            kept = self._copies(value, functools.partial(self._copied, point), point.axes)
-            if self.memory_of_others is not None and _torch.has_storage(kept):
-                self._note_view(name, kept)
+            stored = self._copies(value, functools.partial(self._copied, point), point.axes)
+            if self.memory_of_others is not None and _torch.has_storage(stored):
+                self._note_view(name, stored)
         if self.joined or self._keeps_calls:
             parts = self._parts.setdefault(name, [])
             if self.joined:
                 require_next(parts, point)
-            parts.append(kept)
+            parts.append(stored)
         else:
-            self.values[name] = kept
+            self.values[name] = stored
         if self.bound is not None:
-            self.bound.add(name, kept)
+            self.bound.add(name, stored)
 
     def _copied(self, point: Point, value: Tensor) -> Tensor:
+        """Return a detached value with the options applied; copied unless it may be stored."""
         value = value.detach()
-        kept = self.options.apply(value, point)
-        return private(kept) if kept is value and not self._may_keep(value) else kept
+        changed = self.options.apply(value, point)
+        return private(changed) if changed is value and not self._may_keep(value) else changed
 
     def _may_keep(self, value: Tensor) -> bool:
+        """Return whether nothing else writes into the memory of a value."""
         return (
             self.memory_of_others is not None
             and _torch.has_storage(value)
@@ -301,25 +309,28 @@ class Recorder:
             and _torch.memory_of(value) not in self.memory_of_others
         )
 
-    def _note_view(self, name: str, kept: Tensor) -> None:
-        """Record the version of a value, and that it may be a view of a larger tensor, such as keys
-        in the output of all three projections.
+    def _note_view(self, name: str, stored: Tensor) -> None:
+        """Record the version of a value, and whether it is a view of a larger tensor.
+
+        For example, keys may be a view of the output of all three projections.
         """
-        if self._views and _torch.memory_of(self.values[self._views[0]]) != _torch.memory_of(kept):
-            self._settle()
-        self._versions[name] = _torch.version(kept)
-        if kept.untyped_storage().nbytes() > kept.nbytes:
+        if self._views:
+            earlier = self.values[self._views[0]]
+            if _torch.memory_of(earlier) != _torch.memory_of(stored):
+                self._settle()
+        self._versions[name] = _torch.version(stored)
+        if stored.untyped_storage().nbytes() > stored.nbytes:
             self._views.append(name)
 
     def _settle(self) -> None:
         """Copy the last views if they would keep a larger tensor alive."""
         views = {name: self.values[name] for name in self._views}
         different = {id(view): view for view in views.values()}
-        is_part = any(
-            sum(other.nbytes for other in different.values()) < view.untyped_storage().nbytes()
-            for view in different.values()
-        )
-        if is_part and all(_torch.version(view) == self._versions[n] for n, view in views.items()):
+        nbytes = sum(view.nbytes for view in different.values())
+        is_part = any(nbytes < view.untyped_storage().nbytes() for view in different.values())
+        if is_part and all(
+            _torch.version(view) == self._versions[name] for name, view in views.items()
+        ):
             copies = {key: private(view) for key, view in different.items()}
             for name, view in views.items():
                 self.values[name] = copies[id(view)]

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
@@ -32,8 +32,8 @@ from hooks.session import OutputHook, Session, hooks_disabled, is_open
 
 ELSEWHERE = (
     "the model ran to its end only in other threads; hooks act in the thread that enters the "
-    "`with` or adds them, "
-    "and in asyncio tasks that start inside the `with`: set them in the thread that runs the model"
+    "`with` or adds them, and in asyncio tasks that start inside the `with`: set them in the "
+    "thread that runs the model"
 )
 Hooks = Mapping[Any, Hook] | Sequence[tuple[Any, Hook]]
 """Hook functions, each for a `Selector`, as a mapping or as pairs.
@@ -85,9 +85,9 @@ class EditedPoint:
                 raise EditError(
                     f"a hook at {self.point} must return a tensor or None; got {shown(new)}"
                 )
-            for what in ("shape", "dtype", "device"):
-                if (got := getattr(new, what)) != (expected := getattr(value, what)):
-                    rule = f"must keep the {what} {expected}"
+            for attribute in ("shape", "dtype", "device"):
+                if (got := getattr(new, attribute)) != (expected := getattr(value, attribute)):
+                    rule = f"must keep the {attribute} {expected}"
                     raise EditError(f"a hook at {self.point} {rule}; got {got}")
             # The next hook or the model may write into the result, and the hook may have stored it.
             new = new.clone()
@@ -126,7 +126,9 @@ class HookContext:
         self._backward = backward
         self._fired: set[str] = set()
         self._has_warned = False
-        self._receipts = [[Receipt(h, e.point) for h in e.hooks] for e in edits] if receipts else []
+        self._receipts: list[list[Receipt]] = []
+        for edited in edits if receipts else ():
+            self._receipts.append([Receipt(hook, edited.point) for hook in edited.hooks])
         self._session: Session | None = None
         # For each forward pass that ended inside the `with`, whether the hooks acted there.
         self._acted: set[bool] = set()
@@ -142,7 +144,7 @@ class HookContext:
             raise ContextError(
                 "receipts are missing; request them with runner.hooks(..., receipts=True)"
             )
-        receipts = [receipt for at_one_point in self._receipts for receipt in at_one_point]
+        receipts = list(chain.from_iterable(self._receipts))
         order = [id(receipt.hook) for receipt in receipts]
         return Receipts(sorted(receipts, key=lambda receipt: order.index(id(receipt.hook))))
 
@@ -156,18 +158,21 @@ class HookContext:
             session.__enter__()
             calls = Calls()
             session.before(self._model, lambda args, kwargs: calls.clear())
-            for edited, noted in zip_longest(self._edits, self._receipts):
+            for edited, receipts in zip_longest(self._edits, self._receipts):
                 again = edit_at(edited, self._fired)
                 noting = edited
-                if noted:
-                    noting = EditedPoint(edited.point, tuple(receipt.noting for receipt in noted))
+                if receipts:
+                    hooks = tuple(receipt.noting for receipt in receipts)
+                    noting = EditedPoint(edited.point, hooks)
                 # A HookPoint gives one tensor.
                 watch = None
                 if not isinstance(edited.point.module, HookPoint):
                     watch = Watch(edited.point, self._model)
                     session.after(watch.parent, watch.end, first=True)
-                first = edit_at(noting, self._fired, watch=watch, receipts=noted or (), calls=calls)
-                session.after(edited.point.module, first, again)
+                edit = edit_at(
+                    noting, self._fired, watch=watch, receipts=receipts or (), calls=calls
+                )
+                session.after(edited.point.module, edit, again)
             for edited in self._backward:
                 listener = gradient_edit_at(edited, self._fired)
                 session.after(edited.point.module, listener)
@@ -196,12 +201,12 @@ class HookContext:
             self._has_warned = True
             warn(
                 f"the hooks at {', '.join(self._names())} did not act in this run, because the "
-                "model was compiled "
-                "and called before they were added: call torch.compiler.reset(), which makes the "
-                "next run compile again"
+                "model was compiled and called before they were added: call "
+                "torch.compiler.reset(), which makes the next run compile again"
             )
 
     def _names(self) -> list[str]:
+        """Return the names of the edited points."""
         return [edited.point.name for edited in (*self._edits, *self._backward)]
 
 
@@ -246,6 +251,10 @@ def edited_points(
 
     A module with two names is one point, under its first name.
 
+    Args:
+        hooks: the hook functions with their selectors.
+        known, points: all modules, and the candidates for globs and predicates; see `resolve`.
+
     Raises:
         TypeError: if a hook is not callable, or `hooks` is neither a mapping nor pairs.
         UnknownNameError: if a selector matches nothing.
@@ -265,20 +274,25 @@ def edited_points(
                 f"the hook at {selector!r} must be one function; got {shown(hook)}{hint}"
             )
         _require_two_arguments(hook, selector)
-        once: dict[nn.Module, Point] = {}
+        first_points: dict[nn.Module, Point] = {}
         for point in resolve(selector, known, points).values():
-            once.setdefault(point.module, point)
-        for module, point in once.items():
+            first_points.setdefault(point.module, point)
+        for module, point in first_points.items():
             edited.setdefault(module, (point, []))[1].append(hook)
     return [EditedPoint(point, tuple(point_hooks)) for point, point_hooks in edited.values()]
 
 
 def _require_two_arguments(hook: Hook, selector: object) -> None:
+    """Check that a function accepts an activation and a point.
+
+    Raises:
+        TypeError: if it does not; the error names the selector.
+    """
     # Other callables are our own edits, which are many and have the right form.
     if not inspect.isfunction(hook):
         return
     example = "for example: lambda activation, point: activation * 0"
-    require_callable(f"the hook at {selector!r}", hook, ("activation", "point"), example)
+    require_callable(f"the hook at {selector!r}", hook, ("activation", "point"), example=example)
 
 
 def edit_at(
@@ -325,8 +339,9 @@ def edit_at(
 
 
 def gradient_edit_at(edited: EditedPoint, fired: set[str]) -> OutputHook:
-    """Return a forward hook that adds a node to the graph, which edits the gradient at a point in
-    the backward pass.
+    """Return a forward hook that lets the backward pass edit the gradient at a point.
+
+    The hook adds a node to the graph, and the node edits the gradient.
 
     Args:
         edited: the point and its hooks.

@@ -19,19 +19,24 @@ def require_next(pieces: Sequence[Tensor], point: Point) -> None:
     Raises:
         HookError: if the piece starts at a different column, or has different rows.
     """
-    piece, axis = piece_read(), _position_axis(point.name, point.axes)
+    piece = piece_read()
+    axis = _position_axis(point.name, point.axes)
     next_column = sum(part.shape[axis] for part in pieces)
     if pieces and piece_is_known() and (piece.start != next_column or piece.moved):
         got = "different rows" if piece.moved else f"column {piece.start or 0}"
         raise HookError(
             f"the pieces of a joined run must follow one another, for {point.name} from column "
-            f"{next_column} of the "
-            f"same rows; got {got} (a generation without a cache of keys, with beams or with an "
-            "assistant)"
+            f"{next_column} of the same rows; got {got} (a generation without a cache of keys, "
+            "with beams or with an assistant)"
         )
 
 
 def _position_axis(name: str, axes: tuple[str, ...]) -> int:
+    """Return the index of the only axis of positions.
+
+    Raises:
+        HookError: if the value has no axis of positions, or several.
+    """
     along = [axis for axis in axes if axis in POSITION_AXES]
     if len(along) != 1:
         rule = "joining the values of several runs needs one axis of positions"
@@ -43,15 +48,25 @@ def join(pieces: Sequence[Tensor], name: str, axes: tuple[str, ...]) -> Tensor:
     """Join the values of several runs (a generation's steps) as if one run covered all positions.
 
     Along `key` each piece ends at its own last position, and later keys are zero.
+
+    Args:
+        pieces: the value of each run, in order.
+        name: the name of the point, for errors.
+        axes: the axes of the value.
+
+    Raises:
+        HookError: if the value does not have exactly one axis of positions.
     """
     axis = _position_axis(name, axes)
     if "key" in axes:
         key = axes.index("key")
-        cached = pieces[0].shape[key] - pieces[0].shape[axis]
-        ends = [cached + end for end in accumulate(piece.shape[axis] for piece in pieces)]
-        after = [0, 0] * (len(axes) - 1 - key)
+        n_cached = pieces[0].shape[key] - pieces[0].shape[axis]
+        lengths = [piece.shape[axis] for piece in pieces]
+        ends = [n_cached + end for end in accumulate(lengths)]
+        # `pad` takes two sizes for each axis, and the last axis comes first.
+        later_axes = [0, 0] * (len(axes) - 1 - key)
         pieces = [
-            pad(piece, [*after, end - piece.shape[key], ends[-1] - end])
+            pad(piece, [*later_axes, end - piece.shape[key], ends[-1] - end])
             for piece, end in zip(pieces, ends, strict=True)
         ]
     return torch.cat(list(pieces), axis)

@@ -18,8 +18,7 @@ from hooks.session import Edits
 
 
 class LazyValues(Mapping[str, Tensor]):
-    """The values of a lazy run: some are stored in the run, and the rest are recomputed, one block
-    at a time.
+    """The values of a lazy run: some are stored in the run, others are recomputed, block by block.
 
     A value that is read alone stays in memory until `drop`. `several` stores no values. A deep copy
     or a pickle is a plain dict of all values.
@@ -47,7 +46,11 @@ class LazyValues(Mapping[str, Tensor]):
 
     @functools.cached_property
     def _calls_by_name(self) -> dict[str, BlockCall]:
-        return {name: call for call in self._calls for name in call.points}
+        """The call of the block that computes a value, by the name of the value."""
+        calls = dict[str, BlockCall]()
+        for call in self._calls:
+            calls |= dict.fromkeys(call.points, call)
+        return calls
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._recomputed and (self._change or name not in self._run.values):
@@ -75,7 +78,8 @@ class LazyValues(Mapping[str, Tensor]):
 
         Each block runs once for all its values, which are not stored.
         """
-        names, values = list(names), self._run.values | self._recomputed
+        names = list(names)
+        values = self._run.values | self._recomputed
         missing: dict[BlockCall, dict[str, Point]] = {}
         for name in names:
             if name not in values:
@@ -90,19 +94,21 @@ class LazyValues(Mapping[str, Tensor]):
 
         Only the values of one block are in memory at a time.
         """
-        yield from self.several(n for n in self if n not in self._calls_by_name).items()
+        outside = [name for name in self if name not in self._calls_by_name]
+        yield from self.several(outside).items()
         for call in self._calls:
             yield from self.several(name for name in call.points if name in self).items()
 
     def changed(self, change: Callable[[str, Tensor], Tensor]) -> "LazyValues":
         """Return these values with one more change, which is applied when they are read."""
 
-        def both(name: str, value: Tensor) -> Tensor:
+        def changed_twice(name: str, value: Tensor) -> Tensor:
             return change(name, value if self._change is None else self._change(name, value))
 
-        return LazyValues(self._run, self._calls, self._edits, both)
+        return LazyValues(self._run, self._calls, edits=self._edits, change=changed_twice)
 
     def _changed(self, name: str, value: Tensor) -> Tensor:
+        """Return a value with the change applied, unless it was already applied."""
         if self._change is None or name in self._recomputed:
             return value
         part = self._change(name, value)
@@ -116,8 +122,10 @@ class LazyValues(Mapping[str, Tensor]):
 
     def held(self) -> list[Tensor]:
         """Return every tensor in memory: stored values, stored calls and recomputed values."""
-        stored = [tensor for call in self._calls for tensor in call.tensors()]
-        return [*self._run.values.values(), *stored, *self._recomputed.values()]
+        tensors = [*self._run.values.values()]
+        for call in self._calls:
+            tensors += call.tensors()
+        return [*tensors, *self._recomputed.values()]
 
 
 def divided(points: Mapping[str, Point], blocks: Blocks) -> list[BlockCall]:

@@ -36,10 +36,13 @@ class TextMasks:
     numbers: Mapping[str, int] = field(default_factory=dict)
 
     def along(self, axis: str, name: str | None = None) -> Tensor | None:
-        """Return the mask along an axis of a value, or None if its texts have no padding or the
-        padding is unknown.
+        """Return the mask [batch, column] along an axis of a value.
 
-        Without a name, return the mask of the first batch of texts.
+        The result is None if the texts of the value have no padding, or if the padding is unknown.
+
+        Args:
+            axis: the axis of the columns.
+            name: the name of the value. Default: the mask of the first batch of texts is returned.
         """
         number = 0 if name is None else self.numbers.get(name, 0)
         is_known = 0 <= number < len(self.batches)
@@ -53,7 +56,9 @@ class TextMasks:
         """Return the masks of some of the texts. An integer keeps the axis of texts."""
         (index,) = index_by_axis(("batch",), {"batch": batch}, "the texts")
         rows = [index] if isinstance(index, int) else index
-        batches = [{axis: mask[rows] for axis, mask in masks.items()} for masks in self.batches]
+        batches = list[dict[str, Tensor]]()
+        for masks in self.batches:
+            batches.append({axis: mask[rows] for axis, mask in masks.items()})
         return TextMasks(tuple(batches), self.numbers)
 
     def tensors(self) -> dict[str, Tensor]:

@@ -113,7 +113,7 @@ class Options:
                 raise TypeError(f"pos must be a slice, list or mask; got {pos}")
             object.__setattr__(self, "pos", pos)
         kinds = (torch.dtype, type(None))
-        require_kind("dtype", self.dtype, kinds, "a dtype of PyTorch, such as torch.float16")
+        require_kind("dtype", self.dtype, kinds, words="a dtype of PyTorch, such as torch.float16")
         if self.dtype is not None and not self.dtype.is_floating_point:
             raise ValueError(f"dtype= of cached values must be a floating dtype; got {self.dtype}")
         require_choice("calls", self.calls, ("one", "all"))
@@ -127,7 +127,7 @@ class Options:
 
     @classmethod
     def names(cls) -> set[str]:
-        """The names of all options."""
+        """Return the names of all options."""
         return {field.name for field in dataclasses.fields(cls) if field.init}
 
     @classmethod
@@ -139,7 +139,7 @@ class Options:
 
     @property
     def keeps_calls(self) -> bool:
-        """Return whether the values of all calls of a point are cached."""
+        """True if the values of all calls of a point are cached."""
         return self.calls == "all"
 
     def memory_bound(self, names: Iterable[str], otherwise: str | None = None) -> Bound:
@@ -149,14 +149,13 @@ class Options:
             names: the names of the cached values.
             otherwise: the advice of the error. Default: advice for an eager run.
         """
-        return Bound([*names], self.max_bytes, otherwise, 2 if self.grads else 1)
+        return Bound([*names], self.max_bytes, otherwise=otherwise, times=2 if self.grads else 1)
 
     def apply(self, value: Tensor, point: Point) -> Tensor:
-        """Return `value` at the chosen positions of its axes `pos` and `query`, on the device and
-        in the dtype.
+        """Return a value at the chosen positions, on the chosen device and in the chosen dtype.
 
-        The padding is taken from `hooks.position_offset`. The result is `value` itself or a new
-        tensor, never a view.
+        Positions are chosen along the axes `pos` and `query`. The padding is taken from
+        `hooks.position_offset`. The result is `value` itself or a new tensor, never a view.
 
         Raises:
             HookError: if the value has no named axes.
@@ -171,12 +170,21 @@ class Options:
         for at, axis in enumerate(point.axes):
             if axis in POSITION_AXES:
                 n_texts = None if batch is None else value.shape[batch]
-                columns = self._chosen(value.shape[at], n_texts, value.device, str(point))
-                value = taken(value, columns, at, batch)
+                columns = self._chosen(
+                    value.shape[at], n_texts, device=value.device, what=str(point)
+                )
+                value = taken(value, columns, at=at, batch=batch)
         return self.placement(value)
 
     def _chosen(self, size: int, batch: int | None, device: torch.device, what: str) -> Tensor:
-        """Return the chosen positions, [1 or batch, n]."""
+        """Return the chosen positions, [1 or batch, n].
+
+        Args:
+            size: the number of positions of the value.
+            batch: the number of texts; None if the value has no axis of texts.
+            device: the device of the result.
+            what: the name of the value, for errors.
+        """
         assert isinstance(self.pos, Selection)
         piece = piece_read()
         key = size, batch, device, piece
@@ -187,9 +195,7 @@ class Options:
         return self._columns[key]
 
     def kept_masks(self, piece: Piece) -> dict[str, Tensor]:
-        """Return the masks of the cached values for a piece with padding, [batch,
-        column] by axis.
-        """
+        """Return the masks of cached values for a piece with padding, [batch, column] by axis."""
         masks = {
             axis: private(mask.bool())
             for axis, mask in piece.others.items()
@@ -201,6 +207,8 @@ class Options:
         read = private(real[:, piece.start or 0 :].bool())
         if self.pos is not None:
             with reading(piece):
-                chosen = self._chosen(read.shape[1], len(read), read.device, "the texts")
-            read = taken(read, chosen, 1, 0)
+                chosen = self._chosen(
+                    read.shape[1], len(read), device=read.device, what="the texts"
+                )
+            read = taken(read, chosen, at=1, batch=0)
         return {**masks, **dict.fromkeys(POSITION_AXES, read), "key": private(real.bool())}

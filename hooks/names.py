@@ -30,7 +30,10 @@ def flatten(selector: Selector) -> list[str | Callable[[Point], bool]]:
     if isinstance(selector, str) or callable(selector):
         return [selector]
     if isinstance(selector, Iterable) and not isinstance(selector, Tensor):
-        return [part for nested in selector for part in flatten(nested)]
+        parts = list[str | Callable[[Point], bool]]()
+        for nested in selector:
+            parts += flatten(nested)
+        return parts
     kinds = "a name, a glob, a predicate, a mode or a list of them"
     raise TypeError(f"a selector must be {kinds}; got {reprlib.repr(selector)}")
 
@@ -65,28 +68,45 @@ def resolve(
 def _matching(
     part: str | Callable[[Point], bool], known: Mapping[str, Point], points: Mapping[str, Point]
 ) -> list[str]:
+    """Return the names that one part of a selector matches.
+
+    Raises:
+        UnknownNameError: if it matches nothing; see `resolve`.
+    """
     if isinstance(part, Mode):
-        last = LAST_PARTS[part]
-        # Only a HookPoint declares axes. In other modules, a last part such as `v` may have any
-        # meaning.
-        marked = (name for name, point in points.items() if point.axes)
-        matches = [*points] if last is None else [n for n in marked if n.rpartition(".")[2] in last]
+        matching = _of_mode(part, points)
     elif isinstance(part, str):
-        matches = [part] if part in known else _glob(part, points) or _glob(part, known)
+        matching = [part] if part in known else _glob(part, points) or _glob(part, known)
     else:
-        matches = [name for name, point in points.items() if _chooses(part, point)]
-    if matches or part is Mode.none:
-        return matches
+        matching = [name for name, point in points.items() if _chooses(part, point)]
+    if matching or part is Mode.none:
+        return matching
     if not isinstance(part, str) or isinstance(part, Mode):
-        what = getattr(part, "__name__", part)
+        described = getattr(part, "__name__", part)
         hint = "" if any(point.axes for point in known.values()) else how_to_mark()
-        raise UnknownNameError(f"{what} matches no hook point of this model{hint}")
+        raise UnknownNameError(f"{described} matches no hook point of this model{hint}")
     if part in list(Mode):
         raise UnknownNameError(f"no hook point is named {part!r}; did you mean mode={part!r}?")
     raise unknown_point(part, points or known, "hook point")
 
 
+def _of_mode(mode: Mode, points: Mapping[str, Point]) -> list[str]:
+    """Return the names of the points that a mode caches."""
+    last_parts = LAST_PARTS[mode]
+    if last_parts is None:
+        return [*points]
+    # Only a HookPoint declares axes. In other modules, a last part such as `v` may have any
+    # meaning.
+    marked = (name for name, point in points.items() if point.axes)
+    return [name for name in marked if name.rpartition(".")[2] in last_parts]
+
+
 def _chooses(predicate: Callable[[Point], bool], point: Point) -> bool:
+    """Return the result of a user's predicate.
+
+    Raises:
+        TypeError: if the predicate fails because its argument is not a name.
+    """
     try:
         return predicate(point)
     except (AttributeError, TypeError) as error:
@@ -96,6 +116,7 @@ def _chooses(predicate: Callable[[Point], bool], point: Point) -> bool:
 
 
 def _glob(pattern: str, names: Iterable[str]) -> list[str]:
+    """Return the names that match a glob."""
     return [name for name in names if fnmatch.fnmatchcase(name, pattern)]
 
 
@@ -115,16 +136,19 @@ def names_by_layer(short: str, names: Collection[str]) -> dict[int, str]:
     chosen = [name for name in layered if name == short or name.endswith(f".{short}")]
     if not chosen:
         stack, _, end = short.partition(".*." if ".*." in short else ".")
-        chosen = [n for n in layered if n.startswith(f"{stack}.") and n.endswith(f".{end}") and end]
+        in_stack = [name for name in layered if name.startswith(f"{stack}.")]
+        chosen = [name for name in in_stack if end and name.endswith(f".{end}")]
     chosen = [name for name in chosen if name.startswith("blocks.")] or chosen
     by_layer: dict[int, str] = {}
     for name in chosen:
         if (layer := layered[name]) in by_layer:
-            both = (by_layer[layer], name)
+            ambiguous = (by_layer[layer], name)
             stack = name.partition(".")[0]
             rule = f"; begin with the name of a stack, as in '{stack}.{short}'"
-            hint = "" if both[0].startswith(f"{stack}.") else rule
-            raise UnknownNameError(f"{short!r} is ambiguous in layer {layer}{hint}", short, both)
+            hint = "" if ambiguous[0].startswith(f"{stack}.") else rule
+            raise UnknownNameError(
+                f"{short!r} is ambiguous in layer {layer}{hint}", short, ambiguous
+            )
         by_layer[layer] = name
     if not by_layer:
         ends = dict.fromkeys(name.rpartition(".")[2] for name in layered)
@@ -152,12 +176,13 @@ def lines_by_layer(described: Mapping[str, str], limit: int | None = None) -> st
 
 
 def _shared_name(pattern: str, group: list[str]) -> str:
+    """Return one name for a group: its pattern, with the numbers of its layers in place of `#`."""
     if len(group) == 1:
         return group[0]
-    numbers = [layer for layer in map(layer_of, group) if layer is not None]
-    whole = numbers == list(range(numbers[0], numbers[-1] + 1))
-    text = f"{numbers[0]}-{numbers[-1]}" if whole else ",".join(map(str, numbers))
-    return pattern.replace("#", text, 1)
+    layers = [layer for layer in map(layer_of, group) if layer is not None]
+    is_range = layers == list(range(layers[0], layers[-1] + 1))
+    numbers = f"{layers[0]}-{layers[-1]}" if is_range else ",".join(map(str, layers))
+    return pattern.replace("#", numbers, 1)
 
 
 Blocks = dict[str, tuple[str, nn.Module]]
@@ -165,10 +190,10 @@ Blocks = dict[str, tuple[str, nn.Module]]
 
 
 def blocks_of(model: nn.Module) -> Blocks:
-    """Return the blocks, which are the modules that a lazy run can run again, by the name of each
-    module inside.
+    """Return the block of each module inside a block, by the name of the module.
 
-    They are the callable modules in the model's outermost `ModuleList`s and their containers.
+    Blocks are the modules that a lazy run can run again. They are the callable modules in the
+    model's outermost `ModuleList`s and their containers.
     Outside of a `ModuleList`, they are the modules that contain only `HookPoint`s, such as a final
     norm, because these may also have a fused form.
     """
@@ -190,5 +215,6 @@ def blocks_of(model: nn.Module) -> Blocks:
 
 
 def _holds_points(module: nn.Module) -> bool:
+    """Return whether a module contains only `HookPoint`s, and at least one."""
     inside = list(module.children())
     return inside != [] and all(isinstance(child, HookPoint) for child in inside)

@@ -43,9 +43,7 @@ class Origin:
     model: weakref.ref[nn.Module] | None = None
 
     def weights_hash(self) -> str:
-        """Return the hash of the model's present weights, or an empty text if the weights are
-        unknown.
-        """
+        """Return the hash of the model's present weights; empty if the weights are unknown."""
         model = None if self.model is None else self.model()
         return self.hashed if model is None else weights_hash(model)
 
@@ -57,13 +55,13 @@ class Origin:
         """
         if self.model is not None and self.model() is model:
             return
-        for what, ours, theirs in (
+        for kind, ours, theirs in (
             ("config", self.config_hash, config_hash(model)),
             ("weights", hashed := self.weights_hash(), hashed and weights_hash(model)),
         ):
             if ours != theirs:
                 raise CacheError(
-                    f"the cache must be of a model with this model's {what} hash, {theirs[:12]}; "
+                    f"the cache must be of a model with this model's {kind} hash, {theirs[:12]}; "
                     f"got {ours[:12]}: run this model again, or pass the model that ran"
                 )
 
@@ -81,8 +79,7 @@ def signature_of(model: nn.Module) -> inspect.Signature | None:
 
 
 def prepared(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Return the arguments of a run after the model's method `prepare_inputs(*args, **kwargs)`, if
-    it has this method.
+    """Return the arguments of a run, changed by the model's method `prepare_inputs` if it has one.
 
     A model of strings turns them into tensors there, so that a cache can store the tensors.
     """
@@ -93,11 +90,13 @@ def prepared(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
 def inputs_of(signature: inspect.Signature | None, args: Any, kwargs: Any) -> dict[str, Any]:
     """Return a run's arguments by the parameter names of `forward`.
 
-    Further keywords keep their names.
+    Further keywords keep their names. Masks (by name) and tensors without floating-point numbers
+    are copied; other tensors are left out. None, numbers and strings are included. If the arguments
+    do not fit the signature, the result is empty.
 
-    Masks (by name) and tensors without floating-point numbers are copied; other tensors are left
-    out. None, numbers and strings are included. If the arguments do not fit the signature, the
-    result is empty.
+    Args:
+        signature: the signature of `forward`; None if Python does not know it.
+        args, kwargs: the arguments of the run.
 
     >>> class Scaled(nn.Module):
     ...     def forward(self, tokens, scale=1.0): ...
@@ -122,12 +121,12 @@ def inputs_of(signature: inspect.Signature | None, args: Any, kwargs: Any) -> di
 
 
 def _is_mask(name: str) -> bool:
+    """Return whether an argument is a mask, by its name."""
     return name.endswith("mask")
 
 
 class JoinedInputs:
-    """The arguments of all runs of a model inside a function, as if one run had covered all
-    positions.
+    """The arguments of a model's runs inside a function, as if one run had covered all positions.
 
     A generation runs the model once for each new token. For each argument, this class stores:
 
@@ -141,7 +140,8 @@ class JoinedInputs:
     """
 
     def __init__(self, model: nn.Module, signature: inspect.Signature | None) -> None:
-        self._model, self._signature = model, signature
+        self._model = model
+        self._signature = signature
         self._runs: list[dict[str, Any]] = []
 
     def note(self, args: Any, kwargs: Any) -> None:

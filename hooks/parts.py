@@ -48,10 +48,12 @@ class _Passing(Wire):
     is_part = True
 
     def __init__(self, point: Point, part: Part) -> None:
-        self.point, self.part = point, part
+        self.point = point
+        self.part = part
         # The values are stored by thread, because several threads may run the model at once.
         self.read: dict[int, Tensor] = {}
-        self.fired = self.ran = False
+        self.fired = False
+        self.ran = False
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         value = first_tensor(output, self.point)
@@ -67,18 +69,16 @@ class _Passing(Wire):
 
 
 class _Reading(_Passing):
-    """A hook that stores the value of a point for a part at another point, after all
-    edits there.
-    """
+    """A hook that stores the value of a point, after all edits there, for a part elsewhere."""
 
     comes_last = True
 
-    def __init__(self, point: Point, of: _Passing) -> None:
-        super().__init__(point, of.part)
-        self.of = of
+    def __init__(self, point: Point, passing: _Passing) -> None:
+        super().__init__(point, passing.part)
+        self._passing = passing
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        self.of.read[threading.get_ident()] = first_tensor(output, self.point)
+        self._passing.read[threading.get_ident()] = first_tensor(output, self.point)
 
 
 class _Ran(Wire):
@@ -111,11 +111,12 @@ def with_parts(
     hooks = [_Passing(points[name], part) for name, part in parts.items()]
     listening: list[tuple[nn.Module, _Passing | _Ran]] = []
     for hook in hooks:
-        module, reads = hook.point.module, hook.part.reads
-        taken = [name for name, _ in _points_of(hook.part) if hasattr(module, name)]
-        if taken:
+        module = hook.point.module
+        reads = hook.part.reads
+        present = [name for name, _ in _points_of(hook.part) if hasattr(module, name)]
+        if present:
             raise HookError(
-                f"{hook.point.name} already has {taken[0]}: end the `with` of that part first"
+                f"{hook.point.name} already has {present[0]}: end the `with` of that part first"
             )
         if reads is not None:
             listening.append((points[reads].module, _Reading(points[reads], hook)))
@@ -147,13 +148,14 @@ def with_parts(
 
 def parts_of(model: nn.Module) -> dict[str, Part]:
     """Return the present parts of a model by the names of their points."""
-    passing = [hook for module in model.modules() for hook in hooks_of(module)]
-    return {
-        hook.point.name: hook.part
-        for hook in passing
-        if isinstance(hook, _Passing) and not isinstance(hook, _Reading)
-    }
+    parts = dict[str, Part]()
+    for module in model.modules():
+        for hook in hooks_of(module):
+            if isinstance(hook, _Passing) and not isinstance(hook, _Reading):
+                parts[hook.point.name] = hook.part
+    return parts
 
 
 def _points_of(part: Part) -> list[tuple[str, PartPoint]]:
+    """Return the points directly inside a part, by name."""
     return [(name, child) for name, child in part.named_children() if isinstance(child, PartPoint)]

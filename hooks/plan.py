@@ -71,7 +71,12 @@ def planned(
     args: Any,
     kwargs: Any,
 ) -> Plan:
-    """Return the plan of `run(model, args, kwargs)`, which is called with copies without numbers.
+    """Return the plan of a cached run, which is made with copies without numbers.
+
+    Args:
+        model: the model.
+        run: a function of a model and its arguments that returns the output and the cache.
+        args, kwargs: the arguments of the run.
 
     Raises:
         HookError: if the model cannot run on tensors without numbers.
@@ -83,7 +88,9 @@ def planned(
             _, cache = run(model, args, kwargs)
             nbytes = cache.nbytes
             values = {
-                name: Planned(tuple(value.shape), cache.axes(name), value.dtype, value.nbytes)
+                name: Planned(
+                    tuple(value.shape), cache.axes(name), dtype=value.dtype, nbytes=value.nbytes
+                )
                 for name, value in cache.items()
             }
         except HookError:
@@ -98,11 +105,15 @@ def planned(
 
 def _deep_copies(model: nn.Module, args: Any, kwargs: Any) -> Any:
     """Return deep copies that share no tensor with the arguments."""
-    owned = [value for module in model.modules() for value in vars(module).values()]
-    # Fake tensors do not use a generator, and PyTorch cannot copy a generator in fake mode.
-    copies: dict[int, Any] = {id(v): v for v in owned if isinstance(v, torch.Generator)}
-    # Each module has a dozen of these, and `deepcopy` is slow for them.
-    copies |= {id(v): OrderedDict() for v in owned if type(v) is OrderedDict and not v}
+    copies: dict[int, Any] = {}
+    for module in model.modules():
+        for value in vars(module).values():
+            # Fake tensors do not use a generator, and PyTorch cannot copy a generator in fake mode.
+            if isinstance(value, torch.Generator):
+                copies[id(value)] = value
+            # Each module has a dozen empty dicts, and `deepcopy` is slow for them.
+            elif type(value) is OrderedDict and not value:
+                copies[id(value)] = OrderedDict()
 
     def copied(leaf: Any) -> Any:
         try:
@@ -120,14 +131,18 @@ def _deep_copies(model: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 def _rebound(function: FunctionType, copies: dict[int, Any]) -> FunctionType:
-    """Return a replaced `forward` of a module, with copies instead of the modules in
-    its closure.
-    """
-    held = [cell.cell_contents for cell in function.__closure__ or ()]
-    held = [
-        _rebound(v, copies) if isinstance(v, FunctionType) else deepcopy(v, copies) for v in held
-    ]
-    code, scope, name = function.__code__, function.__globals__, function.__name__
-    bound = FunctionType(code, scope, name, function.__defaults__, tuple(map(CellType, held)))
+    """Return a replaced `forward` of a module, with copies of the modules in its closure."""
+    cells = list[CellType]()
+    for cell in function.__closure__ or ():
+        value = cell.cell_contents
+        is_function = isinstance(value, FunctionType)
+        cells.append(CellType(_rebound(value, copies) if is_function else deepcopy(value, copies)))
+    bound = FunctionType(
+        function.__code__,
+        function.__globals__,
+        name=function.__name__,
+        argdefs=function.__defaults__,
+        closure=tuple(cells),
+    )
     bound.__kwdefaults__ = function.__kwdefaults__
     return bound

@@ -72,7 +72,7 @@ class HookPoint(Identity):
 
     def __init__(self, axes: str, meaning: str = "") -> None:
         super().__init__()
-        require_kind("axes", axes, str, "names separated by spaces, as 'batch pos d_model'")
+        require_kind("axes", axes, str, words="names separated by spaces, as 'batch pos d_model'")
         self.axes = tuple(axes.split())
         self.meaning = meaning
         wrong = [axis for axis in self.axes if not (axis.isidentifier() or axis == "1")]
@@ -127,10 +127,16 @@ def inside(module: nn.Module) -> set[nn.Module]:
 
 
 def point_of(name: str, module: nn.Module, mesh: Any = None) -> Point:
-    """Return the point of a module with this name. Only a `HookPoint` declares axes."""
+    """Return the point of a module. Only a `HookPoint` declares axes.
+
+    Args:
+        name: the name of the point.
+        module: the module.
+        mesh: the processes over which the model is split; None if it is not split.
+    """
     if isinstance(module, HookPoint):
-        return Point(name, module.axes, module.meaning, module, mesh)
-    return Point(name, (), type(module).__name__, module, mesh)
+        return Point(name, module.axes, meaning=module.meaning, module=module, mesh=mesh)
+    return Point(name, (), meaning=type(module).__name__, module=module, mesh=mesh)
 
 
 def has_forward(module: nn.Module) -> bool:
@@ -181,7 +187,6 @@ def require_unsplit(value: Shaped[Tensor, "*axes"], point: Point) -> None:
     if isinstance(value, FakeTensor) or not is_whole(value, point.mesh):
         got = "a plan cannot tell" if isinstance(value, FakeTensor) else "each holds a part"
         raise HookError(
-            f"{point.name} must be the same in all {point.mesh.size()} processes that the model "
-            f"is split over; {got} "
-            "(models.attach has points that join the parts of heads and neurons)"
+            f"{point.name} must be the same in all {point.mesh.size()} processes that the model is "
+            f"split over; {got} (models.attach has points that join the parts of heads and neurons)"
         )

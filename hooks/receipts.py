@@ -62,6 +62,7 @@ class Receipt:
 
     @without_gradients
     def _add(self, before: Tensor, after: Tensor) -> None:
+        """Count a call, its changed rows and its largest change."""
         self.calls += 1
         changed = (after != before) & ~(after.isnan() & before.isnan())
         dtype = torch.promote_types(before.dtype, torch.float64)

@@ -73,8 +73,12 @@ _CONSTANTS = (type(None), int, float, str, torch.dtype)
 
 
 def plain_argument(module: nn.Module, leaf: Any, name: str) -> Any:
-    """Return a module's argument, which is not a tensor, in a form that can be stored for another
-    run.
+    """Return an argument that is not a tensor in a form that can be stored for another run.
+
+    Args:
+        module: the module.
+        leaf: the argument.
+        name: the name of the module, for errors.
 
     Raises:
         HookError: if the argument is an object that a later run may change.
@@ -126,6 +130,7 @@ class BlockCall:
         session.after(self.block, self._sample)
 
     def _store(self, args: Any, kwargs: Any) -> None:
+        """Store the arguments of the first call, with the settings that its numbers depend on."""
         if self.fired:
             self.repeated = True
             return
@@ -136,6 +141,7 @@ class BlockCall:
         self.fired = True
 
     def _stored(self, leaf: Any) -> Any:
+        """Return a copy of one argument."""
         if not isinstance(leaf, Tensor):
             return plain_argument(self.block, leaf, self.name)
         stored = self.copies(leaf)
@@ -145,11 +151,11 @@ class BlockCall:
         return stored
 
     def _sample(self, output: Any) -> None:
+        """Store a sample of the output."""
         self._output = sampled(unwatched(output))
 
     def report(self, recorder: Recorder) -> None:
-        """Mark the points that the block's run reached in the recorder, and skip them if the block
-        ran twice.
+        """Tell the recorder which points the block reached; skip them if the block ran twice.
 
         Raises:
             HookError: if the block ran twice and a point is not optional.
@@ -158,7 +164,8 @@ class BlockCall:
             if self._piece.has_masks:
                 for name in self.points:
                     recorder.note(name, self._piece)
-            names, optional = self.points.keys(), recorder.optional
+            names = self.points.keys()
+            optional = recorder.optional
             recorder.fired.update(names - optional if optional else names)
         for name in self.points if self.repeated else ():
             once = "a lazy cache keeps one input per block"
@@ -193,21 +200,19 @@ class BlockCall:
             if not self._record_again(edits, recorder):
                 raise CacheError(
                     f"{self.name} changed after the run (a weight, an attribute, a hook, an "
-                    "adapter, a dictionary, the "
-                    "precision of products, or an edit that is not the same twice), so running "
-                    "it again "
-                    "would give other values; read a lazy cache before changing the model"
+                    "adapter, a dictionary, the precision of products, or an edit that is not the "
+                    "same twice), so running it again would give other values; read a lazy cache "
+                    "before changing the model"
                 )
             recorder.finish("its block gave it in the run, within a `with` that has ended")
         return recorder.values
 
     def _record_again(self, edits: Edits, recorder: Recorder) -> bool:
-        """Record the points in another run, and return whether the output of the block
-        is the same.
-        """
+        """Record the points in another run; return whether the block's output is the same."""
         if _torch.marks(self.block) != self._state:
             return False
-        precision, output = self._precision(), self._replayed(edits, recorder)
+        precision = self._precision()
+        output = self._replayed(edits, recorder)
         if is_reproduced(self._output, output, precision):
             return True
         # With hooks, different kernels may run. If they round more, compare the output without
@@ -225,7 +230,7 @@ class BlockCall:
             self._arguments, lambda leaf: copies(leaf) if isinstance(leaf, Tensor) else leaf
         )
         with self._autocast(), reading(self._piece):
-            return sampled(replay(self.block, args, kwargs, edits, recorder))
+            return sampled(replay(self.block, args, kwargs=kwargs, edits=edits, recorder=recorder))
 
 
 def sampled(output: Any) -> list[Tensor]:
@@ -234,6 +239,7 @@ def sampled(output: Any) -> list[Tensor]:
 
 
 def _sample(tensor: Tensor) -> Tensor:
+    """Return numbers of a contiguous tensor at equal steps."""
     columns = tensor.shape[-1] if tensor.ndim else 1
     # A step below the length of a row skips no row. If the step and the length have no common
     # divisor, it reaches every column.
@@ -250,18 +256,18 @@ def numerics(tensors: list[Tensor]) -> tuple[Callable[[], Any], Callable[[], flo
     One enters the present autocast again; the other returns the relative size of rounding errors.
     """
     dtype = None
-    if _torch.is_any_autocast_enabled() and torch.is_autocast_enabled(
-        kind := _autocast_device(tensors)
-    ):
-        dtype = torch.get_autocast_dtype(kind)
+    if _torch.is_any_autocast_enabled():
+        device = _autocast_device(tensors)
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
     def precision() -> float:
         dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
         return block_rounding(dtype or torch.float32, *dtypes)
 
-    return lambda: torch.autocast(
-        _autocast_device(tensors), dtype, enabled=dtype is not None
-    ), precision
+    def autocast() -> Any:
+        return torch.autocast(_autocast_device(tensors), dtype, enabled=dtype is not None)
+
+    return autocast, precision
 
 
 def _autocast_device(tensors: list[Tensor]) -> str:

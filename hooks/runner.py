@@ -64,7 +64,11 @@ def _table_of(points: Mapping[str, Point], limit: int | None = None) -> str:
     """Return a table of points with their axes and meanings; see `names.lines_by_layer`."""
     width = max((len(" ".join(point.axes)) for point in points.values()), default=0)
     return layered.lines_by_layer(
-        {n: f"{' '.join(p.axes):<{width}}  {p.meaning}" for n, p in points.items()}, limit
+        {
+            name: f"{' '.join(point.axes):<{width}}  {point.meaning}"
+            for name, point in points.items()
+        },
+        limit,
     )
 
 
@@ -72,13 +76,13 @@ _UNREAD = "run= returned an iterator, which may run the model only when it is re
 
 
 class HookedRunner(HintsAtNames, metaclass=HintedClass):
-    """A runner that reads and edits a model's values with forward hooks that exist only inside a
-    call or a `with`.
+    """A runner that reads and edits the values of a model.
 
-    It works on any `nn.Module`. The points are the model's `HookPoint`s, or all modules of a model
-    without `HookPoint`s. The value at a module is its output, or the first tensor of an output with
-    several. A selector is a name, a glob, a predicate on `Point`, a `Mode`, or a list of selectors.
-    An exact name may be the name of any module.
+    Its forward hooks exist only inside a call or a `with`. It works on any `nn.Module`. The points
+    are the model's `HookPoint`s, or all modules of a model without `HookPoint`s. The value at a
+    module is its output, or the first tensor of an output with several. A selector is a name, a
+    glob, a predicate on `Point`, a `Mode`, or a list of selectors. An exact name may be the name of
+    any module.
 
     Args:
         model: the model. Make a new runner if its structure changes.
@@ -101,16 +105,21 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
         self.model = model
         # The names of a compiled model are the names of the model inside.
         self._inner = uncompiled(model)
-        modules, mesh = self._inner.named_modules(remove_duplicate=False), mesh_of(self._inner)
+        modules = self._inner.named_modules(remove_duplicate=False)
+        mesh = mesh_of(self._inner)
         self._known = {name: point_of(name, module, mesh) for name, module in modules if name}
-        marked = {n: p for n, p in self._known.items() if isinstance(p.module, HookPoint)}
-        called = {n: p for n, p in self._known.items() if has_forward(p.module)}
-        self._is_marked = any(not isinstance(p.module, PartPoint) for p in marked.values())
-        self.points: Mapping[str, Point] = Points(marked if self._is_marked else called)
+        marked = self._points_where(lambda module: isinstance(module, HookPoint))
+        callable_points = self._points_where(has_forward)
+        self._is_marked = any(not isinstance(point.module, PartPoint) for point in marked.values())
+        self.points: Mapping[str, Point] = Points(marked if self._is_marked else callable_points)
         self._modules = [model, *(point.module for point in self._known.values())]
-        towers = [part for part in self._modules if isinstance(part, OptionalPoints)]
-        inside = {module for tower in towers for module in tower.modules()}
-        self._optional = {n for n, point in self.points.items() if point.module in inside}
+        may_not_run = set[nn.Module]()
+        for module in self._modules:
+            if isinstance(module, OptionalPoints):
+                may_not_run |= {*module.modules()}
+        self._optional = {
+            name for name, point in self.points.items() if point.module in may_not_run
+        }
         self._has_warned = False
 
     def run_with_cache(
@@ -161,9 +170,9 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
             args, kwargs = self._prepared("run_with_cache", args, kwargs)
         if run is not None and (lazy or options.grads or options.pos is not None):
             raise ValueError("run= cannot be combined with lazy=, grads= or pos=")
-        request = self._request(names, mode, options, lazy)
+        request = self._request(names, mode, options=options, lazy=lazy)
         if run is not None:
-            return self._run_joined(request, run, args, kwargs)
+            return self._run_joined(request, run, args=args, kwargs=kwargs)
         if lazy:
             return self._run_lazily(request, args, kwargs)
         return self._run_eagerly(request, args, kwargs)
@@ -192,7 +201,7 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
         args, kwargs = self._prepared("capture", args, kwargs)
         request = self._request(flatten(names), None, options)
         stops = not any(map(is_fully_sharded, self.model.modules()))
-        return self._run_eagerly(request, args, kwargs, stops)[1]
+        return self._run_eagerly(request, args, kwargs=kwargs, stops=stops)[1]
 
     def run_with_hooks(
         self, *args: Any, hooks: Hooks | None = None, backward: Hooks | None = None, **kwargs: Any
@@ -248,7 +257,7 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
                 an edited point.
         """
         edits, backward_edits = self.edits(hooks or {}), self.edits(backward or {})
-        return HookContext(self.model, edits, backward_edits, receipts)
+        return HookContext(self.model, edits, backward=backward_edits, receipts=receipts)
 
     @explains_calls
     def add(
@@ -282,8 +291,9 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
         return f"HookedRunner({type(self.model).__name__}, {len(self.points)} points){added}"
 
     def edits(self, hooks: Hooks) -> list[EditedPoint]:
-        """Return the points where `hooks` act, each with its hooks in the given order, for code
-        that applies them itself.
+        """Return the points where `hooks` act, each with its hooks in the given order.
+
+        The method is for code that applies the hooks itself.
 
         Raises:
             UnknownNameError: if a selector matches nothing.
@@ -313,7 +323,7 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
         """
         options, kwargs = self._options(kwargs, self.plan)
         args, kwargs = self._prepared("plan", args, kwargs)
-        request = self._request(names, mode, options, lazy)
+        request = self._request(names, mode, options=options, lazy=lazy)
 
         def run(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ActivationCache]:
             runner = HookedRunner(model)
@@ -323,7 +333,7 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
                 return runner._run_lazily(copied, args, kwargs)
             return runner._run_eagerly(copied, args, kwargs)
 
-        return planned(self.model, run, args, kwargs)
+        return planned(self.model, run, args=args, kwargs=kwargs)
 
     def table(self) -> str:
         """Return a table of all points with their axes and meanings.
@@ -332,12 +342,18 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
         """
         return _table_of(self.points)
 
+    def _points_where(self, condition: Callable[[nn.Module], bool]) -> dict[str, Point]:
+        """Return the points whose module satisfies a condition, by name."""
+        return {name: point for name, point in self._known.items() if condition(point.module)}
+
     @functools.cached_property
     def _blocks(self) -> Blocks:
+        """The block of each module inside a block, by the name of the module."""
         return blocks_of(self._inner)
 
     @functools.cached_property
     def _signature(self) -> inspect.Signature | None:
+        """The signature of the model's `forward`; None if Python does not know it."""
         return signature_of(self._inner)
 
     @functools.cached_property
@@ -347,6 +363,7 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
 
     @functools.cached_property
     def _words(self) -> Words:
+        """The keywords that the model accepts."""
         return Words(self._inner.forward, *forwards_in(self._inner))
 
     def _options(
@@ -355,8 +372,7 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
         call: Callable[..., Any],
         run: Callable[..., Any] | None = None,
     ) -> tuple[Options, dict[str, Any]]:
-        """Split the keywords of a method into options and arguments for the model or `run`, which
-        must accept them.
+        """Split the keywords of a method into options and arguments for the model or `run`.
 
         Raises:
             TypeError: if a keyword is both an option and a parameter of the model's `forward`, or
@@ -364,16 +380,15 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
         """
         options, others = Options.taken_from(kwargs)
         if run is None and self._signature is not None:
-            both = [
-                name for name in kwargs if name in Options.names() & {*self._signature.parameters}
-            ]
-            if both:
+            parameters = self._signature.parameters
+            in_both = [name for name in kwargs if name in Options.names() and name in parameters]
+            if in_both:
                 raise TypeError(
-                    f"{both[0]}= is an option of {call.__name__} and an argument of "
+                    f"{in_both[0]}= is an option of {call.__name__} and an argument of "
                     f"{type(self.model).__name__}.forward; pass the argument without its name, or "
-                    f"as in run=lambda x: model(x, {both[0]}=...)"
+                    f"as in run=lambda x: model(x, {in_both[0]}=...)"
                 )
-        self._refuse_unknown(others, call, run, Options.names())
+        self._refuse_unknown(others, call, run=run, options=Options.names())
         return options, others
 
     def _refuse_unknown(
@@ -383,7 +398,13 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
         run: Callable[..., Any] | None = None,
         options: Collection[str] = (),
     ) -> None:
-        """Raise an error for keywords that neither the method nor the model accepts.
+        """Check that the method or the model accepts each keyword.
+
+        Args:
+            kwargs: the keywords.
+            call: the method.
+            run: the function that the method calls instead of the model, if any.
+            options: the names of the options that the method accepts.
 
         Raises:
             TypeError: if a keyword is unknown; the error names the first one, with close matches.
@@ -392,13 +413,15 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
             raise TypeError(f"run must be a function that runs the model; got {shown(run)}")
         words = self._words if run is None else Words(run)
         if unknown := [name for name in kwargs if name not in words.known]:
-            what = type(self.model).__name__ if run is None else "run="
-            ours = {*Words(call).known, *options} - {"self", "args", "kwargs"}
-            words.require(unknown, ours, f"{call.__name__} of a {what}")
+            target = type(self.model).__name__ if run is None else "run="
+            method_words = {*Words(call).known, *options} - {"self", "args", "kwargs"}
+            words.require(unknown, method_words, f"{call.__name__} of a {target}")
 
     def _prepared(self, call: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return the arguments of a run after the model has prepared them, and check that they fit
-        `forward`.
+        """Return the arguments of a run after the model has prepared them.
+
+        Raises:
+            TypeError: if they do not fit the model's `forward`; the error names the method `call`.
         """
         try:
             return prepared(self._inner, args, kwargs)
@@ -407,8 +430,7 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
             raise
 
     def _require_fit(self, call: str, args: Any, kwargs: Any) -> None:
-        """After a TypeError, raise an error for arguments that do not fit the model's `forward`,
-        such as hooks that are not passed by keyword.
+        """Check that arguments fit the model's `forward`, to explain a TypeError of the model.
 
         Raises:
             TypeError: naming the method and the parameters of the model.
@@ -421,23 +443,21 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
             form = "hooks=" if call == "run_with_hooks" else "names= or mode="
             raise TypeError(
                 f"{call} passes its arguments to {type(self.model).__name__}.forward, which does "
-                "not "
-                f"accept them: {reason} ({form} must be passed by keyword)"
+                f"not accept them: {reason} ({form} must be passed by keyword)"
             ) from None
         if texts := [value for value in args if isinstance(value, str)]:
             raise TypeError(
                 f"{call} passes its arguments to {type(self.model).__name__}.forward, which "
-                "accepts no text; "
-                f"got {shown(texts[0])}: pass tokens{how_to_mark()}"
+                f"accepts no text; got {shown(texts[0])}: pass tokens{how_to_mark()}"
             )
 
     def _overwrites_nothing(self) -> bool:
-        """Return whether a run never writes into the value of a point: the model declares this, and
-        no hook acts now.
+        """Return whether no code writes into the value of a point in a run.
+
+        The model must declare this, and no hook may act.
         """
-        return not getattr(self._inner, "overwrites_values", True) and not is_listened_to(
-            self.model
-        )
+        is_declared = not getattr(self._inner, "overwrites_values", True)
+        return is_declared and not is_listened_to(self.model)
 
     def _draws(self) -> Draws:
         """Return an object that warns, once for this runner, if dropout acts in a run."""
@@ -455,13 +475,15 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
         """
         if names is not None and mode is not None:
             raise ValueError("names= and mode= both choose points; pass only one of them")
+        if names is None:
+            names = Mode.full if mode is None else Mode(mode)
         # Iterate over the selector only once: it may be a generator.
-        selector = flatten(Mode(Mode.full if mode is None else mode) if names is None else names)
+        selector = flatten(names)
         modes = [part for part in selector if isinstance(part, Mode) and part is not Mode.none]
         # Parts of the model may be in training mode when the model is not.
         if (modes or lazy) and any(map(attrgetter("training"), self._modules)):
-            what = f"mode {modes[0].value!r}" if modes else "lazy=True"
-            raise ModeError(f"{what} needs a model in evaluation mode: call model.eval() first")
+            demand = f"mode {modes[0].value!r}" if modes else "lazy=True"
+            raise ModeError(f"{demand} needs a model in evaluation mode: call model.eval() first")
         points = resolve(selector, self._known, self.points)
         exact = {part for part in selector if isinstance(part, str)}
         optional = {*(self._optional if self._is_marked else points)} - exact
@@ -485,14 +507,14 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
         )
         # Copy the arguments before the run, which may write into them.
         inputs = inputs_of(self._signature, args, kwargs)
-        output = self._recorded(self.model, args, kwargs, recorder, [recorder.listen])
+        output = self._recorded(
+            self.model, args, kwargs=kwargs, recorder=recorder, listeners=[recorder.listen]
+        )
         recorder.finish(NEVER_FIRED, output)
         return output, self._cache(recorder, recorder.values, inputs)
 
     def _run_lazily(self, request: Request, args: Any, kwargs: Any) -> tuple[Any, ActivationCache]:
-        """Run the model and store the arguments of its blocks, which run again when their values
-        are read.
-        """
+        """Run the model and store the arguments of its blocks, which run again for each read."""
         options = request.options
         if options.grads or not options.detach:
             raise ValueError("lazy=True keeps no graph: leave out grads=True and detach=False")
@@ -515,7 +537,9 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
         inputs = inputs_of(self._signature, args, kwargs)
         listeners: list[Callable[[Session], None]]
         listeners = [recorder.listen, *(partial(call.listen, bound=limit) for call in calls)]
-        output = self._recorded(self.model, args, kwargs, recorder, listeners)
+        output = self._recorded(
+            self.model, args, kwargs=kwargs, recorder=recorder, listeners=listeners
+        )
         for call in calls:
             call.report(recorder)
         recorder.finish(NEVER_FIRED, output)
@@ -524,9 +548,7 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
     def _run_joined(
         self, request: Request, run: Callable[..., Any], args: Any, kwargs: Any
     ) -> tuple[Any, ActivationCache]:
-        """Call a function that runs the model, and join the values of all runs along
-        the positions.
-        """
+        """Call a function that runs the model, and join the values of all runs by position."""
         options = request.options
         if options.keeps_calls:
             raise ValueError("calls='all' cannot be combined with lazy= or run=")
@@ -542,7 +564,9 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
         def note_inputs(session: Session) -> None:
             session.before(self.model, inputs.note)
 
-        output = self._recorded(run, args, kwargs, recorder, [note_inputs, recorder.listen])
+        output = self._recorded(
+            run, args, kwargs=kwargs, recorder=recorder, listeners=[note_inputs, recorder.listen]
+        )
         recorder.finish(_UNREAD if isinstance(output, Iterator) else NEVER_FIRED, output)
         return output, self._cache(recorder, recorder.values, inputs.joined())
 

@@ -72,7 +72,8 @@ class Session(InContext):
         self._registered: list[tuple[nn.Module, int]] = []
         super().__init__(_sessions)
         self.edits: Edits = []
-        self.owner, ref = owner, self.ref
+        self.owner = owner
+        ref = self.ref
         kept_alive = self if owner is not None else None
 
         # The function has no arguments, because a compiler can treat a result as a constant only if
@@ -88,7 +89,8 @@ class Session(InContext):
             super().__enter__()
         else:
             # Sessions that another thread closed are left out here.
-            _staying.sessions = (*(s.ref for s in _alive(_staying.sessions)), self.ref)
+            alive = [session.ref for session in _alive(_staying.sessions)]
+            _staying.sessions = (*alive, self.ref)
         return self
 
     def __exit__(
@@ -110,6 +112,7 @@ class Session(InContext):
         self._remove()
 
     def _remove(self) -> None:
+        """Remove the hooks of this session from their modules."""
         for module, key in self._registered:
             remove_hook(module, key)
         self._registered.clear()
@@ -162,10 +165,11 @@ class Session(InContext):
     def _register(
         self, module: nn.Module, listener: "_After | _Before", first: bool = False
     ) -> None:
+        """Insert a hook, and store its key for `_remove`."""
         key = next(keys)
         # Record the hook before its insertion, because an interrupt may come between the two.
         self._registered.append((module, key))
-        insert_hook(module, key, listener, isinstance(listener, _Before), first)
+        insert_hook(module, key, hook=listener, before=isinstance(listener, _Before), first=first)
 
 
 @dataclasses.dataclass(eq=False)
@@ -208,11 +212,13 @@ _DISABLED = weakref.ref(_no_session)
 
 
 def _in_force() -> tuple[weakref.ref[Session], ...]:
+    """Return the sessions whose hooks may act in this context, outermost first."""
     sessions = _sessions.get()
     return sessions if _DISABLED in sessions else (*_staying.sessions, *sessions)
 
 
 def _alive(sessions: Iterable[weakref.ref[Session]]) -> list[Session]:
+    """Return the sessions that still exist and are open."""
     return [session for ref in sessions if (session := ref()) and session.is_open]
 
 
@@ -223,8 +229,11 @@ def is_open(session: Session | None) -> bool:
 
 def owners(modules: Container[nn.Module]) -> list[Any]:
     """Return the handles whose hooks act in this thread on some of `modules`."""
-    sessions = _alive(_staying.sessions)
-    return [s.owner for s in sessions if any(module in modules for module, _ in s._registered)]
+    handles = []
+    for session in _alive(_staying.sessions):
+        if any(module in modules for module, _ in session._registered):
+            handles.append(session.owner)
+    return handles
 
 
 def hooks_disabled(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -240,14 +249,20 @@ def hooks_disabled(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R
 
 def edits_in_force() -> Edits:
     """Return the edits that act in this context, outermost first."""
-    return [edit for session in _alive(_in_force()) for edit in session.edits]
+    edits: Edits = []
+    for session in _alive(_in_force()):
+        edits += session.edits
+    return edits
 
 
 def is_listened_to(module: nn.Module, parts: bool = True) -> bool:
-    """Return whether a hook of this package or of the user acts in this context, on `module` or
-    inside it.
+    """Return whether a hook acts in this context, on a module or inside it.
 
-    With `parts` the model's own parts (`hooks.parts`) count too.
+    Hooks of this package and of the user count.
+
+    Args:
+        module: the module.
+        parts: whether the model's own parts (`hooks.parts`) count too.
     """
     if has_hooks(module) and any(_is_awake(hook, parts) for hook in hooks_of(module)):
         return True
@@ -259,6 +274,7 @@ def is_listened_to(module: nn.Module, parts: bool = True) -> bool:
 
 
 def _is_awake(hook: Callable[..., Any], parts: bool) -> bool:
+    """Return whether one hook acts in this context, or is a part and `parts` is True."""
     if isinstance(hook, Wire):
         return parts and hook.is_part
     return hook.acts() if isinstance(hook, _Listener) else not is_watcher(hook)
@@ -305,7 +321,8 @@ class FusedUnlessHooked:
 
     def __call__(self, explicit: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P], R]:
         """Return a method that chooses between `explicit` and the fused form at each call."""
-        points, fused = self.points, self.fused
+        points = self.points
+        fused = self.fused
 
         @functools.wraps(explicit)
         def choose(module: M, /, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -43,6 +43,7 @@ class Slice:
                 self._subscripts[axis] = index
 
     def _counts_real_tokens(self, axis: str, index: Index) -> bool:
+        """Return whether an index may select different columns in different texts."""
         masks = self._masks.all_along(axis)
         if axis not in TEXT_AXES and not masks:
             return False
@@ -62,14 +63,14 @@ class Slice:
                 between texts.
         """
         subscripts = {axis: index for axis, index in self._subscripts.items() if axis in axes}
-        _require_inside(value, axes, subscripts, name)
+        _require_inside(value, axes, where=subscripts, name=name)
         part: Tensor = value[index_by_axis(axes, subscripts, name)]
         # The axes of the part so far.
         axes = tuple(axis for axis in axes if axis in self._by_text or axis not in self._dropped)
         for axis, selection in self._by_text.items():
             if axis in axes:
                 mask = self._masks.along(axis, name)
-                part = _columns_of(part, axes, axis, selection, mask, name)
+                part = _columns_of(part, axes, axis=axis, selection=selection, mask=mask, what=name)
                 axes = _without(axes, axis) if selection.is_one else axes
         if value.numel() and not part.numel():
             raise CacheError(f"{dict(self.where)} selects nothing from {name} {list(value.shape)}")
@@ -81,14 +82,21 @@ class Slice:
         return TextMasks(batches, self._masks.numbers)
 
     def _masks_left(self, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        left: dict[str, Tensor] = {}
+        """Return the masks of one batch of texts for the part, by axis."""
+        sliced: dict[str, Tensor] = {}
         for axis, mask in masks.items():
             if axis not in self.where:
-                left[axis] = mask
+                sliced[axis] = mask
             elif axis not in self._dropped:
-                selection = Selection(self.where[axis])
-                left[axis] = _columns_of(mask, ("batch", axis), axis, selection, mask, "the texts")
-        return left
+                sliced[axis] = _columns_of(
+                    mask,
+                    ("batch", axis),
+                    axis=axis,
+                    selection=Selection(self.where[axis]),
+                    mask=mask,
+                    what="the texts",
+                )
+        return sliced
 
 
 def _require_inside(
@@ -114,7 +122,14 @@ def _columns_of(
 ) -> Tensor:
     """Return a value at selected columns of an axis. A single place drops the axis.
 
-    The mask may contain earlier columns too. A mask of different texts is ignored.
+    Args:
+        value: the value.
+        axes: the axes of the value.
+        axis: the axis of the columns.
+        selection: the columns.
+        mask: the mask of the texts, [batch, column]. It may contain earlier columns too. A mask of
+            different texts is ignored.
+        what: the name of the value, for errors.
     """
     at = axes.index(axis)
     batch = axes.index("batch") if "batch" in axes else None
@@ -122,10 +137,11 @@ def _columns_of(
     n_texts = 1 if batch is None else value.shape[batch]
     fits = mask is not None and len(mask) == n_texts and mask.shape[1] >= size
     real = mask[:, -size:] if mask is not None and fits else None
-    columns = selection.columns(size, f"{axis} of {what}", n_texts, real)
-    part = taken(value, columns, at, batch)
+    columns = selection.columns(size, f"{axis} of {what}", batch=n_texts, real=real)
+    part = taken(value, columns, at=at, batch=batch)
     return part.squeeze(at) if selection.is_one else part
 
 
 def _without(axes: tuple[str, ...], dropped: str) -> tuple[str, ...]:
+    """Return the axes without one of them."""
     return tuple(axis for axis in axes if axis != dropped)
