@@ -18,9 +18,10 @@ from models.norm import QKNorm
 from models.positions import rotary
 from models.running.context import Context, ContextOrMask, make_context
 from models.running.masks import Visible, dense
+from models.weights import QueryKeyValueWeights
 
 
-class Attention(Component):
+class Attention(QueryKeyValueWeights, Component):
     """Causal attention, `softmax(scale q k^T) v` in each head (Vaswani et al. 2017).
 
     One linear map computes queries, keys and values. `n_heads / n_kv_heads` query heads share a key
@@ -155,39 +156,9 @@ class Attention(Component):
     attend = FusedUnlessHooked("scores", "pattern", fused=_fused)(_explicit)
 
     @property
-    def W_Q(self) -> Float[Tensor, "head d_model d_head"]:
-        """Query projections, a view."""
-        return self._weights()[0]
-
-    @property
-    def W_K(self) -> Float[Tensor, "kv_head d_model d_head"]:
-        """Key projections, a view."""
-        return self._weights()[1]
-
-    @property
-    def W_V(self) -> Float[Tensor, "kv_head d_model d_head"]:
-        """Value projections, a view."""
-        return self._weights()[2]
-
-    @property
     def W_O(self) -> Float[Tensor, "head d_head d_model"]:
         """Output projections, a view: `attn_out = sum over heads of z @ W_O + b_O`."""
         return rearrange(self.output.weight, "model (head d) -> head d model", d=self.d_head)
-
-    @property
-    def b_Q(self) -> Float[Tensor, "head d_head"]:
-        """Query biases, a view."""
-        return self._biases()[0]
-
-    @property
-    def b_K(self) -> Float[Tensor, "kv_head d_head"]:
-        """Key biases, a view."""
-        return self._biases()[1]
-
-    @property
-    def b_V(self) -> Float[Tensor, "kv_head d_head"]:
-        """Value biases, a view."""
-        return self._biases()[2]
 
     @property
     def b_O(self) -> Float[Tensor, " d_model"]:

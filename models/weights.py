@@ -1,5 +1,6 @@
 """Weights by their names in the literature, in the form `x @ W`, and the tied unembedding."""
 
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -14,6 +15,48 @@ from models.linear import Linear
 def _stacked(name: str, meaning: str) -> Any:
     """Return a property: the weights of one name in each block, stacked."""
     return property(lambda model: stacked(map(attrgetter(name), model.blocks)), doc=meaning)
+
+
+class QueryKeyValueWeights:
+    """The weights of one attention layer by their usual names, from `_weights` and `_biases`."""
+
+    @property
+    def W_Q(self) -> Float[Tensor, "head d_model d_head"]:
+        """The query projections."""
+        return self._weights()[0]
+
+    @property
+    def W_K(self) -> Float[Tensor, "kv_head d_model d_head"]:
+        """The key projections."""
+        return self._weights()[1]
+
+    @property
+    def W_V(self) -> Float[Tensor, "kv_head d_model d_head"]:
+        """The value projections."""
+        return self._weights()[2]
+
+    @property
+    def b_Q(self) -> Float[Tensor, "head d_head"]:
+        """The query biases."""
+        return self._biases()[0]
+
+    @property
+    def b_K(self) -> Float[Tensor, "kv_head d_head"]:
+        """The key biases."""
+        return self._biases()[1]
+
+    @property
+    def b_V(self) -> Float[Tensor, "kv_head d_head"]:
+        """The value biases."""
+        return self._biases()[2]
+
+    def _weights(self) -> Sequence[Tensor]:
+        """Return the weights of queries, keys and values, each [head, d_model, d_head]."""
+        raise NotImplementedError
+
+    def _biases(self) -> Sequence[Tensor]:
+        """Return the biases of queries, keys and values, each [head, d_head]."""
+        raise NotImplementedError
 
 
 class BlockWeights(Component):

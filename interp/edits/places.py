@@ -1,4 +1,5 @@
-"""Places: the part of an activation that an edit changes, and the matching part of its source.
+"""Places: the part of an activation that an edit changes, without padded keys, and the part of its
+source that takes its place.
 
 `edits.replace(source, head=1, pos=-1)` at `attn.z`, [2, 5, head, d_head], of two texts. The first
 text has 2 columns of padding on the right, so its last token is in column 2; the last token of the

@@ -42,6 +42,7 @@ from models.attached.probe import Call, ProbeRun, arguments_of
 from models.block import Branch
 from models.mode import mode
 from models.norm import LayerNorm, RMSNorm
+from models.weights import QueryKeyValueWeights
 
 STREAM = "batch pos d_model"
 TOLERANCE = 1e-4
@@ -271,7 +272,7 @@ class ViewBlock(nn.Module):
         return self.resid_post(mid + mlps[0](mid))
 
 
-class ViewAttention(nn.Module):
+class ViewAttention(QueryKeyValueWeights, nn.Module):
     """Attention of the view: the model's own module between linear maps of the view.
 
     Args:
@@ -394,36 +395,6 @@ class ViewAttention(nn.Module):
     def b_O(self) -> Float[Tensor, " d_model"]:
         """The output bias."""
         return self.output.bias
-
-    @property
-    def W_Q(self) -> Float[Tensor, "head d_model d_head"]:
-        """The query projections."""
-        return self._weights()[0]
-
-    @property
-    def W_K(self) -> Float[Tensor, "kv_head d_model d_head"]:
-        """The key projections."""
-        return self._weights()[1]
-
-    @property
-    def W_V(self) -> Float[Tensor, "kv_head d_model d_head"]:
-        """The value projections."""
-        return self._weights()[2]
-
-    @property
-    def b_Q(self) -> Float[Tensor, "head d_head"]:
-        """The query biases."""
-        return self._biases()[0]
-
-    @property
-    def b_K(self) -> Float[Tensor, "kv_head d_head"]:
-        """The key biases."""
-        return self._biases()[1]
-
-    @property
-    def b_V(self) -> Float[Tensor, "kv_head d_head"]:
-        """The value biases."""
-        return self._biases()[2]
 
     def _weights(self) -> list[Tensor]:
         """Return the weights of queries, keys and values, each [head, d_model, d_head]."""

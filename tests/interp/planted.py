@@ -19,19 +19,15 @@ PREVIOUS, INDUCTION = (0, 1), (1, 2)
 
 
 @torch.no_grad()
-def induction(sharp=100.0):
-    """Head 1 of layer 0 copies the token before.
-
-    Head 2 of layer 1 looks for places where that is its own token, and copies the token there to
-    the answer. All other weights are 0.
-    """
+def attention_only(n_tokens, n_ctx, d_head, d_model):
+    """A model of two layers of three heads without MLPs, norms and biases. Its weights are 0."""
     config = TransformerConfig(
-        vocab_size=V,
-        n_ctx=N,
+        vocab_size=n_tokens,
+        n_ctx=n_ctx,
         n_layers=2,
         n_heads=3,
-        d_head=V,
-        d_model=3 * V + N,
+        d_head=d_head,
+        d_model=d_model,
         norm="none",
         final_norm=False,
         mlp="none",
@@ -43,6 +39,17 @@ def induction(sharp=100.0):
     model = Transformer(config).double().eval()
     for weights in model.parameters():
         weights.zero_()
+    return model
+
+
+@torch.no_grad()
+def induction(sharp=100.0):
+    """Head 1 of layer 0 copies the token before.
+
+    Head 2 of layer 1 looks for places where that is its own token, and copies the token there to
+    the answer. All other weights are 0.
+    """
+    model = attention_only(n_tokens=V, n_ctx=N, d_head=V, d_model=3 * V + N)
     model.token_embedding.weight[:, TOKEN] = torch.eye(V)
     model.position_embedding.weight[:, PLACE] = torch.eye(N)
     model.unembedding.weight[:, ANSWER] = torch.eye(V)

@@ -11,7 +11,7 @@ from torch import nn
 
 from hooks import CacheError, HookPoint, UnknownNameError
 from interp import head_scores, repeated_tokens, run_with_cache
-from models import Transformer, TransformerConfig
+from tests.interp.planted import attention_only
 
 V, N, MARK = 31, 29, 30
 # The parts of the stream: this token, its position, and the token before it.
@@ -26,24 +26,7 @@ EVEN = (1, 2)
 @pytest.fixture(scope="module")
 @torch.no_grad()
 def planted():
-    config = TransformerConfig(
-        vocab_size=V,
-        n_ctx=N,
-        n_layers=2,
-        n_heads=3,
-        d_head=V + N,
-        d_model=2 * V + N,
-        norm="none",
-        final_norm=False,
-        mlp="none",
-        tied_unembed=False,
-        qkv_bias=False,
-        out_bias=False,
-        attn_scale=1.0,
-    )
-    model = Transformer(config).double().eval()
-    for weights in model.parameters():
-        weights.zero_()
+    model = attention_only(n_tokens=V, n_ctx=N, d_head=V + N, d_model=2 * V + N)
     model.token_embedding.weight[:, TOKEN] = torch.eye(V)
     model.position_embedding.weight[:, PLACE] = torch.eye(N)
 
