@@ -5,6 +5,7 @@ import functools
 import importlib
 import inspect
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -304,3 +305,12 @@ def test_a_foreign_module_called_models_is_a_warning(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("UserWarning") == 1
     assert str(theirs) in done.stderr
+
+
+def test_interp_is_imported_without_models(tmp_path):
+    """A project may contain only `hooks` and `interp`. Then there is nothing to warn about."""
+    for package in ("hooks", "interp"):
+        shutil.copytree(ROOT / package, tmp_path / package)
+    done = python(f"import sys; sys.path[:0] = [{str(tmp_path)!r}]; import interp.edits; print('ok')")
+    assert done.stdout == "ok\n", done.stderr
+    assert done.stderr == ""
