@@ -5,8 +5,8 @@ The analyses are in `effects` (values are changed), `reading` (caches are read),
 `attribution_graphs`. `store` saves the values of many texts. Read `protocol` first, which defines
 the parts that a model needs. Then read `inputs` (texts and positions in them), `metrics`, `pairs`
 of texts, `edits` and `results`, the tables that `plots` draws. Then read the `graph` of a model and
-`runs` (sweeps, masked runs, gradients). All analyses use these packages and `numbers`. After them,
-each analysis can be read separately. `cli` has a file for each command.
+`runs` (sweeps, masked runs, gradients). All analyses use these packages and `numbers`. After
+them, you can read the analyses in any order. `cli` has a file for each command.
 
 A name is imported when it is first used. `__init__.pyi` contains the module of each name.
 """

@@ -224,7 +224,7 @@ def measure(
 
     Returns:
         One number for each example, [batch], in the metric's unit: logits for `logit_diff`, nats
-        for `log_prob`. The numbers are at least in float32.
+        for `log_prob`. The dtype is float32 or float64.
 
     Raises:
         ValueError: if the metric does not return one number for each example, if it returns NaN, if

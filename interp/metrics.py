@@ -51,7 +51,7 @@ def logit_diff(right: SeveralTokens, wrong: SeveralTokens, pos: Tokens = -1) -> 
     def score(logits: Tensor, right: Tensor, wrong: Tensor) -> Tensor:
         return logits.gather(1, right).mean(1) - logits.gather(1, wrong).mean(1)
 
-    return _of_tokens("logit_diff", "logits", (right, wrong), pos, score, most=2)
+    return _of_tokens("logit_diff", "logits", (right, wrong), pos=pos, score=score, most=2)
 
 
 def log_prob(token: Tokens, pos: Tokens = -1) -> Metric:
@@ -68,7 +68,7 @@ def log_prob(token: Tokens, pos: Tokens = -1) -> Metric:
     def score(logits: Tensor, token: Tensor) -> Tensor:
         return logits.log_softmax(-1).gather(1, token)[:, 0]
 
-    return _of_tokens("log_prob", "nats", (token,), pos, score)
+    return _of_tokens("log_prob", "nats", (token,), pos=pos, score=score)
 
 
 def accuracy(token: Tokens, pos: Tokens = -1) -> Metric:
@@ -87,7 +87,7 @@ def accuracy(token: Tokens, pos: Tokens = -1) -> Metric:
     def score(logits: Tensor, token: Tensor) -> Tensor:
         return _unless_nan(logits.argmax(-1) == token[:, 0], logits)
 
-    return _of_tokens("accuracy", "", (token,), pos, score)
+    return _of_tokens("accuracy", "", (token,), pos=pos, score=score)
 
 
 def rank(token: Tokens, pos: Tokens = -1) -> Metric:
@@ -106,7 +106,7 @@ def rank(token: Tokens, pos: Tokens = -1) -> Metric:
     def score(logits: Tensor, token: Tensor) -> Tensor:
         return _unless_nan((logits > logits.gather(1, token)).sum(-1), logits)
 
-    return _of_tokens("rank", "ranks", (token,), pos, score)
+    return _of_tokens("rank", "ranks", (token,), pos=pos, score=score)
 
 
 def cross_entropy(tokens: Texts, *, attention_mask: Mask | None = None) -> Metric:
@@ -131,7 +131,7 @@ def cross_entropy(tokens: Texts, *, attention_mask: Mask | None = None) -> Metri
             text = text_for(model, tokens, attention_mask)
             return cross_entropy(text.tokens, attention_mask=text.attention_mask)
 
-        return WordedMetric("cross_entropy(texts)", 0, "nats", read)
+        return WordedMetric(call="cross_entropy(texts)", last=0, unit="nats", read=read)
     is_real = real_of(attention_mask, tokens.shape).to(tokens.device)
     is_prediction = is_real[:, 1:] & is_real[:, :-1]
     if not is_prediction.any(1).all():
@@ -241,9 +241,10 @@ def _of_tokens(
     if is_worded(tokens):
 
         def read(model: nn.Module) -> Metric:
-            return _of_tokens(name, unit, token_ids(model, tokens), pos, score, most)
+            ids = token_ids(model, tokens)
+            return _of_tokens(name, unit, ids, pos=pos, score=score, most=most)
 
-        return WordedMetric(call, at.last, unit, read)
+        return WordedMetric(call=call, last=at.last, unit=unit, read=read)
     ids = [tokens_of(argument, most) for argument in tokens]
 
     def call_in_words(write: Writer) -> str:

@@ -94,7 +94,13 @@ def add(vector: Values, scale: float = 1.0, **where: Index) -> Edit:
     require_kind("scale", scale, (Number, Tensor), "a number")
     arguments = {"0": vector} | ({} if scale == 1 else {"1": scale})
     source = ValueSource(vector)
-    return Edit("add", lambda x, value, place: x + scale * value, arguments, source).at(**where)
+    added = Edit(
+        name="add",
+        change=lambda x, value, place: x + scale * value,
+        arguments=arguments,
+        source=source,
+    )
+    return added.at(**where)
 
 
 def replace(source: Values, *, source_pos: Index | None = None, **where: Index) -> Edit:
@@ -121,7 +127,13 @@ def replace(source: Values, *, source_pos: Index | None = None, **where: Index) 
     >>> replace(source, pos=0, source_pos=-1)(torch.ones(1, 3), Point("any", ("batch", "pos")))
     tensor([[7., 1., 1.]])
     """
-    return Edit("replace", _source_values, {"0": source}, source_of(source, source_pos)).at(**where)
+    replacement = Edit(
+        name="replace",
+        change=_source_values,
+        arguments={"0": source},
+        source=source_of(source, source_pos),
+    )
+    return replacement.at(**where)
 
 
 def mean(
@@ -164,7 +176,13 @@ def mean(
     if not averaged_axes:
         raise ValueError("across must name at least one axis; got ()")
     if isinstance(reference, Means):
-        return Edit("mean", _source_values, {"0": reference}, ValueSource(reference)).at(**where)
+        given_mean = Edit(
+            name="mean",
+            change=_source_values,
+            arguments={"0": reference},
+            source=ValueSource(reference),
+        )
+        return given_mean.at(**where)
     source = ValueSource(
         reference,
         whole=averaged_axes,
@@ -189,7 +207,7 @@ def mean(
         return _mean_of_real(value, _real_columns(mask, averaged_axes, value, place), dims, place)
 
     arguments = {"0": reference, "across": across, "attention_mask": attention_mask}
-    return Edit("mean", averaged, arguments, source).at(**where)
+    return Edit("mean", averaged, arguments=arguments, source=source).at(**where)
 
 
 def resample(
@@ -248,7 +266,7 @@ def resample(
         return value.index_select(batch, to_device(torch.tensor(rows), value.device))
 
     arguments = {"0": source, "seed": seed, "attention_mask": attention_mask}
-    return Edit("resample", donated, arguments, values).at(**where)
+    return Edit("resample", donated, arguments=arguments, source=values).at(**where)
 
 
 def noise(scale: float, seed: int = 0, **where: Index) -> Edit:

@@ -85,7 +85,7 @@ class SourceColumns:
 
     def rows(self, n_rows: int) -> Rows:
         """Return the columns for each of several rows, or one row for all."""
-        return self.selected.rows(self.n_columns, "source_pos", n_rows, self.real)
+        return self.selected.rows(self.n_columns, "source_pos", batch=n_rows, real=self.real)
 
 
 @dataclass(frozen=True, eq=False)
@@ -375,13 +375,13 @@ def _source_column_of_each(
     # A later piece has more keys.
     if dim == frame.positions and not whole:
         selected.require_reached(size, what, real)
-    rows = selected.rows(size, what, n_rows, real, whole)
+    rows = selected.rows(size, what, batch=n_rows, real=real, whole=whole)
     if dim == frame.positions and piece.began is not None and selected.counts_back:
         sizes_so_far = range(piece.began, size + 1)
         rows = _so_far(selected, sizes_so_far, what=what, n_rows=n_rows, real=real)
     sources = [[0]] if source is None else source.rows(n_rows)
     piece_columns = range(frame.firsts[dim], size)
-    return _source_columns(rows, sources, piece_columns, whole)
+    return _source_columns(rows, sources, piece_columns=piece_columns, whole=whole)
 
 
 def _intersection(first: Tensor | None, second: Tensor | None) -> Tensor | None:
@@ -407,7 +407,7 @@ def _so_far(
     """
     places: list[set[int]] = [set() for _ in range(n_rows)]
     for size in sizes:
-        rows = selected.rows(size, what, n_rows, _below(real, size), whole=False)
+        rows = selected.rows(size, what, batch=n_rows, real=_below(real, size), whole=False)
         # There may be one row for all texts.
         for places_of_text, row in zip(places, itertools.cycle(rows)):
             places_of_text.update(row)

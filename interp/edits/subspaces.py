@@ -1,4 +1,4 @@
-"""Edits of a part of a value: along some directions, or in a subspace."""
+"""Edits that change a value only along some directions, or only in a subspace."""
 
 from typing import Protocol, runtime_checkable
 
@@ -68,7 +68,7 @@ def interchange(
             )
         features = subspace
         change = lambda x, value, place: features.interchanged(x, value)  # noqa: E731
-    return Edit("interchange", change, arguments, values).at(**where)
+    return Edit("interchange", change, arguments=arguments, source=values).at(**where)
 
 
 def project_out(directions: Float[Tensor, "dim *k"], **where: Index) -> Edit:

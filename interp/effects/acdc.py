@@ -62,8 +62,8 @@ def acdc(
 
     Returns:
         A circuit for each threshold, by the threshold. The score of an edge is minus the increase
-        of the divergence when the edge was tested, in nats. Removed edges have scores too. The
-        score is NaN if no test was needed.
+        of the divergence when the edge was tested, in nats. Removed edges also have
+        scores. The score is NaN if no test was needed.
 
     Raises:
         ValueError: if there is no threshold, a threshold is not above 0, or for the reasons of
@@ -97,7 +97,7 @@ def acdc(
     with progress_bar("edges", total=n_edges * len(thresholds)) as count:
         for number, threshold in enumerate(thresholds, 1):
             kept, scores = _tested(graph, threshold, divergence, count)
-            circuits[threshold] = Circuit(graph, kept, scores, pairs.digests())
+            circuits[threshold] = Circuit(graph, kept, scores=scores, found_on=pairs.digests())
             # Count the edges that need no test too.
             count(number * n_edges - count.done)
     return circuits

@@ -80,7 +80,7 @@ class Comparison(plots.Shown):
             unit=self.unit,
             title="exact and estimated effects",
         )
-        return plots.View(says[0], shown.parts, self.plot, says[1:])
+        return plots.View(says[0], shown.parts, plot=self.plot, says=says[1:])
 
     def plot(self) -> "Figure":
         """Plot the estimate against the exact effect, one dot for each place.
@@ -91,7 +91,7 @@ class Comparison(plots.Shown):
 
         named = [(miss.exact, miss.estimate, miss.place) for miss in self.misses]
         title = repr(self).splitlines()[1].strip()
-        return scatter(self.exact, self.estimate, named, self.unit, title)
+        return scatter(self.exact, self.estimate, named, unit=self.unit, title=title)
 
     def __repr__(self) -> str:
         signs = f", the same sign at {self.sign_agreement:.0%}"

@@ -302,7 +302,8 @@ class EdgeScores:
         for reading in self._readings:
             value = run.values[reading.at]
             gradient = by_name.get(reading.at, torch.zeros_like(value))
-            pullback = Pullback(reading, run.values[reading.stream], gradient, self._device)
+            stream = run.values[reading.stream]
+            pullback = Pullback(reading, stream, gradient=gradient, device=self._device)
             parts.append((reading.readers, pullback))
             readers = slice(parts[0][0].start, reading.readers.stop)
             if readers.stop - readers.start >= _ENOUGH or reading is self._readings[-1]:

@@ -124,7 +124,9 @@ def edge_attribution(
     where = changed_positions(over, runs.text, runs.other)
     start = runs.gradients(points_read(graph))
     base = start.base
-    edge_scores = EdgeScores(graph, where, source, start.values, runs.target.device)
+    edge_scores = EdgeScores(
+        graph, where, source=source, base=start.values, device=runs.target.device
+    )
     scored = PathScores(edge_scores.of_all(start))
     difference = runs.target - base
     if method == "eap":

@@ -156,7 +156,8 @@ def _mean_gradient(sites: Sites, name: str, start: Gradients, first: Tensor, ste
     def added(means: Tensor) -> Tensor:
         return (change * means).flatten(2).sum(2)
 
-    return averaged(at, at_least_float32(first)[None], start.base, added, steps)
+    first = at_least_float32(first)[None]
+    return averaged(at, first, base=start.base, added=added, steps=steps)
 
 
 def _whole_change(sites: Sites, point: Point, base: Tensor) -> Tensor:

@@ -112,7 +112,8 @@ def patch_top_k(
     place layer 0, head 1  +1.134
     """
     choice = _choice(estimate)
-    runs = Runs(model, pairs, estimate.about["direction"], max_bytes)
+    direction = estimate.about["direction"]
+    runs = Runs(model, pairs, direction=direction, max_bytes=max_bytes)
     sites = Sites(runs, choice)
     estimated_sizes = estimate.mean().flatten().abs()
     n_places = len(estimated_sizes)

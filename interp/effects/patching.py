@@ -81,7 +81,7 @@ def activation_patching(
     """
     choice = Choice(site=site, over=over, layers=layers, heads=heads, neurons=neurons)
     if edit is None:
-        runs = Runs(model, pairs, direction, max_bytes)
+        runs = Runs(model, pairs, direction=direction, max_bytes=max_bytes)
         sites = Sites(runs, choice)
         base, effects = runs.edited(sites.edits(partial(edits.replace, sites.values)))
         return sites.result(base, effects)

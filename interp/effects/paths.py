@@ -68,7 +68,7 @@ def edge_patching(
     edge m3->logits  -5.003
     """
     graph = Graph(model, split_embeddings)
-    runs = PathEdits(graph, pairs, direction, max_bytes)
+    runs = PathEdits(graph, pairs, direction=direction, max_bytes=max_bytes)
     names = graph.edges if edges is None else listed(edges, "edges")
     if not names:
         raise ValueError("edges must be at least one; got none")
@@ -130,7 +130,7 @@ def path_patching(
     """
     require_choice("mlps", mlps, ("recomputed", "frozen"))
     graph = Graph(model, split_embeddings)
-    runs = PathEdits(graph, pairs, direction, max_bytes)
+    runs = PathEdits(graph, pairs, direction=direction, max_bytes=max_bytes)
     receivers = listed(receivers, "receivers")
     readers = {graph.place("reader", name) for name in receivers}
     if not receivers or ("logits" in receivers and len(receivers) > 1):

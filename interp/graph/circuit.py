@@ -223,11 +223,12 @@ class Circuit(plots.Shown):
             identity = facts["graph"]
             found_on = frozenset(facts["found_on"])
         graph.require(identity)
-        return cls(graph, tensors["kept"], tensors["scores"], found_on)
+        return cls(graph, tensors["kept"], scores=tensors["scores"], found_on=found_on)
 
     def _with(self, kept: Tensor, found_on: Iterable[str] = ()) -> "Circuit":
         """Return a circuit of other edges with the same scores."""
-        return Circuit(self.graph, kept, self.scores, self.found_on.union(found_on))
+        all_found_on = self.found_on.union(found_on)
+        return Circuit(self.graph, kept, scores=self.scores, found_on=all_found_on)
 
     def _table_of(self, other: "Circuit") -> Tensor:
         """Return the edges of another circuit of the same graph as a table."""
@@ -256,7 +257,7 @@ def largest(
     Raises:
         ValueError: if the graph has fewer than `n` edges.
     """
-    require_integer("n", n, 0, int(graph.allowed.sum()))
+    require_integer("n", n, least=0, most=int(graph.allowed.sum()))
     order = strength[graph.allowed].argsort(descending=True, stable=True)
     places = graph.allowed.nonzero()[order[:n]]
     kept = torch.zeros_like(graph.allowed)

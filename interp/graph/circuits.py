@@ -183,7 +183,8 @@ def _helps(scores: Result) -> Float[Tensor, " edge"]:
 def _circuit(graph: Graph, scores: Result, kept: Tensor) -> Circuit:
     """Return the circuit of some edges with their scores, without edges of unconnected nodes."""
     found_on = scores.about.get("texts", ())
-    return Circuit(graph, kept, -_table(graph, _helps(scores)), found_on).pruned()
+    effects = -_table(graph, _helps(scores))
+    return Circuit(graph, kept, scores=effects, found_on=found_on).pruned()
 
 
 def _table(graph: Graph, of_edges: Float[Tensor, " edge"]) -> Float[Tensor, "writer reader"]:

@@ -82,7 +82,8 @@ class Graph:
         if linear_part(self._norm, self.model.config.d_model).bias.any():
             add(writers, 0, [NodeName("input.bias")])
         self.layers = tuple(
-            nodes_of_block(n, block, writers, readers) for n, block in enumerate(blocks)
+            nodes_of_block(n, block, writers=writers, readers=readers)
+            for n, block in enumerate(blocks)
         )
         add(readers, 2 * len(blocks), [NodeName("logits")])
         self.writers = tuple(writers)

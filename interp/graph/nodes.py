@@ -137,7 +137,13 @@ def added_by(branch: Any, weight: Tensor, bias: Tensor) -> Added:
 
 
 class MLP(NamedTuple):
-    """The MLP of a block: its index among the writers and among the readers, and its branch."""
+    """The MLP of a block.
+
+    Attributes:
+        writer: the index of the MLP among the writers.
+        reader: the index of the MLP among the readers.
+        branch: the branch of the MLP; see `interp.protocol.LanguageModel`.
+    """
 
     writer: int
     reader: int

@@ -67,7 +67,7 @@ def linear_part(norm: nn.Module | None, *shape: int) -> LinearPart:
         shape: the shape of the normalised vectors.
 
     Raises:
-        TypeError: if the norm has another type without `centres`.
+        TypeError: if the norm is of another type, and does not have the attribute `centres`.
     """
     if norm is None or is_identity(norm):
         return LinearPart(None, torch.zeros(shape, dtype=torch.float64), False)

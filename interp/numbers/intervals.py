@@ -177,7 +177,7 @@ def share_interval(
     x, weight, of_residual = _by_text(values, groups)
     n = x.shape[1]
     if n < 3 or math.isinf(width):
-        ends = interval(values, None, confidence, groups)
+        ends = interval(values, confidence=confidence, groups=groups)
         return Interval(*(end.clamp(*bounds) for end in ends))
     # Rounding can move a value beyond a bound.
     x = ((x - low) / width).clamp(0, 1)

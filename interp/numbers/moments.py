@@ -45,7 +45,8 @@ class Moments:
         mean = rows.mean(0)
         deviations = rows - mean
         products = deviations.mT @ deviations if pairs else deviations.square().sum(0)
-        return cls(len(rows), mean, products, 0 if labels is None else labels.shape[1])
+        n_labels = 0 if labels is None else labels.shape[1]
+        return cls(n=len(rows), mean=mean, products=products, n_labels=n_labels)
 
     @property
     def covariance(self) -> Float[Tensor, "d d"]:
@@ -65,4 +66,4 @@ class Moments:
         else:
             squares = difference.square()
         products = self.products + other.products + squares * (self.n * other.n / n)
-        return Moments(n, mean, products, self.n_labels)
+        return Moments(n=n, mean=mean, products=products, n_labels=self.n_labels)

@@ -49,7 +49,7 @@ def aligned(
     _require_same_texts(texts, masks, has_spans=bool(spans))
     spans_of_texts = (spans, spans if corrupted_spans is None else corrupted_spans)
     columns = [
-        positions_of_spans(spans_of_text, mask, kind, last_only)
+        positions_of_spans(spans_of_text, mask, text=kind, last_only=last_only)
         for kind, mask, spans_of_text in zip(kinds, masks, spans_of_texts, strict=False)
     ]
     check_counts(columns[0], columns[-1])
@@ -118,7 +118,7 @@ def _mask_token(language: Any) -> int | None:
 
 
 def _require_same_texts(texts: list[Text], masks: list[Tensor], has_spans: bool) -> None:
-    """Check that clean and corrupted texts are equally many and, without spans, have one shape.
+    """Check the numbers of clean and corrupted texts and, without spans, their shapes and padding.
 
     Args:
         texts: the clean texts and, if there are any, the corrupted texts.
@@ -191,7 +191,7 @@ def positions_of_spans(
                 f"{what} must be a list of positions for each of the {batch} examples; got "
                 f"{shown(index)}"
             )
-        rows = span.rows(n_pos, what, batch, real_columns(real))
+        rows = span.rows(n_pos, what, batch=batch, real=real_columns(real))
         if not all(rows):
             raise ValueError(
                 f"{what} must have at least one position in each example; got {shown(index)}"

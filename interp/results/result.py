@@ -139,11 +139,11 @@ class Result(plots.Shown):
         if self.counts is not None:
             return auroc_interval(rows, self.counts, confidence)
         if self.bounds is not None:
-            return share_interval(rows, self.bounds, confidence, self.groups)
+            return share_interval(rows, self.bounds, confidence=confidence, groups=self.groups)
         if self.is_ratio:
             base, target = self._runs()
             gap = target - base
-        return interval(rows, gap, confidence, self.groups)
+        return interval(rows, gap=gap, confidence=confidence, groups=self.groups)
 
     def _runs(self) -> tuple[Float[Tensor, " example"], Float[Tensor, " example"]]:
         """Return the base and the target, or raise an error if one of them is missing."""

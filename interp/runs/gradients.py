@@ -232,7 +232,7 @@ def require_numbers(name: str, effects: Float[Tensor, "..."]) -> None:
 
 
 def warn_of_unread(names: Sequence[str]) -> None:
-    """Warn once about all points that no gradient reached."""
+    """Warn about the points that no gradient reached, in a single warning."""
     if names:
         other_points = f" and {len(names) - 1} more points" if len(names) > 1 else ""
         warn(f"the metric does not depend on {names[0]}{other_points}; their effects are 0")

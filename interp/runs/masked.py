@@ -75,7 +75,8 @@ def run_circuit(
 
     Each reader sees the stream plus the sum of `mask * (source - current)` over its edges. So a run
     without masked edges equals the run of the text, and a run with all edges masked equals the
-    source run. Any number of edges takes one forward pass. The output of a node is computed from
+    source run. A run takes one forward pass for any number of
+    edges. The output of a node is computed from
     the stream that its readers see.
 
     Args:
@@ -109,7 +110,8 @@ def run_circuit(
     True
     """
     graph = Graph(model, split_embeddings)
-    return MaskedRuns(graph, pairs, source, direction, max_bytes).logits(circuit)
+    runs = MaskedRuns(graph, pairs, source, direction=direction, max_bytes=max_bytes)
+    return runs.logits(circuit)
 
 
 class MaskedRuns:
@@ -134,7 +136,8 @@ class MaskedRuns:
     ) -> None:
         self.graph = graph
         self._model = graph.model
-        self.runs = Runs(graph.runner().model, pairs, direction, max_bytes)
+        model = graph.runner().model
+        self.runs = Runs(model, pairs, direction=direction, max_bytes=max_bytes)
         self._text = self.runs.text
         self._source = self._checked(source)
         self.runs.reads_other = isinstance(source, str) and source == "pair"
@@ -319,7 +322,7 @@ class MaskedRuns:
                 if stream.device != layer.device:
                     stream, context = all_to_device((stream, context), layer.device)
                     streams.move(layer.device)
-                stream = _stream_after(layer, stream, context, streams, values)
+                stream = _stream_after(layer, stream, context, streams=streams, values=values)
         logits_reader = slice(len(self.graph.readers) - 1, None)
         return streams.of(logits_reader, stream)[0]
 

@@ -3,8 +3,8 @@
 The algorithm (Goldowsky-Dill et al. 2023, "Localizing Model Behavior with Path Patching"; for
 `through` Wang et al. 2022, "Interpretability in the Wild"):
 
-1. Run both texts once. `moved` is the output of each writer in the other run minus its output in
-   this run.
+1. Run the model once on each text. `moved` is the output of each writer in the other run minus its
+   output in this run.
 2. For one edge (`over_edge`): add the writer's `moved` to the stream that the reader reads, and
    compute this reader's sublayer alone. The new output of the sublayer is the edit.
 3. For paths from a sender to receivers (`through`): carry the sender's `moved` from block to block.
@@ -58,7 +58,8 @@ class PathEdits:
     ) -> None:
         self.graph = graph
         self.model = graph.model
-        runs = Runs(graph.runner().model, pairs, direction, max_bytes // 2)
+        model = graph.runner().model
+        runs = Runs(model, pairs, direction=direction, max_bytes=max_bytes // 2)
         self.runs = runs
         text = runs.text
         if not text.is_aligned_with(runs.other):

@@ -6,8 +6,9 @@ The algorithm (no paper; the result equals the result of separate runs):
    each block. Try each edit on the values of this run, so that errors are raised before the edited
    runs (`unedited`).
 2. For each edit, find the first block and the first position that it may change.
-3. Begin each edited run there. Runs that begin at the same position are rows of one batch, as many
-   as the memory allows (`resume`). Each edit changes only its own rows (`rows`).
+3. Begin each edited run at this block and this position. Runs that begin at the same position are
+   rows of one batch, as many as the memory allows (`resume`). Each edit changes only its own rows
+   (`rows`).
 4. If the model cannot be resumed, each edited run is some rows of a whole forward pass
    (`rows.WholeRuns`).
 5. Unembed only the positions that the metric reads, and subtract the metric of the unedited run.
@@ -53,7 +54,7 @@ def measured(
     base = evaluate(batch.metric, unedited.logits, size)
     runs: Resumed | WholeRuns
     if runs_alone or any(map(_counts_calls, jobs)) or not unedited.is_resumable():
-        runs = WholeRuns(model, batch, jobs, None if runs_alone else max_bytes)
+        runs = WholeRuns(model, batch, jobs, max_bytes=None if runs_alone else max_bytes)
     else:
         if not all(getattr(context, "is_causal", True) for context in unedited.contexts):
             # Earlier positions read later positions, so all positions are computed.

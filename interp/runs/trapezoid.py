@@ -56,7 +56,7 @@ def averaged(
     steps: Steps,
     size: Float[Tensor, ""] | None = None,
 ) -> Mean:
-    """Return the mean of a function along each path. No value is computed twice.
+    """Return the mean of a function along each path. Each value is computed only once.
 
     Args:
         at: the function.
