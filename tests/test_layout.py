@@ -311,6 +311,8 @@ def test_interp_is_imported_without_models(tmp_path):
     """A project may contain only `hooks` and `interp`. Then there is nothing to warn about."""
     for package in ("hooks", "interp"):
         shutil.copytree(ROOT / package, tmp_path / package)
-    done = python(f"import sys; sys.path[:0] = [{str(tmp_path)!r}]; import interp.edits; print('ok')")
+    done = python(
+        f"import sys; sys.path[:0] = [{str(tmp_path)!r}]; import interp.edits; print('ok')"
+    )
     assert done.stdout == "ok\n", done.stderr
     assert done.stderr == ""

@@ -1,6 +1,8 @@
 """The README: its code is the quickstart example, runs, and prints the output below it."""
 
 import importlib.util
+import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,23 @@ def block(kind):
 def test_the_readme_is_short_and_has_two_commands():
     assert len(README.splitlines()) <= 120
     assert README.count("\npython -m pip install") == 2
+
+
+def test_links_work_on_a_package_index():
+    """The build replaces each relative link by an address, and its file is in the repository."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    published = README
+    for rule in project["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]["substitutions"]:
+        published = re.sub(rule["pattern"], rule["replacement"], published)
+    links = re.findall(r"\]\(([^)]+)\)", published)
+    assert len(links) == README.count("](") > 20
+    assert all(link.startswith("https://") or link.startswith("#") for link in links)
+    picture = (
+        "https://raw.githubusercontent.com/hookscope/hookscope/main/examples/guides/patched.png"
+    )
+    assert picture in links
+    for link in re.findall(r"\]\(([^)#]+)", README):
+        assert link.startswith("https://") or (ROOT / link).exists(), link
 
 
 def test_the_code_is_the_quickstart_example():
