@@ -1,4 +1,8 @@
-"""Training: `train` a model on one text and `evaluate` it on another."""
+"""Training: `train` a model on one text and `evaluate` it on another.
+
+Read `data` first: the settings, the batches and the loss. Then read `loop`, whose state and files
+are in `run`.
+"""
 
 from models.training.data import (
     Batches,

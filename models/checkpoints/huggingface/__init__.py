@@ -1,4 +1,8 @@
-"""Load Hugging Face checkpoints from a directory of `save_pretrained`, or from memory."""
+"""Load Hugging Face checkpoints from a directory of `save_pretrained`, or from memory.
+
+This file contains the loader. Read `family` next, the form of the tables, and then `families`, the
+table of each kind of model.
+"""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
