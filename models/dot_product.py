@@ -82,6 +82,10 @@ def require_room_for_scores(
 def causal_mask(pos: int, device: torch.device | str | None = None) -> Bool[Tensor, "query key"]:
     """Return a mask that is True where the key is not later than the query.
 
+    Args:
+        pos: the number of queries and keys.
+        device: the device of the mask. Default: the CPU.
+
     Raises:
         ValueError: if `pos` is not a whole number of at least 0.
 

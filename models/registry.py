@@ -18,9 +18,12 @@ _configs: dict[str, TransformerConfig] = {}
 
 
 def register(name: str) -> Callable[[Describe], Describe]:
-    """Register the config that the decorated function returns, for `build` and `config_of`.
+    """Return a decorator that registers the config of a function, for `build` and `config_of`.
 
     Registering a name again replaces its config, with a warning.
+
+    Args:
+        name: the name of the config.
 
     Raises:
         ValueError: if the decorated object is not a function that returns a `TransformerConfig`.
@@ -60,6 +63,10 @@ def config_of(name: str, **overrides: Any) -> TransformerConfig:
 
     Derived sizes, such as `d_mlp` from `d_model`, are derived again.
 
+    Args:
+        name: the name of the config, one of `list_configs()`.
+        overrides: fields of `TransformerConfig` with other values.
+
     Raises:
         UnknownNameError: if the name (see `list_configs`) or a field is unknown. It is a KeyError
             with close matches.
@@ -79,7 +86,13 @@ def config_of(name: str, **overrides: Any) -> TransformerConfig:
 def build(name: str, **overrides: Any) -> Transformer:
     """Return a model with new random weights from a registered config.
 
-    For arguments and errors see `config_of`.
+    Args:
+        name: the name of the config, one of `list_configs()`.
+        overrides: fields of `TransformerConfig` with other values.
+
+    Raises:
+        UnknownNameError: if the name or a field is unknown; see `config_of`.
+        ValueError: if an override is not allowed.
 
     >>> build("gpt2", vocab_size=7, n_ctx=5, n_layers=2, n_heads=1, d_model=4).count_parameters()
     544

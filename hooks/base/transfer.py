@@ -61,7 +61,9 @@ _SKIPS_TOKEN_CHECKS = Scoped("skip_token_checks", False)
 
 
 def skip_token_checks() -> AbstractContextManager[None]:
-    """Skip checks that read the numbers of tokens and masks; shapes and types are still checked.
+    """Return a context manager without the checks that read the numbers of tokens and masks.
+
+    Shapes and types are still checked.
 
     On an accelerator each of these checks waits for the device. Use this only if the tokens and
     masks are known to be right: a token outside the vocabulary or a wrong mask leads to arbitrary

@@ -82,6 +82,10 @@ def attach(
             searched.
         attn, mlp: the names of the sublayers inside a block.
 
+    Returns:
+        The attachment: the object that analyses use. `attachment.remove()`, or the end of a `with`
+        statement, removes the points.
+
     Raises:
         ImportError: if `transformers` is not installed, or is older than 5.6.
         TypeError: if the tokenizer or the example has a wrong type.

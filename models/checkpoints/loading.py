@@ -54,7 +54,7 @@ def load(
     revision: str | None = None,
     progress: bool = True,
 ) -> Transformer:
-    """Load a model in evaluation mode. The weights are the unprocessed weights of the file.
+    """Return a model from a file, in evaluation mode, with the unprocessed weights of the file.
 
     The first of these that exists is loaded:
 
@@ -177,7 +177,7 @@ def _tokenizer_at(path: Path) -> Tokenizer | None:
 def load_tokenizer(
     name_or_path: str | os.PathLike[str], *, revision: str | None = None
 ) -> Tokenizer:
-    """Load a tokenizer by the name or path of its model, or by the path of its own file.
+    """Return a tokenizer by the name or path of its model, or by the path of its own file.
 
     The file of a tokenizer may be a tokenizer.json or a tekken.json.
 

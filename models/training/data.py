@@ -217,7 +217,7 @@ def row_losses(model: Transformer, rows: Int[Tensor, "batch pos"]) -> Float[Tens
 def train_test_split(
     tokens: Int[Tensor, "text ..."], fraction: float = 0.9
 ) -> tuple[Int[Tensor, "training ..."], Int[Tensor, "validation ..."]]:
-    """Split a text, or walks [walk, pos], in a part for training and a part for validation.
+    """Return two parts of a text, or of walks [walk, pos]: for training and for validation.
 
     Args:
         tokens: the text, or the walks.

@@ -96,6 +96,10 @@ def train(
             over rows is minimised. It is also the loss on the held-out text. To continue from a
             checkpoint, give the same loss.
 
+    Returns:
+        The losses of the steps, in nats per token unless `loss` has another unit, and the
+        validation losses by step.
+
     Raises:
         ValueError: before any work, if a text is shorter than a context and its next token, if a
             text has tokens outside the vocabulary, or if a checkpoint is damaged or belongs to

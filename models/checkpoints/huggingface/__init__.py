@@ -91,7 +91,7 @@ def from_hf(
     ignore: Collection[str] = (),
     tokenizer: Any = None,
 ) -> Transformer:
-    """Copy a model of `transformers` in memory to a `Transformer` in evaluation mode.
+    """Return a copy of a model of `transformers` as a plain `Transformer`, in evaluation mode.
 
     Args:
         model: a causal language model of a family in `FAMILIES`. The copy shares no memory with it.
