@@ -49,8 +49,16 @@ class LanguageModel(Protocol):
     and values of each head, which are linear in `x`, by `W_Q`, `b_Q` and so on. `mix` computes the
     output of attention from them, through a point `z` and with `W_O` and `b_O`. A norm is an
     identity, or a LayerNorm or RMSNorm with a point `scale`, the number that it divides by. Norms
-    that are not PyTorch's classes need `centres`, whether the norm subtracts the mean. `weight` and
-    `bias` are the gain and the bias of a norm, or None.
+    that are not PyTorch's classes need `centres`, which is True if the norm subtracts the mean.
+    `weight` and `bias` are the gain and the bias of a norm, or None.
+
+    Attributes:
+        config: the sizes of the model.
+        blocks: the blocks, in order.
+        W_E: the token embeddings.
+        W_Q, W_K, W_V: the weights from the input of attention to queries, keys and values.
+        W_O: the weights from the values that attention mixes to its output.
+        W_U: the unembedding, from the stream after the final norm to logits.
     """
 
     config: Sizes

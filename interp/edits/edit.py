@@ -51,8 +51,9 @@ class Edit:
         where: the place, by axis; see `at`.
 
     >>> from interp import edits
-    >>> edits.zero(head=3).at(pos=slice(5, None))
-    edits.zero(head=3, pos=slice(5, None))
+    >>> edit = edits.scale(0.5, pos=-1)
+    >>> edit(torch.ones(1, 3), Point("any", ("batch", "pos")))
+    tensor([[1.0000, 1.0000, 0.5000]])
     """
 
     name: str
@@ -73,6 +74,10 @@ class Edit:
             UnknownNameError: if an axis looks like a misspelt standard axis. Other names may be
                 axes of points that you define.
             TypeError: if an index is not accepted by `Selection`.
+
+        >>> from interp import edits
+        >>> edits.zero(head=3).at(pos=-1)
+        edits.zero(head=3, pos=-1)
         """
         for axis in where:
             if axis not in (*AXES, CALL) and difflib.get_close_matches(axis, AXES, cutoff=0.8):

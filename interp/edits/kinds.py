@@ -310,8 +310,13 @@ def knockout(query: Index | None = None, key: Index | None = None, **where: Inde
     Warns:
         UserWarning: if all keys come after all queries.
 
-    >>> knockout(query=-1, key=[2, 3], head=5)
-    edits.knockout(query=-1, key=[2, 3], head=5)
+    >>> from hooks import Point
+    >>> scores = torch.zeros(1, 1, 3, 3)
+    >>> edit = knockout(query=-1, key=[0, 1], head=0)
+    >>> edit(scores, Point("attn.scores", ("batch", "head", "query", "key")))[0, 0]  # [query, key]
+    tensor([[0., 0., 0.],
+            [0., 0., 0.],
+            [-inf, -inf, 0.]])
     """
     keys = Selection(slice(None) if key is None else key)
     queries = Selection(slice(None) if query is None else query)

@@ -110,6 +110,10 @@ def compare_effects(exact: Result, estimate: Result) -> Comparison:
         exact: effects, such as a result of `activation_patching`.
         estimate: effects at the same places, such as a result of `attribution_patching`.
 
+    Returns:
+        Both mean effects of each place, with Spearman's rank correlation, the share of equal signs,
+        and the places where the effects differ most.
+
     Raises:
         ValueError: if axes, labels, sites, directions, units, metrics or texts of the two results
             differ, or an effect is not finite.

@@ -124,8 +124,16 @@ class Circuit(plots.Shown):
     def without(self, node: str) -> "Circuit":
         """Return the circuit without all edges to a node and from the node.
 
+        Args:
+            node: the name of the node, such as `a0.h1`, `m0` or `logits`.
+
         Raises:
             UnknownNameError: if the graph does not have the node; the error names close matches.
+
+        >>> from models import load
+        >>> circuit = Circuit(Graph(load("pydoc-4l")), ["input->m0", "m0->logits", "input->logits"])
+        >>> list(circuit.without("m0"))
+        ['input->logits']
         """
         nodes = (*self.graph.writers, "logits")
         if node not in nodes:
@@ -149,6 +157,11 @@ class Circuit(plots.Shown):
         embeddings, need no incoming edge. The logits need no outgoing edge. If the source is the
         other text of each pair, runs of both circuits are the same. With other sources, or if heads
         share the scale of a norm after attention, the runs may differ.
+
+        >>> from models import load
+        >>> circuit = Circuit(Graph(load("pydoc-4l")), ["input->m0", "m0->m1", "input->logits"])
+        >>> list(circuit.pruned())  # `m1` has no edge to the logits, so `m0` is not connected.
+        ['input->logits']
         """
         kept = self.kept
         feeds = feeding(self.graph)

@@ -131,6 +131,10 @@ def random(graph: Graph, n: int, seed: int = 0) -> Circuit:
 
     Raises:
         ValueError: if the graph has fewer than `n` edges.
+
+    >>> from models import load
+    >>> len(random(Graph(load("pydoc-4l")), 10))
+    10
     """
     require_made("graph", graph, Graph)
     generator = torch.Generator().manual_seed(seed)

@@ -52,8 +52,7 @@ R = TypeVar("R")
 
 
 class Pairs(plots.Shown):
-    """Clean texts, the corrupted texts that they are compared with, if any, and the metric of an
-    analysis.
+    """Clean texts, corrupted texts to compare them with, and the metric of an analysis.
 
     Without spans, a position of the clean text corresponds to the same position of the corrupted
     text, so both texts must have the same shape and padding. With spans, only the positions of a
@@ -172,10 +171,18 @@ class Pairs(plots.Shown):
     def read_by(self, model: nn.Module) -> "Pairs":
         """Return these pairs as tokens of a model. Analyses call this method.
 
+        Args:
+            model: the model whose tokenizer converts strings.
+
         Raises:
             ValueError: if an answer or a token of the metric is several tokens or ambiguous, if a
                 span does not occur exactly once in its text, or if texts do not correspond.
             TypeError: if the model can read only tensors.
+
+        >>> from models import load
+        >>> pairs = Pairs("def __ini", "def __nam", ("t", "e"))
+        >>> pairs.read_by(load("pydoc-4l"))
+        Pairs: 1, clean [1, 9], corrupted [1, 9]
         """
         pairs = copy.copy(self)
         if not self.is_read:
@@ -223,7 +230,7 @@ class Pairs(plots.Shown):
 
     @property
     def text(self) -> Text:
-        """The clean texts.
+        """The clean texts as tokens, with their mask and their other inputs.
 
         Raises:
             ValueError: if no model has read them yet.
@@ -233,7 +240,7 @@ class Pairs(plots.Shown):
 
     @property
     def other(self) -> Text | None:
-        """The corrupted texts; None if there are no corrupted texts.
+        """The corrupted texts as tokens; None if there are no corrupted texts.
 
         Raises:
             ValueError: if no model has read them yet.

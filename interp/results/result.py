@@ -107,7 +107,11 @@ class Result(plots.Shown):
         )
 
     def mean(self) -> Float[Tensor, "*axes"]:
-        """Return the mean effect over examples, in `unit`."""
+        """Return the mean effect over examples, in `unit`.
+
+        >>> Result(torch.tensor([[1.0, 3.0], [0.0, -1.0]]), ("layer", "example")).mean()
+        tensor([ 2.0000, -0.5000])
+        """
         return self.values.mean(-1)
 
     def interval(self, confidence: float = 0.95) -> Interval:
@@ -171,6 +175,11 @@ class Result(plots.Shown):
 
         Raises:
             ValueError: if base or target is missing, or they are equal in all examples.
+
+        >>> base, target = torch.tensor([-1.0, -2.0]), torch.tensor([3.0, 4.0])
+        >>> effects = Result(torch.tensor([[1.0, 3.0]]), ("layer", "example"), base, target)
+        >>> effects.normalized().mean()  # the mean effect 2 divided by the mean difference 5
+        tensor([0.4000])
         """
         base, target = self._runs()
         gap = target - base
@@ -389,6 +398,10 @@ class Result(plots.Shown):
         Raises:
             UnknownNameError: if the axis does not exist.
             ValueError: if the axis is `example`, for which there is `mean`.
+
+        >>> heads = Result(torch.tensor([[[1.0], [2.0]]]), ("layer", "head", "example"))
+        >>> heads.sum("head").mean()
+        tensor([3.])
         """
         if axis not in self.axes:
             raise unknown_name(axis, self.axes, "axis of this result")
@@ -443,6 +456,9 @@ class Result(plots.Shown):
 
         Raises:
             ValueError: if `k` is below 1.
+
+        >>> Result(torch.tensor([[1.0, 3.0], [0.0, -1.0]]), ("layer", "example")).top(1)
+        layer 0  +2
         """
         require_integer("k", k)
         size = self.mean().flatten().abs().nan_to_num(nan=-1.0)

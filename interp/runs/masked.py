@@ -93,6 +93,9 @@ def run_circuit(
             result. It applies if no gradient is recorded. Examples that do not fit together are run
             one after another.
 
+    Returns:
+        The logits at all positions of the texts that `direction` runs.
+
     Raises:
         ValueError: if circuit, mask or source do not fit, texts have padding on the left but one
             source is given for all examples, or `max_bytes` is too small for one example.
