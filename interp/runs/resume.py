@@ -4,7 +4,7 @@ The algorithm, for the edited runs of a sweep:
 
 1. Find the first block and the first position of each run (`_place`).
 2. Group the runs by their first position. A group with too few tokens joins the group that begins
-   earlier.
+   earlier (`_groups`).
 3. Measure the memory of one run, and divide each group into chunks that fit (`_divided`).
 4. Compute each chunk block by block as one batch [run * batch, pos, d_model]. A run joins the batch
    at its first block with the unedited stream. Earlier keys and values are taken from the unedited
