@@ -249,7 +249,7 @@ def _results(
 def _by_label(
     scores: Sequence[Float[Tensor, " example"]], labels: Mapping[str, Sequence[Any]]
 ) -> Float[Tensor, "control point pos example"]:
-    """Stack scores that are ordered by point, then by position, then by control."""
+    """Return scores that are ordered by point, then by position, then by control, as a tensor."""
     n_controls, n_points, n_positions = map(len, labels.values())
     by_place = torch.stack([*scores]).view(n_points, n_positions, n_controls, -1)
     return by_place.movedim(2, 0)
@@ -300,7 +300,14 @@ class _Places:
     def at(
         self, point: str, pos: int | str, head: int | None, count: Callable[[], object]
     ) -> _Place:
-        """Return the place at a point and a position, for one head if the point has heads."""
+        """Return the place at a point and a position, for one head if the point has heads.
+
+        Args:
+            point: the name of the point.
+            pos: the position, or the name of a span.
+            head: the head, if the point has heads.
+            count: a function to call after each step of a fit.
+        """
 
         def runs_at(runs: Runs) -> InterchangeRuns:
             return InterchangeRuns(

@@ -41,7 +41,12 @@ class Featurizer:
     def interchanged(
         self, value: Float[Tensor, "*rows d"], source: Float[Tensor, "*rows d"]
     ) -> Float[Tensor, "*rows d"]:
-        """Return the value with the selected features of the source, in the dtype of the value."""
+        """Return the value with the selected features of the source, in the dtype of the value.
+
+        Args:
+            value: the value that is changed.
+            source: the value of the other run.
+        """
         base = at_least_float32(value)
         features = self.encode(base)
         source_features = self.encode(at_least_float32(source))
@@ -101,8 +106,16 @@ def neurons(size: int) -> Featurizer:
 def pca(values: Float[Tensor, "row d"], k: int) -> Featurizer:
     """Return the first `k` principal components of values as features, all of them interchanged.
 
+    Args:
+        values: the values.
+        k: the number of components.
+
     Raises:
         ValueError: if the values have fewer than `k` components.
+
+    >>> part = pca(torch.tensor([[1.0, 0.0], [5.0, 0.0], [3.0, 1e-3]]), k=1)
+    >>> part.interchanged(torch.tensor([1.0, 7.0]), torch.tensor([2.0, 8.0])).round()
+    tensor([2., 7.])
     """
     x = values.double()
     components = torch.linalg.svd(x - x.mean(0), full_matrices=False).Vh

@@ -56,9 +56,11 @@ class Fit:
     def __call__(
         self, pairs: InterchangeRuns, done: Callable[[], object] = lambda: None
     ) -> tuple[Featurizer, tuple[float, ...]]:
-        """Fit a part to pairs, and return the part and the mean loss of each epoch.
+        """Fit a part to pairs, and return the part and the mean loss of each epoch, in nats.
 
-        `done` is called after each step.
+        Args:
+            pairs: the pairs at a site.
+            done: a function to call after each step. Default: no function.
         """
         module, part_at = self._learner(pairs.source)
         parameters = [*module.parameters()]
@@ -99,7 +101,12 @@ class Fit:
         return _columns(columns.to(**options), options)
 
     def random(self, size: int, part: Featurizer) -> Featurizer:
-        """Return a random part with the same number of columns, or of features of `part`."""
+        """Return a random part with the same number of columns, or of features of `part`.
+
+        Args:
+            size: the size of a value.
+            part: the learned part.
+        """
         draw = torch.Generator().manual_seed(self.seed)
         if self.features is None:
             return subspace(torch.randn(size, self.k, generator=draw))

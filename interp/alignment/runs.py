@@ -123,6 +123,10 @@ class InterchangeRuns:
 
         The choices are all tokens or, if each pair has a right and a wrong answer, these two
         tokens.
+
+        Args:
+            part: the part that is interchanged.
+            rows: the numbers of the pairs.
         """
         return cross_entropy(*self._choices(self._logits(part, rows), rows))
 

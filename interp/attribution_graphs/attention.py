@@ -107,8 +107,12 @@ def _rows_of_head(
 
 
 def without_each_head(run: FrozenRun, target: Targets, source: int) -> Float[Tensor, "layer head"]:
-    """Return the effect of a source on one target without the paths through a head, for
-    each head.
+    """Return the effect of a source on one target without the paths through a head, for each head.
+
+    Args:
+        run: the frozen run.
+        target: the target.
+        source: the index of the source.
     """
     layers = len(run.graph.layers)
     n_heads = run.n_heads

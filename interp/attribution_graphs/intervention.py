@@ -74,6 +74,7 @@ class Intervention:
 
     @property
     def _pairs(self) -> Float[Tensor, "two _node"]:
+        """The predicted and the true change of each node with a predicted change."""
         moved = self.predicted != 0
         return torch.stack([self.predicted[moved], self.true[moved]]).cpu()
 

@@ -100,10 +100,7 @@ def read(data: Mapping[str, Any], tokens: Sequence[str], labels: Mapping[str, st
             f"feature_type of {name} must be one of {', '.join(_KINDS)}; got "
             f"{data['feature_type']!r}"
         )
-    if layer != "E" and not layer.isdecimal():
-        raise ValueError(f"the layer of {name} must be E or a number; got {layer!r}")
-    if not 0 <= pos < len(tokens):
-        raise ValueError(f"ctx_idx of {name} must be in [0, {len(tokens)}); got {pos}")
+    _require_place(name, layer, pos, n_tokens=len(tokens))
     if matched is None and kind != "error":
         raise ValueError(f"the name of a node must end in its number and position; got {name!r}")
     index = int(matched[1]) if matched else -1
@@ -115,16 +112,17 @@ def read(data: Mapping[str, Any], tokens: Sequence[str], labels: Mapping[str, st
     elif kind == "feature":
         # Neuronpedia's server writes this label for features without a label.
         label = "" if label == f"F{feature}" else label
-        places = str(feature), f"{layer}_{feature}_{pos}"
-        label = next((labels[place] for place in places if labels.get(place)), label)
+        keys = (str(feature), f"{layer}_{feature}_{pos}")
+        label = next((labels[key] for key in keys if labels.get(key)), label)
     elif kind == "logit":
         # Differences of logits have no probability, and the format contains 0 for them.
         chance = number_or_none(data, "token_prob") or None
-        written_as = data["jsNodeId"]
-        label = said[2] if (said := _LOGIT.fullmatch(label)) else label
+        script_id = data["jsNodeId"]
+        label_of_token = _LOGIT.fullmatch(label)
+        label = label_of_token[2] if label_of_token else label
         # circuit-tracer and this package write the number of layers plus 1. The server and
         # Anthropic write the number of layers.
-        depth -= written_as != name and "_-" not in written_as
+        depth -= script_id != name and "_-" not in script_id
         first = str(depth + 1)
     else:
         first = name.partition("_")[0]
@@ -143,8 +141,24 @@ def read(data: Mapping[str, Any], tokens: Sequence[str], labels: Mapping[str, st
     )
 
 
+def _require_place(name: str, layer: str, pos: int, n_tokens: int) -> None:
+    """Check the layer and the position of a node.
+
+    Raises:
+        ValueError: if the layer is neither `E` nor a number, or the position does not exist.
+    """
+    if layer != "E" and not layer.isdecimal():
+        raise ValueError(f"the layer of {name} must be E or a number; got {layer!r}")
+    if not 0 <= pos < n_tokens:
+        raise ValueError(f"ctx_idx of {name} must be in [0, {n_tokens}); got {pos}")
+
+
 def number_of(data: Mapping[str, Any], name: str) -> float:
     """Return a number of a node or a link.
+
+    Args:
+        data: the JSON of the node or link.
+        name: the name of the number.
 
     Raises:
         KeyError: if the number is missing.
@@ -159,6 +173,10 @@ def number_of(data: Mapping[str, Any], name: str) -> float:
 
 def number_or_none(data: Mapping[str, Any], name: str) -> float | None:
     """Return a number of a node, or None if it is null or missing.
+
+    Args:
+        data: the JSON of the node.
+        name: the name of the number.
 
     Raises:
         ValueError: if the value is anything else. The error names the value.

@@ -4,7 +4,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -222,22 +222,17 @@ class PrunedGraph(plots.Shown):
 
     @classmethod
     def _from_json(cls, data: Mapping[str, Any]) -> "PrunedGraph":
+        """Return the graph in some JSON.
+
+        Raises:
+            KeyError: if a part is missing.
+            ValueError: if a part is impossible, or two nodes have the same name.
+        """
         metadata = dict(data["metadata"])
         tokens = metadata.pop("prompt_tokens")
         pins, groups, labels = neuronpedia.state(data["qParams"] or {})
         nodes = [neuronpedia.read(facts, tokens, labels) for facts in data["nodes"]]
-        # circuit-tracer names an error `0_layer_pos`, which is also the name of a feature in layer
-        # 0.
-        names = {
-            facts["node_id"]: node.id for facts, node in zip(data["nodes"], nodes, strict=True)
-        }
-        distinct = min(len(names), len({node.id for node in nodes}))
-        if distinct < len(nodes):
-            counts = Counter(facts["node_id"] for facts in data["nodes"])
-            raise ValueError(
-                "the names of nodes must be unique; "
-                f"{len(nodes) - distinct} names are repeated, such as {counts.most_common(1)[0][0]}"
-            )
+        names = _names_by_theirs(data["nodes"], nodes)
         links = [
             Link(
                 source=names[link["source"]],
@@ -250,11 +245,7 @@ class PrunedGraph(plots.Shown):
         names = {facts["jsNodeId"]: names[facts["node_id"]] for facts in data["nodes"]} | names
         supernodes: dict[str, list[str]] = {}
         for label, *ids in groups:
-            name = label
-            count = 1
-            while name in supernodes:
-                name = f"{label} ({count + 1})"
-                count += 1
+            name = _unused_name(label, supernodes)
             supernodes[name] = [names.get(member, member) for member in ids]
         threshold = metadata.pop("node_threshold", None)
         pins = [names.get(pin, pin) for pin in pins]
@@ -268,6 +259,34 @@ class PrunedGraph(plots.Shown):
             pins=pins,
             about=metadata,
         )
+
+
+def _names_by_theirs(data: Sequence[Mapping[str, Any]], nodes: Sequence[Node]) -> dict[str, str]:
+    """Return our name of each node by its name in the file.
+
+    Raises:
+        ValueError: if two nodes have the same name.
+    """
+    # circuit-tracer names an error `0_layer_pos`, which is also the name of a feature in layer 0.
+    names = {facts["node_id"]: node.id for facts, node in zip(data, nodes, strict=True)}
+    distinct = min(len(names), len({node.id for node in nodes}))
+    if distinct < len(nodes):
+        counts = Counter(facts["node_id"] for facts in data)
+        raise ValueError(
+            "the names of nodes must be unique; "
+            f"{len(nodes) - distinct} names are repeated, such as {counts.most_common(1)[0][0]}"
+        )
+    return names
+
+
+def _unused_name(label: str, names: Container[str]) -> str:
+    """Return the label, or the label with the first number that makes it a new name."""
+    name = label
+    count = 1
+    while name in names:
+        count += 1
+        name = f"{label} ({count})"
+    return name
 
 
 @contextmanager
@@ -284,4 +303,5 @@ def _errors_of(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _strongest(ends: Iterable[tuple[str, float]]) -> list[tuple[str, float]]:
+    """Return the ends of links by the absolute values of their weights, in descending order."""
     return sorted(ends, key=lambda end: -abs(end[1]))

@@ -85,6 +85,7 @@ class AttributionGraph(plots.Shown):
 
     @cached_property
     def _scores(self) -> dict[str, float]:
+        """The scores `replacement` and `completeness`."""
         is_input = torch.arange(self.rows.shape[1], device=self.rows.device)
         is_input = is_input >= len(self.run.layer) + len(self.run.tokens) * len(self.run.errors)
         return influence.scores(
@@ -118,6 +119,7 @@ class AttributionGraph(plots.Shown):
 
     @cached_property
     def _places(self) -> dict[str, int]:
+        """The index of each node in `nodes`, by name."""
         return {node.id: place for place, node in enumerate(self.nodes)}
 
     def place(self, name: str) -> int:
@@ -297,8 +299,7 @@ class AttributionGraph(plots.Shown):
     def intervene(
         self, values: Mapping[str, float], supernodes: Mapping[str, Sequence[str]] | None = None
     ) -> Intervention:
-        """Set features to values, and compare the predictions of the graph with the changes in the
-        model.
+        """Return the changes after features are set to values, as predicted and in the model.
 
         Args:
             values: the new activations by the names of features. The name of a supernode sets all

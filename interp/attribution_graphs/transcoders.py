@@ -56,6 +56,16 @@ def by_layer(transcoders: Transcoders, places: Mapping[str, int]) -> dict[int, L
 def _of_one_layer(
     transcoders: Mapping[str, Dictionary], places: Mapping[str, int]
 ) -> dict[int, LayerTranscoder]:
+    """Return transcoders of single layers by layer, after checks.
+
+    Args:
+        transcoders: the transcoders by the points that they write.
+        places: the layer of each output of an MLP.
+
+    Raises:
+        TypeError: if an object is no dictionary.
+        ValueError: if a point is no output of an MLP, or features are not linear in the input.
+    """
     for name, dictionary in transcoders.items():
         require_made(f"the transcoder at {name}", dictionary, Dictionary)
         if name not in places:
@@ -78,6 +88,15 @@ def _of_one_layer(
 def _across(
     transcoder: CrossLayerTranscoder, places: Mapping[str, int]
 ) -> dict[int, LayerTranscoder]:
+    """Return the features of a cross-layer transcoder by layer.
+
+    Args:
+        transcoder: the transcoder.
+        places: the layer of each output of an MLP.
+
+    Raises:
+        ValueError: if the transcoder does not have features for each layer with an MLP.
+    """
     layers = range(transcoder.n_layers)
     if sorted(places.values()) != [*layers]:
         raise ValueError(

@@ -228,6 +228,7 @@ def _without_code(name: str) -> Iterator[None]:
 
 
 def _dtype(options: argparse.Namespace) -> torch.dtype | None:
+    """Return the dtype of the options; None for the dtype of the files."""
     return getattr(torch, options.dtype) if options.dtype else None
 
 

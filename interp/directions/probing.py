@@ -270,7 +270,12 @@ class _Rows(NamedTuple):
     place: Any
 
     def at(self, is_used: Any, label: Any) -> "_Rows":
-        """Return some of the rows, with other labels."""
+        """Return some of the rows, with other labels.
+
+        Args:
+            is_used: the rows, as a slice or a mask.
+            label: the label of each row of these `_Rows`.
+        """
         return _Rows(
             label=label[is_used],
             text=self.text[is_used],
@@ -358,7 +363,12 @@ class _Classifier:
     C: float
 
     def fitted(self, values: Any, labels: Any) -> tuple[Any, float]:
-        """Return the direction and the offset that separate values [row d] by their labels."""
+        """Return the direction and the offset that separate values by their labels.
+
+        Args:
+            values: the values, [row, d].
+            labels: the labels, 0 or 1.
+        """
         linear = library("sklearn.linear_model", "hookscope[probes]")
         mean, spread = values.mean(0), values.std(0)
         # A column that varies by no more than float32 rounding is treated as constant, in any

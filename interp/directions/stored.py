@@ -76,6 +76,10 @@ def all_of(store: Activations) -> StoredTexts:
 def by_label(store: Activations, labels: Labels) -> tuple[StoredTexts, StoredTexts]:
     """Return the texts with label True, and the texts with label False.
 
+    Args:
+        store: the store.
+        labels: a label for each text.
+
     Raises:
         ValueError: if labels are not booleans, if there is not one label for each text of the
             store, or if all labels are the same.

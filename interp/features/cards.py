@@ -131,7 +131,7 @@ class FeatureCard:
             "bottom_logits": [token for token, _ in self.bottom],
             "act_min": 0.0,
             "act_max": self.largest,
-            "quantile_values": [self.largest * (n + 1) / _BINS for n in range(_BINS)],
+            "quantile_values": [self.largest * end / _BINS for end in range(1, _BINS + 1)],
             "histogram": [*self.histogram],
             "activation_frequency": self.density,
         }
@@ -207,6 +207,7 @@ class FeatureCards(list[FeatureCard], plots.Shown):
             self._save(storage.path_of(path))
 
     def _save(self, path: Path) -> None:
+        """Write a folder with a JSON file for each card."""
         path.mkdir(parents=True, exist_ok=True)
         for card in self:
             with storage.replacing(path / f"{card.index}.json") as partial:
@@ -424,7 +425,7 @@ def _nearest(dictionary: Dictionary, index: int, k: int) -> list[tuple[int, floa
 def _tokens_moved(
     model: nn.Module, has_heads: bool, dictionary: Dictionary, features: Sequence[int], k: int
 ) -> list[tuple[Scored, Scored]]:
-    """Return the tokens that each feature raises most, and those that it lowers most.
+    """Return the tokens that each feature raises most, and the tokens that it lowers most.
 
     Both lists are empty if the feature does not write to the residual stream.
     """

@@ -17,8 +17,10 @@ _NAME = re.compile(r"(\w[\w.-]*/[\w.-]+)(?:/(.+))?")
 
 
 def may_be_on_hub(name: str) -> bool:
-    """Return whether a name looks like `owner/repository`, optionally followed by a
-    folder or file.
+    """Return True if a name looks like `owner/repository`, optionally followed by a folder or file.
+
+    >>> may_be_on_hub("google/gemma-scope-2b-pt-res/layer_20"), may_be_on_hub("folder")
+    (True, False)
     """
     return _NAME.fullmatch(name) is not None
 

@@ -201,6 +201,7 @@ def _reading(form: Form, local: Path) -> tuple[Callable[..., Loaded], Path] | No
 
 
 def _is_one_of(local: Path, patterns: Iterable[str]) -> bool:
+    """Return True if a path matches one of some patterns."""
     return any(local.match(pattern) for pattern in patterns)
 
 

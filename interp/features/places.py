@@ -74,8 +74,13 @@ def ours(name: str | None) -> str | None:
 
 
 def point_at(name: str, runner: HookedRunner) -> str:
-    """Return the name of the point with the value of a place in a model, or the unchanged name if
-    there is no known point.
+    """Return the name of the point with the value of a place in a model.
+
+    If there is no known point, return the unchanged name.
+
+    Args:
+        name: the name of the place.
+        runner: the runner of the model.
     """
     if name in runner.points:
         return name

@@ -100,14 +100,24 @@ class SplicedDictionary(Part):
         return value
 
     def replaced(self, value: Value, vector: Float[Tensor, "#batch #pos d"]) -> Value:
-        """Return the value with another vector at the positions in `kept`."""
+        """Return the value with another vector at the positions in `kept`.
+
+        Args:
+            value: the value of the point.
+            vector: the vector; its first two sizes may be 1.
+        """
         before = self.vector(value)
         if self.kept is not None:
             vector = vector.where(to_device(self.kept, value.device)[..., None], before)
         return self.put(value, vector.expand_as(before))
 
     def put(self, value: Value, vector: Float[Tensor, "batch pos d"]) -> Value:
-        """Return the value with another vector in place of the part that the dictionary reads."""
+        """Return the value with another vector in place of the part that the dictionary reads.
+
+        Args:
+            value: the value of the point.
+            vector: the vector at each position.
+        """
         vector = vector.to(value.dtype)
         if not self.has_heads or self.dictionary.head is None:
             return vector.view(value.shape)

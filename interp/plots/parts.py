@@ -18,7 +18,14 @@ MOST_COLUMNS = 400
 def axis_part(
     name: str, labels: Sequence[Any], words: Sequence[str] | None, most: int
 ) -> dict[str, Any]:
-    """Return the last labels of an axis, and its words."""
+    """Return the last labels of an axis, and its words.
+
+    Args:
+        name: the name of the axis.
+        labels: all labels.
+        words: a text for each label, or None.
+        most: the largest number of labels.
+    """
     axis = {"name": name, "labels": [visible_title(str(label)) for label in labels[-most:]]}
     return axis | ({"words": [visible(word) for word in words[-most:]]} if words else {})
 

@@ -24,8 +24,11 @@ _LOGITS_AT_ONCE = 2**23
 def unembedded(
     language: Any, resid: Float[Tensor, "stream row d_model"]
 ) -> Float[Tensor, "stream row vocab"]:
-    """Return the logits of a stream, in at least float32, with the `unembed` of a model's parts
-    (`protocol.of`).
+    """Return the logits of a stream, in at least float32.
+
+    Args:
+        language: the parts of a model with `unembed`; see `protocol.of`.
+        resid: the stream.
     """
     return at_least_float32(language.unembed(resid))
 
@@ -33,7 +36,12 @@ def unembedded(
 def split_rows(
     resid: Float[Tensor, "stream row d_model"], vocab: int
 ) -> Sequence[Float[Tensor, "stream _row d_model"]]:
-    """Split streams into parts of few rows, so that the logits of a part need little memory."""
+    """Return streams in parts of few rows, so that the logits of a part need little memory.
+
+    Args:
+        resid: the streams.
+        vocab: the number of logits of each vector.
+    """
     return resid.split(max(1, _LOGITS_AT_ONCE // (len(resid) * vocab)), 1)
 
 
@@ -79,7 +87,8 @@ class AffineLens:
         x.
         """
         dtype = torch.promote_types(resid.dtype, self.weight.dtype)
-        weight, bias = (to_device(x, resid.device).to(dtype) for x in (self.weight, self.bias))
+        weight = to_device(self.weight, resid.device).to(dtype)
+        bias = to_device(self.bias, resid.device).to(dtype)
         rows = resid.to(dtype).flatten(1, -2)
         return (rows @ weight.mT + bias[:, None]).to(resid.dtype).view_as(resid)
 
@@ -89,7 +98,7 @@ class AffineLens:
         return f"{type(self).__name__} [layer {layers}, d_model {d_model}]"
 
     def check(self, model: nn.Module) -> None:
-        """Check that the sizes and the configuration of the lens are those of this model.
+        """Check that the lens has the sizes and the configuration of this model.
 
         Raises:
             ValueError: if they are different.

@@ -250,6 +250,10 @@ def asked_score(
 def checked_head(graph: Graph, head: tuple[int, int]) -> tuple[int, int]:
     """Return the layer and the head, after a check that they exist.
 
+    Args:
+        graph: the graph of the model.
+        head: the layer and the number of the head.
+
     Raises:
         ValueError: if the head does not exist.
     """
@@ -311,6 +315,7 @@ def pair_table(
     tables = []
     labels: dict[str, list[str]] = {}
     for axis, values, chosen in zip(axes, (query, key), chosen_sources, strict=True):
+        # Each source once, in the order of the pairs.
         rows = [*dict.fromkeys(chosen.tolist())]
         rest = values.sum(0, keepdim=True) - values[rows].sum(0, keepdim=True)
         tables.append(torch.cat([values[rows], rest]))

@@ -68,6 +68,7 @@ class ResidualComponents:
 
     @cached_property
     def _points(self) -> Mapping[str, Point]:
+        """The points of the model that was given, by name."""
         return HookedRunner(self._given).points
 
     @cached_property
@@ -76,18 +77,17 @@ class ResidualComponents:
         return Graph(self.model, split_embeddings=True)
 
     def at(self, name: str) -> Float[Tensor, "batch pos *size"]:
-        """Return the value of a point.
+        """Return the value of a point in at least float32, at the chosen position of each text.
 
         Raises:
             CacheError: if the point is missing in the cache.
         """
         if name not in self._cache:
             wanted = [_READ, _EXPERTS] if _EXPERTS.search(name) else [_READ]
-            read = [
-                point
-                for point in self._points
-                if point == name or any(pattern.search(point) for pattern in wanted)
-            ]
+            read = []
+            for point in self._points:
+                if point == name or any(pattern.search(point) for pattern in wanted):
+                    read.append(point)
             names = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", point) for point in read))
             raise CacheError(f"the cache has no {name}: run with lazy=True, or with {names=}")
         value = at_least_float32(self._value(name))
@@ -130,6 +130,7 @@ class ResidualComponents:
         """
 
         def at(point: nn.Module) -> Tensor:
+            """Return the value of a point."""
             return self.at(self.graph.names[point])
 
         yield self._inputs(at)
@@ -171,7 +172,7 @@ class ResidualComponents:
             weighted = outputs * routing.gather(-1, chosen)[..., None]
             values = outputs.new_zeros(*routing.shape, outputs.shape[-1])
             values.scatter_add_(2, chosen[..., None].expand_as(outputs), weighted)
-        names = [node_name(layer.n, "expert", n) for n in range(values.shape[2])]
+        names = [node_name(layer.n, "expert", number) for number in range(values.shape[2])]
         if f"{mlp}.shared" in self._points:
             values = torch.cat([values, self.at(f"{mlp}.shared")[:, :, None]], 2)
             names.append(node_name(layer.n, "shared"))
@@ -190,8 +191,10 @@ class ResidualComponents:
             yield Writers([node_name(layer.n, "mlp_bias")], linear.bias.expand_as(values[:, :, :1]))
 
     def _inputs(self, at: At) -> Writers:
-        """Return the embeddings and, where other vectors replace them, for example an image, the
-        stream.
+        """Return the embeddings.
+
+        At positions where other vectors replace them, for example an image, the embeddings are 0,
+        and the last vector is the stream that enters the first block.
         """
         inputs = self.graph.inputs(at)
         inputs = rearrange(inputs, "writer batch pos d_model -> batch pos writer d_model")
@@ -212,6 +215,11 @@ class ResidualComponents:
         tokens.
 
         A block adds to the stream twice, in the cache's dtype; see `stream_rounding`.
+
+        Args:
+            total: the sum of parts.
+            expected: the expected value.
+            sizes: tensors whose largest numbers bound the rounding.
 
         Raises:
             CacheError: if the difference is larger than the rounding of the largest number in

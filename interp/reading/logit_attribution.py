@@ -50,13 +50,12 @@ def direct_logit_attribution(
     neurons: bool = False,
     experts: bool = False,
 ) -> Result:
-    """Return the direct contribution of each part of the model to a logit or to a difference of
-    logits (Elhage et al. 2021).
+    """Return the direct contribution of each part of the model to a logit or a logit difference.
 
-    Each part of `decompose` is mapped to the logit through the final norm, with the norm's scale in
-    the run. The biases `ln_final.bias` and `unembed.bias` are separate parts. All parts add up to
-    the logit. No part is formed as a vector: the direction is mapped through `W_O` and multiplied
-    with the input of `W_O`.
+    The method is from Elhage et al. 2021. Each part of `decompose` is mapped to the logit through
+    the final norm, with the norm's scale in the run. The biases `ln_final.bias` and `unembed.bias`
+    are separate parts. All parts add up to the logit. No part is formed as a vector: the direction
+    is mapped through `W_O` and multiplied with the input of `W_O`.
 
     Args:
         model: see `decompose`; it also needs `W_U`.
@@ -74,9 +73,9 @@ def direct_logit_attribution(
             `m0.shared` instead of the mixture.
 
     Returns:
-        A result with the axes `component`, `pos` and `example`; the axis `pos` is missing if `pos`
-        was given. Values are NaN at padding. `about` contains the largest gap between the sum of
-        the parts and the logit.
+        A result in logits with the axes `component`, `pos` and `example`; the axis `pos` is missing
+        if `pos` was given. Values are NaN at padding. `about` contains the largest gap between the
+        sum of the parts and the logit.
 
     Raises:
         TypeError: as for `Graph`; or if the model has no `W_U`.
@@ -259,6 +258,7 @@ class _Reading:
         return self._scaled((stream * to_device(self.direction, stream.device)).norm(dim=-1))
 
     def _scaled(self, along: Tensor) -> Tensor:
+        """Return numbers divided by the scale of the final norm."""
         return to_device(along, self.scale.device) / self.scale[..., 0]
 
     def result(

@@ -85,10 +85,10 @@ def max_activating(
     batch: int = 16,
     progress: bool = True,
 ) -> TopActivations:
-    """Run the model on many texts, and return the `k` positions with the largest values.
+    """Return the `k` positions of many texts where a neuron, a feature or a direction is largest.
 
-    The value is an entry of a neuron or a feature, or the dot product with a direction. Without a
-    direction, the value of a vector is its L2 norm.
+    The model runs on the texts. The value is an entry of a neuron or a feature, or the dot product
+    with a direction. Without a direction, the value of a vector is its L2 norm.
 
     Args:
         model: any model in evaluation mode with hook points.

@@ -105,7 +105,7 @@ class Stored(Protocol):
     """Rows of streams that were saved before by `harvest`: `interp.store.Activations`."""
 
     def require_weights_of(self, model: nn.Module) -> None:
-        """Raise an error if the store is of another model."""
+        """Check that the store is of this model."""
 
     def batches(
         self, size: int, seed: int | None, names: Sequence[str], *, epochs: int | None

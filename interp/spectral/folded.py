@@ -20,6 +20,11 @@ Writing = Float[Tensor, "layer head d_head d_model"]
 def part_of(owner: Any, name: str, purpose: str) -> Any:
     """Return a named part of a model.
 
+    Args:
+        owner: the model, or a part of it.
+        name: the name of the part.
+        purpose: the use of the part, for the error.
+
     Raises:
         TypeError: if the part is missing.
     """
@@ -94,7 +99,12 @@ class FoldedWeights:
         return weights - weights.mean(-1, keepdim=True) if self.centred else weights
 
     def mlp(self, layer: int, name: str) -> Float[Tensor, "rows columns"]:
-        """Return `W_in` or `W_out` of the MLP of one block."""
+        """Return `W_in` or `W_out` of the MLP of one block.
+
+        Args:
+            layer: the block.
+            name: `W_in` or `W_out`.
+        """
         block = self.model.blocks[layer]
         weight = getattr(part_of(block, "mlp", f"read {name}"), name).detach()
         weights = at_least_float32(to_device(weight, self._weight("W_E").device))

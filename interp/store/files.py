@@ -105,6 +105,11 @@ class Folder:
         file systems, two processes that write a new file at the same moment may both succeed, and
         the later facts remain. Therefore, a process must read the facts after it writes them, and
         again later.
+
+        Args:
+            name: the name of the file.
+            facts: the facts, as JSON types.
+            new: whether to write only a new file. Default: False.
         """
         text = strict_json.dumps(facts, indent=1).encode()
         place = storage.create if new else os.replace
@@ -162,6 +167,11 @@ class Folder:
         """Write a file of values, completely or not at all, and return its facts.
 
         If an undamaged file exists already, return the facts of the existing file.
+
+        Args:
+            number: the number of the file.
+            tensors: the values of points, and the facts `ROWS` of each row.
+            facts: the facts of the file.
         """
         name = file_of(number)
         if (known := self.facts(name)) is not None:
@@ -298,6 +308,10 @@ def require_same(manifest: Mapping[str, Any], folder: Folder) -> dict[str, Any]:
     If a value of the store was not finite in its dtype, a harvest with another dtype removes the
     files of the store and begins again.
 
+    Args:
+        manifest: the manifest of this store.
+        folder: the folder.
+
     Raises:
         ValueError: if the existing store is from another model or has other settings (the error
             contains the first difference), if a file belongs to another store, or if the name of
@@ -331,7 +345,8 @@ def require_same(manifest: Mapping[str, Any], folder: Folder) -> dict[str, Any]:
 def claim(manifest: Mapping[str, Any], folder: Folder) -> dict[str, Any]:
     """Return the existing manifest, after creating it if it does not exist or is damaged.
 
-    For errors, see `require_same`.
+    Args:
+        manifest, folder: see `require_same`, which also lists the errors.
     """
     if not (saved := require_same(manifest, folder)):
         folder.make()
@@ -343,13 +358,22 @@ def claim(manifest: Mapping[str, Any], folder: Folder) -> dict[str, Any]:
 
 
 def ends(folder: Folder, store: str) -> dict[str, dict[str, Any]]:
-    """Return the facts of the finished jobs of a store, by file name. Damaged files are ignored."""
+    """Return the facts of the finished jobs of a store, by file name. Damaged files are ignored.
+
+    Args:
+        folder: the folder.
+        store: the hash of the store.
+    """
     facts = {name: folder.sound(name) for name in folder.names("done-*.json")}
     return {name: end for name, end in facts.items() if end.get("store") == store}
 
 
 def gathered(folder: Folder, store: str) -> dict[str, Any]:
     """Return the facts of all jobs together: the number of texts, and the facts of each file.
+
+    Args:
+        folder: the folder.
+        store: the hash of the store.
 
     Raises:
         CacheError: if jobs have not finished. The error contains the number of missing files.

@@ -241,7 +241,7 @@ def write(
         tensors: the values of points, and the tokens and places of the rows.
 
     Raises:
-        ValueError: as for `known`, because another process may have written the file since then.
+        ValueError: as for `known`. Another process may have written the file after that check.
     """
     claim(manifest, folder)
     all_facts = {**facts, "rows": len(tensors["tokens"]), **described(tensors)}

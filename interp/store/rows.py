@@ -110,6 +110,10 @@ class Overflow(ValueError):
 def by_token(runner: HookedRunner, names: Selector) -> list[str]:
     """Return the names of points that have a row for each token.
 
+    Args:
+        runner: the runner of the model.
+        names: the points: names, globs or a mode.
+
     Raises:
         ValueError: if a point does not have a row for each token.
         UnknownNameError: if a name matches nothing.

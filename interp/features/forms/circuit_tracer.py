@@ -22,8 +22,11 @@ from interp.features.places import ours
 
 
 def read(folder: Path, *, k: int | None = None) -> dict[str, Dictionary]:
-    """Return the transcoders in `layer_0.safetensors` and so on, and an optional `config.yaml`, by
-    the points that they write.
+    """Return the transcoders in `layer_0.safetensors` and so on, by the points that they write.
+
+    Args:
+        folder: the folder of the files, which may contain a `config.yaml`.
+        k: the number of active features, if the files do not contain it.
     """
     config = _config_of(folder, "transcoder_set")
     n_files = len([*folder.glob("layer_*.safetensors")])
@@ -40,8 +43,11 @@ def read(folder: Path, *, k: int | None = None) -> dict[str, Dictionary]:
 
 
 def read_layer(path: Path, *, k: int | None = None) -> Dictionary:
-    """Return the transcoder in a file such as `layer_3.safetensors`, with an optional `config.yaml`
-    in the same folder.
+    """Return the transcoder of one layer.
+
+    Args:
+        path: a file such as `layer_3.safetensors`. Its folder may contain a `config.yaml`.
+        k: the number of active features, if the files do not contain it.
     """
     number = path.stem.removeprefix("layer_")
     if not number.isdecimal():

@@ -125,6 +125,7 @@ def require_types(config: Mapping[str, Any], what: str) -> None:
 
 
 def _is_whole(value: Any, least: int) -> bool:
+    """Return True if a value is a whole number of at least `least`."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
@@ -157,6 +158,7 @@ def is_number(value: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
+    """Return a value of JSON as a short text."""
     return "null" if value is None else f"{value!r:.60}"
 
 
@@ -200,6 +202,10 @@ _AXES = {"w_enc": 2, "w_skip": 2, "weight": 2, "b_enc": 1, "b_dec": 1, "bias": 1
 
 def whole_of(name: str, value: Any) -> int:
     """Return a whole number from a config, or from a tensor with one element.
+
+    Args:
+        name: the name of the number, for errors.
+        value: the number, or the tensor.
 
     Raises:
         ValueError: if the value is no whole number, or is smaller than 1.

@@ -49,6 +49,10 @@ def read(folder: Path, *, norm_factor: float | None = None) -> Dictionary:
     The scale of features is the scale in the file. The loader of dictionary_learning itself divides
     the decoder rows of an `AutoEncoder` by their lengths, and multiplies the features by these
     lengths.
+
+    Args:
+        folder: the folder of the files.
+        norm_factor: see `load_sae`.
     """
     trainer = _trainer(json_of(folder / "config.json"))
     weights, norm_factor = _weights(pickled(folder / "ae.pt"), norm_factor)

@@ -26,6 +26,10 @@ def read(
     `embedding/width_4k` contains dictionaries of embeddings that are scaled by √d_model. A
     repository `...-transcoders` contains transcoders that read the output of the norm before the
     MLP, before the gain; see `Dictionary.with_input_gain`.
+
+    Args:
+        folder: the folder of the file.
+        scale_embeddings, transcodes: see `load_sae`.
     """
     weights = tensors_of(folder / "params.npz")
     names = {"W_enc", "W_dec", "b_enc", "b_dec", "threshold"}

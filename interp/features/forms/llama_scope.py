@@ -118,6 +118,7 @@ def _factors(
 
 
 def _is_positive(norm: float | None) -> bool:
+    """Return True if a norm is known and above 0."""
     return is_number(norm) and norm is not None and norm > 0
 
 

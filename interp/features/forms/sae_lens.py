@@ -33,7 +33,12 @@ _OLD_NAMES = {
 
 
 def read(folder: Path, *, norm_factor: float | None = None) -> Dictionary:
-    """Return the dictionary in `cfg.json` and `sae_weights.safetensors`, of SAELens 6 or before."""
+    """Return the dictionary in `cfg.json` and `sae_weights.safetensors`, of SAELens 6 or before.
+
+    Args:
+        folder: the folder of the files.
+        norm_factor: see `load_sae`.
+    """
     weights = tensors_of(folder / "sae_weights.safetensors")
     config, about = _config(json_of(folder / "cfg.json"))
     _translate(config, weights)

@@ -112,12 +112,10 @@ def _is_hook_z(content: dict[str, Any]) -> bool:
 
 
 def _hook_z(path: Path, content: dict[str, Any], k: int | None) -> Dictionary:
-    """Return a dictionary of Kissane et al.
+    """Return a dictionary of Kissane et al. 2024: ReLU features of `z` with concatenated heads.
 
-    2024: ReLU features of `z` with concatenated heads, after subtracting `b_dec`.
-
-    The point is in the file `<name>_cfg.json` in the same folder, or in the name of the file, as in
-    `gpt2-small_L5_Hcat_z_lr1.20e-03.pt`.
+    `b_dec` is subtracted from the input. The point is in the file `<name>_cfg.json` in the same
+    folder, or in the name of the file, as in `gpt2-small_L5_Hcat_z_lr1.20e-03.pt`.
     """
     require(content, {"W_enc", "W_dec", "b_enc", "b_dec"}, path.name)
     if k is not None:
@@ -163,9 +161,9 @@ def _qwen_scope(path: Path, content: dict[str, Any], k: int | None) -> Dictionar
 
 
 def _goodfire(path: Path, content: dict[str, Any]) -> Dictionary:
-    """Return a dictionary of Goodfire, `Llama-3.1-8B-Instruct-SAE-l19.pth`:
+    """Return a dictionary of Goodfire, such as `Llama-3.1-8B-Instruct-SAE-l19.pth`.
 
-    ReLU features of the stream after a block.
+    It has ReLU features of the stream after a block.
     """
     names = (
         "encoder_linear.weight",

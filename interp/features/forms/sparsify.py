@@ -15,6 +15,10 @@ def read(folder: Path, *, transcodes: bool | None = None) -> Dictionary:
     Transcoders that were trained before the field `transcode` existed (February 2025) subtract the
     bias of the decoder, as autoencoders do. They are recognized by a skip connection. Without a
     skip connection, `transcodes` must be given.
+
+    Args:
+        folder: the folder of the files.
+        transcodes: whether the dictionary is a transcoder, if `cfg.json` does not tell.
     """
     config = known_fields(json_of(folder / "cfg.json"), "cfg.json of sparsify")
     weights = tensors_of(folder / "sae.safetensors")
