@@ -91,9 +91,10 @@ def subspace(directions: Float[Tensor, "d *k"]) -> Featurizer:
 
 
 def neurons(size: int) -> Featurizer:
-    """Return the numbers of a value as features, all of them interchanged.
+    """Return the numbers of a value as features, all of them interchanged: the whole value.
 
-    This is the whole value.
+    >>> neurons(2).interchanged(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]))
+    tensor([3., 4.])
     """
     return Featurizer(
         name="neurons",
@@ -130,6 +131,11 @@ def of_dictionary(dictionary: Dictionary) -> Featurizer:
 
     Raises:
         ValueError: if the dictionary is a transcoder.
+
+    >>> eye, zeros, place = torch.eye(2), torch.zeros(2), "blocks.1.resid_post"
+    >>> relu = Dictionary(eye, eye, zeros, zeros, torch.nn.ReLU(), reads=place, writes=place)
+    >>> of_dictionary(relu).interchanged(torch.tensor([-1.0, 2.0]), torch.tensor([3.0, -4.0]))
+    tensor([2., 0.])
     """
     if dictionary.is_transcoder:
         raise ValueError(

@@ -121,6 +121,22 @@ def null_spaces(
     Raises:
         ValueError: if the directions have a wrong size or are linearly dependent, or as in `align`.
         UnknownNameError, ModeError: as in `align`.
+
+    In this model, runs differ along the first number, and the logits read the second number.
+
+    >>> from hooks import HookPoint
+    >>> class Toy(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.point = HookPoint("batch pos d_model")
+    ...
+    ...     def forward(self, tokens):
+    ...         numbers = torch.stack([tokens.float(), torch.zeros(tokens.shape)], -1)
+    ...         read = self.point(numbers)[..., 1]
+    ...         return torch.stack([read, -read], -1)
+    >>> pairs = Pairs(torch.tensor([[1]]), torch.tensor([[0]]), torch.tensor([[0, 1]]))
+    >>> null_spaces(Toy().eval(), pairs, "point", torch.tensor([1.0, 1.0]))
+    NullSpaces: suspect, dormant 1.00, unread 1.00 of the effect
     """
     runs = Runs(model, pairs, direction)
     site = InterchangeRuns(runs=runs, name=point, pos=pos, head=head, batch=len(runs.text.tokens))

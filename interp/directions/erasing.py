@@ -62,6 +62,12 @@ def leace(moments: Moments) -> Eraser:
 
     Raises:
         ValueError: if there are fewer than two rows.
+
+    >>> values = torch.tensor([[1.0, 5.0], [3.0, 3.0], [5.0, 3.0], [7.0, 5.0]])
+    >>> labels = torch.tensor([[0.0], [0.0], [1.0], [1.0]])
+    >>> erased = leace(Moments.of(values, labels))(values)
+    >>> (erased[labels[:, 0] == 1].mean(0) - erased[labels[:, 0] == 0].mean(0)).abs().max() < 1e-5
+    tensor(True)
     """
     if moments.n < 2:
         raise ValueError(f"moments must be of at least 2 rows to erase a concept; got {moments.n}")

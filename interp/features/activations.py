@@ -17,6 +17,9 @@ class JumpReLU(nn.Module):
     Args:
         threshold: one threshold for each feature, or a single threshold for all features.
         relu: whether negative values above a negative threshold are set to 0. Default: True.
+
+    >>> JumpReLU(torch.tensor(0.7))(torch.tensor([3.0, 0.5, -2.0, 1.0]))
+    tensor([3., 0., 0., 1.])
     """
 
     threshold: Tensor
@@ -46,6 +49,9 @@ class TopK(nn.Module):
         k: the number of features that are kept in each row.
         by: the order of pre-activations: `value`, or `size`, the absolute value. Default: `value`.
         relu: whether negative values among the `k` largest are set to 0. Default: True.
+
+    >>> TopK(2, by="size", relu=False)(torch.tensor([3.0, 0.5, -2.0, 1.0]))
+    tensor([ 3.,  0., -2.,  0.])
     """
 
     def __init__(self, k: int, by: str = "value", relu: bool = True) -> None:
@@ -72,8 +78,15 @@ class TopK(nn.Module):
 
 
 class GroupMax(nn.Module):
-    """The largest positive value in each of `k` groups of neighbouring features, and 0 elsewhere
-    (sparsify).
+    """The largest positive value in each of `k` groups of neighbouring features, and 0 elsewhere.
+
+    The library sparsify trains dictionaries with this nonlinearity.
+
+    Args:
+        k: the number of groups.
+
+    >>> GroupMax(2)(torch.tensor([3.0, 0.5, -2.0, 1.0]))  # two groups of two features
+    tensor([3., 0., 0., 1.])
     """
 
     def __init__(self, k: int) -> None:
@@ -100,6 +113,10 @@ class Gated(nn.Module):
         b_gate: the bias of the gate.
         r_mag: the logarithm of the factor by which the weights of the magnitude are multiplied.
         b_mag: the bias of the magnitude.
+
+    >>> gated = Gated(b_gate=torch.tensor([-1.0]), r_mag=torch.zeros(1), b_mag=torch.tensor([2.0]))
+    >>> gated(torch.tensor([[3.0], [0.5]])).flatten()  # the gate opens above 1
+    tensor([5., 0.])
     """
 
     b_gate: Tensor

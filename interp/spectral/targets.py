@@ -100,6 +100,9 @@ def svd_targets(model: nn.Module, cache: ActivationCache, layers: Some = None) -
         cache: the cache of a run in the mode `svd_targets`, `residual` or `full`, at all positions.
         layers: one layer or several, in this order. Default: all layers.
 
+    Returns:
+        The tensors [batch, layer, head, ...]; see `SVDTargets`.
+
     Raises:
         TypeError: if the model has no `W_V` and `W_O`.
         CacheError: if the cache is of another model, or has no scores, patterns or values. The
@@ -220,6 +223,10 @@ def residual_stream(
         cache: the cache of a run in the mode `residual` or `full`, at all positions.
         windows: True at the positions inside windows.
         point: `resid_pre`, `resid_mid` or `resid_post`.
+
+    Returns:
+        The vectors [window, layer, d_model] and the norms [batch, pos, layer], in the unit of the
+        stream.
 
     Raises:
         CacheError: if the cache has no stream. The error names the run that is needed.

@@ -96,6 +96,9 @@ def full_circuits(
         model, fold, distance: see `qk_circuit`. Folded logits have mean 0 over the vocabulary.
         layer, head: the layer and the number of the head.
 
+    Returns:
+        The QK circuit [query token, key token], and the OV circuit [input token, output token].
+
     Raises:
         TypeError, ValueError: as for `qk_circuit`.
 
@@ -129,6 +132,9 @@ def token_directions(
     Args:
         model, fold: see `ov_circuit`.
         tokens: tokens in any shape; or texts of one token each.
+
+    Returns:
+        The directions [..., d_model], with the shape of `tokens` before `d_model`.
 
     Raises:
         TypeError, ValueError: as for `ov_circuit`; or if there are no tokens, or a token is

@@ -47,6 +47,13 @@ class Statistics:
             place in the text.
         sample, keys: the rows of the sample, and the keys of their places.
         room, top: the largest number of rows in the sample, and the number of largest values.
+
+    >>> rows = torch.tensor([[1.0], [3.0], [-1.0]])
+    >>> one = Statistics.of(rows, text=torch.tensor([0, 0, 1]), pos=torch.tensor([0, 1, 0]))
+    >>> one.mean.item(), one.low.item(), one.high.item(), one.positive.item()
+    (1.0, -1.0, 3.0, 2)
+    >>> one.top_places[0, 0].tolist()  # the text and the place of the largest value
+    [0, 1]
     """
 
     n: int
