@@ -141,11 +141,10 @@ def of_dictionary(dictionary: Dictionary) -> Featurizer:
         raise ValueError(
             "dictionary must be an autoencoder, to read and write at one point; got a transcoder"
         )
-    every = torch.ones(dictionary.n_features)
     return Featurizer(
         name="dictionary",
         encode=dictionary.encode,
         decode=dictionary.write,
-        mask=every,
+        mask=torch.ones(dictionary.n_features),
         place=dictionary.writes,
     )

@@ -119,14 +119,14 @@ class View:
 
     def html(self) -> str:
         """Return the whole page: the title, and each part below its heading and text."""
-        said = html.escape("\n".join(self.says))
-        places = [f"<pre>{said}</pre>"] if said else []
+        text = html.escape("\n".join(self.says))
+        elements = [f"<pre>{text}</pre>"] if text else []
         for number, part in enumerate(self.parts):
             lines = ("h2", part.get("heading")), ("p", part.get("says"))
-            places += [f"<{tag}>{html.escape(line)}</{tag}>" for tag, line in lines if line]
-            places.append(f'<figure data-part="{number}"></figure>')
+            elements += [f"<{tag}>{html.escape(line)}</{tag}>" for tag, line in lines if line]
+            elements.append(f'<figure data-part="{number}"></figure>')
         title = html.escape(visible_title(self.title))
-        body = f"<main><h1>{title}</h1>{''.join(places)}</main>"
+        body = f"<main><h1>{title}</h1>{''.join(elements)}</main>"
         whole = _page(self.title, body, self.parts, exact=True)
         return whole if len(whole) <= BUDGET else _page(self.title, body, self.parts, exact=False)
 

@@ -78,12 +78,12 @@ class JacobianLens(AffineLens):
             ValueError: if the lenses are of different models.
         """
         lenses = (self, *others)
-        for other in others:
-            if (other.weight.shape, other.config_hash) != (self.weight.shape, self.config_hash):
+        for lens in others:
+            if (lens.weight.shape, lens.config_hash) != (self.weight.shape, self.config_hash):
                 raise ValueError(
                     f"merged lenses must be of one model; got weights {list(self.weight.shape)} "
-                    f"and {list(other.weight.shape)}, config hashes {self.config_hash[:12]} and "
-                    f"{other.config_hash[:12]}"
+                    f"and {list(lens.weight.shape)}, config hashes {self.config_hash[:12]} and "
+                    f"{lens.config_hash[:12]}"
                 )
         n_texts = sum(lens.n_texts for lens in lenses)
 
