@@ -251,14 +251,18 @@ def _sample(tensor: Tensor) -> Tensor:
 
 
 def numerics(tensors: list[Tensor]) -> tuple[Callable[[], Any], Callable[[], float]]:
-    """Return two functions.
+    """Return the numerical settings of the present run, as two functions.
 
-    One enters the present autocast again; the other returns the relative size of rounding errors.
+    The first function enters the present autocast again. The second function returns the relative
+    size of rounding errors.
+
+    Args:
+        tensors: the arguments of the run, whose device and dtypes determine the settings.
     """
     dtype = None
     if _torch.is_any_autocast_enabled():
-        device = _autocast_device(tensors)
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        kind = _autocast_device(tensors)
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
     def precision() -> float:
         dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}

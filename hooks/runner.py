@@ -146,7 +146,7 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
             lazy: cache only the input of each block. A block is a child of a `ModuleList`, or a
                 module outside one that contains only `HookPoint`s, such as a final norm. The block
                 runs again, with the edits of this run, when a value inside it is read. Values equal
-                those of an eager cache up to rounding (1e-5 of the largest value in float32),
+                the values of an eager cache up to rounding (1e-5 of the largest in float32),
                 because the two may run different kernels. A CacheError is raised if the block has
                 changed since the run.
             run: a function to call instead of the model. It may run the model many times, like a

@@ -143,5 +143,5 @@ def _columns_of(
 
 
 def _without(axes: tuple[str, ...], dropped: str) -> tuple[str, ...]:
-    """Return the axes without one of them."""
+    """Return the axes without the axis `dropped`."""
     return tuple(axis for axis in axes if axis != dropped)

@@ -74,7 +74,7 @@ class Attention(QueryKeyValueWeights, Component):
     def forward(
         self, x: Float[Tensor, "batch pos d_model"], context: ContextOrMask = None
     ) -> Float[Tensor, "batch pos d_model"]:
-        """Return what attention adds to the residual stream, from the normalized stream.
+        """Return the vectors that attention adds to the residual stream.
 
         Args:
             x: the normalized stream.
@@ -117,7 +117,12 @@ class Attention(QueryKeyValueWeights, Component):
         v: Float[Tensor, "batch pos kv_head d_head"],
         context: Context,
     ) -> Float[Tensor, "batch pos d_model"]:
-        """Return what attention adds to the residual stream, from the results of `project`."""
+        """Return the vectors that attention adds to the residual stream.
+
+        Args:
+            q, k, v: the results of `project`, before QK-norm and rotary embeddings.
+            context: the context of the run.
+        """
         # Under autocast, norms and rotary embeddings return float32, and values have half
         # precision.
         q = self.q(self.rotary(self.q_norm(q), context.rotation).type_as(v)).transpose(1, 2)

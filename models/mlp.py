@@ -58,7 +58,7 @@ class MLP(Component):
         self.post = HookPoint("batch pos d_mlp", "after the nonlinearity")
 
     def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
-        """Return what the MLP adds to the residual stream, from the normalized stream."""
+        """Return the vectors that the MLP adds to the residual stream."""
         hidden = self.post(self.activation(self.pre(self.input(x))))
         return self.output_dropout(self.output(self.hidden_dropout(hidden)))
 
@@ -105,7 +105,7 @@ class NormedMLP(MLP):
         self.post.meaning = "what the output map reads: the normalized hidden layer"
 
     def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
-        """Return what the MLP adds to the residual stream, from the normalized stream."""
+        """Return the vectors that the MLP adds to the residual stream."""
         hidden = self.mid(self.activation(self.pre(self.input(x))))
         return self.output_dropout(self.output(self.hidden_dropout(self.post(self.ln(hidden)))))
 
@@ -127,7 +127,7 @@ class GatedMLP(MLP):
         self.post.meaning = "the gate after the nonlinearity, times linear"
 
     def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
-        """Return what the MLP adds to the residual stream, from the normalized stream."""
+        """Return the vectors that the MLP adds to the residual stream."""
         gate = self.activation(self.pre(self.gate(x)))
         hidden = self.post(gate * self.linear(self.input(x)))
         return self.output_dropout(self.output(self.hidden_dropout(hidden)))

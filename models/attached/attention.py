@@ -68,9 +68,10 @@ def register(kernels: Iterable[str]) -> None:
 def hooked_attention(
     module: nn.Module, query: Heads, key: Keys, value: Keys, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, Any]:
-    """Compute the attention of one module, through its points if it has any.
+    """Return the attention of one module, computed through its points if it has any.
 
-    See `AttentionPoints`.
+    The arguments are the arguments of an attention function of `transformers`; see
+    `AttentionPoints.attend`.
     """
     # In some families, the mask is longer than the keys.
     if isinstance(attention_mask, Tensor):
@@ -158,7 +159,14 @@ class AttentionPoints(HookPoints):
     def attend(
         self, module: nn.Module, query: Heads, key: Keys, value: Keys, mask: Any, **kwargs: Any
     ) -> tuple[Tensor, Any]:
-        """Return z, [batch, query, head, d_head], and the pattern or None."""
+        """Return z, [batch, query, head, d_head], and the pattern or None.
+
+        Args:
+            module: the attention module.
+            query, key, value: the operands of attention, [batch, head, pos, d_head].
+            mask: the mask that the module computed, or None.
+            kwargs: the options of the module's attention function; see `KernelOptions`.
+        """
         cache, layer_cache, new = self.cached(key, query.shape[2])
         query = fire(self.q, query.transpose(1, 2)).transpose(1, 2)
         key = passed(

@@ -117,9 +117,14 @@ def cached_layer(cache: Any, layer: Any) -> Any:
 
 
 def first_new(keys: Keys, new: int, cache: Any, layer: Any) -> int:
-    """Return the index at which the keys of the `new` positions begin.
+    """Return the index at which the keys of the new positions begin.
 
     A static cache has free places after the keys.
+
+    Args:
+        keys: the keys of all positions, and the free places.
+        new: the number of new positions.
+        cache, layer: the cache, or None, and the index of the layer.
     """
     cached = cached_layer(cache, layer)
     if type(cached).__name__.startswith("Static") and _is_part(cached.keys, keys):

@@ -269,9 +269,9 @@ def logits_of(output: Any) -> Tensor:
 
 
 def embedding_of(model: Any) -> Any:
-    """Return the embedding of a model's tokens: the one that the model names, or else its first.
+    """Return the embedding of a model's tokens; None without an embedding.
 
-    For a model without an embedding, the result is None.
+    This is the embedding that the model itself names, or else its first `nn.Embedding`.
     """
     with contextlib.suppress(AttributeError, NotImplementedError):
         named = model.get_input_embeddings()

@@ -259,6 +259,11 @@ def probed(model: Any, before: Alone, watch: bool = False) -> ProbeRun:
     """Return the record of a run of the model.
 
     Attention is recorded if it calls `hooked_attention`, or if `watch` is True.
+
+    Args:
+        model: the model.
+        before: the same run of the unchanged model.
+        watch: whether to watch PyTorch's functions, for attention in a module's own code.
     """
     probe = ProbeRun(example=before.example, reference=before.logits)
     watching = Watching(probe)

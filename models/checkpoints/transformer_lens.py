@@ -190,7 +190,7 @@ def _norm_rows(weights: Mapping[str, Tensor]) -> Rows:
     for name in ("ln1", "ln1_post", "ln2", "ln2_post"):
         norms[f"blocks.N.{name}"] = f"blocks.N.{name}"
     for ours, theirs in norms.items():
-        # If one norm has weights and the other does not, the other has gains of 1.
+        # If only some norms have weights, the gains of all other norms are 1.
         like = f"{mlp}.b_in" if ours == f"{mlp}.ln" else f"{attn}.b_O"
         has = f"{theirs}.w".replace(".N.", ".0.") in weights
         rows[f"{ours}.weight"] = f"{theirs}.w" if has else Source((like,), torch.ones_like)

@@ -152,7 +152,7 @@ class Run:
     def settle(self, *, but: int = 0) -> None:
         """Complete the records of all steps except the last `but` steps.
 
-        The host does not wait for these.
+        The host does not wait for the numbers of these last steps.
 
         Raises:
             FloatingPointError: if a loss or gradient was not finite.
