@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from hooks.base import Words, progress_bar, shows_progress, without_gradients
+from hooks.base import progress_bar, shows_progress, without_gradients
 from interp import plots
 from interp.alignment.featurizers import Featurizer, neurons
 from interp.alignment.fitting import Fit
@@ -113,8 +113,13 @@ def align(
     layers: int | Sequence[int] | None = None,
     head: int | None = None,
     direction: PatchingDirection = "denoising",
+    features: Featurizer | None = None,
+    sparsity: float = 0.0,
+    epochs: int = 3,
+    rate: float = 1e-2,
+    batch: int = 32,
+    seed: int = 0,
     progress: bool = True,
-    **fit: Any,
 ) -> Alignment:
     """Return the part of a value that determines the answers of pairs, with scores and controls.
 
@@ -136,8 +141,11 @@ def align(
         head: the head, if the point has heads.
         direction: `denoising` runs the corrupted text; `noising` runs the clean text with the part
             from the corrupted text.
-        fit: settings of the fit, such as `epochs=6`, or `features` to learn a mask of them; see
-            `Fit`.
+        features: the features for a mask, which replaces the columns; see
+            `alignment.featurizers`. `k` is ignored with a mask. Default: columns.
+        sparsity: the cost of a full mask, in nats. Default: 0.
+        epochs, rate, batch: the number of epochs, the learning rate and the batch size of Adam.
+        seed: the seed of the initial columns, of the order of the pairs and of the controls.
         progress: whether to show a progress bar after two seconds.
 
     Returns:
@@ -190,8 +198,15 @@ def align(
     answers = _answers(fitted.pairs, tested.pairs)
     points = [*named(fitted.runner, Choice(site, ("layer",), layers)).values()]
     positions = [pos] if isinstance(pos, int | str) else [*pos]
-    Words(Fit).require(fit, ("test", "pos", "layers", "head", "direction", "progress"), "align")
-    learn = Fit(k, **fit)
+    learn = Fit(
+        k=k,
+        features=features,
+        sparsity=sparsity,
+        epochs=epochs,
+        rate=rate,
+        batch=batch,
+        seed=seed,
+    )
     if learn.features is not None:
         warn_of_place(fitted.runner, *((learn.features.place, name) for name in points))
     places = _Places(fitted=fitted, tested=tested, answers=answers, learn=learn)

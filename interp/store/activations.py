@@ -4,7 +4,7 @@ import bisect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from jaxtyping import Shaped
@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from hooks import CacheError
-from hooks.base import generator, require_integer, require_module, shown, unknown_name, writer_of
+from hooks.base import (
+    NoOthers,
+    generator,
+    require_integer,
+    require_module,
+    shown,
+    unknown_name,
+    writer_of,
+)
 from interp import plots
 from interp.numbers.moments import Moments
 from interp.plots.view import told
@@ -245,7 +253,15 @@ class Activations(plots.Shown):
         return Shared(partial(self.batches, size, seed, names, window=window))
 
     def statistics(
-        self, names: Sequence[str] | None = None, *, part: tuple[int, int] = (0, 1), **options: Any
+        self,
+        names: Sequence[str] | None = None,
+        *,
+        part: tuple[int, int] = (0, 1),
+        covariance: bool = False,
+        top: int = 10,
+        sample: int = 1024,
+        seed: int = 0,
+        **others: Unpack[NoOthers],
     ) -> StatisticsByPoint:
         """Return statistics of each column of points, from one pass over the files.
 
@@ -253,13 +269,17 @@ class Activations(plots.Shown):
             names: the points. Default: all points.
             part: the number of this reader and the number of readers. Add the statistics of all
                 readers with `+`.
-            options: `covariance`, `top`, `sample` and `seed`; see `Statistics.of`.
+            covariance: whether to compute the products of all pairs of columns.
+            top: the number of largest values to record.
+            sample: the largest number of rows in the random sample, from which quantiles are taken.
+            seed: the seed of the sample.
 
         Raises:
             CacheError, UnknownNameError: as in `batches`.
             ValueError: if there is no row.
         """
-        require_options(options)
+        require_options(others)
+        options = {"covariance": covariance, "top": top, "sample": sample, "seed": seed}
         wanted = [*(names or self.names)]
 
         def parts() -> Iterator[StatisticsByPoint]:

@@ -17,10 +17,11 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hooks import CacheError, Selector
-from hooks.base import Words, progress_bar, shown, shows_progress, without_gradients
+from hooks.base import Index, progress_bar, shown, shows_progress, without_gradients
 from interp.store.activations import Activations
 from interp.store.corpora import Corpus, TextPiece, runs
 from interp.store.corpora import count as count_of
@@ -47,10 +48,18 @@ def harvest(
     names: Selector,
     out: str | os.PathLike[str],
     *,
+    dtype: torch.dtype | None = None,
+    context: int | None = None,
+    pack: bool = False,
+    pos: "Index | None" = None,
+    without: Sequence[int] = (),
+    pool: str | None = None,
+    column: str | None = None,
+    batch: int = 16,
+    per_file: int = 64,
     shard: tuple[int, int] = (0, 1),
     engine: Ray | None = None,
     progress: bool = True,
-    **settings: Any,
 ) -> Activations:
     """Write the values of points at every token of many texts to disk, and return the store.
 
@@ -71,13 +80,26 @@ def harvest(
         names: the points: names, globs or a mode. Their first axes must be `batch pos`.
         out: a directory, which is created if it does not exist, or an address of `fsspec`, such as
             `s3://bucket/store`.
+        dtype: the dtype of stored values, a float of 16 bits or more. Default: the dtype of the
+            model.
+        context: the largest number of tokens in a piece. Longer texts are cut. Default: the model's
+            `n_ctx`, which is also the upper limit.
+        pack: whether a piece contains several texts, one after another. Tokens then attend to
+            earlier texts of the piece.
+        pos: the positions of each piece to store, such as `slice(1, None)` to exclude the first
+            position. A piece without these positions has no row. Default: all positions.
+        without: tokens that the model reads, but whose values are not stored, such as the BOS
+            token.
+        pool: store one row for each piece, the `mean` or `max` over its selected tokens. Default: a
+            row for each token.
+        column: the column of a table that contains the texts.
+        batch: the number of pieces in a batch.
+        per_file: the number of texts in a file. The values of a file must fit into memory.
         shard: the number of this job and the number of jobs. `(3, 64)` is the fourth of 64 jobs of
             any scheduler.
         engine: `Ray(workers=8)` runs all jobs on a Ray cluster. Default: None, which runs this job
             here.
         progress: whether to show a progress bar, with tokens per second, after two seconds.
-        settings: settings for reading and storing, such as `context=128` and `pos=slice(1, None)`;
-            see `Settings`.
 
     Returns:
         The store, which can be read after all jobs have finished. It has one row for each stored
@@ -88,8 +110,7 @@ def harvest(
         ValueError: if the existing store, or a file, has another model, other texts or other
             settings, even if it began at the same time; if the shard or the dtype is invalid; or if
             a value is not finite.
-        TypeError: if the model, the engine or the dtype has a wrong type, or if a setting is
-            unknown.
+        TypeError: if the model, the engine or the dtype has a wrong type.
         UnknownNameError: if a name matches nothing.
         ModeError: if the model is in training mode.
         HookError: if edits of the model's values are active, or if the model is fully sharded
@@ -110,18 +131,27 @@ def harvest(
     >>> for (values,) in store.batches(6, seed=0):  # shuffled
     ...     assert values.shape == (6, 128)
     """
-    Words(Settings).require(settings, ("shard", "engine", "progress"), "harvest")
-    read = Settings(**settings)
+    settings = Settings(
+        dtype=dtype,
+        context=context,
+        pack=pack,
+        pos=pos,
+        without=without,
+        pool=pool,
+        column=column,
+        batch=batch,
+        per_file=per_file,
+    )
     is_pair = isinstance(shard, tuple | list) and [*map(type, shard)] == [int, int]
     job, jobs = shard if is_pair else (0, 0)
     if not 0 <= job < jobs:
         raise ValueError(f"shard must be (job, jobs) with 0 <= job < jobs; got {shard}")
     if engine is None:
-        harvest_shard(loaded(model), texts, names=names, out=out, settings=read, shard=shard)
+        harvest_shard(loaded(model), texts, names=names, out=out, settings=settings, shard=shard)
     elif isinstance(engine, Ray):
         if jobs != 1:
             raise ValueError(f"shard must be (0, 1) with Ray, which runs all jobs; got {shard}")
-        engine.run(harvest_shard, model, (texts, names, out, read))
+        engine.run(harvest_shard, model, (texts, names, out, settings))
     else:
         raise TypeError(f"engine must be interp.store.Ray(...) or None; got {shown(engine)}")
     return Activations(out)

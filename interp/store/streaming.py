@@ -2,17 +2,19 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
-from typing import Any, NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import nn
 
 from hooks import ActivationCache, Selector
 from hooks.base import (
+    Index,
+    NoOthers,
     Texts,
-    Words,
+    explains_calls,
     require_callable,
     require_kind,
     shows_progress,
@@ -39,9 +41,13 @@ def statistics(
     names: Selector,
     *,
     reading: Callable[[nn.Module, ActivationCache], Result] | None = None,
+    covariance: bool = False,
+    top: int = 10,
+    sample: int = 1024,
+    seed: int = 0,
     batch: int = 16,
     progress: bool = True,
-    **options: Any,
+    **others: Unpack[NoOthers],
 ) -> StatisticsByPoint:
     """Return the mean, variance, density, quantiles and largest values of points over many texts.
 
@@ -54,8 +60,11 @@ def statistics(
         reading: a function from the model and a cache to a `Result`, such as
             `lambda model, cache: head_scores(model, cache, "induction")`. The statistics are then
             computed over the examples of the results, and their name is `reading`.
+        covariance: whether to compute the products of all pairs of columns.
+        top: the number of largest values to record.
+        sample: the largest number of rows in the random sample, from which quantiles are taken.
+        seed: the seed of the sample.
         batch: the number of texts in a batch.
-        options: `covariance`, `top`, `sample` and `seed`; see `Statistics.of`.
         progress: whether to show a progress bar after two seconds.
 
     Returns:
@@ -79,7 +88,8 @@ def statistics(
     >>> by_point["blocks.1.mlp_out"].top_places[0, 0].tolist()  # of the largest value of column 0
     [0, 4]
     """
-    require_options(options, {field.name for field in fields(Settings)})
+    require_options(others, {field.name for field in fields(Settings)})
+    options = {"covariance": covariance, "top": top, "sample": sample, "seed": seed}
     if reading is not None:
         require_callable("reading", reading, parameters=("model", "cache"), example=_READING)
     runner = runner_of(model)
@@ -141,15 +151,30 @@ class PlannedHarvest(NamedTuple):
 
 
 @without_gradients
+@explains_calls
 def plan(
-    model: Model, texts: Corpus, names: Selector, out: str | os.PathLike[str] = ".", **settings: Any
+    model: Model,
+    texts: Corpus,
+    names: Selector,
+    out: str | os.PathLike[str] = ".",
+    *,
+    dtype: torch.dtype | None = None,
+    context: int | None = None,
+    pack: bool = False,
+    pos: "Index | None" = None,
+    without: Sequence[int] = (),
+    pool: str | None = None,
+    column: str | None = None,
+    batch: int = 16,
+    per_file: int = 64,
 ) -> PlannedHarvest:
     """Return the size of a harvest, and its time, which is measured on the first batch.
 
     All texts are read, so a generator is exhausted.
 
     Args:
-        model, texts, names, out, settings: see `harvest`, which raises the same errors.
+        model, texts, names, out: see `harvest`, which raises the same errors.
+        dtype, context, pack, pos, without, pool, column, batch, per_file: see `harvest`.
 
     Returns:
         The numbers of texts, tokens, rows and files, the size in bytes and the time in seconds.
@@ -160,19 +185,28 @@ def plan(
     >>> planned.tokens, planned.bytes, planned.fits
     (800, 422400, True)
     """
-    Words(Settings).require(settings, (), "plan")
-    plan_settings = Settings(**settings)
-    reader = RowReader(loaded(model), names, plan_settings)
+    settings = Settings(
+        dtype=dtype,
+        context=context,
+        pack=pack,
+        pos=pos,
+        without=without,
+        pool=pool,
+        column=column,
+        batch=batch,
+        per_file=per_file,
+    )
+    reader = RowReader(loaded(model), names, settings)
     first_batch: list[TextPiece] = []
     n_texts, n_tokens, n_rows, n_files = 0, 0, 0, 0
-    for run in runs(texts, plan_settings.column, plan_settings.per_file):
+    for run in runs(texts, settings.column, settings.per_file):
         pieces = reader.pieces(run, n_texts)
-        first_batch += pieces[: plan_settings.batch - len(first_batch)]
+        first_batch += pieces[: settings.batch - len(first_batch)]
         counts = [int(reader.kept_mask(piece).sum()) for piece in pieces]
         n_texts += len(run)
         n_files += 1
         n_tokens += sum(piece.shape[1] for piece in pieces)
-        n_rows += sum(map(bool, counts)) if plan_settings.pool else sum(counts)
+        n_rows += sum(map(bool, counts)) if settings.pool else sum(counts)
     start = time.perf_counter()
     tensors = reader.tensors(first_batch).values()
     rate = sum(piece.shape[1] for piece in first_batch) / (time.perf_counter() - start)
