@@ -323,7 +323,10 @@ class Recorder:
             self._views.append(name)
 
     def _settle(self) -> None:
-        """Copy the last views if they would keep a larger tensor alive."""
+        """Copy the views in `_views` if they share the memory of a larger tensor.
+
+        Without the copies, the views would keep the whole tensor in memory.
+        """
         views = {name: self.values[name] for name in self._views}
         different = {id(view): view for view in views.values()}
         nbytes = sum(view.nbytes for view in different.values())

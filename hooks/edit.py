@@ -99,8 +99,8 @@ class HookContext:
 
     Raises:
         ContextError: on entering a second time.
-        NeverFiredError: at the end of the `with`, if forward passes ran inside and none reached an
-            edited point.
+        NeverFiredError: at the end of the `with`, if the model ran inside, and an edited point did
+            not fire in any of these runs.
 
     >>> from hooks import HookedRunner
     >>> model = nn.Sequential(nn.ReLU())

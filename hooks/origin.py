@@ -81,7 +81,8 @@ def signature_of(model: nn.Module) -> inspect.Signature | None:
 def prepared(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Return the arguments of a run, changed by the model's method `prepare_inputs` if it has one.
 
-    A model of strings turns them into tensors there, so that a cache can store the tensors.
+    For example, a model that accepts strings turns the strings into tokens in `prepare_inputs`. A
+    cache can then store the tokens.
     """
     prepare = getattr(model, "prepare_inputs", None)
     return prepare(*args, **kwargs) if callable(prepare) and (args or kwargs) else (args, kwargs)

@@ -69,7 +69,10 @@ class _Passing(Wire):
 
 
 class _Reading(_Passing):
-    """A hook that stores the value of a point, after all edits there, for a part elsewhere."""
+    """A hook that stores the value of a point for a part that runs at another point.
+
+    The hook runs after all edits of the value.
+    """
 
     comes_last = True
 

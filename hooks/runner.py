@@ -372,11 +372,17 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
         call: Callable[..., Any],
         run: Callable[..., Any] | None = None,
     ) -> tuple[Options, dict[str, Any]]:
-        """Split the keywords of a method into options and arguments for the model or `run`.
+        """Split the keywords of a method into the method's options and the arguments of the run.
+
+        Args:
+            kwargs: the keywords.
+            call: the method.
+            run: the function that the method calls instead of the model, if any. It gets the
+                arguments.
 
         Raises:
-            TypeError: if a keyword is both an option and a parameter of the model's `forward`, or
-                if neither the method nor the model accepts it.
+            TypeError: if a keyword is both an option and a parameter of the model's `forward`
+                (without `run`), or if neither the method nor the model, or `run`, accepts it.
         """
         options, others = Options.taken_from(kwargs)
         if run is None and self._signature is not None:

@@ -131,7 +131,9 @@ class PostNormBlock(Block):
 
     @property
     def branches(self) -> tuple[Branch, ...]:
-        """The sublayers. Each is normalized together with the stream."""
+        """The sublayers: attention and the MLP. After each of them, the sum of the stream and the
+        sublayer's output is normalized.
+        """
         none = Identity()
         return (
             Branch(self.resid_pre, none, self.attn, none, self.attn_out, self.ln1),
@@ -153,7 +155,7 @@ class ParallelBlock(Block):
 
     @property
     def branches(self) -> tuple[Branch, ...]:
-        """The sublayers. Both read the stream that enters the block."""
+        """The sublayers: attention and the MLP. Both read the stream that enters the block."""
         return self._attention(), self._mlp(self.resid_pre)
 
     def forward(

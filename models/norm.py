@@ -53,7 +53,7 @@ class LayerNorm(Component):
         return self.normalized(self.normalize(x))
 
     def _fused(self, x: Tensor) -> Tensor:
-        """Return the norm of each vector from one kernel."""
+        """Return the normalized vectors, computed by one kernel."""
         return torch.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
 
     @FusedUnlessHooked("scale", fused=_fused)
@@ -110,7 +110,7 @@ class RMSNorm(Component):
         return self.normalized(self.normalize(x))
 
     def _fused(self, x: Tensor) -> Tensor:
-        """Return the norm of each vector from one kernel."""
+        """Return the normalized vectors, computed by one kernel."""
         return torch.rms_norm(x, self.shape, self.weight, self.eps)
 
     @FusedUnlessHooked("scale", fused=_fused)

@@ -204,11 +204,12 @@ def sum_rounding(dtype: torch.dtype) -> float:
 
 
 def stream_rounding(dtype: torch.dtype, n: int) -> float:
-    """Return the limit of rounding between a sum of all parts and a residual stream.
+    """Return the limit of rounding between a residual stream and the sum of all its parts.
 
     The limit is for a stream after `n` additions, and it is a fraction of the largest number. The
-    stream is rounded after each addition, so errors grow as the square root of their number.
-    The limit also covers float32, because some norms always compute in float32.
+    stream is rounded after each addition, so errors grow as the square root of `n`. For every
+    dtype, the limit is at least 1e-4: some norms compute in float32 even if the stream has more
+    digits.
     """
     return 4 * torch.finfo(dtype).eps * math.sqrt(n) + 1e-4
 

@@ -59,7 +59,9 @@ class Featurizer:
 
 
 def coordinates(columns: Float[Tensor, "d k"], name: str = "subspace") -> Featurizer:
-    """Return the coordinates along orthonormal columns as features, all of them interchanged.
+    """Return a featurizer with the coordinates along orthonormal columns as its features.
+
+    All of these coordinates are interchanged.
 
     Args:
         columns: the columns.
@@ -76,9 +78,13 @@ def coordinates(columns: Float[Tensor, "d k"], name: str = "subspace") -> Featur
 
 
 def subspace(directions: Float[Tensor, "d *k"]) -> Featurizer:
-    """Return the coordinates in the span of one or more directions, all of them interchanged.
+    """Return a featurizer with the coordinates in the span of directions as its features.
 
-    Several directions are the columns of a matrix. They need not be orthonormal.
+    All of these coordinates are interchanged.
+
+    Args:
+        directions: one direction [d_model], or several as the columns of a matrix [d_model,
+            direction]. The directions need not be orthonormal.
 
     Raises:
         ValueError: if the directions are not linearly independent.

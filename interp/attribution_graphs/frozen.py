@@ -93,8 +93,8 @@ class FrozenRun:
     Raises:
         ValueError: if there are several texts, a number in the run or in an active part of a
             transcoder is not finite, `first` is negative, or a transcoder reads or writes another
-            point, has the wrong size, or has features that are not linear in its input, because of
-            a norm, a gate or steps.
+            point, has the wrong size, or has features that are not a nonlinearity applied to a
+            linear map of the input: if it normalizes its input, is gated, or uses matching pursuit.
         TypeError, ValueError: for the same reasons as in `Graph`.
 
     Warns:

@@ -185,9 +185,10 @@ def number_or_none(data: Mapping[str, Any], name: str) -> float | None:
 
 
 def state(data: Mapping[str, Any]) -> tuple[list[str], list[list[str]], dict[str, str]]:
-    """Return the pins, the groups and the labels in the state of a page.
+    """Return the pinned nodes, the groups of nodes, and the labels of nodes that a page has saved.
 
-    The page of circuit-tracer saves the parameters of its URL, which are strings or null.
+    Neuronpedia saves lists. The page of circuit-tracer saves the parameters of its own URL instead:
+    strings of the same content, or null.
     """
     pins = data.get("pinnedIds") or []
     pins = pins.split(",") if isinstance(pins, str) else [*pins]

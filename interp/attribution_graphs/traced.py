@@ -34,19 +34,21 @@ class AttributionGraph(plots.Shown):
         run: the frozen run.
         rows: the effect of each source on each explained node. The rows of logits come first, then
             the rows of features.
-        column: the index of the source that each row explains, or -1 for a logit.
+        column: for each row, the index among the sources of the feature whose value the row
+            explains; -1 if the row explains a logit.
         weights: the weight of each row as a target: the probability of a token, 1 for any other
             target, and 0 if the row is no target.
-        logits: the nodes of the first rows.
-        directions: the weights of the vocabulary for each of these nodes.
+        logits: the logits that the first rows explain, as nodes.
+        directions: the weight of each token of the vocabulary in each node of `logits`.
         totals: the value of each explained node.
         tokens: the tokens of the text.
         by_attention: the effect of each source on each explained node by changes of attention,
             estimated to first order. It is not included in `rows`. None if the graph was made
             without `attention=True`.
-        attention_gap: the sum of a row of `by_attention` should equal `gradient · score`, summed
-            over queries and keys. The gap is the largest difference as a share of the sum of
-            absolute values in the row.
+        attention_gap: the sum of a row of `by_attention` should equal the sum, over all attention
+            scores of the run, of the score times the gradient of the row's node with respect to the
+            score. The gap is the largest difference of the two sums, as a share of the sum of
+            absolute values in the row. NaN without `by_attention`.
     """
 
     run: FrozenRun

@@ -40,8 +40,9 @@ def by_layer(transcoders: Transcoders, places: Mapping[str, int]) -> dict[int, L
         places: the layers by the names of the points that MLPs write.
 
     Raises:
-        ValueError: if a transcoder has another point, or its features are not linear in its input,
-            because of a norm, a gate or steps.
+        ValueError: if a transcoder has another point, or its features are not a nonlinearity
+            applied to a linear map of the input: if it normalizes its input, is gated, or uses
+            matching pursuit.
     """
     if isinstance(transcoders, Dictionary):
         transcoders = {transcoders.writes or "": transcoders}

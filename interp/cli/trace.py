@@ -33,7 +33,10 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _summary(graph: AttributionGraph, pruned: PrunedGraph) -> str:
-    """Return both graphs, and the strongest sources of the first targets."""
+    """Return a text: the sizes of both graphs, and the strongest sources of the first targets.
+
+    For each of the first 3 targets, the text lists the 8 sources with the strongest effects.
+    """
     lines = [repr(graph), repr(pruned)]
     for node in graph.logits[:3]:
         lines.append(f"what acts on {node.id} {node.label!r}:")

@@ -267,9 +267,11 @@ def text_numbers(parts: Sequence[Examples]) -> list[int]:
 
 
 def _have_same_values(part: Examples, text: int, other: Examples, other_text: int) -> bool:
-    """Return True if two texts have the same values up to rounding at all places of both.
+    """Return False if values of a cache show that two texts are different.
 
-    Only values of a cache are compared.
+    The values of both texts are compared at the places that both texts contain, up to rounding.
+
+    If neither text comes from a cache, no values are compared, and the result is True.
     """
     if not part.is_cached and not other.is_cached:
         return True

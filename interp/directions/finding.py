@@ -102,7 +102,10 @@ class Erasure:
     about: Mapping[str, Any]
 
     def edit(self, **where: Index) -> Edit:
-        """Return an edit that erases the difference at the point that it edits.
+        """Return an edit that erases the difference between the two kinds of texts.
+
+        The edit can be used at each point in `erasers`. It erases the difference that was found at
+        that point.
 
         Args:
             where: the positions to edit, such as `pos=-1`. Default: all positions.

@@ -113,8 +113,8 @@ def rows_of(
         batch: the number of texts in a batch.
 
     Raises:
-        SelectionError: if the store has no row for a position, or if a text has no row for any
-            position.
+        SelectionError: if `where` names positions by number and one of them has no row in the
+            store, or if a text has no row at any of the selected positions.
         CacheError: as in `Activations.file`.
     """
     require_integer("batch", batch)
@@ -228,7 +228,8 @@ def _places(where: Selection, row_at: dict[int, int], what: str, number: int) ->
         number: the number of the text among the texts of its kind.
 
     Raises:
-        SelectionError: if no selected place has a row, or a place that was listed has none.
+        SelectionError: if none of the selected places has a row, or if `where` is a number or a
+            list of numbers and one of these places has no row.
     """
     real: Bool[Tensor, "1 pos"] = torch.ones(1, max(row_at) + 1, dtype=torch.bool)
     (chosen,) = where.read(real, what, number)

@@ -81,7 +81,11 @@ def _require_real(run_mask: Tensor, source_mask: Tensor, place: Region, dim: int
 
 
 def _require_same(run_mask: Tensor, source_mask: Tensor, place: Region) -> None:
-    """Raise an error if the padding of a source of donors differs from the edited texts."""
+    """Check that a source of donors has the same padding as the edited texts.
+
+    Raises:
+        EditError: if the padding differs.
+    """
     different = run_mask != source_mask
     if different.any():
         raise EditError(
@@ -94,7 +98,13 @@ def _require_same(run_mask: Tensor, source_mask: Tensor, place: Region) -> None:
 def _require_same_keys(
     run_mask: Tensor, source_mask: Tensor, place: Region, where: Where, dim: int
 ) -> None:
-    """Raise an error if the keys of the source differ, because weights would not sum to 1."""
+    """Check that the source has padding at the same keys as the edited texts.
+
+    If it had padding at other keys, the weights of a query would not sum to 1.
+
+    Raises:
+        EditError: if the padding differs.
+    """
     axis = place.axes[dim]
     rows, _ = _box(place, dim)
     # Keys after the last real key of a text come after its queries, and have no weight.

@@ -353,16 +353,18 @@ def _frame(activation: Tensor, point: Point, needs_positions: bool) -> _Frame:
 def _source_column_of_each(
     frame: _Frame, dim: int, where: Where, source: SourceColumns | None
 ) -> list[list[int]]:
-    """Return the source's column for each place along one axis; -1 if the place does not change.
+    """Return, for each place along one axis, the column of the source that replaces the place.
 
-    The result has one row for all examples, or one row for each example. Without a source, the
-    number of each place that changes is 0.
+    The number is -1 at places that do not change. Without a source, the number is 0 at places that
+    change.
+
+    The result has one list of numbers for all examples, or one list for each example.
 
     Args:
         frame: the axes of the activation.
         dim: the index of the axis.
         where: the selection along each axis.
-        source: the columns of the source; None for the same columns.
+        source: the columns of the source; None if a place and its replacement have the same column.
     """
     axis = frame.axes[dim]
     size = frame.sizes[dim]

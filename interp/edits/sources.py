@@ -247,7 +247,9 @@ class ValueSource:
         return selected
 
     def _real_rows(self, batch: int, n_pos: int, point: Point) -> Rows | None:
-        """Return the real columns among `n_pos` columns of a source; None if all are real.
+        """Return the columns of real tokens in each text of the source.
+
+        The result is None if the source has no padding, or if its mask is unknown.
 
         Args:
             batch: the number of texts that the edit changes.

@@ -138,8 +138,9 @@ class _Target(NamedTuple):
 class EdgeScores:
     """The scores of the edges of a graph, computed from gradients of runs of one text.
 
-    After the columns of the readers there is a last column: the writer's change times the gradient
-    where the writer is added to the stream. The other columns should sum to the last column.
+    Scores are tensors [writer, column, group, batch]. There is one column for each reader, and then
+    a last column: the writer's change times the gradient where the writer is added to the stream.
+    For each writer, the columns of the readers should sum to the last column.
 
     Args:
         graph: the graph.

@@ -208,12 +208,12 @@ class Pairs(plots.Shown):
 
     @property
     def clean(self) -> Any:
-        """The clean texts as they were given, or their tokens."""
+        """The clean texts: tokens, or the strings of pairs that no model has read."""
         return self._clean.tokens if isinstance(self._clean, Text) else self._clean
 
     @property
     def corrupted(self) -> Any:
-        """The corrupted texts as they were given, or their tokens.
+        """The corrupted texts: tokens, or the strings of pairs that no model has read.
 
         None if there are no corrupted texts.
         """
@@ -381,7 +381,12 @@ class Pairs(plots.Shown):
         return digests(*filter(None, (self.text, self.other)))
 
     def view(self) -> plots.View:
-        """Return a view of the first texts, in which the tokens that differ are marked."""
+        """Return a view of the first pairs, in which tokens that differ between the two texts are
+        marked.
+
+        If the pairs contain strings that no model has read, the view shows the arguments of the
+        pairs.
+        """
         if self.is_read and self.clean.ndim > 2:
             return plots.View(repr(self), [])
         if self.is_read:

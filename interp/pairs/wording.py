@@ -49,7 +49,7 @@ def tokens_of_pairs(
 
 
 def _is_one_answer(answers: Any) -> bool:
-    """Return True for a token or a tuple (right, wrong), which is used for every text."""
+    """Return True for one answer to every text: a token, or a tuple (right, wrong)."""
     return isinstance(answers, (str, int, tuple))
 
 

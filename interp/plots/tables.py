@@ -28,12 +28,13 @@ _MOST_PIXELS = 256
 def effects(result: Any, facet: str | None = None) -> View:
     """Draw a `Result`: a heat map for two axes, or bars with 95% intervals for one axis.
 
-    The pointer and the arrow keys show means and intervals. Scores of heads are a heat map with
-    numbers.
+    Each cell of a heat map shows its mean as a number. The pointer and the arrow keys show means
+    and intervals.
 
     Args:
-        result: the result, with one or two axes besides `example` and the facet.
-        facet: for three axes, the axis with a heat map for each label. Default: the first axis.
+        result: the result. Besides `example` and the facet, it has one or two axes.
+        facet: the name of the axis that gets one heat map for each of its labels, if the result has
+            three axes besides `example`. Default: the first axis.
 
     Raises:
         UnknownNameError, ValueError: as for `Result.plot`.

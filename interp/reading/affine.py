@@ -46,8 +46,10 @@ def split_rows(
 
 
 def for_fit(model: nn.Module) -> tuple[HookedRunner, list[str]]:
-    """Return a runner, the points of the stream entering each block, and last the point of the
-    final stream.
+    """Return a runner of the model, and the points of the stream that a lens is fitted to.
+
+    The list of points contains the stream that enters each block, in the order of the blocks, and
+    then the stream after the last block.
 
     Raises:
         UnknownNameError: if the model has no such points.

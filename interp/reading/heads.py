@@ -150,7 +150,15 @@ def head_scores(
 def _mean_over_queries(
     factors: Shaped[Tensor, "batch query key"], is_counted: Bool[Tensor, "batch query"], name: str
 ) -> Float[Tensor, "batch query key"]:
-    """Return the factors divided by the number of counted queries, and 0 for all other queries.
+    """Return the factors of a sum over queries and keys that is a mean over the counted queries.
+
+    At counted queries, a factor is divided by the number of counted queries of the example. At all
+    other queries, it is 0.
+
+    Args:
+        factors: the factor of each attention weight in the score.
+        is_counted: True at the queries that are counted.
+        name: the name of the score, for errors.
 
     Raises:
         ValueError: if an example has no counted query.

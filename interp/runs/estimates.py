@@ -102,15 +102,19 @@ def by_place(sites: Sites, effects: list[Float[Tensor, "..."]]) -> Float[Tensor,
 def summed(
     sites: Sites, axes: Sequence[str], *factors: Float[Tensor, "..."]
 ) -> Float[Tensor, "..."]:
-    """Return the product of the factors, summed over all axes without places.
+    """Return the product of the factors, summed at each place.
+
+    The sum is over all axes of the point except `batch` and the axes along which places are
+    selected.
 
     Args:
-        sites: the places. The axes `layer` and `span` are ignored.
+        sites: the places. Their axes `layer` and `span` are not in the result: the factors belong
+            to one layer and one span.
         axes: the axes of each factor.
         factors: tensors with these axes.
 
     Returns:
-        One number for each place and example, [*places, example].
+        One number for each place and example, [*axes without layer and span, example].
     """
     selections: dict[str, list[int | slice]] = {}
     for axis, places in sites.places.items():

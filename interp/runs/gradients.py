@@ -93,13 +93,17 @@ class Gradients:
         self.base = metrics.detach()
 
     def backward(self, receive: Receive, dropped: Collection[str] = (), last: bool = True) -> None:
-        """Run one backward pass, and pass on the gradient at each point, the last point first.
+        """Run one backward pass, and call `receive` with the gradient at each point.
 
-        A point that the metric does not depend on is skipped.
+        The pass goes from the logits to the input, so the last point of the model comes first.
+
+        `receive` is not called for a point that the metric does not depend on.
 
         Args:
-            receive: a function that is called with each name and gradient.
-            dropped: points that block the gradient. They receive zeros.
+            receive: a function that is called with the name of a point and the gradient at this
+                point.
+            dropped: the names of the points that block the gradient: the gradient at these points
+                is set to 0.
             last: whether this is the last backward pass, so that memory can be freed.
 
         Raises:

@@ -142,12 +142,14 @@ def copying_scores(model: nn.Module, fold: bool = True) -> Result:
 
 @without_gradients
 def positional_scores(model: nn.Module, back: int = 1, n_pos: int = 64) -> Result:
-    """Return each head's attention to the position `back` before the query, without a text.
+    """Return each head's mean attention from a query to the key `back` positions before, without a
+    text.
 
     The model runs once. All tokens have the mean embedding, and every block reads the stream that
     the first block reads. Heads then differ only in their attention by position: through learned,
-    sinusoidal or rotary positions, masks and windows. Attention that ignores positions has the mean
-    of 1 / (query + 1). `back=0` is attention to the query's own position.
+    sinusoidal or rotary positions, masks and windows. The score of a head that ignores positions is
+    the mean of 1 / (query + 1) over the counted queries (see `n_pos`). `back=0` is attention to the
+    query's own position.
 
     Args:
         model: a model with `W_E` and the hook points `embed`, `resid_pre` and `pattern`.

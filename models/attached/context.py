@@ -281,7 +281,17 @@ def _axis_of_texts(name: str, leaf: Any) -> int | None:
 
 
 def _has_known_axes(name: str, leaf: Tensor, batch: int, n_pos: int) -> bool:
-    """Return whether the texts and queries of an argument are along the known axes."""
+    """Return whether a tensor has its axis of texts and its axis of queries where `AXES` says.
+
+    The axis of queries must have the size `n_pos`. The axis of texts must have the size `batch`, or
+    1 if all texts share a row.
+
+    Args:
+        name: the name of the argument that contains the tensor.
+        leaf: the tensor.
+        batch: the number of texts.
+        n_pos: the number of queries.
+    """
     if leaf.ndim < -AXES[name][1] or leaf.shape[AXES[name][1]] != n_pos:
         return False
     if (axis := _axis_of_texts(name, leaf)) is None:

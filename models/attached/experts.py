@@ -233,10 +233,19 @@ def _number_of_copies(call: Call) -> int | None:
 def _beside(
     calls: Sequence[Call], routed: Tensor, whole: Tensor, size: Tensor, scales: Iterable[float]
 ) -> Iterator[tuple[Summand, nn.Module | None]]:
-    """Yield the outputs that explain the difference between `whole` and `routed`.
+    """Yield the outputs that, times a factor and added to `routed`, are equal to `whole`.
 
-    Each output is multiplied by a gate or by one of the scales. `size` is the size of the terms of
-    `routed`.
+    The factor is one of `scales`, or the sigmoid of the output of a gate.
+
+    Args:
+        calls: the calls of modules inside the block.
+        routed: the sum of the experts, [batch, pos, d_model].
+        whole: the tensor that may be the complete output of the MLP.
+        size: the sum of the absolute values of the terms of `routed`, for the limit of rounding.
+        scales: the numbers that may be the factor.
+
+    Yields:
+        The output with its scale, and the gate; the gate is None if the factor is a scale.
     """
     outputs = [(call, call.output) for call in calls if call.output is not None]
     shares: list[tuple[nn.Module | None, float, Tensor | float]]

@@ -141,7 +141,16 @@ def parallel(
 
 
 def _factors(terms: Sequence[Tensor], change: Tensor, factors: Sequence[float]) -> list[float]:
-    """Return the factors that are nearest to the least-squares fit of a change by the terms."""
+    """Return a factor for each term, so that the sum of factor times term is near a change.
+
+    A least-squares fit of the change gives each term a coefficient. The factor of a term is the
+    possible factor that is nearest to its coefficient.
+
+    Args:
+        terms: the terms.
+        change: the change of the stream that the terms should explain.
+        factors: the possible factors.
+    """
     if len(factors) == 1:
         return [factors[0]] * len(terms)
     columns = torch.stack([term.double().flatten() for term in terms], 1)

@@ -210,9 +210,12 @@ class Wiring:
         return f"{self.stack.prefix}blocks.{n}.{point}"
 
     def places(self) -> list[tuple[nn.Module, str, nn.Module]]:
-        """Return each module with a hook, with its parent and its name there.
+        """Return (parent, name, module) for each module with the hook of a point.
 
-        Hooks that store outputs are moved behind the hooks of points.
+        `name` is the name of the module in its parent.
+
+        Before the modules are listed, the hooks with which `transformers` collects hidden states
+        are moved behind the hooks of points.
         """
         listening = {*self._modules}
         for module in listening:

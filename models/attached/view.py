@@ -153,17 +153,19 @@ class PlainView(nn.Module):
 
     @property
     def W_U(self) -> Float[Tensor, "d_model vocab"]:
-        """A copy of the unembedding, with the model's factor of logits."""
+        """A copy of the unembedding, times the number that multiplies the logits."""
         return self._unembedding()[0]
 
     @property
     def b_U(self) -> Float[Tensor, " vocab"]:
-        """A copy of the bias of the unembedding, with the model's factor of logits."""
+        """A copy of the unembedding's bias, times the number that multiplies the logits."""
         return self._unembedding()[1]
 
     @without_gradients
     def _unembedding(self) -> tuple[Tensor, Tensor]:
-        """Return the weight [d_model, vocab] and the bias of the unembedding, with its factor.
+        """Return the weight [d_model, vocab] and the bias of the unembedding.
+
+        Both are multiplied by the number by which the model multiplies its logits.
 
         Raises:
             ValueError: if several modules compute the logits.
@@ -543,10 +545,16 @@ def _columns_of(
     parts: Sequence[Float[Tensor, "batch pos _head d_head"]],
     outputs: Sequence[Float[Tensor, "batch pos _width"]],
 ) -> Int[Tensor, " column"] | None:
-    """Return the column of the joined outputs for each dimension of each head.
+    """Return the columns of the projections' outputs on which each head depends.
 
-    The order is queries, keys and values. The result is None if heads share columns, or if a column
-    belongs to no head.
+    The outputs are joined along their last axis, and columns are counted in the joined tensor.
+
+    The result lists d_head columns for each head: first the heads of queries, then of keys, then of
+    values. It is None if two heads depend on the same column, or if no head depends on a column.
+
+    Args:
+        parts: the queries, the keys and the values.
+        outputs: the outputs of the projections.
     """
     columns = []
     generator = torch.Generator().manual_seed(0)

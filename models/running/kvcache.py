@@ -22,17 +22,18 @@ class KVCache:
     Call `model(new_tokens, kv_cache=cache)`. Keys and values are stored after norm, rotation and
     edits by hooks. For a block with a sliding window, only the positions that the window can still
     reach are stored. A forward pass that fails does not change the cache. Gradients flow into
-    positions that were read while gradients were recorded. As an intervention, a model with other
-    weights but the same sizes and positions can continue from the cache.
+    positions that were read while gradients were recorded. Another model can continue from the
+    cache, as an intervention, if its config has the same sizes, windows and kind of positions
+    (`DECISIVE`). Its weights may differ.
 
     Args:
         max_context: the largest number of positions. Default: the model's `n_ctx`.
 
     Attributes:
         length: the number of positions that have been read.
-        mask: True at the positions that are not padding: Bool[batch _length]. None if there is no
-            padding. The mask may be shorter than `length`; the positions after its end are not
-            padding.
+        mask: a boolean tensor [batch, pos] with True at the positions that are not padding; None if
+            there is no padding. The mask may have fewer than `length` positions. Positions after
+            its end are not padding.
 
     Raises:
         ValueError: if `max_context` is not a whole number of at least 1.

@@ -1,4 +1,4 @@
-"""Masks of the keys that each query sees.
+"""Masks of the keys that each query sees: no padding, no later keys, and only keys inside a window.
 
 The masks of callers are checked; large masks are rules.
 """

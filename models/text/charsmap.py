@@ -108,12 +108,13 @@ class Charsmap:
                 self._unchanged.add(pair)
 
     def _longest(self, text: str, start: int) -> tuple[int, str | None, int]:
-        """Return the longest sequence at `start`.
+        """Return the longest sequence of the table that begins at the character `start` of a text.
 
         Returns:
-            The end of the sequence, its new text, and the number of characters that were read. If
-            the table has no sequence at `start`, the sequence is one character, and its new text is
-            None.
+            The index after the last character of the sequence; the text that replaces the sequence;
+            and the number of characters that were read from `start` on, which may be more than the
+            sequence has. If the table has no sequence at `start`, the index is `start + 1`, and the
+            text is None.
         """
         node = _ROOT
         end = start + 1

@@ -79,7 +79,7 @@ class ReadsText:
         return tokenizer
 
     def _text_device(self) -> torch.device | None:
-        """Return the device of tokens. None means the CPU."""
+        """Return the device on which the tokens of texts are created, or None for the CPU."""
         return None
 
     @property

@@ -280,7 +280,8 @@ class SubwordTokenizer:
     def tokens_as_text(self, tokens: Shaped[Tensor, "..."] | Sequence[Any]) -> list[Any]:
         r"""Return the text of each token, in lists of the shape of the tokens.
 
-        Bytes that are not UTF-8 are written as `\xe2`.
+        A byte that is not part of a UTF-8 character is written as an escape with its value, such as
+        `\xe2`.
         """
         return pieces_of(tokens, self._piece)
 

@@ -12,13 +12,14 @@ from interp.features.places import ours
 def read(folder: Path, *, transcodes: bool | None = None) -> Dictionary:
     """Return the dictionary in `cfg.json` and `sae.safetensors`.
 
-    Transcoders that were trained before the field `transcode` existed (February 2025) subtract the
-    bias of the decoder, as autoencoders do. They are recognized by a skip connection. Without a
-    skip connection, `transcodes` must be given.
+    Files from before February 2025 do not have the field `transcode`. Their transcoders subtract
+    the bias of the decoder, as autoencoders do. Without the field, a dictionary with a skip
+    connection is read as a transcoder, and any other dictionary as an autoencoder, unless
+    `transcodes` is True.
 
     Args:
-        folder: the folder of the files.
-        transcodes: whether the dictionary is a transcoder, if `cfg.json` does not tell.
+        folder: the folder with the two files.
+        transcodes: whether the dictionary is a transcoder. Default: as the files say.
     """
     config = known_fields(json_of(folder / "cfg.json"), "cfg.json of sparsify")
     weights = tensors_of(folder / "sae.safetensors")

@@ -134,7 +134,11 @@ def _qwen(attributes: Attributes, fields: Fields) -> dict[str, Any]:
 
 
 def _gemma2(attributes: Attributes, fields: Fields) -> dict[str, Any]:
-    """Return rotary fields, windows in every second layer, and the scales of Gemma 2."""
+    """Return the rotary fields, the windows, and the scales of embeddings and attention scores.
+
+    If the config does not list the types of layers, every second layer has a window, from layer 0
+    on.
+    """
     n_layers = fields["n_layers"]
     window = attributes.take("sliding_window", 4096)
     attributes.only("sliding_window_size", window)

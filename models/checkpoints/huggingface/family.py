@@ -258,7 +258,19 @@ def _require_equal(attributes: Attributes, stated: dict[str, Any], name: str, va
 
 
 def _scaling(attributes: Attributes, stated: dict[str, Any], n_ctx: int) -> RotaryScaling | None:
-    """Return the scaling of a file, and remove the numbers that it uses from `stated`."""
+    """Return the scaling of rotary positions that a config states, or None without scaling.
+
+    The fields of the scaling are removed from `stated`.
+
+    Args:
+        attributes: the attributes of the config.
+        stated: the rotary fields of the config that have not been read yet.
+        n_ctx: the number of positions in the config.
+
+    Raises:
+        ValueError: if the kind of scaling is unknown, or `stated` contains a field that this kind
+            does not use.
+    """
     kind = stated.pop("rope_type", "default")
     original = stated.pop("original_max_position_embeddings", n_ctx)
     # This attribute describes the training. transformers never reads it.
