@@ -27,7 +27,7 @@ from interp.measuring import Metric, TokenMetric, WordedMetric, Writer
 from interp.numbers.precision import divergence
 
 
-def logit_diff(right: SeveralTokens, wrong: SeveralTokens, pos: Tokens = -1) -> Metric:
+def logit_diff(right: SeveralTokens, wrong: SeveralTokens, pos: "Tokens" = -1) -> Metric:
     """Return a metric: the logit of the right token minus the logit of the wrong token, in logits.
 
     Args:

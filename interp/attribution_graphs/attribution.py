@@ -34,7 +34,7 @@ _TENSORS = 8
 @without_gradients
 def attribution_graph(
     model: nn.Module,
-    text: Texts,
+    text: "Texts",
     transcoders: Transcoders,
     *,
     targets: int | str | Sequence[Any] = 10,

@@ -22,12 +22,12 @@ from interp.numbers.moments import Moments
 @without_gradients
 def difference_of_means(
     model: nn.Module,
-    yes: Kind,
-    no: Kind | None = None,
+    yes: "Kind",
+    no: "Kind | None" = None,
     site: str | Sequence[str] = "resid_post",
     *,
-    labels: Labels | None = None,
-    pos: Index | str | None = -1,
+    labels: "Labels | None" = None,
+    pos: "Index | str | None" = -1,
     batch: int = 16,
     progress: bool = True,
 ) -> Direction:
@@ -136,12 +136,12 @@ class Erasure:
 @without_gradients
 def erasure(
     model: nn.Module,
-    yes: Kind,
-    no: Kind | None = None,
+    yes: "Kind",
+    no: "Kind | None" = None,
     site: str | Sequence[str] = "resid_post",
     *,
-    labels: Labels | None = None,
-    pos: Index | str | None = -1,
+    labels: "Labels | None" = None,
+    pos: "Index | str | None" = -1,
     batch: int = 16,
     progress: bool = True,
 ) -> Erasure:

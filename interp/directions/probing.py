@@ -93,12 +93,12 @@ class Probe(plots.Shown):
 @without_gradients
 def probe(
     model: nn.Module,
-    yes: Kind,
-    no: Kind | None = None,
+    yes: "Kind",
+    no: "Kind | None" = None,
     site: str | Sequence[str] = "resid_post",
     *,
-    labels: Labels | None = None,
-    pos: Index | str | None = -1,
+    labels: "Labels | None" = None,
+    pos: "Index | str | None" = -1,
     over: Literal["pos"] | None = None,
     kind: str = "logistic",
     C: float = 1.0,

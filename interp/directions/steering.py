@@ -91,12 +91,12 @@ class SteeringCurve(plots.Shown):
 def steering_curve(
     model: nn.Module,
     vectors: Direction,
-    prompts: Texts,
+    prompts: "Texts",
     strengths: Sequence[float],
-    score: Metric,
+    score: "Metric",
     *,
-    others: Texts | None = None,
-    pos: Index | str | None = None,
+    others: "Texts | None" = None,
+    pos: "Index | str | None" = None,
     max_bytes: int = 2**30,
     progress: bool = True,
 ) -> SteeringCurve:

@@ -28,10 +28,10 @@ class Features(Protocol):
 
 
 def interchange(
-    source: Values,
+    source: "Values",
     subspace: Float[Tensor, "dim *k"] | Features,
     *,
-    source_pos: Index | None = None,
+    source_pos: "Index | None" = None,
     **where: Index,
 ) -> Edit:
     """Return an edit that replaces the part of a value in a subspace by the part of a source.

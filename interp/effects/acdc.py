@@ -39,7 +39,7 @@ def acdc(
     thresholds: float | Sequence[float],
     source: CircuitSource = "pair",
     *,
-    pos: Tokens | None = -1,
+    pos: "Tokens | None" = -1,
     direction: PatchingDirection = "noising",
     split_embeddings: bool = False,
     max_bytes: int = 2**30,

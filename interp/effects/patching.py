@@ -96,9 +96,9 @@ def activation_patching(
 @without_gradients
 def sweep(
     model: nn.Module,
-    texts: Texts | Pairs,
+    texts: "Texts | Pairs",
     edits: Sequence[Hooks],
-    metric: Metric | None = None,
+    metric: "Metric | None" = None,
     *,
     attention_mask: Shaped[Tensor, "batch pos"] | None = None,
     max_bytes: int = 2**30,

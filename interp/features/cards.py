@@ -247,13 +247,13 @@ class _Row(NamedTuple):
 @without_gradients
 def feature_cards(
     model: nn.Module,
-    dictionary: Dictionaries,
-    texts: Texts,
+    dictionary: "Dictionaries",
+    texts: "Texts",
     features: Sequence[int],
     *,
     reads: str | None = None,
     k: int = 8,
-    pos: Index | None = None,
+    pos: "Index | None" = None,
     batch: int = 16,
     progress: bool = True,
 ) -> FeatureCards:

@@ -51,11 +51,11 @@ def stability(one: Dictionary, other: Dictionary) -> Float[Tensor, " feature"]:
 @without_gradients
 def purity(
     model: nn.Module,
-    texts: Texts,
+    texts: "Texts",
     point: str,
     *,
     k: int = 20,
-    pos: Index | None = None,
+    pos: "Index | None" = None,
     batch: int = 16,
     progress: bool = True,
 ) -> Float[Tensor, " unit"]:

@@ -191,11 +191,11 @@ class DictionaryScores(plots.Shown):
 @without_gradients
 def evaluate_sae(
     model: nn.Module,
-    dictionaries: Dictionaries,
-    texts: Texts,
+    dictionaries: "Dictionaries",
+    texts: "Texts",
     *,
     reads: str | Mapping[str, str] | None = None,
-    pos: Index | None = None,
+    pos: "Index | None" = None,
     batch: int = 16,
     progress: bool = True,
 ) -> DictionaryScores:

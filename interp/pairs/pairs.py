@@ -132,10 +132,10 @@ class Pairs(plots.Shown):
         *,
         attention_mask: Shaped[Tensor, "batch pos"] | None = None,
         spans: Mapping[str, Any] | Sequence[str] | None = None,
-        metric: Metric | None = None,
-        corrupted_spans: Spans | None = None,
+        metric: "Metric | None" = None,
+        corrupted_spans: "Spans | None" = None,
         last_only: bool = False,
-        pos: Tokens | None = None,
+        pos: "Tokens | None" = None,
         **others: Unpack[NoOthers],
     ) -> None:
         refuse(others, Pairs.__init__, "Pairs")

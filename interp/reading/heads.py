@@ -50,8 +50,8 @@ def head_scores(
     cache: ActivationCache,
     kind: str | Shaped[Tensor, "query key"] = "previous_token",
     *,
-    span: Index | None = None,
-    queries: Index | None = None,
+    span: "Index | None" = None,
+    queries: "Index | None" = None,
     progress: bool = True,
 ) -> Result:
     """Return a score of each head's attention, as a mean over the queries of each text.

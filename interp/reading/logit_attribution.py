@@ -43,10 +43,10 @@ def direct_logit_attribution(
     model: nn.Module,
     cache: ActivationCache,
     *,
-    right: Tokens | None = None,
-    wrong: Tokens | None = None,
-    vector: LogitDirection | None = None,
-    pos: Index | None = None,
+    right: "Tokens | None" = None,
+    wrong: "Tokens | None" = None,
+    vector: "LogitDirection | None" = None,
+    pos: "Index | None" = None,
     neurons: bool = False,
     experts: bool = False,
 ) -> Result:
@@ -123,10 +123,10 @@ def accumulated_logits(
     model: nn.Module,
     cache: ActivationCache,
     *,
-    right: Tokens | None = None,
-    wrong: Tokens | None = None,
-    vector: LogitDirection | None = None,
-    pos: Index | None = None,
+    right: "Tokens | None" = None,
+    wrong: "Tokens | None" = None,
+    vector: "LogitDirection | None" = None,
+    pos: "Index | None" = None,
 ) -> Result:
     """Return a logit, or a difference of logits, of the stream up to each layer, with the final
     norm's scale in the run.

@@ -73,14 +73,14 @@ class TopActivations(list[Activation], plots.Shown):
 @without_gradients
 def max_activating(
     model: nn.Module,
-    texts: Texts,
+    texts: "Texts",
     point: str,
     *,
     head: int | None = None,
     neuron: int | None = None,
     feature: int | None = None,
     vector: Float[Tensor, " d"] | None = None,
-    pos: Index | None = None,
+    pos: "Index | None" = None,
     k: int = 10,
     batch: int = 16,
     progress: bool = True,

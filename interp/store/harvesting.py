@@ -43,9 +43,9 @@ from interp.store.rows import Overflow, RowReader, Settings
 
 @shows_progress
 def harvest(
-    model: Model,
-    texts: Corpus,
-    names: Selector,
+    model: "Model",
+    texts: "Corpus",
+    names: "Selector",
     out: str | os.PathLike[str],
     *,
     dtype: torch.dtype | None = None,

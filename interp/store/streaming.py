@@ -37,8 +37,8 @@ _READING = "for example: lambda model, cache: head_scores(model, cache, 'inducti
 @without_gradients
 def statistics(
     model: nn.Module,
-    texts: Texts,
-    names: Selector,
+    texts: "Texts",
+    names: "Selector",
     *,
     reading: Callable[[nn.Module, ActivationCache], Result] | None = None,
     covariance: bool = False,
@@ -153,9 +153,9 @@ class PlannedHarvest(NamedTuple):
 @without_gradients
 @explains_calls
 def plan(
-    model: Model,
-    texts: Corpus,
-    names: Selector,
+    model: "Model",
+    texts: "Corpus",
+    names: "Selector",
     out: str | os.PathLike[str] = ".",
     *,
     dtype: torch.dtype | None = None,

@@ -175,7 +175,7 @@ def generate_text(
 
 def generate_steps(
     model: Transformer,
-    prompts: Texts,
+    prompts: "Texts",
     *,
     max_new_tokens: int,
     attention_mask: Shaped[Tensor, "batch pos"] | None = None,

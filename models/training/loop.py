@@ -58,14 +58,14 @@ class TrainingResult:
 
 def train(
     model: Transformer,
-    data: TrainingText | Batches,
+    data: "TrainingText | Batches",
     config: TrainingConfig,
     *,
-    validation: TrainingText | None = None,
+    validation: "TrainingText | None" = None,
     directory: str | os.PathLike[str] | None = None,
     resume: bool = False,
     after_step: Callable[[Transformer, int, float], None] | None = None,
-    loss: Loss = row_losses,
+    loss: "Loss" = row_losses,
 ) -> TrainingResult:
     """Train `model` in place to predict each next token, or to minimise another loss.
 
@@ -176,7 +176,7 @@ def _result(run: Run) -> TrainingResult:
 
 
 def _batches_and_texts(
-    data: TrainingText | Batches,
+    data: "TrainingText | Batches",
     validation: TrainingText | None,
     model: Transformer,
     config: TrainingConfig,
