@@ -143,7 +143,8 @@ class Recorder:
     def note(self, name: str, piece: Piece) -> None:
         """Record the piece of texts with padding that a point read.
 
-        Several pieces are combined: the start of the first and the masks of the last.
+        If a point reads several pieces, the record has the start of the first piece and the masks
+        of the last piece.
         """
         before = self._pieces.get(name)
         if before is None or not piece.has_masks_of(before):

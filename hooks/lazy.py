@@ -18,7 +18,8 @@ from hooks.session import Edits
 
 
 class LazyValues(Mapping[str, Tensor]):
-    """The values of a lazy run: some are stored in the run, others are recomputed, block by block.
+    """The values of a lazy run: some were stored in the run, and blocks run again for all other
+    values.
 
     A value that is read alone stays in memory until `drop`. `several` stores no values. A deep copy
     or a pickle is a plain dict of all values.
@@ -74,9 +75,9 @@ class LazyValues(Mapping[str, Tensor]):
         return name in self._recomputed or (not self._change and name in self._run.values)
 
     def several(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return the values of some names.
+        """Return the values of several names.
 
-        Each block runs once for all its values, which are not stored.
+        A block runs once for all requested values inside it. The values are not stored.
         """
         names = list(names)
         values = self._run.values | self._recomputed

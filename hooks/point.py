@@ -87,13 +87,13 @@ class HookPoint(Identity):
 class HookPoints(nn.Module):
     """Points that fire while another module of the model runs.
 
-    A model that was written without points can have them next to its modules, which then pass
-    values through the points. Points have no weights, so the state dict does not change. A subclass
-    may have a method `plain(argument)`, which returns the form in which a lazy cache stores an
-    argument of the module that is neither a tensor nor a number.
+    A model that was written without points can have `HookPoints` next to its modules. The modules
+    then pass values through the points. Points have no weights, so the state dict does not change.
+    A subclass may have a method `plain(argument)`, which returns the form in which a lazy cache
+    stores an argument of the module that is neither a tensor nor a number.
 
     Args:
-        module: the module that runs. It does not become a child.
+        module: the module that runs. It does not become a child of the `HookPoints`.
 
     Attributes:
         module: the module that runs.

@@ -208,7 +208,11 @@ class BlockCall:
         return recorder.values
 
     def _record_again(self, edits: Edits, recorder: Recorder) -> bool:
-        """Record the points in another run; return whether the block's output is the same."""
+        """Run the block again and record the points; return True if the output is the stored
+        output.
+
+        The outputs are compared up to rounding.
+        """
         if _torch.marks(self.block) != self._state:
             return False
         precision = self._precision()

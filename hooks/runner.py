@@ -413,7 +413,8 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
             options: the names of the options that the method accepts.
 
         Raises:
-            TypeError: if a keyword is unknown; the error names the first one, with close matches.
+            TypeError: if a keyword is unknown; the error contains the first unknown keyword and
+                close matches.
         """
         if run is not None and not callable(run):
             raise TypeError(f"run must be a function that runs the model; got {shown(run)}")

@@ -31,7 +31,8 @@ class Branch:
         sublayer: attention or the MLP.
         after: the norm of the sublayer's output.
         added: the point of the vector that is added to the stream.
-        joined: the norm of the sum of stream and sublayer. Most forms have no such norm.
+        joined: the norm that is applied to the sum of the stream and the added vector. None without
+            such a norm.
     """
 
     reads: nn.Module

@@ -24,7 +24,8 @@ class AmbiguousRowsError(ValueError):
 
 
 def axis_of_rows(name: str, value: Tensor, shape: Sequence[int]) -> int | None:
-    """Return the axis of an argument with a row for each text, or None if there is no such axis.
+    """Return the axis along which an argument has one row for each text, or None without such an
+    axis.
 
     Args:
         name: the name of the argument.

@@ -1,8 +1,8 @@
 """Comparisons of tensors, exactly or up to rounding, and the limits of rounding.
 
 An operation rounds its result by up to a fraction `eps` of its size: 2.2e-16 in float64, 1.2e-7 in
-float32, 9.8e-4 in float16 and 7.8e-3 in bfloat16. Two computations of the same value may differ
-by a limit that depends on the operations between them:
+float32, 9.8e-4 in float16 and 7.8e-3 in bfloat16. Two computations of the same value may differ by
+a limit that depends on the operations between them:
 
 | between the two values | they may differ by | of | in |
 | --- | --- | --- | --- |
@@ -20,8 +20,8 @@ by a limit that depends on the operations between them:
 Here "the largest" is the largest number. The limits of a whole model are for float64, float32,
 float16 and bfloat16.
 
-A limit is a fraction of the largest number if a number may be a sum of larger terms that cancel.
-The size of such a number does not limit its error.
+If a number may be a sum of larger terms that cancel, its limit is a fraction of the largest number.
+The error of a sum grows with the size of its terms, even if the sum is small.
 """
 
 import math
@@ -63,8 +63,8 @@ def is_close(
         value: the value.
         expected: the expected value, whose dtype determines the rounding. A value with a different
             shape is not close.
-        terms: the terms, if the expected value is a sum. They, and their rounding, may be larger
-            than the sum.
+        terms: the terms, if the expected value is a sum. The terms may be larger than the sum, and
+            so may the rounding of the terms.
 
     >>> value = torch.tensor([1.0])
     >>> is_close(value, torch.tensor([1.0 + 5e-7])), is_close(value, torch.tensor([1.1]))

@@ -507,7 +507,8 @@ def require_axes(where: Iterable[str], axes: tuple[str, ...], what: str) -> None
         what: the name of the value, for the error.
 
     Raises:
-        UnknownNameError: if a name is unknown; the error names the first one.
+        UnknownNameError: if the value has no axis with one of the names; the error contains the
+            first such name.
     """
     for axis in where:
         if axis not in axes:

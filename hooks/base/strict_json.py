@@ -74,7 +74,8 @@ def require_finite(value: Any) -> None:
     """Check that all numbers in a value of JSON are finite.
 
     Raises:
-        ValueError: if a number is not finite; the error names the first one.
+        ValueError: if a number is not finite; the error contains the first such number and its
+            place.
     """
     if first := _first_nonfinite(value, ""):
         raise ValueError(f"numbers must be finite in JSON; got {first}")

@@ -196,7 +196,8 @@ class Text(HintsAtNames):
     def goes_by_rows(self) -> bool:
         """True if the texts can be divided and repeated.
 
-        Each argument must have a row for each text, or not depend on the texts.
+        This is the case if each further argument of the model either has a row for each text, or
+        does not depend on the texts.
         """
         return not [*without_rows(self.more, self.tokens.shape[:2])]
 

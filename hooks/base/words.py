@@ -3,10 +3,10 @@
 A misspelt keyword raises an error and is not lost in `**kwargs`.
 
 1. A function knows the names of its parameters. If its `**kwargs` are typed (`Unpack[...]`), it
-   also knows the keys of the type. A model passes `**kwargs` to its parts, so it also knows their
-   parameters.
-2. A decorator may remove its own keywords first. They are in the code or the closure of the
-   decorator.
+   also knows the keys of the type. A model passes `**kwargs` to its parts, so the model also knows
+   the parameters of its parts.
+2. A decorator may remove its own keywords first. These keywords are in the code or the closure of
+   the decorator.
 3. Any other keyword raises an error. With untyped `**kwargs` it may be the model's own, so only
    near-misspellings of our keywords raise an error.
 """

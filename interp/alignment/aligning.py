@@ -48,8 +48,8 @@ def counterfactual(
     """Return the values of a causal model on a base input, with some variables from a source input.
 
     Args:
-        causal: a function from inputs to values by name. It also accepts each variable as a
-            keyword, and then uses this value.
+        causal: a function from inputs to values by name. The function also accepts each variable as
+            a keyword, and then uses the given value of the variable.
         base, source: the inputs.
         variables: the names of the variables from the source.
 
@@ -135,14 +135,14 @@ def align(
         site: the last part of the names of points in all layers, or the name of one point.
         k: the number of columns. Default: 32.
         test: other pairs, for the scores.
-        pos: a position, the name of a span of the pairs, or a list of them. Each position
-            has a separate fit. Default: the last position.
+        pos: a position, the name of a span of the pairs, or a list of them. Each position has a
+            separate fit. Default: the last position.
         layers: a layer or several layers. Default: all layers.
         head: the head, if the point has heads.
         direction: `denoising` runs the corrupted text; `noising` runs the clean text with the part
             from the corrupted text.
-        features: the features for a mask, which replaces the columns; see
-            `alignment.featurizers`. `k` is ignored with a mask. Default: columns.
+        features: the features for a mask, which replaces the columns; see `alignment.featurizers`.
+            `k` is ignored with a mask. Default: columns.
         sparsity: the cost of a full mask, in nats. Default: 0.
         epochs, rate, batch: the number of epochs, the learning rate and the batch size of Adam.
         seed: the seed of the initial columns, of the order of the pairs and of the controls.
@@ -151,9 +151,9 @@ def align(
     Returns:
         The learned part of each point and position, and two results [control, point, pos, example]
         on the test pairs: the accuracy, from 0 to 1, and the change of the pairs' metric in its
-        unit. The first control, `aligned`, is the learned part. The others are a `random` part, a
-        part that was fitted to a model with `shuffled weights` or to `shuffled answers`, and the
-        `whole` value.
+        unit. The first control, `aligned`, is the learned part. The other controls are a
+        `random` part, a part that was fitted to a model with `shuffled weights` or to
+        `shuffled answers`, and the `whole` value.
 
     Raises:
         ValueError: if pairs have no answers or corrupted texts, if k does not fit, if a pair is in

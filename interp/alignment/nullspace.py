@@ -3,9 +3,9 @@
 Makelov et al. 2023, "Is This the Subspace You Are Looking for? An Interpretability Illusion for
 Subspace Activation Patching".
 
-A direction can be the sum of two directions. Runs differ along the first, but no later part of the
-model reads it. A later part reads the second, but runs do not differ along it. Patching the sum
-changes the answer through a path that the model never uses.
+A direction can be the sum of two directions a and b. Runs differ along a, but no later part of the
+model reads a. A later part reads b, but runs do not differ along b. Patching a + b changes the
+answer through a path that the model never uses.
 
 1. Interchange the subspace.
 2. Interchange the subspace, and remove the changes along axes on which clean values do not vary.

@@ -1,9 +1,9 @@
 """Attention in an attribution graph: the sources that make a head attend to a key, and the scores
 that decide a target.
 
-The query and the key of a head are targets. Each of their components is a direction of the stream
-that attention reads, so a frozen run yields the effect of each source on it. A score is the product
-of a query and a key, and therefore a sum over pairs of sources.
+The query and the key of a head are targets. Each component of a query or a key is a direction of
+the stream that attention reads, so a frozen run yields the effect of each source on the component.
+A score is the product of a query and a key, and therefore a sum over pairs of sources.
 """
 
 from collections.abc import Sequence

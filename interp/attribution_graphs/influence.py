@@ -1,7 +1,7 @@
 """The influence of nodes in an attribution graph, and pruning, as circuit-tracer defines them
 (Ameisen et al. 2025).
 
-1. Take the absolute values of each row of effects, and divide them by their sum. The results are
+1. Take the absolute values of each row of effects, and divide the row by its sum. The results are
    the shares.
 2. The influence of a node is a sum over all paths from the node to the targets. The term of a path
    is the product of its shares and the weight of the target: `w (A + A² + ...)`.
@@ -77,8 +77,7 @@ def scores(
 
 
 def threshold(scores: Float[Tensor, " score"], share: float) -> Float[Tensor, ""]:
-    """Return the largest score such that all scores of at least this size make up a share of the
-    sum.
+    """Return the score at which scores, added up from the largest on, reach a share of the sum.
 
     Args:
         scores: the scores.

@@ -176,8 +176,8 @@ class PrunedGraph(plots.Shown):
     def to_neuronpedia(self, directory: str | os.PathLike[str], slug: str, scan: str) -> Path:
         """Write `slug.json` in Neuronpedia's format, and return its path.
 
-        The page of circuit-tracer can display the directory. It finds the graphs in
-        `graph-metadata.json`, which this method updates.
+        The page of circuit-tracer can display the directory. The page finds the graphs in
+        `graph-metadata.json`, and this method updates that file.
 
         Args:
             directory: the directory of the file, which is created if it does not exist.

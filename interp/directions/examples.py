@@ -30,10 +30,10 @@ class Examples(NamedTuple):
     """Values of one batch.
 
     Attributes:
-        label: 1 for texts of the first kind, 0 for those of the second.
-        text: the number of the text of each row, counted over both kinds.
-        rank: the number of each row among the examples of its text.
-        place: the position of each row in its text, without padding.
+        label: 1 for texts of the first kind, 0 for texts of the second kind.
+        text: for each row, the number of the text that it comes from, counted over both kinds.
+        rank: for each row, its index among the rows of the same text.
+        place: for each row, its position in the text, not counting padding.
         values: the values, by the names of points.
         digests: a hash of each text of the batch; see `interp.inputs.copies`.
         is_cached: whether the values come from a cache.

@@ -31,8 +31,9 @@ def difference_of_means(
     batch: int = 16,
     progress: bool = True,
 ) -> Direction:
-    """Return the direction from the mean value of one kind of texts to that of another kind, in
-    every layer.
+    """Return the direction from the mean value of the `no` texts to the mean of the `yes` texts.
+
+    There is one direction in every layer.
 
     The method is from Marks & Tegmark (2023). The offset puts 0 halfway between the two means.
 

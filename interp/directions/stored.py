@@ -55,8 +55,8 @@ class StoredRows(NamedTuple):
     Attributes:
         texts: the number of the text of each row in the batch. Texts without rows in the store are
             not counted.
-        ranks: the number of each row among the selected rows of its text.
-        places: the place of the token of each row in its text.
+        ranks: for each row, its index among the selected rows of the same text.
+        places: for each row, the place of its token in the text.
         values: the values, by the names of points.
         digests: a hash of each text of the batch.
     """

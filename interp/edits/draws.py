@@ -65,9 +65,9 @@ def donors(
 def normal(seed: int, region: Region) -> Float[Tensor, "..."]:
     """Draw a number from the normal distribution for each place of a region's box.
 
-    A number depends only on the seed, the name of the point and the place of the number. So it does
-    not depend on the box or on the length of the text so far: each row and column has a separate
-    generator, which draws the numbers of the first keys first.
+    A number depends only on the seed, the name of the point and the place of the number. The number
+    is the same for every box and for every length of the text so far: each row and each column of
+    the text has a separate generator, and the generator draws the numbers in the order of the keys.
 
     Args:
         seed: the seed.

@@ -4,11 +4,11 @@ The algorithm (Conmy et al. 2023, "Towards Automated Circuit Discovery for Mecha
 Interpretability"):
 
 1. Start from the whole graph, whose divergence from the model is 0.
-2. Visit the readers from the last, the logits, to the first. For each reader, visit its writers
-   from the last to the first.
-3. Replace the value of the edge by its value in the other run. If the divergence rises by less than
-   the threshold, remove the edge, and compare the next test with the new divergence. Otherwise keep
-   the edge.
+2. Visit the readers against the order of computation, from the logits to the first block. For each
+   reader, visit the writers with an edge to the reader, also against the order of computation.
+3. For each edge, replace the value that the reader gets from the writer by the writer's value in
+   the other run. If the divergence rises by less than the threshold, remove the edge, and compare
+   the next test with the new divergence. Otherwise keep the edge.
 4. If no kept edge leaves the node of a reader, the edges to this reader have no effect. They are
    removed without a test.
 """
@@ -142,7 +142,9 @@ def _tested(
 
 
 def _edges(graph: Graph, kept: Bool[Tensor, "writer reader"]) -> Iterator[tuple[int, int]]:
-    """Yield the edges to test, as indices of writers and readers, while the caller changes `kept`.
+    """Yield the edges to test, each as (index of writer, index of reader).
+
+    Meanwhile, the caller removes edges from `kept`.
 
     Edges to a reader whose node has no kept outgoing edge are removed from `kept`.
     """

@@ -111,8 +111,9 @@ def compare_effects(exact: Result, estimate: Result) -> Comparison:
         estimate: effects at the same places, such as a result of `attribution_patching`.
 
     Returns:
-        Both mean effects of each place, with Spearman's rank correlation, the share of equal signs,
-        and the places where the effects differ most.
+        The exact and the estimated mean effect of each place, with Spearman's rank correlation of
+        the two, the share of places where their signs are equal, and the places where they differ
+        most.
 
     Raises:
         ValueError: if axes, labels, sites, directions, units, metrics or texts of the two results

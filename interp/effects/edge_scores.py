@@ -232,12 +232,12 @@ class EdgeScores:
     def of(
         self, run: Gradients, parts: Iterable[tuple[int, int, Tensor]]
     ) -> Float[Tensor, "writer column group batch"]:
-        """Return the scores of some writers on some rows of a run. Scores of other writers are 0.
+        """Return the scores of some writers on some rows of a run. All other scores are 0.
 
         Args:
             run: a run of the text, or of copies of the text.
-            parts: for each part, the first writer, the first row, and the changes
-                [writer, row, n, d_model].
+            parts: the changes in parts. A part is (index of its first writer, index of its first
+                row, changes [writer, row, n, d_model]).
         """
         targets = self._targets(run)
         graph = self.graph

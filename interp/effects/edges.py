@@ -68,8 +68,8 @@ def edge_attribution(
       from base to target (Hanna et al. 2024, "Have Faith in Faithfulness"). The scores of the edges
       of `input` then add up to the effect of replacing the input.
     - `eap_ig_activations` takes, for each writer, the mean gradient while this writer alone moves.
-      The scores of each writer's edges add up to the effect of replacing the writer. Each step
-      takes one run for each writer.
+      The scores of each writer's edges add up to the effect of replacing the writer. Every step of
+      a path needs one run for each writer.
 
     Besides the gradients, the memory contains one residual stream for each writer: the stream of
     one example, or, for `eap_ig_activations`, of all examples.
@@ -77,7 +77,7 @@ def edge_attribution(
     Args:
         model: a model that has a `Graph`. Its weights need no gradients and receive none.
         pairs: see `activation_patching`. Their metric must be differentiable.
-        method: one of these three methods.
+        method: `eap`, `eap_ig_inputs` or `eap_ig_activations`.
         over: `pos` returns one score for each position at which the reader reads, `span` one score
             for each named span. Default: the sum over all positions.
         steps: the number of steps of each path. `auto` doubles the number until the gap of every

@@ -106,8 +106,8 @@ def sweep(
 ) -> Result:
     """Return the effect of each edit on the metric, as if each edit had a separate run.
 
-    Each edited run is resumed where it begins to differ from the unedited run: at the first block
-    and the first position that its edits change. Earlier keys and values are taken from the
+    An edited run begins where it first differs from the unedited run: at the first block and the
+    first position that the edits of this run change. Earlier keys and values are taken from the
     unedited run, and logits are computed only at the positions that the metric reads. Resumed runs
     share forward passes as additional rows of the batch. The effects equal the effects of separate
     runs up to rounding, 1e-5 of the largest value in float32.

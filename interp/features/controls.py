@@ -17,16 +17,17 @@ from interp.protocol import runner_of
 
 
 def stability(one: Dictionary, other: Dictionary) -> Float[Tensor, " feature"]:
-    """Return, for each feature of `one`, the largest cosine of its decoder row with a decoder row
-    of `other`.
+    """Return the cosine of each feature of `one` with the most similar feature of `other`.
 
-    For two seeds of the same training, the value is 1 if the other seed found the same feature.
-    Compare the mean with `stability(one, random)`, where `random` has the same number of random
-    directions of the same size.
+    Features are compared by their decoder rows.
+
+    If the dictionaries come from two seeds of the same training, the value is 1 for a feature that
+    both seeds found. Compare the mean with `stability(one, random)`, where `random` has the same
+    number of random directions of the same size.
 
     Args:
         one: the dictionary whose features are compared.
-        other: the dictionary that it is compared with.
+        other: the dictionary that is searched for similar features.
 
     Raises:
         ValueError: if the two dictionaries write vectors of different sizes.

@@ -16,15 +16,16 @@ class CrossLayerTranscoder(nn.Module):
     It is made for attribution graphs.
 
     Args:
-        W_enc: the encoders, one [d_model feature] for each layer.
-        W_dec: the decoders, one [feature later d_model] for each layer. Index 0 of the axis `later`
-            is the layer of the features, index 1 the next layer, and so on.
-        b_enc: the biases of the encoders, one [feature] for each layer.
-        b_dec: the biases of the decoders, [layer d_model]. They are written to each layer
-            independently of the features.
+        W_enc: the encoder of each layer, [d_model, feature].
+        W_dec: the decoder of each layer, [feature, later, d_model]. Index 0 of the axis `later` is
+            the layer of the features, index 1 the next layer, and so on.
+        b_enc: the bias of each layer's encoder, [feature].
+        b_dec: the biases of the decoders, [layer, d_model]. The bias of a layer is written to this
+            layer, whichever features are active.
         activations: a nonlinearity for each layer.
-        W_skip: the skip connections, one [d_model d_model] for each layer, from the vector that the
-            layer reads to the vector that it writes. Default: no skip connections.
+        W_skip: the skip connection of each layer, [d_model, d_model], from the vector that the
+            transcoder reads in the layer to the vector that it writes there. Default: no skip
+            connections.
         reads, writes: the last part of the names of the points of each layer, such as `resid_mid`
             and `mlp_out`. Default: unknown.
         config: the config in the files of the transcoder. Default: empty.

@@ -14,8 +14,8 @@ class MatchingPursuit(Dictionary):
     """A dictionary of matching pursuit (Mallat & Zhang 1993): the encoder selects features one
     after another.
 
-    Each step selects the feature with the largest product with the residual, and subtracts its
-    contribution.
+    Each step selects the feature whose decoder row has the largest product with the residual, and
+    subtracts the contribution of this feature from the residual.
 
     Args:
         W_dec: the decoder, [feature d_out]. The encoder is its transpose.

@@ -141,8 +141,9 @@ def _as_entering(name: str) -> str:
 
 
 def _parsed(name: str) -> tuple[int | None, str, str]:
-    """Return the block, the module in it, and its `input` or `output` from a name, or no block if
-    the name has another form.
+    """Return (block, module, end) of a name; `end` is `input` or `output`.
+
+    The module is a name inside the block. If the name has another form, the block is None.
     """
     if match := _DICTIONARY_LEARNING.fullmatch(name):
         return int(match["layer"]), _MODULES[match["module"]], "output"

@@ -153,10 +153,11 @@ class Circuit(plots.Shown):
     def pruned(self) -> "Circuit":
         """Return the circuit without edges of unconnected nodes.
 
-        A connected node has an edge to it and an edge from it. Nodes that read nothing, such as the
-        embeddings, need no incoming edge. The logits need no outgoing edge. If the source is the
-        other text of each pair, runs of both circuits are the same. With other sources, or if heads
-        share the scale of a norm after attention, the runs may differ.
+        A connected node has at least one incoming and one outgoing edge. Nodes that read nothing,
+        such as the embeddings, need no incoming edge. The logits need no outgoing edge. If the
+        source is the other text of each pair, a run of the pruned circuit is the same as a run of
+        this circuit. With other sources, or if heads share the scale of a norm after attention, the
+        runs may differ.
 
         >>> from models import load
         >>> circuit = Circuit(Graph(load("pydoc-4l")), ["input->m0", "m0->m1", "input->logits"])

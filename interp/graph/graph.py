@@ -32,23 +32,24 @@ class Graph:
 
     Writers are `input` (the stream entering the first block), `a0.h1` (a head) and `m0` (an MLP).
     Readers are `a2.h3<q>`, `a2.h3<k>`, `a2.h3<v>`, `m2` and `logits`; grouped heads have one `<k>`
-    and one `<v>` for each key head. An edge such as `a0.h1->a2.h3<k>` joins a writer to a
-    later reader: the MLP of a parallel block does not read the heads of that block. A reader
-    reads the stream before its norm.
+    and one `<v>` for each key head. An edge such as `a0.h1->a2.h3<k>` joins a writer to a later
+    reader: the MLP of a parallel block does not read the heads of that block. A reader reads the
+    stream before its norm.
 
     A head writes `z @ W_O`. If the model has a norm after attention, the output of a head is its
     share of the norm's output: `z @ W_O` passed through the norm and divided by the norm's scale in
-    the same run. `a0.bias` is the rest of the attention output: `b_O` and the bias of the norm. It
-    is a writer if it is not zero. It has edges only if a scale divides `b_O`, because otherwise it
-    is the same in every run.
+    the same run. `a0.bias` is the rest of the attention output: `b_O` and the bias of the norm.
+    `a0.bias` is a writer if it is not zero. It has edges only if the norm's scale divides `b_O`.
+    Without this scale, `a0.bias` is the same in every run.
 
     Args:
         model: a model with the parts that `interp.protocol` lists for graphs, such as a
             `models.Transformer`; or an attached decoder. For an attached decoder, the graph uses
             the plain model of `models.from_hf` or a view of its blocks.
         split_embeddings: whether token and position embeddings are the writers `embed` and
-            `pos_embed`, instead of `input`. A norm of their sum divides both by its scale, and the
-            bias of this norm is the writer `input.bias`.
+            `pos_embed`, instead of `input`. If the model has a norm of the sum of both embeddings,
+            both are divided by the scale of this norm, and the bias of the norm is the writer
+            `input.bias`.
 
     Attributes:
         model: the model whose parts the graph uses.

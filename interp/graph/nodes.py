@@ -100,11 +100,11 @@ class Added(NamedTuple):
         values: Float[Tensor, "batch pos writer size"],
         scale: Float[Tensor, "batch pos 1"] | None,
     ) -> Iterator[Writers]:
-        """Yield the writers. If `rest` is a name, also yield the rest of the output as a writer.
+        """Yield the writers. If `rest` is a name, also yield the biases as a writer with this name.
 
         Args:
             names: the names of the writers.
-            rest: the name of the rest of the output; None if the rest is zero.
+            rest: the name of the sum of the biases; None if the biases are zero.
             values: the value of each writer in a run.
             scale: the scale of the norm after the branch in the same run; None without a norm.
         """

@@ -427,7 +427,7 @@ class Pairs(plots.Shown):
         return self._mapped(lambda value: value.to(device))
 
     def _mapped(self, change: Callable[[Tensor], Tensor]) -> "Pairs":
-        """Return the pairs after a change of each of their tensors."""
+        """Return pairs in which every tensor has been replaced by `change(tensor)`."""
         changed = copy.copy(self)
         changed._clean = self.text.changed(change)
         changed._corrupted = None if self.other is None else self.other.changed(change)

@@ -5,11 +5,11 @@ With the scales of norms fixed as in the run, a head's query and key are sums ov
 earlier parts of the model. Their product is therefore a sum over pairs (Kamath et al. 2025,
 "Tracing Attention Computation Through Feature Interactions"):
 
-1. Take the output of each part at the query's position and at the key's, and map both as the head
-   does (`interp.graph.scores`).
+1. Take the output of each part at the position of the query and at the position of the key. Map the
+   first to a query and the second to a key, with the head's weights (`interp.graph.scores`).
 2. Multiply the two tables to get the pairs. Check that their sum is the score, up to the rounding
-   of the pairs. If two scores are compared, the rounding is that of the pairs of both, because the
-   pairs of their difference may cancel.
+   of the pairs. If two scores are compared, use the rounding of the pairs of both scores, because
+   the pairs of the difference may cancel.
 3. Find the largest pairs, block by block. Keep their sources, and add up all other sources as
    `rest`.
 """
@@ -170,9 +170,10 @@ def _require_unedited(
 def _sources(
     parts: ResidualComponents, scores: BlockScores, asked: AskedScore, head: tuple[int, int]
 ) -> tuple[list[str], list[Sources]]:
-    """Return the names of the sources, and their contributions to each side of a score.
+    """Return the names of the sources, and the contribution of each source to each side of a score.
 
-    The first source, `bias`, is all biases together. The sides are in the order of `asked.weights`.
+    The first source, `bias`, is all biases together. The sides, a query and keys, are in the order
+    of `asked.weights`.
     """
     layer, number = head
     linear, scale = parts.norm_in_run(parts.graph.layers[layer].attention.norm)
@@ -281,12 +282,13 @@ def pair_table(
 
     Args:
         query: the contribution of each source to the query, scaled.
-        keys: the contribution of each source to the key and, if other keys are compared, its
-            contribution to these.
+        keys: the contribution of each source to the key. If two keys are compared, also the
+            contribution of each source to the other key.
         asked: the score that all pairs add up to.
         names: the names of the sources.
         k: the number of pairs.
-        dtype: the dtype of the run; the sum of the pairs may differ from the score by its rounding.
+        dtype: the dtype of the run. Its rounding limits the gap between the sum of the pairs and
+            the score.
 
     Returns:
         A result with the axes `query_source`, `key_source` and `example`, in the unit of scores.

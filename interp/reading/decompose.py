@@ -94,8 +94,8 @@ def decompose(
         before: decompose the stream entering this block. Default: the stream after the last block.
         neurons: whether to return the neurons of each MLP, `m0.n3`, and `m0.bias` instead of the
             MLP.
-        experts: whether to return the experts of each mixture, `m0.e3`, times their weights, and
-            `m0.shared` instead of the mixture.
+        experts: whether to return the parts of a mixture of experts instead of its sum: the output
+            of each expert times its weight, such as `m0.e3`, and the shared expert, `m0.shared`.
 
     Returns:
         The names of the parts, and their outputs [component, batch, pos, d_model], in the unit of

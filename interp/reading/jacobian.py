@@ -114,11 +114,12 @@ def jacobian_lens(
     max_bytes: int = 2**30,
     progress: bool = True,
 ) -> JacobianLens:
-    """Return the mean Jacobian from the stream entering each block to the stream after the last.
+    """Return the mean Jacobian from the stream that enters each block to the stream after all
+    blocks.
 
     J of a text is the mean over positions t of the sum over positions p >= t of d(final stream at
-    p) / d(stream at t). Both run from `skip` to the last position but one. The lens is the mean
-    over texts (Gurnee et al. 2026, "Verbalizable Representations Form a Global Workspace in
+    p) / d(stream at t). Both t and p run from `skip` to the last position but one. The lens is the
+    mean over texts (Gurnee et al. 2026, "Verbalizable Representations Form a Global Workspace in
     Language Models"). After the last layer J is the identity, so the lens has no matrix there.
 
     The fit runs the model. Each text needs one forward pass, and one backward pass for each of the

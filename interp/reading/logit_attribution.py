@@ -63,14 +63,14 @@ def direct_logit_attribution(
             `Graph(model, split_embeddings=True).needed` and `ln_final.scale`.
         right: the token of the logit.
         wrong: the token of a logit to subtract. Default: subtract no logit.
-        vector: a direction in the input of the unembedding, such as a probe's direction, instead
-            of tokens.
+        vector: a direction in the input of the unembedding, such as a probe's direction, instead of
+            tokens.
         pos: read one position of all texts, or one for each example; -1 is the last real token, if
             the run was given its mask. Default: all positions.
         neurons: whether to return the neurons of each MLP, `m0.n3`, and `m0.bias` instead of the
             MLP.
-        experts: whether to return the experts of each mixture, `m0.e3`, times their weights, and
-            `m0.shared` instead of the mixture.
+        experts: whether to return the parts of a mixture of experts instead of its sum: the output
+            of each expert times its weight, such as `m0.e3`, and the shared expert, `m0.shared`.
 
     Returns:
         A result in logits with the axes `component`, `pos` and `example`; the axis `pos` is missing

@@ -1,9 +1,10 @@
 """Gradients of a metric at the points of one run, and the checks of these gradients.
 
-1. Run the model once with an autograd function at each point, which returns the value unchanged
+1. Run the model once, with an autograd function at each point that returns the value unchanged
    (`Gradients`).
-2. A backward pass (`Gradients.backward`) passes the gradient at each point to the caller, from
-   the last point to the first. It can be repeated, for example with points that block the gradient.
+2. A backward pass (`Gradients.backward`) passes the gradient at each point to the caller, from the
+   logits back to the input. The pass can be repeated, for example with points that block the
+   gradient.
 3. Check the gradients: NaN is an error (`require_numbers`). A point that no gradient reached is a
    warning (`warn_of_unread`). A metric whose gradient is 0 at this run is a warning
    (`warn_of_flat`).

@@ -73,11 +73,11 @@ def run_circuit(
 ) -> Float[Tensor, "batch pos vocab"]:
     """Return the logits of a run in which all edges outside a circuit carry values of another run.
 
-    Each reader sees the stream plus the sum of `mask * (source - current)` over its edges. So a run
-    without masked edges equals the run of the text, and a run with all edges masked equals the
-    source run. A run takes one forward pass for any number of
-    edges. The output of a node is computed from
-    the stream that its readers see.
+    Each reader sees the stream plus the sum of `mask * (source - current)` over the edges to the
+    reader: `source` is the writer's output in the source run, `current` its output in this run. So
+    a run without masked edges equals the run of the text, and a run with all edges masked equals
+    the source run. A run takes one forward pass for any number of edges. The output of a node is
+    computed from the stream that its readers see.
 
     Args:
         model: a model that has a `Graph`, in evaluation mode.
@@ -90,8 +90,8 @@ def run_circuit(
         direction: `noising` runs the clean texts, `denoising` runs the corrupted texts.
         split_embeddings: see `Graph`.
         max_bytes: a bound on the memory in bytes, not counting the model, the source and the
-            result. It applies if no gradient is recorded. Examples that do not fit together are run
-            one after another.
+            result. The bound applies only if no gradient is recorded. Examples that do not fit
+            together are run one after another.
 
     Returns:
         The logits at all positions of the texts that `direction` runs.
@@ -406,7 +406,10 @@ class _Streams:
         return flat.view(-1, *stream.shape)
 
     def projected(self, layer: Layer, stream: Tensor) -> Iterator[Tensor]:
-        """Yield the queries, keys and values. Each head is computed from its separate stream.
+        """Yield the queries, the keys and the values of all heads.
+
+        The queries of each head are computed from a separate stream, and so are the keys and the
+        values.
 
         Args:
             layer: the block.

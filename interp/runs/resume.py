@@ -32,9 +32,9 @@ _ENOUGH = 256
 class Resumed:
     """Edited runs that share all values that their edits do not change.
 
-    A run begins at its first edited block, and computes the positions from its first edited
-    position on. Runs that begin at the same position are rows of one batch, which grows from block
-    to block.
+    A run begins at the first block that is edited in this run, and computes the positions from the
+    first edited position on. Runs that begin at the same position are rows of one batch, which
+    grows from block to block.
 
     Args:
         unedited: the model's unedited run.
@@ -154,7 +154,9 @@ class Resumed:
         return [sorted(group, key=lambda job: job.layer) for group in groups]
 
     def _stream_of(self, jobs: list[Job], done: Done) -> Tensor:
-        """Return the output of the last block in some runs, from their first position on.
+        """Return the output of the last block in some runs, [run * batch, pos, d_model].
+
+        The positions begin at the first position of the runs.
 
         Args:
             jobs: the runs, sorted by layer, which begin at the same position.

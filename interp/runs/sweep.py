@@ -5,7 +5,7 @@ The algorithm (no paper; the result equals the result of separate runs):
 1. Run the model once without edits. Cache the stream before each block, and the keys and values of
    each block. Try each edit on the values of this run, so that errors are raised before the edited
    runs (`unedited`).
-2. For each edit, find the first block and the first position that it may change.
+2. For each edit, find the first block and the first position that the edit may change.
 3. Begin each edited run at this block and this position. Runs that begin at the same position are
    rows of one batch, as many as the memory allows (`resume`). Each edit changes only its own rows
    (`rows`).

@@ -56,7 +56,8 @@ def averaged(
     steps: Steps,
     size: Float[Tensor, ""] | None = None,
 ) -> Mean:
-    """Return the mean of a function along each path. Each value is computed only once.
+    """Return the mean of a function along each path. No value of the function is computed twice,
+    even if the number of steps is doubled.
 
     Args:
         at: the function.

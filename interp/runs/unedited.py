@@ -15,7 +15,8 @@ from interp.runs.rows import Batch, Job
 
 
 class Unedited:
-    """The unedited run of a batch. It caches the values that edited runs share with it.
+    """The unedited run of a batch. It caches the values that edited runs share with the unedited
+    run.
 
     Each `Edit` is tried on the values of this run, so that errors are raised before the edited
     runs.

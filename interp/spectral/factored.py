@@ -37,7 +37,7 @@ class LargestEntries(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class FactoredMatrix(plots.Shown):
-    """The product `left @ right`, which has at most rank `inner`, without forming it.
+    """The product `left @ right` of rank at most `inner`, stored as its two factors.
 
     Decompositions and norms are in float64 for any dtype; their cost depends on the factors' sizes
     only. Leading axes, such as layer and head, are batch axes. The batch axes of the factors
@@ -164,8 +164,9 @@ class FactoredMatrix(plots.Shown):
         return FactoredMatrix(left[..., rows, :], right[..., columns])
 
     def svd(self, name: str = "") -> SVD:
-        """Return the decomposition, with min(rows, inner, columns) singular values; all others are
-        0.
+        """Return the decomposition, with min(rows, inner, columns) singular values.
+
+        All other singular values of the product are 0.
 
         Args:
             name: the name of the matrices in errors.

@@ -124,8 +124,8 @@ class FoldedWeights:
     ) -> Float[Tensor, "d_model token"]:
         """Return `W_U`, or its columns for some tokens.
 
-        With `fold`, the mean over the vocabulary is subtracted unless logits are capped. It does
-        not change probabilities.
+        With `fold`, the mean over the vocabulary is subtracted unless logits are capped. This
+        subtraction does not change probabilities.
         """
         weights = self._weight("W_U")
         chosen = weights if tokens is None else weights[:, to_device(tokens, weights.device)]

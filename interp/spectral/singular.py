@@ -253,7 +253,7 @@ def spectral_gap(s: Float[Tensor, "*batch k"], at: int = 1) -> Float[Tensor, "*b
 def condition_number(s: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]:
     """Return the condition number, the largest singular value over the smallest: 1 to infinity.
 
-    The definition is that of `numpy.linalg.cond`. The number is 1 for equal singular values, and
+    The number is defined as in `numpy.linalg.cond`. The number is 1 for equal singular values, and
     infinity for a zero matrix. For a matrix without full rank it is infinity, or a number near 1 /
     eps if rounding left the smallest value above 0.
 

@@ -71,8 +71,8 @@ def subspace_overlap(
 ) -> Float[Tensor, "*batch"]:
     """Return the mean squared cosine of the principal angles between column spaces: 0 to 1.
 
-    The overlap is 1 if one space is within the other, 0 if they are orthogonal, and about max(k, l)
-    / dim for random spaces.
+    The overlap is 1 if one space contains the other space, 0 if the two spaces are orthogonal, and
+    about max(k, l) / dim for two random spaces.
 
     Args:
         a, b: bases, which need not be orthonormal.
@@ -92,8 +92,8 @@ def subspace_projection(
 ) -> Float[Tensor, "*axes dim"]:
     """Return the part of each vector within the column space of a basis, in the vectors' dtype.
 
-    The squared length of this part over that of the vector is the share of the vector that the
-    space explains.
+    The squared length of this part, divided by the squared length of the vector, is the share of
+    the vector that the space explains.
 
     Args:
         vectors: any vectors.
@@ -132,8 +132,8 @@ def drift(decomposition: SVD, k: int, side: Side = "right") -> Float[Tensor, "ch
 def alignment(first: SVD, second: SVD, k: int, side: Side = "right") -> Float[Tensor, "*batch k"]:
     """Return the absolute cosine between singular vectors of the same index: 0 to 1.
 
-    The cosine is NaN if a vector is not defined, because up to the tolerance its singular value is
-    0 or equals the next or the previous one.
+    The cosine is NaN if a singular vector is not defined: if its singular value is 0 up to the
+    tolerance, or equals the next or the previous singular value up to the tolerance.
 
     Args:
         first, second: decompositions of matrices of the same shape.
@@ -195,7 +195,9 @@ def _has_space(decomposition: SVD, k: int) -> Bool[Tensor, "*batch"]:
 
 
 def _isolated(decomposition: SVD, k: int) -> Bool[Tensor, "*batch k"]:
-    """Return True for singular values that differ from the next and the previous one."""
+    """Return True for each singular value that differs from its two neighbours by more than the
+    tolerance.
+    """
     apart = decomposition.gaps[..., :k] > decomposition.tolerance[..., None]
     # No singular value is larger than the first.
     return apart & torch.cat([torch.ones_like(apart[..., :1]), apart[..., :-1]], -1)

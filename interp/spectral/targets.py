@@ -175,8 +175,9 @@ def svd_spectra(targets: SVDTargets, k: int | None = None) -> Mapping[str, SVD]:
 
     The rank of `wvwo` is at most d_head, so its decomposition has the d_head singular values that
     may differ from 0, without the zeros after them. Effective and stable rank are the same with and
-    without these zeros. The condition number is that of the map from the d_head directions that are
-    read to the directions that are written; for the whole matrix it would be infinite.
+    without these zeros. The condition number is computed for the map from the d_head directions
+    that the head reads to the directions that it writes. For the whole matrix, the number would be
+    infinite.
 
     Args:
         targets: the targets of a run; see `svd_targets`.

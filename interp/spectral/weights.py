@@ -285,7 +285,7 @@ def _neurons(numbers: Int[Tensor, "k end top"]) -> list[Any]:
 def _ends(
     scores: Float[Tensor, "k entry"], top: int
 ) -> tuple[Int[Tensor, "k end top"], Float[Tensor, "k end top"]]:
-    """Return the tokens at both ends of each direction, and their scores."""
+    """Return the tokens with the largest and with the smallest scores, and these scores."""
     top = min(top, scores.shape[-1])
     largest = scores.topk(top)
     smallest = scores.topk(top, largest=False)

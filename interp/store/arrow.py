@@ -104,8 +104,8 @@ def from_arrow(
 ) -> Activations:
     """Return a store of a data set of SAELens' CacheActivationsRunner. Its contexts are the texts.
 
-    Like `harvest`, the same call can be repeated at any time. It then writes only the files that
-    are missing or damaged.
+    Like `harvest`, the same call can be repeated at any time. A repeated call writes only the files
+    that are missing or damaged.
 
     Args:
         folder: the data set.

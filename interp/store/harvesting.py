@@ -63,10 +63,10 @@ def harvest(
 ) -> Activations:
     """Write the values of points at every token of many texts to disk, and return the store.
 
-    The same call can be repeated at any time, for example after a full disk. It then writes only
-    the files that are missing or damaged. With more texts, the store grows; with fewer texts, an
-    error is raised. If a value was not finite in `dtype`, the same call with another dtype removes
-    the old files and begins again.
+    The same call can be repeated at any time, for example after a full disk. A repeated call writes
+    only the files that are missing or damaged. With more texts, the store grows; with fewer texts,
+    an error is raised. If a value was not finite in `dtype`, the same call with another dtype
+    removes the old files and begins again.
 
     The values do not depend on the number of jobs. On processors of one kind with the same number
     of threads, they are equal bit for bit.
@@ -102,9 +102,10 @@ def harvest(
         progress: whether to show a progress bar, with tokens per second, after two seconds.
 
     Returns:
-        The store, which can be read after all jobs have finished. It has one row for each stored
-        token. At a point with the axes `batch pos *rest`, a row is a tensor [*rest], in the unit of
-        the point. Each row also has its token, the number of its text, and its place in the text.
+        The store, which can be read after all jobs have finished. The store has one row for each
+        stored token. At a point with the axes `batch pos *rest`, a row is a tensor [*rest], in the
+        unit of the point. Each row also contains the token, the number of the text, and the token's
+        place in the text.
 
     Raises:
         ValueError: if the existing store, or a file, has another model, other texts or other

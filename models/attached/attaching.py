@@ -73,8 +73,9 @@ def attach(
 
     Args:
         model: the model.
-        tokenizer: its tokenizer, for example from `transformers`. With a tokenizer, the model also
-            reads strings. A second call without a tokenizer keeps the first one.
+        tokenizer: the model's tokenizer, for example from `transformers`. With a tokenizer, the
+            model also reads strings. A second call without a tokenizer keeps the tokenizer of the
+            first call.
         example: the arguments of a run, for example the output of a processor, or only the first
             argument, a tensor. Models that read no tokens need an example. Models that read images
             or sounds besides tokens need one for the points of their towers.
@@ -191,10 +192,10 @@ def _require_no_hooks(model: nn.Module) -> None:
 
 
 def _require_free_names(model: nn.Module) -> None:
-    """Require a model without modules under the names of points.
+    """Check that the model has no attributes with the names of the modules in `TOP`.
 
     Raises:
-        ValueError: if there is such a module. The error names the first one.
+        ValueError: if the model has such an attribute. The error contains its name.
     """
     parts = ("encoder", "decoder") if is_encoder_decoder(model) else ()
     children = dict(model.named_children())

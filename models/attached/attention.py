@@ -115,13 +115,14 @@ class KernelOptions:
 class AttentionPoints(HookPoints):
     """The points of one attention module.
 
-    If neither `scores` nor `pattern` has a hook, the model's own kernel computes z. Kernels other
-    than eager and sdpa may use other rules besides the mask, so these two points are left out for
-    them.
+    If neither `scores` nor `pattern` has a hook, the model's own kernel computes z. With any kernel
+    other than eager and sdpa, the points `scores` and `pattern` are left out, because such a kernel
+    may use more rules than the mask.
 
     Args:
         module: the attention module.
-        kernel: its attention function. Default: the function that its config asks for.
+        kernel: the attention function of the module. Default: the function that the module's config
+            asks for.
 
     Attributes:
         kernel: the attention function.
@@ -267,9 +268,9 @@ def queries_without_keys(
 ) -> Bool[Tensor, "batch head query 1"]:
     """Return the queries for which edits of the scores left no visible key.
 
-    Softmax would return NaN for them. Or, because the kernels mask with the lowest finite number,
-    they would attend to masked keys. Instead, the pattern of these queries is 0, as in a plain
-    transformer.
+    For these queries, softmax would return NaN. Or, because the kernels mask with the lowest finite
+    number, the queries would attend to masked keys. Instead, the pattern of these queries is 0, as
+    in a plain transformer.
 
     Args:
         scores: edited scores. Edits set keys to -inf, as `edits.knockout` does.
@@ -317,7 +318,11 @@ def _masked_scores(
 
 
 def _softmax_with_sink(scores: Tensor, sink: Tensor) -> Tensor:
-    """Return the weights of the keys if each head has a sink that gets the rest (gpt-oss)."""
+    """Return the weights of the keys in a model whose heads have sinks (gpt-oss).
+
+    The sink of a head gets a part of each query's attention, so the weights of the keys sum to less
+    than 1.
+    """
     sink = sink.view(1, -1, 1, 1).expand(*scores.shape[:-1], 1).to(scores.dtype)
     joined = torch.cat([scores, sink], -1)
     joined = joined - joined.amax(-1, keepdim=True)

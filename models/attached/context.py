@@ -61,7 +61,8 @@ class CacheGiven(Wire):
 
 
 class AttachedPast:
-    """Keys and values of one layer. A call appends its own without changing them.
+    """Keys and values of one layer. A call of the layer appends new keys and values without
+    changing the earlier ones.
 
     Args:
         keys, values: the keys and values of earlier positions. A call may have several copies of

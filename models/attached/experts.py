@@ -48,7 +48,8 @@ class Experts:
         gate: the module whose output, after a sigmoid, multiplies the output of the shared expert.
         factor: the factor by which the MLP multiplies the sum of its experts.
         has_rest: whether the MLP may add more than the experts and the shared expert.
-        reads_copies: whether each expert reads all vectors, multiplied by its weight.
+        reads_copies: whether each expert reads a copy of all vectors, multiplied by the weight of
+            this expert.
         is_mapped: whether another module maps the sum of the experts before it is added.
     """
 

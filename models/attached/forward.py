@@ -58,7 +58,8 @@ _generation = Scoped[dict[str, int] | None]("generation", None)
 class Generate(Replaced):
     """A model's `generate`.
 
-    Runs inside it know the length of the prompt, even if each run reads the whole text again.
+    Runs inside `generate` know the length of the prompt, even if each run reads the whole text
+    again.
 
     Args:
         model: the model.
@@ -77,7 +78,7 @@ class Generate(Replaced):
 class StackForward(Replaced):
     """The forward of a module that runs a stack of blocks.
 
-    It stores which piece of which texts the points see.
+    It records which texts the points see, and which piece of these texts.
 
     Args:
         model: the module.
@@ -204,7 +205,7 @@ class StackForward(Replaced):
 class Forward(StackForward):
     """The forward of an attached model.
 
-    It turns texts into tokens, and checks that the modules are still the attached ones.
+    It turns texts into tokens, and checks that the modules have not been replaced since `attach`.
 
     Args:
         model: the model.
@@ -212,8 +213,8 @@ class Forward(StackForward):
     Attributes:
         places: the modules with hooks of points, each with its parent and its name there.
         prepare: a function that replaces texts among the arguments by tokens.
-        reads_texts: whether its blocks read the texts. In a model with an encoder and a decoder,
-            they do not.
+        reads_texts: whether the model's own blocks read the texts. In a model with an encoder and a
+            decoder, the blocks belong to these two.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -299,7 +300,7 @@ def _fields(output: Any) -> list[Any]:
 def _mark(cache: Any) -> tuple[int, ...]:
     """Return the memory addresses of a cache's keys.
 
-    They change when the rows of the cache are reordered, as in a beam search.
+    The addresses change when the rows of the cache are reordered, as in a beam search.
     """
     keys = (getattr(layer, "keys", None) for layer in getattr(own_cache(cache), "layers", ()))
     return id(cache), *(memory_of(key) for key in keys if isinstance(key, Tensor))

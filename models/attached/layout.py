@@ -3,9 +3,9 @@
 This file names no architecture. `layout_of` finds the parts of a block in three steps, from the
 inputs and outputs of its modules:
 
-1. Candidates (`candidates_of`): the calls inside the block that see every position. Among them are
-   the calls of attention, which call an attention function. Other attention is found by the user's
-   name for it, or by the name of its class.
+1. Candidates (`candidates_of`): the calls inside the block that see every position. A call belongs
+   to attention if it calls an attention function. Attention without an attention function is found
+   by the name that the user passed, or by the name of its class.
 2. Terms (`terms_of`): the outputs, times a factor of the config, that are added to the stream one
    after the other. Their sum must be the stream that a later module reads. The same sums show where
    the stream between two terms is read, and which norms read it. With attention to an encoder,

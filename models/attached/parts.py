@@ -105,7 +105,8 @@ def parallel(
 ) -> list[tuple[Call, Summand]]:
     """Return the two calls, in order, whose outputs are added to the stream together.
 
-    Each output is multiplied by one of the factors. Without such a pair, the list is empty.
+    Each output is multiplied by one of the factors. The list is empty if no pair of calls explains
+    the addition.
 
     Args:
         pre: the stream before the addition.

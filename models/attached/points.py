@@ -1,7 +1,7 @@
 """The points of an attached model, at the modules of its layouts (`place_points`).
 
-1. The model gets its new forward. Each stack gets a `Wiring`, which contains the module with its
-   points, and the hooks on the model's own modules.
+1. The model gets its new forward. Each stack gets a `Wiring`: the points of the stack, and the
+   hooks on the model's own modules.
 2. `Wiring.block` creates the points of one block, each with a hook (`wires`) on the module with the
    value. Attention and experts have their own kinds of points (`attention`, `experts`).
 3. `Wiring.embeddings` and `Wiring.final_norm` create the points before and after the blocks.

@@ -151,7 +151,8 @@ class ProbeRun:
         return replace(self, calls=calls)
 
     def is_as(self, before: "Alone") -> bool:
-        """Return whether logits and attention functions are equal to a run without a record.
+        """Return True if the logits and the attention functions are the same as in a run without
+        recording.
 
         Recording only copies tensors. Both runs call the same functions on the same tensors, so
         rounding is the same.

@@ -409,7 +409,9 @@ class ViewAttention(QueryKeyValueWeights, nn.Module):
 
 
 class ViewMLP(nn.Module):
-    """The modules of the model's MLP, one after the other, and the factor of their output."""
+    """The model's MLP: modules that run one after another, and a factor of the last module's
+    output.
+    """
 
     parts: Sequence[nn.Module]
     factor: float

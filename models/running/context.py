@@ -211,7 +211,7 @@ def make_context(
 
     Raises:
         ValueError: if tokens, masks and cache do not fit each other, or if a model that is not
-            causal gets a cache, because its earlier values depend on later tokens.
+            causal gets a cache, because earlier values of such a model depend on later tokens.
     """
     batch, n_new = x.shape[:2]
     device = x.device

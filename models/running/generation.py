@@ -82,7 +82,8 @@ def generate(
 ) -> list[list[int]]:
     """Return each prompt without padding, followed by its new tokens.
 
-    The last new token is the first stop token, if the row has one.
+    If the model chooses a stop token, the row ends. The stop token is then the last new token of
+    the row.
 
     Rows end at the `eos_token_ids` of the model's config, unless `stop` is given. The tokens of a
     row do not depend on the other rows of the batch, up to rounding. The kernels may depend on the
@@ -298,7 +299,7 @@ def _steps(
     Args:
         model: the model.
         read: a function that reads tokens [batch, pos], and returns the logits [batch, vocab] after
-            the last one.
+            the last token.
         tokens: the tokens of the prompts, padded on the left.
         sampling: the choice of a token.
         generators: the generator of each row.

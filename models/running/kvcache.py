@@ -182,7 +182,7 @@ class LayerCache:
         Args:
             oldest: the first position that stays.
             start: the first new position.
-            end: the position after the last new one.
+            end: the position after the last new position.
             like: a tensor with the batch, heads, width, dtype and device of the buffers.
         """
         # The buffers of a window are moved again and again, and need the space of a step each time.

@@ -21,7 +21,7 @@ BLOCK = 512
 class Rule(NamedTuple):
     """A mask that uses no memory.
 
-    Each query sees the keys up to its own column, with these exceptions.
+    A query sees the keys up to its own column, except keys outside the window and padding.
 
     Attributes:
         window: the number of positions that a query sees, including its own. 0 means all positions.

@@ -133,10 +133,10 @@ class Charsmap:
 class _Trie:
     """A double array, read one character at a time.
 
-    Each unit contains the offset of its children, a label, and a bit that is set if a sequence ends
-    there. The index of a child is the exclusive or of the index of the node, this offset and the
-    byte of the child. The child with byte 0 contains the position of the text of a sequence that
-    ends at the node.
+    Each unit of the array is a node of the trie. It contains the offset of the node's children, a
+    label, and a bit that is set if a sequence ends at the node. The index of a child is the
+    exclusive or of the node's index, the node's offset and the byte of the child. The child with
+    byte 0 contains the position of the text of a sequence that ends at the node.
 
     Raises:
         ValueError: if a unit leads out of the array, or to no text. This is checked at once,

@@ -1,6 +1,6 @@
 """Functions for the readers of all formats.
 
-They read configs and files of tensors, and check their contents.
+The functions read configs and files of tensors, and check the contents of these files.
 """
 
 import math
