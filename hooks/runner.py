@@ -452,7 +452,9 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
                 f"{call} passes its arguments to {type(self.model).__name__}.forward, which does "
                 f"not accept them: {reason} ({form} must be passed by keyword)"
             ) from None
-        if texts := [value for value in args if isinstance(value, str)]:
+        reads_texts = callable(getattr(self._inner, "prepare_inputs", None))
+        texts = [value for value in args if isinstance(value, str)]
+        if texts and not reads_texts:
             raise TypeError(
                 f"{call} passes its arguments to {type(self.model).__name__}.forward, which "
                 f"accepts no text; got {shown(texts[0])}: pass tokens{how_to_mark()}"

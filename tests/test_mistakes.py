@@ -352,6 +352,7 @@ interp.ActivationPatching                                       | AttributeError
 models.HookedTransformer                                        | AttributeError | models.load
 models.loads                                                    | AttributeError | load
 hooks.Runner                                                    | AttributeError | HookedRunner
+edge_attribution(model, pairs, 'eap', steps=5)                   | ValueError | 'eap', which has none; got 5
 hooks.index_by_axis(None, {'pos': 0}, 'the stream')             | TypeError | axes.*None.*'batch'
 hooks.index_by_axis(('pos',), 0, 'the stream')                  | TypeError | where.*got 0
 models.causal_mask('a')                                         | ValueError | whole number.*'a'

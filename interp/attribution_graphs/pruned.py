@@ -184,10 +184,13 @@ class PrunedGraph(plots.Shown):
             slug, scan: see `as_json`.
 
         Raises:
-            ValueError: if an existing `graph-metadata.json` lists no graphs, the directory is a
-                file, or the weight of a link is not finite.
+            ValueError: if the slug is not the name of a file in the directory, an existing
+                `graph-metadata.json` lists no graphs, the directory is a file, or the weight of a
+                link is not finite.
         """
         storage.require_folder(directory)
+        if Path(slug).name != slug or "\\" in slug or slug in ("", "..", "graph-metadata"):
+            raise ValueError(f"slug must be a name of a file without a folder; got {slug!r}")
         path = Path(directory) / f"{slug}.json"
         data = self.as_json(slug, scan)
         path.parent.mkdir(parents=True, exist_ok=True)

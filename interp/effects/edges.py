@@ -100,8 +100,8 @@ def edge_attribution(
         - `texts`: the digests of the texts that a circuit was found on (`Pairs.digests`).
 
     Raises:
-        ValueError: if the method does not exist, texts, positions or steps do not fit, the metric
-            has no gradient, gradients or scores are not finite, or for the reasons of `Graph`.
+        ValueError: if the method does not exist or has no steps, if texts, positions or steps do
+            not fit, the metric has no gradient, gradients or scores are not finite, or for the reasons of `Graph`.
         TypeError: if the model lacks a part that a `Graph` needs.
         HookError: if hooks act on the model.
         ModeError: if the model is in training mode.
@@ -118,6 +118,8 @@ def edge_attribution(
     edge m0->m1  -13.83
     """
     require_choice("method", method, METHODS)
+    if method == "eap" and steps != "auto":
+        raise ValueError(f"steps must be left out for method 'eap', which has none; got {steps!r}")
     graph = Graph(model, split_embeddings)
     runs = Runs(graph.runner().model, pairs, direction)
     source = runs.source(graph.needed)

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from hooks import HookError, HookPoint, HookPoints
+from hooks import HookError
 from hooks.base import carried, explains_calls, hooks_of, require_module
 from models.attached.attached import Attached, AttachSettings
 from models.attached.attention import register
@@ -28,9 +28,10 @@ from models.attached.original import (
     kernel_name,
     reading,
 )
-from models.attached.points import TOP, Blocks, place_points
+from models.attached.points import TOP, place_points, points_of
 from models.attached.probe import Alone, ProbeRun, probed, seen_alone
-from models.attached.stacks import Tower, find_stacks
+from models.attached.stacks import find_stacks
+from models.mode import mode
 from models.text.tokenizer import as_tokenizer
 from models.transformer import Transformer
 
@@ -49,10 +50,10 @@ def attach(
 
     After this, `HookedRunner(model)` and the analyses of `interp` work as on a plain transformer.
     The weights, the state dict and the outputs do not change. The points are found from a run on
-    fourteen tokens and checked by a few more runs, so no architecture needs to be known. A module
-    that computes attention in its own code gets points if it computes two products with a softmax
-    between them, or calls PyTorch's fused function. A point is left out if the model does not
-    expose its value, or if an edit of it could not take effect.
+    fourteen tokens, in evaluation mode, and checked by a few more runs, so no architecture needs to
+    be known. A module that computes attention in its own code gets points if it computes two
+    products with a softmax between them, or calls PyTorch's fused function. A point is left out if
+    the model does not expose its value, or if an edit of it could not take effect.
 
     An encoder and its decoder have points `encoder.blocks.*` and `decoder.blocks.*`, with `cross.*`
     for attention to the encoder. With an `example` that contains images or sounds, towers have
@@ -125,7 +126,8 @@ def attach(
         register({kernel_name(config) for config in configs.values()})
     attached = Attached(model)
     try:
-        with reading(model, ""):
+        # Dropout would make the runs differ, and points would fail their checks.
+        with mode(model, training=False), reading(model, ""):
             probes = _record(attached, examples)
             stacks = find_stacks(
                 model, probes, roles=Roles(blocks, attn, mlp), kernels=attached.kernels
@@ -137,6 +139,8 @@ def attach(
     except BaseException:
         attached.remove()
         raise
+    for module in points_of(model):
+        module.train(model.training)
     attached.tokenizer = reader
     settings.note(model)
     attached.settings = settings
@@ -182,9 +186,9 @@ def _require_no_hooks(model: nn.Module) -> None:
     Raises:
         HookError: if a point has a hook.
     """
+    points = {*points_of(model)}
     for name, module in model.named_modules():
-        is_point = isinstance(module, HookPoint | HookPoints | Blocks | Tower)
-        if is_point and hooks_of(module):
+        if module in points and hooks_of(module):
             raise HookError(
                 f"points must have no hooks when attach creates them again; got a hook at {name}: "
                 "leave its with block or remove its handle (HookedRunner(model).handles)"

@@ -61,6 +61,12 @@ TOP = ("embed", "pos_embed", "blocks", "ln_final", "merged", "projected")
 """The names of the modules in a model that contain points."""
 
 
+def points_of(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that `attach` adds to a model: points, and the lists that contain them."""
+    added = HookPoint | HookPoints | Blocks | Tower
+    return [module for module in model.modules() if isinstance(module, added)]
+
+
 class Blocks(nn.ModuleList):
     """The points of each block of an attached model."""
 
@@ -103,9 +109,6 @@ def place_points(
             wirings.append(_placed(model, base, forward, stack))
     if len(probes) > 1 and len(stacks) > 1:
         _place_features(model, probes[1], wirings)
-    for module in model.modules():
-        if isinstance(module, HookPoint | HookPoints | Blocks | Tower):
-            module.train(model.training)
     _join_shards(model, probes[0].example)
     return wirings
 

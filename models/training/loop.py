@@ -157,7 +157,7 @@ def _show(count: Count, tokens: Tensor, run: Run) -> float:
     loss = run.records[-1]["loss"] if run.records else math.nan
     count()
     rate = tokens[:, 1:].numel() * count.rate
-    count.note = f"loss {loss:.3f}, {rate:,.0f} tokens/s"
+    count.note = f"loss {loss:.3f}, {rate:,.0f} tok/s"
     return loss
 
 

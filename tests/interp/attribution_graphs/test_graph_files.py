@@ -173,6 +173,10 @@ def test_a_file_has_null_for_a_number_that_is_not_finite(tmp_path):
         graph.to_neuronpedia(tmp_path, "other", "m")
     with pytest.raises(ValueError, match=r"must be a folder; got .*x\.json"):
         graph_of("server").to_neuronpedia(tmp_path / "x.json", "a", "m")
+    for slug in ("../escaped", "a/b", "", ".", "..", "graph-metadata", "a\\b"):
+        with pytest.raises(ValueError, match="without a folder"):
+            graph_of("server").to_neuronpedia(tmp_path / "inside", slug, "m")
+    assert not (tmp_path / "escaped.json").exists()
     assert {path.name for path in tmp_path.iterdir()} == {"new.json", "graph-metadata.json"}
 
 

@@ -104,6 +104,21 @@ def test_hooks_stay_in_their_thread():
     assert torch.equal(found[0], before)
 
 
+def test_a_model_in_training_mode_has_the_same_points():
+    """Dropout would make the runs of attach differ. The mode of each module stays as it is."""
+    model = made("gpt2")
+    with attach(model) as attached:
+        points, left_out = {*HookedRunner(model).points}, attached.left_out
+    model.train()
+    model.lm_head.eval()
+    modes = {name: module.training for name, module in model.named_modules()}
+    with attach(model) as attached:
+        assert {*HookedRunner(model).points} == points
+        assert attached.left_out == left_out
+        assert {name: model.get_submodule(name).training for name in modes} == modes
+        assert all(module.training for name, module in model.named_modules() if name not in modes)
+
+
 def test_the_same_call_again_returns_the_attachment():
     model = made("gpt2")
     before, plain = trace(model), logits(model)

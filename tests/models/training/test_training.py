@@ -236,7 +236,7 @@ def test_a_bar_shows_loss_and_tokens_per_second_on_a_terminal_alone(monkeypatch,
     monkeypatch.setattr(sys, "stderr", screen)
     result = train(tiny(), TEXT, config())
     assert f"loss {result.losses[-1]:.3f}, " in screen.getvalue()
-    assert "tokens/s" in screen.getvalue()
+    assert "tok/s" in screen.getvalue()
     assert "7/7" in screen.getvalue()
 
 
