@@ -35,6 +35,9 @@ _MODULES = _modules()
 
 __all__ = [name for name in _MODULES if not name.startswith("_")]
 
+_PACKAGES = ("alignment", "attribution_graphs", "directions", "edits", "features", "plots", "store")
+"""The packages whose names are not in `interp` itself."""
+
 _MOVED = {
     "accumulated": "interp.accumulated_logits",
     "auroc": "interp.circuit_auroc",
@@ -45,6 +48,12 @@ _MOVED = {
     "tracing": "interp.attribution_graphs",
     "why_attends": "interp.attention_attribution",
 }
+
+
+def _elsewhere() -> list[str]:
+    """Return the modules that may contain a name that `interp` does not have."""
+    others = [name for name in ("hooks", "models") if name in _sys.modules]
+    return [f"{__name__}.{name}" for name in _PACKAGES] + others
 
 
 def __getattr__(name: str) -> _Any:
@@ -62,7 +71,7 @@ def __getattr__(name: str) -> _Any:
     else:
         from hooks.base import missing_name
 
-        return missing_name(__name__, __all__, moved=_MOVED)(name)
+        return missing_name(__name__, __all__, moved=_MOVED, elsewhere=_elsewhere())(name)
     globals()[name] = value
     return value
 

@@ -201,7 +201,7 @@ models.generate_text(model, TEXT, max_new_tokens=2, stop='zzz') | ValueError | '
 models.Attention(None)                                          | TypeError | TransformerConfig
 models.MLP(3)                                                   | TypeError | TransformerConfig
 models.load('pydoc-4l', devic='cpu')                            | TypeError | devic=.*device
-models.attach(transformers_model, TEXT)                         | TypeError | attach.model, tokenizer
+models.attach(transformers_model, TEXT)                         | TypeError | attach.model, \*, tokenizer
 model(tokens, attention_mask='x')                               | TypeError | 'x'
 model(tokens, attention_mask=np.ones((1, 18)))                  | TypeError | float64 array
 model(tokens, kv_cache=3)                                       | TypeError | KVCache.. makes
@@ -336,6 +336,9 @@ effects.top('x')                                                | ValueError | '
 effects.plot('x')                                               | UnknownNameError | x
 effects.save(3)                                                 | TypeError | 3
 effects['layer']                                                | TypeError | values
+interp.Result.load('x.json')                                    | ValueError | without a suffix; got x.json
+interp.detect_head                                              | AttributeError | head_scores
+from_interp('harvest')                                          | ImportError | interp.store.harvest
 interp.Result.load(3)                                           | TypeError | 3
 Direction.load(3)                                               | TypeError | 3
 HookPoint(3)                                                    | TypeError | 3
@@ -395,6 +398,7 @@ def given():
         "transformers_model": transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval(),
         "eye": torch.eye(3),
         "spliced": spliced,
+        "from_interp": lambda name: exec(f"from interp import {name}"),
     }
     names = {name: getattr(interp, name) for name in interp.__all__}
     others = [directions, hooks, interp, models, nn, np, store, torch]

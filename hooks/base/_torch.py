@@ -380,8 +380,18 @@ def refuse_unbound(function: Callable[..., Any], args: Any, kwargs: Any, error: 
         signature.bind(*args, **kwargs)
     except TypeError as reason:
         Words(function).require(kwargs, (), name)
-        takes = ", ".join(signature.parameters)
+        takes = ", ".join(_as_written(signature))
         raise TypeError(f"{name} must be called as {name}({takes}): {reason}") from None
+
+
+def _as_written(signature: inspect.Signature) -> list[str]:
+    """Return the names of parameters, with `*` before the first one that needs its name."""
+    names = []
+    for parameter in signature.parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in names:
+            names.append("*")
+        names.append(parameter.name)
+    return names
 
 
 def explains_calls(function: Callable[P, Result]) -> Callable[P, Result]:

@@ -74,7 +74,7 @@ class UnknownNameError(HookError, KeyError):
     def __str__(self) -> str:
         hint = f"; close matches: {', '.join(self.close_matches)}" if self.close_matches else ""
         if not hint and 0 < len(self._known) <= _FEW:
-            hint = f"; there are {', '.join(self._known)}"
+            hint = f"; the known names are {', '.join(map(repr, self._known))}"
         return f"{self.args[0]}{hint}"
 
 

@@ -11,7 +11,8 @@ An error names the given value, the needed class, and the call that makes an obj
 import dis
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from importlib.util import find_spec
 from types import FrameType
 from typing import Any
@@ -136,7 +137,10 @@ def require_device(device: Any) -> torch.device | None:
 
 
 def missing_name(
-    module: str, known: list[str], moved: Mapping[str, str] | None = None
+    module: str,
+    known: list[str],
+    moved: Mapping[str, str] | None = None,
+    elsewhere: Sequence[str] = (),
 ) -> Callable[[str], Any]:
     """Return the `__getattr__` of a package. Its error for an unknown name lists close matches.
 
@@ -147,6 +151,7 @@ def missing_name(
         module: the name of the package.
         known: the names in the package.
         moved: former names, each with its new name or place.
+        elsewhere: modules whose `__all__` may contain the name. They are imported for the error.
     """
 
     def __getattr__(name: str) -> Any:
@@ -154,7 +159,13 @@ def missing_name(
         # error.
         if name.startswith("_") or find_spec(f"{module}.{name}") is not None:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        hint = f"; it is now {moved[name]}" if moved and name in moved else attribute_hint(name)
+        places = [place for place in elsewhere if name in import_module(place).__all__]
+        if moved and name in moved:
+            hint = f"; it is now {moved[name]}"
+        elif places:
+            hint = f"; it is {places[0]}.{name}"
+        else:
+            hint = attribute_hint(name)
         close = [] if hint else closest(name, known)
         matches = f"; close matches: {', '.join(close)}" if close else ""
         words = f"module {module!r} has no attribute {name!r}{hint}{matches}"

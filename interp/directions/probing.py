@@ -208,8 +208,8 @@ def _kinds_of_texts(rows: "_Rows", folds: int) -> list[Any]:
     kinds = [np.unique(rows.text[rows.label == label]) for label in (0, 1)]
     if folds < 2 or min(map(len, kinds)) < folds:
         raise ValueError(
-            f"folds must be from 2 to the number of different texts of each kind ({len(kinds[1])} "
-            f"and {len(kinds[0])}); got {folds}"
+            "folds must be at least 2, and at most the number of different texts of each kind "
+            f"({len(kinds[1])} and {len(kinds[0])}); got {folds}"
         )
     return kinds
 

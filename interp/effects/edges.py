@@ -101,7 +101,8 @@ def edge_attribution(
 
     Raises:
         ValueError: if the method does not exist or has no steps, if texts, positions or steps do
-            not fit, the metric has no gradient, gradients or scores are not finite, or for the reasons of `Graph`.
+            not fit, the metric has no gradient, gradients or scores are not finite, or for the
+            reasons of `Graph`.
         TypeError: if the model lacks a part that a `Graph` needs.
         HookError: if hooks act on the model.
         ModeError: if the model is in training mode.

@@ -98,9 +98,9 @@ def completeness(
 
     Returns:
         Differences of shares [without, example], without a unit; see `faithfulness`. The labels of
-        `without` are the nodes of the circuit, one in each set K, and then `circuit`. For this last
-        label, K is the whole circuit. The difference is then the share of the behaviour that the
-        model keeps without the circuit.
+        `without` are the nodes of the circuit except `logits`, one in each set K, and then
+        `circuit`. For this last label, K is the whole circuit. The difference is then the share of
+        the behaviour that the model keeps without the circuit.
 
     Raises:
         ValueError: if the circuit has no edge or belongs to another model, or the metric is the

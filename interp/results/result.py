@@ -27,6 +27,7 @@ from hooks.base import (
 from interp import plots
 from interp.inputs.token_positions import short
 from interp.numbers.intervals import Interval, auroc_interval, interval, share_interval
+from interp.plots.view import FIGURES
 from interp.results.entries import Entries, Entry
 from interp.results.node import NodeName, as_fact, from_fact
 
@@ -576,7 +577,14 @@ class Result(plots.Shown):
         Raises:
             FileNotFoundError: if the file does not exist.
             CacheError: if the file is damaged, or `save` did not write it.
+            ValueError: if `save` wrote another format to the file, which cannot be loaded.
         """
+        suffix = storage.path_of(path).suffix.lower()
+        if suffix in (".json", ".html", ".csv", *FIGURES):
+            raise ValueError(
+                "path must be a file that save wrote with the suffix .safetensors, or without a "
+                f"suffix; got {os.fspath(path)}, which is for other programs"
+            )
         with storage.opened(storage.path_of(path), _FORMAT) as (tensors, facts):
             # JSON has lists instead of tuples.
             tuples = {name: tuple(fact) for name, fact in facts.items() if name in _TUPLES and fact}

@@ -111,7 +111,11 @@ class Input(Wire):
     is_shared: bool = False
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Return the arguments with the result of the point; None if they do not change."""
+        """Return the arguments with the result of the point.
+
+        The result is None if the arguments stay the same objects. A shared tensor gets the result
+        in place.
+        """
         value = next(tensors_in((args, kwargs)))
         if not self.is_shared:
             new = fire(self.point, value)
