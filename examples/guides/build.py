@@ -106,6 +106,11 @@ def tidy(output: Any) -> Any:
     return output
 
 
+def is_left_out(output: Any) -> bool:
+    """Whether an output is a warning, or the empty place of a progress bar."""
+    return output.get("name") == "stderr" or output.get("data") == {"text/plain": ""}
+
+
 def build_notebook(path: Path) -> None:
     """Run a notebook in a new kernel, and write it with its outputs."""
     import nbformat
@@ -123,7 +128,7 @@ def build_notebook(path: Path) -> None:
                 continue
             client.execute_cell(cell, index)
             count += 1
-            shown = [output for output in cell.outputs if output.get("name") != "stderr"]
+            shown = [output for output in cell.outputs if not is_left_out(output)]
             cell.outputs, cell.execution_count = [tidy(output) for output in shown], count
             for output in cell.outputs:
                 if "execution_count" in output:

@@ -31,7 +31,9 @@ class Entry(NamedTuple):
         labels = []
         for axis, label in self.where.items():
             word = self.words.get(axis)
-            labels.append(f"{axis} {label} {word!r}" if word else f"{axis} {label}")
+            # The circuit itself has the label `circuit` on the axis `circuit`.
+            name = axis if label == axis else f"{axis} {label}"
+            labels.append(f"{name} {word!r}" if word else name)
         name = ", ".join(labels)
         return f"{name} of {self.together}" if self.together else name
 
