@@ -25,6 +25,11 @@ class MatchingPursuit(Dictionary):
         stops_when_same: whether the encoding of a row also ends when a step selects a feature
             again. Default: True.
         settings: `norm` and the keywords of `Origin`; see `Dictionary`.
+
+    >>> decoder = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.6, 0.8]])
+    >>> dictionary = MatchingPursuit(decoder, torch.zeros(2), threshold=0.1)
+    >>> dictionary.encode(torch.tensor([[[3.0, 4.0]]]))  # five times the third row
+    tensor([[[0., 0., 5.]]])
     """
 
     def __init__(

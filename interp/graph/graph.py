@@ -65,6 +65,13 @@ class Graph:
         ValueError: if the norms are applied to the sum of stream and sublayer
             (`norm_place="post"`), because the stream is then not the sum of the writers' outputs;
             or for the reasons of `models.from_hf`.
+
+    >>> from models import load
+    >>> graph = Graph(load("pydoc-4l"))
+    >>> graph
+    Graph of a Transformer: 4 layers, 25 writers, 53 readers, 479 edges
+    >>> graph.edges[0]  # from the embeddings to the query of the first head
+    'input->a0.h0<q>'
     """
 
     def __init__(self, model: nn.Module, split_embeddings: bool = False) -> None:

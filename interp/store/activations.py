@@ -46,6 +46,17 @@ class Activations(plots.Shown):
     Raises:
         FileNotFoundError: if the store does not exist.
         CacheError: if its manifest is damaged or has an older format.
+
+    >>> import tempfile
+    >>> from interp.store import harvest
+    >>> from models import load
+    >>> out = tempfile.mkdtemp()
+    >>> _ = harvest(load("pydoc-4l"), ["part KV8", "Return the"], "blocks.1.mlp_out", out)
+    >>> store = Activations(out)
+    >>> store
+    Activations of 1 points, 18 rows of 2 texts
+    >>> store.names, len(store)
+    (['blocks.1.mlp_out'], 18)
     """
 
     def __init__(self, out: str | os.PathLike[str]) -> None:

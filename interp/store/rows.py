@@ -63,6 +63,10 @@ class Settings:
     Raises:
         ValueError: if a number is below 1, or if settings contradict each other.
         TypeError: if `dtype` is not a dtype.
+
+    >>> settings = Settings(context=128, pos=slice(1, None))  # without the first position
+    >>> settings.context, settings.batch
+    (128, 16)
     """
 
     dtype: torch.dtype | None = None
