@@ -24,7 +24,11 @@ from hooks.point import Point, has_forward
 
 
 class Watch:
-    """The watch over output tensors from an edit to the end of the parent module.
+    """A check that raises an error if the model reads output tensors next to an edited tensor.
+
+    An edit changes only the first of several tensors that a module returns. The other tensors are
+    watched until the parent module of this module returns. If code reads the numbers of a watched
+    tensor before then, a `HookError` is raised, because the edit does not change these numbers.
 
     Args:
         point: the edited point.

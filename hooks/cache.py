@@ -232,9 +232,12 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
         return by_layer
 
     def layers(self, short: str) -> Iterator[Tensor]:
-        """Yield the value of each layer whose name ends in `short`.
+        """Yield the values of the points whose names end in `short`, one for each layer, in order.
 
-        A lazy cache does not store these values.
+        A lazy cache computes each value when it is read, and does not store it.
+
+        Args:
+            short: the end of the names, such as `attn.z`.
 
         Raises:
             UnknownNameError, CacheError: see `layer_names`.

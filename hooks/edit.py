@@ -375,8 +375,9 @@ def _reached(output: Any, point: Point, fired: set[str]) -> Tensor:
 
 
 def _has_numbers(value: Tensor) -> bool:
-    """Return whether a value has numbers.
+    """Return True if the numbers of a value can be compared.
 
-    It has none in a plan, inside vmap, or during compilation.
+    They cannot be compared if the value has only a shape and a dtype, as in `HookedRunner.plan`,
+    nor inside vmap, during compilation, or for sparse, nested and sharded tensors.
     """
     return has_storage(value) and not (value.is_meta or isinstance(value, FakeTensor))

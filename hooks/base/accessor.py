@@ -7,10 +7,13 @@ from torch import nn
 
 
 def carried(module: nn.Module, name: str) -> Any:
-    """Return an object that is attached to a module, or None if it is missing.
+    """Return an object that this package stored on a module; None if there is no such object.
 
-    `hook_points` are points that fire while the module runs, `language_parts` are the parts of an
-    attached model for analyses, and `shards` describes the division of a value among processes.
+    Args:
+        module: the module.
+        name: the attribute that contains the object: `hook_points` for the points of an attached
+            module that are not its children, `language_parts` for the parts of an attached model
+            that analyses use, or `shards` for the division of a point's value among processes.
     """
     return vars(module).get(name)
 

@@ -156,7 +156,14 @@ class CacheError(HookError):
 
 
 def unknown_name(name: object, known: Iterable[str], what: str) -> UnknownNameError:
-    """Return the error for an unknown `name` of a `what`, with close matches in the message."""
+    """Return an error that says that a name is unknown, and lists the known names close to it.
+
+    Args:
+        name: the unknown name.
+        known: the known names.
+        what: the kind of thing that has the name, such as `component`. The message begins with
+            "no component is named".
+    """
     return UnknownNameError(f"no {what} is named {name!r}", name, known)
 
 

@@ -33,8 +33,8 @@ class Bound:
     Args:
         names: the names of all values that will be stored.
         max_bytes: the limit. Default: 0.9 of the free memory.
-        otherwise: the advice of the error. Default: advice for an eager run, with a selection that
-            fits.
+        otherwise: the advice at the end of the error. Default: to use `lazy=True` or `pos=`, or
+            `names=` with a selection of points whose values do not exceed the limit.
         times: the number of tensors of the same size for each value: 2 if its gradient is stored
             later.
     """

@@ -157,10 +157,10 @@ def reading(piece: Piece) -> AbstractContextManager[None]:
 
 
 def piece_read() -> Piece:
-    """Return the piece that runs read in this context.
+    """Return the piece of the innermost `with` of `reading` or `position_offset`.
 
-    During the tracing of a compiler, return the whole text, because a compiler cannot read the
-    context.
+    Without one, the result stands for whole texts. The same is true while a compiler traces a run,
+    because a compiler cannot read the variable that contains the piece.
     """
     return _WHOLE if torch.compiler.is_compiling() else _piece.get()
 

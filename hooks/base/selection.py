@@ -269,9 +269,10 @@ class Selection:
     def columns(
         self, size: int, what: str, batch: int | None = None, real: KeyMask | None = None
     ) -> Int[Tensor, "_batch n"]:
-        """Return the places of `rows`, [1 or batch, n], which must be equally many in each example.
+        """Return the selected places of each example as a tensor [batch, n].
 
-        A single row holds for all examples.
+        The places are counted from the start of the axis, and each example must have the same
+        number of places. A tensor with one row, [1, n], contains the places of all examples.
 
         Args:
             size: the axis has the places 0 to `size - 1`.
@@ -280,7 +281,8 @@ class Selection:
             real: the mask of real columns, [batch, key]; None if there is no padding.
 
         Raises:
-            SelectionError: see `rows`; also if examples have different numbers of places.
+            SelectionError: for the reasons of the method `rows`, or if examples have different
+                numbers of places.
         """
         rows = self.rows(size, what, batch=batch, real=None if real is None else real_columns(real))
         lengths = sorted({len(places) for places in rows})

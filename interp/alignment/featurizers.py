@@ -97,7 +97,12 @@ def subspace(directions: Float[Tensor, "d *k"]) -> Featurizer:
 
 
 def neurons(size: int) -> Featurizer:
-    """Return the numbers of a value as features, all of them interchanged: the whole value.
+    """Return a featurizer whose features are the numbers of a value.
+
+    All numbers are interchanged, so the other run's value replaces the whole value.
+
+    Args:
+        size: how many numbers a value has.
 
     >>> neurons(2).interchanged(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]))
     tensor([3., 4.])

@@ -128,7 +128,8 @@ class _Table:
         targets: the chosen targets.
         pos: the position of the logits.
         n_features: the number of features that get a row.
-        attention: whether to estimate also the effects by attention.
+        attention: whether to estimate also, in a second table, the effects of the sources through
+            changes of attention patterns.
 
     Attributes:
         rows: the effect of each source on each target.

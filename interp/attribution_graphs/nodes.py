@@ -12,9 +12,11 @@ class Node(NamedTuple):
     Attributes:
         id: the name of the node: `layer_feature_pos` for a feature, `layer_-1_pos` for an error,
             `E_token_pos` for a token, `P_pos_pos` for a position, `B_0_0` for the sum of all
-            constants, and `layers+1_token_pos` for a logit.
+            constants. The name of a logit is `n_token_pos`, where n is the number of layers plus 1,
+            as in circuit-tracer.
         kind: the kind of node.
-        layer: the layer, which is -1 for embeddings and the number of layers for logits.
+        layer: the index of the layer of a feature or an error; -1 for embeddings and the sum of all
+            constants. For a logit it is the number of layers, which is not the number in its `id`.
         pos: the position.
         number: the index of the feature, or the id of the token.
         label: a text for the reader. Default: empty.

@@ -232,7 +232,8 @@ def _results(
     Args:
         scores: the AUROC of each fold. The first entry of the axis `labels` is with true labels.
         labels_of: the labels of the axes of places, `point` and possibly `pos`.
-        kinds: the numbers of the different texts of kind `no`, and of kind `yes`.
+        kinds: two arrays of indices: the different texts that have the label `no`, and the
+            different texts that have the label `yes`.
         about: facts about the probes.
     """
     folds = scores.shape[-1]

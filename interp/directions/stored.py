@@ -135,13 +135,17 @@ def rows_of(
 
 
 def told_apart(hashes: Sequence[str], values: Float[Tensor, "text d"]) -> list[str]:
-    """Return hashes that are equal only for texts with equal values, up to rounding.
+    """Return a new hash of each text, which also depends on the values of the text.
+
+    Two texts have the same new hash if their old hashes are equal, and their values are equal up to
+    rounding. The new hash is the old hash, a space, and the index of the first text that gets the
+    same new hash.
 
     Comparing all pairs would take too long. Therefore, all columns are scaled to the same spread,
     and only texts that are near each other along a random line are compared.
 
     Args:
-        hashes: a hash of each text.
+        hashes: the old hash of each text.
         values: a row of each text.
 
     >>> values = torch.tensor([[1.0, 5.0], [3.0, 2.0], [1.0, 5.0], [1.0, 5.0]])

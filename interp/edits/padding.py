@@ -81,7 +81,15 @@ def _require_real(run_mask: Tensor, source_mask: Tensor, place: Region, dim: int
 
 
 def _require_same(run_mask: Tensor, source_mask: Tensor, place: Region) -> None:
-    """Check that a source of donors has the same padding as the edited texts.
+    """Check that the source of `resample` has the same padding as the edited texts.
+
+    `resample` replaces the values of each text with values of another text of the source. If its
+    positions count from the end, they must be the same columns in both.
+
+    Args:
+        run_mask: True for the real columns of the edited texts.
+        source_mask: True for the real columns of the texts of the source.
+        place: the part of the activation that changes.
 
     Raises:
         EditError: if the padding differs.
@@ -131,7 +139,15 @@ def _box(place: Region, dim: int) -> tuple[slice, slice]:
 
 
 def _changed(place: Region, dim: int) -> Bool[Tensor, "_row _column"]:
-    """Return a mask of the columns of a box along one axis: True for columns that change."""
+    """Return a mask of texts and columns: True where the edit changes at least one number.
+
+    The mask covers the box of `place`, the part of the activation around all places that change,
+    without the columns of virtual tokens.
+
+    Args:
+        place: the part of the activation that changes.
+        dim: the axis of the columns.
+    """
     rows, columns = _box(place, dim)
     shape = rows.stop - rows.start, columns.stop - columns.start
     if place.mask is None:

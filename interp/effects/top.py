@@ -98,7 +98,11 @@ def top_attributions(
 
 
 def _titles(runner: HookedRunner, directions: Mapping[str, Tensor] | None) -> dict[str, str]:
-    """Return the name of each point in the labels."""
+    """Return the points to read, each with the words that describe it in labels of places.
+
+    A point of `directions` is described by its name. Without `directions`, the points are the
+    `mlp.post` of each layer, which are described as `layer 0`, `layer 1` and so on.
+    """
     if directions is not None:
         return {name: name for name in directions}
     require_points(runner)

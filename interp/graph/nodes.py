@@ -23,9 +23,11 @@ class Writers(NamedTuple):
 
     Attributes:
         names: the names of the writers.
-        values: the values, divided by the scale of the norm after the branch.
-        weight: the weights, passed through this norm without its division; None if the values are
-            vectors.
+        values: the output vector of each writer, or the value that its weight maps to this vector.
+            If a norm follows the branch, values with weights are divided by the scale of this norm.
+        weight: the matrix of each writer that maps its value to its output vector; None if the
+            values are vectors. If a norm follows the branch, its gain is multiplied into the
+            matrix, and the mean over `d_model` is subtracted if the norm subtracts means.
     """
 
     names: Sequence[NodeName]

@@ -47,7 +47,8 @@ def grid_part(
         values: the tables.
         rows, columns: the axes of the rows and the columns.
         unit: the unit of the values.
-        least: the smallest end of the colour scale. Default: 0.
+        least: the colour scale ends at the largest absolute value, or at `least` if all absolute
+            values are smaller. Default: 0.
         more: further fields for the script's function `grid`.
     """
     return {

@@ -88,7 +88,11 @@ class JacobianLens(AffineLens):
         n_texts = sum(lens.n_texts for lens in lenses)
 
         def mean(name: str) -> Tensor:
-            """Return the mean over texts of a tensor of the lenses."""
+            """Return the mean of an attribute of the lenses, weighted by their numbers of texts.
+
+            Args:
+                name: the name of the attribute.
+            """
             parts = [getattr(lens, name) * lens.n_texts for lens in lenses]
             return torch.stack(parts).sum(0) / n_texts
 

@@ -101,11 +101,13 @@ class Batch:
         return reading(self._pieces.setdefault(start, Piece(start, self.text.attention_mask)))
 
     def note(self, point: Point, value: Tensor) -> None:
-        """Record the axis of a value of the unedited run that has a row for each text.
+        """Record in `axes` the axis along which a value has one row for each text.
+
+        None is recorded if there is no such axis, or if calls of one module have different axes.
 
         Args:
             point: the point of the value.
-            value: the value.
+            value: the value in the unedited run.
         """
         dim: int | None = None
         if "batch" in point.axes:

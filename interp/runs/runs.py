@@ -22,10 +22,10 @@ from interp.runs.sweep import measured
 class Runs:
     """Runs of one batch: the edited texts, the source texts, the metric and the memory bound.
 
-    The texts are read once, here. Each method runs its own baseline: the baseline of `edited` has
-    no gradients, and the baseline of `gradients` needs an autograd graph. Masked runs (`masked`)
-    compute the blocks themselves. So they raise an error if hooks are active, while other runs
-    allow hooks.
+    The constructor converts the texts to tokens, once for all runs. Each method runs its own
+    baseline: the baseline of `edited` has no gradients, and the baseline of `gradients` needs an
+    autograd graph. Masked runs (`masked`) compute the blocks themselves. So they raise an error if
+    hooks are active, while other runs allow hooks.
 
     Args:
         model: the model, in evaluation mode.
@@ -196,7 +196,15 @@ class Runs:
         )
 
     def _words(self, labels: Mapping[str, Sequence[Any]]) -> dict[str, list[str]]:
-        """Return the words of both texts at the labels of each axis of positions."""
+        """Return a list of words for each axis of positions among the axes of a result.
+
+        The list contains the word at each position of the axis. If the edited and the source texts
+        have different words there, both are joined; see `Text.words`. Without a tokenizer, or
+        without axes of positions, the result is empty.
+
+        Args:
+            labels: the labels of each axis; those of an axis of positions are the positions.
+        """
         axes = [axis for axis in ("pos", "query", "key") if axis in labels]
         if not axes:
             return {}

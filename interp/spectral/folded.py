@@ -50,8 +50,10 @@ class FoldedWeights:
         weights: the names of the weights that are read.
 
     Raises:
-        TypeError: if a weight is missing. If `fold`, also if `ln_final` or a block's `ln1` or
-            `ln1_post` is missing (identities if there is no norm), or is a norm of another kind.
+        TypeError: if a weight is missing. If `fold`, also if the model has no `ln_final`, if a
+            block has no `ln1` or `ln1_post`, or if one of these modules is not a LayerNorm, an
+            RMSNorm, an identity or a norm with an attribute `centres`. A model without one of these
+            norms must have an identity in its place.
         ValueError: if `fold`, and the norms normalize the stream itself (`norm_place="post"`).
     """
 

@@ -138,9 +138,10 @@ def randomized_svd(
     is at most 1e-5 of the true value if value i is proportional to 1 / i, and 0.1 of the true value
     if values hardly fall (noise). The result is exact up to rounding if the rank is at most k + p.
     Vectors are less exact than values. For noise, the space of the top k may be 30 degrees or more
-    from the true space. The `tolerance` is then large, and comparisons of these subspaces are NaN.
-    The function is faster than `svd` for matrices with at least about 64 rows and columns (CPU, k =
-    8).
+    from the true space. The attribute `tolerance` of the result, the possible error of a singular
+    value, is then large, and functions that compare such spaces, for example `subspace_angles`,
+    return NaN. `randomized_svd` is faster than `svd` for matrices with at least about 64 rows and
+    columns (CPU, k = 8).
 
     Args:
         matrices: finite numbers.

@@ -54,8 +54,8 @@ class Settings:
         without: tokens that the model reads, but whose values are not stored, such as the BOS
             token.
         pool: store one row for each piece, the `mean` or `max` over its selected tokens. The row
-            has the token, place and position of the last selected token. Default: a row for each
-            token.
+            contains these facts of the last selected token: the token, the number of its text, its
+            index in this text, and its position in the piece. Default: a row for each token.
         column: the column of a table that contains the texts.
         batch: the number of pieces in a batch.
         per_file: the number of texts in a file. The values of a file must fit into memory.

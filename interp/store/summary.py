@@ -41,12 +41,17 @@ class Statistics:
         mean: the mean [...], with the axes of the point after `pos`.
         products: the summed squares of the deviations of each column, or the summed products of all
             pairs of columns.
-        low, high: the smallest and the largest value.
-        positive: the number of values above 0.
-        top_values, top_places: the largest values and their places, the number of the text and the
-            place in the text.
-        sample, keys: the rows of the sample, and the keys of their places.
-        room, top: the largest number of rows in the sample, and the number of largest values.
+        low, high: the smallest and the largest value of each column.
+        positive: the number of values above 0 in each column.
+        top_values: the largest values of each column, in descending order.
+        top_places: the place of each of these values: the number of its text, and its position in
+            the text.
+        sample: the rows of the sample, from which quantiles are computed.
+        keys: a random number from 0 to 1 for each row of the sample. The number depends only on the
+            seed, the text and the position of the row. The rows with the smallest numbers are the
+            sample.
+        room: the largest number of rows in the sample.
+        top: the number of largest values to record.
 
     >>> rows = torch.tensor([[1.0], [3.0], [-1.0]])
     >>> one = Statistics.of(rows, text=torch.tensor([0, 0, 1]), pos=torch.tensor([0, 1, 0]))

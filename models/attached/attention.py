@@ -394,14 +394,16 @@ def _changed(points: TracedPoints) -> HookError:
 
 
 class _Passing(TorchFunctionMode):
-    """Passes the values of one forward through points.
+    """Passes the values of one forward of an attention module through points.
 
     Args:
         points: the points.
         stream: the input of the module, [batch, pos, d_model].
 
     Attributes:
-        expected: the kinds of functions that are still expected.
+        expected: the kinds of PyTorch's functions that the module has not called yet, in the order
+            of attention: a product of matrices, a softmax, another product. The tuple is empty when
+            the attention has been computed.
     """
 
     def __init__(self, points: TracedPoints, stream: Tensor) -> None:
@@ -471,7 +473,7 @@ class _Passing(TorchFunctionMode):
         return new + added[0] * beta if beta else new
 
     def _pattern(self, func: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the softmax, with the changes of `pattern`."""
+        """Return the result of the module's softmax, after hooks at the point `pattern`."""
         weights = self._softmax(func, *args, **kwargs)
         # This softmax is not from the attention, but from a hook inside the module.
         if weights.numel() != self._n_places:

@@ -68,7 +68,11 @@ def check_points(wiring: Wiring) -> dict[str, str]:
 
 
 def _check_own_attention(wiring: Wiring) -> None:
-    """Remove the points of attention in a module's own code if their values are wrong."""
+    """Check the points of modules that compute attention in their own code.
+
+    These modules do not call an attention function of `transformers`. If values of their points are
+    wrong, the points are removed.
+    """
     traced = list[tuple[Any, str, TracedPoints]]()
     for block in wiring.blocks:
         for name, points in block.named_children():

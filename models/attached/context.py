@@ -55,7 +55,11 @@ class CacheGiven(Wire):
     point: HookPoint
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Store the cache for the attention that runs next."""
+        """Store the cache of keys and values that the module gets, until `take_cache` returns it.
+
+        The module's attention function does not get the cache as an argument, so it calls
+        `take_cache`. If the module gets no cache, None is stored.
+        """
         if not torch.compiler.is_compiling():
             _cache.set(next(filter(is_cache, (*args, *kwargs.values())), None))
 

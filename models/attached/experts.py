@@ -394,7 +394,14 @@ class ChosenOutputs(Computed):
 
 @dataclass(eq=False)
 class Copies(Computed):
-    """Passes the output of each expert, times a factor, through a point, if experts read copies."""
+    """Passes the output of each expert, times a factor, through a point.
+
+    This class is for a module that is called with one copy of all vectors for each expert.
+
+    Attributes:
+        n: the number of experts.
+        factor: the factor by which the MLP multiplies the sum of its experts.
+    """
 
     n: int
     factor: float = 1.0

@@ -460,9 +460,11 @@ class PaddedPositions:
 
     @cached_property
     def _first_position(self) -> int | None:
-        """The position that the model uses by default for the first token.
+        """The position of the first token if the model gets no positions; later positions count up.
 
-        It is None if the model accepts no positions, or counts differently.
+        It is 0, or the position after the id of the padding token (2 if there is no such id). It is
+        None if the model accepts no positions, or if neither start gives the logits of a run
+        without positions.
         """
         if not self._takes_positions:
             return None

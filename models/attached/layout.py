@@ -570,7 +570,10 @@ def _three_additions(
 def _additions(
     stream: Tensor, calls: Sequence[Call], factors: Sequence[float]
 ) -> Iterator[Addition]:
-    """Yield each call that reads the stream with a term added."""
+    """Yield an `Addition` for each call whose input is the sum of the stream and a term.
+
+    The term is the output of an earlier call, times one of the factors.
+    """
     for reader in calls:
         total = _stream_of(reader, stream)
         if total is not None and not is_same(total, stream.to(total.dtype)):

@@ -186,7 +186,15 @@ class ExampleArguments:
 
 
 def examples_of(model: nn.Module, example: Any) -> list[ExampleArguments]:
-    """Return the runs in which the points are found: only tokens, and the user's example.
+    """Return the arguments of the one or two runs in which `attach` finds the points.
+
+    The first run reads a few tokens, and the second run reads the user's example. Without an
+    example, there is only the first run. There is only the second run if the example contains only
+    tokens, if the model has an encoder and a decoder, or if the model does not run on tokens alone.
+
+    Args:
+        model: the model.
+        example: the user's example: a tensor, or a mapping of arguments. None without an example.
 
     Raises:
         TypeError: if the example is neither a mapping nor a tensor.
@@ -263,7 +271,10 @@ def parameters_of(model: Any) -> list[str]:
 
 
 def logits_of(output: Any) -> Tensor:
-    """Return the logits of a model's output, after losses; without logits, the first tensor."""
+    """Return the attribute `logits` of a model's output, or else the first tensor of the output.
+
+    In an output with logits, the first tensor may be a loss.
+    """
     logits = getattr(output, "logits", None)
     return logits if isinstance(logits, Tensor) else next(tensors_in(output))
 

@@ -51,8 +51,9 @@ class Stack:
 
     Attributes:
         name: the prefix of its points; empty for the blocks of the text.
-        chain: the calls of its blocks.
-        probe: the run in which the blocks were called, with rows and positions as two axes.
+        chain: the calls of its blocks, in order.
+        probe: the record of the run in which the blocks were called. Rows and positions are two
+            axes of its tensors, also if the blocks see them as one axis.
         layouts: the parts of its blocks.
         left_out: the reason for each usual point that is missing.
     """
@@ -190,7 +191,10 @@ def _left_out(model: nn.Module, stack: Stack, kernels: set[str]) -> dict[str, st
 
 
 def absent_parts(model: nn.Module, stacks: Sequence[Stack]) -> dict[str, str]:
-    """Return the reason for an encoder or a decoder that is not a stack, by its name."""
+    """Return the reasons why an encoder, a decoder or both are not among the stacks, by name.
+
+    The result is empty for a model that does not have both an encoder and a decoder.
+    """
     expected = {"encoder", "decoder"} if is_encoder_decoder(model) else set[str]()
     absent = expected - {stack.name for stack in stacks}
     return dict.fromkeys(absent, "its blocks do not each read the output of the block before")
@@ -232,9 +236,17 @@ def stacks_of(model: nn.Module, probes: Sequence[ProbeRun], blocks: str | None) 
 def _named_towers(
     stacks: Sequence[tuple[list[Call], ProbeRun]], tokens: Tensor | None, has_text: bool
 ) -> dict[str, int]:
-    """Return the indices of stacks by the prefix of their points.
+    """Return a name for each stack, with the index of the stack.
 
-    The prefix is empty for the stack of the text, if this stack is not known yet.
+    The names of a stack's points begin with the name of the stack: `vision` or `audio`, then
+    `vision_2` and so on for more stacks of one kind. The stack of the text has an empty name. It is
+    the last stack whose stream has the shape of the tokens, or else the only stack.
+
+    Args:
+        stacks: the calls of the blocks of each stack, with the run.
+        tokens: the tokens that the model reads; None if it reads no tokens.
+        has_text: whether the stack of the text was found in an earlier run. It is then not among
+            `stacks`, and no stack has an empty name.
     """
     order = sorted(range(len(stacks)), key=lambda n: stacks[n][0][0].began)
     shapes = {n: stacks[n][0][0].inputs[0].shape[:2] for n in order}

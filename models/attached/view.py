@@ -494,10 +494,17 @@ def _norm_like(call: Call | None) -> nn.Module:
 def _mlp_modules(
     n: int, layout: BlockLayout, calls: dict[nn.Module, Call], norms: Sequence[Call | None]
 ) -> tuple[list[nn.Module], Call | None]:
-    """Return the chain of modules of an MLP, and its norm.
+    """Return the modules of an MLP in the order in which they run, and the norm before them.
 
-    The chain begins at the norm, or at the stream if there is no norm. It ends at the term for the
-    stream.
+    The first module reads the output of this norm. If no norm fits, the norm is None, and the first
+    module reads the residual stream. Each further module reads the output of the module before. The
+    last module returns the output of the MLP, before a norm `ln2_post`.
+
+    Args:
+        n: the index of the block.
+        layout: the parts of the block.
+        calls: the calls of a run, by module.
+        norms: the calls of the norms that the MLP may read.
     """
     added = layout.mlp_out
     after = layout.norms.get("ln2_post")

@@ -165,7 +165,15 @@ def _activation(
 
 
 def _last_part(config: Mapping[str, Any], end: str) -> str | None:
-    """Return the last part of our names for the points that all layers read or write."""
+    """Return our name of the point that transcoders read or write, such as `ln2.normalized`.
+
+    The name has no layer, because the transcoder of each layer uses the same point of its block. It
+    is None if the config does not contain the point.
+
+    Args:
+        config: the config of the transcoders.
+        end: `input` for the point that is read, `output` for the point that is written.
+    """
     name = config.get(f"feature_{end}_hook")
     # circuit-tracer adds these two names to TransformerLens. If a norm follows the MLP, it lies
     # between the second point and `mlp_out`.
