@@ -180,6 +180,7 @@ class Runs:
             has_words: whether positions are positions of the texts.
             about: more facts.
         """
+        words = self._words(labels) if has_words else {}
         facts: dict[str, Any] = {"metric": repr(self.metric)}
         if self.direction is not None:
             facts |= {"direction": self.direction, "texts": self.pairs.digests()}
@@ -191,7 +192,7 @@ class Runs:
             labels=labels,
             unit=getattr(self.metric, "unit", ""),
             about=facts | about,
-            words=self._words(labels) if has_words else {},
+            words=words,
             groups=self.groups,
         )
 
