@@ -29,6 +29,12 @@ def flatten(selector: Selector) -> list[str | Callable[[Point], bool]]:
     """
     if isinstance(selector, str) or callable(selector):
         return [selector]
+    if isinstance(selector, tuple) and [type(part) for part in selector] == [str, int]:
+        name, layer = selector
+        raise TypeError(
+            f"a selector must be a name or a glob, such as '*.{layer}.*{name}'; got {selector!r}, "
+            "which selects only from a cache (runner.points lists all names)"
+        )
     if isinstance(selector, Iterable) and not isinstance(selector, Tensor):
         parts = list[str | Callable[[Point], bool]]()
         for nested in selector:

@@ -356,6 +356,7 @@ models.HookedTransformer                                        | AttributeError
 models.loads                                                    | AttributeError | load
 hooks.Runner                                                    | AttributeError | HookedRunner
 edge_attribution(model, pairs, 'eap', steps=5)                   | ValueError | 'eap', which has none; got 5
+runner.run_with_hooks(TEXT, hooks={('z', 3): edits.zero()})     | TypeError | '..3..z'; got .'z', 3.
 hooks.index_by_axis(None, {'pos': 0}, 'the stream')             | TypeError | axes.*None.*'batch'
 hooks.index_by_axis(('pos',), 0, 'the stream')                  | TypeError | where.*got 0
 models.causal_mask('a')                                         | ValueError | whole number.*'a'
