@@ -194,7 +194,13 @@ class Transformer(HintsAtNames, ReadsText, BlockWeights, metaclass=HintedClass):
     ) -> Context:
         """Return the context, which blocks read in addition to the stream.
 
-        For arguments and errors see `forward`.
+        Args:
+            tokens: the tokens, without cached tokens.
+            attention_mask, kv_cache, query_key_mask: see `forward`.
+
+        Raises:
+            ValueError: if the tokens are not a matrix of integers or do not fit the context, or if
+                a mask or the cache does not fit the tokens.
         """
         check_tokens(tokens)
         may_read = should_read(tokens)

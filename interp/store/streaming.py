@@ -14,7 +14,6 @@ from hooks.base import (
     Index,
     NoOthers,
     Texts,
-    explains_calls,
     require_callable,
     require_kind,
     shows_progress,
@@ -151,7 +150,6 @@ class PlannedHarvest(NamedTuple):
 
 
 @without_gradients
-@explains_calls
 def plan(
     model: "Model",
     texts: "Corpus",

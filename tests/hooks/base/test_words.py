@@ -11,6 +11,7 @@ from torch import nn
 
 from hooks import HookedRunner, HookPoint
 from hooks.base import Words
+from models import hints  # noqa: F401  # hints are read from packages that are imported
 
 
 class Kwargs(typing.TypedDict, total=False):
@@ -81,6 +82,27 @@ def test_close_matches_are_words_of_the_call():
             runner.run_with_cache(X, **{word: 1})
     with pytest.raises(TypeError, match="takes no argument positions=; use pos=$"):
         runner.run_with_cache(X, positions=[1])
+
+
+class Placed(nn.Module):
+    """A model with an argument that is also an option of a cached run."""
+
+    def __init__(self):
+        super().__init__()
+        self.point = HookPoint("batch pos")
+
+    def forward(self, x, pos=0.0):
+        return self.point(x + pos)
+
+
+def test_a_keyword_of_the_model_is_not_lost_in_an_option():
+    runner = HookedRunner(Placed().eval())
+    with pytest.raises(TypeError, match="pos= is an option of run_with_cache and an argument of"):
+        runner.run_with_cache(X, pos=[1])
+    assert torch.equal(runner.run_with_cache(X, 5.0)[0], X + 5)
+    output, cache = runner.run_with_cache(X, run=lambda x: runner.model(x, pos=7.0))
+    assert torch.equal(output, X + 7)
+    assert torch.equal(cache["point"], X + 7)
 
 
 def test_words_that_something_reads_are_passed_on():
