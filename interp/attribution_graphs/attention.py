@@ -72,7 +72,7 @@ def why(
 
 
 def _labelled(run: FrozenRun, nodes: Sequence[Node], names: set[str]) -> dict[str, str]:
-    """Return a label for each named node."""
+    """Return a label for each source whose name is among `names`."""
     chosen = {
         node.id: place for place, node in enumerate(nodes[: run.n_sources]) if node.id in names
     }
@@ -88,8 +88,13 @@ def _labelled(run: FrozenRun, nodes: Sequence[Node], names: set[str]) -> dict[st
 def _rows_of_head(
     run: FrozenRun, side: Side, head: tuple[int, int], weights: Float[Tensor, " pos"]
 ) -> Float[Tensor, "d_head source"]:
-    """Return the effect of each source on the query or key of a head, as a weighted sum over
-    positions.
+    """Return the effect of each source on a weighted sum of the queries or keys of a head.
+
+    Args:
+        run: the frozen run.
+        side: the queries or the keys.
+        head: the layer and the head.
+        weights: the weight of each position in the sum.
     """
     layer, number = head
     pos = weights.nonzero()[:, 0]
@@ -107,7 +112,8 @@ def _rows_of_head(
 
 
 def without_each_head(run: FrozenRun, target: Targets, source: int) -> Float[Tensor, "layer head"]:
-    """Return the effect of a source on one target without the paths through a head, for each head.
+    """Return, for each head, the effect of a source on a target if the paths through the head are
+    cut.
 
     Args:
         run: the frozen run.

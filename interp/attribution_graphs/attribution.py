@@ -2,9 +2,10 @@
 text (Ameisen et al. 2025).
 
 1. Compute the rows of effects on the chosen logits (`FrozenRun.rows`).
-2. Compute rows of effects on features, starting with the most influential features. The influence
-   is updated after each batch.
-3. Active features without a row remain sources, so each row is complete.
+2. Compute rows of effects on features, starting with the features that have the most influence on
+   the logits. Compute the influence again after each batch of rows.
+3. Stop after `max_features` rows. Features without a row remain sources, so each row still contains
+   all effects on its node.
 """
 
 import math
@@ -24,9 +25,9 @@ from interp.attribution_graphs.traced import AttributionGraph
 from interp.attribution_graphs.transcoders import Transcoders
 from interp.numbers.precision import finite
 
-# Rounding in half precision causes smaller gaps.
+# A graph with a larger gap is an error. Rounding causes smaller gaps, even in half precision.
 _LARGEST_GAP = 0.05
-# The number of tensors of the size of the stream that are needed for each target.
+# An estimate of memory: each target of a batch needs 8 tensors of the shape [pos, d_model].
 _TENSORS = 8
 
 
@@ -46,13 +47,12 @@ def attribution_graph(
     max_bytes: int = 2**30,
     progress: bool = True,
 ) -> AttributionGraph:
-    """Trace the effects of features, errors and embeddings on the logits of a text (Ameisen et al.
+    """Trace the effects of features, errors and embeddings on the logits of a text.
 
-    2025, "Circuit Tracing").
-
-    Attention patterns and the scales of norms are frozen at the values of the run, and MLPs are
-    replaced by transcoders and their errors. The rest of the model is linear, so the effects on a
-    node add up to its value. A layer without a transcoder only has errors.
+    The method is Ameisen et al. 2025, "Circuit Tracing". Attention patterns and the scales of norms
+    are frozen at the values of the run, and MLPs are replaced by transcoders and their errors. The
+    rest of the model is linear, so the effects on a node add up to its value. In a layer without a
+    transcoder, the whole output of the MLP is an error.
 
     Args:
         model: a plain or an attached model in evaluation mode; see `FrozenRun`.
@@ -67,12 +67,12 @@ def attribution_graph(
         pos: the position of the logits. Default: -1.
         max_features: the maximum number of features whose inputs are traced, starting with the most
             influential features. Default: 4096.
-        first: the first position with features. With 1, a first token that all texts share has no
-            features. Default: 0.
-        attention: whether to estimate also the effects by changes of attention; see
+        first: the first position with features. Use 1 to leave out the features of a first token
+            that all texts share. Default: 0.
+        attention: whether to estimate also the effects through changes of attention patterns; see
             `AttributionGraph.by_attention`. Default: False.
-        max_bytes: a bound of the memory in addition to the model, its run and the rows. Default:
-            2³⁰.
+        max_bytes: a bound of the memory beyond the model, its run and the rows of the graph.
+            Default: 2³⁰.
         progress: whether to show a progress bar after two seconds. Default: True.
 
     Returns:
@@ -198,7 +198,7 @@ class _Table:
         self.n_filled = place.stop
 
     def graph(self) -> AttributionGraph:
-        """Return the graph of the rows."""
+        """Return the attribution graph with these rows."""
         return AttributionGraph(
             run=self._run,
             rows=self.rows,

@@ -1,19 +1,20 @@
 """Carry the directions of targets down the layers of a frozen run, and compute the effect of each
 source on each target.
 
-1. Start with the direction of the stream that a target reads, at its position.
-2. Go down the layers. At `mlp_out`, compute the effects of features and of the error. A skip
-   connection carries the direction to the input of the MLP, and attention carries it to other
-   positions along its pattern.
-3. If attention may change, compute the gradient of the target with respect to the pattern, then to
-   scores, and then to queries and keys, and add the gradient at the stream that they read to the
-   direction.
-4. At the bottom, compute the effects of embeddings.
+1. Start with the direction in the residual stream that a target reads, at the target's position.
+2. Go down the layers. At `mlp_out`, the effect of a feature or an error is the product of its
+   output and the direction. The skip connection of a transcoder carries the direction to the input
+   of the MLP. Attention carries the direction from the query positions to the key positions, with
+   the weights of its pattern.
+3. If attention may change, compute the gradient of the target with respect to the pattern, then the
+   scores, then the queries and keys, and then the stream that queries and keys read. Add this
+   gradient to the direction.
+4. Below the first layer, compute the effects of the embeddings.
 
-Without step 3, the rows are exact for the frozen run. With step 3, they also contain the effects by
-attention to first order. The gradient of a score is counted in full for the query and again for the
-key, so a row adds up to the target plus `gradient · score` for queries plus `gradient · score` for
-keys. The last two terms are `moved`.
+Without step 3, the rows are exact for the frozen run. With step 3, they also contain the effects of
+sources through changes of attention patterns, to first order. The query and the key of a score each
+get the whole effect `gradient · score` of this score. So a row adds up to the value of the target
+plus twice the sum of `gradient · score` over all scores. This second term is `moved`.
 """
 
 from typing import Any, NamedTuple
@@ -25,22 +26,24 @@ from torch import Tensor
 from hooks.base import without_gradients
 
 TARGETS_AT_ONCE = 256
-"""The number of targets that are computed at once. A larger number is not faster."""
+"""The number of targets that are carried down at once. A larger number is not faster."""
 
 _BYTES = 2**28
-"""The memory for gradients of patterns that are computed at once."""
+"""A bound of the bytes of the gradients of patterns that are computed at once."""
 
 
 class Targets(NamedTuple):
     """The values of the run that are explained.
 
+    A target is a linear function of the residual stream at one place: `direction · stream + bias`.
+
     Attributes:
-        stage: the number of sublayers, two for each block, below the stream that a target reads:
-            `2 * n` for the attention of block n, `2 * n + 1` for its MLP (`2 * n` in parallel
-            blocks), and the number of all sublayers for logits.
-        pos: the position of the target.
-        direction: the direction of the stream at this position.
-        bias: the contribution of the target's own bias and of the bias of its norm.
+        stage: the number of sublayers below the stream that the target reads. Each block counts as
+            two sublayers. The attention of block n reads at stage `2 * n`, and its MLP at
+            `2 * n + 1` (at `2 * n` in parallel blocks). Logits read above all sublayers.
+        pos: the position of the stream that the target reads.
+        direction: the direction in the stream.
+        bias: the constant part: the target's own bias, and the contribution of its norm's bias.
         total: the value of the target.
     """
 
@@ -57,19 +60,20 @@ class Descent:
     Args:
         run: the frozen run.
         targets: the targets.
-        strengths: the factors by which the paths through each head are multiplied, for each target.
-            Biases are unchanged. Default: 1.
-        attention: whether patterns may change. Default: False.
-        keep: whether to store `cells`, for a single target. Default: False.
-        row: the row of each target. Targets with the same row are added up. Default: one row for
-            each target.
+        strengths: for each target, the factors by which the paths through each head are multiplied.
+            The constants that attention adds after the heads keep the factor 1. Default: 1.
+        attention: whether to include effects through changes of patterns (step 3). Default: False.
+        keep: whether to store `cells`. This needs a single target and `attention`. Default: False.
+        row: the index of the row to which the effects on each target are added. Targets with the
+            same index are added up. Default: one row for each target.
 
     Attributes:
-        rows: the effect of each source.
-        cells: by layer, the gradient of each score times the difference between the score and the
-            mean score of its query, weighted by the pattern.
-        moved: `gradient · score`, summed over scores, queries and keys, or 0 if patterns do not
-            change.
+        rows: the effect of each source on each target.
+        cells: for each layer, `gradient · (score - mean)` of each attention score. The gradient is
+            the derivative of the target with respect to the score. The mean is the mean score of
+            the query over all keys, weighted by the pattern.
+        moved: twice the sum of `gradient · score` over all attention scores, or 0 without
+            `attention`.
     """
 
     rows: Float[Tensor, "target source"]
@@ -92,13 +96,15 @@ class Descent:
         self.cells = {}
         stage, pos, direction, bias, _ = targets
         row = torch.arange(len(stage), device=stage.device) if row is None else row
-        # Sort rows by the highest stage of their targets, in descending order.
+        # Sort rows by the highest stage of their targets, in descending order. Then the rows with a
+        # target above some stage are the first rows.
         last = stage.new_zeros(int(row.max()) + 1).scatter(0, row, stage)
         order = last.argsort(descending=True, stable=True)
         back = order.argsort()
         row, last = back[row], last[order]
         self._strengths = None if strengths is None else strengths[order]
-        # With causal attention, all directions are 0 after the last target.
+        # With causal attention, a target only depends on its own and earlier positions. So all
+        # directions are 0 at the positions after the last target.
         self._stop = int(pos.max()) + 1 if run.is_causal else len(run.tokens)
         directions = direction.new_zeros(self._stop, len(last), direction.shape[-1])
         self.rows = directions.new_zeros(len(last), run.n_sources)
@@ -106,7 +112,8 @@ class Descent:
         self.rows[:, -1].index_add_(0, row, bias)
         n_stages = 2 * len(run.graph.layers)
         for now in range(n_stages, -1, -1):
-            # Carry targets from higher stages through this sublayer.
+            # Carry the directions of targets above this sublayer through the sublayer, and then add
+            # the targets that read the stream below it.
             if now < n_stages:
                 self._go_down(now, directions[:, : int((last > now).sum())])
             at = (stage == now).nonzero()[:, 0]
@@ -123,7 +130,9 @@ class Descent:
         self.moved = self.moved[back]
 
     def _go_down(self, stage: int, directions: Float[Tensor, "pos target d_model"]) -> None:
-        """Carry directions in the stream above a sublayer to the stream below it, in place."""
+        """Replace directions in the stream above a sublayer by directions in the stream
+        below it.
+        """
         n, is_mlp = divmod(stage, 2)
         if not self._run.graph.layers[n].is_parallel:
             directions.copy_(
@@ -135,8 +144,8 @@ class Descent:
     def _mlp(
         self, n: int, directions: Float[Tensor, "pos target d_model"]
     ) -> Float[Tensor, "pos target d_model"]:
-        """Store the effects of the values that are added at `mlp_out`, and return the direction in
-        the stream that the MLP reads.
+        """Store the effects of the features, the error and the constants of an MLP's output, and
+        return the directions in the stream before the MLP.
         """
         run = self._run
         rows = self.rows[: directions.shape[1]]
@@ -168,9 +177,10 @@ class Descent:
     def _attention(
         self, n: int, directions: Float[Tensor, "pos target d_model"]
     ) -> Float[Tensor, "pos target d_model"]:
-        """Return the direction in the stream that attention reads.
+        """Return the directions in the stream that attention reads, for the paths through
+        attention.
 
-        The effects of its constants are added to the bias.
+        The effects of the constants of attention are added to the last source.
         """
         run = self._run
         stop, n_targets, _ = directions.shape
@@ -190,7 +200,7 @@ class Descent:
         flat = at_z.permute(2, 0, 1, 3).reshape(heads, stop, n_targets * d_head)
         at_v = (pattern.mT @ flat).view(len(W_V), heads // len(W_V), stop, n_targets, d_head).sum(1)
         reading = run.reading(layer.attention.norm, layer.attention.reads)
-        # The constant part of every value: its bias, and the bias of the norm times W_V.
+        # The constant part of the value vectors: their bias, and the bias of the norm times W_V.
         constant = b_V + torch.einsum("d,hde->he", run.like(reading.linear.bias), W_V)
         rows[:, -1] += torch.einsum("hpte,he->t", at_v, constant)
         at_norm = at_v.permute(1, 2, 0, 3).flatten(2) @ W_V.mT.flatten(0, 1)
@@ -201,8 +211,13 @@ class Descent:
     def _moved(
         self, n: int, at_z: Float[Tensor, "pos target head d_head"], bias: Tensor
     ) -> Float[Tensor, "pos target d_model"]:
-        """Return the direction in the normalized stream that queries and keys read, due to changes
-        of patterns.
+        """Return the gradients of the targets at the output of the norm, through the queries and
+        keys (step 3).
+
+        Args:
+            n: the layer.
+            at_z: the gradients at the outputs of the heads.
+            bias: the bias of the norm.
         """
         run = self._run
         stop = self._stop

@@ -2,18 +2,20 @@
 and norms.
 
 A model is linear if its patterns and the scales of its norms are frozen at the values of a run, and
-its MLPs are cut (Ameisen et al. 2025, "Circuit Tracing"). The effect of each source is then a
-product of weights:
+the outputs of its MLPs are constants: sums of active features and errors (Ameisen et al. 2025,
+"Circuit Tracing"). The effect of each source on a target is then a sum over paths of products of
+weights:
 
 1. Run the model once, and encode the value that each transcoder reads. The error of an MLP is the
    part of its output that the features do not explain.
-2. A target is a direction at a position of the stream: the direction that a feature or logit reads,
-   carried back through the norm.
+2. Write each target as a direction in the residual stream at a position. A feature or a logit reads
+   a direction in the output of a norm. The transpose of the linear part of the norm, divided by the
+   scale, maps it to a direction in the stream before the norm.
 3. Carry this direction down the layers, and compute the effect of each source
    (`interp.attribution_graphs.descent`).
 
-The bias is the sum of all constants that norms, attention and transcoders add. With the bias, the
-effects add up to the target.
+The last source is the sum of all constants that norms, attention and transcoders add. With this
+source, the effects on a target add up to the value of the target.
 """
 
 from collections.abc import Iterator, Sequence
@@ -45,14 +47,15 @@ from interp.protocol import logits_of, of
 
 
 class FrozenReading(NamedTuple):
-    """The value that an MLP, a transcoder or the unembedding reads in the run, and the norm before
-    it.
+    """A value of the run that attention, a transcoder or the unembedding reads, and the norm whose
+    output it is.
 
     Attributes:
-        name: the name of the point of the value.
+        name: the name of the hook point of the value.
         value: the value.
-        linear: the linear part of the norm.
-        scale: the divisor of the norm.
+        linear: everything in the norm except the division by its scale. It is the identity if the
+            value is the residual stream.
+        scale: the values by which the norm divides. They are 1 if the value is the residual stream.
     """
 
     name: str
@@ -74,8 +77,8 @@ class FrozenRun:
         transcoders: transcoders by `blocks.L.mlp_out`, a single transcoder with a known point, or a
             cross-layer transcoder. Each transcoder must read `blocks.L.ln2.normalized`, or the
             stream before that norm.
-        first: the first position with features. The outputs of MLPs before this position are
-            errors. Default: 0.
+        first: the first position with features. At earlier positions, the whole output of an MLP
+            is an error. Default: 0.
 
     Attributes:
         tokens: the tokens of the text.
@@ -148,18 +151,20 @@ class FrozenRun:
     def _looks_back(self) -> bool:
         """Return True if no query attends to a later key."""
         patterns = (self.at(layer.attention.sublayer.pattern) for layer in self.graph.layers)
-        # A masked weight is exactly 0: the exponential of its score is below the smallest number.
+        # Compare with exactly 0. A masked score is so negative that its exponential underflows to
+        # 0.
         return not any(pattern.triu(1).any() for pattern in patterns)
 
     def _inputs(self, dtype: torch.dtype) -> Float[Tensor, "writer pos d_model"]:
-        """Return the embeddings, whose sum must equal the input of the first block up to the
-        rounding of a dtype.
+        """Return the values that the embeddings add to the stream, or only the input of the first
+        block if the sum of these values does not equal it up to the rounding of a dtype.
         """
         inputs = self.graph.inputs(lambda point: self.at(point)[None])[:, 0]
         entering = self.at(self.graph.layers[0].attention.reads)
         if is_rounding(inputs.sum(0), entering, dtype).all():
             return inputs
-        # An unknown function acts on the embeddings, so the input of the first block is the source.
+        # The model changes the embeddings before the first block in an unknown way. Therefore the
+        # input of the first block is one source at each position.
         return entering[None]
 
     def _placed(self, transcoders: Transcoders) -> dict[int, LayerTranscoder]:
@@ -226,12 +231,16 @@ class FrozenRun:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the run. Sums are only exact up to its rounding."""
+        """The dtype of the run.
+
+        Effects add up to their target only up to rounding in this dtype.
+        """
         return self.cache[self.graph.needed[-1]].dtype
 
     def values(self, parts: Sequence[str]) -> dict[str, Tensor]:
-        """Return the values of all points whose names end in one of some parts, such as
-        `pattern`.
+        """Return the values of all points whose last part of the name is among `parts`.
+
+        For example, `["pattern"]` returns the values of `blocks.L.attn.pattern` in all layers.
         """
         names = (name for name in self.cache if name.rpartition(".")[2] in parts)
         return {name: self.cache[name] for name in names}
@@ -259,8 +268,8 @@ class FrozenRun:
 
     @property
     def embeddings(self) -> list[int]:
-        """The indices of embeddings among the first writers of the graph: of tokens and, if the
-        model has them, of positions.
+        """The indices of the embeddings in `inputs`: of the token embeddings and, if the model has
+        them, of the position embeddings. The other inputs are biases.
         """
         names = self.graph.writers[: len(self.inputs)]
         return [number for number, name in enumerate(names) if not name.endswith("bias")]
@@ -269,7 +278,9 @@ class FrozenRun:
     def of_features(self, sources: Int[Tensor, " target"]) -> Targets:
         """Return the pre-activations of features as targets.
 
-        The features are given by their indices among the active features.
+        Args:
+            sources: the indices of the features among the active features. A negative index counts
+                from the end.
         """
         sources = sources % len(self.layer)
         parts = []
@@ -294,13 +305,14 @@ class FrozenRun:
 
     @without_gradients
     def of_logits(self, weights: Float[Tensor, "target vocab"], pos: int = -1) -> Targets:
-        """Return weighted sums of logits at a position as targets, before a cap.
+        """Return weighted sums of the logits at a position as targets.
 
-        The mean logit is subtracted from each logit. This makes no difference if the weights add up
-        to 0.
+        If the model caps its logits (a soft cap), these are the logits before the cap. The mean
+        over the vocabulary is subtracted from each logit. This makes no difference if the weights
+        add up to 0.
 
         Args:
-            weights: the weights of the logits in each sum.
+            weights: the weight of each token's logit in each sum.
             pos: the position of the logits. Default: -1.
         """
         direction, offset = self.of_vocabulary(weights)
@@ -312,8 +324,16 @@ class FrozenRun:
     def of_vocabulary(
         self, weights: Float[Tensor, "target vocab"]
     ) -> tuple[Float[Tensor, "target d_model"], Float[Tensor, " target"]]:
-        """Return the directions and offsets, after the final norm, of weighted sums of logits minus
-        the mean logit.
+        """Return weighted sums of logits as linear functions of the output of the final norm.
+
+        The mean logit is subtracted from each logit.
+
+        Args:
+            weights: the weight of each token's logit in each sum.
+
+        Returns:
+            The direction and the offset of each sum. The sum is the product of the direction with
+            the output of the final norm, plus the offset.
         """
         weights = self.like(weights)
         weights = weights - weights.mean(-1, keepdim=True)
@@ -331,8 +351,9 @@ class FrozenRun:
 
         Args:
             targets: the targets.
-            strengths: the factors by which the paths through each head are multiplied, for each
-                target. Biases are unchanged. Default: 1.
+            strengths: for each target, the factors by which the paths through each head are
+                multiplied. The constants that attention adds after the heads keep the factor 1.
+                Default: 1.
         """
         return Descent(self, targets, strengths).rows
 
@@ -344,14 +365,14 @@ class FrozenRun:
         direction: Float[Tensor, "target d_model"],
         offset: Float[Tensor, " target"],
     ) -> Targets:
-        """Return directions in a value that is read, at a stage and at positions, as targets.
+        """Return targets of the form `direction · value + offset`.
 
         Args:
-            reading: the value and the norm before it.
-            stage: the stage of the targets; see `Targets`.
-            pos: the position of each target.
-            direction: the direction of each target in the value.
-            offset: the number that is added to the product of the direction and the value.
+            reading: the value that all these targets read, and its norm.
+            stage: the place of the value among the sublayers; see `Targets`.
+            pos: the position of the value that each target reads.
+            direction: the direction of each target.
+            offset: the offset of each target.
         """
         total = (reading.value[pos] * direction).sum(-1) + offset
         bias = direction @ self.like(reading.linear.bias) + offset
@@ -361,7 +382,9 @@ class FrozenRun:
         )
 
     def _points(self) -> Iterator[nn.Module]:
-        """Yield the points that are needed in addition to the points of the graph."""
+        """Yield the points that the run must cache in addition to the points of the graph: inputs
+        of sublayers, patterns, and the scales and outputs of norms.
+        """
         norms = [getattr(self.model, "ln_final", None)]
         for branch in (*(layer.attention for layer in self.graph.layers), *self._mlps.values()):
             norms.append(branch.norm)
@@ -382,12 +405,13 @@ class FrozenRun:
         return like(values, self.logits)
 
     def reading(self, norm: Any, stream: nn.Module) -> FrozenReading:
-        """Return the output of a norm that reads a point of the stream, or the stream itself if the
-        norm is the identity.
+        """Return the output of a norm as a `FrozenReading`.
+
+        If the norm is missing or an identity, the value is the stream.
 
         Args:
             norm: the norm, or None.
-            stream: the point of the stream.
+            stream: the point of the stream that the norm reads.
         """
         linear = linear_part(norm, self.inputs.shape[-1])
         point = stream if is_identity(norm) else norm.normalized

@@ -2,9 +2,10 @@
 (Ameisen et al. 2025).
 
 1. Take the absolute values of each row of effects, and divide the row by its sum. The results are
-   the shares.
-2. The influence of a node is a sum over all paths from the node to the targets. The term of a path
-   is the product of its shares and the weight of the target: `w (A + A² + ...)`.
+   the shares of the sources in the explained node.
+2. The influence of a node is a sum over all paths from the node to the targets. Each path
+   contributes the product of the shares along the path and of the weight of the target. With the
+   weights w of the targets and the matrix A of shares, the influences are `w (A + A² + ...)`.
 """
 
 import torch
@@ -17,7 +18,9 @@ Rows = Float[Tensor, "row source"]
 
 
 def shares(rows: Rows) -> Rows:
-    """Return the absolute values of effects as shares of the sum of their row."""
+    """Return the absolute values of effects, divided by the sum of the absolute values in their
+    row.
+    """
     sizes = rows.abs()
     return sizes / finite(sizes.sum(1, keepdim=True), "summed effects").clamp(min=1e-10)
 
@@ -33,7 +36,7 @@ def influence(
         column: the index of the source that each row explains, or -1 for a logit.
 
     Raises:
-        ValueError: if effects are not finite, or form a cycle.
+        ValueError: if effects are not finite, or a node has an effect on itself over some path.
     """
     total = shares.new_zeros(shares.shape[1])
     # Each step goes down by at least one layer, so the loop ends. With NaN, it would not end.
@@ -55,9 +58,10 @@ def scores(
 ) -> dict[str, float]:
     """Return the `replacement` and the `completeness` of a graph, as circuit-tracer defines them.
 
-    `replacement` is the share of influence that comes from inputs and not from errors.
-    `completeness` is the share of the effects on all nodes, weighted by the influence of the nodes,
-    that do not come from errors. Nodes without effects on them count as complete.
+    `replacement` is the influence of inputs, divided by the influence of inputs and errors.
+    `completeness` is the share of the effects on a node that does not come from errors, as a mean
+    over all nodes, weighted by the influence of the nodes. The share is 1 for a node without
+    effects on it.
 
     Args:
         rows: the effects, one row for each explained node.
@@ -77,7 +81,10 @@ def scores(
 
 
 def threshold(scores: Float[Tensor, " score"], share: float) -> Float[Tensor, ""]:
-    """Return the score at which scores, added up from the largest on, reach a share of the sum.
+    """Return the smallest score that is needed to reach a share of the sum of all scores.
+
+    Add up the scores, the largest first, until the sum reaches the share. The last added score is
+    returned.
 
     Args:
         scores: the scores.
@@ -118,11 +125,11 @@ def pruned(
         rows: the effects, one row for each explained node.
         weights, column: see `influence`.
         is_kept: the sources that are never removed.
-        node, edge: the shares of the influence of nodes and of edges that remain.
+        node, edge: the strongest nodes and edges with these shares of the influence remain.
     """
     scores = influence(shares(rows), weights, column)
     stays = is_kept | (scores >= threshold(scores, node))
-    # A row is removed with the source that it explains. Rows of logits are never removed.
+    # The row of a removed feature is removed too. Rows of logits are never removed.
     has_row = torch.where(column >= 0, stays[column], True)
     inner = shares(rows * stays * has_row[:, None])
     through = influence(inner, weights, column)

@@ -1,9 +1,12 @@
 """Interventions on features: compare the predictions of an attribution graph with the changes in
 the model.
 
-A changed feature changes a target by `change * effect / activation` if all other features are
-frozen. Features that are not frozen change too, with frozen gates. The total change over all paths
-is therefore given by `(I - A)⁻¹`.
+1. A changed feature changes a target by `change * effect / activation` if all other features are
+   frozen. These are the direct changes.
+2. The other features change too, and change further targets. The prediction assumes frozen gates:
+   an active feature stays active and follows its pre-activation, and an inactive feature stays
+   inactive. With the matrix A of the effects of features on features for each unit of activation,
+   the direct changes are multiplied by `I + A + A² + ... = (I - A)⁻¹`.
 """
 
 import math
@@ -40,7 +43,8 @@ class Intervention:
         patterns_held: the changes in the model with frozen attention patterns, so
             `true - patterns_held` is the effect of attention.
         scales_held: the changes in the model with frozen patterns and scales of norms. The
-            difference from `predicted` is due to gates.
+            difference from `predicted - by_attention` is due to MLPs: features become active or
+            inactive, features without a row change, and the errors of transcoders change.
     """
 
     changed: Mapping[str, tuple[float, float]]
@@ -209,7 +213,7 @@ def predicted_changes(
         rows, column: the rows of the graph and the sources that they explain.
         activation: the values of the active features, which are the first sources.
         change: the changes of the features that are set, and 0 for all other features.
-        is_set: a mask of the features that are set. No change passes through their rows.
+        is_set: a mask of the features that are set. Other features do not change them.
     """
     per_unit = rows[:, : len(activation)] / activation
     direct = finite(per_unit @ change, "predicted changes")
@@ -232,11 +236,13 @@ def true_values(
     pos: int,
     fixed: Sequence[str] = (),
 ) -> tuple[Float[Tensor, " feature"], Float[Tensor, " logit"]]:
-    """Return the active features, and sums of logits, in a run of the model in which features are
-    set to values.
+    """Run the model with features set to values.
 
-    A feature is set by adding its decoder rows, times the change of the feature in this run, to the
-    outputs of MLPs.
+    Return the values of the features that are active in the frozen run, and weighted sums of
+    logits.
+
+    To set a feature, the run adds the decoder rows of the feature to the outputs of the MLPs, times
+    the difference between the new value and the value that the feature would have in this run.
 
     Args:
         run: the frozen run.
@@ -249,7 +255,7 @@ def true_values(
     read: dict[str, Tensor] = {}
 
     def see(value: Tensor, point: Point) -> None:
-        """Record the value that features or the unembedding read."""
+        """Record a value that transcoders or the unembedding read."""
         read[point.name] = to_device(at_least_float32(value[0]), run.logits.device)
 
     def write(value: Tensor, point: Point) -> Tensor:

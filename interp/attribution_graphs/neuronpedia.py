@@ -33,7 +33,7 @@ _LOGIT = re.compile(r"""(?:Output|Logit|output:) (["'])(.*)\1 \(p=[^)]*\)""", re
 
 
 def node_facts(node: Node, best: float) -> dict[str, Any]:
-    """Return a node as JSON.
+    """Return a node as a JSON object in Neuronpedia's format.
 
     Args:
         node: the node.
@@ -44,7 +44,7 @@ def node_facts(node: Node, best: float) -> dict[str, Any]:
     layer, number = node.layer, node.number
     script_id = f"{first}_{second}-0"
     if node.kind == "feature":
-        # The format uses Cantor's pairing of the layer and the number.
+        # The format stores the layer and the number as one integer, by Cantor's pairing function.
         number = (layer + number) * (layer + number + 1) // 2 + number
     elif layer < 0:
         # The pages merge embeddings that have the same number and position, so the numbers must
@@ -75,13 +75,13 @@ def node_facts(node: Node, best: float) -> dict[str, Any]:
 
 
 def read(data: Mapping[str, Any], tokens: Sequence[str], labels: Mapping[str, str]) -> Node:
-    """Return the node in some JSON, with our name.
+    """Return the node that a JSON object describes, with the name that `Node` defines.
 
     Args:
-        data: the JSON.
+        data: the JSON object.
         tokens: the tokens of the text.
-        labels: the labels that a user gave to features in a page, by `feature`, or by layer,
-            `feature` and position.
+        labels: the labels that a user gave to features in a page. A key is the entry `feature` of
+            the object, or `layer_feature_pos`.
 
     Raises:
         KeyError: if a part is missing.
@@ -187,8 +187,8 @@ def number_or_none(data: Mapping[str, Any], name: str) -> float | None:
 def state(data: Mapping[str, Any]) -> tuple[list[str], list[list[str]], dict[str, str]]:
     """Return the pinned nodes, the groups of nodes, and the labels of nodes that a page has saved.
 
-    Neuronpedia saves lists. The page of circuit-tracer saves the parameters of its own URL instead:
-    strings of the same content, or null.
+    Neuronpedia saves lists. The page of circuit-tracer saves the parameters of its URL: a text with
+    the content of each list, or null for an empty list.
     """
     pins = data.get("pinnedIds") or []
     pins = pins.split(",") if isinstance(pins, str) else [*pins]

@@ -11,15 +11,17 @@ class Node(NamedTuple):
 
     Attributes:
         id: the name of the node: `layer_feature_pos` for a feature, `layer_-1_pos` for an error,
-            `E_token_pos` for a token, `P_pos_pos` for a position, `B_0_0` for the sum of all
-            constants. The name of a logit is `n_token_pos`, where n is the number of layers plus 1,
-            as in circuit-tracer.
+            `E_token_pos` for a token, `P_pos_pos` for a position embedding (the position twice),
+            `B_0_0` for the sum of all constants. The name of a logit is `n_token_pos`, where n is
+            the number of layers plus 1, as in circuit-tracer.
         kind: the kind of node.
         layer: the index of the layer of a feature or an error; -1 for embeddings and the sum of all
             constants. For a logit it is the number of layers, which is not the number in its `id`.
         pos: the position.
-        number: the index of the feature, or the id of the token.
-        label: a text for the reader. Default: empty.
+        number: the index of a feature, the id of a token, or the position of a position embedding;
+            -1 for an error and 0 for the sum of all constants. For a difference of logits, it is
+            the size of the vocabulary plus the index of the node among the logits and differences.
+        label: a text that describes the node. Default: empty.
         activation: the value of a feature. Default: None.
         probability: the probability of the token of a logit. Default: None.
         influence: the share of the total influence that this node and all stronger nodes have.
@@ -45,12 +47,16 @@ class AttentionCell(NamedTuple):
     Attributes:
         layer, head, query, key: the layer, the head, and the positions of the query and the key.
         target: the name of the target node.
-        weight: `gradient · (score - mean)` in the unit of the target, an estimate to first order.
+        weight: `gradient · (score - mean)`, an estimate to first order of the effect of the score
+            on the target, in the unit of the target. The gradient is the derivative of the target
+            with respect to the score. The mean is the mean score of the query over all keys,
+            weighted by the attention pattern.
         score: the score.
         size: the sum of the absolute effects of all pairs of sources on the score.
         pattern: the attention weights of the head at all keys for this query.
-        pairs: the pairs with the largest effects: the source of the query, the source of the key,
-            and their effect on the score.
+        pairs: the pairs of sources with the largest effects on the score. Each entry contains the
+            name of the source that acts through the query, the name of the source that acts through
+            the key, and the effect of the pair.
     """
 
     layer: int
@@ -66,8 +72,10 @@ class AttentionCell(NamedTuple):
 
 
 class Link(NamedTuple):
-    """The direct effect of a source on a target, in the unit of the target: pre-activations or
-    logits.
+    """The direct effect of a source on a target.
+
+    The weight is in the unit of the target: its pre-activation if the target is a feature, and its
+    logit otherwise.
     """
 
     source: str
@@ -76,12 +84,12 @@ class Link(NamedTuple):
 
 
 def sources(run: Any, words: Sequence[str], influence: Sequence[float]) -> Iterator[Node]:
-    """Yield the nodes of a frozen run's sources, in the order of columns, each with its influence.
+    """Yield a node for each source of a frozen run, in the order that `FrozenRun` states.
 
     Args:
         run: the frozen run.
         words: the text of each token.
-        influence: the influence of each source.
+        influence: the attribute `influence` of each node.
     """
     numbers = run.tokens.tolist()
     n_pos = len(run.tokens)
@@ -99,7 +107,7 @@ def sources(run: Any, words: Sequence[str], influence: Sequence[float]) -> Itera
     ]
     for layer in run.errors:
         nodes += _errors(layer, n_pos)
-    # The first embeddings are of tokens, and all others are of positions.
+    # The model first adds the token embeddings. All other embeddings are position embeddings.
     for embedding in run.embeddings:
         is_token = embedding == run.embeddings[0]
         nodes += _tokens(numbers, words) if is_token else _positions(n_pos)

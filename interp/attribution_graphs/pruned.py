@@ -32,7 +32,8 @@ class PrunedGraph(plots.Shown):
         node_threshold: the share of the influence that the remaining nodes have. Default: unknown.
         supernodes: the names of the nodes in each group. Default: no groups.
         pins: the names of the pinned nodes. Default: no pins.
-        about: more facts from a file, such as `slug` and `scan`.
+        about: the other metadata of the file from which the graph was loaded, such as `slug` (the
+            name of the graph) and `scan` (the name of the model). Default: empty.
         cells: the attention scores that decide a target, if the graph was made with
             `attention=True`. Files do not contain them.
     """
@@ -69,13 +70,13 @@ class PrunedGraph(plots.Shown):
         return _strongest((link.target, link.weight) for link in self.links if link.source == node)
 
     def subgraph_scores(self, pins: Sequence[str] | None = None) -> dict[str, float]:
-        """Return the replacement and completeness of the pinned nodes, computed from the remaining
-        links.
+        """Return the replacement and completeness of the pinned nodes, computed from the links of
+        this graph.
 
-        Features that are not pinned count as errors. Their effects are added to the effects of the
-        error in the same layer and position, and effects on them are left out. Neuronpedia's page
-        does the same, except for features whose error was pruned: the page leaves them out, and
-        this method treats them as errors.
+        Features that are not pinned count as errors: their effects are added to the effects of the
+        error node of the same layer and position, and links to them are ignored. Neuronpedia's page
+        does the same if this error node is in the graph. If the error node was pruned, the page
+        ignores the feature, and this method treats the feature itself as an error.
 
         Args:
             pins: the names of the nodes. Default: the pins of the graph.
@@ -196,7 +197,7 @@ class PrunedGraph(plots.Shown):
         path.parent.mkdir(parents=True, exist_ok=True)
         index = path.with_name("graph-metadata.json")
         with _errors_of(index):
-            # Only this list is written again. NaN from an older file becomes null.
+            # Keep the other graphs in the list. Other entries of the file are not written again.
             listed = json.loads(index.read_text("utf-8"))["graphs"] if index.exists() else []
             graphs = [entry for entry in listed if entry["slug"] != slug]
         for file, content in ((path, data), (index, {"graphs": [*graphs, data["metadata"]]})):
@@ -225,7 +226,7 @@ class PrunedGraph(plots.Shown):
 
     @classmethod
     def _from_json(cls, data: Mapping[str, Any]) -> "PrunedGraph":
-        """Return the graph in some JSON.
+        """Return the graph that the content of a JSON file describes.
 
         Raises:
             KeyError: if a part is missing.
@@ -244,7 +245,8 @@ class PrunedGraph(plots.Shown):
             )
             for link in data["links"]
         ]
-        # Anthropic's page names the nodes in its state by `jsNodeId`.
+        # The pins and groups that Anthropic's page saves contain the `jsNodeId` of nodes.
+        # Other pages save the `node_id`, so accept both.
         names = {facts["jsNodeId"]: names[facts["node_id"]] for facts in data["nodes"]} | names
         supernodes: dict[str, list[str]] = {}
         for label, *ids in groups:
@@ -265,12 +267,13 @@ class PrunedGraph(plots.Shown):
 
 
 def _names_by_theirs(data: Sequence[Mapping[str, Any]], nodes: Sequence[Node]) -> dict[str, str]:
-    """Return our name of each node by its name in the file.
+    """Return a mapping from the name of each node in the file to its name in this package.
 
     Raises:
         ValueError: if two nodes have the same name.
     """
-    # circuit-tracer names an error `0_layer_pos`, which is also the name of a feature in layer 0.
+    # The names in the file may be ambiguous: circuit-tracer names an error `0_layer_pos`, which is
+    # also the name of a feature in layer 0. Such a pair raises an error.
     names = {facts["node_id"]: node.id for facts, node in zip(data, nodes, strict=True)}
     distinct = min(len(names), len({node.id for node in nodes}))
     if distinct < len(nodes):
@@ -283,7 +286,9 @@ def _names_by_theirs(data: Sequence[Mapping[str, Any]], nodes: Sequence[Node]) -
 
 
 def _unused_name(label: str, names: Container[str]) -> str:
-    """Return the label, or the label with the first number that makes it a new name."""
+    """Return the label if no name is equal to it, or else the label with a number, as in
+    `verbs (2)`.
+    """
     name = label
     count = 1
     while name in names:

@@ -23,7 +23,8 @@ class ChosenTargets(NamedTuple):
 
     Attributes:
         logits: the nodes of logits and of differences of logits.
-        directions: the weights of the vocabulary for each of these nodes.
+        directions: for each of these nodes, the weight of each token's logit: 1 at the token of a
+            logit, and 1 and -1 at the two tokens of a difference.
         features: the indices of the chosen features among the active features.
     """
 
@@ -73,7 +74,8 @@ def chosen_targets(
         directions[len(logits), ids[0]] += 1
         for token in ids[1:]:
             directions[len(logits), token] -= 1
-        # Differences have numbers after the ids of the vocabulary, as in circuit-tracer.
+        # A difference of logits has no token id. Number it after the last id of the vocabulary, as
+        # circuit-tracer does.
         number = ids[0] if len(ids) == 1 else vocab + len(logits)
         chance = float(chances[ids[0]]) if len(ids) == 1 else None
         logits.append(
@@ -93,7 +95,12 @@ def chosen_targets(
 
 
 def _likely_tokens(chances: Float[Tensor, " vocab"], most: int, share: float) -> list[int]:
-    """Return the likeliest tokens: as many as reach a share of the probability, but at most `most`.
+    """Return the likeliest tokens, starting with the likeliest.
+
+    Args:
+        chances: the probability of each token.
+        most: the maximum number of tokens.
+        share: tokens are returned until the sum of their probabilities reaches this number.
 
     Raises:
         ValueError: if `most` is below 1.
@@ -129,9 +136,10 @@ def _tokens_of_target(model: nn.Module, target: Any, vocab: int) -> list[int]:
 
 
 def promoted_tokens(run: FrozenRun, sources: Int[Tensor, " source"], k: int = 3) -> list[list[str]]:
-    """Return the tokens whose logits features raise most.
+    """Return, for each feature, the tokens whose logits the feature raises most by its direct path.
 
-    The decoders to all layers are added up.
+    A feature of a cross-layer transcoder writes to several layers. The sum of its decoder rows for
+    all layers is used.
 
     Args:
         run: the frozen run.

@@ -34,21 +34,22 @@ class AttributionGraph(plots.Shown):
         run: the frozen run.
         rows: the effect of each source on each explained node. The rows of logits come first, then
             the rows of features.
-        column: for each row, the index among the sources of the feature whose value the row
-            explains; -1 if the row explains a logit.
+        column: the column of the feature that each row explains: the index of this feature among
+            the sources. It is -1 if the row explains a logit.
         weights: the weight of each row as a target: the probability of a token, 1 for any other
             target, and 0 if the row is no target.
         logits: the logits that the first rows explain, as nodes.
-        directions: the weight of each token of the vocabulary in each node of `logits`.
+        directions: the weight of each token's logit in each node of `logits`; see `ChosenTargets`.
         totals: the value of each explained node.
         tokens: the tokens of the text.
-        by_attention: the effect of each source on each explained node by changes of attention,
-            estimated to first order. It is not included in `rows`. None if the graph was made
-            without `attention=True`.
-        attention_gap: the sum of a row of `by_attention` should equal the sum, over all attention
-            scores of the run, of the score times the gradient of the row's node with respect to the
-            score. The gap is the largest difference of the two sums, as a share of the sum of
-            absolute values in the row. NaN without `by_attention`.
+        by_attention: the effect that each source has on each explained node because it changes
+            attention patterns, estimated to first order. These effects are not included in `rows`.
+            None if the graph was made without `attention=True`.
+        attention_gap: a check of `by_attention`. Multiply each attention score of the run with the
+            gradient of the row's node with respect to the score, and add up the products. The sum
+            of the row should equal twice this number, because the query and the key of a score
+            each get the whole effect of the score. The gap is the largest difference, as a share of
+            the sum of absolute values in the row. NaN without `by_attention`.
     """
 
     run: FrozenRun
@@ -64,8 +65,8 @@ class AttributionGraph(plots.Shown):
 
     @property
     def gap(self) -> float:
-        """The largest difference between the sum of a row and its target, as a share of the sum of
-        absolute values in the row.
+        """The largest difference between the sum of a row and the value of the explained node, as a
+        share of the sum of absolute values in the row.
         """
         missed = (self.rows.sum(1) - self.totals).abs()
         return float((missed / self.rows.abs().sum(1).clamp(min=1e-30)).max())
@@ -77,7 +78,7 @@ class AttributionGraph(plots.Shown):
 
     @cached_property
     def _is_unexplained(self) -> Tensor:
-        """The mask of errors and of features without a row."""
+        """The mask of the sources that nothing explains: errors, and features without a row."""
         n = len(self.run.layer)
         n_errors = len(self.run.tokens) * len(self.run.errors)
         unexplained = torch.zeros(self.rows.shape[1], dtype=torch.bool, device=self.rows.device)
@@ -108,8 +109,10 @@ class AttributionGraph(plots.Shown):
 
     @property
     def completeness(self) -> float:
-        """The share of the effects on all nodes, weighted by the influence of the nodes, that do
-        not come from errors.
+        """The share of the effects on nodes that does not come from errors.
+
+        It is a mean over all nodes, weighted by the influence of each node on the targets. Features
+        without a row count as errors.
         """
         return self._scores["completeness"]
 
@@ -141,7 +144,7 @@ class AttributionGraph(plots.Shown):
         return torch.where(self.column >= 0, self.column, logits).tolist()
 
     def _row(self, name: str) -> int:
-        """Return the row of an explained node."""
+        """Return the index of the row that explains a node."""
         place = self.place(name)
         rows = [row for row, explained in enumerate(self.explained) if explained == place]
         if not rows:
@@ -152,13 +155,14 @@ class AttributionGraph(plots.Shown):
         return rows[0]
 
     def effect(self, source: str, target: str, by_attention: bool = False) -> float:
-        """Return the direct effect of one node on another node, in the unit of the logit or
-        pre-activation.
+        """Return the direct effect of one node on another node.
+
+        The unit is the unit of the target: its logit, or its pre-activation if it is a feature.
 
         Args:
             source, target: the names of the nodes.
-            by_attention: whether to return the estimated effect by changes of attention instead.
-                Default: False.
+            by_attention: whether to return the effect through changes of attention patterns
+                instead, from the attribute `by_attention`. Default: False.
 
         Raises:
             UnknownNameError: if there is no node with one of the names. The error lists close
@@ -215,11 +219,11 @@ class AttributionGraph(plots.Shown):
 
     @without_gradients
     def heads(self, source: str, target: str) -> Result:
-        """Return the part of an effect that is lost if all frozen paths through a head are cut, for
-        each head.
+        """Return, for each head, how much of an effect is lost if all paths through the head are
+        cut.
 
-        A path through several heads counts for each of them, so the parts need not add up to the
-        effect.
+        A path through several heads counts for each of these heads, so the losses need not add up
+        to the effect.
 
         Args:
             source, target: the names of the nodes.
@@ -251,7 +255,8 @@ class AttributionGraph(plots.Shown):
     ) -> Result:
         """Return a head's attention score to a key as a sum over pairs of sources.
 
-        `interp.attention_attribution` finds them without a graph.
+        `interp.attention_attribution` does this without a graph: its sources are always heads and
+        MLPs.
 
         Args:
             head: the layer and the head.
@@ -280,11 +285,12 @@ class AttributionGraph(plots.Shown):
 
     @without_gradients
     def cells(self, target: str | None = None, k: int = 8) -> list[AttentionCell]:
-        """Return the attention scores that decide a target most, with the largest absolute
-        `gradient · (score - mean)`.
+        """Return the attention scores that decide a target most: the scores with the largest
+        absolute `gradient · (score - mean)`.
 
-        The gradient of a score is the increase of the target if the head attends more to that key.
-        The mean is the mean score of the query, weighted by the pattern.
+        The gradient is the derivative of the target with respect to the score. It is positive if
+        the target increases when the head attends more to that key. The mean is the mean score of
+        the query over all keys, weighted by the attention pattern.
 
         Args:
             target: the name of a node with a row. Default: the node of the first row.
@@ -301,7 +307,8 @@ class AttributionGraph(plots.Shown):
     def intervene(
         self, values: Mapping[str, float], supernodes: Mapping[str, Sequence[str]] | None = None
     ) -> Intervention:
-        """Return the changes after features are set to values, as predicted and in the model.
+        """Set features to values, and return the changes of all other nodes: the changes that the
+        graph predicts, and the changes in the model.
 
         Args:
             values: the new activations by the names of features. The name of a supernode sets all
@@ -323,7 +330,7 @@ class AttributionGraph(plots.Shown):
         return self.pruned().view()
 
     def _targets(self, row: int) -> Targets:
-        """Return the feature or the logits that a row explains, as a target."""
+        """Return the node that a row explains, as a target for `FrozenRun.rows`."""
         if self.column[row] >= 0:
             return self.run.of_features(self.column[row : row + 1])
         return self.run.of_logits(self.directions[row : row + 1], self.logits[row].pos)

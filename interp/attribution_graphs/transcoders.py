@@ -33,16 +33,16 @@ class LayerTranscoder(NamedTuple):
 
 
 def by_layer(transcoders: Transcoders, places: Mapping[str, int]) -> dict[int, LayerTranscoder]:
-    """Return the features of each layer with features, in the order of layers.
+    """Return the transcoder of each layer that has one, in the order of layers.
 
     Args:
         transcoders: the transcoders.
-        places: the layers by the names of the points that MLPs write.
+        places: the layer of each MLP, by the name of the point of the MLP's output.
 
     Raises:
-        ValueError: if a transcoder has another point, or its features are not a nonlinearity
-            applied to a linear map of the input: if it normalizes its input, is gated, or uses
-            matching pursuit.
+        ValueError: if a transcoder writes a point that is no output of an MLP, or its features are
+            not a nonlinearity applied to a linear map of the input: if it normalizes its input, is
+            gated, or uses matching pursuit.
     """
     if isinstance(transcoders, Dictionary):
         transcoders = {transcoders.writes or "": transcoders}
@@ -57,11 +57,11 @@ def by_layer(transcoders: Transcoders, places: Mapping[str, int]) -> dict[int, L
 def _of_one_layer(
     transcoders: Mapping[str, Dictionary], places: Mapping[str, int]
 ) -> dict[int, LayerTranscoder]:
-    """Return transcoders of single layers by layer, after checks.
+    """Check transcoders that each write one layer, and return them by the index of this layer.
 
     Args:
-        transcoders: the transcoders by the points that they write.
-        places: the layer of each output of an MLP.
+        transcoders: the transcoders, by the names of the points that they write.
+        places: see `by_layer`.
 
     Raises:
         TypeError: if an object is no dictionary.
@@ -93,7 +93,7 @@ def _across(
 
     Args:
         transcoder: the transcoder.
-        places: the layer of each output of an MLP.
+        places: see `by_layer`.
 
     Raises:
         ValueError: if the transcoder does not have features for each layer with an MLP.
