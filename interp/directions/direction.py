@@ -28,8 +28,8 @@ class Direction(plots.Shown):
 
     Attributes:
         vectors: the vectors, by the names of points.
-        offsets: the offsets, by the names of points. A value is classified as `yes` if
-            `value @ vector + offset` is above 0.
+        offsets: numbers by the names of points, which make the direction a classifier: a value
+            belongs to the first kind of texts (`yes`) if `value @ vector + offset` is above 0.
         about: facts about the method that found the direction, as JSON types.
 
     >>> point = "blocks.2.resid_post"
@@ -88,7 +88,7 @@ class Direction(plots.Shown):
         return Direction(vectors, offsets, self.about)
 
     def vector_at(self, point: Point) -> Float[Tensor, " d"]:
-        """Return the vector of a point, for edits.
+        """Return the vector at a hook point. Edits call this method.
 
         To look up a vector by name, use `direction[name]`.
 
@@ -264,5 +264,7 @@ class Direction(plots.Shown):
 
 
 def _flat(value: Float[Tensor, "..."], size: int) -> Float[Tensor, "*_rows {size}"]:
-    """Flatten the axes `head` and `d_head` of a value if a vector of `size` needs this."""
+    """Flatten the last two axes (`head` and `d_head`) of a value if its last axis is
+    not of `size`.
+    """
     return value if value.shape[-1] == size or value.ndim < 2 else value.flatten(-2)

@@ -6,10 +6,10 @@ Belrose et al. 2023, "LEACE: Perfect linear concept erasure in closed form".
 2. W = Σ^(-1/2) whitens the values, and P projects on the columns of W Σxz.
 3. Then x - W⁺ P W (x - E[x]) has no covariance with z. No smaller change has this property.
 
-The eraser is computed in float64 from exact sums, without shrinkage. Directions of Σ without
-variance, such as the mean that a norm removes, are left out. Directions whose variation is only
-float32 rounding, compared with the direction that varies most, are left out too: Σ^(-1/2) would
-scale the rounding by factors of 1e7.
+The eraser is computed in float64 from exact sums, without shrinkage. Eigenvectors of Σ without
+variance are left out. An example is the mean over components, which a LayerNorm makes 0.
+Eigenvectors along which values vary only by float32 rounding (compared with the largest variation)
+are left out too: Σ^(-1/2) would multiply the rounding by factors of 1e7.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,8 @@ class Eraser:
     """An edit that removes a concept from values: `x - (x - mean) @ right @ left`.
 
     Attributes:
-        right, left: the factors of the projection, with few columns and rows.
+        right, left: the two factors of the matrix that is applied to `x - mean`. Their rank is at
+            most the number of columns of labels.
         mean: the mean of the values that the eraser was fitted on.
 
     >>> values = torch.tensor([[1.0, 5.0], [3.0, 3.0], [5.0, 3.0], [7.0, 5.0]])

@@ -31,14 +31,14 @@ class Examples(NamedTuple):
 
     Attributes:
         label: 1 for texts of the first kind, 0 for texts of the second kind.
-        text: for each row, the number of the text that it comes from, counted over both kinds.
+        text: for each row, the number of its text. The texts of the first kind are numbered first,
+            and the texts of the second kind follow.
         rank: for each row, its index among the rows of the same text.
         place: for each row, its position in the text, not counting padding.
         values: the values, by the names of points.
         digests: a hash of each text of the batch; see `interp.inputs.copies`.
         is_cached: whether the values come from a cache.
-        is_part: whether the values come from a store in which different texts may have the same
-            stored tokens.
+        is_part: see `StoredTexts.is_part`. Default: False.
     """
 
     label: int
@@ -78,8 +78,8 @@ def _kinds_of(
     """Return the texts of both kinds. A store is replaced by its texts of each kind.
 
     Raises:
-        ValueError: if a kind is missing, if only one kind is a store, or if labels do not fit the
-            store.
+        ValueError: if neither `no` nor labels are given, if only one kind is a store, or if labels
+            do not fit the store.
         CacheError: if a store is from another model or incomplete.
     """
     stores = [kind for kind in (yes, no) if isinstance(kind, Activations)]
@@ -113,10 +113,11 @@ def _kinds_of(
 def _points_of(
     model: nn.Module, site: str | Sequence[str], sources: Sequence[TextsOfKind] = ()
 ) -> list[str]:
-    """Return the points of a site in all layers, or a point with this full name.
+    """Return the names of the points of a site.
 
-    For several sites, return the points of all of them. With stores, only points that all stores
-    contain are found.
+    A site is the last part of a name, such as `resid_post`, and stands for the points of all
+    layers. It can also be the full name of one point. For several sites, return the points of all
+    of them. If the texts come from stores, only points that all stores contain count.
 
     Raises:
         UnknownNameError: if no point matches. The error contains close matches.
@@ -141,15 +142,16 @@ def _examples(
     pos: Index | str | None,
     batch: int,
 ) -> Iterator[Examples]:
-    """Yield the values at the positions of each text, in batches.
+    """Yield the values at the selected positions of each text, in batches.
 
-    `pos` is the name of a span or an index, or None for all real tokens. See `difference_of_means`
-    for lists of positions for each text.
+    `pos` is an index, the name of a span, or None for all real tokens. It can also contain a list
+    of positions for each text; see `difference_of_means`.
     """
     if isinstance(yes, StoredTexts) and isinstance(no, StoredTexts):
         yield from _stored(yes, no, points=points, pos=pos, batch=batch)
         return
-    # `first` is the number of texts of the kinds before, and `n_texts` counts texts of this kind.
+    # `first` is the number of texts of the kinds that are finished. `n_texts` is the number of
+    # texts of the current kind that have been read.
     first, n_texts = 0, 0
     where = Selection([])
     if not isinstance(pos, str):
@@ -189,7 +191,9 @@ def _examples(
 def _stored(
     yes: StoredTexts, no: StoredTexts, points: list[str], pos: Index | str | None, batch: int
 ) -> Iterator[Examples]:
-    """Yield the values of texts of stores, in batches."""
+    """Yield the values at the selected positions of each text of two kinds from stores,
+    in batches.
+    """
     if isinstance(pos, str):
         raise SelectionError(
             f"pos must be positions, because a store has no named spans; got pos={pos!r}"
@@ -226,7 +230,8 @@ def _selections(where: Selection, yes: StoredTexts, no: StoredTexts) -> tuple[Se
     n_yes = len(yes.numbers)
     n_no = len(no.numbers)
     if yes.store is no.store:
-        # Both kinds come from one store: texts with labels, or the whole store twice.
+        # Both kinds come from one store, so `pos` has one entry for each text of this store. The
+        # kinds are chosen by labels, or the caller passed the same store twice.
         n_texts = len(all_of(yes.store).numbers)
         if len(parts) == n_texts:
             of_yes = [parts[number] for number in yes.numbers]
@@ -245,9 +250,12 @@ def _selections(where: Selection, yes: StoredTexts, no: StoredTexts) -> tuple[Se
 def text_numbers(parts: Sequence[Examples]) -> list[int]:
     """Return a number for each text. All copies of a text have the same number.
 
-    Texts of a cache are copies only if their values agree at all places that both contain. If a
-    store contains only a part of each text, the values of the first examples at the last point must
-    agree.
+    Copies have the same hash of their tokens. This is not enough in two cases:
+
+    - If one of the texts comes from a cache, the values of both texts must also agree at all places
+      that both contain.
+    - If a store contains only a part of each text (`is_part`), the values of the first example of
+      each text must also agree, at the last point.
     """
     part_of: dict[int, Examples] = {}
     hashes: list[str] = []
@@ -286,7 +294,7 @@ def _have_same_values(part: Examples, text: int, other: Examples, other_text: in
 
 
 def _rows_by_place(part: Examples, text: int) -> dict[int, int]:
-    """Return the row of each place of a text."""
+    """Return a mapping from each position of a text to the row of its example."""
     rows = (part.text == text).nonzero()[:, 0].tolist()
     return {int(part.place[row]): row for row in rows}
 
@@ -311,7 +319,15 @@ def _runs(
 
 
 def _listed(columns: Sequence[Sequence[int]]) -> tuple[list[int], list[int], list[int]]:
-    """Return the row, the column and the rank of each example, from the columns of each row."""
+    """List the selected positions of all texts of a batch one after another.
+
+    Args:
+        columns: the selected positions of each text.
+
+    Returns:
+        Three lists with an entry for each selected position: the index of the text in the batch,
+            the position, and the index of the position among the selected positions of the text.
+    """
     rows: list[int] = []
     places: list[int] = []
     ranks: list[int] = []

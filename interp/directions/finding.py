@@ -35,7 +35,8 @@ def difference_of_means(
 
     There is one direction in every layer.
 
-    The method is from Marks & Tegmark (2023). The offset puts 0 halfway between the two means.
+    The method is from Marks & Tegmark (2023). With the offset of the direction, the point halfway
+    between the two means has the score 0; see `Direction.scores`.
 
     Args:
         model: any model with hook points, in evaluation mode.
@@ -47,12 +48,12 @@ def difference_of_means(
         labels: for one store with both kinds: True for each text of kind `yes`, and False for each
             text of kind `no`.
         pos: the positions of the examples in each text; None for all tokens. Padding is never an
-            example. For chats (`models.chat`), it can be the name of a span. A list of positions
-            for each text applies to the texts of `yes` followed by the texts of `no`, or to both
-            kinds in the same way; with `labels`, to the texts of the store. In a store, positions
-            are places in a text, and negative places count from the last stored token. None and
-            slices select the rows that exist. Texts without a row are ignored. Default: the last
-            position.
+            example. For chats (`models.chat`), it can be the name of a span. It can also contain a
+            list of positions for each text: for the texts of `yes` followed by the texts of `no`,
+            or one sequence of lists that is used for both kinds; with `labels`, for the texts of
+            the store. A store may contain only some positions of a text. Then negative positions
+            count from the last stored token, None and slices select the stored positions, and texts
+            without stored positions are ignored. Default: the last position.
         batch: the number of texts in a batch.
         progress: whether to show a progress bar after two seconds.
 
@@ -78,7 +79,9 @@ def difference_of_means(
     vectors, offsets = {}, {}
     for name, moments_of_point in moments.items():
         share = float(moments_of_point.mean[-1])
-        # Σ (x - mean)(z - mean z) is n · share · (1 - share) times the difference of the means.
+        # The moments contain Σ (x - mean x)(z - mean z), where z is the label (1 or 0). With the
+        # share of rows with label 1, this is n · share · (1 - share) times the difference of the
+        # means.
         vector = moments_of_point.products[:-1, -1] / (moments_of_point.n * share * (1 - share))
         middle = moments_of_point.mean[:-1] + (0.5 - share) * vector
         vectors[name] = vector.float()
@@ -113,7 +116,7 @@ class Erasure:
         """
 
         def erased(region: Tensor, value: Tensor, place: Region) -> Tensor:
-            """Return the values of a region without the difference."""
+            """Return the values that an edit changes, without the difference."""
             eraser = self.erasers.get(place.point.name)
             if eraser is None:
                 raise EditError(
@@ -146,9 +149,10 @@ def erasure(
     batch: int = 16,
     progress: bool = True,
 ) -> Erasure:
-    """Return an edit of each layer that removes the difference between two kinds of texts (LEACE).
+    """Return erasers that remove the difference between two kinds of texts (LEACE), one for each
+    layer.
 
-    After the edit, no linear probe separates the two kinds better than chance, and no smaller
+    After the erasure, no linear probe separates the two kinds better than chance, and no smaller
     change has this property (Belrose et al. 2023; see `interp.directions.erasing`). The guarantee
     applies to the rows that the erasers are fitted on. On other texts, some of the difference may
     remain.
@@ -159,7 +163,8 @@ def erasure(
             `difference_of_means`.
         site: the last part of the names of points in all layers, the name of one point, or several
             of these.
-        labels: the kind of each text, for one store with both kinds.
+        labels: for one store with both kinds: True for each text of kind `yes`, and False for each
+            text of kind `no`.
         pos: the positions of the examples in each text; None for all tokens. Default: the last
             position.
         batch: the number of texts in a batch.
@@ -203,6 +208,6 @@ def _moments(model: nn.Module, contrast: Contrast) -> dict[str, Moments]:
 
 
 def _counts(moments: Mapping[str, Moments]) -> dict[str, int]:
-    """Return the number of rows, and the number of rows of the kind `yes`."""
+    """Return the number of rows as `rows`, and the number of rows of the kind `yes` as `yes`."""
     first = next(iter(moments.values()))
     return {"rows": first.n, "yes": round(first.n * float(first.mean[-1]))}

@@ -47,7 +47,7 @@ class Probe(plots.Shown):
         direction: the direction of each probe, fitted on all examples. `value @ vector + offset` is
             the score of a value; for `logistic`, it is the log odds.
         auroc: the AUROC on held-out texts, [point, example] or [point, pos, example], where the
-            examples are folds. The intervals count different texts; see
+            examples are folds. In the intervals, all copies of a text count as one text; see
             `interp.numbers.intervals.auroc_interval`.
         control: the AUROC with random labels for each text, the mean over draws.
     """
@@ -119,9 +119,9 @@ def probe(
     Columns that are constant up to rounding have the coefficient 0.
 
     Texts with the same real tokens are copies of one text, even if one copy is in `yes` and another
-    copy in `no`. In a cache, the values of copies must agree too, because the run may have read
-    more than tokens. The same applies to a store that contains only some positions of each text, or
-    pooled values.
+    copy in `no`. In a cache, the values of copies must agree too, because the run of the cache may
+    have had other inputs in addition to tokens. The same applies to a store that contains only some
+    positions of each text, or pooled values.
 
     Args:
         model: any model with hook points, in evaluation mode.
@@ -129,12 +129,13 @@ def probe(
             `difference_of_means`. All examples are in memory; from a store, only the rows at `pos`.
         site: the last part of the names of points in all layers, the name of one point, or several
             of these.
-        labels: the kind of each text, for one store with both kinds.
+        labels: for one store with both kinds: True for each text of kind `yes`, and False for each
+            text of kind `no`.
         pos: the positions of the examples in each text; None for all tokens. Default: the last
             position.
-        over: with `pos`, a separate probe is scored at each position. All texts must have the same
-            number of positions, and the direction is still fitted on all positions. Default: one
-            probe for all positions.
+        over: with `over="pos"`, a separate probe is fitted and scored at each position. All texts
+            must have the same number of positions. The direction that is returned is still fitted
+            on all positions. Default: one probe for all positions.
         kind: `logistic` regression, or `linear` regression on labels of -1 and 1 (ridge).
         C: the inverse of the strength of the penalty, as in scikit-learn.
         folds: the number of folds. All copies of a text are in one fold.
@@ -200,7 +201,7 @@ def probe(
 
 
 def _kinds_of_texts(rows: "_Rows", folds: int) -> list[Any]:
-    """Return the numbers of the different texts of kind `no`, and of kind `yes`.
+    """Return two arrays: the numbers of the different texts of kind `no`, and of kind `yes`.
 
     Raises:
         ValueError: if there are fewer than 2 folds, or more folds than texts of a kind.
@@ -215,7 +216,9 @@ def _kinds_of_texts(rows: "_Rows", folds: int) -> list[Any]:
 
 
 def _labels_of_positions(pos: Index | str | None, n_positions: int) -> Sequence[int]:
-    """Return the given positions if they are a list of numbers, and otherwise their ranks."""
+    """Return the labels of the axis `pos`: the positions that the caller listed, or 0, 1, 2, ... if
+    `pos` is not a list of numbers.
+    """
     if isinstance(pos, list) and all(type(place) is int for place in pos):
         return cast(list[int], pos)
     return range(n_positions)
@@ -231,7 +234,8 @@ def _results(
 
     Args:
         scores: the AUROC of each fold. The first entry of the axis `labels` is with true labels.
-        labels_of: the labels of the axes of places, `point` and possibly `pos`.
+        labels_of: the labels of the axes `point` and, with `over="pos"`, `pos`. The axis `place` of
+            the scores contains all combinations of these labels.
         kinds: two arrays of indices: the different texts that have the label `no`, and the
             different texts that have the label `yes`.
         about: facts about the probes.
@@ -240,7 +244,7 @@ def _results(
     shape = [*map(len, labels_of.values()), folds]
     of_no, of_yes = (len(kind) / folds for kind in kinds)
     of_both = len(np.intersect1d(kinds[0], kinds[1])) / folds
-    # Half of the texts get each random label.
+    # One half of the texts gets the random label 0, and the other half gets 1.
     half = (of_no + of_yes - of_both) / 2
     auroc = Result(
         scores[:, 0].view(shape),
@@ -322,8 +326,8 @@ def _folds(kinds: list[Any], folds: int, draw: torch.Generator) -> Any:
     for texts in (shared, *kinds):
         left = texts[fold_of[texts] < 0]
         placed = texts[fold_of[texts] >= 0]
-        # Each text goes to the fold with the fewest texts of this kind.
-        # If some texts are in both kinds, ties go to the smallest fold.
+        # Each text goes to the fold with the fewest texts of this kind. Several folds may have
+        # equally few. Then, if some texts are in both kinds, choose the smallest of these folds.
         of_kind = np.bincount(fold_of[placed], minlength=folds)
         of_all = np.bincount(fold_of[fold_of >= 0] if len(shared) else placed[:0], minlength=folds)
         for n in torch.randperm(len(left), generator=draw).tolist():
@@ -340,7 +344,7 @@ def _folds(kinds: list[Any], folds: int, draw: torch.Generator) -> Any:
 
 
 def _once(*columns: Any) -> Any:
-    """Return a mask of the rows that differ from all earlier rows in at least one column."""
+    """Return a mask of rows that keeps one of several equal rows: the first."""
     first = np.zeros(len(columns[0]), bool)
     first[np.unique(np.stack(columns, 1), axis=0, return_index=True)[1]] = True
     return first
@@ -389,7 +393,8 @@ class _Classifier:
     def aurocs(self, values: Any, rows: _Rows, fold_of: Any) -> list[float]:
         """Return the AUROC of each fold with a fit on the other folds.
 
-        Each text and place counts once.
+        Copies of a text count once in the AUROC: of several rows with the same label, text and
+        place, only the first is scored.
 
         Args:
             values: the values of all examples, [row, d].

@@ -100,10 +100,11 @@ def steering_curve(
     max_bytes: int = 2**30,
     progress: bool = True,
 ) -> SteeringCurve:
-    """Return the score of a model when a direction is added at each strength, and what it costs.
+    """Add a direction at each strength, and return the change of a score and the change of the
+    predictions on other texts.
 
-    The cost is the KL divergence of the predictions on other texts. The direction is added at all
-    of its points together.
+    The second change is the cost of steering, measured as a KL divergence. The direction is added
+    at all of its points together.
 
     Args:
         model: the model, in evaluation mode.

@@ -4,7 +4,8 @@
 2. Read the files one after another, and only the requested rows of each file.
 3. Select rows by the place of their token in its text. Some places may be missing in a store.
 4. Recognise copies of texts by their stored tokens. If a store contains only some tokens of each
-   text, such as the last token, the values of copies must be equal too (`told_apart`).
+   text, such as the last token, different texts may have the same stored tokens. Then the values of
+   copies must be equal too (`told_apart`).
 """
 
 import bisect
@@ -25,7 +26,8 @@ from interp.store import Activations
 Labels = Sequence[bool] | Sequence[int] | Shaped[Tensor, " text"] | Shaped[np.ndarray, " text"]
 """A label for each text of a store: True or 1 for `yes`, False or 0 for `no`."""
 
-# Rounding changes values by less than 3 percent of their spread.
+# Two texts are copies if the mean squared difference of their values, in units of the spread, is
+# below this number. Rounding changes values by less than 3 % of their spread, and 0.03² < 1e-3.
 _NEAR = 1e-3
 
 
@@ -42,10 +44,15 @@ class StoredTexts(NamedTuple):
 
     @property
     def is_part(self) -> bool:
-        """True if different texts may have the same stored tokens."""
+        """True if the store contains only some positions of each text, or pooled values.
+
+        Then copies of a text must have the same values too.
+
+        Packed texts are an exception: their copies are recognised only by tokens.
+        """
         facts = self.store.manifest
-        # Copies of a text have different values in packed texts, because tokens attend to the
-        # earlier texts.
+        # In packed texts, tokens attend to the earlier texts. So copies of a text have different
+        # values, and values cannot show which texts are copies.
         return not facts["pack"] and bool(facts["pos"] or facts["pool"])
 
 
@@ -53,8 +60,8 @@ class StoredRows(NamedTuple):
     """Rows of one batch of texts.
 
     Attributes:
-        texts: the number of the text of each row in the batch. Texts without rows in the store are
-            not counted.
+        texts: for each row, the index of its text in the batch. Texts without rows in the store do
+            not get an index.
         ranks: for each row, its index among the selected rows of the same text.
         places: for each row, the place of its token in the text.
         values: the values, by the names of points.
@@ -142,11 +149,12 @@ def told_apart(hashes: Sequence[str], values: Float[Tensor, "text d"]) -> list[s
     same new hash.
 
     Comparing all pairs would take too long. Therefore, all columns are scaled to the same spread,
-    and only texts that are near each other along a random line are compared.
+    texts are sorted along a random line, and each text is compared only with its 8 neighbours on
+    each side.
 
     Args:
         hashes: the old hash of each text.
-        values: a row of each text.
+        values: one row of values for each text.
 
     >>> values = torch.tensor([[1.0, 5.0], [3.0, 2.0], [1.0, 5.0], [1.0, 5.0]])
     >>> told_apart(["a", "a", "a", "b"], values)
@@ -196,7 +204,7 @@ def _chosen(
         columns: the tensors of the file.
         numbers: the numbers of the texts in the store.
         points, where, what: see `rows_of`.
-        first: the number of texts of this kind before these texts.
+        first: the index of the first of these texts among the texts of its kind.
     """
     text_of_row = columns["text"].long()
     wanted = torch.tensor(numbers)
