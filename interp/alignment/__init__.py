@@ -1,4 +1,5 @@
-"""Interchange interventions: find and test the part of a value that carries a variable.
+"""Interchange interventions: find and test the part of a value that represents a variable of a
+causal model.
 
 Read `featurizers` (parts of a value) and `runs` (runs with an interchanged part) first, because the
 other files use them. `aligning` learns a part with `fitting` and scores it with controls.

@@ -5,10 +5,11 @@ Neural Representations".
 
 1. Cache the values of the source texts at a point.
 2. Run the base texts with a part of the value from their source texts. The right answer is the
-   answer of the causal model with the variable from the source.
+   answer of the causal model on the base text, with the variable from the source text.
 3. Learn the part by gradient descent. It is an orthonormal basis of k columns, or a mask of given
-   features (De Cao et al. 2022). The mask is the sigmoid of a boundary at a falling temperature; at
-   the end, each feature is in the part or not.
+   features (De Cao et al. 2022). The mask has a number b for each feature, and its value is
+   sigmoid(b / temperature). The temperature falls, and at the end the mask is 1 or 0: 1 where b is
+   above 0.
 4. Score the part on other pairs, and compare it with a random part, the same fit on a model with
    shuffled weights, the same fit to shuffled answers, and the whole value. Copies of a pair get the
    same shuffled answer, and count once in an interval. A search with enough freedom fits anything;
@@ -70,7 +71,8 @@ class Alignment(plots.Shown):
     Attributes:
         featurizers: the learned parts, by point and position, for `edits.interchange`.
         accuracy: 1 if the answer of the interchanged run is right, otherwise 0, [control, point,
-            pos, example] on the test pairs.
+            pos, example] on the test pairs. The answer is the token with the largest logit, among
+            all tokens or, if pairs have a right and a wrong answer, among these two.
         metric: the change of the pairs' metric, in its unit, with the same axes. `base` is the
             metric without an interchange.
         losses: the mean cross-entropy of each epoch, in nats, by point and position.
@@ -141,9 +143,10 @@ def align(
         head: the head, if the point has heads.
         direction: `denoising` runs the corrupted text; `noising` runs the clean text with the part
             from the corrupted text.
-        features: the features for a mask, which replaces the columns; see `alignment.featurizers`.
-            `k` is ignored with a mask. Default: columns.
-        sparsity: the cost of a full mask, in nats. Default: 0.
+        features: features of the value; see `alignment.featurizers`. The part is then a learned
+            mask of these features, and `k` is ignored. Default: the part is `k` columns.
+        sparsity: the cost of a mask with all features, in nats. The cost of a smaller mask is
+            proportional to its share of the features. Default: 0.
         epochs, rate, batch: the number of epochs, the learning rate and the batch size of Adam.
         seed: the seed of the initial columns, of the order of the pairs and of the controls.
         progress: whether to show a progress bar after two seconds.
@@ -156,8 +159,9 @@ def align(
         `shuffled answers`, and the `whole` value.
 
     Raises:
-        ValueError: if pairs have no answers or corrupted texts, if k does not fit, if a pair is in
-            both `pairs` and `test`, or if a point has other axes.
+        ValueError: if pairs have no answers or corrupted texts, if k is below 1 or above the size
+            of the value, if a pair is in both `pairs` and `test`, if a point does not have a vector
+            at each position, or if it has heads and `head` is missing.
         UnknownNameError: if the site or the span is unknown. The error contains close matches.
         ModeError: if the model is in training mode.
 
@@ -187,10 +191,10 @@ def align(
     >>> clean, corrupted = rows[:, :2], rows[:, 2:]
     >>> pairs = Pairs(clean, corrupted, (clean[:, 0] + corrupted[:, 1]) % 3)
     >>> model = Sum().eval()
-    >>> found = align(model, pairs[:40], "numbers", k=3, test=pairs[40:], epochs=6, rate=0.1)
-    >>> found.accuracy.select(control="aligned").mean()  # point, pos
+    >>> result = align(model, pairs[:40], "numbers", k=3, test=pairs[40:], epochs=6, rate=0.1)
+    >>> result.accuracy.select(control="aligned").mean()  # point, pos
     tensor([[1.]])
-    >>> found.accuracy.select(control="random").mean() < 0.7
+    >>> result.accuracy.select(control="random").mean() < 0.7
     tensor([[True]])
     """
     fitted = Runs(model, pairs, direction)
@@ -264,7 +268,10 @@ def _results(
 def _by_label(
     scores: Sequence[Float[Tensor, " example"]], labels: Mapping[str, Sequence[Any]]
 ) -> Float[Tensor, "control point pos example"]:
-    """Return scores that are ordered by point, then by position, then by control, as a tensor."""
+    """Return scores as a tensor with the axis `control` first.
+
+    The scores are ordered by point, then by position, then by control.
+    """
     n_controls, n_points, n_positions = map(len, labels.values())
     by_place = torch.stack([*scores]).view(n_points, n_positions, n_controls, -1)
     return by_place.movedim(2, 0)
@@ -292,7 +299,7 @@ class _Place:
 
 
 class _Places:
-    """Factory of places. All places share the same runs.
+    """Makes a `_Place` for each point and position. All places share the runs of the pairs.
 
     Args:
         fitted, tested: runs of the training and the test pairs.
@@ -340,7 +347,7 @@ class _Places:
         )
 
 
-# Each control returns the scores of a part at a place. Its second argument is the learned part.
+# A control takes a place and the learned part, and returns the scores of some part at this place.
 
 
 def _aligned(place: _Place, learned: Featurizer) -> Scores:
@@ -363,7 +370,9 @@ def _shuffled_weights(place: _Place, learned: Featurizer) -> Scores:
 
 
 def _shuffled_answers(place: _Place, learned: Featurizer) -> Scores:
-    """Fit the part to the answers of other pairs."""
+    """Fit a part to training pairs that have the answers of other pairs, and score it on the test
+    pairs with their true answers.
+    """
     part, _ = place.learn(place.train.answering(place.drawn_answers), place.count)
     return place.test.scores(part)
 
@@ -403,7 +412,10 @@ def _answers(pairs: Pairs, test: Pairs) -> Int[Tensor, "pair *two"]:
 
 
 def _drawn(pairs: Pairs, seed: int) -> Int[Tensor, " pair"]:
-    """Draw a donor of the answer for each pair. Copies of a pair get the same donor."""
+    """Return, for each pair, the index of the random pair whose answer it gets.
+
+    Copies of a pair get the answer of the same pair.
+    """
     texts = numbered(pairs.digests())
     first_row = {text: row for row, text in reversed([*enumerate(texts)])}
     order = torch.randperm(len(first_row), generator=torch.Generator().manual_seed(seed))

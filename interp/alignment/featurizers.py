@@ -97,12 +97,12 @@ def subspace(directions: Float[Tensor, "d *k"]) -> Featurizer:
 
 
 def neurons(size: int) -> Featurizer:
-    """Return a featurizer whose features are the numbers of a value.
+    """Return a featurizer with the components of a value as its features.
 
-    All numbers are interchanged, so the other run's value replaces the whole value.
+    All components are interchanged, so the other run's value replaces the whole value.
 
     Args:
-        size: how many numbers a value has.
+        size: the number of components of a value.
 
     >>> neurons(2).interchanged(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]))
     tensor([3., 4.])

@@ -1,10 +1,11 @@
 """Fit a part of a value to pairs: an orthonormal basis of columns, or a mask of given features.
 
-1. A learner makes the part from its parameters. A mask is the sigmoid of a boundary, and becomes
-   sharper as the temperature falls.
-2. Each step interchanges the part in a batch of pairs, and descends the gradient of the
+1. Make the part from trainable parameters. For columns, the parameters are the columns of an
+   orthogonal matrix. For a mask, there is a number b for each feature, and the mask is
+   sigmoid(b / temperature), which becomes sharper as the temperature falls.
+2. In each step, interchange the part in a batch of pairs, and descend the gradient of the
    cross-entropy of the right answers.
-3. At the end, the part is the basis of columns, or the features whose boundary is above 0.
+3. At the end, the part is the basis of columns, or the features whose b is above 0.
 """
 
 from collections.abc import Callable
@@ -34,9 +35,10 @@ class Fit:
 
     Attributes:
         k: the number of columns.
-        features: the features for a mask, which replaces columns; see `alignment.featurizers`. `k`
-            is ignored with a mask.
-        sparsity: the cost of a full mask, in nats.
+        features: the features of which a mask is learned, in place of columns; see
+            `alignment.featurizers`. `k` is then ignored.
+        sparsity: the cost of a mask with all features, in nats. The cost of a smaller mask is
+            proportional to its share of the features.
         epochs, rate, batch: the number of epochs, the learning rate and the batch size of Adam.
         seed: the seed of the initial columns, of the order of the pairs and of the controls.
     """
@@ -101,7 +103,7 @@ class Fit:
         return _columns(columns.to(**options), options)
 
     def random(self, size: int, part: Featurizer) -> Featurizer:
-        """Return a random part with the same number of columns, or of features of `part`.
+        """Return a random part with `k` columns, or with as many features as `part`.
 
         Args:
             size: the size of a value.
@@ -114,9 +116,10 @@ class Fit:
 
 
 def _mask(features: Featurizer, options: dict[str, Any]) -> Learner:
-    """Return a learner of a mask.
+    """Return a learner of a mask of features.
 
-    The final mask contains the features whose boundary is above 0.
+    The mask is sigmoid(boundary / temperature). The final mask contains the features whose boundary
+    is above 0.
     """
     boundaries = nn.ParameterList([torch.zeros(len(features.mask), **options)])
 
@@ -130,7 +133,7 @@ def _mask(features: Featurizer, options: dict[str, Any]) -> Learner:
 
 
 def _columns(columns: nn.Linear, options: dict[str, Any]) -> Learner:
-    """Return a learner of the columns of an orthogonal map."""
+    """Return a learner of columns, which stay orthonormal."""
     identity = torch.eye(columns.in_features, **options)
 
     def part_at(temperature: float | None) -> Featurizer:

@@ -1,4 +1,4 @@
-"""Check if a subspace acts through directions that the model does not use (Makelov et al. 2023).
+"""Check if a subspace acts through directions that the model does not use in normal runs.
 
 Makelov et al. 2023, "Is This the Subspace You Are Looking for? An Interpretability Illusion for
 Subspace Activation Patching".
@@ -8,9 +8,10 @@ model reads a. A later part reads b, but runs do not differ along b. Patching a 
 answer through a path that the model never uses.
 
 1. Interchange the subspace.
-2. Interchange the subspace, and remove the changes along axes on which clean values do not vary.
-3. Interchange only the projection of the subspace on the directions that are read, scaled to the
-   length of the whole subspace, as in the authors' code.
+2. Interchange the subspace, but leave out the changes along axes on which the values of the two
+   texts of all pairs do not vary.
+3. Interchange only the projection of the subspace on the directions that later parts read. As in
+   the authors' code, the projected columns are made orthonormal again.
 4. The share of the effect that is lost in step 2 or 3 is due to directions that the model does not
    use.
 """
@@ -41,15 +42,15 @@ class NullSpaces:
 
     Attributes:
         effects: the change of the metric, [through, example]. `whole` is the effect of the
-            subspace, `varying` excludes changes along axes on which clean values do not vary, and
-            `read` uses only the part of the subspace that is read.
+            subspace, `varying` leaves out changes along axes on which the values of the pairs do
+            not vary, and `read` uses only the part of the subspace that later parts read.
     """
 
     effects: Result
 
     @property
     def dormant(self) -> float:
-        """The share of the effect along directions on which clean values do not vary.
+        """The share of the effect along axes on which the values of the pairs do not vary.
 
         It is NaN if the subspace has no effect.
         """
@@ -57,7 +58,8 @@ class NullSpaces:
 
     @property
     def unread(self) -> float:
-        """The share of the effect that is lost if only the part that is read is interchanged.
+        """The share of the effect that is lost if only the part of the subspace that later parts
+        read is interchanged.
 
         It is NaN if the subspace has no effect.
         """
@@ -69,8 +71,13 @@ class NullSpaces:
         return max(self.dormant, self.unread) > 0.5
 
     def _lost(self, through: str) -> float:
-        """Return the share of the whole effect that is lost through a part of the subspace."""
-        # Effects can have both signs, so the remaining share is the slope of a regression.
+        """Return the share of the whole effect that is lost with a restricted interchange.
+
+        Args:
+            through: the restriction: `varying` or `read`.
+        """
+        # Effects of examples can have both signs, so a ratio of means can be meaningless. The share
+        # that remains is the slope of a regression of the remaining effects on the whole effects.
         whole = self.effects.select(through="whole").values
         left = self.effects.select(through=through).values
         base = self.effects.base
@@ -101,10 +108,11 @@ def null_spaces(
 ) -> NullSpaces:
     """Return the share of a subspace's effect along directions that the model does not use.
 
-    An axis of the point, such as a neuron, varies if the values of the pairs vary along it, and is
-    read if the metric has a gradient along it. If every axis varies and is read, as in the residual
-    stream, the function finds nothing, and this proves nothing. With `reader`, such as `W_out` at
-    `mlp.post`, the columns of these weights span the directions that are read.
+    An axis of the point, such as a neuron, varies if the values of the two texts of all pairs vary
+    along it. It is read if the metric has a gradient along it. If every axis varies and is read, as
+    in the residual stream, the function finds nothing, and this proves nothing. With `reader`, such
+    as `W_out` at `mlp.post`, the directions that are read are the span of the columns of these
+    weights.
 
     Args:
         model: any model with hook points, in evaluation mode.
@@ -171,7 +179,10 @@ def null_spaces(
 
 
 def _projected(columns: Float[Tensor, "d k"], projection: Float[Tensor, "d d"]) -> Featurizer:
-    """Return the coordinates along columns, whose changes of the value are projected."""
+    """Return a featurizer with the coordinates along columns as its features.
+
+    An interchange changes only the projection of the value.
+    """
 
     def encode(value: Tensor) -> Tensor:
         return value @ columns.to(value)
@@ -184,5 +195,7 @@ def _projected(columns: Float[Tensor, "d k"], projection: Float[Tensor, "d d"]) 
 
 
 def _axes(sizes: Float[Tensor, " d"]) -> Float[Tensor, "d d"]:
-    """Return the projection on the axes whose sizes are not negligible."""
+    """Return the matrix that keeps the axes whose sizes are not negligible, and sets
+    others to 0.
+    """
     return (sizes > _NEGLIGIBLE * sizes.max()).to(sizes).diag()

@@ -22,8 +22,9 @@ class Scores(NamedTuple):
 
     Attributes:
         effect: the change of the metric by the interchange, in the unit of the metric.
-        right: 1 if the right answer has the largest logit, otherwise 0. The tensor is empty if the
-            pairs have no answers.
+        right: 1 if the right answer has the largest logit, otherwise 0. If pairs have a right and a
+            wrong answer, only these two logits are compared. The tensor is empty if the pairs have
+            no answers.
     """
 
     effect: Float[Tensor, " example"]
@@ -101,7 +102,9 @@ class InterchangeRuns:
         return value[self._at(slice(None), columns)]
 
     def _at(self, rows: Any, columns: Tensor) -> tuple[Any, ...]:
-        """Return the index of the positions of some texts in a value."""
+        """Return the index that selects, in a value with the axes [batch, pos, ...], some positions
+        of the texts `rows`.
+        """
         chosen = columns[rows]
         return (torch.arange(len(chosen))[:, None], chosen, *self._head)
 
@@ -157,7 +160,11 @@ class InterchangeRuns:
         return values, torch.cat(right).to(values) if right else values.new_empty(0)
 
     def _choices(self, output: Tensor, rows: Any) -> tuple[Tensor, Tensor]:
-        """Return the logits of all tokens or of two answers, and the index of the right answer."""
+        """Return the logits that an answer is chosen from, and the index of the right answer.
+
+        They are the logits of all tokens or, if pairs have a right and a wrong answer, of these
+        two.
+        """
         pos = self.runs.pairs.pos
         if pos is None:
             pos = -1
