@@ -56,30 +56,36 @@ from models.text.texts import ReadsText, read
 from models.transformer import Transformer
 from models.weights import BlockWeights
 
-# The parts of a language model that need blocks of a text.
+# The parts of `LanguageModel` that exist only if some blocks read a text.
 _STEPS = ("context", "context_of", "input_resid", "run_block", "logits", "plain")
 
 
 class Attached(ReadsText):
     """A model with points, until `remove()` or the end of a `with`; see `attach`.
 
-    It reads texts for the model, and has the parts of `interp.protocol.LanguageModel`. The steps
-    and sizes exist if some blocks read only a text. `unembed` exists if the modules after the
-    blocks, from the final norm on, compute the logits one after the other, up to a factor and a
-    soft cap. The weights of `models.Transformer` (`W_Q` and so on) exist if `models.from_hf`
-    supports the family. These weights are read again at each access.
+    It converts strings to tokens for the model, and has the parts of
+    `interp.protocol.LanguageModel`. Some models have only some of these parts:
+
+    - The steps of a run (`context`, `input_resid`, `run_block`, `logits`) and `config` exist if the
+      model has a stack of blocks that reads only a text.
+    - `unembed` exists if the modules after the blocks run one after the other, and the output of
+      the last one is the logits. The model may still multiply this output by a number and apply a
+      soft cap.
+    - The weights of `models.Transformer` (`W_Q` and so on) exist if `models.from_hf` supports the
+      family. They are read from the model again at each access.
 
     Attributes:
         model: the model.
         left_out: the reason for each usual point that is missing from the model or from some block,
-            by the last parts of its name. The names for an encoder, a decoder or a tower begin with
-            its name.
+            by the end of its name, for example `attn.scores`. For an encoder, a decoder or a tower,
+            its name comes first: `encoder.attn.scores`.
         forward: the forward of `base` while it is attached.
         base: the model inside an adapter's wrapper. Without an adapter, it is the model itself.
-        uncached: the arguments of a run that needs no cache of keys afterwards.
+        uncached: the arguments with which the model creates no cache of keys: `use_cache=False`, or
+            nothing for a model without this argument.
         needed: the arguments that every run needs. They are `uncached` for a model that runs only
-            without a cache, and empty for all other models. With these arguments, some of the other
-            models would compute a different mask from positions.
+            without a cache. They are empty for all other models, because without a cache, some of
+            these read positions that restart as several texts, and compute another mask.
         config: the sizes.
         blocks: the model's own blocks that read a text.
         unembed: a function that returns the logits of a residual stream.
@@ -112,7 +118,11 @@ class Attached(ReadsText):
         self.forward = Forward(self.base)
 
     def read_through(self, stacks: Sequence[Stack]) -> None:
-        """Use the first stack as the blocks of the texts, and let the model read texts."""
+        """Store the first stack as the blocks of the text, and let the model read strings.
+
+        If the first stack reads no tokens, or belongs to an encoder or a decoder, no blocks are
+        stored.
+        """
         self.left_out |= absent_parts(self.model, stacks)
         text = stacks[0]
         if text.texts is not None:
@@ -121,7 +131,7 @@ class Attached(ReadsText):
         vars(self.model).update(language_parts=self, prepare_inputs=self.prepare_inputs)
 
     def _read_text_through(self, stack: Stack) -> None:
-        """Use a stack as the blocks of the texts, and store its sizes and its unembedding."""
+        """Store a stack as the blocks of the text, with its sizes and the unembedding after it."""
         probe = stack.probe
         chain = stack.chain
         assert probe.logits is not None
@@ -165,11 +175,15 @@ class Attached(ReadsText):
             self.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy is not inside a `with`.
+        # This is called for a copy, which is not inside a `with`, so its count starts at 0.
         return vars(self) | {"_n_withs": 0}
 
     def restore_configs(self) -> None:
-        """Restore the configs of the modules, with the later changes of their copies."""
+        """Give the modules their original configs again.
+
+        While the model is attached, its modules have copies of their configs. Changes that the user
+        made to these copies are also made to the original configs.
+        """
         restored = set[int]()
         for module, (config, before) in self._configs.items():
             if id(config) not in restored:
@@ -233,9 +247,13 @@ class Attached(ReadsText):
         return args, kwargs | {name: value[:, -new.shape[1] :] for name, value in positions.items()}
 
     def _copies_text(self, named: Mapping[str, Any]) -> bool:
-        """Return whether the decoder gets no text in a run.
+        """Return whether the model has a decoder that gets no text in a run.
 
-        Labels [batch, pos] are a text. Labels of classes are not.
+        Some models then copy the text of the encoder to the decoder. Labels [batch, pos] are a
+        text. Labels of classes, [batch], are not.
+
+        Args:
+            named: the arguments of the run, by name.
         """
         if "decoder_input_ids" not in self._parameters:
             return False
@@ -251,7 +269,7 @@ class Attached(ReadsText):
     def _text_device(self) -> torch.device | None:
         """Return the device of the model's first weight; None if the weight is stored elsewhere."""
         device = next(self.model.parameters()).device
-        # The weights may be stored elsewhere until they are needed.
+        # A weight on `meta` is stored elsewhere until it is needed.
         return None if device.type == "meta" else device
 
     def positions_of(self, mask: Shaped[Tensor, "batch pos"]) -> dict[str, Tensor]:
@@ -321,6 +339,10 @@ class Attached(ReadsText):
         """Return the context of a run, from the recorded calls of the blocks.
 
         The context is None if the blocks cannot be called again.
+
+        Args:
+            calls: the arguments of each block, positional and by name.
+            model_arguments: the model's arguments besides the tokens.
         """
         return repeatable_context(list(self.blocks), calls, model_arguments)
 
@@ -339,9 +361,12 @@ class Attached(ReadsText):
     def run_block(
         self, layer: int, resid: Float[Tensor, "batch pos d_model"], context: AttachedContext
     ) -> Float[Tensor, "batch pos d_model"]:
-        """Return the residual stream that leaves a block, from the stream that enters it.
+        """Return the residual stream that leaves a block.
 
-        The context is from `context_of`.
+        Args:
+            layer: the index of the block.
+            resid: the residual stream that enters the block.
+            context: a context from `context_of`.
         """
         return next(tensors_in(self.blocks[layer](resid, **context.arguments(layer))))
 
@@ -350,7 +375,8 @@ class Attached(ReadsText):
     ) -> Float[Tensor, "batch _last vocab"]:
         """Return the logits of the `last` positions; 0 means all.
 
-        If a module of the unembedding has a hook, the logits of all positions are computed.
+        If a module of the unembedding has a hook, the unembedding runs on all positions, so that
+        the hook sees them all.
         """
         for module in getattr(self.unembed, "modules", ()):
             if any(map(is_listened_to, inside(module))):
@@ -372,9 +398,9 @@ class Attached(ReadsText):
         return transformer
 
     def has(self, part: str) -> bool:
-        """Return whether a part of `LanguageModel` exists.
+        """Return whether a part of `LanguageModel` exists, by its name.
 
-        No weight is read, because that is slow.
+        For a weight, only the family of the model is checked, because reading the weight is slow.
         """
         if part.startswith(("W_", "b_")):
             return self._family in FAMILIES and hasattr(BlockWeights, part)
@@ -443,10 +469,12 @@ def _own_configs(model: nn.Module) -> dict[nn.Module, tuple[Any, Any]]:
     """Give every module of the model a copy of its config that asks for `hooked_attention`.
 
     Returns:
-        The original config of each module, and a second copy of it.
+        For each module, its original config and an unchanged copy of it. `_carry_changes` compares
+        with this copy later.
     """
     configs = configs_of(model)
-    # Modules that share a config also share each copy, because `deepcopy` stores copies here.
+    # `deepcopy` looks up earlier copies in these dicts, so modules that share a config also share
+    # its copies.
     hooked_copies = dict[int, Any]()
     plain_copies = dict[int, Any]()
     originals = {
@@ -459,7 +487,10 @@ def _own_configs(model: nn.Module) -> dict[nn.Module, tuple[Any, Any]]:
 
 
 def _carry_changes(changed: Any, before: Any, config: Any) -> None:
-    """Copy to `config` each change of `changed` since it was equal to `before`."""
+    """Copy to `config` each attribute of `changed` whose value differs from its value in `before`.
+
+    If a config contains another config, the attributes of the inner configs are compared.
+    """
     for name, value in vars(changed).items():
         if name == "_attn_implementation_internal":
             is_set = not str(value).startswith(HOOKED)
@@ -475,9 +506,9 @@ def _carry_changes(changed: Any, before: Any, config: Any) -> None:
 
 
 def _same(value: Any, earlier: Any) -> bool:
-    """Return whether two values of configs are equal.
+    """Return whether two values of configs are equal, compared by their `repr`.
 
-    Configs inside them are compared by their contents.
+    The `repr` of a config contains its values, so two copies of a config are equal.
     """
     return repr(value) == repr(earlier)
 
@@ -508,7 +539,10 @@ class AttachSettings:
         self.kernels = _kernels(model)
 
     def hold_for(self, other: "AttachSettings", model: nn.Module) -> bool:
-        """Return whether other settings are equal, and the model has not changed since `attach`."""
+        """Return whether `other` has equal settings, and the model has not changed since `attach`.
+
+        The modules, the sizes and the kernels of the model are compared.
+        """
         names = ("blocks", "attn", "mlp")
         if any(getattr(self, name) != getattr(other, name) for name in names):
             return False
@@ -520,8 +554,9 @@ class AttachSettings:
 
 
 def _modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules of a model by name, without the points of parts."""
-    # Points of parts, for example of dictionaries, exist only inside their `with`.
+    """Return the modules of a model by name, without any `PartPoint`."""
+    # A `PartPoint`, for example of a spliced dictionary, exists only inside a `with`, so it is no
+    # change of the model.
     return {
         name: module for name, module in model.named_modules() if not isinstance(module, PartPoint)
     }

@@ -196,10 +196,10 @@ def _require_no_hooks(model: nn.Module) -> None:
 
 
 def _require_free_names(model: nn.Module) -> None:
-    """Check that the model has no attributes with the names of the modules in `TOP`.
+    """Require that the names of the points (`TOP`: `embed`, `blocks`, ...) are free in the model.
 
     Raises:
-        ValueError: if the model has such an attribute. The error contains its name.
+        ValueError: if the model has an attribute of this name. The error contains the name.
     """
     parts = ("encoder", "decoder") if is_encoder_decoder(model) else ()
     children = dict(model.named_children())
@@ -212,7 +212,8 @@ def _require_free_names(model: nn.Module) -> None:
 def _record(attached: Attached, examples: list[ExampleArguments]) -> list[ProbeRun]:
     """Return a record of each example: the model's run on it, with every call of a module.
 
-    Before recording, this function replaces the configs of the modules by copies.
+    The configs of the modules are replaced by copies that ask for `hooked_attention`, which records
+    its caller.
 
     Raises:
         AttachError: if the logits are missing or NaN.
@@ -230,13 +231,19 @@ def _record(attached: Attached, examples: list[ExampleArguments]) -> list[ProbeR
 
 
 def _probed(attached: Attached, before: Alone, is_second: bool) -> ProbeRun:
-    """Return a record of an example, whose run on the unchanged model is `before`.
+    """Return a record of the model's run on an example.
 
-    If the first record shows no attention, or the run differs from `before`, the configs are
-    restored and the run is recorded again while PyTorch's functions are watched.
+    If the record of the first example shows no attention, or its run differs from `before`, the
+    configs are restored, and the run is recorded again while PyTorch's functions are watched.
+
+    Args:
+        attached: the model's parts.
+        before: the same run of the unchanged model.
+        is_second: whether this is the second example, with images or sounds for the towers.
     """
-    # The attention of a text is found either from the attention function or by watching PyTorch.
-    # A tower or an encoder may use the other way, so its run is always watched.
+    # Attention is found in one of two ways: its module calls `hooked_attention`, or PyTorch's
+    # functions are watched. A tower or an encoder may need the other way than the text, so its run
+    # is always watched.
     watch = is_second or is_encoder_decoder(attached.model)
     probe = probed(attached.model, before, watch)
     if not (probe.attention and probe.is_as(before)) and not is_second:

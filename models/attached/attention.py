@@ -115,9 +115,9 @@ class KernelOptions:
 class AttentionPoints(HookPoints):
     """The points of one attention module.
 
-    If neither `scores` nor `pattern` has a hook, the model's own kernel computes z. With any kernel
-    other than eager and sdpa, the points `scores` and `pattern` are left out, because such a kernel
-    may use more rules than the mask.
+    If neither `scores` nor `pattern` has a hook, the model's own kernel computes z. If the config
+    asks for a kernel other than eager or sdpa, the points `scores` and `pattern` are left out,
+    because such a kernel may apply rules that are not in the mask, for example a window.
 
     Args:
         module: the attention module.
@@ -151,9 +151,12 @@ class AttentionPoints(HookPoints):
         self.z = HookPoint("batch pos head d_head", "pattern·v, before the output projection")
 
     def plain(self, argument: Any) -> Any:
-        """Return the part of a cache of keys and values that a later run of the module needs.
+        """Return a copy of this layer's keys and values in a cache, for a later run of the module.
 
         See `past_of`.
+
+        Args:
+            argument: the cache that the module got.
         """
         return past_of(argument, number_of(self.module))
 
@@ -190,7 +193,7 @@ class AttentionPoints(HookPoints):
         if hasattr(self, "scores") and (
             is_listened_to(self.scores) or is_listened_to(self.pattern)
         ):
-            # Leave out the free places of a static cache.
+            # Leave out the free places of a static cache, because the points show only real keys.
             end = new.stop
         if end < key.shape[2]:
             key, value = key[:, :, :end], value[:, :, :end]
@@ -200,7 +203,10 @@ class AttentionPoints(HookPoints):
         return fire(self.z, z), pattern
 
     def cached(self, key: Keys, n_pos: int) -> tuple[Any, Any, range]:
-        """Return the cache of this call, its part for this layer, and the new positions.
+        """Return the cache of this call, this layer's part of the cache, and the new positions.
+
+        The cache and the part are None in a call without a cache. The new positions are a range of
+        indices of `key`.
 
         Args:
             key: the keys of all positions.
@@ -282,7 +288,7 @@ def queries_without_keys(
 
 
 def _repeated(part: Tensor, groups: int) -> Tensor:
-    """Return keys or values with a copy of each head for each query head of its group."""
+    """Return keys or values with each head repeated for each of its `groups` query heads."""
     return part if groups == 1 else part.repeat_interleave(groups, 1)
 
 
@@ -299,12 +305,19 @@ def _masked_scores(
     options: KernelOptions,
     is_edited: bool,
 ) -> Float[Tensor, "batch head query key"]:
-    """Return the scores with the cap, the bias and the mask."""
+    """Return the scores with the cap, the bias and the mask.
+
+    Args:
+        scores: the scores, which hooks may have edited.
+        mask: the mask that the module computed, or None.
+        options: the cap and the bias.
+        is_edited: whether a hook has edited the scores.
+    """
     softcap = options.softcap
     bias = options.position_bias
     masked = scores if softcap is None else torch.tanh(scores / softcap) * softcap
     if is_edited:
-        # Set the key again to -inf, because the cap makes it finite.
+        # The cap makes a score of -inf finite, so set the keys that an edit removed to -inf again.
         masked = masked.masked_fill(torch.isneginf(scores), -torch.inf)
     if mask is None and options.is_causal and scores.shape[-2] > 1:
         mask = _causal(masked)
@@ -398,7 +411,8 @@ class _Passing(TorchFunctionMode):
 
     Args:
         points: the points.
-        stream: the input of the module, [batch, pos, d_model].
+        stream: the input of the module, [batch, pos, d_model], for its number of rows and positions
+            and its precision.
 
     Attributes:
         expected: the kinds of PyTorch's functions that the module has not called yet, in the order
@@ -468,14 +482,15 @@ class _Passing(TorchFunctionMode):
         assert self._new is not None
         self._edited = self._by_head(new)[..., : self._new.stop]
         new = new / points.scale
-        # If `beta` is 0, the first argument may contain any numbers, even NaN.
+        # `baddbmm` returns beta * added + alpha * product. If `beta` is 0, `added` may contain any
+        # numbers, even NaN, so it must not be multiplied.
         beta = kwargs.get("beta", 1) if added else 0
         return new + added[0] * beta if beta else new
 
     def _pattern(self, func: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Return the result of the module's softmax, after hooks at the point `pattern`."""
         weights = self._softmax(func, *args, **kwargs)
-        # This softmax is not from the attention, but from a hook inside the module.
+        # A softmax with another number of elements comes from a hook inside the module.
         if weights.numel() != self._n_places:
             raise _changed(self.points)
         # Most modules convert the weights next, so the point shows the converted ones.
@@ -505,7 +520,7 @@ class _Passing(TorchFunctionMode):
         return self._by_position(self.points.z, func(*others, value, **kwargs))
 
     def _by_head(self, value: Tensor) -> Tensor:
-        """Return a value with rows and heads as two axes. Some modules join them in one axis."""
+        """Return a value with its texts and heads as two axes. Some modules join these axes."""
         return value if value.ndim == 4 else value.unflatten(0, (self._batch, -1))
 
     def _by_position(self, point: HookPoint, value: Tensor) -> Tensor:
@@ -523,7 +538,9 @@ class _Passing(TorchFunctionMode):
         return value if new is shown else torch.cat([new, free], -1).reshape(value.shape)
 
     def _passed(self, point: HookPoint, name: str, operand: Tensor) -> Tensor:
-        """Pass the new keys or values among an operand through a point, as `passed` does.
+        """Return an operand of a product, with its new keys or values as they leave a point.
+
+        See `passed`.
 
         Args:
             point: the point.
@@ -533,10 +550,11 @@ class _Passing(TorchFunctionMode):
         keys = self._by_head(operand)
         cached = getattr(self._layer_cache, name, None)
         if isinstance(cached, Tensor) and cached.shape == keys.shape and cached.dtype != keys.dtype:
-            # The operand is a copy in another precision.
+            # The operand is a copy of the cached tensor in another precision. An edit must be
+            # written to the cached tensor.
             keys = cached
-        # The range is computed from the keys. It cannot be computed from the values, because they
-        # are not part of the cache's keys.
+        # The keys pass first, so their call finds the range of the new positions. `first_new`
+        # compares an operand with the cached keys, so it cannot find the range from the values.
         if self._new is None:
             start = first_new(keys, self._n_pos, cache=self._cache, layer=self._number)
             self._new = range(start, start + self._n_pos)
@@ -584,7 +602,11 @@ class _SoftmaxReached(BaseException):
 
 
 class _Slope(TorchFunctionMode):
-    """Finds the derivative of the softmax's input by the product, where the pattern is not zero."""
+    """Finds the factor of the product of queries and keys in the softmax's input.
+
+    The factor is the derivative of the softmax's input by the product. It is read where the pattern
+    is not zero, because masked scores do not depend on the product.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -596,8 +618,8 @@ class _Slope(TorchFunctionMode):
         """Return the function's result.
 
         Raises:
-            _SoftmaxReached: at the softmax. It carries the derivative, or NaN if that is not one
-                number.
+            _SoftmaxReached: at the softmax. It carries the factor, or NaN if the elements have
+                different factors.
         """
         output = func(*args, **(kwargs or {}))
         kind = kind_of(func, args, kwargs)
@@ -607,7 +629,8 @@ class _Slope(TorchFunctionMode):
         if kind != "softmax" or self._product is None:
             return output
         scores = args[0]
-        # Use different weights, so that no other order of the elements has the same slopes.
+        # Each element has its own weight. With equal weights, a module that moves elements to other
+        # places would have the same slopes as a module that leaves them in place.
         weights = torch.linspace(1, 2, scores.numel(), dtype=scores.dtype, device=scores.device)
         weights = weights.view(scores.shape)
         (slopes,) = torch.autograd.grad(scores, self._product, weights)

@@ -5,8 +5,9 @@ Each check is a run on a few tokens:
 1. Attention in a module's own code: pattern, scores and z have the values that their names promise,
    also after edits (`_check_own_attention`).
 2. Streams: an edit of `resid_mid` changes the later stream (`_check_streams`).
-3. Mixers other than attention: the mixer moves information between positions. Otherwise it is an
-   MLP (`_check_mixers`).
+3. Mixers: a sublayer with the point `mixer_out`, such as a state space or a convolution, moves
+   information between positions. If it does not, it is an MLP, and its point is renamed `mlp_out`
+   (`_check_mixers`).
 4. Experts: their outputs add up, and edits of the router have an effect (`_check_experts`).
 5. Attention through the library: with a hook on every point, the logits are the model's
    (`_check_attention`).
@@ -85,7 +86,7 @@ def _check_own_attention(wiring: Wiring) -> None:
         try:
             with torch.inference_mode(False):
                 problem = _problem_of(points.module, *arguments[points.module])
-        # Tensors in another layout may raise any error.
+        # If tensors have another layout than the points expect, any error may be raised.
         except Exception as error:
             problem = str(error)
         if problem:
@@ -94,7 +95,11 @@ def _check_own_attention(wiring: Wiring) -> None:
 
 
 def _check_streams(wiring: Wiring) -> None:
-    """Remove `resid_mid` if the later stream is computed from a copy, which edits do not change."""
+    """Remove `resid_mid` if an edit of it does not change the later stream.
+
+    This happens if the block computes the later stream from a copy of the tensor that the point
+    sees.
+    """
     layouts = wiring.stack.layouts
     shared = [n for n, layout in enumerate(layouts) if layout.mid_in is not None]
     if not shared:
@@ -115,14 +120,14 @@ def _check_streams(wiring: Wiring) -> None:
 
 
 def _rolled(value: Tensor, point: object) -> Tensor:
-    """Shift all numbers along the last axis by one. This edit does not change their sizes."""
+    """Shift all numbers along the last axis by one. So the edited values have the same norm."""
     return value.roll(1, -1)
 
 
 def _check_mixers(wiring: Wiring) -> None:
-    """Rename `mixer_out` to `mlp_out` if positions do not mix.
+    """Rename `mixer_out` to `mlp_out` in blocks whose sublayer does not mix positions.
 
-    In this case, the sublayer is an MLP in its own block.
+    Such a sublayer is an MLP. Some models have a block of its own for each MLP (Nemotron-H).
     """
     layouts = wiring.stack.layouts
     unknown = [n for n, layout in enumerate(layouts) if layout.mixer_out is not None]
@@ -141,10 +146,11 @@ def _check_mixers(wiring: Wiring) -> None:
 
 
 def _mixing_by_slopes(wiring: Wiring, blocks: Sequence[int]) -> set[int]:
-    """Return the blocks in whose mixers later positions have a derivative by the first position.
+    """Return the blocks whose mixers mix positions, found by derivatives.
 
-    Without mixing, this derivative is a sum of products with 0, which rounding cannot change. So
-    any other number shows mixing, in any precision.
+    A mixer mixes positions if its outputs at later positions have a derivative, other than 0, by
+    its input at the first position. Without mixing, this derivative is a sum of products with 0,
+    which rounding cannot change. So any other number shows mixing, in any precision.
     """
     entering = dict[int, Tensor]()
     leaving = dict[int, Tensor]()
@@ -155,7 +161,7 @@ def _mixing_by_slopes(wiring: Wiring, blocks: Sequence[int]) -> set[int]:
 
     model = wiring.model
     example = wiring.stack.probe.example
-    # Some code has no derivatives.
+    # Some models do not run with gradients. Then no mixing is found here.
     with contextlib.suppress(Exception), Session() as session:
         for n in blocks:
             session.after(wiring.blocks[n].resid_pre, partial(begin, n))
@@ -166,23 +172,28 @@ def _mixing_by_slopes(wiring: Wiring, blocks: Sequence[int]) -> set[int]:
 
 
 def _reaches(entering: Tensor, leaving: Tensor) -> bool:
-    """Return whether later positions of `leaving` have a derivative by the first of `entering`."""
+    """Return whether later positions of `leaving` depend on the first position of `entering`.
+
+    They depend on it if their derivative by this position is not 0.
+    """
     later = leaving[:, 1:]
-    # Use different weights, because the plain sum after a norm has no derivative.
+    # Each element has its own weight, because the plain sum of a norm's outputs is constant, so its
+    # derivative is 0.
     weights = torch.linspace(1, 2, later.numel(), dtype=later.dtype, device=later.device)
     try:
         (slopes,) = torch.autograd.grad((later * weights.view(later.shape)).sum(), entering)
     except Exception:
-        # Some code has no derivatives.
+        # There is no derivative, for example because the mixer detaches its output.
         return False
     return bool(slopes[:, 0].any())
 
 
 def _mixing_by_values(wiring: Wiring, blocks: Sequence[int]) -> set[int]:
-    """Return the blocks whose mixers change later positions if the first position changes.
+    """Return the blocks whose mixers mix positions, found by an edit of the first position.
 
-    The comparison has a tolerance, because rounding also changes later positions. An expert
-    multiplies all its positions at once, and the first position may go to another expert.
+    A mixer mixes positions if its outputs at later positions change. The comparison has a
+    tolerance, because rounding may change them too: an expert multiplies all its positions at once,
+    and the edited position may go to another expert.
     """
     streams = {n: wiring.name_of(n, "resid_pre") for n in blocks}
     added = {n: wiring.name_of(n, "mixer_out") for n in blocks}
@@ -230,7 +241,8 @@ def _unequal_experts(wiring: Wiring, mixtures: Mapping[int, Experts]) -> Broken:
     names = [f"blocks.{n}.mlp.{part}" for n, part in itertools.product(modules, parts)]
     try:
         _, cache = _run(wiring, names)
-    # Some code does not accept rows with a single expert (LongCat).
+    # The hook of `experts` runs each expert alone. Some models do not accept a call with one expert
+    # for each vector (LongCat).
     except Exception as error:
         why = f"the experts do not run one by one: {error}"
         yield from ((n, "experts", why) for n in modules)
@@ -267,7 +279,10 @@ def _inert_routers(wiring: Wiring, mixtures: Mapping[int, Experts]) -> Broken:
 
 
 def _reordered(logits: Tensor, point: object) -> Tensor:
-    """Change which logits are the largest. This edit also has an effect if all logits are equal."""
+    """Change which logits are the largest, by a shift and a ramp.
+
+    The ramp has an effect even if all logits are equal.
+    """
     steps = torch.arange(logits.shape[-1], dtype=logits.dtype, device=logits.device)
     return logits.roll(1, -1) + steps
 
@@ -317,10 +332,13 @@ def _names_without_scores(wiring: Wiring) -> list[str]:
 
 
 def _adds_terms(points: AttentionPoints, arguments: Any) -> bool | None:
-    """Return `_has_other_terms`; None for a module that cannot be copied, or did not run."""
+    """Return the result of `_has_other_terms` for an attention module.
+
+    The result is None if the module did not run, or cannot be copied.
+    """
     try:
         return _has_other_terms(points.module, *arguments[points.module])
-    # Weights may, for example, have a quantized dtype.
+    # Copying may fail in any way, for example because the weights have a quantized dtype.
     except Exception:
         return None
 
@@ -397,9 +415,15 @@ def _problem_of(module: nn.Module, args: Any, kwargs: Any) -> str | None:
 def _values_of(
     module: nn.Module, args: Any, kwargs: Any, edits: bool
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """Return the values at the points of one run, and the tensors that modules may read from it.
+    """Return the values at the points of a run of a module, and the tensors that other code reads.
 
-    With `edits`, the values at all points except `scores` and `z` are rolled.
+    These tensors are the inputs of all modules inside the module, and its outputs.
+
+    Args:
+        module: the attention module.
+        args, kwargs: its arguments.
+        edits: whether hooks shift the values at all points except `scores` and `z` by one place
+            along the last axis.
     """
     points: Any = carried(module, "hook_points")
     values: dict[str, Tensor] = {}
@@ -416,9 +440,11 @@ def _values_of(
 
 
 def _broken(values: Mapping[str, Tensor], read: Sequence[Tensor] | None = None) -> str | None:
-    """Return the first error in the values; None without errors.
+    """Return the first error in the values at the points of attention; None without errors.
 
-    One of the tensors in `read` must be z.
+    Args:
+        values: the values at the points `q`, `k`, `v`, `scores`, `pattern` and `z`.
+        read: the inputs of modules, one of which must be z. None skips this check.
     """
     eps = torch.finfo(values["z"].dtype).eps
     q, k, v, scores, pattern, z = (values[name].float().cpu() for name in POINTS)

@@ -27,8 +27,8 @@ from models.attached.forward import is_cache, own_cache
 from models.attached.wires import fire
 from models.running.context import joined
 
-# The axes have names with underscores, because values may be narrower than keys, and rows may be
-# repeated.
+# The underscores switch off the check that axes of one name have one size in all arguments. Values
+# may have a smaller d_head than keys, and new keys may have several copies of the earlier rows.
 Keys = Float[Tensor, "_rows _kv_head _key _d_head"]
 
 # The cache argument of the attention module that runs now.
@@ -36,14 +36,14 @@ _cache: ContextVar[Any] = ContextVar("cache", default=None)
 
 
 def take_cache() -> Any:
-    """Return the cache argument of the running attention module, or None.
+    """Return the cache argument of the attention module that runs now, and forget it.
 
-    The cache is returned once. A second call returns None.
+    The result is None if the module got no cache, or if its cache was already taken.
     """
     if torch.compiler.is_compiling():
         return None
     cache = _cache.get()
-    # Otherwise the cache would stay in memory as long as the thread.
+    # Without this, the cache would stay in memory until the thread ends.
     _cache.set(None)
     return cache
 
@@ -65,12 +65,14 @@ class CacheGiven(Wire):
 
 
 class AttachedPast:
-    """Keys and values of one layer. A call of the layer appends new keys and values without
-    changing the earlier ones.
+    """Keys and values of one layer at earlier positions.
+
+    A call of the layer appends its new keys and values to a copy, and does not change the earlier
+    ones.
 
     Args:
-        keys, values: the keys and values of earlier positions. A call may have several copies of
-            their rows.
+        keys, values: the keys and values of earlier positions. If a call has n times as many rows,
+            they are repeated n times.
     """
 
     def __init__(self, keys: Keys, values: Keys) -> None:
@@ -81,7 +83,7 @@ class AttachedPast:
         return self.keys.shape[2]
 
     def update(self, keys: Keys, values: Keys, *args: Any, **kwargs: Any) -> tuple[Keys, Keys]:
-        """Return the earlier and new keys and values."""
+        """Return the earlier keys and values, joined with the new ones."""
         return joined(self.keys, keys), joined(self.values, values)
 
 
@@ -89,8 +91,8 @@ def past_of(cache: Any, layer: int | None) -> AttachedPast | None:
     """Return a copy of the keys and values of a layer in a cache; None if the cache is empty.
 
     Raises:
-        HookError: if the cache contains more than keys and values of the last positions, or is not
-            a cache.
+        HookError: if `cache` is not a cache, or if its layer contains more than keys and values of
+            seen positions, for example a recurrent state or free places.
     """
     if not is_cache(cache):
         raise HookError(
@@ -124,16 +126,17 @@ def cached_layer(cache: Any, layer: Any) -> Any:
 def first_new(keys: Keys, new: int, cache: Any, layer: Any) -> int:
     """Return the index at which the keys of the new positions begin.
 
-    A static cache has free places after the keys.
+    A static cache has a fixed length, so there are free places after the keys.
 
     Args:
-        keys: the keys of all positions, and the free places.
+        keys: the keys of all positions, and the free places after them.
         new: the number of new positions.
         cache, layer: the cache, or None, and the index of the layer.
     """
     cached = cached_layer(cache, layer)
     if type(cached).__name__.startswith("Static") and _is_part(cached.keys, keys):
-        # A full window drops its oldest keys, and the new keys are at its end.
+        # If the cache is a window and it is full, it drops its oldest keys and puts the new ones at
+        # its end.
         return min(start_of_piece() or 0, keys.shape[2] - new)
     return keys.shape[2] - new
 
@@ -156,7 +159,8 @@ def passed(
     """
     before = keys[:, :, new.start : new.stop].transpose(1, 2)
     if (cached is not None or is_lent) and is_listened_to(point):
-        # A hook may store this tensor, and the model may write into its memory.
+        # Give hooks a copy. A hook may store the tensor, and the model later writes into the memory
+        # of its cache.
         before = before.clone()
     after = fire(point, before)
     if after is before:
@@ -180,8 +184,9 @@ def _is_part(cached: Any, keys: Keys) -> bool:
     return isinstance(cached, Tensor) and memory_of(cached) == memory_of(keys)
 
 
-# The arguments with a known meaning, with their axes over texts and over queries. Positions of
-# several sections (m-rope) are [section, batch, pos], so axes are counted from the end.
+# The arguments of blocks with a known meaning, each with the index of its axis of texts (None
+# without this axis) and of its axis of queries. Axes are counted from the end, because positions in
+# several sections (m-rope) have one more axis in front: [section, batch, pos].
 AXES: dict[str, tuple[int | None, int]] = {
     "attention_mask": (-4, -2),
     "position_ids": (-2, -1),
@@ -197,9 +202,10 @@ class AttachedContext(NamedTuple):
     Attributes:
         given: the model's arguments besides the tokens.
         n_pos: the number of positions of the texts.
-        calls: for each block, its arguments by name, besides the stream and cached keys.
-        held: for each block, the keys and values in its cache.
-        past: for each block, the keys and values before the first position.
+        calls: for each block, its arguments by name, without the stream. The cache is None.
+        held: for each block, the keys and values that the run put into its cache.
+        past: for each block, the keys and values at the positions before this context begins. It is
+            empty if the context begins at the first position.
     """
 
     given: dict[str, Any]
@@ -218,17 +224,20 @@ class AttachedContext(NamedTuple):
         return kwargs
 
     def repeated(self, n: int) -> "AttachedContext":
-        """Return the context of `n` copies of the texts in sequence: row `copy * batch + row`."""
-        # Blocks share masks, so copy each mask only once.
+        """Return the context of `n` copies of the texts, one whole batch after the other.
+
+        With texts a and b and n = 2, the rows are a, b, a, b.
+        """
+        # Several blocks may get the same mask, so copy each mask only once.
         tiled: dict[int, Tensor] = {}
         batch = len(self.held[0][0]) if self.held else 0
 
         def tile(name: str, leaf: Any) -> Any:
             axis = _axis_of_texts(name, leaf)
-            # One row is for all texts.
+            # All texts share one row, so all copies can share it too.
             if axis is None or (leaf.shape[axis] == 1 and batch != 1):
                 return leaf
-            # Some blocks need a row for each text.
+            # With a single text, repeat its row, because some blocks need a row for each text.
             if leaf.shape[axis] == 1:
                 return leaf.expand(*leaf.shape[:axis], n, *leaf.shape[axis + 1 :])
             if id(leaf) not in tiled:
@@ -264,8 +273,8 @@ def _later(name: str, value: Any, pos: int, new: int, device: torch.device) -> A
     if name not in AXES:
         return value
     if name == "attention_mask" and value is None and new > 1:
-        # Without a mask, the kernels assume that the first key is at the position of the first
-        # query.
+        # Without a mask, kernels assume that queries and keys begin at the same position. Here the
+        # keys begin `pos` positions earlier, so a mask is needed.
         return torch.ones(1, 1, new, pos + new, dtype=torch.bool, device=device).tril(pos)
 
     def cut(leaf: Any) -> Any:
@@ -275,9 +284,9 @@ def _later(name: str, value: Any, pos: int, new: int, device: torch.device) -> A
 
 
 def _axis_of_texts(name: str, leaf: Any) -> int | None:
-    """Return the axis of an argument that has a row for each text, or one row for all texts.
+    """Return the index of an argument's axis of texts; None for an argument without this axis.
 
-    For an argument without this axis, the result is None.
+    The axis has a row for each text, or one row for all texts.
     """
     axis = AXES[name][0] if name in AXES else None
     if not isinstance(leaf, Tensor) or axis is None or leaf.ndim < -axis:
@@ -300,9 +309,10 @@ def _has_known_axes(name: str, leaf: Tensor, batch: int, n_pos: int) -> bool:
     if leaf.ndim < -AXES[name][1] or leaf.shape[AXES[name][1]] != n_pos:
         return False
     if (axis := _axis_of_texts(name, leaf)) is None:
-        # There is no axis before this one, so all texts share the argument.
+        # All texts share the argument, so its axis of queries must be its first axis.
         return leaf.ndim == -AXES[name][1]
-    # If all texts share a row, no axis before it may have the size of the batch.
+    # If all texts share a row, no axis in front may have the size of the batch. Otherwise this axis
+    # may be the axis of texts.
     return leaf.shape[axis] == batch or (leaf.shape[axis] == 1 and batch not in leaf.shape[:axis])
 
 
@@ -311,8 +321,12 @@ def repeatable_context(
 ) -> AttachedContext | None:
     """Return the context of a run, from its calls of the blocks; None if these cannot be repeated.
 
-    The calls can be repeated if each block is causal, has no tensors among its arguments except the
-    arguments in `AXES`, with these axes, and has put all its keys and values into a cache.
+    The calls can be repeated if, for each block:
+
+    - no query sees a later key;
+    - the tensors among its arguments are only the stream and the arguments in `AXES`, with the axes
+      that are named there;
+    - the cache contains its keys and values of all positions of the run, and no others.
 
     Args:
         blocks: the blocks.
@@ -346,13 +360,13 @@ def repeatable_context(
 
 
 def _is_causal(block: nn.Module, kwargs: dict[str, Any], n_pos: int) -> bool:
-    """Return whether no query sees a later key."""
+    """Return whether no query of a block sees a later key."""
     mask = kwargs.get("attention_mask")
     if mask is None:
         return all(getattr(module, "is_causal", True) for module in block.modules())
     if not isinstance(mask, Tensor) or mask.shape[-2:] != (n_pos, n_pos):
         return False
-    # The mask may contain a bias for a visible key, and not only 0.
+    # The mask may add a bias to the score of a visible key, so visible keys are not only at 0.
     least = torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else 0
     is_visible = mask > least
     return not bool(is_visible.triu(1).any())

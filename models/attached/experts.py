@@ -1,14 +1,15 @@
 """Mixtures of experts: the modules of a block's experts, found in a run, and their points.
 
-1. The experts of a block are a module that is called with vectors, expert indices [row choice] and
-   weights of the same shape. Or the module is called with a copy of all vectors for each expert,
-   already multiplied by the weights (`Copies`, without indices and weights).
-2. The router's logits are the output of the last linear map before that call with a column for each
-   expert.
-3. The shared expert is the module whose output, with or without a gate, is the rest of the MLP's
-   output (`_wholes`).
-4. If `router` has a hook, the forward of the module that computes the logits runs under a mode that
-   passes them through the point.
+1. All experts of a block are one module. It is called with vectors, the indices of the experts that
+   were selected for each vector, and their weights. Or it is called with a copy of all vectors for
+   each expert, already multiplied by the weight of this expert (`Copies`). Then it gets no indices
+   and no weights.
+2. The router's logits are the output of a linear map with a column for each expert: the last one
+   before that call.
+3. The MLP's output is the sum of the experts, or this sum plus the output of another module, the
+   shared expert. A gate may multiply the shared expert (`_explained`).
+4. If `router` has a hook, the forward of the module that computes the logits runs under a mode of
+   PyTorch that passes the logits through the point.
 5. `routing` contains the weights of all experts, with 0 for experts that were not selected. If an
    edit gives a weight to another expert, this expert is appended to the selected ones.
 6. `experts` is computed by one more call, with weights 1. The change by an edit is multiplied by
@@ -44,8 +45,10 @@ class Experts:
             None if the experts are called in another way.
         router: the module whose own code computes the logits; None if no linear map before the call
             has a column for each expert.
-        shared: the output of the shared expert; None without a shared expert.
-        gate: the module whose output, after a sigmoid, multiplies the output of the shared expert.
+        shared: the shared expert, whose output is added to the sum of the experts; None without a
+            shared expert.
+        gate: the module whose output, after a sigmoid, multiplies the output of the shared expert;
+            None without a gate.
         factor: the factor by which the MLP multiplies the sum of its experts.
         has_rest: whether the MLP may add more than the experts and the shared expert.
         reads_copies: whether each expert reads a copy of all vectors, multiplied by the weight of
@@ -135,7 +138,10 @@ def _explained(
     later: Sequence[Call],
     wholes: Sequence[Tensor],
 ) -> Experts:
-    """Return the experts with the terms whose sum is the output of the MLP, if a sum fits.
+    """Return the experts with the terms of the MLP's output: a factor and a shared expert.
+
+    The terms are found by trying sums until one is equal to the MLP's output. If no sum fits, the
+    experts are returned without terms.
 
     Args:
         experts: the experts, without these terms.
@@ -145,11 +151,12 @@ def _explained(
         later: the calls after the experts.
         wholes: the tensors that may be the complete sum.
     """
-    # The model may add the copies in another order, so the sizes are needed for the tolerance.
+    # The model may add the copies in another order, so the tolerance is relative to the sum of
+    # their absolute values.
     routed = outputs.sum(0)
     sizes = outputs.abs().sum(0)
     mapped = _mapped(routed, later)
-    # The factor 0.5 is for the mean of two parts.
+    # The factor 0.5 is for models that return the mean of the experts and the shared expert.
     factors = (1.0, *factors_of(*(call.module for call in calls)), 0.5)
     for (term, is_mapped), whole, factor in product(mapped, wholes, factors):
         if term.shape != whole.shape:
@@ -162,16 +169,17 @@ def _explained(
         scales = dict.fromkeys((1.0, factor))
         for shared, gate in _beside(calls, routed=scaled, whole=whole, size=size, scales=scales):
             return replace(fitting, shared=shared, gate=gate)
-    # The sum cannot be shown to be added without another map.
+    # No sum fits. If a later module changes the sum of the experts, or no whole has its shape,
+    # another map may stand between the experts and the stream, so they get no point.
     is_other = mapped[-1][1] or not any(whole.shape == routed.shape for whole in wholes)
     return replace(experts, is_mapped=bool(wholes) and is_other)
 
 
 def _wholes(added: Call | None, later: Sequence[Call]) -> list[Tensor]:
-    """Return the tensors that may be the complete sum.
+    """Return the tensors that may be the complete sum of the experts and the shared expert.
 
-    These are the tensor that is added, and the inputs of the norms or dropouts that computed it.
-    The last tensor comes first.
+    The first is the tensor that is added to the stream. Norms, dropouts and other modules may have
+    computed it from the sum, so their inputs follow.
     """
     wholes = [] if added is None else [added.output, *added.inputs]
     for call in reversed(later):
@@ -182,9 +190,13 @@ def _wholes(added: Call | None, later: Sequence[Call]) -> list[Tensor]:
 
 
 def _mapped(routed: Tensor, later: Sequence[Call]) -> list[tuple[Tensor, bool]]:
-    """Return the sum of the experts, then the output of each module that reads the value before.
+    """Return the sum of the experts, and the values that later modules compute from it in a chain.
 
-    The second element of a pair is True if the output differs from the sum.
+    The first module of the chain reads the sum, and each further module reads the output of the
+    module before.
+
+    Returns:
+        Pairs of a value, and whether it differs from the sum.
     """
     terms = [(routed, False)]
     for call in later:
@@ -196,7 +208,7 @@ def _mapped(routed: Tensor, later: Sequence[Call]) -> list[tuple[Tensor, bool]]:
 
 
 def _number_of(call: Call) -> int | None:
-    """Return the number of experts of a call with vectors, expert indices and weights.
+    """Return the number of experts if a module was called with vectors, indices and weights.
 
     For any other call, the result is None.
     """
@@ -214,13 +226,16 @@ def _number_of(call: Call) -> int | None:
 
 
 def _n_stacked(module: nn.Module) -> int:
-    """Return the length of a module's first parameter with three axes; 0 without one."""
+    """Return the length of a module's first parameter with three axes: its number of experts.
+
+    Without such a parameter, the result is 0.
+    """
     parameters = module.parameters(recurse=False)
     return next((len(parameter) for parameter in parameters if parameter.ndim == 3), 0)
 
 
 def _number_of_copies(call: Call) -> int | None:
-    """Return the number of experts of a call that reads a copy of all vectors for each expert.
+    """Return the number of experts if a module was called with a copy of all vectors for each one.
 
     For any other call, the result is None.
     """
@@ -234,19 +249,20 @@ def _number_of_copies(call: Call) -> int | None:
 def _beside(
     calls: Sequence[Call], routed: Tensor, whole: Tensor, size: Tensor, scales: Iterable[float]
 ) -> Iterator[tuple[Summand, nn.Module | None]]:
-    """Yield the outputs that, times a factor and added to `routed`, are equal to `whole`.
+    """Yield the possible shared experts: modules with `routed + output * factor == whole`.
 
     The factor is one of `scales`, or the sigmoid of the output of a gate.
 
     Args:
         calls: the calls of modules inside the block.
-        routed: the sum of the experts, [batch, pos, d_model].
+        routed: the sum of the experts, times its own factor, [batch, pos, d_model].
         whole: the tensor that may be the complete output of the MLP.
         size: the sum of the absolute values of the terms of `routed`, for the limit of rounding.
         scales: the numbers that may be the factor.
 
     Yields:
-        The output with its scale, and the gate; the gate is None if the factor is a scale.
+        The module with its scale, and the gate. Without a gate, it is None. With a gate, the scale
+        is 1.
     """
     outputs = [(call, call.output) for call in calls if call.output is not None]
     shares: list[tuple[nn.Module | None, float, Tensor | float]]
@@ -351,16 +367,17 @@ class Routing(Wire):
 
 
 def _others(chosen: Tensor, routing: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the experts that have a weight but were not selected, and their weights.
+    """Return the experts that were not selected but have a weight, and their weights.
 
-    If gradients are needed, these are all other experts, because any expert might get a weight.
+    A hook may give a weight to any expert. If `routing` needs gradients, all experts that were not
+    selected are returned, because the gradient by a weight of 0 is needed too.
     """
     is_other = torch.ones_like(routing, dtype=torch.bool).scatter(-1, chosen, False)
     if not routing.requires_grad:
         is_other &= routing != 0
     others = is_other.to(routing.dtype).topk(int(is_other.sum(-1).max()), -1).indices
-    # All rows need the same number of experts. Shorter rows are filled with selected experts, whose
-    # weight here is 0.
+    # All positions need the same number of experts. Positions with fewer are filled with experts
+    # that were already selected, with the weight 0.
     return others, routing.gather(-1, others) * is_other.gather(-1, others)
 
 
@@ -375,7 +392,8 @@ class ChosenOutputs(Computed):
         x = args[0]
         chosen, weights = sorted(args[1:], key=torch.is_floating_point)
         size = x.shape[-1]
-        # Each row of this call reads a vector with one of its experts, with the weight 1.
+        # The module returns only the weighted sum of the experts of a vector. So call it with each
+        # vector once for each of its experts, alone and with the weight 1.
         rows = x.reshape(-1, size).repeat_interleave(chosen.shape[-1], 0)
         choices = [chosen.reshape(-1, 1), torch.ones_like(weights).reshape(-1, 1)]
         outputs = module.forward(rows, *(choices if args[1] is chosen else choices[::-1]))
@@ -387,7 +405,8 @@ class ChosenOutputs(Computed):
         before, after = (
             (part * weights).sum(-2).view_as(output) for part in (outputs.detach(), new)
         )
-        # Detach the old sum, so the gradient flows only through the point and is not counted twice.
+        # Detach the old sum. Otherwise the gradient would flow through it and through the point,
+        # and be counted twice.
         change = (after - before.detach()) / self.factor
         return (output.detach() if new.requires_grad else output) + change
 

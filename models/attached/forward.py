@@ -1,8 +1,9 @@
-"""The forward of an attached model: it reads texts, their padding, and pieces of texts.
+"""The forward of an attached model: it finds out which positions of which texts a run reads.
 
-A run continues an earlier run if its arguments contain the cache or the state of that run. The
-position at which its piece starts is needed so that edits count positions from the start of the
-text. It is read from the first of these that exists:
+A text may be read in several runs: each run reads a piece, for example one new token, and gets the
+cache or the state of the run before among its arguments. Edits count positions from the start of
+the text, so the position at which a piece starts is needed. It is read from the first of these that
+exists:
 
 1. a mask with more columns than there are new tokens;
 2. a cache of keys, which counts the positions that it has seen;
@@ -56,10 +57,9 @@ _generation = Scoped[dict[str, int] | None]("generation", None)
 
 
 class Generate(Replaced):
-    """A model's `generate`.
+    """A replacement of a model's `generate`, which stores the length of the prompt for its runs.
 
-    Runs inside `generate` know the length of the prompt, even if each run reads the whole text
-    again.
+    So hooks know where the prompt ends, even if each run reads the whole text again.
 
     Args:
         model: the model.
@@ -78,12 +78,13 @@ class Generate(Replaced):
 class StackForward(Replaced):
     """The forward of a module that runs a stack of blocks.
 
-    It records which texts the points see, and which piece of these texts.
+    It records the shape and the padding of the texts that the points see, and where the piece that
+    this run reads starts.
 
     Args:
         model: the module.
-        grows: whether a run may continue another run. Otherwise each run reads whole texts.
-            Default: True.
+        grows: whether a run may read the next piece of a text. Otherwise each run reads whole
+            texts. Default: True.
 
     Attributes:
         embedded: the hook of `embed`, for a run with embeddings instead of tokens.
@@ -92,7 +93,7 @@ class StackForward(Replaced):
 
     def __init__(self, model: nn.Module, grows: bool = True) -> None:
         super().__init__(model)
-        # `inspect.signature` then returns the signature of the original forward.
+        # With this attribute, `inspect.signature` returns the signature of the original forward.
         self.__wrapped__ = self.inner
         names = [*inspect.signature(self).parameters, "attention_mask"]
         self._mask = names.index("attention_mask")
@@ -100,10 +101,10 @@ class StackForward(Replaced):
         self._reads_tokens = "input_ids" in names
         self.embedded: Output | None = None
         self.virtual: int | None = None
-        # The mark of the cache at the end of the last run; see `_mark`.
+        # The result of `_mark` for the cache at the end of the last run.
         self._last_mark: tuple[int, ...] | None = None
-        # The memory of a list of tensors from the last run, and the number of columns that it has
-        # read.
+        # A state may be a list of tensors, to which no attribute can be added. So the memory of the
+        # tensors in the last one is stored, and the number of columns that were read until then.
         self._end_of_list: tuple[list[int], int] = ([], 0)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -117,7 +118,8 @@ class StackForward(Replaced):
         named = [kwargs.get(name) for name in ("input_ids", "inputs_embeds")]
         tokens = next(tensors_in((args, named)), torch.empty(0, 0))
         if tokens.ndim == 3 and not tokens.is_floating_point():
-            # Each text has several choices, which blocks see as rows.
+            # The tokens are [batch, choice, pos], for multiple choice. Blocks see each choice as a
+            # row.
             tokens = tokens.flatten(0, 1)
         texts = tokens.shape[:2]
         token = texts_read.set(texts)
@@ -146,7 +148,7 @@ class StackForward(Replaced):
         args: Any,
         kwargs: Any,
     ) -> Any:
-        """Return the output of a run that may continue another run."""
+        """Return the output of a run that may read the next piece of a text."""
         cache = next(filter(is_cache, (*args, *kwargs.values())), None)
         moved = (
             cache is not None
@@ -159,7 +161,8 @@ class StackForward(Replaced):
         if self.virtual and start is not None:
             start = start - self.virtual
             real = None if real is None else real[:, self.virtual :]
-        # With `use_cache`, the model may create the cache itself, for the first piece of a text.
+        # A first piece has no cache among its arguments. With `use_cache`, the model may create it
+        # in this run.
         began = None
         if start is None and (generation := _generation.get()) is not None:
             start = 0
@@ -173,9 +176,9 @@ class StackForward(Replaced):
         return output
 
     def _start(self, n_pos: int, real: Tensor | None, arguments: list[Any]) -> int | None:
-        """Return the first column of the piece, virtual tokens included.
+        """Return the column of the text at which this run's piece starts, virtual tokens included.
 
-        The result is None if the run does not continue another run.
+        The result is None if no argument shows that this is a piece.
         """
         if real is not None and real.shape[1] > n_pos:
             return real.shape[1] - n_pos
@@ -198,7 +201,7 @@ class StackForward(Replaced):
             if isinstance(state, list | tuple):
                 self._end_of_list = [*map(memory_of, tensors_in(state))], end
             elif not _n_cached(state):
-                # An attribute is also copied with the state.
+                # The number is an attribute of the state, so a copy of the state has it too.
                 vars(state)[_END] = end
 
 
@@ -213,8 +216,8 @@ class Forward(StackForward):
     Attributes:
         places: the modules with hooks of points, each with its parent and its name there.
         prepare: a function that replaces texts among the arguments by tokens.
-        reads_texts: whether the model's own blocks read the texts. In a model with an encoder and a
-            decoder, the blocks belong to these two.
+        reads_texts: whether this forward records the texts. In a model with an encoder and a
+            decoder, it is False, because the forwards of these two record them.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -225,8 +228,8 @@ class Forward(StackForward):
         # `generate` passes a mask to every model, and the mask marks the padding.
         self._words.known.add("attention_mask")
         parameters = inspect.signature(self).parameters
-        # Adapters, and code for older versions, pass the cache under a name that the model no
-        # longer has.
+        # Adapters, and code for older versions of `transformers`, pass the cache under a name that
+        # the model no longer has.
         self._old_names = set(OLD_CACHES) - parameters.keys() if NEW_CACHE in parameters else set()
         self._words.known |= self._old_names
         self.places: list[tuple[nn.Module, str, nn.Module]] = []
@@ -264,7 +267,7 @@ class Forward(StackForward):
         return call(*args, **kwargs)
 
 
-# The attribute of a state that contains the number of columns that have been read.
+# The name of the attribute of a state with the number of columns that have been read.
 _END = "_columns_read"
 
 
@@ -298,7 +301,7 @@ def _fields(output: Any) -> list[Any]:
 
 
 def _mark(cache: Any) -> tuple[int, ...]:
-    """Return the memory addresses of a cache's keys.
+    """Return the identity of a cache, and the memory addresses of its keys.
 
     The addresses change when the rows of the cache are reordered, as in a beam search.
     """
@@ -317,7 +320,10 @@ def _n_cached(cache: Any) -> int:
 
 
 def _is_fresh(state: Any) -> bool:
-    """Return whether all layers of a state report that it was reset."""
+    """Return whether all layers of a state report that they contain nothing yet.
+
+    This is also the case after a reset. A state without layers gives False.
+    """
     layers = getattr(state, "layers", ())
     for layer in layers:
         has_state = getattr(layer, "has_previous_state", None)
@@ -344,14 +350,15 @@ class PaddedPositions:
         self._reads_padding: dict[tuple[str, bool], bool] = {}
 
     def of(self, mask: Shaped[Tensor, "batch pos"], copies_text: bool = False) -> dict[str, Tensor]:
-        """Return positions for texts with padding before a token, if the model accepts positions.
+        """Return the argument `position_ids` for padded texts; empty if the model does not need it.
 
-        The positions count only columns without padding.
+        The positions count only columns without padding. They are needed if some padding comes
+        before a token, and the model accepts positions.
 
         Args:
             mask: True at real tokens.
-            copies_text: whether the decoder gets no text in the run, so that some models copy the
-                text of their encoder. Default: False.
+            copies_text: whether the decoder gets no text in the run. Some models then copy the text
+                of their encoder to the decoder. Default: False.
 
         Raises:
             ValueError: if the model accepts no positions and counts padding, or if padding changes
@@ -382,8 +389,9 @@ class PaddedPositions:
     def _require_unread(self, side: str, copies_text: bool) -> None:
         """Require that padding on a side does not change the output of a text.
 
-        A classifier may read the first column, a convolution reads past the end of a text, and a
-        decoder that copies the text of its encoder also reads the padding in it.
+        It changes the output of some models. A classifier may read the first column, a convolution
+        reads past the end of a text, and a decoder that copies the text of its encoder also copies
+        the padding.
 
         Raises:
             ValueError: if padding changes the output. The error states which texts the model can
@@ -410,7 +418,7 @@ class PaddedPositions:
         )
 
     def _is_read(self, side: str, copies_text: bool) -> bool:
-        """Return the result of `_changes_output`, which is computed only once."""
+        """Return the result of `_changes_output`, which runs once for each pair of arguments."""
         question = (side, copies_text)
         if question not in self._reads_padding:
             self._reads_padding[question] = self._changes_output(*question)
@@ -422,7 +430,8 @@ class PaddedPositions:
         attached = self._attached
         model = attached.model
         if any(map(is_fully_sharded, model.modules())):
-            # Other processes may have no padding. Then they do not take part in this run.
+            # The run needs all processes. A process without padding would not take part in it, and
+            # the others would wait.
             return False
         if table_of(model) is None:
             # The model reads no tokens.
@@ -446,8 +455,8 @@ class PaddedPositions:
                 more["position_ids"] = self._counted(mask, self._first_position)
             beside = self._logits_alone(padded, attention_mask=mask, **more)
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
-            # The model needs more arguments than these tokens. A copied text has its padding on the
-            # left in any case.
+            # The model needs more arguments than these tokens. If the decoder copies a text with
+            # padding on the left, its output depends on the padding without a test.
             return copies_text and side == "left"
         if beside.shape[1:2] == (n_pos + 1,) and alone.shape[1:2] == (n_pos,):
             beside = beside[:, 1:] if side == "left" else beside[:, :-1]
@@ -460,11 +469,12 @@ class PaddedPositions:
 
     @cached_property
     def _first_position(self) -> int | None:
-        """The position of the first token if the model gets no positions; later positions count up.
+        """The position that the model gives to the first token in a run without positions.
 
-        It is 0, or the position after the id of the padding token (2 if there is no such id). It is
-        None if the model accepts no positions, or if neither start gives the logits of a run
-        without positions.
+        Later positions count up from it. The position is 0, or the id of the padding token plus 1
+        (2 if there is no such id), as in RoBERTa. Both are tried, and the first that gives the
+        logits of a run without positions is returned. The value is None if the model accepts no
+        positions, or if neither gives these logits.
         """
         if not self._takes_positions:
             return None
@@ -506,6 +516,6 @@ class PaddedPositions:
 
     @without_gradients
     def _logits_alone(self, tokens: Tensor, **arguments: Any) -> Tensor:
-        """Return the logits of a run without hooks, with only the given positions."""
+        """Return the logits of a run without hooks, and without positions added by this class."""
         with mode(self._attached.model, training=False), _alone.set(True):
             return logits_of(hooks_disabled(self._attached.run_base, tokens, **arguments))

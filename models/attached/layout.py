@@ -4,15 +4,15 @@ This file names no architecture. `layout_of` finds the parts of a block in three
 inputs and outputs of its modules:
 
 1. Candidates (`candidates_of`): the calls inside the block that see every position. A call belongs
-   to attention if it calls an attention function. Attention without an attention function is found
-   by the name that the user passed, or by the name of its class.
+   to attention if it calls an attention function of `transformers`, or computes attention in its
+   own code. Other attention is found by the name that the user passed, or by the name of its class.
 2. Terms (`terms_of`): the outputs, times a factor of the config, that are added to the stream one
    after the other. Their sum must be the stream that a later module reads. The same sums show where
    the stream between two terms is read, and which norms read it. With attention to an encoder,
    there are three terms (`crossing_of`).
 3. Roles (`roles_of`): the first term whose call ended after attention began belongs to attention.
-   The next term, or the last, belongs to the MLP. Any other term comes from another mixer of
-   positions.
+   The next term, or the last, belongs to the MLP. Any other term comes from another mixer: a
+   sublayer without attention that moves information between positions, such as a state space.
 
 `layout_of` assembles these into a `BlockLayout`, with the hidden layer and the experts of the MLP.
 To support a block of another form, for example with two MLPs, add its sums to `terms_of` and its
@@ -63,10 +63,10 @@ class BlockLayout:
 
     Attributes:
         block: the module.
-        attention: the module that calls the attention function.
+        attention: the module that computes attention.
         attn_out, mlp_out: the terms that the sublayers add.
-        mixer_out: the term of a mixer of positions without attention, such as a state space or a
-            convolution. The block may also have attention.
+        mixer_out: the term of a sublayer without attention that mixes positions, such as a state
+            space or a convolution. The block may also have attention.
         cross: the module that attends to an encoder.
         traced: the modules among `attention` and `cross` that compute attention in their own code.
         cross_out: the term of attention to an encoder.
@@ -76,7 +76,7 @@ class BlockLayout:
         norms: the norms, by the names of `models.Transformer`.
         hidden: the MLP's hidden layer.
         experts: the experts.
-        reads_first: whether only one sublayer was found, and a norm reads the sum with its term.
+        reads_first: whether only the first term was found. A norm reads the sum with this term.
     """
 
     block: nn.Module
@@ -117,7 +117,8 @@ def layout_of(block: Call, probe: ProbeRun, roles: Roles, *configs: Any) -> Bloc
     if not terms.added:
         terms = terms_of(candidates, factors)
     if len(candidates.attending) > 1 and terms.reads_first:
-        # This module contains several blocks, as the stages of Swin do.
+        # Several modules compute attention, but only one term was found. So this module contains
+        # several blocks, as the stages of Swin do, and its parts get no points.
         return BlockLayout(block.module)
     return _assembled(candidates, terms, roles_of(candidates, terms))
 
@@ -129,12 +130,15 @@ class Candidates:
     Attributes:
         block: the call of the block.
         inside: the calls of modules that ran once.
-        whole: the calls among `inside` that see every position. An expert in a list does not.
+        whole: the calls among `inside` that see every position. The modules of a list are left out
+            if they do not run one after the other, because they may be experts.
         attending: the calls in `whole` that compute attention; empty if the user names attention.
         attention: the module that computes attention; None unless there is exactly one.
-        traced: the modules that compute attention in their own code.
-        mixers: the calls that identify the term of attention. Attention without a known function is
-            found only by the name of its class.
+        traced: the modules that compute attention in their own code, not by an attention function
+            of `transformers`.
+        mixers: the calls of attention, from which its term is found: the call that the user names,
+            or the calls in `attending`, or the calls of modules with "attention" in the name of
+            their class.
         named: the calls of the sublayers that a user names, by role.
     """
 
@@ -233,8 +237,8 @@ class Terms:
         added: the terms, in order.
         norms: the norms that read the stream, by the names of `models.Transformer`.
         mid_in, mid_out: the module whose input, or output, is the stream between the terms.
-        reads_first: whether the second term is not the output of a module. Then only a norm that
-            reads the sum with the first term is found.
+        reads_first: whether only the first term was found, because the second one is not the output
+            of a module. Then the sum with the first term is known from a norm that reads it.
     """
 
     added: Sequence[Term]
@@ -249,10 +253,11 @@ def terms_of(candidates: Candidates, factors: Sequence[float]) -> Terms:
 
     1. A later module reads the sum of the stream and a first term, or of the stream and two mixers
        side by side. A second term is added to this sum.
-    2. The same, but norms read the sums (BERT).
+    2. Two terms, and the stream after each of them is the output of a norm that reads the sum
+       (BERT).
     3. One term, or two side by side, are added to the stream that enters the block (parallel
        blocks).
-    4. Only a first term is found, and a norm reads the sum.
+    4. Only a first term is found. A norm reads the sum with this term.
     """
     calls = candidates.whole
     entering, leaving = candidates.block.inputs[0], candidates.block.output
@@ -292,9 +297,10 @@ def terms_of(candidates: Candidates, factors: Sequence[float]) -> Terms:
 def _terms_before_norms(
     first: Term, norm: Call, leaving: Tensor, calls: Sequence[Call]
 ) -> Terms | None:
-    """Return two terms if a norm reads the sum of the stream and each of them.
+    """Return two terms if the stream after each of them is the output of a norm, as in BERT.
 
-    The result is None if there is no second term.
+    The first norm reads the sum with the first term. The second norm reads the sum of the first
+    norm's output and the second term. The result is None if there is no second term.
 
     Args:
         first: the first term.
@@ -328,7 +334,7 @@ def _norms_of_readers(
 ) -> dict[str, TracedNorm]:
     """Return the first norm that reads each stream, by the name of the norm.
 
-    Each norm has a single name.
+    A norm that reads two of the streams gets only the first name.
     """
     norms = dict[str, TracedNorm]()
     for name, stream in streams.items():
@@ -344,10 +350,10 @@ def _norms_of_readers(
 
 
 def _stream_of(call: Call, like: Tensor) -> Tensor | None:
-    """Return the first input with the shape of the stream; None if there is no such input.
+    """Return the first input of a call that may be the stream; None without one.
 
-    An input with another precision must be equal to the stream. Here and below, `is_same` checks
-    whether a module reads the same tensor. `summand` finds the term that was added to it.
+    It has the shape and the precision of `like`. Its numbers may differ from `like`, because a term
+    may have been added. If its precision is different, its numbers must be the numbers of `like`.
     """
     for stream in call.inputs:
         if stream.shape != like.shape or not stream.is_floating_point():
@@ -366,9 +372,9 @@ class TermsByRole(NamedTuple):
 
 
 def roles_of(candidates: Candidates, terms: Terms) -> TermsByRole | None:
-    """Return the sublayer of each term.
+    """Return the terms by their sublayers.
 
-    The result is None if the sublayer of a single term cannot be determined.
+    The result is None if there is a single term and its sublayer is unknown.
 
     Raises:
         AttachError: if the output of a named sublayer is not added to the stream.
@@ -381,7 +387,8 @@ def roles_of(candidates: Candidates, terms: Terms) -> TermsByRole | None:
         attn = next((term for term in added if _is_after(candidates.mixers, term[0])), None)
     is_alone = len(added) == 1 and not terms.reads_first
     if attn and is_alone and not any(is_in(mixer, attn[0]) for mixer in candidates.mixers):
-        # Attention adds zeros, so the single term belongs to the MLP.
+        # The module of the term does not contain attention, so the term may belong to the MLP:
+        # attention may have added only zeros.
         _require_added(candidates, TermsByRole())
         return None
     terms_by_role = dict[str, Term]()
@@ -405,7 +412,10 @@ def _is_after(mixers: Sequence[Call], call: Call) -> bool:
 
 
 def _gives(added: Call, sublayer: Call) -> bool:
-    """Return whether a term is the output of a sublayer, or a norm or dropout of this output."""
+    """Return whether the output of the call `added` is the output of a sublayer.
+
+    It may also be a norm or dropout of this output. Or one of the two modules contains the other.
+    """
     # Dropout and norms read the same tensor, so there is no rounding.
     reads = any(is_same(read, sublayer.output) for read in added.inputs)
     is_plain = norm_of(added) is not None or not [*added.module.parameters()]
@@ -465,9 +475,9 @@ def _assembled(candidates: Candidates, terms: Terms, by_role: TermsByRole | None
 
 
 def _reader_of(norm: nn.Module, calls: Sequence[Call]) -> Call | None:
-    """Return the first call that reads the output of a norm.
+    """Return the first call that reads the output of a norm; None without one.
 
-    This call is the MLP, if the MLP's term is not the output of a module.
+    If the MLP's term is not the output of a module, this call stands for the MLP.
     """
     output = next(call.output for call in calls if call.module is norm)
     for call in calls:
@@ -482,7 +492,7 @@ class Addition(NamedTuple):
     Attributes:
         reader: the call that reads the sum; None if the sum leaves the block.
         term: the term.
-        total: the sum.
+        total: the sum of the stream and the term.
     """
 
     reader: Call | None
@@ -539,12 +549,15 @@ def crossing_of(candidates: Candidates, factors: Sequence[float]) -> BlockLayout
 def _three_additions(
     candidates: Candidates, factors: Sequence[float], is_normed: bool
 ) -> Iterator[tuple[tuple[Addition, Addition, Addition], list[Call]]]:
-    """Yield three terms whose sum is the stream leaving a block, with the calls after the second.
+    """Yield three terms that lead from the stream entering a block to the stream leaving it.
 
     Args:
         candidates: the calls.
         factors: the possible factors of the terms.
-        is_normed: whether norms read the sums.
+        is_normed: whether the stream after each term is the output of a norm that reads the sum.
+
+    Yields:
+        The three terms, and the calls after the second term.
     """
     calls = candidates.whole
     leaving = candidates.block.output
@@ -583,7 +596,11 @@ def _additions(
 
 
 def _after(addition: Addition, calls: Sequence[Call], is_normed: bool) -> tuple[Tensor, list[Call]]:
-    """Return the stream after an addition, and the calls after it."""
+    """Return the stream after an addition, and the calls after it.
+
+    With `is_normed`, the stream is the output of the norm that reads the sum. Otherwise, it is the
+    sum.
+    """
     reader = addition.reader
     assert reader is not None
     if is_normed and reader.output is not None:

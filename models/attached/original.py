@@ -1,7 +1,8 @@
 """A model before points are added: its configs, and the arguments that it runs on.
 
-1. The config of a module names an attention function of `transformers`, its kernel (`kernel_of`).
-   While the model is attached, a copy of the config asks for attention with points instead.
+1. The config of a module names its kernel: the attention function of `transformers` that the module
+   calls (`kernel_of`). While the model is attached, a copy of the config asks for attention with
+   points instead.
 2. The model runs on fourteen tokens, or on the user's example (`examples_of`).
 3. `AttachError` names the module that cannot be read, and suggests a solution to the user.
 """
@@ -88,7 +89,8 @@ class Sizes:
 
     Attributes:
         vocab_size: the number of logits.
-        n_ctx: the longest text. If the config does not contain this length, any length is allowed.
+        n_ctx: the number of positions of the longest text. If the config does not contain this
+            length, the value is `sys.maxsize`.
         n_layers, n_heads, d_model, logit_cap: as in `models.TransformerConfig`.
     """
 
@@ -159,7 +161,7 @@ class ExampleArguments:
 
     @without_gradients
     def runs_with_cache(self, model: nn.Module) -> bool:
-        """Return whether the model runs without `use_cache=False`, and creates a cache."""
+        """Return whether the model also runs if `use_cache=False` is not among its arguments."""
         if self.kwargs.get("use_cache") is not False:
             return True
         kwargs = {name: value for name, value in self.kwargs.items() if name != "use_cache"}
@@ -189,8 +191,9 @@ def examples_of(model: nn.Module, example: Any) -> list[ExampleArguments]:
     """Return the arguments of the one or two runs in which `attach` finds the points.
 
     The first run reads a few tokens, and the second run reads the user's example. Without an
-    example, there is only the first run. There is only the second run if the example contains only
-    tokens, if the model has an encoder and a decoder, or if the model does not run on tokens alone.
+    example, there is only the run on tokens. With an example, there is only the run on the example
+    if it contains only tokens, if the model has an encoder and a decoder, or if the model does not
+    run on tokens alone.
 
     Args:
         model: the model.
@@ -249,13 +252,17 @@ def _example_of(model: nn.Module, example: Any = None) -> ExampleArguments | Non
         tokens = tokens_for(model)
         example = {"input_ids": tokens}
         if is_encoder_decoder(model):
-            # Use fewer tokens here, so that the two streams differ in size.
+            # The decoder gets fewer tokens than the encoder, so that the shape of a tensor shows
+            # which of the two it belongs to.
             example["decoder_input_ids"] = tokens[:, :5]
     return ExampleArguments(kwargs={**uncached(model), **example})
 
 
 def uncached(model: nn.Module) -> dict[str, Any]:
-    """Return the arguments of a run that needs no cache of keys afterwards."""
+    """Return the arguments with which a model creates no cache of keys: `use_cache=False`.
+
+    They are empty for a model that does not know `use_cache`.
+    """
     knows_cache = "use_cache" in Words(model.forward, *forwards_in(model)).known
     return {"use_cache": False} if knows_cache else {}
 
@@ -313,8 +320,8 @@ def tokens_for(model: Any) -> Tensor:
             f"attach needs example=, the input of a run, for a {type(model).__name__} without an "
             "nn.Embedding"
         )
-    # A weight that is stored elsewhere until it is needed has no device. The code that loads the
-    # weight also moves the tokens.
+    # A weight on `meta` is stored elsewhere until it is needed. The code that loads it also moves
+    # the tokens to its device.
     device = "cpu" if weight.is_meta else weight.device
     n_tokens = math.prod(SHAPE)
     numbers = (torch.arange(2 * n_tokens, device=device) * 5 + 1).remainder(len(weight))

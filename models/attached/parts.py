@@ -30,7 +30,8 @@ class Summand:
     Attributes:
         module: the module.
         factor: the factor.
-        is_overwritten: whether the model later writes into that output.
+        is_overwritten: whether the model later writes into that output. A cache of the output would
+            then contain the new numbers, so points show a copy.
     """
 
     module: nn.Module
@@ -44,8 +45,8 @@ def summand(
     """Return the call whose output, times one of the factors, turns `before` into `after`.
 
     The sum is computed again in the model's precision, so the right call gives the same bits. The
-    call with the smallest error is returned, and the last of several calls with this error. The
-    result is None if every error is larger than four units of rounding.
+    call with the smallest error is returned. If several calls have this error, it is the call that
+    ended last. The result is None if every error is at least four units of rounding.
 
     Args:
         before, after: the stream before and after the addition.
@@ -68,9 +69,10 @@ def summand(
 
 
 def _explains(term: Tensor, change: Tensor) -> bool:
-    """Return whether a term is most of a change.
+    """Return whether a term is most of a change of the stream.
 
-    Next to a large stream, any small term is equal to any other after rounding to half precision.
+    Next to a large stream, rounding to half precision hides the difference between two small terms.
+    So the sum alone does not show which of them was added.
     """
     return bool((change - term).float().norm() <= 0.5 * change.float().norm())
 
@@ -81,7 +83,7 @@ def _error(after: Tensor, *terms: Tensor) -> float:
     The terms are added in order.
     """
     error = 0.0
-    # A single number excludes most sums, so check it first.
+    # Most sums are already wrong in a single number, so check one number before all.
     for part in (slice(1), slice(None)):
         few = [term[part, part] for term in (*terms, after)]
         size = sum((term.abs() for term in few), torch.zeros_like(few[0]))
@@ -142,7 +144,7 @@ def parallel(
 
 
 def _factors(terms: Sequence[Tensor], change: Tensor, factors: Sequence[float]) -> list[float]:
-    """Return a factor for each term, so that the sum of factor times term is near a change.
+    """Return the likely factor of each term, if the change is the sum of factor times term.
 
     A least-squares fit of the change gives each term a coefficient. The factor of a term is the
     possible factor that is nearest to its coefficient.
@@ -198,7 +200,8 @@ def norm_of(call: Call) -> TracedNorm | None:
     if output is None or len(call.inputs) != 1 or call.inputs[0].shape != output.shape:
         return None
     if any(True for _ in module.children()):
-        # This is a sublayer with a norm inside. Half precision may hide the sublayer.
+        # This may be a sublayer with a norm inside, whose other parts change so little that half
+        # precision hides them.
         return None
     x, output = _in_float32(call)
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
@@ -244,10 +247,10 @@ def _in_float32(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def _hands_on(call: Call, x: Tensor, output: Tensor) -> bool:
-    """Return whether a module returns its input, as dropout does.
+    """Return whether a module returns its input, as dropout does, and is not a norm.
 
-    A norm of a normalized input also returns its input, up to rounding. But if the input is
-    doubled, the output of a norm stays the same.
+    A norm also returns its input, up to rounding, if the input is already normalized. To tell them
+    apart, the input is doubled: the output of a norm stays the same.
     """
     if not is_close(output, x):
         return False
@@ -260,7 +263,7 @@ def _made_by_copy(module: nn.Module, x: Tensor) -> Tensor | None:
 
     The copy has the precision of the input.
     """
-    # Weights may, for example, have a quantized dtype.
+    # Copying may fail in any way, for example because the weights have a quantized dtype.
     with contextlib.suppress(Exception):
         output = hooks_disabled(copy.deepcopy(module).cpu().to(x.dtype), x)
         if isinstance(output, Tensor):
@@ -269,7 +272,11 @@ def _made_by_copy(module: nn.Module, x: Tensor) -> Tensor | None:
 
 
 def _epsilons(module: nn.Module) -> list[float]:
-    """Return the module's own small numbers, and the usual constants in the code of families."""
+    """Return the possible values of a norm's `eps`, the likely ones first.
+
+    They are the small numbers among the module's attributes, and then the constants that families
+    usually have in their code.
+    """
     small = [
         value for value in vars(module).values() if isinstance(value, float) and 0 <= value < 0.1
     ]
@@ -277,10 +284,11 @@ def _epsilons(module: nn.Module) -> list[float]:
 
 
 class Hidden(NamedTuple):
-    """The modules of a hidden layer.
+    """The modules around the hidden layer of an MLP.
 
     Attributes:
-        act, post: the nonlinearity, and the map that reads the hidden layer.
+        act: the nonlinearity.
+        post: the map that reads the hidden layer.
         linear: the module whose output is multiplied by the output of the nonlinearity; None
             without a gate.
     """
@@ -332,7 +340,13 @@ def _is_nonlinearity(call: Call, added: Call) -> bool:
 
 
 def _around(act: Call, calls: Sequence[Call], added: Call) -> Hidden | None:
-    """Return the hidden layer of a nonlinearity."""
+    """Return the hidden layer after a nonlinearity; None if no map reads it.
+
+    Args:
+        act: the call of the nonlinearity.
+        calls: the calls among which the map and the gate are found.
+        added: the call whose output the MLP adds to the stream.
+    """
     activated = act.output
     assert activated is not None
     for last in calls:
@@ -342,8 +356,8 @@ def _around(act: Call, calls: Sequence[Call], added: Call) -> Hidden | None:
             continue
         if last.began < act.ended or not has_weights:
             continue
-        # The output must be the same tensor as the sum. If other modules, for example experts, are
-        # added to it, these are not all neurons.
+        # The output of the map must be all that the MLP adds. If it is only a part, as next to
+        # experts, these are not all neurons of the MLP.
         if not any(is_same(last.output, whole) for whole in (added.output, *added.inputs)):
             continue
         linear = None

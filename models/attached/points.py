@@ -2,8 +2,9 @@
 
 1. The model gets its new forward. Each stack gets a `Wiring`: the points of the stack, and the
    hooks on the model's own modules.
-2. `Wiring.block` creates the points of one block, each with a hook (`wires`) on the module with the
-   value. Attention and experts have their own kinds of points (`attention`, `experts`).
+2. `Wiring.block` creates the points of one block. For each point, a hook (`wires`) is registered on
+   the module whose input or output is the value. Attention and experts have their own kinds of
+   points (`attention`, `experts`).
 3. `Wiring.embeddings` and `Wiring.final_norm` create the points before and after the blocks.
 4. Points are added where the features of towers enter the stream of the text (`_place_features`).
 5. If a plan splits heads or neurons over processes, points join the parts (`_join_shards`).
@@ -75,13 +76,20 @@ class BlockPoints(HookPoints):
     """The points of a block.
 
     Attributes:
-        layer: the index of its attention in a cache; None without attention.
+        layer: the index of the layer of a cache that belongs to its attention; None without
+            attention.
     """
 
     layer: int | None = None
 
     def plain(self, argument: Any) -> Any:
-        """Return the part of a cache of keys and values that a lazy cache stores; see `past_of`."""
+        """Return a copy of this layer's keys and values in a cache, for a lazy cache.
+
+        See `past_of`.
+
+        Args:
+            argument: the cache that the block got.
+        """
         return past_of(argument, self.layer)
 
 
@@ -157,9 +165,11 @@ def _place_features(model: Any, probe: ProbeRun, wirings: Sequence["Wiring"]) ->
 def _join_shards(model: nn.Module, example: ExampleArguments) -> None:
     """Let points join the parts of all processes if a tensor-parallel plan splits heads or neurons.
 
+    The parts of two processes are compared. If they differ, they are different heads or neurons.
+
     Raises:
-        AttachError: if all numbers of a part are equal, because they do not show whether it is
-            split.
+        AttachError: if all numbers of a part are equal. Then the comparison does not show whether
+            the part is split.
     """
     if (mesh := mesh_of(model)) is None:
         return
@@ -175,8 +185,8 @@ def _join_shards(model: nn.Module, example: ExampleArguments) -> None:
                 session.after(point.module, hook)
         example.logits(model)
     for name, group in groups.items():
-        # Check the points of a group together, because parts that are zero are equal on all
-        # processes.
+        # Check the points of a module together. The values at one of them may be zero, and so equal
+        # on all processes, although they are split.
         if not all(is_whole(part, mesh) for _, _, part in group):
             for point, axis_at, part in group:
                 vars(point.module)["shards"] = Shards.of(part, axis_at, mesh)
@@ -258,21 +268,22 @@ class Wiring:
         self._modules.append(module)
 
     def _added(self, point: HookPoint, added: Summand) -> HookPoint:
-        """Return a point after its hook is registered on the module of a term."""
+        """Register the hook of a point on the module of a term, and return the point."""
         self._listen(added.module, Output(point, added.factor, added.is_overwritten))
         return point
 
     def embeddings(self, root: nn.Module) -> Output | None:
         """Add `embed`, and `pos_embed` if there are position vectors.
 
-        They are found from the input of the first block.
+        They are found from the stream that enters the first block.
 
         Args:
             root: the module that contains the embeddings.
 
         Returns:
             The hook of `embed` for runs in which `root` gets embeddings instead of tokens. It is
-            None if there is no `embed`, or if its hook already sees these embeddings.
+            None if there is no `embed`, or if the embedding is outside `root`, so that its output
+            has already passed through the point.
 
         Raises:
             AttachError: if the stream of a text does not have a position for each token.
@@ -290,15 +301,17 @@ class Wiring:
             return None
         added = self._added_by_embedding(tokens, before, stream)
         self.owner.embed = self._added(HookPoint(STREAM, "token embeddings"), added)
-        # If the embedding runs before `root`, then `root` always gets embeddings, which have
-        # already passed through the point.
+        # If the embedding runs before `root`, it is outside `root`.
         began = next((call.began for call in probe.calls if call.module is root), -1)
         if tokens.began < began:
             return None
         return Output(self.owner.embed, added.factor, added.is_overwritten)
 
     def _added_by_embedding(self, tokens: Call, before: Sequence[Call], stream: Tensor) -> Summand:
-        """Return the term of the embedding in the stream, and add `pos_embed` for another term.
+        """Return the term that the embedding adds to the stream.
+
+        If the stream is the sum of this term and the output of another module, that module returns
+        the position vectors, and `pos_embed` is added there.
 
         Args:
             tokens: the call of the embedding.
@@ -438,7 +451,7 @@ class Wiring:
         for call in probe.single:
             if not last.ended < call.began < end:
                 continue
-            # The norm must read the same tensor, because nothing is computed between.
+            # Nothing is computed between the last block and its norm, so there is no rounding.
             if call.inputs and is_same(call.inputs[0], last.output) and (norm := norm_of(call)):
                 points = HookPoints(norm.module)
                 self.owner.ln_final = self._around(points, norm)
@@ -454,7 +467,14 @@ def _keep_outputs_last(module: nn.Module) -> None:
 
 
 def _for_each_text(vectors: Tensor | None, like: Tensor) -> Tensor | None:
-    """Return position vectors with a row for each text; None if the tensor is something else."""
+    """Return position vectors with a row for each text.
+
+    The result is None if the tensor does not have the shape of position vectors.
+
+    Args:
+        vectors: the output of a module, [pos, d_model] or with axes in front.
+        like: the stream, [batch, pos, d_model].
+    """
     if vectors is None or vectors.ndim < 2 or vectors.shape[-2:] != like.shape[-2:]:
         return None
     return vectors.view(-1, *vectors.shape[-2:]).expand_as(like)

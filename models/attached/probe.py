@@ -3,10 +3,10 @@
 1. Every module gets two hooks, which copy its tensors, and record when it began and ended.
 2. The attention function is replaced by a function that records its caller, and calls the model's
    own function.
-3. If a module computes attention in its own code, a mode of PyTorch records products and softmaxes
-   instead (`Watching`).
+3. If a module computes attention in its own code, a mode that sees each call of a function of
+   PyTorch records products of matrices and softmaxes instead (`Watching`).
 4. All hooks are removed, and the record remains.
-5. A stack of blocks may see rows and positions as one axis. `ProbeRun.apart` returns the record
+5. A stack of blocks may join rows and positions in one axis. `ProbeRun.apart` returns the record
    with two axes.
 """
 
@@ -33,9 +33,14 @@ ATTENTION, FUSED = ("product", "softmax", "product"), "fused"
 
 
 def kind_of(func: Any, *arguments: Any) -> str | None:
-    """Return the part of attention that a function of PyTorch may compute.
+    """Return the part of attention that a function of PyTorch computes, if it is in attention.
 
-    For a product with a weight, the result is None.
+    The parts are `product` (of two batches of matrices), `softmax` and `fused` (all of attention).
+    For any other function, for example a product with a weight, the result is None.
+
+    Args:
+        func: the function.
+        arguments: its arguments.
     """
     name = getattr(func, "__name__", "")
     if name == "softmax":
@@ -55,9 +60,11 @@ class Call:
         inputs: copies of the tensors among its arguments.
         output: a copy of the first tensor that it returned. It is None until the module returns, or
             if it returns no tensor.
-        began, ended: the times of the call, counted in calls and returns of all modules.
-        recorded: the number of parts of attention that were computed before.
-        maps: the number of columns of each linear map in the module's own code.
+        began, ended: when the call began and ended: the number of calls and returns of modules
+            before.
+        recorded: the number of parts of attention that were recorded in the run before the call
+            began.
+        maps: the number of columns of each linear map that the module's own code computes.
     """
 
     name: str
@@ -87,11 +94,12 @@ class ProbeRun:
     """A record of a run.
 
     Attributes:
-        calls: every call, in the order in which the calls began.
-        attention: how many times each module called the attention function, or computed attention
-            itself.
-        logits: the first tensor of the output.
-        keys: the modules that called the attention function, in order, each with its keys.
+        calls: every call of a module, in the order in which the calls began.
+        attention: how many times each module called an attention function of `transformers`, or
+            computed attention in its own code.
+        logits: the model's logits.
+        keys: the modules that called an attention function of `transformers`, in order, each with
+            its keys.
         example: the arguments of the run.
         reference: the logits of the same run before the model was changed.
         copied: the function that copies tensors.
@@ -117,7 +125,8 @@ class ProbeRun:
     def single(self) -> list[Call]:
         """The calls of modules that ran once.
 
-        A hook on any other module could not tell its runs apart.
+        Only these modules get points. If a module runs several times, its hook does not know which
+        of the runs it sees.
         """
         counts = Counter(call.module for call in self.calls)
         return [call for call in self.calls if counts[call.module] == 1]
@@ -131,9 +140,11 @@ class ProbeRun:
         return {modules[0] for modules in lending.values() if len(modules) > 1}
 
     def apart(self, shape: tuple[int, int]) -> "ProbeRun":
-        """Return the record of a stack whose stream has this shape.
+        """Return the record with rows and positions as two axes of every tensor.
 
-        If rows and positions share an axis, this axis is split in two.
+        Args:
+            shape: the numbers of rows and of positions. If the first axis of a matrix has the
+                length of their product, it is split in two.
         """
 
         def by_text(tensor: Tensor) -> Tensor:
@@ -151,11 +162,13 @@ class ProbeRun:
         return replace(self, calls=calls)
 
     def is_as(self, before: "Alone") -> bool:
-        """Return True if the logits and the attention functions are the same as in a run without
-        recording.
+        """Return whether the logits and the attention functions are the same as in `before`.
 
-        Recording only copies tensors. Both runs call the same functions on the same tensors, so
-        rounding is the same.
+        Recording only copies tensors. So both runs call the same functions on the same tensors, and
+        the logits are equal bit by bit.
+
+        Args:
+            before: the same run without recording.
         """
         same = self.logits is not None and torch.equal(self.logits, before.logits.cpu())
         return same and self.functions == before.functions
@@ -198,7 +211,8 @@ class ProbeRun:
         self.attention[module] += 1
         self.keys.append((module, args[1]))
         output = kernel_of(module)(module, *args, **kwargs)
-        # The parts so far are from the kernel. No module computes them in its own code.
+        # The kernel computed the parts that were recorded in this call, so do not count them for a
+        # module's own code.
         self._recorded = len(self.parts or ())
         return output
 
@@ -249,7 +263,7 @@ class Alone(NamedTuple):
 
 
 def seen_alone(model: nn.Module, example: ExampleArguments) -> Alone:
-    """Return a run of an example, with the names of its attention functions."""
+    """Run an example on a model without points, and return its logits and attention functions."""
     with Watching() as watching:
         logits = example.logits(model)
     return Alone(example, logits, watching.functions)
@@ -259,7 +273,8 @@ def seen_alone(model: nn.Module, example: ExampleArguments) -> Alone:
 def probed(model: Any, before: Alone, watch: bool = False) -> ProbeRun:
     """Return the record of a run of the model.
 
-    Attention is recorded if it calls `hooked_attention`, or if `watch` is True.
+    Attention is recorded if its module calls `hooked_attention`. With `watch`, attention in a
+    module's own code is recorded too.
 
     Args:
         model: the model.

@@ -1,12 +1,13 @@
 """The stacks of blocks in a run: for texts, for images and for sounds.
 
-1. A stack is an outermost `ModuleList`. Its modules run once each, and each module reads the output
-   of the module before. A user can also name the modules (`stacks_of`).
-2. The blocks whose stream has a position for each token have points without a prefix
-   (`require_position_of_each_token`). The points of an encoder and its decoder begin with
-   `encoder.` and `decoder.`. The points of towers begin with `vision.` or `audio.`, from the path
-   of their module.
-3. The points of a stack with a prefix are in a `Tower`, or in the model's own module of that name.
+1. A stack is a `ModuleList` that is not inside another one. Its modules run once each, and each
+   module reads the output of the module before. A user can also name the modules (`stacks_of`).
+2. The points of the stack that reads the text have no prefix. Its stream must have a position for
+   each token (`require_position_of_each_token`). The names of points of an encoder and its decoder
+   begin with `encoder.` and `decoder.`. The names of points of a tower, a stack that reads images
+   or sounds, begin with `vision.` or `audio.`. The words in the path of its blocks decide which.
+3. The points of a stack with a prefix are in a new module (`Tower`) with the name of the prefix, or
+   in the model's own module if it has one of this name.
 4. The features of a tower are inserted into the stream of the text. `merged` is that stream, and
    `projected` is the output of the tower that is inserted (`features`).
 5. After the last block of a text, a norm and a linear map compute the logits (`unembed_of`).
@@ -55,7 +56,7 @@ class Stack:
         probe: the record of the run in which the blocks were called. Rows and positions are two
             axes of its tensors, also if the blocks see them as one axis.
         layouts: the parts of its blocks.
-        left_out: the reason for each usual point that is missing.
+        left_out: the reason for each point, or group of points, that is missing, by its name.
     """
 
     name: str
@@ -92,7 +93,8 @@ class Stack:
         """Return the module that contains its points."""
         if not self.name:
             return model
-        # A wrapper of adapters also has attributes that are not children.
+        # Look only among the children, because a wrapper of adapters also returns the attributes of
+        # the model inside it.
         children = dict(model.named_children())
         if self.name not in children:
             kind = Tower if self.name in ("encoder", "decoder") else OptionalTower
@@ -118,13 +120,14 @@ class Tower(nn.Module):
 
 
 class OptionalTower(Tower, OptionalPoints):
-    """The points of a tower, which does not run in texts without an image or a sound."""
+    """The points of a tower, which runs only if there is an image or a sound."""
 
 
 class OwnPart(Replaced):
-    """A model's `get_encoder` or `get_decoder`.
+    """A replacement of a model's `get_encoder` or `get_decoder`.
 
-    The original method would find the `Tower`, because it has the name of the part.
+    The original method returns the module with the name `encoder` or `decoder`. In some attached
+    models, this is the `Tower` with the points.
     """
 
     def __init__(self, model: Any, name: str) -> None:
@@ -217,13 +220,14 @@ def stacks_of(model: nn.Module, probes: Sequence[ProbeRun], blocks: str | None) 
         chains = _chains(probe, model, blocks)
         new = [(chain, record) for chain, record in chains if chain[0].module not in known]
         if is_encoder_decoder(model):
-            # If several stacks have the same name, take the first one, which has attention.
+            # If several stacks have the same name, take the first one. Stacks with attention come
+            # first.
             named = {
                 _name(chain, "encoder|decoder", "encoder"): n
                 for n, (chain, _) in reversed([*enumerate(new)])
             }
         else:
-            # Towers do not run on tokens alone, so a run of texts shows a single stack.
+            # Towers do not run on tokens alone. So in a run of texts, take only the first stack.
             new = new[:1] if probe.example.is_text else new
             named = _named_towers(new, probe.example.tokens, has_text=bool(stacks))
         for name, n in named.items():
@@ -269,7 +273,13 @@ def _named_towers(
 
 
 def _name(chain: Sequence[Call], words: str, default: str) -> str:
-    """Return the first of some words that occurs in the path of a stack's blocks."""
+    """Return the first of some words in the path of a stack's blocks, or else a default.
+
+    Args:
+        chain: the calls of the blocks.
+        words: the words, separated by `|`.
+        default: the result if the path contains none of them.
+    """
     word = re.search(words, chain[0].name)
     return word.group() if word else default
 
@@ -277,11 +287,12 @@ def _name(chain: Sequence[Call], words: str, default: str) -> str:
 def _chains(
     probe: ProbeRun, model: nn.Module, blocks: str | None
 ) -> list[tuple[list[Call], ProbeRun]]:
-    """Return the calls of the blocks of each stack, and the run as that stack sees it.
+    """Return the calls of the blocks of each stack, and the record with rows and positions apart.
 
-    The stacks are the lists with attention, the largest first. If no attention is recognised, the
-    stack is the largest list. The attention of an encoder or a decoder may not be recognised, so
-    their other lists follow.
+    The stacks are the lists of modules with attention, ordered by their number of weights, the
+    largest first. If no attention is recognised, the only stack is the largest list. In a model
+    with an encoder and a decoder, lists without recognised attention follow, because they may be
+    one of these two.
 
     Raises:
         AttachError: if no list is a chain of blocks.
@@ -338,13 +349,15 @@ def _list_of(model: nn.Module, blocks: Sequence[nn.Module]) -> str:
 def features(
     model: Any, probe: ProbeRun, text: Sequence[Call], towers: Sequence[Stack]
 ) -> tuple[nn.Module | None, dict[str, nn.Module]]:
-    """Find where the features of towers enter the stream of the text.
+    """Return the modules at which the features of towers enter the stream of the text.
+
+    Features are the outputs of a tower, mapped to vectors of the stream.
 
     Args:
         model: the model.
         probe: a run with features.
-        text: the calls of the text's blocks in another run.
-        towers: the other stacks.
+        text: the calls of the text's blocks; they may be from another run.
+        towers: the stacks of the towers, with calls in `probe`.
 
     Returns:
         The module that reads the stream with the features, and for each tower the module that
@@ -361,7 +374,8 @@ def features(
         inserted = merged[(merged != tokens).any(-1)]
         between = [earlier for earlier in probe.calls if ended < earlier.began < call.began]
         returning = [earlier.module for earlier in between if _returned(earlier, inserted)]
-        # A module that ran several times counts at its first call.
+        # If several modules return the features, take the last one. A module that ran several times
+        # counts at its first call.
         distinct = [*dict.fromkeys(returning)]
         return call.module, {tower.name: distinct[-1] for tower in towers if distinct}
     return None, {}
@@ -420,7 +434,10 @@ def _shape(stream: Tensor) -> tuple[int, int]:
 
 
 def _meaning(call: Call) -> str:
-    """Return a remark on the probable meaning of an output with four axes."""
+    """Return a remark for an error: the probable meaning of a block's output with four axes.
+
+    For another number of axes, the remark is empty.
+    """
     if call.output is None or call.output.ndim != 4:
         return ""
     kinds = (nn.Conv2d, nn.ConvTranspose2d)
@@ -434,7 +451,9 @@ def _meaning(call: Call) -> str:
 def _problem(chain: Sequence[Call], times: set[int]) -> str | None:
     """Return the reason why calls are not a chain of blocks; None if they are.
 
-    `times` contains how many times the blocks ran.
+    Args:
+        chain: the calls.
+        times: how many times the blocks ran. It must contain only 1.
     """
     if times != {1}:
         return f"run {' or '.join(map(str, sorted(times)))} times"
@@ -453,8 +472,9 @@ def _problem(chain: Sequence[Call], times: set[int]) -> str | None:
 def require_position_of_each_token(model: nn.Module, stack: Stack) -> None:
     """Require a stream [batch, pos, d_model] with a position for each token.
 
-    The stream of an encoder or a decoder may have other positions, for example the positions of
-    images. Its axes must not have another order.
+    Stacks of images and sounds are not checked. The stream of an encoder or a decoder may have
+    another number of positions, for example with an image. But it must not have the axes
+    [pos, batch, d_model].
 
     Raises:
         AttachError: if the positions are different. The error describes the positions of the
@@ -483,7 +503,7 @@ def require_position_of_each_token(model: nn.Module, stack: Stack) -> None:
 
 
 def _tokens_of(stack: Stack) -> Tensor | None:
-    """Return the tokens that a stack reads; None for images and sounds."""
+    """Return the tokens that a stack reads; None for a stack that reads no tokens."""
     example: ExampleArguments = stack.probe.example
     if stack.name == "decoder":
         decoded = example.kwargs.get("decoder_input_ids")
@@ -492,7 +512,7 @@ def _tokens_of(stack: Stack) -> Tensor | None:
 
 
 def _reason(n_pos: int, stream_pos: int, shorter: int | None) -> str:
-    """Return the reason why a stream has other positions than the tokens.
+    """Return the reason, for an error, why a stream has other positions than the tokens.
 
     Args:
         n_pos: the number of tokens.
@@ -538,11 +558,11 @@ def _positions(model: Any, stack: Stack, n_pos: int) -> int | None:
 
 @dataclass(frozen=True)
 class Unembedding:
-    """A sequence of modules, then a factor and a soft cap.
+    """A sequence of modules, whose last output is multiplied by a factor and gets a soft cap.
 
     Attributes:
         modules: the modules from the final norm, if there is one, to the unembedding.
-        factor: the factor of the logits.
+        factor: the number by which the last output is multiplied.
         cap: the soft cap of the logits; 0 means no cap.
     """
 
@@ -559,7 +579,7 @@ class Unembedding:
         return self.finished(resid)
 
     def finished(self, logits: Tensor) -> Tensor:
-        """Return the logits, from the output of the last module."""
+        """Return the logits, from the output of the last module: times the factor, with the cap."""
         logits = logits if self.factor == 1 else logits * self.factor
         return torch.tanh(logits / self.cap) * self.cap if self.cap else logits
 
@@ -592,8 +612,8 @@ def unembed_of(model: Any, probe: ProbeRun, last: Call) -> Unembedding | None:
     factors = factors_of(config)
     for factor in (1.0, *factors, *(1 / factor for factor in factors)):
         for cap in dict.fromkeys((config_cap, 0.0)):
-            # A cap far above all logits changes less than rounding, so the run may also fit without
-            # it.
+            # Try the cap of the config first. If it is far above all logits of this run, it changes
+            # less than rounding, so the run fits both with and without it.
             unembedding = Unembedding(tuple(modules), factor, cap)
             if is_close(unembedding.finished(output), logits, output * factor):
                 return unembedding

@@ -4,23 +4,25 @@ It is used for graphs and sums of components. `models.from_hf` converts the fami
 supports. For any other family, the view is created from a run on fourteen tokens:
 
 1. Record the inputs and outputs of each module (`_recorded`).
-2. The modules that read the same tensor as attention are its projections, and the module that reads
+2. Inside attention, the modules that read its input are its projections, and the module that reads
    z is its output map. They are linear, so unit vectors give their weights (`_weights_of`).
 3. The columns of the projections on which a head's queries, keys or values depend belong to this
    head. They are found by autograd (`_columns_of`).
 4. A norm is replaced by a norm of `models` with the same gain, bias and epsilon. The MLP is the
    module that reads its norm and returns the term for the stream.
-5. The view's attention replaces the outputs of the projections by its queries, keys and values,
-   runs the model's own module, and reads z from the input of the output map. So rotation, norms of
-   queries, masks and kernels are the model's.
+5. The view's attention computes queries, keys and values with its own linear maps. It then runs the
+   model's own attention module, in which the outputs of the projections are replaced by these
+   values, and reads z from the input of the output map. So rotation, norms of queries, masks and
+   kernels are the model's.
 6. The view must return the model's logits. Otherwise an error is raised.
 
-The view does not compute any value twice. `ViewAttention` runs the attached attention module with
-its points, and `ViewMLP` runs the model's own modules. They are separate classes because graphs
-need two things that no attached module has. First, a sublayer must be called on only the normalized
-stream, while a block of `transformers` calls it with masks and positions. Second, attention must be
-available in linear pieces, `project`, `mix` and `W_O`. The points show queries and keys after
-rotation, where they are no longer a linear map of the stream. Weights are copies.
+Only the linear maps of attention and the norms are copies. `ViewAttention` runs the attached
+attention module with its points, and `ViewMLP` runs the model's own modules. They are separate
+classes because graphs need two things that no attached module has. First, a sublayer must be called
+on only the normalized stream, while a block of `transformers` calls it with masks and positions.
+Second, attention must be available as a linear map to queries, keys and values (`project`), the
+rest (`mix`), and the output weights (`W_O`). The points of attention show queries and keys after
+rotation, where they are no longer a linear map of the stream.
 """
 
 from collections.abc import Sequence
@@ -65,10 +67,12 @@ class ViewContext(NamedTuple):
 
 
 class PlainView(nn.Module):
-    """The view of an attached model; see the docstring of the file.
+    """An attached model as a plain transformer: a sum of branches with weights.
+
+    See the docstring of the file.
 
     Args:
-        language: the attached model's parts.
+        language: the attached model's parts (`Attached`).
 
     Attributes:
         config: its sizes.
@@ -76,7 +80,8 @@ class PlainView(nn.Module):
         ln_final: the norm that the unembedding reads.
 
     Raises:
-        ValueError: if a part is not found, which the error names, or if the view has other logits.
+        ValueError: if a part is not found, or if the view has other logits than the model. The
+            error names the part.
     """
 
     language: Any
@@ -129,7 +134,7 @@ class PlainView(nn.Module):
             return self.unembed(resid)
 
     def context(self, tokens: Int[Tensor, "batch pos"], **arguments: Any) -> ViewContext:
-        """Return the values that attention reads besides the stream, from a run of the model."""
+        """Run the model, and return the arguments of its attention modules besides the stream."""
         if isinstance(mask := arguments.get("attention_mask"), Tensor) and mask.ndim == 2:
             arguments = {**self.language.positions_of(mask), **arguments}
         layouts = self.language.layouts
@@ -340,7 +345,15 @@ class ViewAttention(QueryKeyValueWeights, nn.Module):
     def _values(
         self, leaves: Sequence[Tensor], x: Tensor, context: ViewContext
     ) -> dict[str, Float[Tensor, "batch pos _head d_head"]]:
-        """Return queries, keys, values and z for outputs of the projections, with their graph."""
+        """Return queries, keys, values and z, if the projections return the given outputs.
+
+        Autograd can differentiate the result by these outputs.
+
+        Args:
+            leaves: the outputs of the projections, in order.
+            x: the input of attention.
+            context: the context of the recorded run.
+        """
         values: dict[str, Tensor] = {}
         with torch.enable_grad(), Session() as session:
             for module, leaf in zip(self.projections, leaves, strict=True):
@@ -351,7 +364,7 @@ class ViewAttention(QueryKeyValueWeights, nn.Module):
         return values
 
     def _run(self, x: Tensor, context: ViewContext) -> None:
-        """Call the model's own module on `x` and the arguments of the recorded run."""
+        """Call the model's own attention module on `x`, with the other arguments of the context."""
         args, kwargs = context.calls[self.layer]
         stream = _stream_among((args, kwargs), x.shape[-1])
         args, kwargs = mapped((args, kwargs), lambda leaf: x if leaf is stream else leaf)
@@ -371,7 +384,12 @@ class ViewAttention(QueryKeyValueWeights, nn.Module):
         v: Float[Tensor, "batch pos kv_head d_head"],
         context: ViewContext,
     ) -> Float[Tensor, "batch pos d_model"]:
-        """Return the output of attention for the residual stream, from the results of `project`."""
+        """Return the output of attention, from its queries, keys and values.
+
+        Args:
+            q, k, v: the results of `project`, before rotation.
+            context: the context of the run.
+        """
         joined = torch.cat([q, k, v], 2).flatten(2)
         read: list[Tensor] = []
         with Session() as session:
@@ -409,8 +427,9 @@ class ViewAttention(QueryKeyValueWeights, nn.Module):
 
 
 class ViewMLP(nn.Module):
-    """The model's MLP: modules that run one after another, and a factor of the last module's
-    output.
+    """The model's MLP: modules that run one after another.
+
+    The output of the last module is multiplied by a factor.
     """
 
     parts: Sequence[nn.Module]
@@ -431,7 +450,12 @@ class ViewMLP(nn.Module):
 
 
 def _not_found(n: int | None, what: str) -> ValueError:
-    """Return the error for a part that was not found in block `n`, or in the model."""
+    """Return the error for a part that was not found.
+
+    Args:
+        n: the index of the block; None if the part belongs to the model.
+        what: the part.
+    """
     where = "a decoder" if n is None else f"block {n}"
     return ValueError(
         f"{where} must have {what} for graphs and sums of components; this part was not found, and "
@@ -455,14 +479,25 @@ def _recorded(language: Any, tokens: Tensor) -> tuple[dict[nn.Module, Call], Ten
 def _view_context_of(
     language: Any, attention: Sequence[Any], tokens: Tensor, arguments: dict[str, Any]
 ) -> ViewContext:
-    """Return the arguments of attention modules in a run of the model."""
+    """Run the model, and return the arguments of its attention modules as a context.
+
+    Args:
+        language: the attached model's parts.
+        attention: the attention modules.
+        tokens: the texts.
+        arguments: the model's arguments besides the tokens.
+    """
     run = partial(language.run, tokens, **arguments)
     calls = hooks_disabled(arguments_of, attention, run)
     return ViewContext(arguments, tuple(calls[module] for module in attention))
 
 
 def _norm_like(call: Call | None) -> nn.Module:
-    """Return a norm of `models` with the output of a recorded norm; an identity for None."""
+    """Return a norm of `models` with the same gain, bias and epsilon as a recorded norm.
+
+    The gain is the weight, or 1 + weight: the one that gives the recorded output. For None, the
+    result is an identity.
+    """
     if call is None:
         return Identity()
     norm = norm_of(call)
@@ -470,7 +505,7 @@ def _norm_like(call: Call | None) -> nn.Module:
     assert call.output is not None
     size = call.output.shape[-1]
     weight = getattr(norm.module, "weight", None)
-    # Some blocks see rows and positions as one axis, so reshape their tensors.
+    # Some blocks join rows and positions in one axis, so give all tensors three axes.
     x, output = (part.view(1, -1, size) for part in (call.inputs[0], call.output))
     gains = [None] if weight is None else [weight, 1 + weight]
     bias: Any = norm.module.bias if norm.bias else None
@@ -538,7 +573,7 @@ def _chain(read: Tensor | None, wanted: Tensor | None, calls: Sequence[Call]) ->
 def _is_projection(call: Call, read: Tensor) -> bool:
     """Return whether a module with weights read this tensor, and returned a vector per position."""
     fits = bool(call.inputs) and call.output is not None and call.output.ndim == 3
-    # The module must read the same tensor, because nothing is computed between.
+    # Nothing is computed between, so there is no rounding.
     return fits and any(True for _ in call.module.parameters()) and is_same(call.inputs[0], read)
 
 
@@ -556,10 +591,9 @@ def _columns_of(
 ) -> Int[Tensor, " column"] | None:
     """Return the columns of the projections' outputs on which each head depends.
 
-    The outputs are joined along their last axis, and columns are counted in the joined tensor.
-
-    The result lists d_head columns for each head: first the heads of queries, then of keys, then of
-    values. It is None if two heads depend on the same column, or if no head depends on a column.
+    The outputs are joined along their last axis, and columns are counted in the joined tensor. The
+    result contains d_head columns for each head: first for the heads of queries, then of keys, then
+    of values. It is None unless each column belongs to exactly one head.
 
     Args:
         parts: the queries, the keys and the values.
@@ -583,13 +617,19 @@ def _columns_of(
 
 
 def _stream_among(tree: Any, width: int) -> Tensor:
-    """Return the first tensor among arguments that has a vector of the stream for each position."""
+    """Return the stream among arguments: the first tensor of floats [batch, pos, `width`]."""
     floats = (tensor for tensor in tensors_in(tree) if tensor.is_floating_point())
     return next(tensor for tensor in floats if tensor.ndim == 3 and tensor.shape[-1] == width)
 
 
 def _weights_of(module: nn.Module, size: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the weight [in, out] and the bias of a linear map."""
+    """Return the weight [in, out] and the bias of a linear map, from its outputs for unit vectors.
+
+    Args:
+        module: the map.
+        size: the size of its input.
+        like: a tensor with the precision and the device of its input.
+    """
     bias = module(like.new_zeros(1, 1, size))[0, 0]
     unit = torch.eye(size, dtype=like.dtype, device=like.device)
     return (module(unit[None])[0] - bias).detach(), bias.detach()

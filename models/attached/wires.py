@@ -3,8 +3,8 @@
 1. A wire is a hook on one of the model's modules. It passes the module's input or output to a
    point, and replaces it by the result of the point (`fire`).
 2. If no hook is active at the point, nothing is computed, and the module's own tensor is used.
-3. `Forward` (in `forward.py`) stores the texts of a run, for modules that see rows and positions as
-   one axis.
+3. Some modules join rows and positions in one axis. For these, `Forward` (in `forward.py`) stores
+   the numbers of rows and positions of a run, so that a point shows two axes.
 """
 
 import math
@@ -20,14 +20,15 @@ from hooks.base import Shards, carried, tensors_in, with_first_tensor
 from hooks.shared import Wire, is_listened_to
 from models.attached.parts import TracedNorm
 
-# Wires are dataclasses, because a copy of the model needs hooks with the points of the copy.
+# Wires are dataclasses and not functions, because `deepcopy` of a model must also copy the points
+# in its hooks. Otherwise the copy would use the points of the original.
 
-# The rows and positions of this run, for modules that see them as one axis.
+# The numbers of rows and positions of this run, for modules that join them in one axis.
 texts_read: ContextVar[tuple[int, ...]] = ContextVar("texts", default=())
 
 
 def rows_of(stream: Tensor) -> tuple[int, int]:
-    """Return the rows and positions of a stream.
+    """Return the numbers of rows and positions of a stream.
 
     If rows and positions share an axis, as for images of different sizes, there is one row.
     """
@@ -35,10 +36,10 @@ def rows_of(stream: Tensor) -> tuple[int, int]:
 
 
 def fire(point: HookPoint, value: Tensor) -> Tensor:
-    """Return the result of a point for a value.
+    """Pass a value through a point, and return the result in the layout of the value.
 
-    If rows and positions share an axis, the point sees them as two axes. It sees the heads and
-    neurons of all processes over which the model is split.
+    If rows and positions share an axis of the value, the point sees them as two axes. If a model is
+    split over processes, the point sees the heads and neurons of all processes.
     """
     if not is_listened_to(point):
         return point(value) if value.ndim == len(point.axes) else value
@@ -50,7 +51,7 @@ def fire(point: HookPoint, value: Tensor) -> Tensor:
     shards: Shards | None = carried(point, "shards")
     whole = shards.joined(apart) if shards else apart
     new = point(whole)
-    # A hook may have run a model, which changes this variable.
+    # A hook may have run a model, which changes this variable, so restore it.
     texts_read.set(texts)
     if new is whole:
         return value
@@ -87,7 +88,10 @@ class Output(Wire):
 
 @dataclass(eq=False)
 class Projected(Output):
-    """Passes the features that a tower computes for the stream of a text through a point."""
+    """Passes the features of a tower through a point. They are inserted into the stream of a text.
+
+    Their rows and positions are not the text's, so they are read from the features.
+    """
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Return the output with the result of the point; None if it does not change."""
@@ -121,7 +125,8 @@ class Input(Wire):
             new = fire(self.point, value)
             return None if new is value else with_first_tensor((args, kwargs), new)
         if is_listened_to(self.point):
-            # A cache may store this tensor, and the model may write into the original.
+            # Give hooks a copy. A hook may store the tensor, and the model may later write into the
+            # original.
             shown = value.clone()
             new = fire(self.point, shown)
             if new is not shown:
@@ -144,7 +149,7 @@ class BlockInput(Input):
 
 @dataclass(eq=False)
 class Merged(Wire):
-    """Passes the embeddings that a model reads instead of tokens through a point."""
+    """Passes the argument `inputs_embeds` of a module through a point."""
 
     point: HookPoint
 
@@ -176,7 +181,10 @@ class Scale(Wire):
 
 @dataclass(eq=False)
 class Computed(Wire):
-    """Passes a value that is computed from an output through a point, if the point has a hook."""
+    """Passes a value that is computed from a module's output through a point.
+
+    Without a hook at the point, the value is not computed. `passed` computes it.
+    """
 
     point: HookPoint
 
@@ -193,7 +201,7 @@ class Computed(Wire):
 class PositionsWire(Computed):
     """Passes position vectors through a point, with a row for each text.
 
-    In the model, all rows may share the vectors.
+    In the model, all texts may share one row.
     """
 
     def passed(self, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
@@ -203,7 +211,7 @@ class PositionsWire(Computed):
 
 
 class Replaced:
-    """A method that replaces a module's own method, for example `forward`, while it is attached.
+    """A callable that replaces a method of a module, for example `forward`, while it is attached.
 
     Args:
         module: the module.
@@ -211,7 +219,8 @@ class Replaced:
 
     Attributes:
         inner: the method that is replaced.
-        replaced: the method in the module's own attributes before `attach`, or None.
+        replaced: the same method if it was an attribute of this module, and not of its class;
+            otherwise None. `restore_methods` sets it again.
     """
 
     def __init__(self, module: nn.Module, name: str = "forward") -> None:
