@@ -1,5 +1,5 @@
-"""Reasons of attention: a score as a sum over pairs of sources, one for the query and one for the
-key.
+"""Explain an attention score: write it as a sum over pairs of sources, one source of the query and
+one source of the key.
 
 With the scales of norms fixed as in the run, a head's query and key are sums over the outputs of
 earlier parts of the model. Their product is therefore a sum over pairs (Kamath et al. 2025,
@@ -7,11 +7,12 @@ earlier parts of the model. Their product is therefore a sum over pairs (Kamath 
 
 1. Take the output of each part at the position of the query and at the position of the key. Map the
    first to a query and the second to a key, with the head's weights (`interp.graph.scores`).
-2. Multiply the two tables to get the pairs. Check that their sum is the score, up to the rounding
-   of the pairs. If two scores are compared, use the rounding of the pairs of both scores, because
-   the pairs of the difference may cancel.
-3. Find the largest pairs, block by block. Keep their sources, and add up all other sources as
-   `rest`.
+2. The effect of a pair is the product of a query vector and a key vector. Check that all pairs add
+   up to the score, up to the rounding of the pairs. If a difference of two scores is explained, its
+   pairs can be much smaller than the rounding, because two keys cancel. Then use the rounding of
+   the pairs of both scores.
+3. Find the largest pairs. Only the pairs of some sources of the query are in memory at once. Keep
+   the sources of these pairs, and add up all other sources as `rest`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -63,8 +64,9 @@ class AskedScore(NamedTuple):
     """A score to explain, or the difference of a score from other scores.
 
     Attributes:
-        weights: by side, the weights of positions: 1 at the query for `q`; 1 at the key for `k`;
-            and, if the score is compared with other keys, the shares of these keys for `against`.
+        weights: the weights of positions, by side. For `q`, the weight is 1 at the position of the
+            query. For `k`, it is 1 at the position of the key. If the score is compared with other
+            keys, there is also the side `against`, with the share of each of these keys.
         total: the score, or the difference.
         about: the place of the score, in words.
     """
@@ -87,9 +89,9 @@ def attention_attribution(
 ) -> Result:
     """Return a head's attention score as a sum over pairs of the model's parts.
 
-    The score of a query and a key, before a cap and the mask, is a sum over pairs: one part
-    contributes to the query, and one part contributes to the key. The parts are the parts of
-    `decompose`, and `bias`: all biases together.
+    The score of a query and a key is a sum over pairs of parts: one part contributes to the query,
+    and one part contributes to the key. The parts are the parts of `decompose`, and `bias`, the sum
+    of all biases. If the model caps its scores, the score before the cap is explained.
 
     Args:
         model: see `decompose`.
@@ -149,7 +151,7 @@ def attention_attribution(
 def _require_unedited(
     parts: ResidualComponents, scores: BlockScores, asked: AskedScore, head: tuple[int, int]
 ) -> None:
-    """Check that a head has the same output at the query in the run and now.
+    """Check that the computed scores give the same output of the head, at the query, as the run.
 
     Raises:
         CacheError: if the outputs are different, because the head was edited in the run.
@@ -187,7 +189,7 @@ def _sources(
     for group in parts(layer):
         names += group.names
         read = linear.after(to_device(group.vectors(), scale.device)) / scale
-        # Some kernels return NaN at padding.
+        # Some attention kernels return NaN at padding. Remove it, because 0 * NaN would be NaN.
         if parts.mask is not None:
             read = read.masked_fill(~to_device(parts.mask, read.device)[..., None], 0)
         for of_side, (readings, index, weights) in zip(contributions, sides, strict=True):
@@ -317,7 +319,7 @@ def pair_table(
     tables = []
     labels: dict[str, list[str]] = {}
     for axis, values, chosen in zip(axes, (query, key), chosen_sources, strict=True):
-        # Each source once, in the order of the pairs.
+        # A source can be in several pairs. List each source once, in the order of the pairs.
         rows = [*dict.fromkeys(chosen.tolist())]
         rest = values.sum(0, keepdim=True) - values[rows].sum(0, keepdim=True)
         tables.append(torch.cat([values[rows], rest]))
@@ -337,9 +339,9 @@ def _largest_pairs(
 ) -> tuple[Int[Tensor, " pair"], Float[Tensor, " example"]]:
     """Return the largest pairs, and the sum of the absolute values of all pairs.
 
-    The number of a pair is the number of its query source times the number of all key sources, plus
-    the number of its key source. The size of a pair is the mean of its absolute value over
-    examples. Only the pairs of a block of query sources are in memory at once.
+    Pairs are numbered `query_source * n_key_sources + key_source`. The size of a pair is the mean
+    of its absolute value over examples. Only the pairs of a block of query sources are in memory at
+    once.
     """
     sizes = query.new_zeros(query.shape[1])
     best = query[:0, 0, 0]

@@ -1,4 +1,8 @@
-"""The contributions of a model's parts to the residual stream of a run, as factors."""
+"""The contributions of a model's parts to the residual stream of a run.
+
+Most contributions are kept as factors, such as the `z` of a head and its `W_O`. The vectors in the
+stream are only computed when they are needed; see `interp.graph.nodes.Writers`.
+"""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -27,7 +31,8 @@ from interp.kinds import require_cache
 from interp.protocol import plain
 from interp.results.node import NodeName, node_name
 
-# The points of a run that are read, except for neurons, and the further points that experts need.
+# The last parts of the points that are read from a cache, without the points of neurons and of
+# experts; and the points that are also needed for experts.
 _READ = re.compile(r"(^(pos_)?embed|(ln_embed|ln_final|_post)\.scale|attn\.z|mlp_out|resid_\w+)$")
 _EXPERTS = re.compile(r"mlp\.(routing|chosen|experts|shared)$")
 
@@ -68,7 +73,7 @@ class ResidualComponents:
 
     @cached_property
     def _points(self) -> Mapping[str, Point]:
-        """The points of the model that was given, by name."""
+        """The points of the model that the caller passed, by name."""
         return HookedRunner(self._given).points
 
     @cached_property
@@ -149,8 +154,8 @@ class ResidualComponents:
         if all(name in self._cache for name in names):
             left, entering = map(self.at, names)
             left = to_device(left, entering.device)
-            # Most often the two are the same tensor. Otherwise a vector was added if they differ by
-            # more than rounding.
+            # In most models, the two streams are equal. If they differ by more than rounding, a
+            # vector was added between the blocks.
             if not torch.equal(left, entering):
                 added = entering - left
                 if not is_rounding(entering, entering - added, self.dtype).all():
@@ -214,12 +219,13 @@ class ResidualComponents:
         """Return the largest difference between a sum of parts and its expected value at real
         tokens.
 
-        A block adds to the stream twice, in the cache's dtype; see `stream_rounding`.
+        The allowed difference is the rounding of a sum in the cache's dtype, with two additions for
+        each block; see `stream_rounding`.
 
         Args:
             total: the sum of parts.
             expected: the expected value.
-            sizes: tensors whose largest numbers bound the rounding.
+            sizes: tensors whose largest absolute numbers determine the rounding.
 
         Raises:
             CacheError: if the difference is larger than the rounding of the largest number in

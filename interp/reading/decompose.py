@@ -78,13 +78,13 @@ def decompose(
     """Return the residual stream as a sum of the outputs of embeddings, heads, MLPs and biases.
 
     The method is from Elhage et al. 2021. Parts have the names of `interp.graph`: `embed`,
-    `pos_embed`, a head `a0.h1`, an MLP with its biases `m0`, and `a0.bias`, the output of attention
-    apart from its heads. Where an image or an edit replaces the embeddings, `input` is the stream
-    that enters the first block. `input2` is a vector that is added before block 2 outside of all
-    blocks. Parts that were normed together are divided by the norm's scale in the run. The parts
-    add up to the stream, up to rounding: 1e-5 of its largest value in float32. In half precision
-    the stream is rounded after each addition, so the difference is a few percent. The values are
-    NaN at padding.
+    `pos_embed`, a head `a0.h1`, an MLP with its biases `m0`, and `a0.bias`, the biases of an
+    attention layer. Where an image or an edit replaces the embeddings, `input` is the stream that
+    enters the first block. `input2` is a vector that is added before block 2 outside of all blocks.
+    If a norm is applied to the output of a sublayer, each part of this output is divided by the
+    norm's scale in the run. The parts add up to the stream, up to rounding: 1e-5 of its largest
+    value in float32. In half precision the stream is rounded after each addition, so the difference
+    is a few percent. The values are NaN at padding.
 
     Args:
         model: the model of the run, with the parts that a graph needs. An attached model is copied
@@ -145,8 +145,8 @@ def apply_norm(
     *,
     mlp: bool = False,
 ) -> Float[Tensor, "*axes batch pos d_model"]:
-    """Return vectors of the stream as a sublayer reads them: normed with the norm's scale in the
-    run.
+    """Apply the norm of a sublayer to vectors of the stream, with the scale that the norm had in
+    the run.
 
     The norm's bias is left out. Parts that add up to the stream therefore add up to the input of
     the sublayer without that bias.

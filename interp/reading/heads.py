@@ -68,9 +68,14 @@ def head_scores(
     | `distance` | mean distance from the query to the keys | tokens |
     | a tensor | attention to each key times its factor [query, key] | the factors' unit |
 
-    Queries without a key of the kind are ignored: queries before the second copy of their token,
-    queries up to the end of the span, rows of zeros of a tensor, and a text's first token for every
-    kind. Padding is ignored too. The tokens before and after a token are the nearest real tokens.
+    The mean ignores queries that have no key of the kind:
+
+    - for every kind, the first token of a text;
+    - for `duplicate_token` and `induction`, the first copy of a token;
+    - for `span`, the queries before and in the span;
+    - for a tensor, the queries whose row contains only zeros.
+
+    Padding is ignored too. The tokens before and after a token are the nearest real tokens.
 
     Args:
         model: the model of the run.
@@ -150,10 +155,10 @@ def head_scores(
 def _mean_over_queries(
     factors: Shaped[Tensor, "batch query key"], is_counted: Bool[Tensor, "batch query"], name: str
 ) -> Float[Tensor, "batch query key"]:
-    """Return the factors of a sum over queries and keys that is a mean over the counted queries.
+    """Return factors whose weighted sum of attention is a mean over the counted queries.
 
-    At counted queries, a factor is divided by the number of counted queries of the example. At all
-    other queries, it is 0.
+    At counted queries, each factor is divided by the number of counted queries of the example. At
+    all other queries, it becomes 0.
 
     Args:
         factors: the factor of each attention weight in the score.
@@ -219,7 +224,9 @@ def _factors(
     real: Bool[Tensor, "batch pos"],
     span: Index | None,
 ) -> tuple[Shaped[Tensor, "batch query key"], Bool[Tensor, "batch query"]]:
-    """Return the factor of each key's weight, and the queries that are used, on the CPU."""
+    """Return the factor of each attention weight in the score, and a mask of the queries with a key
+    of the kind, both on the CPU.
+    """
     require_kind(
         "kind", kind, kind=(str, Tensor), words="a name, or a pattern, a tensor [query, key]"
     )
@@ -250,9 +257,9 @@ def _attended(
     later: Bool[Tensor, "batch pos"],
     span: Index | None,
 ) -> Bool[Tensor, "batch query key"]:
-    """Return the keys that a kind of head attends to.
+    """Return a mask of the keys that a kind of head attends to.
 
-    `later` marks the real tokens except the first.
+    `later` marks all real tokens except the first of each text.
     """
     columns = torch.arange(real.shape[1])
     # The column of the real token before each column; -1 if no real token comes before.

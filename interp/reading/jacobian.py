@@ -1,10 +1,11 @@
 """The Jacobian lens: the stream of a layer, mapped to the final stream by the mean Jacobian between
 them.
 
-1. Run a text, and record gradients from the stream entering the first block.
-2. Sum each entry of the final stream over positions, and take the gradient with respect to each
-   layer's stream: a row of that layer's Jacobian. As many rows are computed together as the memory
-   allows.
+1. Run a text, and record the autograd graph from the stream entering the first block to the final
+   stream.
+2. Sum an entry of the final stream over positions, and take the gradient of the sum with respect to
+   each layer's stream. This is a row of the layer's Jacobian. As many rows are computed together as
+   the memory allows.
 3. Take the mean over the positions of the layer's stream, then over texts (Gurnee et al. 2026).
 """
 
@@ -44,9 +45,10 @@ class JacobianLens(AffineLens):
         weight, bias, config_hash: see `AffineLens`; the bias is 0.
         n_texts: the number of texts in the mean.
         squares: the mean of the squared Frobenius norms of the Jacobians of single texts.
-        n_different: the number of different texts that would give the same standard error. It is
-            n² / Σ m² for n texts, where each different text occurs m times (Kish 1965, "Survey
-            Sampling"). None if all texts are different.
+        n_different: the effective number of texts, if some texts are copies. It is n² / Σ m² for n
+            texts, with a term m² for each different text that occurs m times (Kish 1965, "Survey
+            Sampling"). A mean over so many different texts has the same standard error. None if all
+            texts are different.
 
     >>> JacobianLens(torch.eye(2)[None], torch.zeros(1, 2), "", 1, torch.tensor([2.0]))
     JacobianLens [layer 1, d_model 2]
@@ -60,10 +62,11 @@ class JacobianLens(AffineLens):
 
     @property
     def error(self) -> Float[Tensor, " layer"]:
-        """The standard error of each weight over texts, as a share of the weight, in Frobenius
-        norms.
+        """The standard error of the matrix of each layer over texts, divided by the size of the
+        matrix. Both are measured by the Frobenius norm.
 
-        Copies of a text count once. The error is NaN for a single text.
+        Copies of a text are taken into account; see `n_different`. The error is NaN for a single
+        text.
         """
         n = self.n_texts if self.n_different is None else self.n_different
         of_mean = self.weight.square().sum((1, 2))
@@ -168,7 +171,7 @@ def jacobian_lens(
             )
         jacobians = _jacobians(runner, names, tokens=text.tokens, skip=skip, max_bytes=max_bytes)
         squares = squares + jacobians.flatten(1).norm(dim=1) ** 2
-        # Add in place, because a third copy may not fit in memory for large models.
+        # Add in place: the memory may not be enough for a third tensor of all Jacobians.
         total = jacobians.add_(total)
         times.update(digests(text))
     count = times.total()
@@ -201,7 +204,7 @@ def _jacobians(
         compute = functools.partial(_jacobian_rows, streams, final, rows=rows, skip=skip)
         values, backward = peak_bytes(compute)
         jacobians[:, rows] = values.to(jacobians)
-        # The first row alone measures the memory that each row needs.
+        # The first row is computed alone, to measure the memory that a row needs.
         if first_row == 0:
             if (least := forward + backward) > max_bytes:
                 raise ValueError(
@@ -231,7 +234,9 @@ def _jacobian_rows(
 def _streams_of_run(
     runner: HookedRunner, names: Sequence[str], tokens: Int[Tensor, "1 pos"]
 ) -> list[Tensor]:
-    """Return the stream entering each block and the final stream, in one graph of gradients."""
+    """Return the stream entering each block and the final stream, connected by an
+    autograd graph.
+    """
 
     def leaf(value: Tensor, point: object) -> Tensor:
         return value.detach().requires_grad_()

@@ -47,11 +47,11 @@ class LensReadout(plots.Shown):
         target_ranks: the number of tokens that are likelier than the target; 0 for the likeliest
             token.
         entropy: the entropy of the prediction, in nats.
-        kl: KL(final ‖ lens), in nats: the loss when this prediction replaces the model's own. It is
-            0 at the last layer.
-        first: the tokens of the first text as text, [pos], and its likeliest next tokens, [layer
-            pos top]; None if the model has no tokenizer. `model.to_pieces(lens.tokens)` returns the
-            text of all tokens.
+        kl: KL(final ‖ lens), in nats: how much the prediction of a layer differs from the
+            prediction of the model. It is 0 at the last layer.
+        first: two lists of strings for the first text: its own tokens [pos], or None if the cache
+            does not know them; and its likeliest next tokens [layer pos top]. None if the model has
+            no tokenizer. `model.to_pieces(lens.tokens)` returns the strings of all texts.
         real: True at real tokens, False at padding; None if there is no padding. Padding is not
             printed.
     """
@@ -195,7 +195,9 @@ def _distributions(
     targets: Int[Tensor, "batch pos"] | None,
     top_k: int,
 ) -> Iterator[Shaped[Tensor, "stream batch pos *top"]]:
-    """Yield the columns of `LensReadout`, computed for some positions at a time."""
+    """Yield the tensors of `LensReadout`, in the order that `_read` returns them. They are computed
+    for a few positions at a time.
+    """
     columns: list[Tensor] = []
     flat = rearrange(streams, "stream batch pos d_model -> stream (batch pos) d_model")
     followed = None if targets is None else targets.flatten()
@@ -206,8 +208,8 @@ def _distributions(
         end = start + rows.shape[1]
         target = logits[-1].argmax(-1) if followed is None else followed[start:end]
         part = _read(logits, to_device(target, logits.device), min(top_k, vocab))
-        # Fill tensors instead of joining parts. Small parts between large tensors that are freed
-        # would keep the memory of these from being used again.
+        # Write into whole tensors instead of joining parts at the end. Small parts would lie in
+        # memory between the large logits, and the freed memory of the logits could not be reused.
         columns = columns or [
             numbers.new_empty(len(numbers), flat.shape[1], *numbers.shape[2:]) for numbers in part
         ]
@@ -255,7 +257,9 @@ def _streams(cache: ActivationCache) -> Float[Tensor, "stream batch pos d_model"
 def _read(
     logits: Float[Tensor, "layer row vocab"], targets: Int[Tensor, " row"], top_k: int
 ) -> tuple[Tensor, ...]:
-    """Return the columns of `LensReadout`."""
+    """Return the tensors of `LensReadout` for some positions: the likeliest tokens, their
+    probabilities, the probability and the rank of the targets, the entropy, and the KL.
+    """
     log_probs = logits.log_softmax(-1)
     index = targets.expand(len(logits), -1)[..., None]
     best = logits.topk(top_k).indices
@@ -263,7 +267,8 @@ def _read(
         best,
         log_probs.gather(-1, best).exp(),
         log_probs.gather(-1, index)[..., 0].exp(),
-        # Compare logits, because `log_probs` is rounded once more. A NaN ranks last.
+        # Compare logits and not `log_probs`, which have one more rounding. With `not <=`, a target
+        # with a NaN ranks last.
         (logits <= logits.gather(-1, index)).logical_not().sum(-1),
         torch.special.entr(log_probs.exp()).sum(-1),
         divergence(log_probs[-1], log_probs),

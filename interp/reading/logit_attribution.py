@@ -1,10 +1,11 @@
 """Direct logit attribution: logits as sums over a model's parts, or logits of the stream up to each
 layer.
 
-1. Take from the cache the values that each part mapped to the stream: embeddings, heads, MLPs or
-   neurons, biases.
-2. Map the logit's direction back through the final norm and `W_O`, and multiply. No vector of the
-   stream is formed.
+1. Take the values of each part from the cache: embeddings, `z` of heads, outputs of MLPs or
+   activations of neurons, and biases.
+2. Map the direction of the logit back to these values, through the final norm and weights such as
+   `W_O`. The effect of a part is the product of its value and this direction. The output of the
+   part in the stream is not computed.
 3. Divide by the norm's scale in the run. With a fixed scale the norm is linear (Elhage et al.
    2021).
 4. Check that the parts add up to the logit, up to rounding.
@@ -248,12 +249,15 @@ class _Reading:
         return vectors, zeros if bias is None else bias[tokens].to(vectors.dtype)
 
     def read(self, stream: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos"]:
-        """Return the component of a stream along the direction."""
+        """Return the effect of a vector of the stream on the logit: the product with the direction,
+        divided by the scale of the final norm.
+        """
         return self._scaled((stream * to_device(self.direction, stream.device)).sum(-1))
 
     def spread(self, stream: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos"]:
-        """Return the root of the sum of squares of the terms of `read`: errors with random signs
-        add up in this way.
+        """Return the same as `read`, but with the root of the sum of squares in place of the sum.
+
+        Rounding errors with random signs add up in this way.
         """
         return self._scaled((stream * to_device(self.direction, stream.device)).norm(dim=-1))
 

@@ -159,8 +159,9 @@ def _values(
     where = {}
     for name, index in chosen.items():
         if index is not None:
-            # A point may declare the axis under a related name. If it has none of these names,
-            # `index_by_axis` raises an error for the requested name.
+            # A point may have a related axis in place of the requested one, such as `kv_head` for
+            # `head`. If it has no such axis, `index_by_axis` raises an error with the requested
+            # name.
             axis = next((declared for declared in SELECTS[name] if declared in axes), name)
             where[axis] = index
     rest = [axis for axis in axes if axis not in where]

@@ -230,7 +230,9 @@ def _backward(
     bias: Float[Tensor, "layer d_model"],
     streams: Float[Tensor, "stream row d_model"],
 ) -> Float[Tensor, " layer"]:
-    """Return the mean KL of each layer in nats, and add its gradients to the translators."""
+    """Return the mean KL of each layer in nats, and add its gradients to the gradients of the
+    translators.
+    """
     losses = torch.zeros_like(bias[:, 0])
     for rows in split_rows(streams, vocab):
         x, final = rows[:-1], rows[-1:]
