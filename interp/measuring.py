@@ -86,12 +86,17 @@ class WordedMetric:
         last: the number of last real positions that the metric reads; 0 for all positions.
         unit: the unit of the metric.
         read: a function that returns the metric with tokens of a model.
+        answers: the texts, if each text may be several tokens that continue a text of the model.
+            None if each text must be one token.
+        score: the name of the score of these answers.
     """
 
     call: str
     last: int
     unit: str
     read: Callable[[nn.Module], Metric]
+    answers: Any = None
+    score: str = ""
 
     def __call__(self, logits: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Raise an error, because texts cannot be converted to tokens without a model."""

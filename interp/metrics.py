@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from hooks.base import Texts, at_least_float32, real_of, require_kind, to_device
+from hooks.base import Selection, Texts, at_least_float32, real_of, require_kind, to_device
 from interp.inputs.texts import text_for
 from interp.inputs.token_positions import (
     Mask,
@@ -25,6 +25,8 @@ from interp.inputs.token_positions import (
 )
 from interp.measuring import Metric, TokenMetric, WordedMetric, Writer
 from interp.numbers.precision import divergence
+
+_LAST = Selection(-1)
 
 
 def logit_diff(right: SeveralTokens, wrong: SeveralTokens, pos: "Tokens" = -1) -> Metric:
@@ -58,7 +60,9 @@ def log_prob(token: Tokens, pos: Tokens = -1) -> Metric:
     """Return a metric: the log-probability of a token, in nats.
 
     Args:
-        token: one token, or one for each example.
+        token: one token, or one for each example. For analyses, a text may be several tokens, such
+            as `" Paris, the city"`: the metric is then the log-probability of the whole text after
+            the prompt; see `Pairs`.
         pos: see `logit_diff`, also for the errors.
 
     >>> log_prob(1)(torch.zeros(1, 3, 5)).exp()  # [batch, pos, vocab]: five equally likely tokens
@@ -77,7 +81,8 @@ def accuracy(token: Tokens, pos: Tokens = -1) -> Metric:
     Of several equally likely tokens, the token with the lowest number counts as the likeliest.
 
     Args:
-        token: one token, or one for each example.
+        token: one token, or one for each example. For analyses, a text may be several tokens: the
+            metric is then 1 if greedy decoding after the prompt returns the whole text.
         pos: see `logit_diff`, also for the errors.
 
     >>> accuracy([2, 0])(torch.tensor([[[0.0, 1.0, 3.0]], [[1.0, 2.0, 0.0]]]))
@@ -244,7 +249,15 @@ def _of_tokens(
             ids = token_ids(model, tokens)
             return _of_tokens(name, unit, ids, pos=pos, score=score, most=most)
 
-        return WordedMetric(call=call, last=at.last, unit=unit, read=read)
+        continues = name in ("log_prob", "accuracy") and at.where == _LAST
+        return WordedMetric(
+            call=call,
+            last=at.last,
+            unit=unit,
+            read=read,
+            answers=tokens[0] if continues else None,
+            score=name,
+        )
     ids = [tokens_of(argument, most) for argument in tokens]
 
     def call_in_words(write: Writer) -> str:

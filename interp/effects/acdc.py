@@ -25,6 +25,7 @@ from interp.graph.circuit import Circuit, feeding
 from interp.graph.graph import Graph
 from interp.inputs.token_positions import Tokens
 from interp.metrics import kl_divergence
+from interp.pairs.answers import predicting
 from interp.pairs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.runs.masked import CircuitSource, MaskedRuns
 from interp.runs.runs import Runs
@@ -57,7 +58,8 @@ def acdc(
             one number or several. Each threshold is above 0.
         source, direction, split_embeddings, max_bytes: see `run_circuit`.
         pos: the positions where predictions are compared; see `logit_diff`. None means the mean
-            over all positions that are not padding. Default: the last position.
+            over all positions that are not padding. Default: the last position. For answers of
+            several tokens, the mean over the positions that predict their tokens.
         progress: whether to show a bar after two seconds.
 
     Returns:
@@ -79,10 +81,13 @@ def acdc(
     _require_positive(thresholds)
     whole_model = Runs(model, pairs, direction)
     mask = whole_model.text.attention_mask
+    if whole_model.rows is not whole_model.pairs and isinstance(pos, int) and pos == -1:
+        pos, mask = None, predicting(whole_model.text, whole_model.prompts)
     metric = kl_divergence(whole_model.logits({}), pos, attention_mask=mask)
-    pairs = whole_model.pairs.measured_by(metric)
+    rows = whole_model.rows.measured_by(metric)
+    found_on = whole_model.pairs.digests()
     graph = Graph(model, split_embeddings)
-    runs = MaskedRuns(graph, pairs, source, direction=direction, max_bytes=max_bytes)
+    runs = MaskedRuns(graph, rows, source, direction=direction, max_bytes=max_bytes)
     known_divergences: dict[bytes, float] = {}
 
     def divergence(kept: Bool[Tensor, "writer reader"]) -> float:
@@ -97,7 +102,7 @@ def acdc(
     with progress_bar("edges", total=n_edges * len(thresholds)) as count:
         for number, threshold in enumerate(thresholds, 1):
             kept, scores = _tested(graph, threshold, divergence, count)
-            circuits[threshold] = Circuit(graph, kept, scores=scores, found_on=pairs.digests())
+            circuits[threshold] = Circuit(graph, kept, scores=scores, found_on=found_on)
             # Count the edges that need no test too.
             count(number * n_edges - count.done)
     return circuits

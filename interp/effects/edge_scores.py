@@ -18,7 +18,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from hooks.base import (
@@ -73,13 +73,20 @@ class ChangedPositions(NamedTuple):
         return 1 if self.labels is None else len(self.labels)
 
 
-def changed_positions(over: str | None, edited: Text, source: Text) -> ChangedPositions:
+def changed_positions(
+    over: str | None,
+    edited: Text,
+    source: Text,
+    prompts: Bool[Tensor, "batch pos"] | None = None,
+) -> ChangedPositions:
     """Return the positions for one value of `over`; see `edge_attribution`.
 
     Args:
         over: None, `pos` or `span`.
         edited: the text that is edited.
         source: the text from which values are taken.
+        prompts: True at the tokens of prompts, and False at answers of several tokens. Default: the
+            texts have no answers.
 
     Raises:
         ValueError: if `over` has another value, or the texts do not fit it.
@@ -95,7 +102,14 @@ def changed_positions(over: str | None, edited: Text, source: Text) -> ChangedPo
         one_group = torch.zeros_like(columns)
         if over is None:
             return ChangedPositions(here=columns, there=columns, group=one_group, labels=None)
-        return ChangedPositions(here=columns, there=columns, group=columns, labels=[*range(n)])
+        column_of_prompt = columns
+        if prompts is not None:
+            # The sum of the last group is dropped.
+            n = int(prompts.any(0).nonzero().max()) + 1
+            column_of_prompt = columns.where(prompts, n)
+        return ChangedPositions(
+            here=columns, there=columns, group=column_of_prompt, labels=[*range(n)]
+        )
     if not edited.spans:
         raise ValueError("over='span' needs Pairs with spans; got pairs without spans")
     here, there, group = [], [], []

@@ -124,7 +124,8 @@ def edge_attribution(
     graph = Graph(model, split_embeddings)
     runs = Runs(graph.runner().model, pairs, direction)
     source = runs.source(graph.needed)
-    where = changed_positions(over, runs.text, runs.other)
+    prompts = None if runs.rows is runs.pairs else runs.prompts
+    where = changed_positions(over, runs.text, runs.other, prompts)
     start = runs.gradients(points_read(graph))
     base = start.base
     edge_scores = EdgeScores(

@@ -123,7 +123,8 @@ def patch_top_k(
     value = next(iter(sites.values.values()))
     precision = metric_rounding(runs.target.dtype, value.dtype)
     have_same_places = estimated_labels == sites.labels
-    _require_same(have_same_places and _are_close(estimate.target, runs.target, precision))
+    target = runs.per_example(runs.target)
+    _require_same(have_same_places and _are_close(estimate.target, target, precision))
     order = estimated_sizes.argsort(descending=True, stable=True).tolist()
     n_outside = n_places - k
     n_sampled = min(budget - 2 - k, n_outside)
@@ -132,7 +133,7 @@ def patch_top_k(
     patched = order[:k] + [order[k + n] for n in sample]
     jobs = sites.edits(partial(edits.replace, sites.values))
     base, effects = runs.edited([jobs[place] for place in patched])
-    _require_same(_are_close(estimate.base, base, precision))
+    _require_same(_are_close(estimate.base, runs.per_example(base), precision))
     exact = runs.result(effects, {"place": patched}, base, site=choice.site)
     return _verified(estimate, exact, patched, k=k, n_outside=n_outside)
 

@@ -29,16 +29,31 @@ from hooks.base import (
 from interp import plots
 from interp.inputs.copies import digests, numbered
 from interp.inputs.texts import text_for
-from interp.inputs.token_positions import Tokens, as_positions, is_worded, last_real, short
-from interp.measuring import Metric, Writer, evaluate, in_words, last_of, metric_for
+from interp.inputs.token_positions import Tokens, as_positions, last_real, short
+from interp.measuring import (
+    Metric,
+    WordedMetric,
+    Writer,
+    evaluate,
+    in_words,
+    last_of,
+    metric_for,
+)
 from interp.metrics import accuracy, log_prob, logit_diff
+from interp.pairs.answers import (
+    AnswerScore,
+    Continuations,
+    per_example,
+    rows_of_answers,
+    score_of_rows,
+)
 from interp.pairs.spans import Spans, aligned, answer_positions
-from interp.pairs.wording import tokens_of_pairs
+from interp.pairs.wording import answers_of_texts, has_several_tokens, tokens_of_pairs
 from interp.plots import objects
-from interp.protocol import logits_of, runner_of
+from interp.protocol import logits_of, of, runner_of
 
 Answers = Int[Tensor, " batch"] | Int[Tensor, "batch 2"] | int | str | Sequence[Any]
-"""The right token of each text, or the right and the wrong token, as numbers or as strings."""
+"""The right answer of each text, or the right and the wrong answer, as tokens or as strings."""
 
 PatchingDirection = Literal["denoising", "noising"]
 """The run that is edited.
@@ -62,6 +77,12 @@ class Pairs(plots.Shown):
     converts the strings to tokens with the model's tokenizer. `read_by(model)` returns the
     converted pairs.
 
+    Answers may be several tokens: `Pairs("The capital of France is", "The capital of Italy is",
+    (" Paris, the city", " Rome, the city"))`. An analysis then runs a row for each answer, which
+    contains the text and the answer (`rows`). Positions of edits and results are positions of the
+    texts. An edit without positions also acts on the answer, and values of the other text come from
+    a run on the same answer.
+
     Args:
         clean: the clean texts, as tokens [batch, pos] or in any form that `model.to_tokens`
             accepts. For a model whose first input is an image or a sound, a tensor [batch, ...].
@@ -74,10 +95,12 @@ class Pairs(plots.Shown):
         corrupted: the corrupted texts. If they are not a mapping, they use the mask and the other
             arguments of the clean texts. Default: None, for an analysis whose values come from an
             edit or a source.
-        answers: the right token of each clean text, or the right and the wrong token, as a tensor.
-            Or a token, or a tuple (right, wrong), for all texts, or a list with one of these for
-            each text. An answer that is a word of the text means this word after a space, if the
-            word with the space is one token. Default: None, for a metric that needs no answers.
+        answers: the right answer of each clean text, or the right and the wrong answer. One token
+            for each answer is a tensor [batch] or [batch, 2]. Otherwise an answer, or a tuple
+            (right, wrong), for all texts, or a list with one of these for each text. An answer is a
+            string of any number of tokens, a token, or a tensor of tokens [n]. A string that is a
+            word of the text means this word after a space, if the word with the space is one token.
+            Default: None, for a metric that needs no answers.
         attention_mask: True or 1 at the real tokens of the texts. Default: None, if there is no
             padding, or if the texts are mappings that contain masks.
         spans: the positions of each example in the clean text, or a mask of these positions, by
@@ -87,20 +110,25 @@ class Pairs(plots.Shown):
             spans, such as `["assistant"]`. Default: no spans.
         metric: a function from logits to a number for each example. Default: the logit difference
             of right and wrong answers, or the log-probability of the right answers if there are no
-            wrong ones.
+            wrong ones. If an answer is several tokens: the log-probability of the right answer
+            given the text, minus the log-probability of the wrong answer if there is one.
         corrupted_spans: the positions of the spans in the corrupted texts. Default: the same
             positions as in the clean texts.
         last_only: whether to use only the last position of each span. If False, a span must have
             the same number of positions in both texts. Default: False.
         pos: the position of the answers, one for all texts or one for each, as in `logit_diff`.
             Default: the last real token, or the mask token for a model that reads texts in both
-            directions.
+            directions. Answers of several tokens always follow the last real token.
+        per_token: whether to divide the log-probability of an answer of several tokens by its
+            number of tokens. Default: False.
 
     Attributes:
         is_read: whether texts, answers and spans are tokens and positions, as in the result of
             `read_by`.
-        answers: the answers as they were given, or a tensor of tokens after a model has read the
-            pairs.
+        answers: the answers as they were given. After a model has read the pairs, a tensor of
+            tokens, or `Continuations` of several tokens.
+        continuations: the answers of several tokens that the default metric measures; None for
+            answers of one token, and for other metrics.
         pos: the position of the answers. If no position was given, it is None until a model reads
             the pairs.
         solved_of: the number of pairs from which `solved` selected these pairs. None for all other
@@ -123,6 +151,7 @@ class Pairs(plots.Shown):
 
     answers: Any
     solved_of: int | None = None
+    continuations: Continuations | None = None
 
     def __init__(
         self,
@@ -136,6 +165,7 @@ class Pairs(plots.Shown):
         corrupted_spans: "Spans | None" = None,
         last_only: bool = False,
         pos: "Tokens | None" = None,
+        per_token: bool = False,
         **others: Unpack[NoOthers],
     ) -> None:
         refuse(others, Pairs.__init__, "Pairs")
@@ -143,6 +173,9 @@ class Pairs(plots.Shown):
         if metric is not None:
             _require_metric(metric, pos)
         self._metric = metric
+        # A metric of the constructor is ambiguous with answers of several tokens. A metric of
+        # `measured_by` replaces the metric of the answers.
+        self._has_both = metric is not None and answers is not None
         self.last_only = last_only
         self.pos = None if pos is None else as_positions(pos)
         # The function that returns the text of tokens. It is set when a model reads the pairs.
@@ -151,9 +184,11 @@ class Pairs(plots.Shown):
         self._clean = _with_mask(as_text(clean), attention_mask, clean)
         self._corrupted = _corrupted_text(corrupted, self._clean)
         self.answers = answers
+        self.per_token = per_token
         self._spans: Any = spans or {}
         are_tokens = isinstance(self._clean, Text) and isinstance(self._corrupted, Text | None)
-        self.is_read = are_tokens and not is_worded(answers) and isinstance(spans, Mapping | None)
+        has_tokens = are_tokens and not _must_be_read(answers)
+        self.is_read = has_tokens and isinstance(spans, Mapping | None)
         if self.is_read:
             self._clean, self._corrupted, self.answers = aligned(
                 self._clean,
@@ -200,11 +235,66 @@ class Pairs(plots.Shown):
                 last_only=self.last_only,
             )
             pairs.is_read = True
-        if pairs.pos is None and pairs.answers is not None and self._metric is None:
+        pairs._read_metric(model)
+        if pairs.continuations is not None:
+            _require_causal(model, pairs.pos)
+        elif pairs.pos is None and pairs.answers is not None and self._metric is None:
             pairs.pos = answer_positions(model, pairs._clean, pairs._corrupted)
-        pairs._metric = self._metric and metric_for(model, self._metric)
         pairs._write = self._write or writer_of(model)
         return pairs
+
+    def _read_metric(self, model: nn.Module) -> None:
+        """Convert a metric with tokens as text, and find answers of several tokens."""
+        metric = self._metric
+        answers = self.answers
+        score: AnswerScore = "log_prob"
+        if isinstance(metric, WordedMetric) and has_several_tokens(model, metric.answers):
+            answers = answers_of_texts(model, self._clean, metric.answers)
+            score = cast(AnswerScore, metric.score)
+            metric = None
+        if metric is None and isinstance(answers, Continuations):
+            self.continuations = replace(answers, score=score, per_token=self.per_token)
+            self._metric = None
+            return
+        self._metric = metric and metric_for(model, metric)
+        if isinstance(self.answers, Continuations) and self._has_both:
+            raise ValueError(
+                "metric must be left out for answers of several tokens, whose metric is their "
+                f"log-probability; got {self._metric!r}"
+            )
+
+    def rows(self) -> "Pairs":
+        """Return the pairs with one row for each answer, as analyses run them.
+
+        A row contains a prompt and all tokens of an answer except the last token. The rows of the
+        right answers come first. The metric of a row is the log-probability of its answer, and
+        minus the log-probability of a wrong answer.
+
+        If each answer is one token, the result is these pairs themselves.
+
+        Raises:
+            ValueError: if no model has read the pairs yet, or if an argument of the model has a
+                number for each position of a prompt.
+
+        >>> from models import load
+        >>> pairs = Pairs("def __ini", answers=(" of", " a")).read_by(load("pydoc-4l"))
+        >>> pairs.rows()
+        Pairs: 2, clean [2, 11]
+        >>> pairs.metric
+        log_prob(' of') - log_prob(' a')
+        """
+        self._require_read()
+        answers = self.continuations
+        if answers is None:
+            return self
+        rows = copy.copy(self)
+        rows._clean = rows_of_answers(self._clean, answers)
+        if self._corrupted is not None:
+            rows._corrupted = rows_of_answers(self._corrupted, answers)
+        rows._metric = score_of_rows(answers, rows._clean)
+        rows.answers = None
+        rows.continuations = None
+        return rows
 
     @property
     def clean(self) -> Any:
@@ -263,6 +353,8 @@ class Pairs(plots.Shown):
         metric = self._metric
         if metric is None:
             self._require_read()
+            if self.continuations is not None:
+                return self.rows().metric
             if self.answers is None:
                 raise ValueError("pairs must have answers or a metric; got None for both")
             pos = self._listed_pos()
@@ -283,6 +375,8 @@ class Pairs(plots.Shown):
         """Return the same pairs with another metric."""
         pairs = copy.copy(self)
         pairs._metric = metric
+        pairs._has_both = False
+        pairs.continuations = None
         return pairs
 
     def texts(self, direction: PatchingDirection) -> tuple[Text, Text]:
@@ -323,28 +417,45 @@ class Pairs(plots.Shown):
         >>> pairs.solved(load("pydoc-4l"))
         Pairs: 1 of 2 solved, clean [1, 9]
         """
-        pairs = self.read_by(model)
-        answers = pairs.answers
-        if metric is None and self._metric is None and answers is not None and answers.ndim == 1:
-            metric = accuracy(answers, pos=pairs._listed_pos())
-        metric = pairs.metric if metric is None else metric_for(model, metric)
+        read = self.read_by(model)
+        pairs = read
+        if metric is not None:
+            pairs = pairs.measured_by(metric).read_by(model)
+        elif pairs._has_only_right_answers():
+            pairs = pairs._by_accuracy()
+        rows = pairs.rows()
+        metric = rows.metric
         # This raises an error if the model is in training mode.
         runner_of(model)
-        last = last_of(metric, pairs.text.of_logits.attention_mask)
-        n_rows = max(1, _TOKENS_AT_ONCE // pairs.text.tokens.shape[1])
+        last = last_of(metric, rows.text.of_logits.attention_mask)
+        n_rows = max(1, _TOKENS_AT_ONCE // rows.text.tokens.shape[1])
         logits = []
-        for start in range(0, len(pairs), n_rows):
-            text = pairs.text.rows(slice(start, start + n_rows))
+        for start in range(0, len(rows), n_rows):
+            text = rows.text.rows(slice(start, start + n_rows))
             output = model(text.tokens, **text.arguments(model))
             logits.append(last_real(logits_of(output), last, text.of_logits.attention_mask))
-        values = evaluate(metric, torch.cat(logits), len(pairs))
+        values = per_example(evaluate(metric, torch.cat(logits), len(rows)), len(pairs))
         if not (values > 0).any():
             raise ValueError(
                 f"the model must solve at least one pair; got 0 of {len(self)} by {metric!r}"
             )
-        solved = pairs[values > 0]
-        solved.solved_of = len(pairs)
+        solved = read[values > 0]
+        solved.solved_of = len(read)
         return solved
+
+    def _has_only_right_answers(self) -> bool:
+        """Return True if the default metric measures right answers without wrong answers."""
+        if self.continuations is not None:
+            return self.continuations.n_answers == 1
+        return self._metric is None and self.answers is not None and self.answers.ndim == 1
+
+    def _by_accuracy(self) -> "Pairs":
+        """Return pairs with only right answers, measured by the accuracy of greedy decoding."""
+        if self.continuations is None:
+            return self.measured_by(accuracy(self.answers, pos=self._listed_pos()))
+        pairs = copy.copy(self)
+        pairs.continuations = replace(self.continuations, score="accuracy")
+        return pairs
 
     def split(self, seed: int = 0, share: float = 0.5) -> tuple["Pairs", "Pairs"]:
         """Return two random parts of the pairs, to find a circuit and to measure it, for example.
@@ -431,7 +542,8 @@ class Pairs(plots.Shown):
         changed = copy.copy(self)
         changed._clean = self.text.changed(change)
         changed._corrupted = None if self.other is None else self.other.changed(change)
-        changed.answers = None if self.answers is None else change(self.answers)
+        changed.answers = _changed_answers(self.answers, change)
+        changed.continuations = _changed_answers(self.continuations, change)
         changed.pos = change(self.pos) if isinstance(self.pos, Tensor) else self.pos
         return changed
 
@@ -447,6 +559,38 @@ class Pairs(plots.Shown):
         if self.spans:
             parts.append(f"spans {', '.join(self.spans)}")
         return f"Pairs: {', '.join(parts)}"
+
+
+def _changed_answers(answers: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return answers after a change of each tensor with a row for each text."""
+    if answers is None:
+        return None
+    return answers.changed(change) if isinstance(answers, Continuations) else change(answers)
+
+
+def _must_be_read(answers: Any) -> bool:
+    """Return True if answers are strings, or lists that contain tensors of tokens."""
+    if isinstance(answers, (list, tuple)):
+        return any(isinstance(answer, Tensor) or _must_be_read(answer) for answer in answers)
+    return isinstance(answers, str)
+
+
+def _require_causal(model: nn.Module, pos: Any) -> None:
+    """Check that a model can read answers of several tokens after its texts.
+
+    Raises:
+        ValueError: if a position is given, or the model reads texts in both directions.
+    """
+    if not getattr(of(model), "is_causal", True):
+        raise ValueError(
+            f"answers must be single tokens, because a {type(model).__name__} reads texts in both "
+            "directions; got several tokens"
+        )
+    if pos is not None and not (isinstance(pos, int) and pos == -1):
+        raise ValueError(
+            "pos must be left out for answers of several tokens, which follow the last token of a "
+            f"text; got {short(pos)}"
+        )
 
 
 def _require_texts(**given: Any) -> None:

@@ -9,6 +9,7 @@ from jaxtyping import Int, Shaped
 from torch import Tensor, nn
 
 from hooks.base import Index, Selection, Text, real_columns, real_of, shown
+from interp.pairs.answers import Continuations
 from interp.protocol import of
 
 Spans = Mapping[str, Index]
@@ -26,8 +27,10 @@ def aligned(
     spans: Spans,
     corrupted_spans: Spans | None,
     last_only: bool,
-) -> tuple[Text, Text | None, Tensor | None]:
-    """Return the texts of pairs with the columns of their spans, and the answers as a tensor.
+) -> tuple[Text, Text | None, Tensor | Continuations | None]:
+    """Return the texts of pairs with the columns of their spans, and the answers.
+
+    The answers become a tensor, unless they are `Continuations` of several tokens.
 
     Args:
         clean: the clean texts.
@@ -62,7 +65,9 @@ def aligned(
         for text, mask, columns_of_text in zip(texts, masks, columns, strict=True)
     ]
     corrupted = None if corrupted is None else with_columns[1]
-    return with_columns[0], corrupted, as_answers(answers, clean.tokens)
+    if not isinstance(answers, Continuations):
+        answers = as_answers(answers, clean.tokens)
+    return with_columns[0], corrupted, answers
 
 
 def answer_positions(

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hooks.base import Text, named_spans
+from hooks.base import Text, named_spans, shown
 from interp.inputs.token_positions import is_worded
+from interp.pairs.answers import AnswerTokens, Continuations
 from interp.protocol import of
 
 
@@ -30,7 +31,7 @@ def tokens_of_pairs(
         The answers, the spans of the clean texts and the spans of the corrupted texts.
 
     Raises:
-        ValueError: if an answer is several tokens or ambiguous, if a span does not occur exactly
+        ValueError: if an answer is empty or ambiguous, if a span does not occur exactly
             once in its text, or if texts without spans have different numbers of tokens. The last
             error shows the tokens of both texts.
         UnknownNameError: if a chat has no span with a given name.
@@ -39,9 +40,7 @@ def tokens_of_pairs(
     if corrupted is not None and not spans:
         _require_same_lengths(model, clean, corrupted)
     if answers is not None and not isinstance(answers, Tensor):
-        is_shared = _is_one_answer(answers)
-        answers_of_texts = [answers] * len(clean.tokens) if is_shared else answers
-        answers = _answers(model, clean.of_logits, answers_of_texts)
+        answers = answers_of_texts(model, clean, answers)
     clean_spans = _spans(model, clean, spans, side=0)
     if corrupted is None:
         return answers, clean_spans, None
@@ -66,66 +65,123 @@ def _require_same_lengths(model: nn.Module, clean: Text, corrupted: Text) -> Non
             )
 
 
-def _answers(model: nn.Module, text: Text, answers: Sequence[Any]) -> Tensor:
-    """Return the right tokens of texts, [batch], or the right and the wrong tokens, [batch, 2].
+def has_several_tokens(model: nn.Module, texts: Any) -> bool:
+    """Return True if a text, or one of several texts, is several tokens of a model.
+
+    Args:
+        model: the model whose tokenizer converts strings.
+        texts: a text or a token, several of them, or None.
+    """
+    if isinstance(texts, str):
+        return len(_tokens(of(model, "to_id"), texts)) > 1
+    return is_worded(texts) and any(has_several_tokens(model, text) for text in texts)
+
+
+def answers_of_texts(model: nn.Module, text: Text, answers: Any) -> Tensor | Continuations:
+    """Return the answers of texts as tokens.
 
     Args:
         model: the model whose tokenizer converts strings.
         text: the texts that the answers continue.
-        answers: the answer of each text, or its right and its wrong answer.
+        answers: the answer of each text, or its right and its wrong answer; or one for all texts.
+
+    Returns:
+        If each answer is one token, the right tokens [batch], or the right and the wrong tokens
+        [batch, 2]. Otherwise `Continuations`.
+
+    Raises:
+        ValueError: if the number of answers does not fit the texts, or an answer does not fit its
+            text; see `_answer`.
     """
-    texts = text.listed()
+    texts = text.of_logits.listed()
+    answers = [answers] * len(texts) if _is_one_answer(answers) else answers
     if len(answers) != len(texts):
         raise ValueError(
             f"answers must be a list with one answer for each of {len(texts)} texts, or a tuple "
             f"(right, wrong); got {len(answers)} answers"
         )
-    answer_tokens: list[Any] = []
+    answer_tokens = []
     for tokens, answer in zip(texts, answers, strict=True):
-        if isinstance(answer, (tuple, list)):
-            answer_tokens.append([_answer(model, tokens, part) for part in answer])
-        else:
-            answer_tokens.append(_answer(model, tokens, answer))
-    return torch.tensor(answer_tokens, device=text.tokens.device)
+        parts = answer if isinstance(answer, (tuple, list)) else [answer]
+        answer_tokens.append(tuple(_answer(model, tokens, part) for part in parts))
+    counts = {len(parts) for parts in answer_tokens}
+    if counts not in ({1}, {2}):
+        raise ValueError(
+            "each text must have a right answer, or each text a right and a wrong answer; got "
+            f"{sorted(counts)} answers"
+        )
+    if any(len(tokens) > 1 for parts in answer_tokens for tokens in parts):
+        return Continuations(tuple(answer_tokens))
+    ids = torch.tensor(answer_tokens, device=text.tokens.device)[..., 0]
+    return ids[:, 0] if counts == {1} else ids
 
 
-def _answer(model: nn.Module, tokens: list[int], answer: str | int) -> int:
-    """Return the token of an answer that continues a text.
+def _answer(model: nn.Module, tokens: list[int], answer: str | int | Tensor) -> AnswerTokens:
+    """Return the tokens of an answer that continues a text.
 
     Args:
         model: the model whose tokenizer converts strings.
         tokens: the text.
-        answer: the answer as a string or a token.
+        answer: the answer as a string, a token, or a tensor of tokens [n].
 
     Raises:
-        ValueError: if the answer is several tokens, or if it is ambiguous: a new word, or the rest
-            of the last word.
+        ValueError: if the answer is empty, if it is ambiguous, a new word or the rest of the last
+            word, or if its tokens after the text are not the text and the answer.
     """
+    if isinstance(answer, Tensor):
+        if answer.ndim > 1 or not answer.numel() or answer.is_floating_point():
+            raise ValueError(f"an answer must be a tensor of tokens [n]; got {shown(answer)}")
+        return tuple(answer.reshape(-1).tolist())
     if isinstance(answer, int):
-        return answer
+        return (answer,)
     language = of(model, "to_id")
     text = language.to_text(tokens)
-    plain = _one_token(language, answer)
-    spaced = _one_token(language, f" {answer}")
-    if answer[:1].isspace() or text[-1:].isspace() or spaced is None:
-        return int(language.to_id(answer))
+    chosen = _new_word_or_rest(language, text, answer)
+    joined = language.to_text([*tokens, *chosen])
+    if len(chosen) > 1 and joined not in (text + answer, f"{text} {answer}"):
+        raise ValueError(
+            f"the tokens of an answer must continue its text; after {text[-20:]!r}, the model "
+            f"reads the tokens of {answer!r} as {joined[len(text) :]!r}"
+        )
+    return chosen
+
+
+def _new_word_or_rest(language: Any, text: str, answer: str) -> AnswerTokens:
+    """Return the tokens of an answer: of a new word after a text, or of the rest of its last word.
+
+    Raises:
+        ValueError: if the answer could be both.
+    """
+    plain = _tokens(language, answer)
+    spaced = _tokens(language, f" {answer}")
+    is_separate = answer[:1].isspace() or text[-1:].isspace()
+    if is_separate or (len(plain) == 1 and len(spaced) > 1):
+        return plain
     # If the text contains the answer as a word, the answer is a new word and not the rest of the
     # last word.
-    if plain in (None, spaced) or re.search(rf"\b{re.escape(answer)}\b", text):
+    is_word_of_text = re.search(rf"\b{re.escape(answer)}\b", text)
+    is_only_spaced = len(spaced) == 1 and len(plain) > 1
+    if is_word_of_text or is_only_spaced or plain == spaced:
         return spaced
+    is_inside_word = answer[:1].isalnum() and text[-1:].isalnum()
+    if len(plain) > 1 and not is_inside_word:
+        return plain
     raise ValueError(
         f"an answer must be a new word or the rest of a word; after {text[-20:]!r} got {answer!r}: "
-        f"write {' ' + answer!r} for a new word, or pass model.to_id({answer!r}) for the rest of a "
-        "word"
+        f"write {' ' + answer!r} for a new word, or pass {_as_tokens(plain, answer)} for the rest "
+        "of a word"
     )
 
 
-def _one_token(language: Any, text: str) -> int | None:
-    """Return the token of a text, or None if the text is several tokens."""
-    try:
-        return int(language.to_id(text))
-    except ValueError:
-        return None
+def _as_tokens(tokens: AnswerTokens, answer: str) -> str:
+    """Return the code that passes an answer as tokens, for an error."""
+    return f"model.to_id({answer!r})" if len(tokens) == 1 else f"torch.tensor({[*tokens]})"
+
+
+def _tokens(language: Any, text: str) -> AnswerTokens:
+    """Return the tokens of a text, without the tokens that begin or end a text."""
+    (tokens,) = language.to_tokens(text, bos=False).listed()
+    return tuple(tokens)
 
 
 def _spans(

@@ -65,7 +65,7 @@ class CircuitRuns(MaskedRuns):
     @without_gradients
     def __call__(self, circuit: Circuit) -> Float[Tensor, " example"]:
         """Return the metric of a run that replaces all edges outside the circuit."""
-        return self.metric(circuit)
+        return self.runs.per_example(self.metric(circuit))
 
     def shares(self, values: Tensor, axis: str, labels: Iterable[object]) -> Result:
         """Return differences of the metric as shares of `whole - none`.

@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from hooks.base import at_least_float32, to_device
+from hooks.base import POSITION_AXES, at_least_float32, to_device
 from interp import edits
 from interp.results.result import Result
 from interp.runs.gradients import require_numbers, warn_of_unread
@@ -122,6 +122,9 @@ def summed(
             # Each place selects along one axis of the point, which is the same for all places.
             (point_axis,) = places[0][1]
             selections[point_axis] = [selected[point_axis] for _, selected in places]
+    if sites.prompts is not None:
+        first, *others = factors
+        factors = (_at_prompts(sites.prompts, axes, first, selections), *others)
     # `einsum` also accepts numbers instead of letters: the numbers of the axes follow each factor.
     numbers = {axis: n for n, axis in enumerate(axes)}
     operands: list[Any] = []
@@ -131,6 +134,29 @@ def summed(
     for dim, indices in enumerate(selections.values()):
         sums = _grouped(sums, dim, indices)
     return sums
+
+
+def _at_prompts(
+    prompts: Bool[Tensor, "row column"],
+    axes: Sequence[str],
+    factor: Float[Tensor, "..."],
+    selections: Mapping[str, object],
+) -> Float[Tensor, "..."]:
+    """Return a factor with 0 at the tokens of answers, if the places are positions.
+
+    Args:
+        prompts: True at the tokens of prompts.
+        axes: the axes of the factor.
+        factor: the factor.
+        selections: the axes along which places are selected.
+    """
+    for axis in selections:
+        if axis in POSITION_AXES:
+            shape = [1] * factor.ndim
+            shape[axes.index("batch")], shape[axes.index(axis)] = prompts.shape
+            is_prompt = to_device(prompts.view(shape), factor.device)
+            factor = factor.where(is_prompt, 0)
+    return factor
 
 
 def _grouped(values: Tensor, dim: int, indices: list[int | slice]) -> Tensor:

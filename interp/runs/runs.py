@@ -1,16 +1,20 @@
 """Runs of pairs: the shared texts, and the ways to run them."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from hooks import ActivationCache, Hooks
-from hooks.base import Text, require_kind, warn, without_gradients
+from hooks.base import TEXT_AXES, Selection, Text, require_kind, warn, without_gradients
+from interp.edits import Edit
 from interp.inputs.copies import digests, groups
 from interp.kinds import require_made
 from interp.measuring import Metric, measure
+from interp.pairs.answers import per_example, prompts_of_rows
 from interp.pairs.pairs import Pairs, PatchingDirection
 from interp.protocol import logits_of, runner_of
 from interp.results.result import Result
@@ -37,7 +41,9 @@ class Runs:
     Attributes:
         runner: the runner of the model.
         pairs: the pairs as tokens.
-        text: the texts that are run and edited.
+        rows: the pairs that are run. For answers of several tokens they have a row for each answer;
+            otherwise they are `pairs`.
+        text: the texts that are run and edited, with these rows.
         base: the metric of these texts; set by `cache`.
         target: the metric of the source texts; set by `source`.
         reads_other: whether values of the source texts are used.
@@ -64,12 +70,16 @@ class Runs:
         self.max_bytes = max_bytes
         require_made("pairs", pairs, Pairs)
         self.pairs = pairs.read_by(model)
+        self.rows = self.pairs.rows()
         self.direction = direction
         self.reads_other = direction is not None
-        if direction is None or direction == "noising":
-            self.text = self.pairs.text
-        else:
-            self.text = self.pairs.texts(direction)[0]
+        self.text = self._edited_text(self.rows)
+
+    def _edited_text(self, pairs: Pairs) -> Text:
+        """Return the texts of pairs that are edited."""
+        if self.direction is None or self.direction == "noising":
+            return pairs.text
+        return pairs.texts(self.direction)[0]
 
     @property
     def other(self) -> Text:
@@ -78,7 +88,16 @@ class Runs:
         Raises:
             ValueError: if there are no source texts.
         """
-        return self.pairs.texts(self.direction or "noising")[1]
+        return self.rows.texts(self.direction or "noising")[1]
+
+    @cached_property
+    def prompts(self) -> Bool[Tensor, "row column"]:
+        """True at the tokens of prompts, and False at answers of several tokens and at padding."""
+        return prompts_of_rows(self._edited_text(self.pairs), self.text)
+
+    def per_example(self, values: Float[Tensor, "*axes row"]) -> Float[Tensor, "*axes example"]:
+        """Return the number of each example: the sum of its rows, one for each answer."""
+        return per_example(values, len(self.pairs))
 
     @property
     def groups(self) -> tuple[int, ...] | None:
@@ -86,12 +105,14 @@ class Runs:
 
         The value is None if all texts differ.
         """
-        return groups(self.pairs.digests() if self.reads_other else digests(self.text))
+        if self.reads_other:
+            return groups(self.pairs.digests())
+        return groups(digests(self._edited_text(self.pairs)))
 
     @property
     def metric(self) -> Metric:
-        """The metric of the pairs."""
-        return self.pairs.metric
+        """The metric of the rows."""
+        return self.rows.metric
 
     def capture(self, text: Text, names: str | Iterable[str]) -> ActivationCache:
         """Return values of a text at some points. The run stops after the last point.
@@ -143,8 +164,35 @@ class Runs:
     def _swept(self, edits: Sequence[Hooks]) -> tuple[Tensor, Tensor]:
         """Return the metrics of the unedited run and of each edited run."""
         batch = Batch(self.text, self.metric)
+        if self.rows is not self.pairs:
+            edits = [self._counted_in_prompts(hooks) for hooks in edits]
         with batch.reading():
             return measured(self.runner, batch, edits, self.max_bytes)
+
+    def _counted_in_prompts(self, hooks: Hooks) -> Hooks:
+        """Return edits whose negative positions count from the last token of each prompt.
+
+        In a run, negative positions count from the last real token of a row, which belongs to an
+        answer.
+        """
+        places = hooks.items() if isinstance(hooks, Mapping) else hooks
+        counted = []
+        for names, edit in places:
+            if isinstance(edit, Edit):
+                edit = self._edit_in_prompts(edit)
+            counted.append((names, edit))
+        return counted
+
+    def _edit_in_prompts(self, edit: Edit) -> Edit:
+        """Return an edit with the columns of its negative positions, for each row."""
+        columns = [row.nonzero()[:, 0].tolist() for row in self.prompts]
+        where = {}
+        for axis, selection in edit.where.items():
+            if axis in TEXT_AXES and selection.counts_back:
+                rows = selection.rows(self.prompts.shape[1], axis, len(columns), real=columns)
+                selection = Selection(rows if len(rows) > 1 else rows[0])
+            where[axis] = selection
+        return replace(edit, where=where)
 
     def logits(
         self, hooks: Hooks, rows: slice | Int[Tensor, " row"] = slice(None)
@@ -165,18 +213,20 @@ class Runs:
 
     def result(
         self,
-        values: Float[Tensor, "*axes example"],
+        values: Float[Tensor, "*axes row"],
         labels: Mapping[str, Sequence[Any]],
-        base: Float[Tensor, " example"],
+        base: Float[Tensor, " row"],
         has_words: bool = True,
         **about: Any,
     ) -> Result:
         """Return a `Result` of effects, with labels, the metric of the unedited run and more facts.
 
+        The numbers of an example are the sums of its rows.
+
         Args:
-            values: the effects, with the axes of `labels`.
+            values: the effects of each row, with the axes of `labels`.
             labels: the labels by axis.
-            base: the metric of the unedited run.
+            base: the metric of each row in the unedited run.
             has_words: whether positions are positions of the texts.
             about: more facts.
         """
@@ -184,11 +234,12 @@ class Runs:
         facts: dict[str, Any] = {"metric": repr(self.metric)}
         if self.direction is not None:
             facts |= {"direction": self.direction, "texts": self.pairs.digests()}
+        target = getattr(self, "target", None)
         return Result(
-            values,
+            self.per_example(values),
             axes=(*labels, "example"),
-            base=base,
-            target=getattr(self, "target", None),
+            base=self.per_example(base),
+            target=None if target is None else self.per_example(target),
             labels=labels,
             unit=getattr(self.metric, "unit", ""),
             about=facts | about,
@@ -210,8 +261,8 @@ class Runs:
         if not axes:
             return {}
         has_other = self.direction is not None and self.pairs.corrupted is not None
-        other_texts = [self.other] if has_other else []
-        words = self.text.words(self.model, *other_texts)
+        prompts = self.pairs.texts(self.direction or "noising") if has_other else [self.pairs.text]
+        words = prompts[0].words(self.model, *prompts[1:])
         if not words:
             return {}
         words_by_axis = {}

@@ -42,6 +42,7 @@ SELECTS = {
     "encoder_pos": ("encoder_pos",),
 }
 """The axes of a result besides `layer`, with the matching axes of points."""
+_OF_PROMPTS = ("pos", "query", "key")
 PatchPlace = tuple[int | str, dict[str, Any]]
 """A label and its selection by axis. The selection along `layer` is the name of a point."""
 Some = int | Sequence[int] | None
@@ -125,6 +126,8 @@ class Sites:
         points: the points, by name.
         values: a cache of the points.
         places: the places along each axis.
+        prompts: True at the tokens of prompts, [row, column], if texts are continued by answers of
+            several tokens; otherwise None. Places along positions are positions of prompts.
 
     Raises:
         TypeError, UnknownNameError: for the reasons of `named`.
@@ -138,6 +141,8 @@ class Sites:
         self.names = named(runs.runner, choice)
         names = [*self.names.values()]
         self.points = {name: runs.runner.points[name] for name in names}
+        has_answers = runs.rows is not runs.pairs
+        self.prompts = runs.prompts.cpu() if has_answers else None
         is_edit = runs.direction is None
         self._source = None if is_edit else runs.other
         self.values = runs.capture(runs.text, names[0]) if is_edit else runs.source(names)
@@ -164,10 +169,24 @@ class Sites:
         for place_of_each_axis in itertools.product(*self.places.values()):
             selected: dict[str, Any] = {}
             for _, selected_along_axis in place_of_each_axis:
-                selected |= selected_along_axis
+                selected |= self._in_prompts(selected_along_axis)
             names = [selected.pop("layer")] if "layer" in selected else [*self.names.values()]
             jobs.append([(names, put(**selected))])
         return jobs
+
+    def _in_prompts(self, selected: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a selection of a column as a selection of this column in prompts.
+
+        A row with a shorter prompt may have a token of an answer of several tokens in this column.
+        """
+        in_prompts = {}
+        for axis, index in selected.items():
+            if axis in _OF_PROMPTS and isinstance(index, slice) and self.prompts is not None:
+                is_prompt = self.prompts[:, index.start].tolist()
+                if not all(is_prompt):
+                    index = [[index.start] if is_in_row else [] for is_in_row in is_prompt]
+            in_prompts[axis] = index
+        return in_prompts
 
     def _layers(self) -> str:
         """Return the layers that are changed together, as text."""
@@ -252,6 +271,9 @@ class Sites:
         indices = {n: n for n in range(sizes[point_axis])}
         if axis == "head":
             return [(n, {point_axis: n}) for n in _some("heads", indices, self._choice.heads)]
+        if point_axis in _OF_PROMPTS and self.prompts is not None:
+            is_column_of_prompt = self.prompts.any(0).tolist()
+            indices = {n: n for n in indices if is_column_of_prompt[n]}
         # A slice may include padding; a single column that is padding raises an error.
         return [(n, {point_axis: slice(n, n + 1)}) for n in indices]
 

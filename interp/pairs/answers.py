@@ -1,0 +1,283 @@
+"""Answers of several tokens: rows of a prompt and an answer, and the score of each row.
+
+A model must read an answer to score it (teacher forcing). The prompt "The capital of France is"
+with the answers " Paris, the city" and " Rome, the city" becomes two rows:
+
+1. A row contains the prompt and all tokens of one answer except the last token, which is predicted
+   and not read (`rows_of_answers`). So the row of an answer of one token is the prompt.
+2. The score of a row is the log-probability of its answer given the prompt, in nats: the sum over
+   the tokens of the answer. The score of a wrong answer is multiplied by -1 (`score_of_rows`).
+3. The number of an example is the sum of its rows (`per_example`): log p(right answer) - log
+   p(wrong answer). An effect or an attribution of an example is also the sum of its rows.
+
+The corrupted prompt is continued by the same answers. So a position of an answer corresponds to
+the same position of the other text.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from hooks.base import Text, all_to_device, at_least_float32, real_columns, to_device
+from interp.inputs.token_positions import short
+from interp.measuring import TokenMetric, Writer
+
+AnswerScore = Literal["log_prob", "accuracy"]
+"""The score of an answer.
+
+`log_prob` is the log-probability of the answer in nats. `accuracy` is 1 if greedy decoding returns
+the answer, and 0 otherwise.
+"""
+
+AnswerTokens = tuple[int, ...]
+"""The tokens of one answer."""
+
+
+@dataclass(frozen=True, eq=False)
+class Continuations:
+    """The answers of some examples, as continuations of any number of tokens.
+
+    Attributes:
+        tokens: the answers of each example: the right answer, or the right and the wrong answer.
+        score: the score of an answer.
+        per_token: whether to divide the score of an answer by its number of tokens.
+    """
+
+    tokens: tuple[tuple[AnswerTokens, ...], ...]
+    score: AnswerScore = "log_prob"
+    per_token: bool = False
+
+    @property
+    def n_answers(self) -> int:
+        """The number of answers of an example: 1 or 2."""
+        return len(self.tokens[0])
+
+    @property
+    def of_rows(self) -> list[AnswerTokens]:
+        """The answer of each row: the right answers of all examples, then the wrong answers."""
+        rows = []
+        for number in range(self.n_answers):
+            rows += [answers[number] for answers in self.tokens]
+        return rows
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> "Continuations":
+        """Return the answers of the examples that a function of a tensor [example] selects."""
+        numbers = change(torch.arange(len(self.tokens))).tolist()
+        return replace(self, tokens=tuple(self.tokens[number] for number in numbers))
+
+
+def per_example(values: Float[Tensor, "*axes row"], n_examples: int) -> Float[Tensor, "*axes _n"]:
+    """Return the number of each example: the sum of its rows.
+
+    Args:
+        values: numbers of rows. The last axis has the rows of all right answers, and then the rows
+            of all wrong answers, if there are any.
+        n_examples: the number of examples.
+
+    >>> per_example(torch.tensor([-1.0, -2.0, 5.0, 7.0]), 2)
+    tensor([4., 5.])
+    """
+    if values.shape[-1] == n_examples:
+        return values
+    return values.unflatten(-1, (-1, n_examples)).sum(-2)
+
+
+def rows_of_answers(text: Text, answers: Continuations) -> Text:
+    """Return a row for each answer: the prompt, and all tokens of the answer except the last.
+
+    The columns of the prompts do not change. In an encoder-decoder model, the answers continue the
+    texts of the decoder.
+
+    Args:
+        text: the prompts.
+        answers: the answers of each prompt.
+
+    Raises:
+        ValueError: if an argument of the model has a number for each position of the prompts, or
+            has no row for each prompt.
+
+    >>> rows = rows_of_answers(Text(torch.tensor([[3, 1]])), Continuations((((4, 6), (5,)),)))
+    >>> rows.listed()
+    [[3, 1, 4], [3, 1]]
+    """
+    rows = text.repeated(answers.n_answers)
+    prompts = rows.of_logits
+    continued = _continued(prompts, [tokens[:-1] for tokens in answers.of_rows])
+    if prompts is rows:
+        _require_no_positions(text)
+        return replace(
+            rows, tokens=continued.tokens, attention_mask=continued.attention_mask, texts=None
+        )
+    more = {**rows.more, "decoder_input_ids": continued.tokens}
+    more.pop("decoder_attention_mask", None)
+    if continued.attention_mask is not None:
+        more["decoder_attention_mask"] = continued.attention_mask
+    return replace(rows, more=more)
+
+
+def prompts_of_rows(text: Text, rows: Text) -> Bool[Tensor, "row column"]:
+    """Return True at the tokens of prompts, and False at answers and padding.
+
+    Args:
+        text: the prompts.
+        rows: the rows of `rows_of_answers`.
+    """
+    real = text.of_logits.real
+    n_rows, n_columns = rows.of_logits.tokens.shape
+    is_prompt = real.new_zeros(n_rows, n_columns)
+    is_prompt[:, : real.shape[1]] = real.repeat(n_rows // len(real), 1)
+    return is_prompt
+
+
+def predicting(rows: Text, prompts: Bool[Tensor, "row column"]) -> Bool[Tensor, "row column"]:
+    """Return True at the positions that predict tokens of answers.
+
+    These are the last token of each prompt, and the tokens of the answer that the model reads.
+
+    Args:
+        rows: the rows of `rows_of_answers`.
+        prompts: the result of `prompts_of_rows`.
+    """
+    is_answer = rows.of_logits.real & ~prompts
+    n_columns = prompts.shape[1]
+    last_of_prompt = n_columns - 1 - prompts.flip(1).int().argmax(1)
+    rows_and_columns = torch.arange(len(prompts), device=prompts.device), last_of_prompt
+    return is_answer.index_put(rows_and_columns, is_answer.new_ones(()))
+
+
+def _require_no_positions(text: Text) -> None:
+    """Check that no argument of the model has a number for each position of a prompt.
+
+    Such an argument has no numbers for the positions of the answers.
+    """
+    n_texts, n_columns = text.tokens.shape[:2]
+    for name, value in text.more.items():
+        is_numbered = isinstance(value, Tensor) and not value.is_floating_point()
+        if is_numbered and (n_texts, n_columns) in (value.shape[:2], value.shape[1:3]):
+            raise ValueError(
+                f"{name} must be left out for answers of several tokens, because it has no number "
+                f"for the positions of the answers; got {[*value.shape]}"
+            )
+
+
+def _continued(text: Text, answers: list[AnswerTokens]) -> Text:
+    """Return texts with some tokens after the last real token of each text.
+
+    Args:
+        text: the texts.
+        answers: the tokens to add to each text.
+    """
+    tokens = text.tokens
+    columns = real_columns(text.real)
+    if columns is None:
+        ends = [tokens.shape[1]] * len(tokens)
+    else:
+        ends = [columns_of_text[-1] + 1 for columns_of_text in columns]
+    lengths = [end + len(answer) for end, answer in zip(ends, answers, strict=True)]
+    n_columns = max(tokens.shape[1], *lengths)
+    continued = tokens.new_zeros(len(tokens), n_columns)
+    continued[:, : tokens.shape[1]] = tokens
+    real = torch.zeros_like(continued, dtype=torch.bool)
+    real[:, : tokens.shape[1]] = text.real
+    for row, (answer, end) in enumerate(zip(answers, ends, strict=True)):
+        continued[row, end : end + len(answer)] = tokens.new_tensor(answer)
+        real[row, end : end + len(answer)] = True
+    return Text(continued, None if bool(real.all()) else real)
+
+
+def score_of_rows(answers: Continuations, rows: Text) -> TokenMetric:
+    """Return the metric of the rows of answers: one number for each row.
+
+    Args:
+        answers: the answers of each example.
+        rows: the rows of `rows_of_answers`.
+    """
+    tokens_of_rows = answers.of_rows
+    longest = max(map(len, tokens_of_rows))
+    # Each answer ends at the last column of the tables.
+    tokens = torch.zeros(len(tokens_of_rows), longest, dtype=torch.long)
+    is_answer = torch.zeros_like(tokens, dtype=torch.bool)
+    for row, answer in enumerate(tokens_of_rows):
+        tokens[row, longest - len(answer) :] = torch.tensor(answer)
+        is_answer[row, longest - len(answer) :] = True
+    weights = torch.ones(len(tokens), dtype=torch.float64)
+    weights[len(answers.tokens) :] = -1
+    if answers.per_token:
+        weights /= is_answer.sum(1)
+    real = rows.of_logits.real.cpu()
+    # A row may be shorter than the longest answer. Then the metric reads all positions.
+    is_short = bool((real.sum(1) < longest).any())
+    columns = _last_columns(real, longest)
+    score = _SCORES[answers.score]
+
+    def metric(logits: Tensor) -> Tensor:
+        if len(logits) != len(tokens):
+            raise ValueError(
+                f"the logits of these answers must have {len(tokens)} rows, one for each answer; "
+                f"got {len(logits)}"
+            )
+        if is_short:
+            row_numbers = torch.arange(len(logits), device=logits.device)[:, None]
+            logits = logits[row_numbers, to_device(columns, logits.device)]
+        tokens_here, is_answer_here = all_to_device((tokens, is_answer), logits.device)
+        scores = score(at_least_float32(logits), tokens_here, is_answer_here)
+        return scores * to_device(weights.to(scores.dtype), scores.device)
+
+    def call_in_words(write: Writer) -> str:
+        calls = []
+        for number in range(answers.n_answers):
+            texts = ["".join(write([*example[number]])) for example in answers.tokens]
+            is_same = all(text == texts[0] for text in texts)
+            calls.append(f"{answers.score}({short(texts[0] if is_same else texts)})")
+        return " - ".join(calls)
+
+    n_tokens = sorted({len(answer) for answer in tokens_of_rows})
+    counts = f"{n_tokens[0]}" if len(n_tokens) == 1 else f"{n_tokens[0]} to {n_tokens[-1]}"
+    unit = {"log_prob": "nats", "accuracy": ""}[answers.score]
+    return TokenMetric(
+        call=f"{answers.score}(answers of {counts} tokens)",
+        last=0 if is_short else longest,
+        unit=f"{unit} per token" if answers.per_token else unit,
+        function=metric,
+        call_in_words=call_in_words,
+    )
+
+
+def _last_columns(real: Bool[Tensor, "row column"], n: int) -> Int[Tensor, "row n"]:
+    """Return the columns of the last `n` real positions of each row; 0 where a row has fewer."""
+    columns = torch.zeros(len(real), n, dtype=torch.long)
+    for row, is_real in enumerate(real):
+        last = is_real.nonzero()[-n:, 0]
+        columns[row, n - len(last) :] = last
+    return columns
+
+
+def _log_probs(
+    logits: Float[Tensor, "row n vocab"],
+    tokens: Int[Tensor, "row n"],
+    is_answer: Bool[Tensor, "row n"],
+) -> Float[Tensor, " row"]:
+    """Return the log-probability of each answer: the sum over its tokens, in nats."""
+    log_probs = logits.log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+    return log_probs.where(is_answer, 0).sum(1)
+
+
+def _is_greedy(
+    logits: Float[Tensor, "row n vocab"],
+    tokens: Int[Tensor, "row n"],
+    is_answer: Bool[Tensor, "row n"],
+) -> Float[Tensor, " row"]:
+    """Return 1 for each answer whose tokens are all the likeliest tokens, and 0 otherwise.
+
+    The result is NaN if a logit of the answer is NaN, because comparisons do not show NaN.
+    """
+    is_likeliest = ((logits.argmax(-1) == tokens) | ~is_answer).all(1)
+    has_nan = (logits.isnan().any(-1) & is_answer).any(1)
+    return is_likeliest.to(logits.dtype).where(~has_nan, torch.nan)
+
+
+_SCORES = {"log_prob": _log_probs, "accuracy": _is_greedy}

@@ -1,0 +1,354 @@
+"""Answers of several tokens: each analysis against a loop by hand over unpadded rows in float64."""
+
+import pytest
+import torch
+
+from interp import (
+    Pairs,
+    acdc,
+    activation_patching,
+    attribution_patching,
+    edge_attribution,
+    edge_patching,
+    edits,
+    faithfulness,
+    integrated_gradients,
+    node_effects,
+    path_patching,
+    sweep,
+)
+from interp.graph import Graph, circuits
+from interp.runs.masked import run_circuit
+from tests.interp.effects.by_hand import changed, close
+from tests.reference import LAYERS, variant
+
+# Prompts of 5, 3 and 4 tokens, corrupted in place, and answers of 1 to 4 tokens.
+CLEAN = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8]]
+CORRUPTED = [[3, 7, 4, 2, 5], [9, 0, 6], [5, 3, 11, 8]]
+RIGHT = [[7, 9, 3], [2], [10, 4, 6, 8]]
+WRONG = [[12], [2, 13, 1], [10, 4]]
+EQUAL = [0, 0, 0]
+SIDES = ("left", "right")
+
+
+def text(prompts, side):
+    """Return prompts as padded tokens and their mask."""
+    width = max(map(len, prompts))
+    tokens = torch.full((len(prompts), width), 22)
+    mask = torch.zeros(len(prompts), width, dtype=torch.bool)
+    for row, prompt in enumerate(prompts):
+        columns = slice(width - len(prompt), None) if side == "left" else slice(len(prompt))
+        tokens[row, columns] = torch.tensor(prompt)
+        mask[row, columns] = True
+    return {"input_ids": tokens, "attention_mask": mask}
+
+
+def answers(two=True):
+    """Return the answers as tensors of tokens."""
+    right, wrong = ([torch.tensor(tokens) for tokens in kind] for kind in (RIGHT, WRONG))
+    return [*zip(right, wrong, strict=True)] if two else right
+
+
+def pairs_of(side, two=True, **options):
+    return Pairs(text(CLEAN, side), text(CORRUPTED, side), answers(two), **options)
+
+
+def score(model, prompt, answer, changes=(), per_token=False):
+    """The log-probability of one answer after one prompt, alone and without padding."""
+    with changed(model, dict(changes)), torch.no_grad():
+        logits = model(torch.tensor([prompt + answer]))[0]
+    terms = []
+    for number, token in enumerate(answer):
+        terms.append(logits[len(prompt) + number - 1].log_softmax(0)[token])
+    total = sum(terms)
+    return total / len(answer) if per_token else total
+
+
+def by_hand(model, prompts, two=True, per_token=False, changes=lambda row, answer: {}):
+    """The number of each example: right answer minus wrong answer."""
+    numbers = []
+    for row, prompt in enumerate(prompts):
+        number = score(model, prompt, RIGHT[row], changes(row, RIGHT[row]), per_token)
+        if two:
+            wrong = score(model, prompt, WRONG[row], changes(row, WRONG[row]), per_token)
+            number = number - wrong
+        numbers.append(number)
+    return torch.stack(numbers)
+
+
+def value_of(model, name, prompt, answer):
+    """The value of a module in the run of one prompt and answer."""
+    values = []
+    with changed(model, {name: lambda output: values.append(output.detach())}), torch.no_grad():
+        model(torch.tensor([prompt + answer]))
+    return values[0]
+
+
+def patched(model, name, column_of_row):
+    """Return a function of (row, answer): patch the corrupted run at one place, or not at all."""
+
+    def changes(row, answer):
+        column = column_of_row(row)
+        if column is None:
+            return {}
+        source = value_of(model, name, CLEAN[row], answer)
+
+        def change(output):
+            new = output.clone()
+            new[:, column] = source[:, column]
+            return new
+
+        return {name: change}
+
+    return changes
+
+
+def column(side, pos):
+    """Return a function of a row: the index of a padded column in its prompt, or None."""
+    width = max(map(len, CLEAN))
+
+    def of_row(row):
+        n = len(CLEAN[row])
+        index = pos - (width - n) if side == "left" else pos
+        return index if 0 <= index < n else None
+
+    return of_row
+
+
+@pytest.fixture
+def model():
+    return variant("pre")
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("two", [True, False])
+@pytest.mark.parametrize("side", SIDES)
+def test_a_patch_of_each_position_equals_the_loop_by_hand(model, side, two, per_token):
+    pairs = pairs_of(side, two, per_token=per_token)
+    result = activation_patching(model, pairs, "resid_pre", layers=[0, 1])
+    base = by_hand(model, CORRUPTED, two, per_token)
+    close(result.base, base)
+    close(result.target, by_hand(model, CLEAN, two, per_token))
+    assert result.labels["pos"] == (0, 1, 2, 3, 4)
+    assert result.unit == ("nats per token" if per_token else "nats")
+    expected = torch.zeros_like(result.values)
+    for layer in (0, 1):
+        for pos in range(5):
+            changes = patched(model, f"blocks.{layer}.resid_pre", column(side, pos))
+            expected[layer, pos] = by_hand(model, CORRUPTED, two, per_token, changes) - base
+    close(result.values, expected)
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_a_patch_of_a_head_acts_on_positions_of_answers_too(model, side):
+    result = activation_patching(model, pairs_of(side), "z", heads=[1])
+    base = by_hand(model, CORRUPTED)
+    for layer in range(LAYERS):
+        name = f"blocks.{layer}.attn.z"
+
+        def changes(row, answer, name=name):
+            source = value_of(model, name, CLEAN[row], answer)
+
+            def change(output):
+                new = output.clone()
+                new[:, :, 1] = source[:, :, 1]
+                return new
+
+            return {name: change}
+
+        close(result.values[layer, 0], by_hand(model, CORRUPTED, changes=changes) - base)
+
+
+def gradient(model, name, prompt, answer):
+    """The value of a module, and the gradient of the score of one answer there."""
+    nodes = []
+
+    def watch(output):
+        nodes.append(output.detach().requires_grad_())
+        return nodes[0]
+
+    with changed(model, {name: watch}):
+        logits = model(torch.tensor([prompt + answer]))[0]
+    start = len(prompt) - 1
+    log_probs = logits[start : start + len(answer)].log_softmax(1)
+    log_probs.gather(1, torch.tensor(answer)[:, None]).sum().backward()
+    return nodes[0].detach(), nodes[0].grad
+
+
+def attribution_by_hand(model, name, side):
+    """The estimate of each position of the prompts: (target - base) times the gradient."""
+    effects = torch.zeros(5, len(CLEAN), dtype=torch.float64)
+    for row, prompt in enumerate(CORRUPTED):
+        for answer, sign in ((RIGHT[row], 1), (WRONG[row], -1)):
+            base, grad = gradient(model, name, prompt, answer)
+            target = value_of(model, name, CLEAN[row], answer)
+            at_columns = ((target - base) * grad)[0].sum(1)
+            for pos in range(5):
+                place = column(side, pos)(row)
+                if place is not None:
+                    effects[pos, row] += sign * at_columns[place]
+    return effects
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_attribution_equals_gradients_of_each_row(model, side):
+    result = attribution_patching(model, pairs_of(side), "resid_mid", layers=1)
+    expected = attribution_by_hand(model, "blocks.1.resid_mid", side)
+    close(result.values[0], expected)
+    # Without an axis of positions, all positions count, also the positions of answers.
+    whole = attribution_patching(model, pairs_of(side), "mlp_out", ["layer"], layers=1)
+    total = torch.zeros(len(CLEAN), dtype=torch.float64)
+    for row, prompt in enumerate(CORRUPTED):
+        for answer, sign in ((RIGHT[row], 1), (WRONG[row], -1)):
+            base, grad = gradient(model, "blocks.1.mlp_out", prompt, answer)
+            target = value_of(model, "blocks.1.mlp_out", CLEAN[row], answer)
+            total[row] += sign * ((target - base) * grad).sum()
+    close(whole.values[0], total)
+
+
+def test_integrated_gradients_add_up_to_the_change_of_all_positions(model):
+    pairs = pairs_of("left")
+    result = integrated_gradients(model, pairs, "resid_pre", ["layer"], layers=0, steps=64)
+    exact = by_hand(model, CLEAN) - by_hand(model, CORRUPTED)
+    close(result.values[0], exact, 1e-3)
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_sweeps_count_negative_positions_in_prompts(model, side):
+    hooks = [
+        {"blocks.1.attn_out": edits.zero(pos=-2)},
+        {"blocks.0.mlp_out": edits.scale(0.25)},
+        {"blocks.0.resid_mid": edits.add(torch.arange(10.0).double(), pos=-1)},
+    ]
+    result = sweep(model, pairs_of(side), hooks)
+    base = by_hand(model, CLEAN)
+    close(result.base, base)
+
+    def zeroed(row, answer):
+        def change(output):
+            new = output.clone()
+            new[:, len(CLEAN[row]) - 2] = 0
+            return new
+
+        return {"blocks.1.attn_out": change}
+
+    def added(row, answer):
+        def change(output):
+            new = output.clone()
+            new[:, len(CLEAN[row]) - 1] += torch.arange(10.0).double()
+            return new
+
+        return {"blocks.0.resid_mid": change}
+
+    def scaled(row, answer):
+        return {"blocks.0.mlp_out": lambda output: output * 0.25}
+
+    for number, changes in enumerate((zeroed, scaled, added)):
+        close(result.values[number], by_hand(model, CLEAN, changes=changes) - base)
+
+
+def separate(row, answer):
+    """One row alone, without padding, measured by a function of all logits of the text."""
+    start = len(CLEAN[row]) - 1
+
+    def metric(logits):
+        log_probs = logits[:, start : start + len(answer)].log_softmax(2)
+        return log_probs.gather(2, torch.tensor(answer)[None, :, None]).sum((1, 2))
+
+    clean, corrupted = (
+        torch.tensor([prompts[row] + answer[:-1]]) for prompts in (CLEAN, CORRUPTED)
+    )
+    return Pairs(clean, corrupted, metric=metric)
+
+
+def summed(analysis):
+    """Values [..., example] of an analysis of each row alone, right minus wrong."""
+    values = []
+    for row in range(len(CLEAN)):
+        right, wrong = (analysis(separate(row, kind[row])).values for kind in (RIGHT, WRONG))
+        values.append(right - wrong)
+    return torch.cat(values, -1)
+
+
+# A gap of the sum does not matter here: both sides take the same steps.
+@pytest.mark.filterwarnings("ignore:.*should add up to within:UserWarning")
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize(
+    "analysis",
+    [
+        lambda model, pairs: edge_attribution(model, pairs),
+        lambda model, pairs: edge_attribution(model, pairs, "eap_ig_inputs", steps=3),
+        lambda model, pairs: edge_patching(model, pairs, ["m0->m1", "m0->a1.h3<q>"]),
+        lambda model, pairs: path_patching(model, pairs, receivers=["a1.h3<q>", "m1"]),
+        lambda model, pairs: node_effects(model, pairs),
+        lambda model, pairs: attribution_patching(model, pairs, "q", qk_correction=True),
+        lambda model, pairs: attribution_patching(model, pairs, "z", grad_drop=False),
+        lambda model, pairs: integrated_gradients(model, pairs, "z", steps=3),
+        lambda model, pairs: activation_patching(model, pairs, "pattern", ["layer", "head"]),
+    ],
+    ids=["eap", "eap-ig", "edges", "paths", "nodes", "atp-qk", "atp", "ig", "pattern"],
+)
+def test_each_analysis_equals_the_sum_of_separate_rows(model, side, analysis):
+    result = analysis(model, pairs_of(side))
+    close(result.values, summed(lambda pairs: analysis(model, pairs)), 1e-9)
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_circuits_are_measured_on_all_rows_of_a_pair(model, side):
+    pairs = pairs_of(side)
+    graph = Graph(model)
+    circuit = circuits.top(graph, edge_attribution(model, pairs), 20)
+    fresh = pairs.read_by(model)
+    with pytest.warns(UserWarning, match="found on 3 of these 3 pairs"):
+        result = faithfulness(model, fresh, circuit)
+
+    def kept(row, answer):
+        one = separate(row, answer)
+        return one.metric(run_circuit(model, one, circuit))
+
+    inside = torch.cat([kept(row, RIGHT[row]) - kept(row, WRONG[row]) for row in range(3)])
+    whole, empty = by_hand(model, CLEAN), by_hand(model, CORRUPTED)
+    close(result.mean()[0], (inside - empty).mean() / (whole - empty).mean())
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_acdc_compares_predictions_of_the_positions_of_answers(model, side):
+    kept = acdc(model, pairs_of(side), 0.3)[0.3]
+    # By hand: the mean over rows and positions of answers of KL(model, circuit), as a metric.
+    divergences = []
+    for row in range(3):
+        for answer in (RIGHT[row], WRONG[row]):
+            one = separate(row, answer)
+            start = len(CLEAN[row]) - 1
+            logits = run_circuit(model, one, kept)[0, start:]
+            reference = model(one.clean)[0, start:]
+            terms = reference.softmax(1) * (reference.log_softmax(1) - logits.log_softmax(1))
+            divergences.append(terms.sum(1).mean())
+    scores = kept.scores
+    assert scores is not None
+    total = -scores[~scores.isnan() & ~kept.kept].sum()
+    close(torch.stack(divergences).mean().detach(), total)
+
+
+def test_pairs_solved_by_the_model_have_the_likelier_right_answer(model):
+    pairs = pairs_of("right")
+    solved = pairs.solved(model)
+    expected = by_hand(model, CLEAN) > 0
+    assert 0 < expected.sum() < 3
+    assert len(solved) == int(expected.sum())
+    assert solved.clean.tolist() == pairs.clean[expected].tolist()
+
+
+def greedy(model, prompt, n):
+    """The greedy continuation of a prompt, one token after another."""
+    tokens = list(prompt)
+    for _ in range(n):
+        tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def test_right_answers_alone_are_solved_by_greedy_decoding(model):
+    right = [greedy(model, CLEAN[0], 3), greedy(model, CLEAN[1], 2), [4, 4, 4, 4]]
+    right[1][1] = (right[1][1] + 1) % 23
+    pairs = Pairs(text(CLEAN, "left"), answers=[torch.tensor(answer) for answer in right])
+    assert pairs.solved(model).clean.tolist() == pairs.clean[:1].tolist()
