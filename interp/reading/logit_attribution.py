@@ -55,8 +55,9 @@ def direct_logit_attribution(
 
     The method is from Elhage et al. 2021. Each part of `decompose` is mapped to the logit through
     the final norm, with the norm's scale in the run. The biases `ln_final.bias` and `unembed.bias`
-    are separate parts. All parts add up to the logit. No part is formed as a vector: the direction
-    is mapped through `W_O` and multiplied with the input of `W_O`.
+    are separate parts. All parts add up to the logit. The outputs of heads in the stream are not
+    computed: the direction of the logit is mapped back through `W_O`, and multiplied with the input
+    of `W_O`.
 
     Args:
         model: see `decompose`; it also needs `W_U`.

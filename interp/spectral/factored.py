@@ -121,8 +121,9 @@ class FactoredMatrix(plots.Shown):
         return self.left @ self.right
 
     def __matmul__(self, other: "FactoredMatrix | Tensor") -> "FactoredMatrix":
-        """Return the product with a matrix, factored or not, with the smaller of the two inner
-        sizes.
+        """Return the product with another matrix, which may be factored.
+
+        If both matrices are factored, the result gets the smaller of the two inner sizes.
 
         Raises:
             ValueError: if `other` is a vector.
@@ -141,8 +142,9 @@ class FactoredMatrix(plots.Shown):
     def __getitem__(self, index: Any) -> "FactoredMatrix":
         """Return the part at an index of the batch axes, then of rows and columns.
 
-        A matrix stays a matrix. A single row or column becomes an axis of size 1. Lists of rows and
-        of columns select all entries where they meet.
+        The result always has rows and columns: the index of a single row or column leaves an axis
+        of size 1. A list of rows and a list of columns select the entries of all these rows in all
+        these columns, and not pairs as in PyTorch.
 
         Raises:
             IndexError: if there are more indices than axes, or an index is not a number, a slice,
@@ -181,7 +183,8 @@ class FactoredMatrix(plots.Shown):
         left = torch.linalg.qr(factors[0].double())
         right = torch.linalg.qr(factors[1].double().mT)
         small = svd(left.R @ right.R.mT)
-        # In float64 the small matrix does not show the rounding of the factors.
+        # The small matrix is in float64, but the factors were rounded in their own dtype. So the
+        # tolerance must come from the dtype of the factors.
         eps = max(self.shape[-2:]) * torch.finfo(self.left.dtype).eps
         return SVD(
             u=left.Q @ small.u,
@@ -246,7 +249,8 @@ class FactoredMatrix(plots.Shown):
         for start in range(0, rows, size):
             entries = sign * self.left[start : start + size] @ self.right
             if len(best) == k:
-                # Most rows have no entry that is larger than the entries found so far.
+                # Sort only rows with an entry above the k largest entries so far. Most rows have
+                # none.
                 better = (entries.amax(1) > best[-1]).nonzero()[:, 0]
             else:
                 better = torch.arange(len(entries), device=places.device)

@@ -69,7 +69,8 @@ class FoldedWeights:
         self.reads = [self._linear(block, "ln1") for block in self.model.blocks]
         self.writes = [self._linear(block, "ln1_post") for block in self.model.blocks]
         self.final = self._linear(self.model, "ln_final")
-        # The mean of an output has no effect if all readers of the stream subtract the mean.
+        # If all norms that read the stream subtract the mean over d_model, the mean of what a
+        # sublayer writes has no effect, and is subtracted from the weights.
         self.centred = all(part.centres for part in (*self.reads, self.final))
 
     def _linear(self, owner: Any, name: str, *shape: int) -> LinearPart:
@@ -80,28 +81,28 @@ class FoldedWeights:
         return linear_part(part_of(owner, name, "fold norms"), *shape)
 
     def _weight(self, name: str) -> Tensor:
-        """Return a weight of the model on the device of its first parameter."""
+        """Return a weight of the model, without folding, on the device of its first parameter."""
         weight = getattr(self.model, name).detach()
         devices = (parameter.device for parameter in self.model.parameters())
         return to_device(weight, next(devices, weight.device))
 
     def read(self, name: str) -> Float[Tensor, "layer _kv_head d_model d_head"]:
-        """Return `W_Q`, `W_K` or `W_V`."""
+        """Return `W_Q`, `W_K` or `W_V` with the norm before attention folded in."""
         layers = zip(self.reads, at_least_float32(self._weight(name)), strict=True)
         return stacked(part.before(weight.mT).mT for part, weight in layers)
 
     def values(self) -> FoldedReading:
-        """Return `W_V` of every head."""
+        """Return `W_V` of every head with the norm before attention folded in."""
         return self._by_head(self.read("W_V"))
 
     def written(self) -> Writing:
-        """Return `W_O`."""
+        """Return `W_O` with the norm after attention folded in, if there is one."""
         layers = zip(self.writes, at_least_float32(self._weight("W_O")), strict=True)
         weights = stacked(part.after(weight) for part, weight in layers)
         return weights - weights.mean(-1, keepdim=True) if self.centred else weights
 
     def mlp(self, layer: int, name: str) -> Float[Tensor, "rows columns"]:
-        """Return `W_in` or `W_out` of the MLP of one block.
+        """Return `W_in` or `W_out` of the MLP of one block with its norm folded in.
 
         Args:
             layer: the block.
@@ -116,7 +117,9 @@ class FoldedWeights:
         return written - written.mean(-1, keepdim=True) if self.centred else written
 
     def embedding(self) -> Float[Tensor, "vocab d_model"]:
-        """Return `W_E` times the model's `embed_scale`."""
+        """Return `W_E` times the model's `embed_scale`, with the norm after it folded in, if there
+        is one.
+        """
         weights = at_least_float32(self._weight("W_E"))
         weights = weights * getattr(self.model.config, "embed_scale", 1.0)
         return self._linear(self.model, "ln_embed").after(weights)
@@ -124,7 +127,7 @@ class FoldedWeights:
     def unembedding(
         self, tokens: Int[Tensor, " token"] | None = None
     ) -> Float[Tensor, "d_model token"]:
-        """Return `W_U`, or its columns for some tokens.
+        """Return `W_U` with the final norm folded in, or the columns of some tokens.
 
         With `fold`, the mean over the vocabulary is subtracted unless logits are capped. This
         subtraction does not change probabilities.
@@ -137,9 +140,13 @@ class FoldedWeights:
         return self.final.before(columns.mT).mT
 
     def queries_and_keys(self, distance: int | None) -> tuple[FoldedReading, FoldedReading]:
-        """Return `W_Q` and `W_K`, rotated as for a key `distance` positions before the query.
+        """Return `W_Q` and `W_K` of every head.
 
-        With `fold`, they include the gains of the norms of queries and keys.
+        With rotary positions, they include the rotations of a query and of a key that is `distance`
+        positions before it.
+
+        With `fold`, they also include the norm before attention, and the gains of the norms of
+        queries and keys.
 
         Raises:
             TypeError: if the model's attention has no `rotary`, or no `q_norm` and `k_norm`.
@@ -151,7 +158,7 @@ class FoldedWeights:
         return queries, self._turned_layers("W_K", norm="k_norm", pos=0)
 
     def _turned_layers(self, name: str, norm: str, pos: int | None) -> FoldedReading:
-        """Return `W_Q` or `W_K` of every head, rotated as at a position."""
+        """Return `W_Q` or `W_K` of every head, with the rotation at position `pos`."""
         layers = zip(self.model.blocks, self.read(name), strict=True)
         turned = stacked(
             self._turned(block.attn, weight, norm=norm, pos=pos) for block, weight in layers

@@ -36,9 +36,9 @@ class SVD:
         next_value: the singular value after the last one in `s`; 0 if there is none.
         tolerance: the possible error of a singular value, or of the difference of two singular
             values. For a full decomposition it is the rounding max(rows, columns) * eps of the
-            input's dtype * s[0], as in numpy's `matrix_rank`. For a randomised decomposition it is
-            at least the Frobenius norm of `A v - s u` for the vectors that were found and one
-            further vector. The error of angles is tolerance / gap (Wedin 1972).
+            input's dtype * s[0], as in numpy's `matrix_rank`. For a randomised decomposition of the
+            top k it is at least the Frobenius norm of `A v - s u` over the first k + 1 computed
+            vectors. The error of angles is tolerance / gap (Wedin 1972).
 
     >>> svd(torch.tensor([[3.0, 0.0], [0.0, 0.0]]))
     SVD of [2, 2]: 2 singular values, 3, 0
@@ -174,7 +174,8 @@ def randomized_svd(
     left = basis @ u[..., : k + 1]
     s = s[..., : k + 1]
     vh = vh[..., : k + 1, :]
-    # The transposed equation, `A^T u = s v`, holds exactly.
+    # `A v = s u` holds only approximately. `A^T u = s v` holds up to rounding, because u and v are
+    # the singular vectors of the matrix in the basis.
     residual = float64 @ vh.mT - left * s[..., None, :]
     # Divide by the largest value, because squares could overflow or underflow.
     largest = s[..., :1, None].where(s[..., :1, None] > 0, 1)

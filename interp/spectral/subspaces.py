@@ -155,7 +155,7 @@ def alignment(first: SVD, second: SVD, k: int, side: Side = "right") -> Float[Te
 
 def _angles(a: Tensor, b: Tensor) -> Tensor:
     """Return the principal angles between the spans of orthonormal columns."""
-    # Let b be the smaller space.
+    # Let b be the smaller space, because the sines are computed from the part of b outside of a.
     if a.shape[-1] < b.shape[-1]:
         a, b = b, a
     product = a.mT @ b

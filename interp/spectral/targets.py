@@ -20,10 +20,11 @@ from interp.spectral.singular import SVD, randomized_svd, svd
 
 @dataclass(frozen=True, repr=False)
 class SVDTargets:
-    """The tensors of svd-transformer.md, detached, with an axis for heads.
+    """The tensors of a run whose singular values are analysed, detached, with an axis for heads.
 
-    The sum of `avwo` over heads, plus the output bias, is `attn_out`, unless a norm follows
-    attention or a hook edits `z` or `attn_out`.
+    They are the targets of svd-transformer.md, the plan of `examples/studies/svd_stability.py`. The
+    sum of `avwo` over heads, plus the output bias, is `attn_out`, unless a norm follows attention
+    or a hook edits `z` or `attn_out`.
 
     Attributes:
         qkt: scaled dot products of queries and keys, before any soft cap, zero above the diagonal.
@@ -49,7 +50,7 @@ class SVDTargets:
         return _sizes_of(self)
 
     def squeeze_heads(self) -> "SVDTargets":
-        """Return the same tensors without the axis of heads, in the document's shapes.
+        """Return the same tensors without the axis of heads, for a model with a single head.
 
         Raises:
             ValueError: if the axis of heads is missing, or has more than one head.
@@ -125,7 +126,7 @@ def svd_targets(model: nn.Module, cache: ActivationCache, layers: Some = None) -
     if not chosen or not set(chosen) <= set(names):
         raise ValueError(f"layers must be one or more of {[*names]}; got {chosen}")
     w_v, w_o = language.W_V[chosen], language.W_O[chosen]
-    # Repeat the value weights for all heads that share them.
+    # With grouped heads, several heads share one W_V. Repeat it for each of these heads.
     w_v = w_v.repeat_interleave(w_o.shape[1] // w_v.shape[1], 1)
     stacks: list[Tensor] = []
     for place, layer in enumerate(chosen):
@@ -195,7 +196,7 @@ def svd_spectra(targets: SVDTargets, k: int | None = None) -> Mapping[str, SVD]:
     >>> square, wide = torch.ones(1, 1, 3, 3), torch.ones(1, 1, 3, 2)  # batch, layer
     >>> wvwo = FactoredMatrix(torch.ones(1, 2, 1), torch.ones(1, 1, 2))
     >>> targets = SVDTargets(square, square, wide, wvwo, wide)
-    >>> {name: found.s.shape for name, found in svd_spectra(targets).items()}
+    >>> {name: spectrum.s.shape for name, spectrum in svd_spectra(targets).items()}
     {'qkt': torch.Size([1, 1, 3]), 'wvwo': torch.Size([1, 1]), 'avwo': torch.Size([1, 1, 2])}
     """
     require_made("targets", targets, SVDTargets)

@@ -90,8 +90,10 @@ def composition_scores(
 
 
 def _normed_rows(matrix: FactoredMatrix) -> Float[Tensor, "*batch inner columns"]:
-    """Return matrices of norm 1 with few rows, in an orthonormal basis, which keeps the norms of
-    products.
+    """Return a matrix with few rows in place of each factored matrix, divided by its norm.
+
+    The rows are in an orthonormal basis of the column space. Therefore a product with another
+    matrix from the right has the same norm as the product of the whole matrix.
     """
     rows = torch.linalg.qr(matrix.left, mode="r").R @ matrix.right
     return rows / torch.linalg.matrix_norm(rows, keepdim=True)
@@ -133,7 +135,8 @@ def copying_scores(model: nn.Module, fold: bool = True) -> Result:
             "the vocabularies of input and output must be the same for a copying score; got "
             f"{len(embedding)} and {unembedding.shape[1]} tokens"
         )
-    # Apart from zeros, E V O U and V O (U E) have the same eigenvalues.
+    # The circuit is W_E W_V W_O W_U, [vocab, vocab]. Apart from zeros, it has the same eigenvalues
+    # as the smaller matrix W_V W_O (W_U W_E).
     written = folded.written() @ (unembedding @ embedding)
     eigenvalues = FactoredMatrix(folded.values(), written).eigenvalues()
     scores = eigenvalues.real.sum(-1) / eigenvalues.abs().sum(-1)

@@ -155,18 +155,20 @@ def token_directions(
 class SingularTokens(NamedTuple):
     """The tokens at both ends of singular directions of a head or an MLP.
 
-    End 0 contains the tokens with the largest products with the direction, best first. End 1
-    contains the tokens with the most negative products. The two ends of reading and writing
-    correspond: an input along end 0 causes an output along end 0.
+    A direction has two ends. End 0 contains the tokens with the largest products with the
+    direction, the largest first. End 1 contains the tokens with the smallest (most negative)
+    products. The ends of the direction that is read and of the direction that is written
+    correspond: an input towards end 0 causes an output towards end 0.
 
     Attributes:
         s: the singular values, descending.
-        read, read_scores: tokens, sorted by the products of their embeddings with the direction
-            that the head reads. For `qk` it is the direction of the query. For `W_out`, neurons
-            sorted by their entries.
-        written, written_scores: tokens, sorted by their logits from the direction that the head
-            writes. For `qk`, tokens sorted by the products of their embeddings with the direction
-            of the key. For `W_in`, neurons sorted by their entries.
+        read, read_scores: tokens, and the products of their embeddings with the direction that the
+            head or MLP reads. For `qk`, the direction is the direction of the query. For `W_out`,
+            they are neurons, and the entries of the direction at these neurons.
+        written, written_scores: tokens, and their logits from the direction that the head or MLP
+            writes. For `qk`, they are tokens, and the products of their embeddings with the
+            direction of the key. For `W_in`, they are neurons, and the entries of the direction at
+            these neurons.
         texts: `read` and `written` as text, with neurons as `n3`; None if the model has no
             tokenizer.
     """
@@ -248,7 +250,7 @@ def singular_tokens(
         decomposition = svd(folded.mlp(layer, circuit), circuit)
     require_integer("k", k, most=len(decomposition.s))
     embedding = folded.embedding()
-    # The vectors that are read and written, one in each row.
+    # The directions that are read and written, as rows.
     reading = decomposition.u[:, :k].to(embedding.dtype).mT
     writing = decomposition.vh[:k].to(embedding.dtype)
     if circuit != "W_out":
