@@ -16,7 +16,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
-# A plan runs the model on tensors without numbers, and PyTorch documents no other kind.
+# A plan (`hooks.plan`) runs the model on fake tensors, which have a shape, a dtype and a device but
+# no numbers. PyTorch documents no public module that contains them.
 from torch._subclasses.fake_tensor import (
     FakeCopyMode,
     FakeTensor,
@@ -37,7 +38,8 @@ from torch.nn.modules.module import (
 # file on the stack.
 from torch.utils import checkpoint
 
-# For counting the bytes of tensors. Tensors that wrap other tensors have no separate memory.
+# `PeakBytes` sees each new tensor in a dispatch mode. `has_storage` must recognise tensors that
+# wrap other tensors, because the wrapper itself has no memory.
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 P = ParamSpec("P")
@@ -53,7 +55,9 @@ class Identity(nn.Module):
 
     def __call__(self, value: Tensor) -> Tensor:
         """Return `value`, unless a hook changes it."""
-        # nn.Module.__call__ checks the same conditions. A block has a dozen of these modules.
+        # In these cases nn.Module.__call__ must run: hooks of other kinds, global hooks, and hooks
+        # during compilation. In all other cases the lines below are faster, which matters because a
+        # block has a dozen of these modules.
         if (
             self._forward_pre_hooks
             or self._forward_hooks_with_kwargs
@@ -116,7 +120,8 @@ class _Entry:
 def children(module: nn.Module) -> list[nn.Module]:
     """Return the child modules.
 
-    `named_children` also builds a set of the child modules, which takes longer than reading them.
+    A child that is registered under two names appears twice. PyTorch's `module.children()` takes
+    longer, because it removes duplicates.
     """
     return [child for child in module._modules.values() if child is not None]
 
@@ -148,18 +153,19 @@ def hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
 def insert_hook(
     module: nn.Module, key: int, hook: Callable[..., Any], before: bool = False, first: bool = False
 ) -> None:
-    """Register a forward hook under a key that the caller chooses.
+    """Register a forward hook, or a forward pre-hook, under a key that the caller chooses.
 
-    A hook with an attribute `comes_last` also runs after hooks that are inserted later. Unlike
-    PyTorch's own functions, this function needs no lock, because each change of a dictionary is
-    atomic.
+    A forward hook with a true attribute `comes_last` also runs after hooks that this function
+    inserts later. Unlike PyTorch's own functions, this function needs no lock, because each change
+    of a dictionary is atomic.
 
     Args:
         module: the module.
         key: the key, for `remove_hook`.
         hook: the hook.
-        before: whether the hook is a pre-hook with kwargs, which runs before all other pre-hooks.
-        first: whether the hook runs before all other forward hooks.
+        before: True registers a pre-hook with kwargs, which runs before all other pre-hooks. False
+            registers a forward hook.
+        first: whether a forward hook runs before all other forward hooks.
     """
     if before:
         module._forward_pre_hooks_with_kwargs[key] = True
@@ -181,7 +187,10 @@ def remove_hook(module: nn.Module, key: int) -> None:
 
 
 def remove_hooks(module: nn.Module, chosen: Callable[[Any], bool]) -> None:
-    """Remove the chosen forward hooks and pre-hooks of `module` without their handles."""
+    """Remove the forward hooks and pre-hooks of `module` for which `chosen(hook)` is True.
+
+    PyTorch's own way needs the handles of the hooks.
+    """
     for key in [key for key, hook in module._forward_hooks.items() if chosen(hook)]:
         del module._forward_hooks[key]
         module._forward_hooks_with_kwargs.pop(key, None)
@@ -192,7 +201,7 @@ def remove_hooks(module: nn.Module, chosen: Callable[[Any], bool]) -> None:
 
 
 def hooks_last(module: nn.Module, chosen: Callable[[Any], bool]) -> None:
-    """Move the chosen forward hooks of `module` behind all its other forward hooks."""
+    """Move the forward hooks of `module` with a true `chosen(hook)` behind all the others."""
     # Iterate over a copy, which is made atomically: another thread may add or remove a hook during
     # the loop.
     for key in [key for key, hook in [*module._forward_hooks.items()] if chosen(hook)]:
@@ -224,14 +233,15 @@ def state_of(module: nn.Module) -> list[Tensor]:
 
 
 def marks(module: nn.Module) -> list[int]:
-    """Return the identity, `memory_of` and `version` of each tensor of `state_of`.
+    """Return numbers that differ as soon as a parameter or buffer of `module` was changed.
 
-    They reveal later changes.
+    They are the identity, `memory_of` and `version` of each tensor of `state_of`. Compare the
+    numbers from before and after a run.
 
     Tensors on the meta device are left out, because offloading replaces them after each call.
     """
-    # For speed, this calls neither function and builds no tuples: a lazy run does this for every
-    # weight.
+    # The bodies of `memory_of` and `version` are repeated here, and no tuples are built, because a
+    # lazy run computes these numbers for every weight.
     tensors = [tensor for tensor in state_of(module) if not tensor.is_meta]
     memory = [storage._cdata for storage in map(Tensor.untyped_storage, tensors)]
     try:
@@ -245,7 +255,7 @@ def marks(module: nn.Module) -> list[int]:
 def is_any_autocast_enabled() -> bool:
     """Return whether autocast is on for any device.
 
-    The public function must be called for each device.
+    PyTorch's public function answers for only one device in each call.
     """
     return torch._C._is_any_autocast_enabled()
 
@@ -261,16 +271,16 @@ def version(tensor: Tensor) -> int:
 def memory_of(tensor: Tensor) -> int:
     """Return a number that is equal for two tensors in the same memory.
 
-    Fake tensors have no `data_ptr`.
+    A fake tensor has no public `data_ptr`, so this reads a private number.
     """
     return tensor.untyped_storage()._cdata
 
 
 def has_storage(tensor: Tensor) -> bool:
-    """Return whether `tensor` is plain strided memory.
+    """Return whether the numbers of `tensor` lie in one storage, at places given by its strides.
 
-    Sparse, nested and sharded tensors are not, and neither are tensors inside vmap and grad,
-    because they wrap other tensors. During compilation the result is always False.
+    The result is False for sparse, nested and sharded tensors, and for tensors inside vmap and
+    grad, which wrap other tensors. During compilation the result is always False.
     """
     return not (
         torch.compiler.is_compiling()
@@ -282,10 +292,7 @@ def has_storage(tensor: Tensor) -> bool:
 
 
 def is_unwatched(tensor: Tensor) -> bool:
-    """Return whether neither autograd nor vmap tracks operations on a tensor.
-
-    Autograd may track them in reverse or forward mode.
-    """
+    """Return whether neither vmap nor autograd, in reverse or forward mode, tracks a tensor."""
     transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     return not (tensor.requires_grad or transformed)
 
@@ -293,7 +300,7 @@ def is_unwatched(tensor: Tensor) -> bool:
 def is_checkpointed() -> bool:
     """Return whether the caller runs inside activation checkpointing.
 
-    The caller may run in the forward pass or in the recomputation.
+    The result is True in the first forward pass and also when backward recomputes it.
     """
     frame: FrameType | None = sys._getframe()
     while frame and frame.f_code.co_filename != checkpoint.__file__:
@@ -304,10 +311,10 @@ def is_checkpointed() -> bool:
 def is_fully_sharded(module: nn.Module) -> bool:
     """Return whether PyTorch's FSDP shards `module`.
 
-    After an interrupted forward pass of a sharded module, later passes may fail.
+    A run of a sharded module must not stop early: later forward passes may then fail.
     """
-    # Importing these classes takes longer than importing this package. If they are not imported,
-    # nothing is sharded.
+    # Importing the classes of FSDP takes longer than importing this package. If the program has not
+    # imported them, no module is sharded.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return False
@@ -333,7 +340,8 @@ def compiled_forms(module: nn.Module) -> list[nn.Module]:
 
     If the module is itself a wrapper, only the module is returned. The hooks of a wrapper run at
     each call, even if the compiled code runs no hook of the module inside. PyTorch has no list of
-    the wrappers, so they are searched with the garbage collector, but only if a compiler is in use.
+    the wrappers, so they are searched among all objects of the garbage collector, but only if the
+    program has imported the compiler.
     """
     if uncompiled(module) is not module:
         return [module]
@@ -359,7 +367,7 @@ def traced_as_constant(function: Callable[..., Result]) -> Callable[..., Result]
 def refuse_unbound(function: Callable[..., Any], args: Any, kwargs: Any, error: TypeError) -> None:
     """Raise an error that names the missing or unknown argument of a call.
 
-    Do nothing if the TypeError comes from inside the function.
+    Do nothing if the arguments fit, so that the TypeError comes from inside the function.
 
     Args:
         function: the function that was called.
@@ -373,7 +381,7 @@ def refuse_unbound(function: Callable[..., Any], args: Any, kwargs: Any, error: 
 
     signature = inspect.signature(function)
     name = getattr(function, "__name__", "the function")
-    # Python names the function in this way if the call itself fails.
+    # The message of Python begins with `name()` if the arguments of the call do not fit.
     if f"{name}()" not in str(error):
         return
     try:
@@ -385,7 +393,7 @@ def refuse_unbound(function: Callable[..., Any], args: Any, kwargs: Any, error: 
 
 
 def _as_written(signature: inspect.Signature) -> list[str]:
-    """Return the names of parameters, with `*` before the first one that needs its name."""
+    """Return the names of parameters, with `*` before the first keyword-only parameter."""
     names = []
     for parameter in signature.parameters.values():
         if parameter.kind is parameter.KEYWORD_ONLY and "*" not in names:
@@ -416,9 +424,9 @@ def explains_calls(function: Callable[P, Result]) -> Callable[P, Result]:
 def without_gradients(function: Callable[P, Result]) -> Callable[P, Result]:
     """Return a function that runs with gradients off, as under `torch.no_grad()`.
 
-    An interrupt cannot leave gradients off, because nothing runs between these calls and the `try`.
-    In the `with` of `no_grad` an interrupt could come in between, and no public function switches
-    gradients atomically.
+    A keyboard interrupt at any moment cannot leave gradients off: they are switched off inside a
+    `try` whose `finally` restores them. `with torch.no_grad()` runs Python code before its `try`
+    begins, and PyTorch has no public function that switches gradients in one atomic step.
     """
 
     @functools.wraps(function)
@@ -439,10 +447,11 @@ def without_gradients(function: Callable[P, Result]) -> Callable[P, Result]:
 def peak_bytes(run: Callable[[], Result]) -> tuple[Result, int]:
     """Return the result of `run()` and its peak memory in bytes.
 
-    The peak is the largest memory of new tensors that were alive at one time.
+    Only tensors that `run` creates count. The peak is the largest sum of the bytes of those that
+    were alive at one time.
     """
     mode = PeakBytes()
-    # Do not use `with mode`: an interrupt while it begins or ends would leave the mode active.
+    # A keyboard interrupt at the start or end of `with mode` would leave the mode active.
     try:
         torch._C._push_on_torch_dispatch_stack(mode)
         return run(), mode.peak
@@ -460,7 +469,8 @@ class PeakBytes(TorchDispatchMode):
         self._counted: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Views of older tensors, such as a transposed weight, need no new memory.
+        # Tensors that existed before, such as weights, do not count. Their views do not count
+        # either, because a view needs no new memory.
         inputs = (value for value in args if isinstance(value, Tensor))
         self._counted.update(value.untyped_storage() for value in inputs)
         output = func(*args, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""The only accessor of objects that another package attached to a module."""
+"""Objects that this project stores on a user's modules, and the only function that reads them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,13 +7,14 @@ from torch import nn
 
 
 def carried(module: nn.Module, name: str) -> Any:
-    """Return an object that this package stored on a module; None if there is no such object.
+    """Return an object that `hooks` or `models` stored on a module; None if there is none.
 
     Args:
         module: the module.
-        name: the attribute that contains the object: `hook_points` for the points of an attached
-            module that are not its children, `language_parts` for the parts of an attached model
-            that analyses use, or `shards` for the division of a point's value among processes.
+        name: the attribute that contains the object. `hook_points` contains the points of an
+            attached module, which are not its children. `language_parts` contains the parts of an
+            attached model that analyses use. `shards` says how the value of a point is divided
+            among the processes of a tensor-parallel model.
     """
     return vars(module).get(name)
 
@@ -32,9 +33,10 @@ def language_of(model: nn.Module) -> Any:
 
 
 def writer_of(model: nn.Module) -> Callable[[Any], Any] | None:
-    """Return `model.to_pieces`, a function from tokens of any shape to their texts.
+    """Return `model.to_pieces`, a function that takes tokens of any shape and returns their texts.
 
-    The result is None for a model without a tokenizer.
+    The result is None for a model without a tokenizer, or if the files of the tokenizer cannot be
+    read. Callers then show the numbers of tokens.
 
     >>> writer_of(nn.Linear(2, 3)) is None
     True
@@ -42,6 +44,6 @@ def writer_of(model: nn.Module) -> Callable[[Any], Any] | None:
     language = language_of(model)
     try:
         return None if getattr(language, "tokenizer", None) is None else language.to_pieces
-    # The files of the tokenizer cannot be read. Token numbers are shown instead.
+    # A missing library or a damaged file of a tokenizer must not stop an analysis.
     except (ImportError, ValueError):
         return None

@@ -1,9 +1,13 @@
-"""Further arguments of a model, which have a row, or a tensor of a list, for each text.
+"""Arguments of a model besides tokens and mask, such as `token_type_ids` or images.
 
-Most tensors have one row for each text along the first axis. Positions may have the rows along the
-second axis: models with several positions for each token (m-rope) take `position_ids` as [section,
-batch, pos]. So the axis is found by name and size (`axis_of_rows`). If the sizes fit two axes,
-texts are neither divided nor repeated.
+If a batch of texts is divided or repeated, these arguments must be divided or repeated too. An
+argument belongs to the texts if it is a tensor with one row for each text, or a list with one
+tensor for each text.
+
+The rows of most tensors lie along the first axis. The rows of `position_ids` may lie along the
+second axis: models with several positions for each token (m-rope) take [section, batch, pos]. So
+the axis is found by name and size (`axis_of_rows`). If the sizes fit two axes, texts are neither
+divided nor repeated (`AmbiguousRowsError`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,8 +28,9 @@ class AmbiguousRowsError(ValueError):
 
 
 def axis_of_rows(name: str, value: Tensor, shape: Sequence[int]) -> int | None:
-    """Return the axis along which an argument has one row for each text, or None without such an
-    axis.
+    """Return the axis along which an argument has one row for each text.
+
+    The result is None if the argument has no such axis.
 
     Args:
         name: the name of the argument.
@@ -62,14 +67,17 @@ def axis_of_rows(name: str, value: Tensor, shape: Sequence[int]) -> int | None:
 def each_row(
     arguments: Mapping[str, Any], shape: Sequence[int], change: Callable[[Tensor], Tensor]
 ) -> dict[str, Any]:
-    """Return the arguments of a model, with a change of each one that belongs to the texts.
+    """Return the arguments of a model after the same change of rows in each of them.
 
-    Such an argument is a tensor with a row for each text, or a list with a tensor for each text.
+    The change applies to tensors with a row for each text and to lists with a tensor for each text.
+    Other arguments are returned unchanged.
 
     Args:
         arguments: the arguments by name.
         shape: the shape of the texts, [batch, pos].
-        change: a function that is called with each tensor, with the rows along the first axis.
+        change: the function that selects or repeats rows, such as `lambda rows: rows[:2]`. It
+            receives each tensor with its rows along the first axis. For a list it receives the
+            numbers of the texts, [batch].
     """
     changed = dict(arguments)
     batch = shape[0]
@@ -83,24 +91,35 @@ def each_row(
 
 
 def joined(name: str, parts: Sequence[Tensor]) -> Tensor:
-    """Return the tensors of a list, one for each text, joined for the model."""
+    """Return one tensor that contains the tensors of a list, one for each text, in order.
+
+    The tensors are joined along their first axis, but `position_ids` [section, batch, pos] along
+    their second axis.
+
+    Args:
+        name: the name of the argument.
+        parts: the tensors of the list.
+    """
     has_sections = name.endswith("position_ids") and parts[0].ndim == 3
     return torch.cat([*parts], dim=1 if has_sections else 0)
 
 
 def require_rows(arguments: Mapping[str, Any], shape: Sequence[int]) -> None:
-    """Check that texts can be divided or repeated: no argument has numbers for all texts together.
+    """Check that a batch of texts can be divided or repeated.
+
+    This is not possible if an argument has floating-point rows that belong to no single text, such
+    as the patches of all images of a batch in one tensor.
 
     Args:
         arguments: the arguments of a model by name.
         shape: the shape of the texts, [batch, pos].
 
     Raises:
-        ValueError: if an argument has numbers for all texts together; the error names the argument.
-        AmbiguousRowsError: if two axes of an argument fit.
+        ValueError: if an argument has such rows; the error names the argument.
+        AmbiguousRowsError: if two axes of an argument have the size of the batch.
     """
     for name in without_rows(arguments, shape):
-        # This raises an error if two axes fit.
+        # If two axes fit, this call raises its own error, which says so.
         axis_of_rows(name, arguments[name], shape)
         rows = len(arguments[name])
         raise ValueError(
@@ -111,9 +130,10 @@ def require_rows(arguments: Mapping[str, Any], shape: Sequence[int]) -> None:
 
 
 def without_rows(arguments: Mapping[str, Any], shape: Sequence[int]) -> Iterator[str]:
-    """Yield the names of floating-point arguments with several rows, but not one row for each text.
+    """Yield the names of the arguments that cannot be divided or repeated with the texts.
 
-    These include arguments whose sizes do not determine the axis of the rows.
+    These are floating-point tensors with at least two axes and several rows, but not one row for
+    each text, and tensors in which two axes fit the number of texts.
     """
     for name, value in arguments.items():
         if not isinstance(value, Tensor):

@@ -1,18 +1,19 @@
-"""Numbers of calls, for modules that run many times in one run."""
+"""Counts of the calls of each module, for modules that run several times in one run of a model."""
 
 from collections import Counter
 
 from hooks.base.scoped import Scoped
 
 number_of_call = Scoped[int | None]("call", None)
-"""The number of the module's call whose value a hook edits, from 0 in each run of a model.
+"""The number of the call of the module whose value a hook edits now.
 
-None if calls are not counted.
+The first call of a module in a run of a model has the number 0. The number is None if calls are not
+counted.
 """
 
 
 class Calls(Counter[str]):
-    """The numbers of times that points have fired in a run, by name.
+    """The number of times that each point has fired in a run, by the name of the point.
 
     >>> calls = Calls()
     >>> [calls.next("state"), calls.next("embed"), calls.next("state")]

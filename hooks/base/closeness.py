@@ -13,12 +13,14 @@ a limit that depends on the operations between them:
 | a sum of many terms, in a different order | 1000 eps, at most 0.03 | the largest | `is_rounding` |
 | a difference of two means | 100 eps | the mean size | `is_cancelled` |
 | n additions to the residual stream | 4 eps √n + 1e-4 | the largest | `stream_rounding` |
-| a metric, other batch | 10 √eps, or 16 eps of the model | 1 + number | `metric_rounding` |
+| a metric, in another batch | 10 √eps, or 16 eps of the model | 1 + number | `metric_rounding` |
 | logits, in a different batch | 1e-3, or 0.05 in half precision | the largest | `logits_rounding` |
 | a whole model, in a different way | 1e-10, 1e-4, 1e-2, 1e-1 (below) | the largest | `model_gap` |
 
-Here "the largest" is the largest number. The limits of a whole model are for float64, float32,
-float16 and bfloat16.
+The limit is the second column times the third. In the third column, "number" is the absolute value
+of the number that is compared, and "median" and "the largest" are the median and the largest
+absolute value of all numbers. The limits of a whole model are for float64, float32, float16 and
+bfloat16.
 
 If a number may be a sum of larger terms that cancel, its limit is a fraction of the largest number.
 The error of a sum grows with the size of its terms, even if the sum is small.
@@ -82,10 +84,13 @@ def agree(
     other: Shaped[Tensor, "*others"] | None,
     tolerance: float = 1e-5,
 ) -> bool:
-    """Return whether two values of a module differ by at most a fraction of the largest number.
+    """Return whether two values differ by at most a fraction of the largest number.
+
+    The values are two computations of the output of one module.
 
     Args:
-        one, other: the values. Values with different shapes do not agree. None never agrees.
+        one, other: the values; the largest number is the largest absolute value in `other`. Values
+            with different shapes do not agree. None never agrees.
         tolerance: the fraction. The limit is never below the rounding of a module.
 
     >>> one = torch.tensor([1e-6, 1.0])
@@ -106,7 +111,8 @@ def is_reproduced(ours: Sequence[Tensor], theirs: Sequence[Tensor], precision: f
     Args:
         ours, theirs: some numbers of each tensor in the block's output, in order. Tensors without
             numbers, such as tensors on the meta device, agree if their shapes and dtypes agree.
-        precision: the allowed difference, as a fraction; see `block_rounding`.
+        precision: the allowed difference, as a fraction of the number plus the median; see
+            `block_rounding`.
 
     >>> is_reproduced([torch.tensor([1.0, 2.0])], [torch.tensor([1.0, 2.0001])], 1e-5)
     False
@@ -126,7 +132,8 @@ def _numbers_agree(ours: Tensor, theirs: Tensor, precision: float) -> bool:
         return True
     dtype = torch.complex128 if ours.is_complex() else torch.float64
     ours, theirs = ours.to(dtype), theirs.to(dtype)
-    # Use the median, because in some models a few values are a thousand times larger than the rest.
+    # The median is a typical number. The largest number is not: in some models a few numbers are a
+    # thousand times larger than the rest.
     typical = theirs.abs().nan_to_num(0, 0, 0).median().item()
     return torch.allclose(theirs, ours, rtol=precision, atol=precision * typical, equal_nan=True)
 
@@ -154,11 +161,11 @@ def is_rounding(
 def is_cancelled(
     difference: Float[Tensor, "*axes"], size: Float[Tensor, "*axes"]
 ) -> Bool[Tensor, "*axes"]:
-    """Return a mask of the differences that are at most rounding of the numbers.
+    """Return a mask that is True where a difference may be nothing but the rounding of its terms.
 
     Args:
         difference: differences of two numbers, or of two means.
-        size: the sizes of the numbers.
+        size: the absolute values of the two numbers, or their mean absolute values.
 
     >>> is_cancelled(torch.tensor([1e-6, 1e-3]), torch.tensor([1.0, 1.0]))
     tensor([ True, False])
@@ -190,7 +197,7 @@ def module_rounding(dtype: torch.dtype) -> float:
 def block_rounding(*dtypes: torch.dtype) -> float:
     """Return the limit of rounding for a block with different kernels in these dtypes.
 
-    The limit is a fraction of a typical number.
+    The limit for a number is this fraction of the number plus the median of all numbers.
     """
     return max(1e-5, *(4 * torch.finfo(dtype).eps for dtype in dtypes))
 
@@ -215,7 +222,9 @@ def stream_rounding(dtype: torch.dtype, n: int) -> float:
 
 
 def metric_rounding(dtype: torch.dtype, model_dtype: torch.dtype) -> float:
-    """Return the limit of rounding for the metric of a text in a different batch, as a fraction.
+    """Return the limit of rounding for the metric of a text in a different batch.
+
+    The limit is a fraction of 1 plus the metric.
 
     Args:
         dtype: the dtype of the metric.

@@ -1,4 +1,4 @@
-"""Damage of downloaded files, detected from their first bytes and their sizes.
+"""Signs of damage in downloaded files: their first bytes and their sizes.
 
 1. A failed download leaves an empty file, a pointer of Git LFS or a page of HTML.
 2. The header of a safetensors file contains the length of the file.

@@ -21,7 +21,8 @@ def generator(*key: int | str, device: torch.device | str = "cpu") -> torch.Gene
     share a stream with a chance of about one in four billion.
 
     Args:
-        key: a seed, and the purpose of the draws, such as the number of a row.
+        key: a seed, followed by texts and numbers that say what the draws are for, such as the name
+            of a point or the number of a row.
         device: the device of the draws.
 
     Raises:
@@ -40,10 +41,11 @@ def generator(*key: int | str, device: torch.device | str = "cpu") -> torch.Gene
 class Draws:
     """The states of PyTorch's generators before a run of modules.
 
-    The states are stored only if some of the modules are in training mode.
+    After the run, `warn` compares them with the present states. The states are stored, and `warn`
+    can warn, only if a module is in training mode.
 
     Args:
-        modules: the modules that may run, the model first. Without modules there is no warning.
+        modules: the modules that may run, the model first.
 
     >>> import pytest
     >>> draws = Draws([nn.Dropout(0.5)])
@@ -61,8 +63,14 @@ class Draws:
         self._before = self._states()
 
     def warn(self, what: str) -> bool:
-        """Warn if random numbers were drawn since the start. Return whether any were drawn."""
-        # A plan draws no numbers.
+        """Warn if random numbers were drawn since this object was made.
+
+        Return whether any were drawn.
+
+        Args:
+            what: the part of the model that may have drawn them, for the warning.
+        """
+        # In a plan, new tensors are fake, but the states must have numbers to be compared.
         with unset_fake_temporarily():
             pairs = zip(self._before, self._states(), strict=True)
             drew = any(not torch.equal(*pair) for pair in pairs)

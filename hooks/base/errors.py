@@ -179,7 +179,8 @@ def require_choice(name: str, value: object, choices: Collection[Any]) -> None:
     """
     try:
         is_choice = value in choices
-    # Comparisons of a list, a tensor or an array can raise these errors.
+    # A list, a tensor or an array may not be comparable with a choice, or not hashable. Then it is
+    # no choice.
     except (TypeError, RuntimeError, ValueError):
         is_choice = False
     if not is_choice:
@@ -242,7 +243,10 @@ def require_fired(names: Iterable[str], fired: Container[str], reason: str = NEV
 
 
 def warn(message: str) -> None:
-    """Warn at the line that called these packages, at any depth inside them."""
+    """Issue a warning that points to the user's line, which called a function of these packages.
+
+    Any number of functions of these packages may lie between that line and this call.
+    """
     frames = traceback.walk_stack(sys._getframe(1))
     packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in frames]
     outermost = max(n for n, package in enumerate(packages) if package in _PACKAGES)

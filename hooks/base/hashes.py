@@ -1,4 +1,7 @@
-"""Hashes of models: of their configuration and of their weights; and facts without hashes."""
+"""Hashes of the configuration and of the weights of a model.
+
+Stored results contain these hashes, so a later run can check that it uses the same model.
+"""
 
 import dataclasses
 import hashlib
@@ -16,7 +19,9 @@ _HASH = re.compile(r"[0-9a-f]{16}|[0-9a-f]{64}")
 
 
 def without_hashes(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return facts for a reader: without hashes, and with the number of hashes in a list.
+    """Return the facts of a stored result for people: without hashes.
+
+    A list of hashes becomes the number of its entries.
 
     >>> without_hashes({"site": "z", "texts": ["b0752fe06d314c0f", "4de94dccc9b62ebf"]})
     {'site': 'z', 'texts': 2}

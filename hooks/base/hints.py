@@ -22,7 +22,9 @@ from hooks.base._torch import traced_as_constant
 from hooks.base.errors import UnknownNameError, unknown_name
 
 NameHint = Callable[[str, Collection[str], str], UnknownNameError | None]
-"""A function of a name, the known names and their noun. It returns an error with a hint, or None.
+"""A function of an unknown name, the known names, and the kind of thing that they name.
+
+It returns an error with a hint, or None if it has no hint for the name.
 """
 
 _ROOT = Path(__file__).parents[2]
@@ -35,11 +37,11 @@ class Hints:
     """The names from other libraries that a package knows.
 
     Attributes:
-        names: functions that return errors for unknown names.
+        names: functions that return the error for an unknown name; see `NameHint`.
         arguments: keywords of other libraries, each with our equivalent.
         attributes: methods and attributes of their objects, each with our equivalent.
-        makers: the call that makes an object of a class, by the name of the class. `{}` is replaced
-            by a given text.
+        makers: the call that makes an object of a class, by the name of the class. If the user
+            passed a text instead of the object, the text replaces `{}` in the call.
         watchers: names of modules whose permanent hooks only read values.
         marking: the call that adds hook points to a model.
 
@@ -66,7 +68,13 @@ def _imported() -> list[Hints]:
 
 
 def unknown_point(name: str, known: Collection[str], what: str) -> UnknownNameError:
-    """Return the error for an unknown `name` of a `what`, with the first hint, if there is one."""
+    """Return the error for an unknown name, with the first hint that a package has for the name.
+
+    Args:
+        name: the unknown name.
+        known: the known names.
+        what: the kind of thing that has the name, such as `hook point`, for the error.
+    """
     for hints in _imported():
         for name_hint in hints.names:
             if error := name_hint(name, known, what):
@@ -93,7 +101,10 @@ def argument_hint(name: str) -> str:
 def made_by(kind: str, value: object) -> str:
     """Return the call that makes an object of a class, or an empty text without a hint.
 
-    The call contains the given value if the value is a text.
+    Args:
+        kind: the name of the class.
+        value: the value that the user passed instead of the object. If the value is a text, it
+            becomes the argument in the call.
     """
     text = f"{value!r:.60}" if isinstance(value, str) else "..."
     for hints in _imported():
@@ -124,9 +135,9 @@ def is_watcher(hook: Callable[..., Any]) -> bool:
 def closest(name: str, known: Iterable[str]) -> list[str]:
     """Return the known names that are similar to a misspelt name, the closest first.
 
-    Words may have a different form or order.
+    Capitals and underscores are ignored. A known name that contains the misspelt name is similar.
     """
-    # The known names by their spelling without capitals and underscores.
+    # The keys are the known names in small letters and without underscores.
     by_spelling = {known_name.lower().replace("_", ""): known_name for known_name in known}
     wanted = name.lower().replace("_", "")
     containing = [spelling for spelling in by_spelling if len(wanted) > 3 and wanted in spelling]
@@ -151,11 +162,12 @@ class HintedClass(type):
 class HintsAtNames:
     """A class whose objects name our equivalent in the error for a missing attribute."""
 
-    # Hide this method from type checkers, because otherwise every attribute would exist for them.
+    # A type checker that sees `__getattr__` accepts every attribute, so the method is hidden.
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            # This method of a module finds its children and weights.
+            # If this class is combined with nn.Module, the module's own method must find the
+            # children and weights.
             inherited = getattr(super(), "__getattr__", None)
             try:
                 if inherited is not None:

@@ -144,8 +144,8 @@ def missing_name(
 ) -> Callable[[str], Any]:
     """Return the `__getattr__` of a package. Its error for an unknown name lists close matches.
 
-    The error is an ImportError in `from package import name`, because Python would replace the
-    words of an AttributeError there. Elsewhere it is an AttributeError.
+    `package.name` raises an AttributeError. `from package import name` raises an ImportError,
+    because Python would replace the message of an AttributeError with its own.
 
     Args:
         module: the name of the package.
@@ -155,8 +155,8 @@ def missing_name(
     """
 
     def __getattr__(name: str) -> Any:
-        # `from package import module` looks up the name first, and imports the module after this
-        # error.
+        # `from package import module` looks up the attribute `module` first. Python imports the
+        # module only after an AttributeError.
         if name.startswith("_") or find_spec(f"{module}.{name}") is not None:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         places = [place for place in elsewhere if name in import_module(place).__all__]

@@ -52,12 +52,13 @@ class Bound:
         self._otherwise = otherwise
         self._times = times
         self._sizes: dict[str, int] = {}
-        # The bytes of each memory that are not counted for any value yet.
+        # The number of bytes of each storage that no counted value covers, by `memory_of`. Two
+        # values may be views of one storage, whose bytes must count once.
         self._uncounted: dict[int, int] = {}
         self._counted = 0
         self._next_look = _FIRST_LOOK if max_bytes is None else min(_FIRST_LOOK, max_bytes / 4)
-        # Below this limit, shared memory is counted twice, because the check would slow down small
-        # runs.
+        # Until so many bytes are counted, each value counts in full, even if it shares its memory
+        # with another one. The search for shared memory would slow down small runs.
         self._count_from = _FIRST_LOOK / 8 if max_bytes is None else 0
 
     def add(self, name: str, value: Tensor) -> None:
@@ -90,16 +91,17 @@ class Bound:
         elif (free := free_memory(device)) is not None:
             limit = self._counted + _SHARE * free
         kinds = {name: self._kind(name) for name in self._names}
-        # Use the size in a later layer, because its input may share the memory of the earlier
-        # layer's output.
+        # If layers differ in size, the latest one counts. The first layer is not typical: the input
+        # of a later layer may share its memory with the output of the layer before it.
         of_kind = {kinds[name]: size for name, size in self._sizes.items()}
         sizes: Counter[str] = Counter()
         for name, kind in kinds.items():
             sizes[name.rpartition(".")[2]] += self._sizes.get(name, of_kind.get(kind, 0))
         in_layers = {kind for kind, count in Counter(kinds.values()).items() if count > 1}
         is_known = of_kind.keys() >= in_layers
-        # One layer may already exceed the limit, and the free memory is needed for more than the
-        # values.
+        # Before every kind of value has been seen in one layer, raise the error only if the values
+        # so far exceed the limit. Half of the free memory is such a limit, because the run needs
+        # memory for more than the stored values.
         is_late = self._counted > (limit if self._max_bytes is not None else limit / 2)
         if sizes.total() > limit and (is_known or is_late):
             raise MemoryLimitError(self._refusal(limit, sizes, is_known))
@@ -120,7 +122,8 @@ class Bound:
         Args:
             limit: the limit in bytes.
             sizes: the bytes of all values, by the last part of their names.
-            is_known: whether the size of one layer is known. Otherwise the values may be larger.
+            is_known: whether the sizes of all values of one layer are known. Otherwise the message
+                says that the values take at least the estimated bytes.
         """
         whose = "0.9 of the memory that is free" if self._max_bytes is None else "max_bytes"
         n_bytes = sizes.total()
@@ -169,12 +172,12 @@ def require_room(n_bytes: int, like: Tensor, what: str) -> None:
 def free_memory(device: torch.device, root: Path = Path("/")) -> float | None:
     """Return the bytes that this process can still allocate on a device.
 
-    The limits and control groups of Linux count. The result is None if the system does not report
-    the bytes.
+    On Linux, the limits of the process (`ulimit`) and of its control groups are respected. The
+    result is None if the system does not report the bytes.
 
     Args:
         device: the CPU or a device of CUDA. For other devices the result is None.
-        root: the directory of `proc` and `sys`.
+        root: the directory that contains `proc` and `sys`.
     """
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -1,4 +1,8 @@
-"""Pieces of texts: the columns that a run reads, and their padding, for generation and sweeps."""
+"""Pieces of texts: the columns of a batch that one run of a model reads, and their padding.
+
+A run with a key-value cache, as in generation, reads only the columns after the cached ones. Hooks
+still count positions from the start of the text, so they need to know the piece.
+"""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -14,15 +18,16 @@ Columns = list[list[int]]
 
 
 class Piece:
-    """A piece of a batch of texts.
+    """A piece of a batch of texts: the columns that one run of a model reads.
 
     Attributes:
-        start: the first column, counting padding; None for whole texts.
-        real: the mask of real columns, up to the last column of the piece; None if all are real or
-            the padding is unknown.
-        moved: whether the rows differ from the rows of the previous piece, as in a beam search.
-        began: the number of columns at the start of the generation, if each run reads the whole
-            text again.
+        start: the first column of the piece, counting padding; None for whole texts.
+        real: the mask of real tokens [batch, key], from the first column of the text to the last
+            column of the piece; None if all tokens are real or the padding is unknown.
+        moved: whether the rows are not the rows of the previous piece, as after a beam search has
+            reordered them.
+        began: the number of columns that the first run of a generation read, if each later run
+            reads the whole text again; otherwise None.
         others: masks of other texts that the run reads, by the axis of their columns: the texts of
             an encoder have the axis `encoder_pos`.
     """
@@ -55,7 +60,7 @@ class Piece:
         return self.real is not None or bool(self.others)
 
     def has_masks_of(self, other: "Piece") -> bool:
-        """Return whether another piece has the same masks, as the same tensors."""
+        """Return whether the masks of another piece are the same tensor objects."""
         return (
             self.real is other.real
             and self.others.keys() == other.others.keys()
@@ -70,16 +75,21 @@ class Piece:
         real = None if self.real is None else self.real[:rows]
         others = {axis: mask[:rows] for axis, mask in self.others.items()}
         first = Piece(self.start, real, moved=self.moved, began=self.began, others=others)
-        # An earlier piece of the same rows has already computed its columns.
+        # Return the piece of an earlier call with this number of rows, if there is one: it may have
+        # computed its real columns already.
         return self._firsts.setdefault(rows, first)
 
     def columns_along(self, axis: str, rows: int, end: int) -> Sequence[Sequence[int]] | None:
-        """Return the real columns along an axis of a value; None if there is no padding.
+        """Return the real columns of each text along an axis of a value.
+
+        The columns are counted from the start of the text. The result is None if there is no
+        padding, or if the mask has another shape than [rows, end].
 
         Args:
-            axis: the axis. `pos`, `query` and `key` count the columns of the text.
-            rows: the number of texts in the batch. A mask of another batch is ignored.
-            end: the number of columns so far, up to the last one of this piece.
+            axis: the name of the axis. An axis that is not in `others`, such as `pos`, `query` or
+                `key`, has the columns of the text.
+            rows: the number of texts in the batch.
+            end: the number of columns from the start of the text to the end of this piece.
         """
         mask = self.others.get(axis, self.real)
         fits = mask is not None and mask.shape == (rows, end)
@@ -99,7 +109,7 @@ class Piece:
         return self._masks[axis]
 
     def _known(self, axis: str) -> "Columns | None":
-        """Return the real columns of each text along an axis, which are computed only once."""
+        """Return the real columns of each text along an axis. A second call reuses the result."""
         axis = axis if axis in self.others else "key"
         mask = self.others.get(axis, self.real)
         if mask is None:
@@ -157,16 +167,16 @@ def reading(piece: Piece) -> AbstractContextManager[None]:
 
 
 def piece_read() -> Piece:
-    """Return the piece of the innermost `with` of `reading` or `position_offset`.
+    """Return the piece of the innermost open `with` of `reading` or `position_offset`.
 
-    Without one, the result stands for whole texts. The same is true while a compiler traces a run,
-    because a compiler cannot read the variable that contains the piece.
+    If none is open, the result is a piece that stands for whole texts. The result is the same while
+    a compiler traces a run, because a compiler cannot read the variable that contains the piece.
     """
     return _WHOLE if torch.compiler.is_compiling() else _piece.get()
 
 
 def piece_is_known() -> bool:
-    """Return whether a caller has entered `position_offset` or `reading`."""
+    """Return whether a `with` of `position_offset` or `reading` is open."""
     return _piece.get() is not _WHOLE
 
 
@@ -182,9 +192,9 @@ def start_of_piece() -> int | None:
 def token_mask() -> KeyMask | None:
     """Return the mask of the texts that the model reads now, for use inside a hook function.
 
-    At `pattern` and `scores`, the value contains the columns of padded keys too. At `pattern` these
-    columns are 0, and any other number makes the text attend to padding. Edits of `interp.edits` do
-    not change these columns. A custom function can multiply by this mask.
+    Values at `pattern` and `scores` also have columns for padded keys. In `pattern` these columns
+    are 0, and a hook that writes another number there makes the text attend to padding. Edits of
+    `interp.edits` leave these columns unchanged. Your own function can multiply by this mask.
 
     Returns:
         True at real tokens, False at padding, [batch, key], for all columns so far. None if there

@@ -35,8 +35,8 @@ def is_whole(value: Shaped[Tensor, "*axes"], mesh: Any) -> bool:
     """Return whether all processes of a mesh have the same numbers."""
     real = torch.view_as_real(value) if value.is_complex() else value
     numbers = real.detach().flatten().to(torch.promote_types(real.dtype, torch.bfloat16))
-    # Compare the sums of seven pieces, because whole parts may have the same sum, such as parts of
-    # a softmax.
+    # Different parts may have the same sum, such as rows of attention patterns, which sum to 1. So
+    # compare the sums of seven pieces of the value too.
     terms = [numbers.abs(), *numbers.tensor_split(7)]
     sums = torch.stack([term.sum(dtype=torch.float64) for term in terms]).nan_to_num(0.0, 1.0, -1.0)
     bounds = torch.stack([sums, -sums])
@@ -72,8 +72,11 @@ class Shards:
         return cls(axis, int(size), mesh)
 
     def joined(self, part: Shaped[Tensor, "*axes"]) -> Tensor:
-        """Return the whole value. Its gradients flow to the process with the part."""
-        # This import is slow.
+        """Return the whole value, with the parts of all processes.
+
+        In a backward pass, each process receives the gradient of its own part.
+        """
+        # This import is slow, and most programs never need it.
         from torch.distributed.tensor import DTensor, Shard
 
         shape = torch.Size([*part.shape[: self.axis], self.size, *part.shape[self.axis + 1 :]])
@@ -82,9 +85,9 @@ class Shards:
         return DTensor.from_local(part, self.mesh, placed, shape=shape, stride=stride).full_tensor()
 
     def part(self, whole: Shaped[Tensor, "*axes"]) -> Tensor:
-        """Return the part of a whole value for this process.
+        """Return the part of a whole value that belongs to this process.
 
-        All processes receive the whole gradient.
+        In a backward pass, each process receives the gradient of the whole value.
         """
         from torch.distributed.tensor import DTensor, Replicate, Shard
 

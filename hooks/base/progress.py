@@ -45,7 +45,8 @@ class Count:
     Args:
         title: the title of the bar.
         total: the number of steps, or the amount of work; None if it is unknown.
-        unit: the name of a step; empty for no count. Large counts of `tok` are written as 12.3k.
+        unit: the name of a step. If it is empty, the bar shows only the title and the time. If it
+            is `tok`, large counts are abbreviated, as in 12.3k.
         first: the number of steps that were completed before.
         stays: whether the bar appears immediately and is not removed at the end.
 
@@ -122,7 +123,7 @@ _OPEN: Scoped[Display | bool] = Scoped("progress", True)
 
 @contextmanager
 def progress_bar(title: str, total: float | None = None, **options: Any) -> Iterator[Count]:
-    """Count the steps of a loop, and show them if nothing around the loop is counted.
+    """Count the steps of a loop, and show a bar unless a loop around this loop already has one.
 
     Args:
         title, total, options: see `Count`.
@@ -142,7 +143,7 @@ def progress_bar(title: str, total: float | None = None, **options: Any) -> Iter
         try:
             yield count
         finally:
-            # The next loop may use the bar.
+            # The display belongs to an analysis around this loop, whose next loop may use it.
             if ours and ours is outer:
                 ours.count = None
 
@@ -150,8 +151,8 @@ def progress_bar(title: str, total: float | None = None, **options: Any) -> Iter
 def progress_of(items: Iterable[T], title: str, total: int | None = None) -> Iterator[T]:
     """Yield items and count them. An item is complete when the next item is read.
 
-    After an error, an iterator may be only partly read. So the analysis that reads it must have the
-    decorator `shows_progress`, which removes the bar.
+    If an error stops the reading before the last item, this function does not remove the bar. So
+    the analysis that reads the items must have the decorator `shows_progress`, which does.
 
     >>> [*progress_of([3, 1], "numbers", total=2)]
     [3, 1]
@@ -341,7 +342,7 @@ class _Terminal:
             unit_scale=count.unit == "tok",
             leave=count.stays,
             disable=False,
-            # This prevents a frame before the count is set.
+            # With a delay, tqdm draws no frame when the bar is made, before `draw` sets the count.
             delay=1e-9,
             bar_format=_format(count),
             file=self._stream,
@@ -368,7 +369,7 @@ def _format(count: Count) -> str | None:
     """Return the format of a bar, or None for the default format of `tqdm`."""
     if not count.unit:
         return "{desc}: {elapsed}"
-    # Fractions of work have many digits.
+    # A total that is a float measures work. Such a count has many digits and is not shown.
     if isinstance(count.total, float):
         return "{l_bar}{bar}| [{elapsed}<{remaining}]"
     return None

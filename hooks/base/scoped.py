@@ -13,10 +13,11 @@ Entered = ContextVar[tuple[weakref.ref[Any], ...]]
 class Scoped(Generic[T]):
     """A value that can be changed inside a `with`.
 
-    The change is for the context (see `contextvars`) that entered the `with`.
+    Only the context (see `contextvars`) that entered the `with` sees the new value; other threads
+    do not.
 
-    If an interrupt comes while the `with` begins or ends, the new value disappears, because only
-    the `with` keeps it alive.
+    A keyboard interrupt while the `with` begins or ends cannot leave the new value set. The context
+    holds only a weak reference to it, so the new value disappears with the `with` statement.
 
     >>> start = Scoped("start", 0)
     >>> with start.set(5):
@@ -45,12 +46,13 @@ class Scoped(Generic[T]):
 class InContext:
     """A state that is active while its `with` is open, in the context that entered the `with`.
 
-    Only the `with` keeps the state alive.
+    The context holds only a weak reference to the state, so the state disappears with the `with`
+    statement, even if an interrupt prevents its end from running.
 
     Attributes:
-        is_open: whether the `with` is open. A copy of the context may still contain the state after
-            the end.
-        ref: the weak reference to the state in the context.
+        is_open: whether the `with` is open. A copy of the context, as in an asynchronous task, may
+            still contain the state after the `with` has ended.
+        ref: the weak reference that the context holds.
     """
 
     def __init__(self, entered: Entered) -> None:

@@ -1,6 +1,6 @@
-"""Selection: the chosen places along an axis, in every form that users write.
+"""Selections: the chosen places along an axis, in every form that users write.
 
-For example, the places are positions of texts.
+For example, the places are positions of texts or heads of a layer.
 """
 
 import itertools
@@ -24,9 +24,10 @@ TEXT_AXES = ("pos", "query", "key")
 """All axes that count columns of the text. `key` also covers cached positions."""
 
 POSITION_AXES = ("pos", "query")
-"""The text axes that have only the positions of this call.
+"""The text axes that have only the positions of this call, without cached positions.
 
-`pos=` slices them, and a joined run appends to them.
+The option `pos=` of a cached run slices these axes. If a text is read in several calls, their
+values are joined along them.
 """
 
 KeyMask = Shaped[Tensor, "batch key"]
@@ -72,7 +73,7 @@ def _true_columns(mask: Sequence[object]) -> list[int]:
 
 @dataclass(frozen=True)
 class AllBut:
-    """All places along an axis except some, the same in every example; see `all_but`."""
+    """All places along an axis except `places`, in every example; see `all_but`."""
 
     places: list[int]
 
@@ -86,7 +87,7 @@ every example. Along positions, each example can have a different index: a list 
 tensor [batch, n], of integers or booleans."""
 
 Rows = Sequence[Sequence[int]]
-"""The places of each example. A single row holds for all examples."""
+"""One list of places for each example. A single list holds for all examples."""
 
 
 def all_but(*places: SupportsIndex) -> AllBut:
@@ -115,9 +116,9 @@ class Selection:
     Negative places count from the end. Along positions they count from the last real token of each
     text.
 
-    Positions from 0 on count columns, including padding. A position at padding raises an error. A
-    slice with a negative end selects the real tokens between its ends. When reading, every slice
-    skips padding.
+    Positions from 0 on count columns, including padding, and a position at padding raises an error.
+    A slice with a negative end selects only the real tokens between its ends. Any other slice
+    selects padding too, except in the methods `read` and `inside`, which skip padding.
 
     Attributes:
         index: the places, as Python integers, slices and lists.
@@ -178,21 +179,22 @@ class Selection:
         real: Rows | None = None,
         whole: bool = True,
     ) -> list[list[int]]:
-        """Return the places of each example, counted from the start of the axis.
+        """Return one list of places for each example, counted from the start of the axis.
 
-        If all examples have the same places, there is only one row.
+        If all examples have the same places, the result contains only one list.
 
         Args:
             size: the axis has the places 0 to `size - 1`.
             what: the name of the axis, for errors.
             batch: the number of examples, if known.
             real: the real columns of each text; None if there is no padding.
-            whole: whether places outside the axis raise an error; otherwise they stay in the rows.
+            whole: True if places outside the axis raise an error. False for a piece of a text:
+                places outside the axis may lie in another piece, and the result contains them.
 
         Raises:
-            SelectionError: if the number of rows differs from the number of examples, a place is
-                outside or at padding, a mask has the wrong length or contains no booleans, or
-                nothing is selected.
+            SelectionError: if the index has entries for another number of examples, a place is
+                outside or at padding, a mask has the wrong length or contains 0 and 1 instead of
+                booleans, or nothing is selected.
         """
         parts = self.parts
         batch = len(real) if real is not None else batch
@@ -205,7 +207,7 @@ class Selection:
             rows = [_places(part, size, what=what, whole=whole) for part in parts]
         else:
             rows = []
-            # A single part holds for all examples.
+            # The parts are repeated, because a single part holds for all examples.
             for n, (part, columns) in enumerate(zip(itertools.cycle(parts), real)):
                 name = f"{what} of example {n}"
                 rows.append(_real(part, size, what=name, real=columns, whole=whole))
@@ -216,9 +218,11 @@ class Selection:
         return rows
 
     def is_plain(self, real: KeyMask | None) -> bool:
-        """Return whether the places are the same columns in each text, whatever the padding.
+        """Return whether `index` selects the right columns of all texts as a PyTorch subscript.
 
-        A subscript of PyTorch then selects them.
+        This is false for `all_but` and for a separate index in each example. With padding, it is
+        true only for slices without a negative end: other places count real tokens, or may be at
+        padding and raise an error.
         """
         if isinstance(self.index, AllBut) or self.is_by_example:
             return False
@@ -244,12 +248,13 @@ class Selection:
         return listed
 
     def require_reached(self, size: int, what: str, real: Rows | None = None) -> None:
-        """Check that negative places are not before the start of every text.
+        """Check that each negative place lies inside the longest text, at least.
 
-        Later columns of the texts would not reach them.
+        Use this for a piece of a text. Places outside the piece are no error, because another piece
+        may contain them. But no piece contains a place before the start of the text.
 
         Args:
-            size: the number of columns so far.
+            size: the number of columns from the start of the text to the end of the piece.
             what: the name of the axis, for errors.
             real: the real columns of each text; None if there is no padding.
 
@@ -259,7 +264,8 @@ class Selection:
         """
         length = size if real is None else max(map(len, real))
         ends = [self.index.stop] if isinstance(self.index, slice) else []
-        # A slice that ends at or before the start of a text selects no token of the text.
+        # The last place of a slice must lie inside the text. Its first place may lie before the
+        # text, as in Python.
         lasts = [end - 1 for end in ends if end is not None and end < 0]
         if any(place < -length for place in [*lasts, *self._listed]):
             raise SelectionError(
@@ -294,14 +300,16 @@ class Selection:
         return torch.tensor(rows, dtype=torch.int64)
 
     def read(self, real: Bool[Tensor, "batch pos"], what: str, first: int = 0) -> list[list[int]]:
-        """Return the columns that are read in each text of a batch: real tokens, at least one.
+        """Return the selected real columns of each text of a batch, at least one in each text.
+
+        If the selection has a separate index for each text, it may contain the indices of more
+        texts than this batch. A mask in it must reach only to the last real token of its text.
 
         Args:
             real: True at real tokens.
             what: the name of the positions, for errors.
-            first: the number of the first text of the batch among all texts. If each text has a
-                separate index, the number of the text selects it, and a mask need not be longer
-                than its text.
+            first: the number of the batch's first text among all texts, which is the number of its
+                index.
 
         Raises:
             SelectionError: see `rows`; also if a text has no index, or its index selects nothing.
@@ -328,13 +336,13 @@ class Selection:
         return read
 
     def inside(self, real: Bool[Tensor, "batch pos"], what: str) -> Bool[Tensor, "batch pos"]:
-        """Return a mask of the selected places without padding.
+        """Return a mask that is True at the selected real tokens.
 
         `real` is True at real tokens. For errors see `rows`.
         """
         rows = self.rows(real.shape[1], what, batch=len(real), real=real_columns(real))
         chosen = torch.zeros_like(real)
-        # A single row holds for all examples.
+        # The rows are repeated, because a single row holds for all examples.
         for chosen_in_text, columns in zip(chosen, itertools.cycle(rows)):
             chosen_in_text[columns] = True
         return chosen & real
@@ -349,7 +357,7 @@ class Selection:
 
 
 def _places(part: Any, size: int, what: str, whole: bool) -> list[int]:
-    """Return the places along an axis without padding."""
+    """Return the places that one part of an index selects along an axis without padding."""
     if isinstance(part, AllBut):
         left_out = places(part.places, size, what=what, whole=whole)
         return [place for place in range(size) if place not in left_out]
@@ -357,7 +365,7 @@ def _places(part: Any, size: int, what: str, whole: bool) -> list[int]:
 
 
 def _real(part: Any, size: int, what: str, real: Sequence[int], whole: bool) -> list[int]:
-    """Return the places in one text with padding."""
+    """Return the columns that one part of an index selects in a text with padding."""
     if isinstance(part, AllBut):
         left_out = _real(part.places, size, what=what, real=real, whole=whole)
         return [column for column in real if column not in left_out]
@@ -378,7 +386,10 @@ def _real(part: Any, size: int, what: str, real: Sequence[int], whole: bool) -> 
 
 
 def _between(part: slice, size: int, real: Sequence[int]) -> list[int]:
-    """Return the columns of a slice: only real ones if an end counts from the last real column."""
+    """Return the columns that a slice selects in a text with padding.
+
+    If an end is negative, it counts from the last real column, and only real columns are selected.
+    """
     if all(end is None or end >= 0 for end in (part.start, part.stop)):
         return list(range(size)[part])
     start = _end_as_column(part.start, real)
@@ -387,7 +398,7 @@ def _between(part: slice, size: int, real: Sequence[int]) -> list[int]:
 
 
 def _end_as_column(end: int | None, real: Sequence[int]) -> int | None:
-    """Return an end of a slice, in which a negative number counts real columns from the last."""
+    """Return an end of a slice as a column. A negative end counts from the last real column."""
     if end is None or end >= 0:
         return end
     return real[end] if end >= -len(real) else 0
@@ -446,7 +457,10 @@ def taken(
 def broadcast(
     columns: Int[Tensor, "_batch n"] | Bool[Tensor, "_batch n"], at: int, batch: int, ndim: int
 ) -> Shaped[Tensor, "..."]:
-    """Return an index tensor with `ndim` axes, of size 1 except at most two.
+    """Return columns as a tensor with `ndim` axes, for use as an index of a value.
+
+    The axis `at` has the columns. If the columns differ between examples, the axis `batch` has the
+    examples. All other axes have the size 1.
 
     Args:
         columns: columns, or a mask of columns: one row for all examples, or one row for each.
@@ -457,7 +471,7 @@ def broadcast(
     shape = [columns.shape[1] if axis == at else 1 for axis in range(ndim)]
     if len(columns) > 1:
         shape[batch] = len(columns)
-    # If the batch axis comes after the positions, the rows must come after the columns too.
+    # `columns` is [batch, n]. If the axis `batch` comes after the axis `at`, it must be [n, batch].
     return (columns.T if len(columns) > 1 and batch > at else columns).reshape(shape)
 
 
@@ -501,7 +515,7 @@ def index_by_axis(
 
 
 def require_axes(where: Iterable[str], axes: tuple[str, ...], what: str) -> None:
-    """Check that a value has all axes with some names.
+    """Check that a value has all named axes.
 
     Args:
         where: the names.
@@ -553,11 +567,11 @@ def places(index: Any, size: int, what: str, whole: bool = True) -> list[int]:
         index: a result of `plain_index`.
         size: the axis has the places 0 to `size - 1`. Negative places count from the end.
         what: the name of the axis, for errors.
-        whole: whether places outside the axis raise an error; otherwise they stay in the result.
+        whole: True if places outside the axis raise an error. False if the result may contain them.
 
     Raises:
-        SelectionError: if a place is outside, a mask has the wrong length, or numbers look like a
-            mask.
+        SelectionError: if a place is outside, a mask has the wrong length, or a list as long as the
+            axis contains only the numbers 0 and 1, like a mask without booleans.
     """
     if isinstance(index, slice):
         return list(range(size)[index])

@@ -32,22 +32,22 @@ CHECKSUMS = "checksums"
 SAFETENSORS = ("", ".safetensors")
 """The suffixes of safetensors files. A name without a suffix is not changed."""
 
-# A folder should not have the suffix of a file. Other suffixes, as in `llama-3.1`, are a part of
-# the name.
+# A folder whose name ends in one of these suffixes is probably a mistake. Any other suffix, as in
+# `llama-3.1`, belongs to the name of the folder.
 _OF_FILES = {
     *(".safetensors", ".gguf", ".pt", ".pth", ".bin", ".ckpt", ".onnx", ".h5", ".pkl"),
     *(".npy", ".npz", ".parquet", ".arrow", ".json", ".jsonl", ".yaml", ".csv", ".txt", ".md"),
     *(".html", ".htm", ".png", ".jpg", ".jpeg", ".svg", ".pdf", ".zip", ".tar", ".gz"),
 }
 
-# The prefix of names of padding bytes; no module's name starts with a dot.
+# The prefix of the names of gaps between tensors. No name of a module starts with a dot.
 _PAD = ".pad."
 
 
 def nbytes(tensors: Collection[Tensor]) -> int:
     """Return the memory of `tensors` in bytes.
 
-    Shared storage counts once; sparse tensors count as dense ones.
+    Tensors with the same storage count once. A sparse tensor counts as if it were dense.
     """
     shared: dict[int, int] = {}
     others = 0
@@ -107,7 +107,7 @@ def require_folder(path: str | os.PathLike[str], files: Iterable[str] = ()) -> N
 
     Args:
         path: the folder.
-        files: suffixes of files that could be written instead.
+        files: the suffixes of files that the caller could write instead, for the error.
 
     Raises:
         ValueError: if the path is empty, or if no folder exists at the path and the path has the
@@ -140,8 +140,9 @@ def save(
         tensors: the tensors by name.
         facts: any value that fits JSON, and NaN and infinity.
         place: see `replacing`.
-        names, later: more tensors, which may be computed during writing: all their names, and pairs
-            of a name and a tensor. Each tensor is released before the next one is requested.
+        names: the names of the tensors in `later`.
+        later: more tensors, as pairs of a name and a tensor. A generator may compute them during
+            writing: each tensor is released before the next one is requested.
 
     Raises:
         ValueError: if the path has a different suffix.
@@ -163,9 +164,9 @@ def write(
     names: Collection[str] = (),
     later: Iterable[tuple[str, Tensor]] = (),
 ) -> None:
-    """Write the content of a file of `save` to an open file.
+    """Write the content of a file of `save` to an open file; for the arguments see `save`.
 
-    1. The names determine the largest size of the header, and this space is left free.
+    1. The names determine the largest possible size of the header, and this space is left free.
     2. Each tensor is written and released; its dtype, shape, place and checksum are recorded.
        Tensors in memory are sorted, widest dtype first. If a tensor would not begin at a multiple
        of the width of its dtype, bytes named `.pad.` fill the gap.
@@ -185,7 +186,7 @@ def write(
             file.seek(at)
             file.write(content)
             file.flush()
-        # For example, the disk is full.
+        # The message of Python, such as "No space left on device", does not name the file.
         except OSError as error:
             raise OSError(f"{path} could not be written: {error}") from None
 
@@ -220,7 +221,8 @@ def _entry(dtype: str, shape: list[int], begin: int, end: int) -> dict[str, Any]
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 
 
-# A tensor has fewer than 2**63 numbers. Only a tensor with more than 64 axes may need more space.
+# The longest entry of a tensor with at most 64 axes. The product of its sizes is below 2**63, so
+# several sizes together do not have more digits than one size of 2**63.
 _LONGEST = _entry("F8_E4M3FNUZ", [2**63] + [1] * 63, begin=2**63, end=2**63)
 
 
@@ -300,7 +302,8 @@ def one_error(
     except (FileNotFoundError, ImportError, UnknownNameError):
         raise
     except Exception as error:
-        # Reading a folder as a file raises these errors. Other errors concern a file in the folder.
+        # If the path is a folder, these errors come from an attempt to read it as a file. Any other
+        # error is about a file inside the folder.
         if os.path.isdir(path) and isinstance(error, IsADirectoryError | SafetensorError):
             raise kind(f"{named}; got a folder") from None
         damage = damage_of(path)
@@ -334,7 +337,8 @@ def read_saved(path: Path) -> Any:
             names the file.
     """
     with one_error(path), path.open("rb") as file:
-        # PyTorch recognises the new format in the same way.
+        # A file of PyTorch 1.6 or later is a zip archive, which begins with these bytes. PyTorch
+        # itself uses the same check.
         if file.read(4) == b"PK\x03\x04":
             _require_undamaged(zipfile.ZipFile(file))
         file.seek(0)
@@ -447,12 +451,15 @@ def _content(tensor: Tensor) -> memoryview:
 
 
 def checksums(tensors: Mapping[str, Tensor], text: str = "") -> str:
-    """Return the checksums of tensors, and of a text under the empty name, as JSON."""
+    """Return the checksums of tensors and of a text, by name, as JSON.
+
+    The name of the text is empty, which no tensor's name is.
+    """
     return _summed(checksums_of(tensors), text)
 
 
 def _summed(sums: Mapping[str, int], text: str) -> str:
-    """Return checksums by name, and the checksum of a text under the empty name, as JSON."""
+    """Return the given checksums and the checksum of a text as JSON, as in `checksums`."""
     return strict_json.dumps({"": zlib.crc32(text.encode()), **sums}, sort_keys=True)
 
 

@@ -125,7 +125,10 @@ def _replaced(value: Any, replace: Callable[[float], Any]) -> Any:
 
 
 def _key(key: Any) -> Any:
-    """Return a key of an object as text. The keys of JSON are texts, so NaN may be a key."""
+    """Return a key of a dictionary, NaN and infinity as text.
+
+    All keys in JSON are texts, so these need no replacement.
+    """
     return str(key) if isinstance(key, float) and not math.isfinite(key) else key
 
 

@@ -26,7 +26,7 @@ from hooks.base.selection import Index, Selection, real_of
 
 @dataclass(frozen=True, eq=False)
 class Text(HintsAtNames):
-    """The texts of one run.
+    """A batch of texts: all that one run of a model reads.
 
     A `Text` can be unpacked: `tokens, attention_mask = model.to_tokens(texts)`.
 
@@ -37,9 +37,10 @@ class Text(HintsAtNames):
             is no padding.
         texts: the strings; None if the texts were given as tokens.
         spans: positions in each text by name: a tensor [batch, n], or a list for each text.
-        more: other arguments of the model by name. Tensors with a row for each text are selected
-            with the texts. So are lists of one tensor for each text, which are joined for the
-            model. `position_ids` may be [section, batch, pos].
+        more: other arguments of the model by name. If texts are selected, the rows of a tensor with
+            one row for each text are selected too, and so are the entries of a list with one tensor
+            for each text. The model receives the tensors of a list joined as one tensor.
+            `position_ids` may be [section, batch, pos].
 
     >>> text = Text(torch.tensor([[3, 1, 4], [0, 0, 5]]), torch.tensor([[1, 1, 1], [0, 0, 1]]))
     >>> text
@@ -111,9 +112,9 @@ class Text(HintsAtNames):
     def arguments(self, model: nn.Module) -> dict[str, Any]:
         """Return `kwargs` and further arguments that a run of the model needs.
 
-        These are positions, if the model does not count them from the mask itself, and
-        `use_cache=False` for a model that runs only without a cache. Arguments of the texts
-        themselves are not changed.
+        The further arguments are positions, if the model does not count them from the mask itself,
+        and `use_cache=False`, if the model runs only without a cache. An argument that is already
+        in `kwargs` keeps its value.
         """
         language = language_of(model)
         mask = self.attention_mask
@@ -150,10 +151,11 @@ class Text(HintsAtNames):
         return [[*itertools.compress(*pair)] for pair in zip(rows, real, strict=True)]
 
     def at(self, pos: Index | None) -> Bool[Tensor, "batch pos"]:
-        """Return a mask of the selected real tokens, counted in each text.
+        """Return a mask that is True at the selected real tokens.
 
         Args:
-            pos: the positions; None selects all real tokens.
+            pos: the positions, the same for all texts. Position 0 is the first real token of each
+                text. None selects all real tokens.
 
         Raises:
             ValueError: if `pos` is not the same for all texts.
@@ -173,7 +175,8 @@ class Text(HintsAtNames):
     def words(self, model: nn.Module, *others: "Text") -> list[str] | None:
         """Return the word of each column, or None without a tokenizer.
 
-        If the texts differ in a column, its word joins two words, as in "Mary|John", or is empty.
+        If the texts have two different tokens in a column, its word contains both, as in
+        "Mary|John". If they have more than two, its word is empty.
 
         Args:
             model: the model, whose tokenizer knows the tokens.
@@ -194,9 +197,9 @@ class Text(HintsAtNames):
 
     @property
     def goes_by_rows(self) -> bool:
-        """True if the texts can be divided and repeated.
+        """True if the batch can be divided and repeated.
 
-        This is the case if each further argument of the model either has a row for each text, or
+        This is possible if each argument in `more` either has a row or a tensor for each text, or
         does not depend on the texts.
         """
         return not [*without_rows(self.more, self.tokens.shape[:2])]
@@ -221,7 +224,11 @@ class Text(HintsAtNames):
         return self.changed(lambda value: value.repeat(n, *[1] * (value.ndim - 1)))
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> "Text":
-        """Return the texts after a change of each tensor with a row for each text."""
+        """Return the texts after the same change of the rows in each of their tensors and lists.
+
+        Args:
+            change: the function that selects or repeats rows, such as `lambda rows: rows[:2]`.
+        """
         numbers = change(torch.arange(len(self.tokens))).tolist()
 
         def rows_of(value: Any) -> Any:
@@ -240,9 +247,9 @@ class Text(HintsAtNames):
 
 
 def as_text(texts: Any) -> Any:
-    """Return the `Text` of a batch or of a mapping of tensors.
+    """Return a tensor with a row for each text, or a mapping with this tensor, as a `Text`.
 
-    Return other forms, which need a tokenizer, unchanged.
+    Values in other forms, such as strings, need a tokenizer and are returned unchanged.
 
     The tokens of a mapping are `input_ids` or, without these, the first entry, such as images.
     """

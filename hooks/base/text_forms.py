@@ -1,4 +1,4 @@
-"""The forms of texts that users can pass: strings, lists, tensors, mappings; one or several."""
+"""The forms in which users can pass one text or several: strings, lists, tensors and mappings."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -55,9 +55,8 @@ def is_one_text(texts: Any) -> bool:
 def each_text(texts: Texts) -> Iterator[Any]:
     """Yield each text without padding: a string, or a list or tensor of tokens.
 
-    The texts may be a stream.
+    If `texts` is an iterator, only one text after the other is read.
     """
-    # Check this first, because the output of a tokenizer of transformers has a method `tokens`.
     if is_columns(texts):
         rows, real = columns_of(texts)
         yield from ([*itertools.compress(*pair)] for pair in zip(rows, real, strict=True))
@@ -128,7 +127,8 @@ def columns_of(texts: Any) -> tuple[list[list[int]], list[list[bool]]]:
     return tokens, [[*map(bool, mask)] for mask in masks]
 
 
-# Other inputs of some models. An input of zeros has no effect.
+# Inputs besides the tokens and their mask, which would be lost here and so raise an error. An input
+# of zeros, such as the token types of single texts, has no effect and may be lost.
 _READ_BESIDE = {"token_type_ids", "position_ids", "inputs_embeds", "pixel_values", "input_features"}
 
 

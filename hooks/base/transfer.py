@@ -1,4 +1,8 @@
-"""Copies of tensors, also between the CPU and an accelerator without a wait of the host."""
+"""Copies of tensors.
+
+A copy between the CPU and an accelerator runs in the background where this is safe, so that the
+host, which is the Python program, does not wait for it.
+"""
 
 import weakref
 from collections.abc import Callable, Iterable
@@ -14,9 +18,10 @@ from hooks.base.scoped import Scoped
 
 
 def private(value: Tensor) -> Tensor:
-    """Return a copy without a graph.
+    """Return a copy without a graph of autograd.
 
-    The copy of an expanded tensor is expanded too, so it needs no more memory.
+    The copy of an expanded tensor is expanded too, so the copy needs no more memory than the
+    tensor.
     """
     if not _torch.has_storage(value) or 0 not in value.stride():
         return value.detach().clone()
@@ -39,14 +44,15 @@ class Copies:
     def __call__(
         self, value: Tensor, copied: Callable[[Tensor], Tensor] = private, how: object = None
     ) -> Tensor:
-        """Return a copy, or the earlier copy if the tensor was not written to since.
+        """Return a copy, or the earlier copy if the tensor has not changed since then.
 
         Args:
             value: the tensor.
             copied: the function that makes a copy.
             how: a value that identifies the function. Only copies with an equal value are reused.
         """
-        # Writes into these tensors are not counted, or a compiler is tracing.
+        # PyTorch does not count the writes into these tensors, so an earlier copy may be out of
+        # date. During compilation, `has_storage` is False for all tensors.
         if not _torch.has_storage(value) or value.is_inference():
             return copied(value)
         key = id(value), _torch.version(value), how
@@ -61,13 +67,13 @@ _SKIPS_TOKEN_CHECKS = Scoped("skip_token_checks", False)
 
 
 def skip_token_checks() -> AbstractContextManager[None]:
-    """Return a context manager without the checks that read the numbers of tokens and masks.
+    """Return a `with` in which models do not check the numbers in tokens and masks.
 
     Shapes and types are still checked.
 
-    On an accelerator each of these checks waits for the device. Use this only if the tokens and
-    masks are known to be right: a token outside the vocabulary or a wrong mask leads to arbitrary
-    values there.
+    On an accelerator, each check of numbers waits for the device. Use this only if the tokens and
+    masks are known to be right: with a token outside the vocabulary or a wrong mask, the values at
+    the points and the logits are arbitrary.
 
     >>> from models import Transformer, TransformerConfig
     >>> sizes = dict(vocab_size=7, n_ctx=5, n_layers=1, n_heads=1, d_model=4)
@@ -80,7 +86,7 @@ def skip_token_checks() -> AbstractContextManager[None]:
 
 
 def skips_token_checks() -> bool:
-    """Return whether this is inside `skip_token_checks`."""
+    """Return whether a `with` of `skip_token_checks` is open."""
     return _SKIPS_TOKEN_CHECKS.get()
 
 
@@ -88,7 +94,8 @@ def to_device(value: Tensor, device: torch.device) -> Tensor:
     """Return `value` on a device. In a copy from the CPU, the host does not wait for the device."""
     if value.device == device:
         return value
-    # Pinned memory is read later, and may have been overwritten by then.
+    # A copy from pinned memory without a wait reads the memory later, after the caller may have
+    # overwritten it.
     return value.to(device, non_blocking=value.is_cpu and not value.is_pinned())
 
 
@@ -105,12 +112,16 @@ def stacked(values: Iterable[Tensor]) -> Tensor:
 
 def to_host(value: Tensor) -> Tensor:
     """Return a copy on the CPU. A copy from CUDA is complete only after `arrival(value)()`."""
-    # For CUDA, PyTorch then allocates pinned memory. Other accelerators may need the host to wait.
+    # For CUDA, PyTorch copies into pinned memory in the background. On other accelerators a copy
+    # without a wait may be wrong.
     return value.to("cpu", non_blocking=value.is_cuda)
 
 
 def arrival(source: Tensor) -> Callable[[], None]:
-    """Return a function that waits for all started copies from the device of `source`."""
+    """Return a function that waits until all copies from the device of `source` are complete.
+
+    Only the copies that have started before this call are meant.
+    """
     if not source.is_cuda:
         return lambda: None
     event = torch.cuda.Event()
@@ -119,9 +130,9 @@ def arrival(source: Tensor) -> Callable[[], None]:
 
 
 def later(value: Tensor) -> Callable[[], Any]:
-    """Start to copy `value` to the host.
+    """Start to copy `value` to the host, and return a function that returns its numbers as a list.
 
-    Return a function that waits for the copy and returns a list.
+    The function waits until the copy is complete.
     """
     if not value.is_cuda:
         return value.tolist
@@ -136,12 +147,14 @@ def later(value: Tensor) -> Callable[[], Any]:
 
 
 class Placement:
-    """A callable that moves values to a device and a dtype. The host waits once, at the end.
+    """A callable that moves values to a device and a dtype.
+
+    Copies to the CPU run in the background. The host waits for all of them once, in `wait()`.
 
     Args:
         device, dtype: the new device and dtype; None for no change. Integers keep their dtype.
-        waits: whether each copy is complete when it is returned. Otherwise all copies are complete
-            after `wait()`.
+        waits: whether each copy is complete when it is returned. Otherwise the copies are complete
+            only after `wait()`.
     """
 
     def __init__(
@@ -153,8 +166,8 @@ class Placement:
         self._sources: dict[torch.device, Tensor] = {}
 
     def __call__(self, value: Tensor) -> Tensor:
-        """Return `value`, or a copy that may not be complete yet."""
-        # The cast comes first, because fewer bytes are copied then.
+        """Return `value` if it needs no change, or else a copy, which `wait()` completes."""
+        # The cast comes before the copy, because a copy in half precision has fewer bytes.
         if self._dtype is not None and value.is_floating_point():
             value = value.to(self._dtype)
         if self._device is None or value.device == self._device:

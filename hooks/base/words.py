@@ -1,14 +1,14 @@
-"""Words: the keywords that a model accepts.
+"""Words: the keywords that a function, such as the `forward` of a model, accepts.
 
-A misspelt keyword raises an error and is not lost in `**kwargs`.
+With these, a misspelt keyword raises an error instead of being lost in `**kwargs`.
 
 1. A function knows the names of its parameters. If its `**kwargs` are typed (`Unpack[...]`), it
    also knows the keys of the type. A model passes `**kwargs` to its parts, so the model also knows
    the parameters of its parts.
-2. A decorator may remove its own keywords first. These keywords are in the code or the closure of
-   the decorator.
-3. Any other keyword raises an error. With untyped `**kwargs` it may be the model's own, so only
-   near-misspellings of our keywords raise an error.
+2. A decorator of the function may accept more keywords, which it does not pass on. They are in no
+   signature, but they are strings in the code or the closure of the decorator.
+3. Any other keyword raises an error. But if `**kwargs` are untyped, the model may know the keyword.
+   Then only a keyword that is close to one of our own keywords raises an error.
 """
 
 import difflib
@@ -56,10 +56,10 @@ class Words:
         self.is_open = True
         try:
             parameters = inspect.signature(function).parameters.values()
-        # Python does not know the signature.
+        # The signature is unknown, as for a function in C, so any keyword may be accepted.
         except (TypeError, ValueError):
             return
-        # The annotation of `**kwargs`; None without them.
+        # The annotation of `**kwargs`, or None if the function has no `**kwargs`.
         extra = None
         for parameter in parameters:
             if parameter.kind is parameter.VAR_KEYWORD:
@@ -84,7 +84,7 @@ class Words:
 
         Raises:
             TypeError: if a keyword is unknown. The error names the first one with close matches or,
-                for a keyword of TransformerLens, with our keyword.
+                for a keyword of another library, with our keyword.
         """
         for name in given:
             if name in self.known:
@@ -103,10 +103,10 @@ class Words:
 
 
 class NoOthers(typing.TypedDict):
-    """No keywords.
+    """The type of the `**others` of a function that accepts no other keywords.
 
-    A function with `**others: Unpack[NoOthers]` passes them to `refuse`, which raises a helpful
-    error.
+    The function is declared with `**others: Unpack[NoOthers]`, so a type checker rejects them. At
+    run time the function passes them to `refuse`, whose error lists close matches.
     """
 
 
@@ -141,7 +141,7 @@ def forwards_in(module: Any) -> Iterator[Callable[..., Any]]:
 def _close(name: str, words: Collection[str]) -> list[str]:
     """Return the keywords that are similar to a misspelt name.
 
-    A keyword with three more or three fewer characters is not similar.
+    A keyword is not similar if it is longer or shorter by three characters or more.
     """
     similar = difflib.get_close_matches(name, sorted(words), n=3, cutoff=0.75)
     return [word for word in similar if abs(len(word) - len(name)) <= 2]
