@@ -115,14 +115,18 @@ class Circuit(plots.Shown):
 
     @property
     def nodes(self) -> tuple[NodeName, ...]:
-        """The nodes with an edge from them, in order, and the logits if an edge leads to them."""
+        """The writers with an outgoing edge, in the order of computation, and then `logits` if an
+        edge leads to the logits.
+        """
         has_edge = self.kept.any(1).tolist()
         writers = itertools.compress(self.graph.writers, has_edge)
         logits = self.graph.readers[-1:] if self.kept[:, -1].any() else ()
         return (*writers, *logits)
 
     def without(self, node: str) -> "Circuit":
-        """Return the circuit without all edges to a node and from the node.
+        """Return the circuit without the edges to a node and from the node.
+
+        Edges to a key head that other heads use too are not removed.
 
         Args:
             node: the name of the node, such as `a0.h1`, `m0` or `logits`.
@@ -144,7 +148,8 @@ class Circuit(plots.Shown):
         else:
             writer = self.graph.writers.index(node)
             feeds = feeding(self.graph)
-            # Keep the edges to a key head that other heads use too.
+            # An edge to a key head or value head belongs to all heads that share it. Remove the
+            # edge only if no other head uses it.
             is_only_user = feeds.sum(0) == 1
             kept[:, feeds[writer] & is_only_user] = False
             kept[writer] = False
@@ -170,7 +175,7 @@ class Circuit(plots.Shown):
         while True:
             has_incoming = reads_nothing | (feeds & kept.any(0)).any(1)
             is_connected = has_incoming & kept.any(1)
-            # A reader is used if its node is connected. The logits are always used.
+            # Keep edges to the readers of connected nodes, and all edges to the logits.
             is_used = (feeds & is_connected[:, None]).any(0)
             is_used[-1] = True
             connected = kept & is_connected[:, None] & is_used
@@ -187,7 +192,7 @@ class Circuit(plots.Shown):
         arrows = []
         for node in pruned.nodes:
             if node.layer is None:
-                # The inputs are one row, and the logits are another row.
+                # All inputs are in one row, and the logits are in a row of their own.
                 row: Any = node == "logits"
             else:
                 row = (node.layer, node.part[0])
@@ -201,8 +206,8 @@ class Circuit(plots.Shown):
             kind = readers[reader].kind
             label = kind if kind in "qkv" else ""
             score = scores[writer, reader].item()
-            # If several heads share a key head, draw the edge to each of these heads in the
-            # circuit.
+            # If several heads share a key head, an edge to it is drawn to each of these heads that
+            # is in the circuit.
             for node in [user for user in users if user in nodes] or ["logits"]:
                 arrows.append(Arrow(writers[writer], node, label, score))
         return [*rows.values()], arrows

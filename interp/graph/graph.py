@@ -39,8 +39,8 @@ class Graph:
     A head writes `z @ W_O`. If the model has a norm after attention, the output of a head is its
     share of the norm's output: `z @ W_O` passed through the norm and divided by the norm's scale in
     the same run. `a0.bias` is the rest of the attention output: `b_O` and the bias of the norm.
-    `a0.bias` is a writer if it is not zero. It has edges only if the norm's scale divides `b_O`.
-    Without this scale, `a0.bias` is the same in every run.
+    `a0.bias` is a writer if it is not zero. It has edges only if a norm divides `b_O` by its scale.
+    Otherwise `a0.bias` is the same in every run, so replacing it has no effect.
 
     Args:
         model: a model with the parts that `interp.protocol` lists for graphs, such as a
@@ -82,7 +82,8 @@ class Graph:
         points = HookedRunner(self.model).points
         self.names = {point.module: name for name, point in points.items()}
         self._inputs, self._norm = self._sum_of_inputs(split_embeddings)
-        # Map each node to the time when it writes or reads.
+        # Map each node to the time when it writes or reads. Time counts sublayers, two for each
+        # block. A reader reads what is written at its time or before.
         writers: dict[NodeName, int] = {}
         readers: dict[NodeName, int] = {}
         inputs = [self.names[point] for point in self._inputs] if split_embeddings else ["input"]
@@ -190,7 +191,8 @@ class Graph:
         known = self._places[kind]
         if name not in known:
             example = repr([*known][-2])
-            # Other analyses name a head by (layer, head).
+            # The caller may have passed (layer, head), as in other analyses. Name the nodes of this
+            # head in the error.
             if isinstance(name, tuple) and len(name) == 2:
                 head = f"a{name[0]}.h{name[1]}"
                 parts = [head] if kind == "writer" else [f"{head}<{part}>" for part in "qkv"]
@@ -273,7 +275,11 @@ class Graph:
         return self.added(cache)
 
     def added(self, values: Mapping[str, Tensor]) -> Float[Tensor, "writer batch pos d_model"]:
-        """Return `contributions`, given values of a run of the attribute `model`."""
+        """Return the same as `contributions`, without a check that the values are of this model.
+
+        Args:
+            values: the values of a run at the points `needed`, by name.
+        """
         missing = [name for name in self.needed if name not in values]
         if missing:
             raise CacheError(
@@ -324,7 +330,7 @@ class Graph:
         """Yield the writers with their outputs in a run, in order.
 
         Args:
-            at: returns values of a run.
+            at: a function that returns the value of a point in a run.
             added: the factors of the attention output of each block. Default: compute them.
         """
         inputs = self.inputs(at)

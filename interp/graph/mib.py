@@ -85,8 +85,9 @@ def write_mib(
 ) -> None:
     """Write a file of the MIB benchmark, completely or not at all. Its suffix decides the format.
 
-    Unknown scores of edges become 0. Neurons are in the graph if their node is in the graph. JSON
-    files do not contain scores of nodes that are NaN, and MIB reads these nodes as not scored.
+    Unknown scores of edges become 0. In MIB's format each neuron is in the circuit or not; here all
+    neurons of a node in the circuit are in the circuit. JSON files leave out the scores of nodes
+    that are NaN, and MIB reads these nodes as not scored.
 
     Args:
         circuit: the edges and their scores.
@@ -157,7 +158,7 @@ def _of_json(table: Any) -> tuple[Edges, Scores, Scores]:
         given_scores = [node[key] for node in nodes if key in node]
         if not given_scores:
             return None
-        # A node without a score has NaN, or a list of NaN.
+        # Nodes without a score get NaN, or a list of NaN for the scores of neurons.
         example = torch.tensor(given_scores[0], dtype=torch.float32)
         no_score = torch.full_like(example, torch.nan).tolist()
         return torch.tensor([node.get(key, no_score) for node in nodes])
@@ -200,7 +201,7 @@ def _of_pt(
 ) -> tuple[Edges, Scores, Scores]:
     """Return the edges and the scores of nodes and neurons from the contents of a PyTorch file.
 
-    Without the nodes of this graph, no edge is returned.
+    If the file has other nodes than the graph, no edge is returned.
 
     Args:
         table: the contents of the file.

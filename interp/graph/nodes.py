@@ -121,7 +121,7 @@ class Added(NamedTuple):
 
     @property
     def has_rest(self) -> bool:
-        """True if the output has a part besides the writers. An absent bias is exactly 0."""
+        """True if the output contains a bias. A branch without biases has zeros in their place."""
         return bool(self.bias.any() or self.constant.any())
 
 
@@ -160,8 +160,8 @@ class Layer:
         n: the number of the block.
         attention: the attention branch of the block; see `interp.protocol.LanguageModel`.
         heads: the indices of the heads among the writers.
-        bias: the index of the writer of all that attention adds besides its heads. It is the next
-            index after the heads; None if this part is zero.
+        bias: the index of the writer that contains the biases of attention: all that attention adds
+            besides its heads. It is the next index after the heads; None if the biases are zero.
         q, k, v: the indices of the heads among the readers; `k` and `v` have one index for each key
             head.
         mlp: the MLP; None if the block has no MLP.
@@ -206,7 +206,7 @@ class Layer:
         """Yield the heads as writers and, if the block has one, the writer of the bias.
 
         Args:
-            at: returns the values of a run.
+            at: a function that returns the value of a point in a run.
             added: the factors of the attention output. Default: compute them.
         """
         n_heads = self.heads.stop - self.heads.start
@@ -221,7 +221,7 @@ class Layer:
         """Yield the MLP, or each of its neurons and its bias. Without an MLP, yield nothing.
 
         Args:
-            at: returns the values of a run.
+            at: a function that returns the value of a point in a run.
             neurons: whether each neuron is a separate writer.
         """
         if self.mlp is None:
@@ -253,7 +253,9 @@ def nodes_of_block(
     Args:
         n: the number of the block.
         block: the block.
-        writers, readers: the nodes so far, with the times when they write or read.
+        writers, readers: the nodes so far, with the times when they write or read. Attention of
+            block n reads at time 2n and writes at 2n + 1. The MLP reads at 2n + 1, or at 2n in a
+            parallel block, and writes at 2n + 2.
     """
     attention, *other_branches = block.branches
     queries = range(len(attention.sublayer.W_Q))

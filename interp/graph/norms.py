@@ -30,7 +30,7 @@ class LinearPart:
     centres: bool
 
     def after(self, vectors: Float[Tensor, "*axes"]) -> Float[Tensor, "*axes"]:
-        """Return the output of the norm for some vectors, without bias and times the scale.
+        """Apply the linear part without the bias to vectors: `centred(x) * gain`.
 
         The result is in at least float32. An identity returns its argument.
         """
@@ -83,7 +83,8 @@ def linear_part(norm: nn.Module | None, *shape: int) -> LinearPart:
     def spread(parameter: Any, default: float) -> Tensor:
         if parameter is None:
             return torch.full(shape, default, dtype=torch.float64)
-        # In a norm of queries or keys, the heads share the gain, or each head has a part of it.
+        # A norm of queries or keys has one gain of the size d_head for all heads, or the gains of
+        # all heads one after another.
         n_rows = math.prod(shape) // shape[-1]
         return parameter.double().view(-1, shape[-1]).expand(n_rows, -1).reshape(shape)
 

@@ -1,17 +1,18 @@
 """Attention scores as products of two linear readings of the stream, and changes of the pattern.
 
 If the scales of norms are fixed, queries and keys are linear in the input of attention:
-`q = (x W_Q + b_Q) map + rest` at each position. The map contains the norm of queries and their
-rotation. This file runs the code of the block and takes derivatives with autograd, so it needs no
-code for kinds of rotations, norms, masks, caps or sinks:
+`q = map(input W_Q + b_Q) + rest` at each position. The matrix `map` contains the norm of queries
+and their rotation; `rest` comes from the bias of this norm. This file runs the code of the block
+and takes derivatives with autograd, so it needs no code for kinds of rotations, norms, masks, caps
+or sinks:
 
-1. Run attention on its projections x, and cache the queries f(x), the keys, the scores and the
-   pattern.
-2. f(x) = L x / s(x) with the scale s of a norm has the derivative J = L / s - f ∇sᵀ / s. Remove the
-   second term: ∇s is along x (minus the mean of x if the norm subtracts the mean), and f - J x is f
-   (∇s · x) / s. So the map, L / s, is `J + (f - J x) xᵀ / (x · x)`. Without a norm, f = J x, and
-   the map is J.
-3. The rest is f at x = 0, which is the bias of a norm.
+1. Run attention on the projections x = input W_Q + b_Q (and the same for keys). Cache the queries
+   f(x), the keys, the scores and the pattern.
+2. Find `map`. With a linear map L and the scale s of a norm, f(x) = L x / s(x), so `map` is L / s.
+   Autograd gives the derivative J = L / s - f ∇sᵀ / s, whose second term must be removed: ∇s is
+   along x (minus the mean of x if the norm subtracts the mean), and f - J x is f (∇s · x) / s. So
+   `map` is `J + (f - J x) xᵀ / (x · x)`. Without a norm, f = J x, and `map` is J.
+3. `rest` is f at x = 0.
 4. Autograd propagates a change of the pattern back to scores, queries and keys (`moved_by`).
 """
 
@@ -60,9 +61,10 @@ class HeadReadings(NamedTuple):
     def pulled_back(
         self, gradient: Float[Tensor, "target batch pos head d_head"]
     ) -> tuple[Float[Tensor, "target batch pos d_model"], Float[Tensor, " target"]]:
-        """Return directions of values as directions of the input of attention.
+        """Map gradients at the queries or keys back to gradients at the input of attention.
 
-        The second result is the product of the constants with the directions.
+        The second result is the product of the gradients with the constant parts of the queries or
+        keys.
         """
         constants = torch.einsum("tbphe,bphe->t", gradient, self.constant)
         gradient = torch.einsum("tbphe,bphei->tbphi", gradient, self.map)
@@ -74,8 +76,8 @@ class BlockScores:
 
     Args:
         layer: the block.
-        stream: the stream before the norm of the block.
-        context: the other inputs of blocks.
+        stream: the stream that enters the norm before attention.
+        context: the other inputs of the block, such as the mask; see `interp.protocol`.
 
     Attributes:
         q, k: the queries and keys.
@@ -122,14 +124,14 @@ class BlockScores:
         values: dict[str, Tensor] = {}
 
         def record(name: str, value: Tensor) -> Tensor:
-            # Attention continues with this same tensor, so that the graph passes through it.
+            # Return the recorded tensor itself, so that it is part of the autograd graph.
             values[name] = value.clone()
             return values[name]
 
         def cut(scores: Tensor) -> Tensor:
             values["scores"] = scores
             values["cut"] = scores.detach().requires_grad_()
-            # Some models change the scores in place.
+            # Return a copy, because some models change the scores in place.
             return values["cut"].clone()
 
         def run() -> None:
@@ -199,8 +201,9 @@ def _readings(x: Heads, f: Heads, rest: Heads, weight: Tensor, bias: Tensor) -> 
         rest: f at x = 0.
         weight, bias: the weight and the bias of the projections.
     """
-    # This is the derivative of the sum over heads. A norm of all heads adds terms along x, which
-    # are removed below.
+    # Autograd returns the derivative of the sum over all heads and positions. With a norm of each
+    # head, every entry depends only on its own head. A norm of all heads together adds terms along
+    # x, which are removed below.
     ones = torch.eye(f.shape[-1]).to(f)[:, None, None, None].expand(-1, *f.shape)
     (jacobian,) = torch.autograd.grad(f, x, ones, retain_graph=True, is_grads_batched=True)
     jacobian = rearrange(jacobian, "out batch pos head d_head -> batch pos head out d_head")
