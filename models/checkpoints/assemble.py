@@ -1,6 +1,7 @@
 """Build a model from named tensors.
 
-Every key is checked, and every parameter gets memory of its own.
+Every key of a file is checked. No parameter shares memory with another one or with the file, unless
+the caller allows it (`Reader.keep`).
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -54,10 +55,11 @@ def expanded(
     keys: Collection[str],
     spelled: Callable[[str], str] = str,
 ) -> dict[str, Source]:
-    """Return the source of each parameter, for all layers.
+    """Return the source of each parameter, with a row for each layer, and for weight and bias.
 
     Args:
-        rows: the table. It may contain rows for parameters that the model does not have.
+        rows: the table, with `N` and `*` in its names. It may contain rows for parameters that the
+            model does not have.
         config: the config, which gives the number of layers.
         keys: the keys of the file.
         spelled: a function from a key of the table to the spelling of the file.
@@ -124,7 +126,7 @@ def assemble(
     if dtype not in (None, *DTYPES):
         raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}; got {shown(dtype)}")
     keys = set(filterfalse(ignored, reader.keys))
-    # Check this before anything is built for each layer.
+    # Check this first: a config with a huge number of layers would take all memory below.
     if config.n_layers > len(keys):
         raise ValueError(
             f"{where}: n_layers must be at most {len(keys)}, the number of tensors; got "
@@ -173,14 +175,24 @@ def _read_all(
 ) -> dict[str, Tensor]:
     """Return the parameters, each in memory of its own.
 
-    Two tied parameters are returned once, under the first name.
+    If the config ties two parameters, only the one that was read first is returned.
+
+    Args:
+        config: the config of the model.
+        sources: the source of each parameter in the file.
+        shapes: the shape of each parameter.
+        reader: the tensors of the file.
+        where: the name of the file, for errors.
+        dtype: the dtype of all parameters. Default: the dtype of each tensor.
+        device: the device of the parameters. Default: the CPU.
+        count: a function that gets the size of each parameter that was read, for the progress bar.
     """
     target = require_device(device) or torch.device("cpu")
     values: dict[str, Tensor] = {}
     # The addresses of the memory that parameters use.
     addresses: set[int] = set()
-    # Read the largest first: a tensor and its copy are in memory together, and the model is still
-    # small then.
+    # Read the largest tensor first. While a tensor is copied, both are in memory, and at the
+    # beginning little else is.
     for name in sorted(sources, key=lambda name: -shapes[name].numel()):
         tensors = [reader.read(key) for key in sources[name].keys]
         if not reader.keep:
@@ -280,7 +292,7 @@ def _owned(value: Tensor, addresses: set[int], dtype: torch.dtype, device: torch
 class _Undrawn(TorchFunctionMode):
     """Skip the random initialisation of weights.
 
-    On the meta device it would import sympy, which takes a second.
+    On the meta device, the initialisation would import sympy, which takes a second.
     """
 
     def __torch_function__(

@@ -66,7 +66,7 @@ def load_gguf(
         raise ValueError(f"{error}; {_alternative(path, file, name)}") from None
     ignored = set()
     if config.positions == "rotary":
-        # The config already contains these frequencies.
+        # This tensor contains factors of rotary frequencies, which `gguf_config` has read.
         ignored.add("rope_freqs.weight")
     if config.tied_unembed:
         # If the file has this tensor, it is a copy of the embedding.

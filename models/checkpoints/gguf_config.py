@@ -5,7 +5,7 @@ The tables are:
 - `keys`: the keys of fields that only some architectures have;
 - `top` and `block`: the names that GGUF gives to our modules;
 - `only`: keys that our config cannot express, each with the one value that has no effect;
-- `without_effect`: keys about the making of the file;
+- `without_effect`: keys that do not change the logits;
 - `beyond`: parts of other architectures that our config cannot express;
 - `read_by_transformers`: architectures of `beyond` whose files transformers 5.24 reads correctly if
   rotary embeddings are not scaled, and whose models `attach` supports. transformers also reads
@@ -37,23 +37,25 @@ class Architecture:
         fields: fields of our config. If `KEYS` has a key for a field, the value here is the
             default.
         root_scale: whether embeddings are multiplied by the square root of their size, as in Gemma.
-        largest: the number of layers of the one Gemma model whose dot products are scaled by
-            another head size; 0 for other architectures.
-        tensors: names of tensors that differ from `BLOCK`. If there are several names, the first
-            name in the file counts. All names but the first are for parallel blocks, in which
-            attention and the MLP may read one norm.
+        largest: the number of layers of the largest Gemma model of this architecture. Its dot
+            products are scaled by `d_model / n_heads` instead of `d_head`. 0 for other
+            architectures.
+        tensors: names of tensors that differ from `BLOCK`, by our module. A module may have several
+            names, of which the first one that is in the file counts. In a model whose blocks are
+            not parallel, only the first name of the list is allowed. In parallel blocks, attention
+            and the MLP may read one norm, and its name is the second one.
         permuted: whether the rows of queries and keys are in llama.cpp's order for rotary
             embeddings.
         period: every `period`-th layer has no window, unless the file says which layers have
             windows; 0 if all layers have a window.
         window_theta: the rotary base in layers with a window; 0 if it equals the base of the other
             layers.
-        windows_scaled: whether rotary embeddings are scaled in layers with a window as in the other
-            layers.
+        windows_scaled: whether the scaling of rotary embeddings also applies in layers with a
+            window.
         folded: keys of factors that have no field in our config. Each key has the modules whose
             weights are multiplied by a power of the factor, and the power.
         only: keys, each with the only value that our config can express.
-        note: a note for readers of the table.
+        note: a remark for people who read the table. No code uses it.
     """
 
     fields: Fields = field(default_factory=dict)
@@ -69,7 +71,10 @@ class Architecture:
     note: str = ""
 
     def from_sizes(self, sizes: Fields) -> dict[str, float]:
-        """Return the fields of our config that follow from the sizes."""
+        """Return the fields of our config that this architecture computes from its sizes.
+
+        They are the scale of embeddings and the scale of dot products.
+        """
         fields = {"embed_scale": sizes["d_model"] ** 0.5} if self.root_scale else {}
         if self.largest:
             is_largest = sizes["n_layers"] == self.largest
@@ -125,7 +130,8 @@ def gguf_config(file: GGUFFile, name: str) -> tuple[TransformerConfig, dict[str,
         **architecture.only,
     }
     _refuse_unknown(name, keys, only)
-    # A chat model may end with the token for the end of a text, of a turn or of a message.
+    # A chat model may end its answer with the token for the end of a text, of a turn or of a
+    # message.
     ends = [file.metadata(f"tokenizer.ggml.eo{letter}_token_id").get("") for letter in "stm"]
     fields["eos_token_ids"] = end_tokens(ends, sizes["vocab_size"])
     fields |= _from_tensors(file, fields)
@@ -187,7 +193,16 @@ def _factors(keys: dict[str, Any], architecture: Architecture) -> dict[str, floa
 def _windows(
     keys: dict[str, Any], architecture: Architecture, window: int | None, n_layers: int
 ) -> dict[str, Any]:
-    """Return the window fields of our config, for an architecture whose models may have windows."""
+    """Return the window fields of our config, which say which layers have a window.
+
+    The result is empty for an architecture without windows.
+
+    Args:
+        keys: the keys of the file. The key of the pattern is removed.
+        architecture: the architecture.
+        window: the size of windows; None for an architecture without windows.
+        n_layers: the number of layers.
+    """
     if window is None:
         return {}
     pattern = keys.pop("attention.sliding_window_pattern", architecture.period)
@@ -252,8 +267,8 @@ def _from_tensors(file: GGUFFile, fields: Mapping[str, Any]) -> dict[str, bool]:
     """Return the fields that only the tensors show: biases, and whether the embeddings are tied.
 
     Raises:
-        ValueError: if the file has norms of queries, which this architecture computes in another
-            way.
+        ValueError: if the file has norms of queries, and `fields` does not say how this
+            architecture computes them.
     """
     ends = {name.split(".", 2)[-1] for name in file.shapes}
     if "attn_q_norm.weight" in ends and "qk_norm" not in fields:

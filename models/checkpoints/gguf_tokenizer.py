@@ -75,8 +75,8 @@ def read_tokenizer(file: GGUFFile) -> SubwordTokenizer:
 def _unsplit(entries: Mapping[str, Any], model_name: str) -> list[Any]:
     """Return the special tokens, which are found in a text before it is split.
 
-    The file does not say which tokens also match the spaces after them. In Phi-3 all special tokens
-    do, except three.
+    Some special tokens include the spaces that follow them in a text. The file does not state
+    which. In Phi-3, all special tokens do, except three.
     """
     strips = any(name in model_name.lower() for name in ("phi-3", "phi3"))
     keep = ("<unk>", "<s>", "<|endoftext|>")
@@ -107,7 +107,10 @@ def _splits() -> dict[str, dict[str, Any]]:
 
 
 def _byte_pairs(entries: dict[str, Any]) -> Any:
-    """Return the tokenizer of a byte-level BPE model, or of a BPE model with other characters.
+    """Return the tokenizer of a BPE model with a list of merges.
+
+    Most of these models write words as bytes. Some, for example Gemma 4, write words as characters,
+    and only unknown characters as bytes.
 
     Raises:
         ValueError: if the patterns that split texts are unknown, or the merges are damaged.
@@ -126,7 +129,7 @@ def _byte_pairs(entries: dict[str, Any]) -> Any:
             ignore_merges=facts.get("ignore_merges", False),
             byte_fallback=not is_byte_level,
         )
-    # The library raises plain exceptions.
+    # The library raises errors of the class Exception.
     except Exception as error:
         raise ValueError(f"tokenizer.ggml.merges: {error}") from None
     if is_byte_level:
@@ -161,7 +164,12 @@ def _sentence_pieces(entries: dict[str, Any]) -> Any:
 
 
 def _write_spaces(tokenizer: Any, begins_with_space: bool) -> None:
-    """Make a tokenizer encode spaces as in its vocabulary, and decode spaces and bytes."""
+    """Make a tokenizer replace spaces by `_SPACE`, and decode `_SPACE` and tokens of single bytes.
+
+    Args:
+        tokenizer: the tokenizer. Its normalizer and decoder are set.
+        begins_with_space: whether a space is added before a text, and removed when it is decoded.
+    """
     normalizers = library("tokenizers").normalizers
     decoders = library("tokenizers").decoders
     spaces = [normalizers.Replace(" ", _SPACE)]
@@ -215,7 +223,8 @@ def _charsmap(entries: Mapping[str, Any]) -> Charsmap | None:
 def _unigrams(entries: dict[str, Any]) -> Any:
     """Return the Unigram model of T5, which splits a text so that the sum of scores is highest."""
     library_ = library("tokenizers")
-    # A text never contains control tokens, even if its normalised form contains their names.
+    # Give control tokens very low scores. Then a text never becomes a control token, even if its
+    # normalised form contains the name of one.
     hidden = min(entries["scores"]) - 1000
     pieces = [
         (piece, hidden if kind in (_UNKNOWN, _CONTROL) else score)
@@ -227,11 +236,11 @@ def _unigrams(entries: dict[str, Any]) -> Any:
         library_.models.Unigram(pieces, entries["unknown_token_id"], False)
     )
     steps = []
-    # SentencePiece removes spaces, but not other white space.
+    # Remove only spaces, as SentencePiece does, and no other white space.
     if entries["remove_extra_whitespaces"]:
         for pattern, replacement in ((r"\A +| +\z", ""), (" {2,}", " ")):
             steps.append(library_.normalizers.Replace(library_.Regex(pattern), replacement))
-    # The splitter would not add a space before a text that begins with a space.
+    # Add the space here. `Metaspace` would not add it before a text that begins with a space.
     if entries["add_space_prefix"]:
         steps.append(library_.normalizers.Prepend(" "))
     tokenizer.normalizer = library_.normalizers.Sequence(steps)

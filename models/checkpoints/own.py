@@ -115,7 +115,8 @@ def save(
             save_file(weights, staged[WHOLE], metadata=checksums)
         except SafetensorError as error:
             raise OSError(f"{path / WHOLE} cannot be written: {error}") from None
-        # safetensors writes a file that only its owner can read.
+        # safetensors writes a file that only its owner can read, so give it the rights of the other
+        # files.
         staged[WHOLE].chmod(staged[CONFIG].stat().st_mode)
 
 

@@ -37,17 +37,21 @@ def from_transformer_lens(
 ) -> Transformer:
     """Return a plain model with the weights of a `HookedTransformer` and equal logits.
 
-    Folded or centred weights stay folded or centred. Folded norms appear as `norm_learned=False`,
-    and a warning says that the weights are centred. TransformerLens adds the `b_in` of a gated MLP
-    after the product. Here this bias is part of `b_out`, so `mlp.post` is smaller by `b_in`.
+    TransformerLens may have folded the gains of norms into other weights, or centred weights. The
+    model gets the weights without a change of this. If gains are folded, its config has
+    `norm_learned=False`. If the unembedding is centred, a warning says so.
+
+    In a gated MLP, TransformerLens adds `b_in` to the product of the gate and the linear map. Here
+    the effect of this bias is added to `b_out` instead, so the value at `mlp.post` is smaller by
+    `b_in` than in TransformerLens.
 
     Args:
         state_dict: a state dict with TransformerLens' classic names, or a `HookedTransformer`,
             which also contains its config and its tokenizer.
         config: TransformerLens' config, its dict, the path of its JSON, or a `TransformerConfig`. A
-            dict may omit the fields that shapes and keys determine. None is allowed only if norms
-            have weights. Then missing fields get the defaults of TransformerLens, and a warning
-            lists them.
+            dict may omit the fields that shapes and keys determine. With None, the other fields get
+            the defaults of TransformerLens, and a warning lists them. If the norms have no weights,
+            a config is needed, because nothing shows which norms they are.
         dtype: the dtype of all parameters. Default: the dtype of the state dict.
         device: the device of the parameters. Default: the CPU.
 
@@ -147,7 +151,8 @@ def weights_in(content: Any, where: str) -> tuple[dict[str, Tensor] | None, Any]
 def _lens_rows(config: TransformerConfig, weights: Mapping[str, Tensor]) -> Rows:
     """Return TransformerLens' keys for each of our parameters."""
     attn, mlp = "blocks.N.attn", "blocks.N.mlp"
-    # TransformerLens marks key heads that several queries share with an underscore.
+    # If several query heads share a key head, TransformerLens' names of keys and values begin with
+    # an underscore.
     shared = "_" if "blocks.0.attn._W_K" in weights else ""
     weights_of_qkv = (f"{attn}.W_Q", f"{attn}.{shared}W_K", f"{attn}.{shared}W_V")
     biases_of_qkv = (f"{attn}.b_Q", f"{attn}.{shared}b_K", f"{attn}.{shared}b_V")
@@ -171,7 +176,8 @@ def _lens_rows(config: TransformerConfig, weights: Mapping[str, Tensor]) -> Rows
         "unembedding.bias": "unembed.b_U",
     }
     if config.mlp == "gated":
-        # TransformerLens adds this bias after the product.
+        # TransformerLens adds `b_in` after the product with the gate, and our MLP before. So set
+        # our bias to 0, and add the effect of `b_in` on the output to `b_out`.
         b_in = f"{mlp}.b_in"
         rows[f"{mlp}.gate.weight"] = Source((f"{mlp}.W_gate",), _transposed)
         rows[f"{mlp}.input.bias"] = rows[f"{mlp}.gate.bias"] = Source((b_in,), torch.zeros_like)
@@ -190,7 +196,8 @@ def _norm_rows(weights: Mapping[str, Tensor]) -> Rows:
     for name in ("ln1", "ln1_post", "ln2", "ln2_post"):
         norms[f"blocks.N.{name}"] = f"blocks.N.{name}"
     for ours, theirs in norms.items():
-        # If only some norms have weights, the gains of all other norms are 1.
+        # If only some norms have weights, all other norms get the gain 1 and the bias 0. `like` is
+        # a tensor with their shape.
         like = f"{mlp}.b_in" if ours == f"{mlp}.ln" else f"{attn}.b_O"
         has = f"{theirs}.w".replace(".N.", ".0.") in weights
         rows[f"{ours}.weight"] = f"{theirs}.w" if has else Source((like,), torch.ones_like)

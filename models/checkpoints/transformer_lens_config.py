@@ -16,8 +16,8 @@ from models.config import SHORTFORMER, TransformerConfig
 from models.files import read_object
 from models.rotary_scaling import RotaryScaling
 
-# Fields of TransformerLens' config that do not affect logits, and fields that only matter together
-# with another field.
+# Fields of TransformerLens' config that do not affect logits (`_BOOKKEEPING`), and fields that have
+# an effect only if another field has some value (`_SUBORDINATE`).
 _BOOKKEEPING = """
     model_name original_architecture from_checkpoint checkpoint_index checkpoint_label_type
     checkpoint_value tokenizer_name tokenizer_prepends_bos default_prepend_bos init_mode
@@ -98,7 +98,7 @@ def _implied(weights: Mapping[str, Tensor]) -> dict[str, Any]:
     elif mask is not None:
         fields["n_ctx"] = len(mask)
     if sines is not None:
-        # The buffer contains the sines twice.
+        # The buffer contains each sine twice: in its two halves, or in adjacent columns.
         halves = sines[:, : sines.shape[1] // 2]
         adjacent = not torch.equal(halves, sines[:, sines.shape[1] // 2 :])
         fields |= {"positional_embedding_type": "rotary", "rotary_dim": sines.shape[1]}
@@ -110,7 +110,8 @@ def _defaults(implied: Mapping[str, Any]) -> dict[str, Any]:
     """Return TransformerLens' defaults for the fields that are still unknown, with a warning.
 
     Raises:
-        ValueError: if a field is unknown whose values are equally likely.
+        ValueError: if a field is unknown and has no usual value: the kind of norms or positions, or
+            the longest text.
     """
     if "normalization_type" not in implied:
         raise ValueError(
@@ -192,8 +193,8 @@ def _norms(attributes: Attributes, positions: str) -> dict[str, Any]:
     return {
         "norm": _NORMS[norm],
         "norm_place": "sandwich" if is_sandwich else "pre",
-        # The norms after a sublayer always have weights. The gains of RMSPre norms in the same
-        # model are 1.
+        # The norms after a sublayer (sandwich) always have weights. With RMSPre, the norms before a
+        # sublayer have none, so `_norm_rows` sets their gains to 1.
         "norm_learned": norm in ("LN", "RMS") or (norm == "RMSPre" and is_sandwich),
         "embed_norm": embed_norm,
         "qk_norm": "head" if attributes.take("use_qk_norm", False) else "none",
@@ -247,7 +248,8 @@ def _positions(attributes: Attributes) -> dict[str, Any]:
     scaling = None
     d_rotary = attributes.take("rotary_dim", None) or d_head
     fraction = d_rotary / d_head
-    # The product may be rounded down, as 30 / 44 of 44.
+    # Our config computes the number of rotated dimensions as int(d_head * fraction). Rounding may
+    # make it too small: int(44 * (30 / 44)) is 29. Then use the next larger fraction.
     if int(d_head * fraction) < d_rotary:
         fraction = math.nextafter(fraction, 1)
     if attributes.take("use_NTK_by_parts_rope", False):

@@ -157,9 +157,15 @@ def from_memory(
     device: torch.device | str | None = None,
     ignore: Collection[str] = (),
 ) -> Transformer:
-    """Copy a model like `from_hf`.
+    """Return a model of `transformers` as a plain `Transformer`; see `from_hf`.
 
-    With `keep`, weights that need no new layout share memory with the model.
+    Args:
+        model: the model.
+        keep: whether weights share memory with the model where that is possible: where the plain
+            model has the same layout, dtype and device.
+        dtype: the dtype of all parameters. Default: the dtype of the model.
+        device: the device of the parameters. Default: the device of the model's first parameter.
+        ignore: keys of the config to treat as absent.
     """
     kind = type(model).__name__
     _check_forward(model)
@@ -171,7 +177,7 @@ def from_memory(
     state = model.state_dict()
 
     def read(key: str) -> Tensor:
-        # A weight that is split over processes is joined.
+        # If a weight is split over processes, join its parts.
         weight: Any = state[key]
         return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
 

@@ -53,7 +53,10 @@ def _gpt2(attributes: Attributes, fields: Fields) -> dict[str, Any]:
 
 
 def _bigcode(attributes: Attributes, fields: Fields) -> dict[str, Any]:
-    """Return the number of key heads, which is 1 or the number of heads, and `_gpt2`."""
+    """Return the number of key heads, and the scale of dot products as in GPT-2.
+
+    The number of key heads is 1 (multi-query attention), or the number of heads.
+    """
     n_kv_heads = 1 if attributes.take("multi_query", True) else fields["n_heads"]
     attributes.only("num_key_value_heads", n_kv_heads)
     return {"n_kv_heads": n_kv_heads, **_gpt2(attributes, fields)}
@@ -92,7 +95,7 @@ def _opt(attributes: Attributes, fields: Fields) -> dict[str, Any]:
     """
     d_model = fields["d_model"]
     width = attributes.take("word_embed_proj_dim", None)
-    # OPT-350m has narrower embeddings.
+    # The embeddings of OPT-350m are narrower than its stream, and a map joins them.
     if width not in (None, d_model):
         raise attributes.error(
             "word_embed_proj_dim",
@@ -155,7 +158,11 @@ def _gemma2(attributes: Attributes, fields: Fields) -> dict[str, Any]:
 
 
 def _by_kind(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
-    """Return a function that reorders rows: q, k and v of each head to all q, all k, all v."""
+    """Return a function that reorders the rows of a joined weight of queries, keys and values.
+
+    In the file, the rows of a head are together: its q, its k, its v. The result has the rows of
+    all q, then of all k, then of all v.
+    """
 
     def convert(fused: Tensor) -> Tensor:
         return fused.unflatten(0, (config.n_heads, 3, -1)).transpose(0, 1).flatten(0, 2)
@@ -164,7 +171,10 @@ def _by_kind(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
 
 
 def _by_kind_unless_shared(config: TransformerConfig) -> Callable[..., Tensor]:
-    """Return `_by_kind`; if queries share keys, the order is ours and rows are concatenated."""
+    """Return the result of `_by_kind`, or `concatenated` for a model whose query heads share keys.
+
+    Files of such models already have our order: all q, all k, all v.
+    """
     return concatenated if config.n_kv_heads < config.n_heads else _by_kind(config)
 
 

@@ -64,7 +64,7 @@ class Family:
         for ours, (theirs, *default) in facts["fields"].items():
             value = attributes.take(theirs, *default) if default else attributes.need(theirs)
             is_float = bool(default) and isinstance(default[0], float)
-            # Null means 0.
+            # In our config, 0 stands for a number that is not set, which is null in JSON.
             if value is None:
                 value = 0.0 if is_float else 0
             fields[ours] = value
@@ -73,7 +73,12 @@ class Family:
         return TransformerConfig(**fields | self.more(attributes, fields))
 
     def table(self, config: TransformerConfig, keys: Collection[str]) -> dict[str, Source]:
-        """Return the source of each parameter, in the spelling of a file with these `keys`."""
+        """Return the source of each parameter in a file.
+
+        Args:
+            config: the config of the model.
+            keys: the keys of the file, which show how it spells them.
+        """
         rows: dict[str, str | Source] = {}
         for ours, theirs in self.facts["rows"].items():
             if isinstance(theirs, dict):
@@ -90,11 +95,16 @@ class Family:
 
     @property
     def prefix(self) -> str:
-        """The prefix of keys."""
+        """The prefix of keys, for example `transformer.` for GPT-2."""
         return str(self.facts["prefix"])
 
     def _spelled(self, key: str, keys: Collection[str]) -> str:
-        """Return the spelling of a key in a file with these `keys`."""
+        """Return the spelling of a key in a file: with the prefix, without it, or an older name.
+
+        Args:
+            key: the key in our table.
+            keys: the keys of the file.
+        """
         without_prefix = key.removeprefix(self.prefix)
         renamed = self.facts.get("renamed", {}).get(key, key)
         spellings = (key, without_prefix, renamed)
@@ -169,7 +179,13 @@ class Attributes:
         return values[0] if values.count(values[0]) == len(values) else 0.0
 
     def error(self, name: str, value: Any, rule: str) -> ValueError:
-        """Return the error for a value that is not supported."""
+        """Return the error for a value that is not supported.
+
+        Args:
+            name: the name of the attribute.
+            value: its value.
+            rule: the supported values, which follow "must be" in the error.
+        """
         return ValueError(f"{name} must be {rule}; got {value!r}")
 
     def finish(self, remedy: str = "to load the model without them: ignore=") -> None:
@@ -204,13 +220,14 @@ def rotary(
     spelled: Mapping[str, str] | None = None,
     fraction: float = 1.0,
 ) -> dict[str, Any]:
-    """Return our rotary fields, with `n_ctx`, because scaling may extend it.
+    """Return our rotary fields, and `n_ctx`, because scaling may make the context longer.
 
-    The fields are in `rope_parameters`, or in `rope_scaling` and other attributes.
+    The config contains the rotary fields in `rope_parameters`, or in `rope_scaling` and single
+    attributes.
 
     Args:
         attributes: the attributes.
-        n_ctx: `max_position_embeddings`. In some files it is the context before scaling.
+        n_ctx: `max_position_embeddings`. In some files, this is the context before scaling.
         spelled: the names that the family gives to `rope_theta` and `partial_rotary_factor`, if
             they differ.
         fraction: the share of a head that is rotated, if the file does not give it.
@@ -233,7 +250,7 @@ def rotary(
     longest = attributes.take("max_sequence_length", None)
     if scaling and scaling.kind == "yarn":
         n_ctx = max(n_ctx, int(scaling.factor * scaling.original_n_ctx))
-    # The 16k models of Vicuna have this form.
+    # In the 16k models of Vicuna, `max_sequence_length` is the context after scaling.
     elif scaling and scaling.kind == "linear" and longest:
         n_ctx = max(n_ctx, longest)
     return {
@@ -246,10 +263,18 @@ def rotary(
 
 
 def _require_equal(attributes: Attributes, stated: dict[str, Any], name: str, value: Any) -> None:
-    """Store a value in `stated`, after a check that another attribute has no other value for it.
+    """Store a rotary field in `stated`, and require that it was not stored with another value.
+
+    A config may contain the same field in several attributes.
+
+    Args:
+        attributes: the attributes of the config.
+        stated: the rotary fields that have been stored.
+        name: the name of the field.
+        value: its value. None is not stored.
 
     Raises:
-        ValueError: if the values differ; the error names the attribute.
+        ValueError: if the values differ; the error names the field.
     """
     if type(value) is int and name != "original_max_position_embeddings":
         value = float(value)
@@ -314,17 +339,18 @@ def _yarn(
     above = stated.pop("mscale", None)
     below = stated.pop("mscale_all_dim", None)
     length = stated.pop("attention_factor", None)
-    # DeepSeek gives two factors instead of one length.
+    # The configs of DeepSeek contain `mscale` and `mscale_all_dim` instead of `attention_factor`,
+    # which is computed from them.
     if length is None and above and below and factor > 1:
         length = (0.1 * above * math.log(factor) + 1) / (0.1 * below * math.log(factor) + 1)
-    # In our config, 0 means the usual form.
+    # In our config, 0 stands for the usual value of YaRN, so it must not be a value of the file.
     if length == 0:
         raise attributes.error("attention_factor", length, "above 0")
     return RotaryScaling(
         kind="yarn",
         factor=factor,
         original_n_ctx=original,
-        # In both configs, 0 means the published values.
+        # In our config and in Hugging Face's, 0 stands for the published values of these two.
         low=stated.pop("beta_slow", 0.0),
         high=stated.pop("beta_fast", 0.0),
         attention_factor=length or 0.0,
