@@ -1,19 +1,20 @@
 """Confidence intervals of means and of ratios of means, also for few examples.
 
-1. Each example has a value x and, for ratios, a gap y with mean 1. The estimate r is the mean of
-   x.
+1. Each example has a value x and, for ratios, a gap y, by whose mean the mean of x is divided. Both
+   are first divided by the mean of y, so y has the mean 1, and the estimate r is the mean of x.
 2. Both ends solve |mean(x - r y)| = t · (standard error of x - r y), a quadratic in r: Fieller's
-   theorem (1954). If y is always 1, this is Student's interval, mean ± t s / √n.
+   theorem (1954). Without a gap, y is 1, and this is Student's interval, mean ± t s / √n.
 3. With few skewed numbers, the interval is too short on the side of the long tail: with
    log-normal numbers and n = 4, only 0.82 of the 95 % intervals contain the mean. On this side, t
    is multiplied by 1 + 2.5 g / √(n - 2), where g is the skewness of x - r y. The direction is
    from Johnson (1978), and the size was chosen by simulation
    (`tests/interp/results/test_result.py`).
-4. The examples of one text (`groups`) count once: x and y are the means of each text, and n is
-   the number of texts. A text with more examples has a larger weight in the mean. The weight w of
-   a text is its number of examples, divided by the mean number. The residual of the text is
-   multiplied by w (n - 1) / (n - w). The result is the standard error of the jackknife, which
-   leaves out one text after another.
+4. The examples of one text (`groups`) count once: x and y are the means over the examples of a
+   text, and n is the number of texts. A text with more examples has a larger weight in the mean:
+   its weight w is its number of examples, divided by the mean number of examples of a text. In the
+   standard error, the difference between the text and the mean is multiplied by
+   w (n - 1) / (n - w). This gives the standard error of the jackknife, which leaves out one text
+   after another.
 5. Means of numbers between two bounds, and AUROCs, have score intervals, which never exceed the
    bounds. Both ends m solve |estimate - m| = q √V(m), where V(m) is the variance if m is the true
    mean (`share_interval`, `auroc_interval`).
@@ -133,7 +134,9 @@ def standard_error(
 def _by_text(
     values: Float[Tensor, "*place example"], groups: Sequence[int] | None
 ) -> tuple[Float[Tensor, "*place text"], Float[Tensor, " text"], Float[Tensor, " text"]]:
-    """Return the mean, the weight and the factor of the residual of each text (step 4)."""
+    """Return for each text, as in step 4: the mean over its examples, its weight w, and the factor
+    w (n - 1) / (n - w) of its difference from the mean.
+    """
     means = values.detach().cpu().double()
     weight = torch.ones(means.shape[-1], dtype=torch.float64)
     if groups is not None:

@@ -34,7 +34,8 @@ def area_under_curve(strength: Float[Tensor, " place"], is_in: Bool[Tensor, " pl
     n_in = int(is_in.sum())
     n_outside = len(is_in) - n_in
     mean_rank = ranks(strength)[is_in].mean()
-    # The mean rank would be (n_in + 1) / 2 if each place in the set were weaker than all outside.
+    # If all places in the set were weaker than all places outside, their mean rank would be
+    # (n_in + 1) / 2. Each weaker place outside raises the rank of a place in the set by 1.
     return ((mean_rank - (n_in + 1) / 2) / n_outside).item()
 
 
@@ -55,7 +56,8 @@ def largest_rows(values: Shaped[Tensor, "row *column"], k: int) -> Int[Tensor, "
     columns = values.flatten(1) if values.ndim > 1 else values[:, None]
     k = min(k, len(values))
     largest, rows = columns.topk(k, 0)
-    # Of equal values, `topk` may have selected later rows.
+    # Of equal values, `topk` may have selected later rows. Select again in columns where more than
+    # k values are at least as large as the smallest selected value.
     has_ties = (columns >= largest[-1:]).sum(0) > k if k else columns.new_zeros(0)
     for column in has_ties.nonzero()[:, 0].tolist():
         candidates = (columns[:, column] >= largest[-1, column]).nonzero()[:, 0]

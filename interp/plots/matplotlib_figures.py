@@ -84,7 +84,7 @@ def heat_maps(
         reach: a value that the range of colours includes.
     """
     tables = values.numpy(force=True)
-    # NaN is not equal to itself.
+    # Leave out NaN, which is the only number that is not equal to itself.
     known = tables[tables == tables]
     limit = max(abs(known).max(initial=0), reach) or 1
     colours, least = ("RdBu", -limit) if known.min(initial=0) < 0 else ("Blues", 0)

@@ -319,7 +319,8 @@ def _window(
 ) -> tuple[list[int], list[int]]:
     """Return the positions of queries and of keys in a window.
 
-    Queries are the last positions of the text.
+    A run with a cache of keys has fewer queries than keys. The queries are then the last positions
+    of the text.
     """
     places = range(n_keys)
     first = n_keys - n_queries

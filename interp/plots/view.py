@@ -4,8 +4,9 @@
    `attribution`, with their numbers as tensors.
 2. The numbers become typed arrays in base64. They are exact or, in a page larger than `BUDGET`,
    have 8 bits.
-3. The page contains them as JSON, with a style and a script. Its policy allows only this style and
-   script, by their digests. In this JSON, null means NaN or infinity outside of arrays.
+3. The page contains them as JSON, with a style and a script. Its content security policy contains
+   the hashes of this style and this script, so a browser runs no other script. In the JSON, a
+   number outside of an array is null if it is NaN or infinite.
 """
 
 import base64
@@ -36,9 +37,9 @@ FIGURES = (".png", ".pdf", ".svg")
 _EIGHT_BITS = "Numbers are rounded to 254 steps, because exact ones would exceed 2 MB."
 # The largest number of characters of a token that are shown.
 _LONGEST = 80
-# The page sends its height to the notebook, which sets the height of the frame. Without scripts, as
-# in a notebook that is not trusted, the height is an estimate, with space for a tip under the
-# pointer.
+# This script runs in the notebook. It receives the height of the page, and sets the height of the
+# frame. In a notebook that is not trusted, scripts do not run, and the frame keeps an estimated
+# height, which includes space for a tooltip under the pointer.
 _FIT = (
     "(frame => addEventListener('message', event => { if (event.source === frame.contentWindow) "
     "frame.style.height = `${Math.max(240, +event.data)}px`; }))"
@@ -67,7 +68,7 @@ def _escaped(text: str) -> str:
 class Arrow(NamedTuple):
     """An edge from one node to another node, or to its part `q`, `k` or `v`.
 
-    It is blue if its score is negative, which helps.
+    It is drawn in blue if its score is negative, which means that the edge helps the metric.
     """
 
     start: str
@@ -240,7 +241,8 @@ def _joined(part: Mapping[str, Any]) -> str:
 def _packed(value: Any, exact: bool) -> dict[str, Any]:
     """Return a tensor as a little-endian array in base64.
 
-    With 8 bits, 0 to 254 are steps and 255 is NaN.
+    With 8 bits, the bytes 0 to 254 are steps from the smallest to the largest finite number, and
+    255 is NaN.
     """
     if not isinstance(value, Tensor):
         raise TypeError(

@@ -10,12 +10,12 @@ class Entry(NamedTuple):
     """One entry of a result.
 
     Attributes:
-        where: the labels by axis.
+        where: the label on each axis, by the name of the axis.
         effect: the mean effect.
         low, high: the ends of the 95% interval of the effect.
-        words: the text at a label, by axis.
-        together: the layers that were changed together, such as `all 4 layers`; empty for one
-            layer.
+        words: by the name of an axis, the text at the label, such as the token at a position.
+        together: a phrase for the layers that were changed together, such as `all 4 layers`; empty
+            if each layer was changed alone.
     """
 
     where: Mapping[str, Any]
@@ -31,7 +31,8 @@ class Entry(NamedTuple):
         labels = []
         for axis, label in self.where.items():
             word = self.words.get(axis)
-            # The circuit itself has the label `circuit` on the axis `circuit`.
+            # If the label is the name of the axis, such as `circuit` on the axis `circuit`, write
+            # it once.
             name = axis if label == axis else f"{axis} {label}"
             labels.append(f"{name} {word!r}" if word else name)
         name = ", ".join(labels)

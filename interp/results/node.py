@@ -2,7 +2,8 @@
 
 from typing import Any
 
-# The name of each kind of node within its block: attention (`a`) or MLP (`m`), and the part of it.
+# For each kind of node, the name without the number of the block: `a` for attention or `m` for the
+# MLP, and then the part of it.
 _PARTS = {"head": "a.h{}", **{kind: f"a.h{{}}<{kind}>" for kind in "qkv"}, "attn_bias": "a.bias"}
 _PARTS |= {
     "mlp": "m",

@@ -46,15 +46,17 @@ class Result(plots.Shown):
         values: the effects, in `unit`. The last axis is `example`. If an effect is NaN, the mean
             and the interval of its place are NaN, and the place is the last in `top`.
         axes: the names of the axes of `values`.
-        base: the metric of the edited run; None without such a run.
-        target: the metric of the run that values are taken from; None without such a run.
+        base: for each example, the metric of the run that is edited, without the edit; None without
+            such a run.
+        target: for each example, the metric of the run that values are taken from; None without
+            such a run.
         labels: by axis, a number or a text for each index. Default: numbers from 0.
         words: by axis, the text at each index, such as the token at a position. `select` accepts a
             text that occurs once.
         unit: the unit of the metric, such as `logits`; values, base and target have this unit.
         about: other facts that fit JSON, such as the metric, the direction and the site.
-        is_ratio: whether the unit is the mean of target - base over the same examples; see
-            `normalized`.
+        is_ratio: whether the effects were divided by the mean of target - base; see `normalized`.
+            Intervals then take into account that this mean is uncertain too.
         bounds: the smallest and the largest possible value; None without bounds.
         counts: for AUROCs of folds, the mean number of different texts of each kind in a fold.
         groups: the number of each example's text. Examples of one text share a number, and
@@ -101,7 +103,7 @@ class Result(plots.Shown):
             self._runs()
 
     def __getitem__(self, index: Any) -> Any:
-        """Raise an error that names the attributes with the numbers."""
+        """Raise an error: a result cannot be indexed. The error says which attributes can be."""
         raise TypeError(
             "a result cannot be indexed: use .values[...] with the axes "
             f"{' '.join(self.axes)}, or .mean() and .top(k)"
@@ -264,7 +266,7 @@ class Result(plots.Shown):
             target=None if self.target is None else self.target[indices],
             groups=None if self.groups is None else tuple(self.groups[index] for index in indices),
         )
-        # The mean of target - base changes when examples are removed.
+        # Divide again, because the mean of target - base is now over fewer examples.
         return part.normalized() if self.is_ratio else part
 
     def _without(self, axis: str, values: Tensor, **changes: Any) -> "Result":
@@ -369,10 +371,14 @@ class Result(plots.Shown):
         )
 
     def _nodes(self, what: str) -> tuple[str, dict[tuple[int, Any], int]]:
-        """Return the first axis with nodes of a kind (for `layer`, any kind), and their indices.
+        """Return the first axis with nodes of a kind, and the indices of these nodes.
 
-        The keys of the indices are pairs: the layer, and the part of the block or the number of the
-        node.
+        Args:
+            what: the kind of the nodes; `layer` stands for all kinds.
+
+        Returns:
+            The name of the axis, and the index of each node by its layer and its number. For
+            `layer`, the part of the block, such as `a.h1`, is in the place of the number.
         """
         for axis in self.axes[:-1]:
             index_of: dict[tuple[int, Any], int] = {}
