@@ -116,7 +116,7 @@ class Activations(plots.Shown):
     def require_weights_of(self, model: nn.Module) -> None:
         """Check that the values of the store are from this model.
 
-        A fact that is missing in an imported data set is not checked.
+        An imported data set (`from_arrow`) does not record its model, so nothing is checked.
 
         Raises:
             CacheError: if the class, the config, a weight or a part of the model differs.
@@ -136,7 +136,10 @@ class Activations(plots.Shown):
     def file(
         self, number: int, names: Sequence[str] | None = None
     ) -> dict[str, Shaped[Tensor, "row ..."]]:
-        """Return tensors of a file: values of points, and the tokens and places of rows.
+        """Return tensors of a file: the values of points, and facts about each row.
+
+        The facts are the token (`tokens`), the number of its text (`text`), its index in this text
+        (`offset`), and its index in the piece of text that the model read (`pos`).
 
         Args:
             number: the number of the file.
@@ -153,7 +156,8 @@ class Activations(plots.Shown):
         try:
             listed = self.files[number : number + 1]
         except CacheError:
-            # Some jobs have not finished.
+            # Some jobs have not finished, so the manifest has no list of files yet. A file that
+            # exists can be read.
             listed = []
         return self._folder.read(
             number, names or [*self.names, *ROWS], store=self._store, listed=listed
@@ -162,11 +166,11 @@ class Activations(plots.Shown):
     def rows(
         self, text: int, offset: int | None = None, names: Sequence[str] | None = None
     ) -> dict[str, Shaped[Tensor, "row ..."]]:
-        """Return the rows of one text, or of one place in the text.
+        """Return the rows of one text, or the row of one token of the text.
 
         Args:
             text: the number of the text.
-            offset: the place of the token, from the start of the text. Default: all stored tokens.
+            offset: the index of the token in the text. Default: all stored tokens.
             names: see `file`.
 
         Raises:
@@ -191,7 +195,7 @@ class Activations(plots.Shown):
     def texts(self) -> Iterator[list[int]]:
         """Yield the stored tokens of each text, in order.
 
-        They can be passed to functions that are fitted on texts.
+        So a lens or a probe can be fitted on the texts of a store.
         """
         for number, file in enumerate(self.files):
             columns = self.file(number, ["tokens", "text"])
@@ -216,8 +220,8 @@ class Activations(plots.Shown):
 
         Args:
             size: the number of rows in a batch.
-            seed: the seed of the order, which differs between epochs; None means the order of the
-                texts.
+            seed: the seed of the random order, which is different in each epoch. None means the
+                order of the texts.
             names: points, or `tokens`, `text`, `offset` or `pos`. Default: all points.
             epochs: the number of epochs; None means no end.
             window: the number of files to mix.

@@ -38,8 +38,8 @@ def to_arrow(
             `harvest(..., context=128, pack=True)`.
         folder: a directory that is empty or does not exist.
         columns: the names of columns by the names of points, such as
-            `{"blocks.1.mlp_out": "blocks.1.hook_mlp_out"}`. SAELens finds a column by its
-            `hook_name`. Arrow has no bfloat16, so bfloat16 values become float32.
+            `{"blocks.1.mlp_out": "blocks.1.hook_mlp_out"}`. SAELens reads the column with the name
+            in its setting `hook_name`. Arrow has no bfloat16, so bfloat16 values become float32.
         drop_short: whether to leave out contexts that are not full, such as the last context of
             each file. Default: False.
 
@@ -163,7 +163,11 @@ def from_arrow(
 
 
 def _starts(pos: Tensor) -> Tensor:
-    """Return the first row of each context, followed by the number of rows."""
+    """Return the index of the first row of each context, and then the number of rows.
+
+    Args:
+        pos: the position of each row in its context.
+    """
     return torch.cat([(pos == 0).nonzero()[:, 0], torch.tensor([len(pos)])])
 
 

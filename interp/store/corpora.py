@@ -41,7 +41,8 @@ def each(corpus: Corpus, column: str | None = None) -> Iterator[Any]:
 
     Args:
         corpus: the corpus.
-        column: the column of the texts. Default: the first of `COLUMNS` that exists.
+        column: the column of the texts in a table. Default: the first of `text`, `input_ids`,
+            `token_ids` and `tokens` that exists.
 
     Raises:
         FileNotFoundError: if a file does not exist.
@@ -59,7 +60,11 @@ def each(corpus: Corpus, column: str | None = None) -> Iterator[Any]:
 
 
 def count(corpus: Corpus) -> int | None:
-    """Return the number of texts or paths, or None if the number is not known before the end."""
+    """Return the number of texts or paths in a sequence; 1 for one text of tokens.
+
+    For a path, a mapping or a stream, the result is None, because the number of texts is known only
+    after they are read.
+    """
     is_list_of_tokens = isinstance(corpus, list) and isinstance(corpus[0], int)
     is_one_text = getattr(corpus, "ndim", 2) == 1 or is_list_of_tokens
     if isinstance(corpus, (str, Text, Mapping)) or not isinstance(corpus, Sized):
@@ -97,7 +102,7 @@ def _of_row(row: Mapping[str, Any], column: str | None) -> Any:
     """
     has_mask = "text" not in row and {"input_ids", "attention_mask"} <= {*row}
     if has_mask and column in (None, "input_ids"):
-        # `each_text` removes padding.
+        # With a mask of padding in the row, `each_text` returns only the real tokens.
         (text,) = each_text(row)
         return text
     names = COLUMNS if column is None else (column,)

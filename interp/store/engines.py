@@ -99,11 +99,11 @@ def _worker_class(job: Callable[..., None]) -> type:
             self._arguments = arguments
 
         def ready(self) -> int:
-            """Return 0 as soon as the model is loaded, because no job has finished yet."""
+            """Return 0, the number of finished jobs, as soon as the model is loaded."""
             return 0
 
         def run(self, *shard: int) -> int:
-            """Run one job, and return 1."""
+            """Run one job, and return 1, the number of finished jobs."""
             job(self._model, *self._arguments, shard)
             return 1
 
@@ -132,5 +132,6 @@ def _run_jobs(ray: Any, workers: Sequence[Any], n_jobs: int) -> None:
             if (number := next(jobs, None)) is not None:
                 busy[worker.run.remote(number, n_jobs)] = worker
             else:
-                # A restarted worker with a job may be waiting for the resources of this worker.
+                # No job is left for this worker, so end it. A worker that was restarted, and that
+                # still has a job, may be waiting for its resources.
                 ray.kill(worker)

@@ -47,7 +47,10 @@ GROWS = ("texts", "files", "overflow")
 
 
 def store_of(manifest: Mapping[str, Any]) -> str:
-    """Return the hash of a manifest, without the facts `GROWS`. All files of a store contain it."""
+    """Return the hash of a manifest, which all files of a store contain.
+
+    The hash excludes the facts that change as the store grows (`GROWS`).
+    """
     fixed = {key: fact for key, fact in manifest.items() if key not in GROWS}
     return hashlib.sha256(strict_json.dumps(fixed, sort_keys=True).encode()).hexdigest()
 
@@ -100,11 +103,11 @@ class Folder:
     def write_json(self, name: str, facts: Mapping[str, Any], new: bool = False) -> None:
         """Write facts to a file, completely or not at all.
 
-        With `new`, the file is only written if it does not exist. This is atomic on disks, and on
-        file systems for which `fsspec` supports conditional writes, such as S3 and GCS. On other
-        file systems, two processes that write a new file at the same moment may both succeed, and
-        the later facts remain. Therefore, a process must read the facts after it writes them, and
-        again later.
+        With `new`, the file is only written if it does not exist. If two processes write it at the
+        same moment, only one succeeds on a disk, and on file systems for which `fsspec` supports
+        conditional writes, such as S3 and GCS. On other file systems, both may succeed, and the
+        later facts remain. Therefore, a process must read the facts after it writes them, and again
+        later.
 
         Args:
             name: the name of the file.
@@ -121,7 +124,8 @@ class Folder:
                 only = {"mode": "create"} if new else {}
                 self._system.pipe_file(self.path(name), text, **only)
         except OSError:
-            # S3 raises another error than FileExistsError.
+            # The file may exist already, which is no problem with `new`. S3 then raises another
+            # error than FileExistsError, so look for the file.
             if not (new and self.names(name)):
                 raise
 
@@ -170,7 +174,8 @@ class Folder:
 
         Args:
             number: the number of the file.
-            tensors: the values of points, and the facts `ROWS` of each row.
+            tensors: the values of points, and the facts of each row (`tokens`, `text`, `offset` and
+                `pos`).
             facts: the facts of the file.
         """
         name = file_of(number)
@@ -182,11 +187,13 @@ class Folder:
             return facts
         path = Path(self.path(name))
         try:
-            # Only a damaged file is replaced.
+            # If a file exists here, it is damaged, so replace it. Otherwise create a new file, and
+            # fail if another process has created it in the meantime.
             place = os.replace if path.exists() else storage.create
             storage.save(path, KIND, tensors, facts, place)
         except (FileExistsError, FileNotFoundError):
-            # Another process ran the same job. It may have finished and removed unfinished files.
+            # Another process ran the same job, and created the file. It may also have removed the
+            # unfinished file of this process (`tidy`).
             if (known := self.facts(name)) is None:
                 raise
             return known

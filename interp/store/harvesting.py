@@ -325,7 +325,8 @@ def finish(
                 f"{end['texts']}"
             )
     for name, end_of_job in others.items():
-        # If a file was made again on another machine, its values may differ in some bits.
+        # If this job wrote a file again on another machine, its values may differ in some bits. An
+        # earlier job may still list the old checksums of this file, so remove these.
         files = {
             number: facts
             for number, facts in end_of_job["files"].items()
@@ -337,7 +338,7 @@ def finish(
     try:
         files_of_all_jobs = gathered(folder, store)
     except CacheError:
-        # Other jobs have not finished.
+        # Other jobs have not finished. The last job will write the manifest.
         return
     folder.write_json(MANIFEST, {**manifest, **files_of_all_jobs})
     folder.tidy()

@@ -134,7 +134,11 @@ def by_token(runner: HookedRunner, names: Selector) -> list[str]:
 
 
 def identity(model: nn.Module) -> dict[str, Any]:
-    """Return hashes of a model, and of its current dictionaries and other parts."""
+    """Return facts that identify a model: the name of its class, and hashes.
+
+    The hashes are of its config, of its weights, and of each part that is spliced in now, such as a
+    dictionary.
+    """
     parts = {name: weights_hash(part, whole=True) for name, part in parts_of(model).items()}
     return {
         "model": type(model).__name__,
@@ -202,7 +206,9 @@ class RowReader:
     def tensors(
         self, pieces: Sequence[TextPiece], done: Callable[[int], Any] = lambda n_tokens: None
     ) -> dict[str, Shaped[Tensor, "row ..."]]:
-        """Return the values of pieces at the selected tokens, and the facts `ROWS` of each row.
+        """Return the values of pieces at the selected tokens, and the facts of each row.
+
+        The facts are `tokens`, `text`, `offset` and `pos`.
 
         Args:
             pieces: the pieces, which are read in batches.
@@ -214,7 +220,7 @@ class RowReader:
         """
         parts: dict[str, list[Tensor]] = {name: [] for name in (*self.points, *ROWS)}
         one_token = torch.zeros(3, 1, dtype=torch.long)
-        # If there are no pieces, run one token to get the sizes, and store no row.
+        # If there are no pieces, run one token. So the tensors have the right sizes, but no row.
         for start in range(0, max(1, len(pieces)), self.settings.batch):
             batch = pieces[start : start + self.settings.batch] or [one_token]
             masks = [self.kept_mask(piece) & bool(pieces) for piece in batch]
@@ -268,7 +274,8 @@ class RowReader:
     def runs(self) -> AbstractContextManager[None]:
         """Return a context for all runs of a job.
 
-        The processes of a fully sharded model leave it together.
+        If the model is fully sharded over several processes (FSDP), all of them leave the context
+        at the same time.
 
         Raises:
             HookError: if another process of the model fails between two runs.
@@ -283,5 +290,5 @@ class RowReader:
 
 
 def _placed(piece: TextPiece) -> Int[Tensor, "4 _pos"]:
-    """Return the facts `ROWS` of each token of a piece."""
+    """Return the facts of each token of a piece: `tokens`, `text`, `offset` and `pos`."""
     return torch.cat([piece, torch.arange(piece.shape[1])[None]]).int()

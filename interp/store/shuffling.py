@@ -1,9 +1,9 @@
 """A bounded shuffle: draw batches of rows from a window of files that are mapped into memory.
 
 1. Draw an order of the files.
-2. Map the next `window` files, and draw an order of all their rows.
-3. Gather each batch from the files of its rows. Rows that do not fill a batch are added to the next
-   window.
+2. Map the next `window` files into memory, and draw an order of all their rows.
+3. Gather each batch from the files of its rows. If the last rows of a window do not fill a batch,
+   the batch is filled from the next window.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -4,10 +4,10 @@ The statistics of several parts are added with `+`, in any order.
 
 1. Means and products of deviations are summed in float64 (`interp.numbers.moments`).
 2. The largest values of each column are recorded, with their places.
-3. Quantiles are computed from a uniform sample of rows. Each place draws a random key, and the rows
-   with the smallest keys are the sample. Therefore, the sample does not depend on the order of the
-   rows or on the parts, and is the same for all points. Quantiles are exact if all rows fit into
-   the sample.
+3. Quantiles are computed from a uniform sample of rows. Each row gets a random key, which depends
+   only on the seed, on the number of its text and on its position there. The rows with the smallest
+   keys are the sample. Therefore, the sample does not depend on the order of the rows or on the
+   parts, and is the same for all points. Quantiles are exact if all rows fit into the sample.
 """
 
 import os
@@ -90,8 +90,8 @@ class Statistics:
 
         Args:
             values: the rows.
-            text, pos: the text of each row, and its place in the text. Each place may occur only
-                once.
+            text, pos: the number of the text of each row, and the position of the row in the text.
+                Each pair may occur only once.
             covariance: whether to compute the products of all pairs of columns.
             top: the number of largest values to record.
             sample: the largest number of rows in the sample.
@@ -210,9 +210,10 @@ class Statistics:
 
     @property
     def rank_error(self) -> float:
-        """The standard error of the share of rows below the median.
+        """The standard error of quantiles, as a share of rows.
 
-        For other quantiles, it is smaller.
+        The median of the sample is about the quantile 0.5 ± `rank_error` of all rows. For other
+        quantiles, the error is smaller.
         """
         room = len(self.keys)
         return 0.5 * ((1 / room) * (1 - room / self.n)) ** 0.5
@@ -233,7 +234,7 @@ def require_options(options: Iterable[str], of_harvests: Collection[str] = ()) -
             accepts the keyword.
     """
     words = Words(Statistics.of)
-    # These arguments are the rows, not options.
+    # These three arguments of `Statistics.of` are the rows, and not options.
     words.known -= {"values", "text", "pos"}
     for name in options:
         if name in of_harvests and name not in words.known:
@@ -249,7 +250,7 @@ def _earliest_first(
 ) -> tuple[Float[Tensor, "_k d"], Int[Tensor, "_k d 2"]]:
     """Return the `k` largest values of each column, from the largest on, with their places.
 
-    Of equal values, the earliest in the texts are selected.
+    Among equal values, the first in the order of the texts and positions are selected.
     """
     by_place = ((places[..., 0] << 32) + places[..., 1]).argsort(0)
     rows = by_place.gather(0, largest_rows(values.gather(0, by_place), k))

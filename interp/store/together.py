@@ -20,7 +20,7 @@ from torch import nn
 from hooks import HookError
 from hooks.base import is_fully_sharded
 
-# The number of the process is added to `_FAILED`.
+# The announcements of a process. A process that failed announces `_FAILED` plus its number.
 _NO_RUN = 0
 _RUN = 1
 _FAILED = 2
@@ -38,7 +38,8 @@ class Together:
         self._is_alone = not sharded
         self._group = None if self._is_alone else _group_of(sharded[0])
         self._device = next((weight.device for weight in model.parameters()), torch.device("cpu"))
-        # True while the other processes wait for the next announcement of this process.
+        # True if the next step of the other processes is to wait for an announcement of this one.
+        # It is False during a run.
         self._is_awaited = True
 
     @contextmanager
