@@ -32,8 +32,9 @@ class JumpReLU(nn.Module):
         self.register_buffer("threshold", threshold)
 
     def scaled(self, by: Float[Tensor, " feature"]) -> "JumpReLU":
-        """Return a nonlinearity that maps `by` times the pre-activations to `by` times the
-        features.
+        """Return a nonlinearity that fits pre-activations which are `by` times as large.
+
+        Its features are `by` times the features of this nonlinearity.
         """
         return JumpReLU(self.threshold * by, self.relu)
 
@@ -135,8 +136,9 @@ class Gated(nn.Module):
         self.register_buffer("b_mag", b_mag)
 
     def scaled(self, by: Float[Tensor, " feature"]) -> "Gated":
-        """Return a nonlinearity that maps `by` times the pre-activations to `by` times the
-        features.
+        """Return a nonlinearity that fits pre-activations which are `by` times as large.
+
+        Its features are `by` times the features of this nonlinearity.
         """
         return Gated(self.b_gate * by, self.r_mag, self.b_mag * by)
 

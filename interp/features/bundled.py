@@ -34,8 +34,9 @@ def packed(dictionaries: Mapping[str, Dictionary]) -> dict[str, Shaped[Tensor, "
     """Return the tensors of a file that stores the weights of TopK dictionaries in 8 bits.
 
     Args:
-        dictionaries: the dictionaries by the points that they write. Dictionaries of `mlp_out` read
-            `ln2.normalized`.
+        dictionaries: the dictionaries by the points that they write. A dictionary that writes
+            `mlp_out` must read `ln2.normalized`. Any other dictionary must read the point that it
+            writes.
     """
     tensors: dict[str, Tensor] = {}
     for writes, dictionary in dictionaries.items():
@@ -59,7 +60,7 @@ def packed(dictionaries: Mapping[str, Dictionary]) -> dict[str, Shaped[Tensor, "
 
 
 def unpacked(tensors: Mapping[str, Shaped[Tensor, "..."]]) -> dict[str, Dictionary]:
-    """Return the dictionaries from the tensors of a file, as `packed` returns them."""
+    """Return the dictionaries in the tensors of a file; `packed` returns these tensors."""
     by_point: dict[str, dict[str, Tensor]] = {}
     for name, tensor in sorted(tensors.items()):
         writes, _, part = name.partition("/")

@@ -427,11 +427,20 @@ def _tokens_moved(
 ) -> list[tuple[Scored, Scored]]:
     """Return the tokens that each feature raises most, and the tokens that it lowers most.
 
-    Both lists are empty if the feature does not write to the residual stream.
+    Both lists are empty if the feature does not write to the residual stream, or if the model has
+    no unembedding.
+
+    Args:
+        model: the model.
+        has_heads: whether the dictionary writes vectors of heads, which are not in the residual
+            stream.
+        dictionary: the dictionary.
+        features: the indices of the features.
+        k: the number of tokens in each list.
     """
     directions = None
-    # A norm that acts on the stream itself cannot be folded. The model may also have no
-    # unembedding.
+    # First fold the final norm into the directions. This raises an error if a norm acts on the
+    # stream itself. Without folding, an error means that the model has no unembedding.
     for fold in () if has_heads else (True, False):
         with suppress(TypeError, ValueError):
             directions = token_directions(model, torch.arange(n_logits(model)), fold)

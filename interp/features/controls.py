@@ -103,7 +103,7 @@ def purity(
         is_read = to_device(text.at(pos) & unseen(text, digests)[:, None], value.device)
         rows = value[is_read]
         read_tokens = to_device(text.tokens, value.device)[is_read][:, None].expand_as(rows)
-        # Join the best positions so far and the positions of this batch.
+        # Select the largest values among the largest ones so far and the values of this batch.
         rows = torch.cat([values.to(rows), rows])
         read_tokens = torch.cat([tokens.to(read_tokens), read_tokens])
         best = largest_rows(rows, k)

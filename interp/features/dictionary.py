@@ -287,9 +287,8 @@ class Dictionary(plots.Shown, nn.Module):
         zeros are unchanged.
 
         Raises:
-            ValueError: if a feature depends on other pre-activations than its own. This is the case
-                for top-k if the rows have different lengths, because other features would be
-                selected, and for matching pursuit.
+            ValueError: if the rows have different lengths and the nonlinearity compares features,
+                as top-k does, because other features would be selected; or for matching pursuit.
 
         >>> import torch
         >>> one, zero = torch.eye(1), torch.zeros(1)
@@ -358,7 +357,7 @@ class Dictionary(plots.Shown, nn.Module):
         if self.norm == "none":
             return x
         scale = self._scale(x)
-        # Zeros stay zeros. Values at padding may be zero.
+        # Do not divide vectors of zeros by 0. Values at padding may be zero.
         return x / scale.where(scale > 0, 1.0)
 
     def _constant(self, x: Float[Tensor, "*rows d_in"]) -> Float[Tensor, "..."]:

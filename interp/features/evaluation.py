@@ -336,7 +336,8 @@ class _Sums:
     def __init__(self, part: SplicedDictionary) -> None:
         self.part = part
         self.n = 0
-        # The totals, squares and counts have a row for each position.
+        # `totals`, `squares` and `counts` have a row for each position of the texts, so that the
+        # variance of each position is known.
         self.totals = torch.zeros(0, part.dictionary.d_out, dtype=torch.float64)
         self.squares, self.counts = torch.zeros(2, 0, dtype=torch.float64)
         self.error = 0.0
@@ -396,7 +397,7 @@ class _Sums:
         if not self.n:
             raise ValueError("pos must select a token of at least one text; got none")
         variance = self.variances().sum().item()
-        # A smaller variance may be due to rounding.
+        # Such a small variance may come from rounding only.
         is_constant = variance <= 1e-12 * self.squares.sum().item()
         explained = math.nan if is_constant else 1 - self.error / variance
         density = self.active / self.n
@@ -411,6 +412,13 @@ class _Sums:
 def _added(
     sums: Float[Tensor, "pos ..."], more: int, pos: Int[Tensor, " row"], rows: Tensor
 ) -> Float[Tensor, "longer ..."]:
-    """Return sums with room for more positions, and with rows added at their positions."""
+    """Return sums over texts for each position, with more positions and more rows.
+
+    Args:
+        sums: the sums, with a row for each position.
+        more: the number of positions to append.
+        pos: the position of each new row.
+        rows: the new rows, which are added to the sums of their positions.
+    """
     longer = torch.cat([sums, sums.new_zeros(more, *sums.shape[1:])])
     return longer.index_add_(0, pos, rows.to(longer))

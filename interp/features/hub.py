@@ -42,7 +42,7 @@ def downloaded(name: str) -> Path:
     inside = (match[2] or "").rstrip("/")
     patterns = [inside, f"{inside}/*"] if inside else None
     if patterns and inside.endswith(_WEIGHTS):
-        # The file may need settings from a config in its folder.
+        # Download the config in the folder of the file too, because the file may need its settings.
         place = PurePosixPath(inside)
         configs = (*_CONFIGS, f"{place.stem}_cfg.json")
         patterns += [place.with_name(name).as_posix() for name in configs]

@@ -51,9 +51,9 @@ def load_sae(
             formats. Default: `auto`.
         dtype: the dtype of weights and features. Default: the dtype of the file, but float32 for
             half precision, so that features equal the features of circuit-tracer.
-        norm_factor: the factor by which activations were multiplied in training (SAELens) or
-            divided (dictionary_learning), if the files do not contain it. It is multiplied into the
-            weights.
+        norm_factor: the factor by which activations were multiplied (SAELens) or divided
+            (dictionary_learning) in training, if the files do not contain it. It becomes a part of
+            the weights, so that the dictionary reads activations without this factor.
         k: the number of active features at a position, if the files do not contain it
             (circuit-tracer, Qwen Scope).
         scale_embeddings: whether the dictionary reads embeddings, which are scaled by √d_model, if
@@ -121,7 +121,12 @@ def load_sae(
 
 
 def _bundled_in(name: str, dtype: torch.dtype | None) -> Dictionary | dict[str, Dictionary]:
-    """Return the bundled dictionaries with a name in a dtype, or the dictionary if there is one."""
+    """Return the bundled dictionaries with a name, by point, or the only dictionary with this name.
+
+    Args:
+        name: one of `NAMES`.
+        dtype: the dtype of the weights. None means the dtype of the file.
+    """
     dictionaries = bundled(name)
     for dictionary in dictionaries.values():
         dictionary.to(dtype)
@@ -147,7 +152,8 @@ def _recognised(local: Path, format: str) -> tuple[str, Callable[..., Loaded], P
     wanted = FORMS if format == "auto" else {format: FORMS[format]}
     readings = {name: _reading(form, local) for name, form in wanted.items()}
     fitting = {name: reading for name, reading in readings.items() if reading is not None}
-    # A file that belongs to the format of its folder is no dictionary by itself.
+    # A file may have the name of a format with single files, and also belong to the format of its
+    # folder. Then it is only a part of the dictionary in the folder.
     folders = {name: reading for name, reading in fitting.items() if not FORMS[name].single}
     fitting = folders or fitting
     if len(fitting) > 1:

@@ -1,16 +1,19 @@
-"""Find the points for the places where dictionaries were trained, as their files name them.
+"""Find the points for the places where dictionaries were trained.
+
+The file of a dictionary names its place in the words of some library: often a module, and its input
+or output.
 
 1. Some names mean the same point in every model. They are translated when the file is read
    (`ours`).
-2. The meaning of other names depends on the model. They are resolved when a dictionary is spliced
-   into the model (`point_at`): the model runs on a few tokens, and the point is the one whose value
+2. The meaning of other names depends on the model. They are translated when a dictionary is spliced
+   into the model (`point_at`): the model runs on a few tokens, and the point is found whose value
    equals the input or output of the named module bit by bit. If a norm or a factor lies between the
-   module and all points, no point is found.
-3. A warning is issued if a dictionary is used at another place (`warn_of_place`). If the model has
-   no point for the place, only the layers are compared. The stream after a block is the stream
-   before the next block, so these two names are one place. Further points may have equal values,
-   such as `embed` and `blocks.0.resid_pre` without position encodings, so the model runs on a few
-   tokens before a warning.
+   module and every point, no point is found.
+3. If a dictionary is used at another place than in training, a warning is issued (`warn_of_place`).
+   If the model has no point for the place, only the layers are compared. The stream after a block
+   is the stream before the next block, so these two names are one place. Two other points may have
+   equal values, such as `embed` and `blocks.0.resid_pre` without position encodings. So before a
+   warning, the values at the two points are compared in a run on a few tokens.
 """
 
 import itertools
@@ -26,8 +29,8 @@ from hooks.shared import names_by_layer
 from interp.protocol import n_logits, of
 from interp.transformer_lens import hooks_name
 
-# A block of a model of `transformers`, a module in the block, and the input or output of the
-# module.
+# The name of a module in a block of a model of `transformers`, and of its input or output, for
+# example `model.layers.3.mlp.output`.
 _MODULE = re.compile(
     r"(?:(?:base_model|model|language_model|transformer|gpt_neox|decoder)\.)*"
     r"(?:layers|h|blocks)\.(?P<layer>\d+)"
@@ -38,7 +41,8 @@ _DICTIONARY_LEARNING = re.compile(
 )
 _MODULES = {"resid_post": "", "mlp_out": "mlp", "attention_out": "self_attn"}
 
-# Points that are the same in every model with such a module, by the module and its input or output.
+# The points by module and by its input or output, for names that mean the same point in every model
+# with a module of this name. The empty name is the block itself.
 _EXACT = {
     ("", "input"): "resid_pre",
     ("", "output"): "resid_post",
@@ -58,9 +62,9 @@ _AFTER_BLOCK = re.compile(r"(.*\bblocks\.)(\d+)\.resid_post")
 
 
 def ours(name: str | None) -> str | None:
-    """Return our name of a place that is the same point in every model.
+    """Return our name of a place, if the place is the same point in every model.
 
-    All other names are returned unchanged, and `point_at` resolves them.
+    Any other name is returned unchanged; `point_at` translates it.
     """
     if name is None:
         return None
@@ -74,9 +78,9 @@ def ours(name: str | None) -> str | None:
 
 
 def point_at(name: str, runner: HookedRunner) -> str:
-    """Return the name of the point with the value of a place in a model.
+    """Return the name of a model's point that shows the value at a place.
 
-    If there is no known point, return the unchanged name.
+    If no such point is known, return the name of the place.
 
     Args:
         name: the name of the place.
@@ -118,12 +122,16 @@ def warn_of_place(runner: HookedRunner, *uses: tuple[str | None, str]) -> None:
 
 
 def _may_be_at(place: str, point: str, runner: HookedRunner) -> bool:
-    """Return False only if a place is known to have another value than a point."""
+    """Return whether a place may have the value of a point.
+
+    The result is False only if their values, or else their layers, are known to differ.
+    """
     known = point if point == place else point_at(place, runner)
     layer = layer_of(point)
     last = known.removeprefix("blocks.*.")
     if layer is not None and any(name.endswith(f".{last}") for name in runner.points):
-        # Cross-layer transcoders name a point without its block.
+        # The files of cross-layer transcoders name a point without its block, so add the block of
+        # the point.
         known = names_by_layer(last, runner.points).get(layer, known)
     if _as_entering(known) == _as_entering(point):
         return True
@@ -133,8 +141,9 @@ def _may_be_at(place: str, point: str, runner: HookedRunner) -> bool:
 
 
 def _as_entering(name: str) -> str:
-    """Return the name of a point, where the stream after a block gets the name of the stream before
-    the next block.
+    """Return one name for the two names of a stream between blocks; other names are unchanged.
+
+    `blocks.2.resid_post` becomes `blocks.3.resid_pre`.
     """
     match = _AFTER_BLOCK.fullmatch(name)
     return f"{match[1]}{int(match[2]) + 1}.resid_pre" if match else name
@@ -174,7 +183,8 @@ def _measured(layer: int, module: str, end: str, runner: HookedRunner) -> str | 
         value = (args, kwargs) if end == "input" else output
         values.append(next(tensors_in(value)).detach().clone())
 
-    # The first capture of an attached model may run the model more than once.
+    # The first capture of an attached model may run the model more than once. So run it before the
+    # hook is registered, which must see a single run.
     _few_tokens(runner, names[:1])
     handle = owner.register_forward_hook(see, with_kwargs=True)
     try:

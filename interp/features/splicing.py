@@ -4,8 +4,9 @@
    where hooks can read and edit them.
 2. The value becomes `value + (edited - features) @ W_dec`. The error of the dictionary is therefore
    preserved. If no feature is edited, the value is unchanged bit by bit.
-3. Without a hook at the features, nothing is computed. With `error=None`, the value becomes the
-   reconstruction instead.
+3. Without a hook at the features, nothing is computed. Two settings of `error` compute the features
+   in every run. With `frozen`, gradients flow through the features and not through the error. With
+   None, the value becomes the reconstruction.
 """
 
 from collections.abc import Iterator, Mapping
@@ -64,19 +65,24 @@ class SplicedDictionary(Part):
         self.features = PartPoint("batch pos feature", f"{n} features of a dictionary")
 
     def _fused(self, value: Value, read: Value) -> Value:
-        """Return the new value without the point `features`, if nothing reads or edits it."""
+        """Return the new value in a run in which no hook needs the point `features`.
+
+        With `error="frozen"`, the features are computed nevertheless, because gradients flow
+        through them.
+        """
         if self.error is None:
             return self.replaced(value, self.dictionary(self.vector(read)))
         return value if self.error == "live" else self._explicit(value, read)
 
     def _explicit(self, value: Value, read: Value) -> Value:
-        """Return the new value, through the point `features`, so that edits of features act."""
+        """Return the new value, with the changes of hooks at the point `features`."""
         dictionary = self.dictionary
         x = self.vector(read)
         features = dictionary.encode(x)
         edited = self.features(features)
         if edited is features and self.error == "live":
-            # This also preserves the value if features are NaN.
+            # No feature was edited. `value + 0 @ W_dec` would be NaN if a feature is NaN or
+            # infinite, so return the value itself.
             return value
         if self.error is None:
             return self.replaced(value, dictionary.decode(edited, x))
@@ -206,7 +212,7 @@ def placed(
         dictionaries, error, reads, point: see `splice`, which also lists the errors and warnings.
     """
     if isinstance(dictionaries, nn.Module):
-        # The loop below raises an error if the module is not a dictionary.
+        # The module may be something else than a dictionary. The loop below checks this.
         dictionaries = {point or _place_of(dictionaries): dictionaries}  # type: ignore[dict-item]
     elif point is not None:
         raise ValueError(
