@@ -51,7 +51,7 @@ _MOVED = {
 
 
 def _elsewhere() -> list[str]:
-    """Return the modules that may contain a name that `interp` does not have."""
+    """Return the modules in which an error about an unknown name searches for this name."""
     others = [name for name in ("hooks", "models") if name in _sys.modules]
     return [f"{__name__}.{name}" for name in _PACKAGES] + others
 
@@ -63,7 +63,7 @@ def __getattr__(name: str) -> _Any:
         AttributeError: if the name does not exist. The error names close matches.
     """
     module = _importlib.import_module(_MODULES.get(name, __name__))
-    # The name may be a module that its package has not imported yet.
+    # If the package does not have the name, it may be one of its modules, not imported yet.
     if name in vars(module):
         value = vars(module)[name]
     elif not name.startswith("_") and _find_spec(f"{module.__name__}.{name}"):
@@ -80,7 +80,8 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-# The command line runs these checks itself, to print their errors without a traceback.
+# With `python -m interp`, the command line runs these checks itself, to print their errors without
+# a traceback. While this file is imported, `sys.argv[0]` is then `-m`.
 if _sys.argv[:1] != ["-m"]:
     _shadowed.require_own("hooks")
     _shadowed.warn_of_another_models()

@@ -35,10 +35,11 @@ class TokenMetric:
         last: the number of last real positions that the metric reads; 0 for all positions.
         unit: the unit of the metric.
         function: the function of the logits.
-        unmasked: True if the metric assumes that all columns of its texts are real.
+        unmasked: True if the metric was created without a mask, and is wrong for padded texts.
         at: the position that the metric reads; None if it reads several positions.
-        call_in_words: a function that returns the call with tokens as text.
-        write: the function that returns the text of each token; None for tokens as numbers.
+        call_in_words: a function that takes `write`, and returns `call` with the text of each token
+            in place of its number; None if the call contains no tokens.
+        write: the function that returns the text of each token; None to print numbers of tokens.
     """
 
     call: str
@@ -86,9 +87,9 @@ class WordedMetric:
         last: the number of last real positions that the metric reads; 0 for all positions.
         unit: the unit of the metric.
         read: a function that returns the metric with tokens of a model.
-        answers: the texts, if each text may be several tokens that continue a text of the model.
-            None if each text must be one token.
-        score: the name of the score of these answers.
+        answers: the texts, if they are answers that may be several tokens each. Answers continue
+            the text that the model reads. None if each text must be one token.
+        score: the name of the function that scores the answers: `log_prob` or `accuracy`.
     """
 
     call: str

@@ -172,8 +172,8 @@ def kl_divergence(
 ) -> Metric:
     """Return a metric: the divergence KL(reference ‖ model) of next-token predictions, in nats.
 
-    The divergence is the mean of log(p_reference / p_model) under p_reference: the loss when the
-    model's prediction replaces the reference's prediction. It is 0 for equal predictions.
+    The divergence is the mean of log(p_reference / p_model) over tokens that are drawn from
+    p_reference. It is 0 for equal predictions.
 
     Args:
         reference: the logits of the run to compare with.
@@ -239,7 +239,8 @@ def _of_tokens(
         tokens: the tokens of each argument of `score`.
         pos: the position; see `logit_diff`.
         score: a function of the logits [batch, vocab] and the tokens [batch, n] of each argument.
-        most: the largest number of axes of tokens.
+        most: the largest number of axes of each argument in `tokens`: 1 for one token for each
+            example, 2 for several tokens for each example.
     """
     at = Position(pos)
     call = f"{name}({', '.join(map(short, tokens))}, pos={short(pos)})"
@@ -263,7 +264,7 @@ def _of_tokens(
     def call_in_words(write: Writer) -> str:
         arguments = []
         for argument in ids:
-            # Write a token once if it is the same in all examples.
+            # If all examples have the same token, write it once.
             is_same = argument.ndim and bool((argument == argument[0]).all())
             argument = argument[0] if is_same else argument
             arguments.append(short(write(argument.tolist())))

@@ -39,7 +39,8 @@ SITES = {
     "attn_out": "What attention adds",
     "mlp_out": "What the MLP adds",
 }
-# A smaller difference of metrics, in nats, may be float32 rounding.
+# The smallest difference between the metrics of the two prompts, in nats. A smaller difference may
+# be float32 rounding.
 LEAST_GAP = 1e-4
 _TOKENS_PER_FORWARD = 16_384
 # The explanation below each heading.
@@ -99,10 +100,10 @@ def derive_corruption(
 ) -> Int[Tensor, "1 pos"]:
     """Return the prompt with one token replaced, such that the metric falls as far as possible.
 
-    Each position except the last is tried once. The replacement is the next different token of the
-    prompt; the search continues at the beginning of the prompt. The metric is called with the
-    logits of the last position only, because the logits of all positions need far more memory than
-    the model.
+    Each position except the last is tried once. Its token is replaced by the next token of the
+    prompt that is different, or by the first different token of the prompt if there is no such
+    token after the position. The metric is called with the logits of the last position only,
+    because the logits of all positions need far more memory than the model.
 
     Args:
         model: a model in evaluation mode.

@@ -20,8 +20,8 @@ from torch import nn
 from hooks import UnknownNameError
 from hooks.base import require_choice, require_kind, unknown_name
 
-# Short names in TransformerLens. `_ALIASES` maps short names to other short names. Our points have
-# no names that end with a name in `_SHORT`.
+# Short names in TransformerLens. `_ALIASES` maps short names to other short names. No name of our
+# points ends with a name in `_SHORT`, so an unknown name in `_SHORT` is from TransformerLens.
 _ALIASES = {"attn": "pattern", "attn_logits": "attn_scores", "key": "k", "query": "q", "value": "v"}
 _ALIASES |= {"mlp_pre": "pre", "mlp_mid": "mid", "mlp_post": "post"}
 _PARTS = {"a": "attn", "attention": "attn", "m": "mlp", "b": "", "block": "", "blocks": ""}
@@ -39,7 +39,8 @@ class _Entry:
         conditions: mappings from fields of a config to values; `!` before a value means any other
             value. Our point has the value in models whose config matches all fields of at least one
             mapping. None: it has the value in every model.
-        usual: whether our point has the value if the model is not known.
+        usual: whether most models fulfil the conditions. If the model is not known, our point is
+            then assumed to have the value.
     """
 
     ours: str = ""
@@ -54,7 +55,7 @@ class _Entry:
         config = getattr(model, "config", None)
         for fields in self.conditions:
             if not all(hasattr(config, field) for field in fields):
-                # The model is not given, or its config has other fields.
+                # There is no model, or its config does not have the fields of the conditions.
                 return self.usual
         return any(_matches(config, fields) for fields in self.conditions)
 
@@ -146,7 +147,7 @@ def name_hint(name: str, known: Collection[str], what: str) -> UnknownNameError 
         known: the names that exist.
         what: the kind of the names, such as `point`.
     """
-    # Return early, because `in` calls this function for every name.
+    # Return early for other names: `name in cache` calls this function for every missing name.
     if not ("hook_" in name or name in _ALIASES or name in _SHORT):
         return None
     key, layers = _key(_full(name), _tables()[4])
@@ -181,9 +182,9 @@ def _in_layer(text: str, layers: str) -> str:
 
 
 def _key(theirs: str, table: Iterable[str]) -> tuple[str | None, str]:
-    """Return the name in the table, or None if there is none, and the layer or `*`.
+    """Return the name of the entry in the table for a name, or None, and the layer or `*`.
 
-    A name without its first parts matches if only one entry ends with this name.
+    A name without its first parts, such as `hook_z`, matches if only one entry ends with this name.
     """
     match = re.match(r"blocks\.([^.]+)\.", theirs)
     layers = match[1] if match else "*"

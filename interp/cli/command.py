@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         import_module(f"interp.cli.{options.command}").run(options)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader has stopped, as `head` does.
+        # The program that reads the output has ended, for example `head` in `hookscope ... | head`.
         return 1
     except (OSError, ValueError, TypeError, ImportError, HookError) as error:
         print("error:", " ".join(str(error).splitlines()), file=sys.stderr)

@@ -16,11 +16,11 @@ from torch import nn
 
 from hooks.base import library, storage, strict_json
 
-# The commands with their descriptions, the options of each command, and the options of all
-# commands.
+# The commands with their descriptions, the options of each single command, and the options that all
+# commands share.
 OPTIONS = json.loads(Path(__file__).with_name("options.json").read_text(encoding="utf-8"))
-# The command writes directly to these paths. Other files are replaced when the new file is
-# complete.
+# Paths that begin like this are streams, and a command writes to them directly. For any other path,
+# it writes a new file, which replaces the old file when it is complete.
 STREAMS = ("/dev/std", "/dev/fd/")
 
 
@@ -124,11 +124,12 @@ def _device(name: str) -> torch.device:
 
 
 def model_of(options: argparse.Namespace, *, trained: bool) -> Any:
-    """Return the model of the options.
+    """Return the model that the options name.
 
     Args:
         options: the options of the command.
-        trained: whether the model must be trained. Otherwise a registered config is enough.
+        trained: whether the command needs trained weights. Otherwise the name of a config is
+            enough, and the returned model has no weights.
 
     Raises:
         ValueError: if a trained model is needed, and the options name a config.
@@ -137,7 +138,8 @@ def model_of(options: argparse.Namespace, *, trained: bool) -> Any:
     from models.registry import ON_HUB
 
     name = options.model
-    # The names of GPT-2's configs are also names of trained models on the hub.
+    # The names of GPT-2's configs are also names of trained models on the hub. Load these models if
+    # the command needs trained weights.
     if name not in list_configs() or os.path.exists(name) or (trained and name in ON_HUB):
         return _loaded(options)
     if trained:
@@ -145,7 +147,7 @@ def model_of(options: argparse.Namespace, *, trained: bool) -> Any:
             f"this command needs a trained model; got the config {name!r}; train it, for instance "
             f"with `python examples/studies/tiny_lm.py --model {name}`, and pass its directory"
         )
-    # On the meta device, weights need no memory.
+    # Weights on the meta device have shapes, but no numbers, and need no memory.
     with torch.device("meta"):
         return build(name)
 
@@ -228,7 +230,7 @@ def _without_code(name: str) -> Iterator[None]:
 
 
 def _dtype(options: argparse.Namespace) -> torch.dtype | None:
-    """Return the dtype of the options; None for the dtype of the files."""
+    """Return the dtype that the options name; None to keep the dtype of the files."""
     return getattr(torch, options.dtype) if options.dtype else None
 
 

@@ -7,9 +7,10 @@ from hooks.base import unknown_name
 from interp import edits
 from interp.edits.edit import Edit
 
-# The kinds of edits, and the number of numbers after each kind.
+# The kinds of edits. After the kind, the text contains so many numbers:
+# `blocks.1.attn.z scale 0.5`.
 KINDS = {"zero": 0, "scale": 1, "noise": 1}
-# The name of this number in the functions of `interp.edits`.
+# The name of the parameter of the functions in `interp.edits` that receives this number.
 NUMBERS = {"scale": "factor", "noise": "scale"}
 
 

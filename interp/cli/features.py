@@ -28,7 +28,7 @@ def run(options: argparse.Namespace) -> None:
     if chosen is None:
         require_integer("--top", options.top)
         with warnings.catch_warnings():
-            # `feature_cards` gives the same warnings below.
+            # Hide warnings here, because `feature_cards` gives the same warnings below.
             warnings.simplefilter("ignore")
             with splice(model, placed, reads=options.reads) as runner:
                 read = text_for(model, text)

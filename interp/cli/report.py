@@ -33,7 +33,7 @@ def run(options: argparse.Namespace) -> None:
         html = result.view.html()
         page.write(html)
     summary = f"{result.summary}\n\nwrote {options.out} ({len(html.encode()) / 1e6:.1f} MB)"
-    # If the page goes to standard output, nothing else is printed.
+    # If the page goes to standard output, print the summary to standard error.
     print(summary, file=sys.stderr if options.out.startswith(STREAMS) else sys.stdout)
 
 
@@ -62,6 +62,7 @@ def _prompts(
                 corrupted = default_corrupted
             return clean, corrupted
     new = min(n_ctx, len(DEFAULT_PROMPT)) - 1
-    # Keep the tokens: a text may have more tokens when it is encoded again.
+    # Return tokens and not their text, because the text may have more tokens when it is encoded
+    # again.
     written = generate(model, [[0]], max_new_tokens=new, temperature=1.0, stop=())
     return torch.tensor(written, device=options.device), corrupted

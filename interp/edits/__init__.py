@@ -6,9 +6,10 @@ integer, a slice, a list, a mask, or all but some indices, `head=all_but(7, 9)`.
 the edit changes only the places that every axis selects. `pos`, `query` and `key` count columns
 from the start of the text, including padding. Negative numbers count from the end of the text read
 so far. A list or tensor [n] selects the same columns in every example, even if n is the batch size;
-[batch, n] selects different columns in each example. Columns outside a text raise an error. Columns
-outside the current piece of a text (see `hooks.position_offset`) change nothing in this piece.
-Edits never write to padded keys, and never copy padding of the source to a real token.
+[batch, n] selects different columns in each example. Columns outside a text raise an error. A run
+may read only a piece of a text, as in generation (see `hooks.position_offset`); columns outside the
+piece then change nothing. Edits never write to padded keys, and never copy padding of the source to
+a real token.
 
 The package contains the class `Edit` (`edit`) and the functions that make edits: `kinds`, and
 `subspaces` for a part of a vector. Read `kinds` and `edit` first; then `places`, the meaning of

@@ -76,7 +76,9 @@ def normal(seed: int, region: Region) -> Float[Tensor, "..."]:
     axes = region.axes
     ends = [first + length for first, length in zip(region.firsts, region.lengths, strict=True)]
     box = [slice(first, end) for first, end in zip(region.firsts, ends, strict=True)]
-    # One generator draws the numbers along all inner axes, of which the keys come first.
+    # There is one generator for each row and position. It draws the numbers along all other axes.
+    # The keys come first among these axes, so further keys do not change the numbers of earlier
+    # keys.
     outer = [dim for dim, axis in enumerate(axes) if axis in ("batch", "pos", "query")]
     inner = sorted({*range(len(axes))} - {*outer}, key=lambda dim: (axes[dim] != "key", dim))
     sizes = [ends[dim] if axes[dim] == "key" else region.sizes[dim] for dim in inner]

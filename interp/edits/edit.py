@@ -42,7 +42,8 @@ class Edit:
 
     Attributes:
         name: the name of the function that made the edit.
-        change: a function that returns the new value of the region.
+        change: a function that returns the new values of the selected part of the activation (the
+            region), from the old values, the values of the source, and the `Region`.
         arguments: the arguments of that function, for the repr. Keys that are numbers are
             positional arguments.
         source: the source of values; None if the change needs no source.
@@ -110,11 +111,13 @@ class Edit:
             raise EditError(f"{self!r} needs a point named {self.only_at}; got {point}")
 
     def _is_at_call(self, point: Point) -> bool:
-        """Return True if the value belongs to a selected call.
+        """Return True if the edit selects this call of the module.
+
+        A run may call a module several times. `call=` selects some of these calls, counted from 0.
 
         Raises:
-            EditError: if calls are not counted, or the selection counts from the last call, which
-                is unknown before the end of the run.
+            EditError: if the run does not count calls, or a number is negative: the last call is
+                unknown before the end of the run.
         """
         selected = self.where[CALL]
         number = number_of_call.get()
@@ -159,7 +162,7 @@ class Edit:
         for name, value in arguments.items():
             if value is None:
                 continue
-            # A name that is a number stands for a positional argument.
+            # The keys of positional arguments are numbers, which are not printed.
             parts.append(_shown(value) if name.isdigit() else f"{name}={_shown(value)}")
         return f"edits.{self.name}({', '.join(parts)})"
 

@@ -199,7 +199,7 @@ def mean(
             )
         value = at_least_float32(value)
         if source.rows == "all" and place.source_columns is not None:
-            # The columns of each text were counted from its last real token, so they are all real.
+            # The columns were counted from the last real token of each text, so none is padding.
             return place.in_order(value.mean(dims, keepdim=True))
         mask = source.mask(place.point.name)
         if mask is None or (attention_mask is None and place.positions is None):
@@ -257,7 +257,7 @@ def resample(
         counts = [value.shape[batch]] if padding is None else [value.shape[batch], len(padding)]
         if {*counts} != {n_rows}:
             raise EditError(f"resample must have {n_rows} rows at {place.point}; got {counts}")
-        # In a plan, values have no numbers to compare.
+        # `HookedRunner.plan` runs the model on tensors without numbers, which cannot be compared.
         if region.is_meta or isinstance(region, FakeTensor):
             return region
         texts = values.copies(value, place.axes, place.point.name)
@@ -338,7 +338,7 @@ def _comes_after(key: Any, query: Any) -> bool:
     queries = query if isinstance(query, list) else [query]
     columns = [*keys, *queries]
     are_numbers = {type(column) for column in columns} == {int}
-    # Numbers that count from different ends of a text cannot be compared.
+    # A column from 0 and a column from -1 count from different ends, and cannot be compared.
     count_from_one_end = are_numbers and len({column < 0 for column in columns}) == 1
     return count_from_one_end and min(keys) > max(queries)
 
@@ -367,7 +367,7 @@ def _mean_of_real(value: Tensor, mask: Tensor, dims: list[int], place: Region) -
 
 
 def _real_columns(mask: Tensor, averaged_axes: Axes, value: Tensor, place: Region) -> Tensor:
-    """Return the mask of a reference's real columns, with the axes of `value`, some of size 1.
+    """Return the mask of a reference's real columns, in a shape that broadcasts to `value`.
 
     Args:
         mask: the mask of whole texts, [batch, column].

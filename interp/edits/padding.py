@@ -36,7 +36,8 @@ def require_real_source(source: ValueSource, place: Region, where: Where) -> Non
         size = place.sizes[dim]
         run_mask = piece_read().mask_along(axis, n_rows, size)
         source_mask = _mask_of_source(source, place, axis, n_rows, size)
-        # If the run has no mask, the mask of the user is not checked.
+        # A user may pass a mask of the source but run the model without a mask. Then the padding of
+        # the run is unknown, so do not compare.
         is_unchecked = source.attention_mask is not None and run_mask is None
         if is_unchecked or (run_mask is None and source_mask is None):
             continue
@@ -54,7 +55,9 @@ def require_real_source(source: ValueSource, place: Region, where: Where) -> Non
 def _mask_of_source(
     source: ValueSource, place: Region, axis: str, n_rows: int, size: int
 ) -> Bool[Tensor, "_rows column"] | None:
-    """Return the mask of the first columns of a source; None if there is no padding."""
+    """Return the mask of the first `size` columns of a source; None if it has no padding, or if its
+    mask does not fit the edited texts.
+    """
     mask = source.mask(place.point.name, axis)
     if mask is None or mask.is_meta or isinstance(mask, FakeTensor):
         return None
@@ -63,7 +66,9 @@ def _mask_of_source(
 
 
 def _require_real(run_mask: Tensor, source_mask: Tensor, place: Region, dim: int) -> None:
-    """Raise an error if padding would be copied to real tokens among the columns that change."""
+    """Check that no padding would be copied to a real token in the columns that the
+    edit changes.
+    """
     rows, columns = _box(place, dim)
     is_padding = run_mask[rows, columns] & ~source_mask[rows, columns]
     copied = _changed(place, dim) & is_padding
@@ -108,14 +113,15 @@ def _require_same_keys(
 ) -> None:
     """Check that the source has padding at the same keys as the edited texts.
 
-    If it had padding at other keys, the weights of a query would not sum to 1.
+    An attention pattern is copied for all keys. With padding at other keys, a real key would get
+    the weight 0 of a padded key, and the weights of a query would not sum to 1.
 
     Raises:
         EditError: if the padding differs.
     """
     axis = place.axes[dim]
     rows, _ = _box(place, dim)
-    # Keys after the last real key of a text come after its queries, and have no weight.
+    # Padding after the last real token does not matter: no real query attends to these keys.
     is_before_the_end = run_mask.flip(1).cumsum(1).flip(1) > 0
     different = run_mask != source_mask
     if axis not in where and place.source_columns is None:
@@ -131,7 +137,9 @@ def _require_same_keys(
 
 
 def _box(place: Region, dim: int) -> tuple[slice, slice]:
-    """Return the rows of a box, and its columns along an axis without virtual tokens."""
+    """Return the rows of a region's box, and its columns along an axis. Columns of virtual tokens,
+    which come before the text, are left out.
+    """
     batch = place.axes.index("batch") if "batch" in place.axes else None
     rows = slice(0, 1) if batch is None else place.box[batch]
     first = max(place.firsts[dim], 0)

@@ -84,7 +84,7 @@ class SourceColumns:
     real: Rows | None
 
     def rows(self, n_rows: int) -> Rows:
-        """Return the columns for each of several rows, or one row for all."""
+        """Return the columns for each of `n_rows` texts. A single list stands for all texts."""
         return self.selected.rows(self.n_columns, "source_pos", batch=n_rows, real=self.real)
 
 
@@ -97,8 +97,9 @@ class SourceValue:
         axes: the axes of the value, a part of the point's axes in their order. Missing axes and
             axes of size 1 broadcast.
         columns: the columns for the selected positions; None for the same columns.
-        whole: the axes along which the whole value is used, for any size.
-        fixed: the axes along which a size of 1 does not broadcast.
+        whole: the axes along which the change uses all entries of the value, for example for a
+            mean. Their sizes may differ from the activation.
+        fixed: the axes along which an entry is not repeated if the size is 1.
         what: the name of the source in errors.
     """
 
@@ -122,7 +123,7 @@ class Region:
         firsts: the start of the box along each axis. Starts along `TEXT_AXES` count from the start
             of the whole text, so they are negative at the virtual tokens of an adapter.
         n_virtual: the number of virtual tokens before the text. They are keys but not positions.
-        positions: the index of the axis of this call's positions, if any.
+        positions: the index of the axis `pos` or `query`; None without one of these axes.
         mask: a boolean mask of the places that change, which broadcasts to the box; None for the
             whole box. Padded keys never change.
         source_columns: the source's column for each position of the box, with the same number of
@@ -266,10 +267,12 @@ def locate(
 
 
 def _extent(rows: list[list[int]]) -> slice:
-    """Return the smallest slice with all places that change in any row; an empty slice if none.
+    """Return the smallest slice that contains all places that change in any row.
+
+    If no place changes, the slice is empty.
 
     Args:
-        rows: a number for each place, which is -1 if the place does not change.
+        rows: for each row, a number for each place; -1 means that the place does not change.
     """
     changing: set[int] = set()
     for row in rows:
@@ -279,14 +282,14 @@ def _extent(rows: list[list[int]]) -> slice:
 
 @dataclass(frozen=True)
 class _Frame:
-    """The axes of an activation, and the sizes of the texts that it is a piece of.
+    """The axes of an activation, and the sizes of the whole texts to which it belongs.
 
     Attributes:
         point: the point of the activation.
         axes: the axes of the activation.
         shape: the shape of the activation.
         sizes: the size of each axis. Sizes of `TEXT_AXES` count the whole text so far.
-        positions: the index of the axis of this call's positions, if any.
+        positions: the index of the axis `pos` or `query`; None without one of these axes.
         batch: the index of the axis of the batch; -1 if there is no batch.
         start: the column at which the piece starts; None for whole texts.
     """
@@ -301,9 +304,10 @@ class _Frame:
 
     @property
     def firsts(self) -> list[int]:
-        """The start of the activation along each axis.
+        """The index in the whole text at which the activation starts, along each axis.
 
-        Keys that a window has dropped are counted.
+        In a generation with a sliding window, the cache has dropped the first keys, so the keys
+        start later.
         """
         return [full - size for full, size in zip(self.sizes, self.shape, strict=True)]
 
@@ -353,12 +357,11 @@ def _frame(activation: Tensor, point: Point, needs_positions: bool) -> _Frame:
 def _source_column_of_each(
     frame: _Frame, dim: int, where: Where, source: SourceColumns | None
 ) -> list[list[int]]:
-    """Return, for each place along one axis, the column of the source that replaces the place.
+    """Return a number for each place along one axis: the column of the source that replaces the
+    place, or -1 if the place does not change.
 
-    The number is -1 at places that do not change. Without a source, the number is 0 at places that
-    change.
-
-    The result has one list of numbers for all examples, or one list for each example.
+    Without `source`, the number is 0 at places that change. The result has one list of numbers for
+    each example, or a single list for all examples.
 
     Args:
         frame: the axes of the activation.
@@ -374,7 +377,8 @@ def _source_column_of_each(
     what = f"{axis} at {frame.point.name}"
     selected = where.get(axis, _ALL)
     real = _unpadded(_real_along(axis, n_rows, size), where, size)
-    # A later piece has more keys.
+    # Check that negative positions are inside the text. This is not possible for keys: a later
+    # piece has more keys, and a negative key may be inside them.
     if dim == frame.positions and not whole:
         selected.require_reached(size, what, real)
     rows = selected.rows(size, what, batch=n_rows, real=real, whole=whole)
@@ -398,7 +402,11 @@ def _intersection(first: Tensor | None, second: Tensor | None) -> Tensor | None:
 def _so_far(
     selected: Selection, sizes: range, what: str, n_rows: int, real: Rows | None
 ) -> list[list[int]]:
-    """Return the places that were selected at any size of the text so far, as with a KV cache.
+    """Return the places that a selection has selected at any time in a generation.
+
+    Without a KV cache, each run reads the whole text again. `pos=-1` was another column in each
+    earlier run, and must be changed again, because with a KV cache its changed values would be
+    kept.
 
     Args:
         selected: the selection, which counts from the end of the text.
@@ -410,14 +418,14 @@ def _so_far(
     places: list[set[int]] = [set() for _ in range(n_rows)]
     for size in sizes:
         rows = selected.rows(size, what, batch=n_rows, real=_below(real, size), whole=False)
-        # There may be one row for all texts.
+        # Use a single row for all texts.
         for places_of_text, row in zip(places, itertools.cycle(rows)):
             places_of_text.update(row)
     return [sorted(places_of_text) for places_of_text in places]
 
 
 def _below(real: Rows | None, size: int) -> Rows | None:
-    """Return the real columns before a column; None if all are real."""
+    """Return the real columns below `size` for each text; None if all columns are real."""
     if not real:
         return real
     columns_below = []
@@ -479,7 +487,10 @@ def _real_along(axis: str, n_rows: int, size: int) -> Rows | None:
 
 
 def _unpadded(real: Rows | None, where: Where, size: int) -> Rows | None:
-    """Return the real columns of texts. In texts that are not selected, all columns are real."""
+    """Return the real columns of texts, but all columns of the texts that `where` does not select.
+
+    A selection of columns is then never outside a text that is not changed.
+    """
     if real is None or "batch" not in where:
         return real
     (selected,) = where["batch"].rows(len(real), "batch")
@@ -492,8 +503,9 @@ def _source_columns(
     """Return the source's column for each column of a piece; -1 if the column does not change.
 
     Args:
-        rows: the columns that change, for each text or for all texts.
-        sources: the source's columns in the same order, or one column, for each text or for all.
+        rows: the columns that change: a list for each text, or a single list for all texts.
+        sources: the columns of the source in the same order, or one column for all positions: a
+            list for each text, or a single list for all texts.
         piece_columns: the columns of the piece.
         whole: whether the piece is the whole text.
     """
@@ -502,7 +514,8 @@ def _source_columns(
     for n, source_column_of in enumerate(source_columns):
         row = rows[n % len(rows)]
         source = sources[n % len(sources)]
-        # A slice may continue in the next piece.
+        # In a piece, there may be more columns of the source than positions, because a slice can
+        # continue in the next piece.
         if len(source) not in (1, len(row)) and (whole or len(source) < len(row)):
             rule = f"one column, or one column for each of {len(row)} positions"
             raise SelectionError(f"source_pos must have {rule}; got {len(source)}")

@@ -161,8 +161,8 @@ class ValueSource:
 
         Raises:
             UnknownNameError: if a cache lacks the point, or the value lacks an axis of `whole`.
-            EditError: if a tensor has too many axes, if its first axis may be the batch or the
-                positions, or for the reasons of `_real_rows` and `_selected_columns`.
+            EditError: if a tensor has too many axes, if it is unclear whether its first axis is the
+                batch or the positions, or for the reasons of `_real_rows` and `_selected_columns`.
             SelectionError: if the number of selected positions differs between the texts of a mean.
         """
         point_axes = axes_of(point, activation.ndim)
@@ -176,7 +176,7 @@ class ValueSource:
         selected = self.columns
         if pos_axis is not None:
             selected = self._selected_columns(where.get(pos_axis), pos_axis, point)
-        # The columns of a cached run do not broadcast.
+        # A cached run of one token must not be repeated along the positions of a longer text.
         fixed = TEXT_AXES if isinstance(self.values, ActivationCache) else ()
         source = SourceValue(value, axes, whole=self.whole, fixed=fixed)
         if selected is None:
@@ -189,7 +189,8 @@ class ValueSource:
     def _averaged_columns(
         self, source: SourceValue, selected: Selection, pos_axis: str, point: Point
     ) -> SourceValue:
-        """Return the selected columns of each text of a mean, in the order of the selection.
+        """Return the source of a mean with only the selected columns of each text, in the order of
+        the selection.
 
         Args:
             source: the value of the source.
@@ -289,16 +290,18 @@ class ValueSource:
         axes_with_size = tuple(axis for axis in axes if axis not in where or not where[axis].is_one)
         if isinstance(self.values, Tensor):
             value = self.values
-            # A tensor may lack the axes that an integer selects.
+            # If the edit selects one index along an axis, as in `head=3`, the tensor may lack this
+            # axis.
             candidates = axes_with_size if value.ndim < len(axes) else axes
         else:
             value = _unflattened(self.values.vector_at(point), sizes)
-            # A vector has all of the point's last axes.
+            # The vector of a direction always has the last axes of the point, also an axis that the
+            # edit selects by one index.
             candidates = axes
         n = value.ndim
         if n > len(axes_with_size) and n != len(axes):
             raise EditError(f"a source at {point} must have its axes; got {list(value.shape)}")
-        # The axes of a value are the last axes of the point.
+        # A value with fewer axes than the point has the last axes of the point.
         source_axes = candidates[len(candidates) - n :]
         is_batch_missing = "batch" in {*axes_with_size} - {*source_axes}
         lacks_batch = n > 0 and is_batch_missing and source_axes[0] in TEXT_AXES

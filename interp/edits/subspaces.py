@@ -110,7 +110,8 @@ def orthonormal(directions: Tensor) -> Float[Tensor, "dim _k"]:
     columns = directions.double().reshape(len(directions), -1)
     basis, triangle = torch.linalg.qr(columns)
     least = torch.finfo(wide_dtype(directions.dtype)).eps ** 0.75
-    # A column is independent if it adds a new direction to the span of the previous columns.
+    # The diagonal contains the length of the part of each column outside the span of the previous
+    # columns. The column is independent if this part is not only rounding.
     is_new = triangle.diagonal().abs() > least * columns.norm(dim=0)[: len(triangle)]
     if not (columns.numel() and columns.shape[1] <= len(columns) and is_new.all()):
         rule = "directions must be one or more linearly independent columns"
