@@ -30,7 +30,7 @@ RIGHT, WRONG = "01234567", "34567012"
 
 
 def run(out: Path | None) -> None:
-    """Estimates the effects of all places of two sites, and patches them exactly."""
+    """Estimate the effects of all places of two sites, and measure them by exact patching."""
     if out:
         require_matplotlib(out)
     model = load("pydoc-4l")
@@ -68,7 +68,7 @@ def verdict(rank_correlation: float) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, 1 for an error, 130 for Ctrl-C."""
+    """Run the example, and return its exit status: 0, 1 for an error, or 130 for Ctrl-C."""
     return attempt(partial(run, figures_parser(__doc__).parse_args(arguments).out))
 
 

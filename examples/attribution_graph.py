@@ -29,14 +29,24 @@ MOST = 60
 
 
 def strongest(graph: AttributionGraph) -> list[Node]:
-    """The most influential features of a graph."""
+    """Return the features with the most influence on the target, at most `MOST`."""
     features = (node for node in graph.nodes if node.kind == "feature")
     return sorted(features, key=lambda node: node.influence or 0.0)[:MOST]
 
 
 def correlations(graph: AttributionGraph) -> Tensor:
-    """By layer, and for all together, how well changes of the target are predicted by each number
-    that `show` names.
+    """Return correlations between pairs of numbers, [layer, pair]; the last row is of all layers.
+
+    Each of the strongest features is set to zero. This gives, for each feature, predicted and
+    measured changes of the target. A correlation compares two of these numbers over all features
+    of a layer. The pairs are:
+
+    1. predicted through values, and measured;
+    2. predicted through values and attention, and measured;
+    3. predicted through attention, and the measured change that fixed patterns do not explain;
+    4. measured with fixed patterns, and measured;
+    5. measured with fixed patterns and norms, and measured with fixed patterns;
+    6. predicted through values, and measured with fixed patterns and norms.
     """
     features, changes = strongest(graph), []
     for node in features:
@@ -145,7 +155,7 @@ of a layer, and over all features:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, 1 for an error, 130 for Ctrl-C."""
+    """Run the example, and return its exit status: 0, 1 for an error, or 130 for Ctrl-C."""
     parser = figures_parser(__doc__)
     parser.add_argument(
         "--texts", type=int, default=0, help="more texts to measure on (%(default)s)"

@@ -1,4 +1,4 @@
-"""Shared by the examples: options and their checks, texts, figures, and errors in one line."""
+"""Functions that the examples share: options and their checks, texts, figures, and errors."""
 
 import argparse
 import sys
@@ -23,19 +23,22 @@ class Parser(argparse.ArgumentParser):
         super().__init__(description=description, formatter_class=kind)
 
     def error(self, message: str) -> NoReturn:
-        """Ends with the status 2."""
+        """Print the message in one line, and end the program with the status 2."""
         self.exit(2, f"error: {message}; --help lists the options\n")
 
 
 def figures_parser(description: str | None) -> Parser:
-    """A parser with `--out` for figures."""
+    """Return a parser with the option `--out` for a directory of figures."""
     parser = Parser(description)
     parser.add_argument("--out", type=Path, help="a directory for figures; without it, none")
     return parser
 
 
 def parser(description: str | None, out: str | None, steps: int) -> Parser:
-    """A parser with the common options of training; `out` and `steps` are defaults."""
+    """Return a parser with the options that all training scripts have.
+
+    `out` and `steps` are the default values of `--out` and `--steps`.
+    """
     parser = Parser(description)
     parser.add_argument(
         "--out", type=Path, default=out and Path(out), metavar="DIRECTORY", help="for one run only"
@@ -46,7 +49,10 @@ def parser(description: str | None, out: str | None, steps: int) -> Parser:
 
 
 def attempt(work: Callable[[], None]) -> int:
-    """Run `work` and returns the exit status: 0, 1 after an error in one line, 130 for Ctrl-C."""
+    """Run `work`, and return the exit status: 0, 1 after an error, or 130 after Ctrl-C.
+
+    Errors are printed in one line.
+    """
     try:
         work()
     except (
@@ -64,18 +70,20 @@ def attempt(work: Callable[[], None]) -> int:
 
 
 def refuse(reason: str) -> int:
-    """Print the reason in one line and returns the exit status."""
+    """Print the reason in one line, and return the exit status 1."""
     print("error:", as_option(" ".join(reason.split())), file=sys.stderr)
     return 1
 
 
 def as_option(reason: str) -> str:
-    """Turns the advice in an error of `train` into a command-line option."""
+    """Return a message of `train` with the option `--resume` instead of `resume=True`."""
     return reason.replace("resume=True", "--resume")
 
 
 def require_matplotlib(out: Path | None = None) -> None:
-    """Check that figures can be drawn, before any work, and create the directory for figures.
+    """Check that Matplotlib is installed, and create the directory for figures.
+
+    A script calls this function first, so that it does not fail after its work.
 
     Raises:
         ModuleNotFoundError: if Matplotlib is missing.
@@ -87,13 +95,16 @@ def require_matplotlib(out: Path | None = None) -> None:
 
 
 class Pace:
-    """Print the remaining time, estimated from the steps since the first call."""
+    """The progress of a training run in words, with an estimate of the remaining time.
+
+    The estimate uses the steps since the first call.
+    """
 
     def __init__(self, steps: int) -> None:
         self.steps, self.first = steps, (0, 0.0)
 
     def __call__(self, step: int) -> str:
-        """To be called after every step."""
+        """Return the number of the step and the remaining time. Call it after every step."""
         now = time.monotonic()
         if self.first == (0, 0.0):
             self.first = step, now
@@ -104,8 +115,9 @@ class Pace:
 
 
 def save_figure(result: Result, path: Path, title: str, text: Sequence[str] = ()) -> None:
-    """Draw a result under a title; positions are marked with the characters of `text`, if it is
-    given.
+    """Draw a result with a title, and save the figure.
+
+    If `text` is given, its characters are the labels of the positions.
     """
     figure = result.plot()
     figure.suptitle(title, wrap=True)
@@ -117,10 +129,10 @@ def save_figure(result: Result, path: Path, title: str, text: Sequence[str] = ()
 
 
 def require_least(options: argparse.Namespace, least: Mapping[str, int]) -> None:
-    """Check that options are not below their minimum.
+    """Check that no option is below its minimum.
 
     Raises:
-        ValueError: naming every option that is too small.
+        ValueError: if options are too small. The message names all of them.
     """
     given = {name: getattr(options, name) for name in least}
     wrong = [
@@ -133,12 +145,12 @@ def require_least(options: argparse.Namespace, least: Mapping[str, int]) -> None
 
 
 def require_own(directory: Path, *, resume: bool) -> None:
-    """Check that a run can start in a directory or, with `resume`, continue.
+    """Check that a run can start in a directory, or that `resume` can continue a run there.
 
-    `train` does this too, but only after the model is built.
+    `train` checks the same, but only after the model is built.
 
     Raises:
-        OSError: with advice.
+        OSError: if it cannot. The message says what to do.
     """
     if directory.exists() and not directory.is_dir():
         raise NotADirectoryError(f"--out must be a directory; got the file {directory}")
@@ -158,11 +170,11 @@ def require_own(directory: Path, *, resume: bool) -> None:
 
 
 def text_at(path: Path) -> str:
-    """The text in a file.
+    """Return the text in a file.
 
     Raises:
-        OSError: if it cannot be read.
-        ValueError: if it is empty or not in UTF-8; it names the file.
+        OSError: if the file cannot be read.
+        ValueError: if the file is empty or not in UTF-8. The message names the file.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -174,7 +186,7 @@ def text_at(path: Path) -> str:
 
 
 def pydoc_text() -> str:
-    """Python's own documentation."""
+    """Return Python's own documentation as one text."""
     from pydoc_data.topics import topics
 
     return "\n".join(topics.values())

@@ -28,7 +28,7 @@ POINT, CAPITALS = "blocks.2.resid_post", "BCDFGHJKLMNPQRSTVWXZ"
 
 
 def texts(words: list[str], count: int, seed: int) -> tuple[list[str], list[str]]:
-    """Texts that end inside a part number, and texts that end inside a word."""
+    """Return texts that end inside a part number, and texts that end inside a word."""
     draw = random.Random(seed)
     starts = [" ".join(draw.sample(words, 5)) for _ in range(2 * count)]
     numbers = ["".join(draw.sample(CAPITALS, 4)) + f"-{draw.choice('KQVX')}" for _ in range(count)]
@@ -85,7 +85,7 @@ def run(out: Path | None) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, 1 for an error, 130 for Ctrl-C."""
+    """Run the example, and return its exit status: 0, 1 for an error, or 130 for Ctrl-C."""
     options = figures_parser(__doc__).parse_args(arguments)
     return attempt(partial(run, options.out))
 

@@ -34,7 +34,7 @@ POINT = "blocks.2.resid_post"
 
 @torch.no_grad()
 def run(out: Path | None) -> None:
-    """Scores the autoencoder, finds the features that carry the digit, ablates them and steers with
+    """Score the autoencoder, find the features that carry the digit, ablate them and steer with
     one.
     """
     if out:
@@ -62,7 +62,7 @@ def run(out: Path | None) -> None:
             after = measure(pairs.metric, runner.run_with_hooks(CLEAN, hooks=without)).item()
             print(f"without the first {n} of these features: {after:.2f}")
 
-        # More of one feature at every position, also of the text that is generated.
+        # Increase one feature at every position, also at the positions that are generated.
         start = "The "
         print(
             f"\n{start!r} goes on: "
@@ -81,7 +81,7 @@ def run(out: Path | None) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, 1 for an error, 130 for Ctrl-C."""
+    """Run the example, and return its exit status: 0, 1 for an error, or 130 for Ctrl-C."""
     options = figures_parser(__doc__).parse_args(arguments)
     return attempt(partial(run, options.out))
 

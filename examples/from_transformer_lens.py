@@ -22,8 +22,8 @@ PERIOD = 20
 
 
 def main() -> int:
-    """Print the induction heads, the loss without each head, and the share that each
-    head restores.
+    """Print the induction heads, the loss without each head, and the share of the answer that
+    each head restores.
     """
     # HookedTransformer.from_pretrained(...). The model and its hooks are two objects here.
     model = load("pydoc-4l")

@@ -1,10 +1,14 @@
-"""Finds where two models keep a variable, by distributed alignment search with its controls.
+"""Find where two models keep a variable, by distributed alignment search with its controls.
 
-The first model adds two numbers modulo 5 and keeps both in a rotated space, so that the answer is
-known: five columns hold the first number, and nothing else does. The second is the bundled one,
-which copies the last digit of a part number from where it stood to where it is asked for. Texts of
-two different part numbers are interchanged, and the answer should be the digit of the one that
-values come from, after the number of the other. It takes some fifteen seconds.
+The first model adds two numbers modulo 5. It keeps both numbers in a rotated space, so the right
+result of the search is known: a subspace of five dimensions carries the first number, and all other
+dimensions carry nothing of it.
+
+The second model is the bundled model. Its texts name a part and ask for it again, and the model
+copies the last digit of the part number. The search takes a part of the activation from a text with
+another part number. The model should then answer with the last digit of that other part number.
+
+The example takes about fifteen seconds.
 
     python examples/interchange.py --out out
 """
@@ -30,7 +34,10 @@ N, LETTERS = 5, "BCDFGHJKLMNPQRSTVWXZ"
 
 
 class Adder(nn.Module):
-    """(a + b) mod 5, from the one-hot vectors of a and b, side by side and rotated."""
+    """A model that computes (a + b) mod 5.
+
+    Its hidden vector contains the one-hot vectors of a and b side by side, and is then rotated.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +55,7 @@ class Adder(nn.Module):
 
 
 def add(a: int, b: int, first: int | None = None) -> Mapping[str, int]:
-    """The causal model of it, with one variable."""
+    """Return the variable and the answer of the sum: the causal model of `Adder`."""
     first = a if first is None else first
     return {"first": first, "answer": (first + b) % N}
 
@@ -67,8 +74,9 @@ def sums() -> tuple[Pairs, Pairs]:
 
 
 def parts(count: int, seed: int) -> Pairs:
-    """Texts of two part numbers that end in different digits; the answer is that of the
-    clean one.
+    """Return pairs of texts with two part numbers that end in different digits.
+
+    The right answer is the last digit of the part number in the clean text.
     """
     draw, texts, answers = random.Random(seed), [], []
     for _ in range(count):
@@ -108,7 +116,7 @@ def run(out: Path | None) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, 1 for an error, 130 for Ctrl-C."""
+    """Run the example, and return its exit status: 0, 1 for an error, or 130 for Ctrl-C."""
     options = figures_parser(__doc__).parse_args(arguments)
     return attempt(partial(run, options.out))
 

@@ -56,8 +56,9 @@ SITES = {
 
 
 class Prompt(NamedTuple):
-    """A template, the words of the clean and of the corrupted text, and the right and the wrong
-    answer.
+    """A template with its words for the clean and the corrupted text, and both answers.
+
+    The first answer is right, and the second is wrong.
     """
 
     template: str
@@ -92,7 +93,7 @@ def names(tokenizer: Tokenizer, n: int, draw: random.Random) -> list[Prompt]:
 
 
 def parts(tokenizer: Tokenizer, n: int, draw: random.Random) -> list[Prompt]:
-    """Sentences that name a part again, up to its last digit."""
+    """Return sentences that name a part twice, the second time without its last digit."""
     prompts = []
     for _ in range(n):
         start, end = draw.sample(LETTERS, 4), draw.sample(LETTERS, 2)
@@ -106,8 +107,10 @@ def parts(tokenizer: Tokenizer, n: int, draw: random.Random) -> list[Prompt]:
 def filled(
     tokenizer: Tokenizer, template: str, words: Mapping[str, str]
 ) -> tuple[list[int], dict[str, int]]:
-    """The tokens of a text, and for each field the position of its first occurrence's
-    last token.
+    """Return the tokens of a filled template, and the position of each of its words.
+
+    If a word occurs several times, its position is the last token of the first occurrence. `end` is
+    the position of the last token of the text.
     """
     text, ends = "", {}
     for literal, field, _, _ in Formatter().parse(template):
@@ -128,7 +131,7 @@ def filled(
 
 
 def paired(tokenizer: Tokenizer, prompts: list[Prompt], spans: tuple[str, ...]) -> Pairs:
-    """The prompts as tokens, padded on the right, with the positions of some fields."""
+    """Return the prompts as pairs of tokens, padded on the right, with the words in `spans`."""
     rows = [
         [filled(tokenizer, prompt.template, words) for words in (prompt.clean, prompt.corrupted)]
         for prompt in prompts
@@ -151,7 +154,7 @@ def paired(tokenizer: Tokenizer, prompts: list[Prompt], spans: tuple[str, ...]) 
 
 
 def run(options: argparse.Namespace) -> None:
-    """Make the pairs, keeps those that the model solves, and patches them."""
+    """Make the pairs, keep the pairs that the model answers rightly, and patch them."""
     require_least(options, {"pairs": 2})
     if options.out:
         require_matplotlib(options.out)
@@ -184,7 +187,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, 1 for an error, 130 for Ctrl-C."""
+    """Run the example, and return its exit status: 0, 1 for an error, or 130 for Ctrl-C."""
     parser = figures_parser(__doc__)
     parser.add_argument("--model", default="pydoc-4l", help="a name or a path (%(default)s)")
     parser.add_argument("--pairs", type=int, default=20, help="pairs of texts (%(default)s)")

@@ -1,9 +1,9 @@
-"""Finds the activations that carry a copied name, by patching between two prompts.
+"""Find the activations that carry a digit that the model copies, by patching between two prompts.
 
-The clean text names a part, and asks for it again up to its last digit, which the model copies. In
-the corrupted text the digit is another one. Each patch puts one value of the run on the clean text
-into the run on the corrupted one: what brings the first digit back carried it. It takes some
-seconds.
+The clean text names a part twice, the second time without its last digit, and the model copies the
+digit. The corrupted text has another digit. Each patch takes one value from the run on the clean
+text, and puts it into the run on the corrupted text. If the model then answers with the digit of
+the clean text, the value carried this digit. The example takes some seconds.
 
     python examples/patching.py --out out
 """
@@ -32,7 +32,7 @@ SITES = {
 
 @torch.no_grad()
 def run(out: Path | None) -> None:
-    """Patches one place by hand, then every place of every site, and draws the results."""
+    """Patch one place by hand, then every place of several sites, and draw the results."""
     if out:
         require_matplotlib(out)
     model = load("pydoc-4l")
@@ -60,7 +60,7 @@ def run(out: Path | None) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, 1 for an error, 130 for Ctrl-C."""
+    """Run the example, and return its exit status: 0, 1 for an error, or 130 for Ctrl-C."""
     return attempt(partial(run, figures_parser(__doc__).parse_args(arguments).out))
 
 

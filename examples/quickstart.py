@@ -16,7 +16,8 @@ output, cache = runner.run_with_cache(text)
 print(cache["pattern", 23].shape)  # [batch, head, query, key]
 print(attached.to_pieces(output.logits[0, -1].topk(3).indices))  # the most likely next tokens
 
-# Which heads restore the answer, if their output is patched into the text with the other name?
+# In the other text, Mary gives the drink. Which heads bring the answer " Mary" back, if their
+# output is copied from the first text?
 other = "When Mary and John went to the store, Mary gave a drink to"
 pairs = Pairs(text, other, (" Mary", " John"))
 restored = activation_patching(model, pairs, site="z").normalized()

@@ -91,7 +91,7 @@ def run(options: argparse.Namespace) -> None:
     trained_on, held_out = (
         part[: len(part) // 128 * 128].view(-1, 128) for part in train_test_split(text)
     )
-    spread = trained_on[:3000, :64]  # a backward pass for each of 128 entries: shorter rows
+    spread = trained_on[:3000, :64]  # shorter texts, because each needs 128 backward passes
     lenses = {
         "logit": None,
         "tuned": tuned_lens(model, trained_on, steps=options.lens_steps),
@@ -146,7 +146,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, 1 for an error, 130 for Ctrl-C."""
+    """Run the example, and return its exit status: 0, 1 for an error, or 130 for Ctrl-C."""
     parser = figures_parser(__doc__)
     parser.add_argument(
         "--lens-steps", type=int, default=60, help="steps of the tuned lens (%(default)s)"

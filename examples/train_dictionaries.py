@@ -1,21 +1,24 @@
 """Train the dictionaries that ship with pydoc-4l: a sparse autoencoder and four skip transcoders.
 
-The autoencoder reads the residual stream after block 2; each transcoder reads what one MLP reads,
-and writes what it adds. All have 1,024 features, of which 32 are active at a position. The text is
-`pydoc_data.topics` without its last tenth, and repeated random characters: a dictionary of prose
-alone loses half of what the model knows about those.
+The autoencoder reads and writes the residual stream after block 2. Each transcoder reads the input
+of one MLP, and writes the output of this MLP. Each dictionary has 1,024 features, and 32 of them
+are active at each position. The texts are `pydoc_data.topics` without its last tenth, and repeated
+random characters. Both are needed: with a dictionary that is trained on prose alone, the model
+loses half of its ability to copy random characters.
 
 For each dictionary:
 
-1. Read what it reads and writes at all positions of the texts from a store, which one harvest has
-   made, and scale both to a mean square of 1.
-2. Begin with random directions. The skip connection of a transcoder begins as the best linear map.
-3. Minimise the squared error by Adam, plus that of the features that have not been active lately
-   (Gao et al. 2024).
-4. Round the weights to 8 bits, one scale for each feature.
+1. Read its inputs and its outputs at all positions of the texts from a store. One harvest has made
+   the store for all dictionaries. Scale inputs and outputs to a mean square of 1.
+2. Begin with random directions. The skip connection of a transcoder begins as the best linear map
+   from inputs to outputs.
+3. Minimise the squared error with Adam. A second term of the loss trains features that have not
+   been active for some time to reconstruct the remaining error (Gao et al. 2024).
+4. Round the weights to 8 bits, with one scale for each feature.
 
-It takes some minutes of one core, and prints the share of the loss that is recovered, after
-rounding, on text that was held out: prose, and repeated characters.
+The training takes some minutes on one core. Then the script measures the rounded dictionaries on
+held-out prose and on held-out repeated characters, and prints the share of the loss that they
+recover.
 
     python examples/train_dictionaries.py --out out/dictionaries
 """
@@ -40,7 +43,7 @@ FEATURES, ACTIVE, ROWS, COPIES, LENGTH = 1024, 32, 1200, 400, 256
 
 
 def texts(part: Tensor, rows: int, copies: int, vocab_size: int, seed: int) -> Tensor:
-    """Rows of prose and of repeated random characters, [rows + copies, LENGTH]."""
+    """Return `rows` texts of prose and `copies` of repeated characters, [text, LENGTH]."""
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(len(part) - LENGTH, (rows, 1), generator=generator)
     prose = part[starts + torch.arange(LENGTH)]
@@ -48,7 +51,7 @@ def texts(part: Tensor, rows: int, copies: int, vocab_size: int, seed: int) -> T
 
 
 def fit(read: Tensor, write: Tensor, steps: int, seed: int, reads: str, writes: str) -> Dictionary:
-    """Train a dictionary that makes `write` of `read`, both [row d_model]."""
+    """Return a trained dictionary that computes `write` from `read`, both [row d_model]."""
     generator = torch.Generator().manual_seed(seed)
     is_transcoder = reads != writes
     in_mean, out_mean = read.mean(0), write.mean(0)
@@ -101,7 +104,8 @@ def fit(read: Tensor, write: Tensor, steps: int, seed: int, reads: str, writes: 
                 flush=True,
             )
     with torch.no_grad():
-        # In the units of the model. The input's mean goes into the bias of the encoder.
+        # Undo the scaling, so that the dictionary reads and writes values of the model. The bias
+        # of the encoder subtracts the mean of the inputs.
         shift = in_mean / in_scale + (0 if is_transcoder else b_dec)
         skip = None if W_skip is None else W_skip * out_scale / in_scale
         constant = b_dec * out_scale + out_mean - (0 if skip is None else in_mean @ skip)
@@ -118,7 +122,7 @@ def fit(read: Tensor, write: Tensor, steps: int, seed: int, reads: str, writes: 
 
 
 def run(options: argparse.Namespace) -> None:
-    """Train all, writes two files, and prints the scores."""
+    """Train all dictionaries, write them to two files, and print their scores."""
     require_least(options, {"steps": 1})
     model = load("pydoc-4l")
     tokenizer, vocab_size = model.tokenizer, model.config.vocab_size
@@ -128,7 +132,7 @@ def run(options: argparse.Namespace) -> None:
     places |= {f"blocks.{n}.mlp_out": f"blocks.{n}.ln2.normalized" for n in range(4)}
     options.out.mkdir(parents=True, exist_ok=True)
     points, made = sorted({*places, *places.values()}), {}
-    # It goes on where it was stopped.
+    # If this script was stopped before, the harvest continues where it stopped.
     store = harvest(model, tokens, points, options.out / "store", batch=100, per_file=100)
     for writes, reads in places.items():
         read, write = (
@@ -148,7 +152,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, 1 for an error, 130 for Ctrl-C."""
+    """Run the example, and return its exit status: 0, 1 for an error, or 130 for Ctrl-C."""
     options = parser(__doc__, "out/dictionaries", 1500)
     return attempt(partial(run, options.parse_args(arguments)))
 

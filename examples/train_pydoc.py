@@ -1,16 +1,18 @@
 """Train a character model like the bundled pydoc-4l on Python's own documentation.
 
-The text is `pydoc_data.topics`, a part of every Python. Its last tenth is held out. At first
-batches are only prose, and the model learns to attend to the previous character. Then six of their
-sixteen rows are repeated random characters, and it learns to copy in context within some hundred
-steps. With such rows from the start, both take much longer.
+The text is `pydoc_data.topics`, which every Python has. Its last tenth is held out. At first, all
+batches are prose, and the model learns to attend to the previous character. Later, six of the
+sixteen texts of a batch are repeated random characters, and the model learns to copy them within
+some hundred steps. If repeated characters are in the batches from the start, the model needs much
+longer to learn both.
 
-It takes about 25 minutes of one core. It prints a line for every evaluation, and how long the rest
-will take.
+The training takes about 25 minutes on one core. The script prints a line for every evaluation, with
+the remaining time.
 
-The directory gets a log, checkpoints, and the model with the lowest validation loss among those
-that copy. pydoc-4l itself was trained on rows of one character less, so a run gives other weights.
-Its losses are in its training.json.
+The directory of `--out` gets a log, checkpoints, and the best model: among the models that copy,
+the one with the lowest validation loss. pydoc-4l was trained on texts that are one character
+shorter, so a run gives other weights than pydoc-4l has. The losses of pydoc-4l are in its
+training.json.
 
     python examples/train_pydoc.py --out out/pydoc-4l
     python examples/train_pydoc.py --out out/pydoc-4l --resume
@@ -49,14 +51,17 @@ ROWS, COPIES = 16, 6
 
 
 def model_config(vocab_size: int, dropout: float) -> TransformerConfig:
-    """The sizes of pydoc-4l."""
+    """Return the config of pydoc-4l."""
     return TransformerConfig(
         vocab_size=vocab_size, n_ctx=256, n_layers=4, n_heads=4, d_model=128, dropout=dropout
     )
 
 
 def repeated(rows: int, length: int, vocab_size: int, generator: torch.Generator) -> torch.Tensor:
-    """Random characters that repeat, [rows, length], each row with its own period of 4 to 48."""
+    """Return rows of random characters that repeat, [rows, length].
+
+    The period of each row is a random number from 4 to 48.
+    """
     periods = torch.randint(4, 49, (rows, 1), generator=generator)
     once = torch.randint(vocab_size, (rows, 48), generator=generator)
     return once.gather(1, torch.arange(length) % periods)
@@ -64,8 +69,9 @@ def repeated(rows: int, length: int, vocab_size: int, generator: torch.Generator
 
 @torch.no_grad()
 def copying(model: Transformer) -> tuple[float, float]:
-    """Mean losses, in nats per character, on the first and the second copy of 40 random
-    characters.
+    """Return the mean losses on the first and on the second copy of 40 random characters.
+
+    They are in nats per character. A model that copies has a small loss on the second copy.
     """
     tokens = repeated_tokens(model.config.vocab_size, period=40, batch=64)
     loss = next_token_loss(model(tokens), tokens)
@@ -73,7 +79,7 @@ def copying(model: Transformer) -> tuple[float, float]:
 
 
 def run(options: argparse.Namespace, command: str) -> None:
-    """Trains, keeps the best model that copies, by validation loss, and writes measurements."""
+    """Train, save the model with the lowest validation loss that copies, and write its losses."""
     require_least(options, {"prose_steps": 0})
     require_own(options.out, resume=options.resume)
     text = pydoc_text()
@@ -91,13 +97,15 @@ def run(options: argparse.Namespace, command: str) -> None:
 
     def batches(step: int, generator: torch.Generator) -> torch.Tensor:
         copies = COPIES if step >= options.prose_steps else 0
-        # The last character of each row is only predicted, not read.
+        # Rows have one character more than the context, because the model predicts the last
+        # character, but does not read it.
         length = config.n_ctx + 1
         prose = sample_batch(training, ROWS - copies, length, generator)
         return torch.cat([prose, repeated(copies, length, config.vocab_size, generator)])
 
     best = math.inf
-    if (options.out / "config.json").exists():  # from this run, which is resumed
+    # A saved model means that this run is resumed.
+    if (options.out / "config.json").exists():
         best = evaluate(load(options.out), validation).nats
 
     pace = Pace(options.steps)
@@ -153,7 +161,7 @@ def run(options: argparse.Namespace, command: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, 1 for an error, 130 for Ctrl-C."""
+    """Run the example, and return its exit status: 0, 1 for an error, or 130 for Ctrl-C."""
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parser(__doc__, "out/pydoc-4l", 3500)
     options.add_argument(

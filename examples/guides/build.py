@@ -35,14 +35,14 @@ def pages() -> list[Path]:
 
 
 def is_install(code: str) -> bool:
-    """Whether a cell only installs packages."""
+    """Return True if a cell only installs packages."""
     return code.startswith("%pip")
 
 
 def cells(path: Path) -> Iterator[tuple[str, str | None]]:
-    """Yield the code of each cell or block, and the text that it printed;
+    """Yield the code of each cell or block, with the text that is stored as its output.
 
-    None if no text is stored.
+    The text is None if a block of a Markdown page has no output.
     """
     if path.suffix == ".md":
         for block in BLOCK.finditer(path.read_text("utf-8")):
@@ -107,7 +107,7 @@ def tidy(output: Any) -> Any:
 
 
 def is_left_out(output: Any) -> bool:
-    """Whether an output is a warning, or the empty place of a progress bar."""
+    """Return True if an output is a warning, or the empty output that a progress bar leaves."""
     return output.get("name") == "stderr" or output.get("data") == {"text/plain": ""}
 
 
@@ -133,7 +133,8 @@ def build_notebook(path: Path) -> None:
             for output in cell.outputs:
                 if "execution_count" in output:
                     output.execution_count = count
-            cell.metadata = {}  # without the times of the run
+            # The kernel stored the times of the run, which would change at every build.
+            cell.metadata = {}
     notebook.metadata = {
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
         "language_info": {"name": "python"},

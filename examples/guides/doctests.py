@@ -1,5 +1,7 @@
-"""An extension of Griffe for the reference pages: examples at the end of a docstring get the
-heading that it looks for.
+"""An extension of Griffe, which reads the docstrings for the reference pages.
+
+It puts the heading `Examples:` before the doctests at the end of a docstring. Without a heading,
+Griffe shows them as ordinary text.
 """
 
 import textwrap
@@ -9,7 +11,7 @@ import griffe
 
 
 class Doctests(griffe.Extension):
-    """Shows doctests as code."""
+    """Add the heading `Examples:` to docstrings, so that doctests are shown as code."""
 
     def on_instance(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         """Put the heading before the first example of an object's docstring."""

@@ -1,10 +1,14 @@
-"""Functions of numbers modulo n: their power by frequency (Nanda et al. 2023).
+"""The power of each frequency in a function of numbers modulo n (Nanda et al. 2023).
 
-1. `fourier_basis` has a constant, and a cosine and a sine of each frequency, orthonormal.
-2. `frequency_power` writes values in this basis along each axis, squares them, and adds up cosine
-   and sine.
-3. `answer_power` shifts each input's logits so that the right answer comes first, and takes the
-   power of their mean.
+A model that computes with numbers modulo n may represent a number by waves of few frequencies.
+These functions measure how much of an activation belongs to each frequency.
+
+1. `fourier_basis` returns an orthonormal basis: a constant, and a cosine and a sine of each
+   frequency.
+2. `frequency_power` expresses values in this basis, squares the coefficients, and adds up the
+   squares of the cosine and the sine of each frequency.
+3. `answer_power` shifts the logits of each input so that the right answer comes first, takes the
+   mean over inputs, and returns the power of this mean.
 """
 
 import torch
@@ -16,10 +20,11 @@ from hooks.base import require_integer
 
 
 def fourier_basis(n: int) -> Float[Tensor, "n n"]:
-    """Orthonormal functions of the numbers modulo n, as columns, in float64.
+    """Return orthonormal functions of the numbers modulo n, as columns, in float64.
 
-    The constant, then the cosine and the sine of each frequency from 1 on, in periods per n; for an
-    even n the last is the frequency n / 2, which has no sine.
+    The first column is constant. The next columns are the cosine and the sine of frequency 1, then
+    of frequency 2, and so on. A wave of frequency k has k periods in n numbers. If n is even, the
+    last column is the cosine of frequency n / 2, which has no sine.
     `embeddings.T @ basis[:, 2 * k - 1 : 2 * k + 1]` are the two directions of frequency k in the
     stream.
 
@@ -35,7 +40,8 @@ def fourier_basis(n: int) -> Float[Tensor, "n n"]:
             [ 0.5774, -0.4082, -0.7071]], dtype=torch.float64)
     """
     require_integer("n", n)
-    # Whole numbers of turns are taken off before rounding.
+    # Remove whole turns while the numbers are integers, because the cosine of a large angle is
+    # less accurate.
     turns = (torch.arange(n)[:, None] * torch.arange(1, n // 2 + 1)) % n
     angles = turns.double() * (2 * torch.pi / n)
     waves = rearrange([angles.cos(), angles.sin()], "kind n frequency -> n (frequency kind)")
@@ -47,12 +53,13 @@ def fourier_basis(n: int) -> Float[Tensor, "n n"]:
 def frequency_power(
     values: Float[Tensor, "*axes"], dims: tuple[int, ...] = (0,)
 ) -> Float[Tensor, "*frequencies"]:
-    """The power of each frequency along axes that count numbers modulo n, in float64.
+    """Return the power of each frequency along axes that count numbers modulo n, in float64.
 
-    The powers of an axis, 0 to n // 2, take its place and add up to the sum of its squares. So for
-    embeddings [n, d_model], `frequency_power(embeddings).sum(1)` is the power of each frequency;
-    for a neuron's activations [a, b], with `dims=(0, 1)`, that of each pair of frequencies.
-    Frequency 0 is the mean: subtract it, or leave it out, for shares of the variance.
+    Each axis in `dims` becomes an axis of the frequencies 0 to n // 2. The powers along it add up
+    to the sum of the squares of the values. For embeddings [n, d_model],
+    `frequency_power(embeddings).sum(1)` is the power of each frequency. For the activations [a, b]
+    of a neuron, `dims=(0, 1)` gives the power of each pair of frequencies. Frequency 0 is the mean:
+    for shares of the variance, leave it out.
 
     Args:
         values: embeddings, activations or logits, with an entry for each number.
@@ -81,13 +88,15 @@ def answer_power(
     """Return the power, by frequency, of logits that depend only on the distance to the right
     answer.
 
-    For sums modulo n it is the power of cos(w (a + b - c)) and sin(w (a + b - c)) in the logits of
-    c, the functions of Nanda et al. 2023; over `logits.square().sum()` it is a share. Powers of
-    frequencies 0 to n // 2, in float64.
+    For sums modulo n, these are the functions cos(w (a + b - c)) and sin(w (a + b - c)) of the
+    logit of c, as in Nanda et al. 2023. To get shares, divide by `logits.square().sum()`.
 
     Args:
-        logits: of the n numbers, for each input: [a, b, n] for all pairs.
+        logits: the logits of the n numbers for each input. For all pairs a and b: [a, b, n].
         answers: the right answer to each input.
+
+    Returns:
+        The powers of the frequencies 0 to n // 2, in float64.
 
     >>> a = torch.arange(5)
     >>> sums = (a[:, None] + a) % 5

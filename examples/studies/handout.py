@@ -6,7 +6,7 @@ compared with `models.scaled_dot_product_attention`. In a model, S is the hook p
 the first as the handout says.
 
 With --out it also draws the handout's figures: 1 (attention.png), 2 (cost.png), 4 (positions.png)
-and 6 (temperature.png). Figures 3 and 5 are those of `tiny_lm.py`, of a trained model. It takes
+and 6 (temperature.png). `tiny_lm.py` draws figures 3 and 5, from a trained model. The script takes
 some seconds.
 
     python examples/studies/handout.py --out out
@@ -40,7 +40,7 @@ MASKS = {"no mask": torch.ones(3, 3, dtype=torch.bool), "causal mask": causal_ma
 
 
 def worked(mask: Tensor) -> dict[str, Tensor]:
-    """QK^T, the masked scores S, the weights A and the outputs Y, by their names."""
+    """Return QK^T, the masked scores S, the weights A and the outputs Y, by their names."""
     products = Q @ K.T
     scores = (products / math.sqrt(K.shape[1])).where(mask, -torch.inf)
     weights = scores.softmax(-1)
@@ -48,7 +48,12 @@ def worked(mask: Tensor) -> dict[str, Tensor]:
 
 
 def draw(found: Mapping[str, Mapping[str, Tensor]], path: Path) -> None:
-    """One row for each mask, one heat map for each matrix, with a scale for each symbol."""
+    """Draw a row for each mask, and a heat map for each matrix. A matrix has one scale in all rows.
+
+    Args:
+        found: the matrices by their symbol, for each mask.
+        path: the file of the figure.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 5.4), layout="constrained")
@@ -57,7 +62,7 @@ def draw(found: Mapping[str, Mapping[str, Tensor]], path: Path) -> None:
         row[0].set_ylabel(f"{mask}\nquery")
         for axes, (symbol, matrix) in zip(row, matrices.items(), strict=True):
             largest = max(float(each[symbol].max()) for each in found.values())
-            # The darkest colours would hide the numbers; a masked score has none.
+            # Leave out the darkest colours, because they would hide the numbers.
             axes.imshow(matrix.numpy(), cmap="Blues", vmin=0, vmax=1.5 * largest)
             axes.set(title=f"${symbol}$", xlabel="dimension" if symbol == "Y" else "key")
             axes.set(xticks=range(matrix.shape[1]), yticks=range(matrix.shape[0]))
@@ -67,7 +72,7 @@ def draw(found: Mapping[str, Mapping[str, Tensor]], path: Path) -> None:
 
 
 def cost(axes: "Axes") -> None:
-    """Figure 2: multiplications of one layer of width d, by the formulas of section 5.2."""
+    """Draw figure 2: multiplications of one layer of width d, by the formulas of section 5.2."""
     length, width = np.arange(16, 2049), 256
     axes.plot(length, length * width**2, label="RNN: $T d^2$")
     axes.plot(length, length**2 * width, label="self-attention: $T^2 d$")
@@ -79,7 +84,10 @@ def cost(axes: "Axes") -> None:
 
 
 def positions(axes: "Axes") -> None:
-    """Figure 4: entries of the sinusoidal encodings over positions. Lower i are faster."""
+    """Draw figure 4: entries of the sinusoidal encodings over positions.
+
+    Entries with a smaller index i change faster from position to position.
+    """
     waves = Sinusoidal(64)(torch.arange(64)[None])[0]
     for entry in (0, 8, 16, 24):
         length = 2 * math.pi * 10_000 ** (entry / 64)
@@ -92,7 +100,7 @@ def positions(axes: "Axes") -> None:
 
 
 def temperature(axes: "Axes") -> None:
-    """Figure 6: the probability of the first of two classes at some temperatures."""
+    """Draw figure 6: the probability of the first of two classes at some temperatures."""
     gap = torch.linspace(-6, 6, 121)
     for value in (0.5, 1.0, 2.0):
         share = torch.stack([gap, torch.zeros(121)]).div(value).softmax(0)[0]
@@ -104,7 +112,7 @@ def temperature(axes: "Axes") -> None:
 
 
 def run(out: Path | None) -> None:
-    """Print the matrices and, with `out`, draws the figures."""
+    """Print the matrices. If `out` is given, draw the figures there."""
     if out:
         require_matplotlib(out)
     found = {name: worked(mask) for name, mask in MASKS.items()}
@@ -126,7 +134,7 @@ def run(out: Path | None) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, 1 for an error, 130 for Ctrl-C."""
+    """Run the example, and return its exit status: 0, 1 for an error, or 130 for Ctrl-C."""
     return attempt(partial(run, figures_parser(__doc__).parse_args(arguments).out))
 
 

@@ -46,9 +46,10 @@ class Measurement:
     Attributes:
         step: the number of steps.
         largest_score: the largest absolute score of a query and a key that it may attend to.
-        score_deviation: the standard deviation of those scores.
-        entropy: of the patterns, relative to uniform attention: 1 is uniform, 0 is one key.
-        validation_loss: in nats per character.
+        score_deviation: the standard deviation of the scores of such queries and keys.
+        entropy: the mean entropy of the patterns, relative to uniform attention. 1 means uniform
+            attention, and 0 means that each query attends to one key.
+        validation_loss: the loss in nats per character.
     """
 
     step: int
@@ -59,7 +60,7 @@ class Measurement:
 
 
 def measure(model: Transformer, tokens: torch.Tensor, text: torch.Tensor, step: int) -> Measurement:
-    """Measures attention in all layers and heads on `tokens` [batch, pos], and the loss on `text`.
+    """Measure attention in all layers and heads on `tokens` [batch, pos], and the loss on `text`.
 
     Raises:
         FloatingPointError: if the loss is not finite.
@@ -82,7 +83,7 @@ def measure(model: Transformer, tokens: torch.Tensor, text: torch.Tensor, step: 
 
 
 def compared(options: argparse.Namespace) -> dict[str, list[Measurement]]:
-    """The measurements of each run, by its name."""
+    """Train with and without QK-norm, and return the measurements of each run, by its name."""
     trainings = [
         TrainingConfig(
             steps=options.steps,
@@ -141,7 +142,9 @@ def compared(options: argparse.Namespace) -> dict[str, list[Measurement]]:
 
 
 def figure_of(runs: dict[str, list[Measurement]], bound: float) -> "Figure":
-    """Largest score with its bound under QK-norm (grey), entropy and loss, by step."""
+    """Return a figure of the largest score, the entropy and the loss by step.
+
+    A grey line shows the bound that QK-norm puts on scores."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 4), layout="constrained")
@@ -172,7 +175,7 @@ def figure_of(runs: dict[str, list[Measurement]], bound: float) -> "Figure":
 
 
 def run(options: argparse.Namespace) -> None:
-    """Trains, then writes table and figure to the directory."""
+    """Train both models, then write the table and the figure to the directory."""
     # With a context of 1 there is only one key.
     require_least(options, {"steps": 1, "context": 2})
     require_matplotlib()
@@ -185,7 +188,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, 1 for an error, 130 for Ctrl-C."""
+    """Run the example, and return its exit status: 0, 1 for an error, or 130 for Ctrl-C."""
     options = parser(__doc__, "out/qk-norm", 400)
     options.add_argument("--text", type=Path, help="a UTF-8 file (Python's documentation)")
     options.add_argument("--learning-rates", type=float, nargs="+", default=[1e-3, 1e-2])

@@ -1,4 +1,4 @@
-"""Analyses the checkpoints of a run on held-out walks, for the tables of `svd_stability.py`."""
+"""Analyse the checkpoints of a run on held-out walks, for the tables of `svd_stability.py`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -46,10 +46,14 @@ EVERY = 16  # drift between checkpoints is measured on every 16th window
 class Seen:
     """The measurements of one checkpoint.
 
+    A target is one of the matrices QK^T, AVWo and WvWo.
+
     Attributes:
-        spectra: singular values by target: wvwo [layer, k], others [window, layer, k].
-        kept: decompositions by target, [matrix, layer, ...], to compare with other checkpoints.
-        steps: by (target, metric), the change from each window to the next.
+        spectra: the singular values of each target: [layer, k] for wvwo, which does not depend on
+            the window, and [window, layer, k] for the others.
+        kept: the SVD of each target on every 16th window, [matrix, layer, ...], to compare it with
+            other checkpoints.
+        steps: the change from each window to the next, for each (target, metric).
     """
 
     spectra: dict[str, Tensor]
@@ -58,18 +62,19 @@ class Seen:
 
 
 def analyse(setting: Setting, checkpoints: Mapping[int, Path], walks: Walks) -> Tables:
-    """All tables, from checkpoints by training step, the untrained one first.
+    """Return all tables, from the checkpoints of a run. The first checkpoint is untrained.
 
     Raises:
         ValueError, OSError: if a checkpoint cannot be read.
     """
     tables = Tables()
     inside = event_windows(walks.events, setting.delay, setting.buffer)
-    # A change between windows belongs to the newest token. The first leads to the second window.
+    # The change from one window to the next belongs to the newest token of the next window. The
+    # newest token of the second window has the index `width`.
     newest, events = inside[:, setting.width :], walks.events[:, setting.width :]
     steps = list(checkpoints)
     untrained = before = None
-    # disable=None: no bar if the output is not a terminal.
+    # With disable=None, tqdm shows no bar if the output is not a terminal.
     for step in tqdm(steps, desc="checkpoints", disable=None):
         model = load(checkpoints[step])
         seen = observe(model, walks, setting)
@@ -101,7 +106,7 @@ def analyse(setting: Setting, checkpoints: Mapping[int, Path], walks: Walks) -> 
 
 @torch.no_grad()
 def observe(model: Transformer, walks: Walks, setting: Setting) -> Seen:
-    """The three targets on every window of the walks, decomposed."""
+    """Return the SVD of the three targets on every window of the walks."""
     runner, top = HookedRunner(model), setting.top
     spectra: dict[str, list[Tensor]] = {"qkt": [], "avwo": []}
     vectors: dict[str, list[Tensor]] = {"qkt": [], "avwo": []}
@@ -117,7 +122,8 @@ def observe(model: Transformer, walks: Walks, setting: Setting) -> Seen:
                 continue
             moved = (found.s[1:] - found.s[:-1]).norm(dim=-1) / found.s[:-1].norm(dim=-1)
             if name == "qkt":
-                # Columns are tokens of the window: compare those that both windows contain.
+                # The columns of QK^T are tokens of the window. Compare only the columns of tokens
+                # that both windows contain.
                 before, after = targets.qkt[:-1, ..., 1:], targets.qkt[1:, ..., :-1]
                 angles = subspace_angles(svd(before), svd(after), top)
             else:
@@ -136,10 +142,12 @@ def observe(model: Transformer, walks: Walks, setting: Setting) -> Seen:
 
 @torch.no_grad()
 def learned(model: Transformer, walks: Walks, setting: Setting) -> tuple[float, float, float]:
-    """Loss in nats along edges and at landings, and the probability of the landing's region before
-    it.
+    """Return what the model has learned: two losses and a probability.
 
-    Only the last position of each window counts, because it has seen the most tokens.
+    The losses, in nats, are of steps along an edge and of landings (the last step of an event,
+    which jumps to another region). The probability is the probability of the region where the
+    walk lands, one step before the landing. Only the last position of each window counts, because
+    it has seen the most tokens.
     """
     region, width = setting.graph.region, setting.width
     windows = sliding_windows(walks.tokens, width)
@@ -147,7 +155,8 @@ def learned(model: Transformer, walks: Walks, setting: Setting) -> tuple[float, 
     losses = next_token_loss(logits.flatten(0, 1), windows[..., -2:].flatten(0, 1)).view(
         windows.shape[:2]
     )
-    # `roll` wraps events around, but only to positions before the end of the first window.
+    # `roll` moves events from the end to the start, but only to steps inside the first window,
+    # which are not counted.
     lands = walks.events.roll(setting.delay, 1)[:, width - 1 :]
     to = region == region[windows[..., -1]][..., None]
     mass = logits[..., -2, :].softmax(-1).where(to, 0).sum(-1)
@@ -158,7 +167,7 @@ def learned(model: Transformer, walks: Walks, setting: Setting) -> tuple[float, 
 def residual_norms(
     model: Transformer, walks: Walks, inside: Bool[Tensor, "walk step"], setting: Setting
 ) -> list[Norm]:
-    """The residual stream's norm after each block, inside and outside event windows."""
+    """Return the norm of the residual stream after each block, inside and outside event windows."""
     width = setting.width
     length = inside.shape[1] // width * width
     tokens, windows = (value[:, :length].reshape(-1, width) for value in (walks.tokens, inside))
@@ -189,7 +198,10 @@ def _measures(step: int, target: str, s: Float[Tensor, "*window layer k"]) -> li
 
 
 def _drift(one: int, before: Seen, two: int, after: Seen, top: int) -> list[Drift]:
-    """Drift over the kept windows, without matrices in which the top subspace is not defined."""
+    """Return the angles by which top subspaces turn between two checkpoints, on the kept windows.
+
+    Matrices in which the top subspace is not defined (equal singular values) are left out.
+    """
     rows = []
     for target in ("qkt", "wvwo", "avwo"):
         turned = subspace_angles(before.kept[target], after.kept[target], top)[..., -1]

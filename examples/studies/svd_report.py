@@ -1,4 +1,4 @@
-"""Figures and words for `svd_stability.py`."""
+"""The figures of `svd_stability.py`, and its findings in words."""
 
 import math
 from pathlib import Path
@@ -22,7 +22,7 @@ def draw_spectra(tables: Tables, path: Path) -> None:
 
     figure = Figure(figsize=(12, 1 + 2.5 * len(tables.layers)), layout="constrained")
     panels = figure.subplots(len(tables.layers), 3, sharex="col", sharey="col", squeeze=False)
-    # Use green to dark violet, because the first colours are too pale on white.
+    # Use only green to dark violet of the colour map, because lighter colours are pale on white.
     shades = colormaps["viridis_r"].resampled(len(tables.steps) + 1)
     for column, (target, title) in enumerate(TITLES.items()):
         for layer in tables.layers:
@@ -32,14 +32,14 @@ def draw_spectra(tables: Tables, path: Path) -> None:
                 panel.plot(
                     [row.number for row in mine],
                     [row.singular_value for row in mine],
-                    # The untrained model on top, or the other lines would hide it.
+                    # Draw the untrained model last, because the other lines would hide it.
                     **(dict(color=shades(at + 1)) if at else dict(color="k", ls=":", zorder=3)),
                     label=f"{step}",
                 )
             panel.set_yscale("log")
             panel.set_title(f"{title}, layer {layer}")
         panels[-1][column].set_xlabel("number of singular value")
-        # Smaller values are float32 rounding.
+        # Do not show smaller values, because they are rounding of float32.
         panels[0][column].set_ylim(bottom=max(panels[0][column].get_ylim()[0], 1e-5))
     for row in panels:
         row[0].set_ylabel("singular value")
@@ -121,7 +121,7 @@ def draw_events(tables: Tables, setting: Setting, path: Path) -> None:
 
 
 def report(run: str, tables: Tables, setting: Setting) -> str:
-    """The findings in words, with their uncertainty; `run` describes the run."""
+    """Return the findings in words, with their uncertainty. `run` describes the run."""
     parts = (_learning, _ranks, _drifts, _events, _norms, _summary)
     return "\n\n".join([run, *("\n".join(part(tables, setting)) for part in parts)])
 

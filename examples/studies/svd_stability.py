@@ -8,19 +8,21 @@ on the same walks, in a window that slides by one token:
 
 - spectra: singular values of WvWo, QK^T and AVWo, and numbers that summarize them;
 - drift: how far the top singular subspace turns from one checkpoint to the next;
-- events: how far it turns, and how much the singular values change, from one window to the next.
-  Windows with their newest token in an event window, [jumper, jumper + delay + buffer], are
-  compared with others.
+- events: how far the subspace turns, and how much the singular values change, from one window of
+  tokens to the next. An event window begins at a jumper and ends a few steps after the landing:
+  [jumper, jumper + delay + buffer]. Windows of tokens whose newest token is in an event window are
+  compared with all other windows.
 
-Differences have 95% intervals over walks. They are also shown for the untrained model:
-effects that it shows too do not come from training.
+Differences have 95% intervals over walks. The same differences are shown for the untrained model.
+If the untrained model has an effect too, the effect does not come from training.
 
-With the default sizes it takes two minutes. The graph has four regions of --vertices together, the
-model reads --window tokens, and a jump lands --delay steps after its jumper (the document's w and
-r).
+With the default sizes, the study takes two minutes. The graph has four regions with --vertices
+vertices together. The model reads --window tokens (w in the document). A jump lands --delay steps
+(r in the document) after its jumper.
 
-The analysed checkpoints stay in the directory, each a model for `models.load`. --resume continues
-after Ctrl-C. After training is complete, it repeats the analysis, also with other --walks.
+The analysed checkpoints stay in the directory, and `models.load` can load each of them. --resume
+continues a run after Ctrl-C. If the training is complete, --resume repeats only the analysis, also
+with another number of --walks.
 
     python examples/studies/svd_stability.py --out out/svd_stability
     python examples/studies/svd_stability.py --out out/svd_stability --resume --walks 96
@@ -55,12 +57,13 @@ REGIONS, DEGREE, JUMPERS = 4, 4, 2
 # A resumed run must keep these options.
 SHAPE = ("window", "delay", "vertices")
 TOP = 3  # the dimension of the top singular subspaces
-# Saves per run: a killed run loses at most one part of this many, a second or two.
+# The number of checkpoints of a run. A killed run loses the time since the last checkpoint, a
+# second or two.
 SAVES = 60
 
 
 def kept_steps(steps: int) -> list[int]:
-    """Up to nine steps for analysis, including 0 and the last.
+    """Return the training steps whose models are analysed: up to nine, with 0 and the last step.
 
     Early steps are closer together, because most changes happen early.
     """
@@ -70,14 +73,13 @@ def kept_steps(steps: int) -> list[int]:
 def train_with_checkpoints(
     model: Transformer, walks: Walks, config: TrainingConfig, out: Path, resume: bool
 ) -> dict[int, Path]:
-    """Train on the walks' sliding windows, and returns the paths of the models to analyse, by
-    step.
+    """Train on windows of the walks, and return the paths of the models to analyse, by step.
 
-    Each model is saved before the run's own checkpoint of that step, so a resumed run always has
-    it.
+    A model is saved before the checkpoint that `train` writes at the same step, so a resumed run
+    always has it.
 
     Raises:
-        As for `train`.
+        The errors of `train`.
     """
     kept = {step: out / "checkpoints" / f"step-{step}" for step in kept_steps(config.steps)}
 
@@ -130,7 +132,7 @@ def run(options: argparse.Namespace) -> None:
     require_matplotlib()
     least = {"steps": 1, "walks": FEWEST, "window": TOP + 1, "delay": 1}
     require_least(options, least | {"vertices": REGIONS * (DEGREE + 1)})
-    # Otherwise almost no event and its landing fit after the first window of a walk.
+    # With a longer window, almost no event would begin and land after the first window of a walk.
     for name, most in {"window": LENGTH - 16, "delay": LENGTH // 3}.items():
         if getattr(options, name) > most:
             rule = f"--{name} must be at most {most} for walks of {LENGTH}"
@@ -173,10 +175,12 @@ def run(options: argparse.Namespace) -> None:
 
 
 def require_shape(options: argparse.Namespace) -> None:
-    """Notes the window, the delay and the graph of a run; refuses to resume it with others.
+    """Write the window, the delay and the graph of a new run to study.json.
+
+    If the run is resumed, check that they are the same as in study.json.
 
     Raises:
-        ValueError: it names the options.
+        ValueError: if they are not the same. The message names the options.
     """
     noted, asked = options.out / "study.json", {name: getattr(options, name) for name in SHAPE}
     if not options.resume:
@@ -190,7 +194,10 @@ def require_shape(options: argparse.Namespace) -> None:
 def look(
     setting: Setting, checkpoints: Mapping[int, Path], walks: Walks, out: Path, what: str
 ) -> None:
-    """Writes tables, figures and findings; `what` describes the model."""
+    """Analyse the checkpoints, and write tables, figures and findings.
+
+    `what` describes the model in the findings.
+    """
     tables = analyse(setting, checkpoints, walks)
     tables.write(out)
     draw_spectra(tables, out / "spectra.png")
@@ -208,7 +215,7 @@ def look(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, 1 for an error, 130 for Ctrl-C."""
+    """Run the example, and return its exit status: 0, 1 for an error, or 130 for Ctrl-C."""
     return attempt(partial(run, parser().parse_args(arguments)))
 
 

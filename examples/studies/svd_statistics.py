@@ -1,10 +1,13 @@
 """Means inside and outside event windows, and around events, with intervals over walks.
 
-Steps of one walk depend on each other, so an interval is over walks. A mean over steps is the sum
-of a walk's values over the count of its steps, both averaged over walks: a ratio, by Fieller's
-theorem. The difference of two such ratios is none; its interval is Student's, of what each walk
-contributes to the difference (the delta method). The ends are NaN below three walks, those of a
-ratio below four.
+The steps of one walk depend on each other, so walks are the independent examples of an interval.
+
+1. A mean over steps is a ratio: the mean over walks of the sum of a walk's values, divided by the
+   mean over walks of the number of its steps. Its interval is Fieller's interval.
+2. The difference of two such means is not a ratio. Its interval is Student's interval of the amount
+   that each walk contributes to the difference (the delta method).
+3. With too few walks, the ends of the interval are NaN. A difference needs three walks, and a ratio
+   needs four.
 """
 
 from collections.abc import Iterable
@@ -38,11 +41,11 @@ class AtLag(NamedTuple):
 
 
 def interval(values: Float[Tensor, "walk step"], inside: Bool[Tensor, "walk step"]) -> Compared:
-    """Compares the means of steps inside and outside, without NaN.
+    """Compare the mean over the steps inside event windows with the mean over all other steps.
 
     Args:
-        values: the values to compare.
-        inside: which steps are inside.
+        values: the values to compare. NaN is ignored.
+        inside: True for the steps inside event windows.
     """
     known = ~values.isnan()
     means, contributed = [], []
@@ -62,13 +65,13 @@ def locked(
 
     Args:
         values: the values to average. NaN is ignored.
-        events: where events begin.
-        lags: in steps, each shorter than a walk.
+        events: True at the steps where events begin.
+        lags: numbers of steps, each smaller than the length of a walk.
     """
     rows = []
     for lag in lags:
         here = events.roll(lag, 1)
-        # Nothing wraps around the ends of a walk.
+        # `roll` moves steps from one end of a walk to the other end. Remove these steps.
         here[:, : max(lag, 0)] = here[:, events.shape[1] + min(lag, 0) :] = False
         here = here & ~values.isnan()
         sums, counts = values.where(here, 0).sum(1).double(), here.sum(1).double()

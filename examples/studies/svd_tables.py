@@ -35,7 +35,7 @@ class Setting:
 
 
 class Spectrum(NamedTuple):
-    """The mean over windows of a singular value; `number` counts from 1."""
+    """The mean over windows of a singular value. The largest has the `number` 1."""
 
     step: int
     target: str
@@ -84,7 +84,7 @@ class Event(NamedTuple):
 
 
 class Beyond(NamedTuple):
-    """The difference of `Event` minus that of the untrained model."""
+    """The difference in an `Event` row, minus the same difference of the untrained model."""
 
     target: str
     layer: int
@@ -151,7 +151,7 @@ class Tables:
         return [row.layer for row in self.residual_norms]
 
     def write(self, directory: Path) -> None:
-        """Writes a CSV file for each table, with numbers of six digits."""
+        """Write a CSV file for each table, with numbers of six digits."""
         for table in fields(self):
             rows = getattr(self, table.name)
             with (directory / f"{table.name}.csv").open("w", newline="") as file:

@@ -4,20 +4,24 @@ The default is nanoGPT's setting for a CPU (4 layers, 4 heads, width 128, contex
 of 12, no dropout) with twice its learning rate, on the text that --text names or on Python's own
 documentation. It takes some minutes. On Tiny Shakespeare it reaches 1.82 nats per character on the
 held-out tenth. With the learning rate of nanoGPT, 1e-3, it reaches 1.90. nanoGPT's published 1.88
-is an estimate from 20 random batches, with a standard deviation of 0.016. Options change sizes,
-positions, regularisation and schedule, or choose any registered config. Tokens are characters,
-bytes, or those of a tokenizer whose directory --tokens names, such as that of GPT-2's encoder.json
-and vocab.bpe; their 50,257 tokens make steps slower.
+is an estimate from 20 random batches, with a standard deviation of 0.016.
 
-A directory holds one run. Without --out it is out/tiny-lm or, with --model, out/ and the model's
-name. Give each further experiment its own --out. The first line below is a look at everything in
-less than a minute.
+Options change sizes, positions, regularisation and schedule, or choose any registered config.
+--tokens chooses the tokens: characters, bytes, or the directory of a tokenizer. With the directory
+of GPT-2's encoder.json and vocab.bpe, the vocabulary has 50,257 tokens, and steps are slower.
 
-    python examples/studies/tiny_lm.py --steps 100 --validation-windows 50 --length 60 --out
-    out/first-look python examples/studies/tiny_lm.py python examples/studies/tiny_lm.py --text
-    mine.txt --tokens bytes --out out/bytes python examples/studies/tiny_lm.py --positions rotary
-    --dropout 0.1 --out out/rotary python examples/studies/tiny_lm.py --model d12_post_norm_qk_norm
-    --steps 10 --batch-size 1 --validation-windows 4 python -m interp report --model out/tiny-lm
+A directory holds one run. The default directory is out/tiny-lm or, with --model, out/ and the name
+of the model. Give each further experiment its own --out. The first command below shows everything
+in less than a minute.
+
+    python examples/studies/tiny_lm.py --steps 100 --validation-windows 50 --length 60 \\
+        --out out/first-look
+    python examples/studies/tiny_lm.py
+    python examples/studies/tiny_lm.py --text mine.txt --tokens bytes --out out/bytes
+    python examples/studies/tiny_lm.py --positions rotary --dropout 0.1 --out out/rotary
+    python examples/studies/tiny_lm.py --model d12_post_norm_qk_norm --steps 10 --batch-size 1 \\
+        --validation-windows 4
+    python -m interp report --model out/tiny-lm
 """
 
 import argparse
@@ -61,7 +65,7 @@ from models import (
 )
 from models.text.tokenizer import SubwordTokenizer, byte_level
 
-# Options for fields of the config of the model. They replace its values.
+# Options that replace fields of the config of the model.
 FIELDS = {
     "layers": "n_layers",
     "heads": "n_heads",
@@ -76,7 +80,7 @@ TRAINING = (
     *("steps", "batch_size", "learning_rate", "final_rate", "warmup", "weight_decay", "clip"),
     *("seed", "evaluate_every"),
 )
-# The files of a tokenizer, which go with the model.
+# The files of a tokenizer. They are copied to the directory of the model.
 FILES = (
     *("vocabulary.json", "tokenizer.json", "encoder.json", "vocab.bpe", "vocab.json", "merges.txt"),
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -126,8 +130,9 @@ def tokenizer_of(kind: str, text: str, out: Path) -> CharTokenizer | SubwordToke
 
 
 def prompt_of(given: str | None, text: str, tokenizer: Tokenizer) -> list[int]:
-    """The beginning of samples: by default a new line or, in a text of one line, its first
-    character.
+    """Return the tokens that samples begin with.
+
+    By default, they are a new line, or the first character of a text that has only one line.
     """
     if given is None:
         given = "\n" if "\n" in text else text[0]
@@ -142,9 +147,9 @@ def prompt_of(given: str | None, text: str, tokenizer: Tokenizer) -> list[int]:
 def continued(
     model: Transformer, prompt: list[int], length: int, sampling: Sampling, seed: int
 ) -> list[int]:
-    """Return a prompt with `length` more tokens, also beyond the context.
+    """Return a prompt with `length` more tokens. The result may be longer than the context.
 
-    When the context is full, the model continues from the last half of it.
+    When the context is full, the model reads only its last half, and continues from there.
     """
     n_ctx, tokens = model.config.n_ctx, list(prompt)
     generator = torch.Generator().manual_seed(seed)
@@ -157,7 +162,7 @@ def continued(
 
 
 def in_words(sampling: Sampling) -> str:
-    """A heading for a sample."""
+    """Return the settings of sampling in words, as a heading for a sample."""
     if sampling.is_greedy:
         return "greedy"
     cuts = {"top-k": sampling.top_k, "top-p": sampling.top_p}
@@ -204,7 +209,7 @@ def all_options() -> argparse.ArgumentParser:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Train with a sample at each validation, then writes model, samples and figures to the
+    """Train with a sample at each validation, then write the model, samples and figures to the
     directory.
     """
     # A context of 1 has no room for a character after the prompt.
@@ -248,7 +253,7 @@ def run(options: argparse.Namespace) -> None:
             model.eval()
             found = sample(MIDWAY, f"step {step}, ") + "\n"
             model.train()
-            tqdm.write(found)  # which leaves the bar in place
+            tqdm.write(found)  # print() would break the progress bar
             with (out / "samples_by_step.txt").open("a", encoding="utf-8") as file:
                 file.write(found)
 
@@ -281,7 +286,7 @@ def draw(
     held_out: torch.Tensor,
     result: TrainingResult,
 ) -> None:
-    """Writes the figures of losses, and of attention on the first held-out tokens."""
+    """Draw the losses, and the attention on the first held-out tokens, and save the figures."""
     from tiny_lm_figures import attention_figure, loss_figure
 
     loss_figure(result.losses, result.validation).savefig(out / "losses.png", dpi=120)
@@ -290,7 +295,7 @@ def draw(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, 1 for an error, 130 for Ctrl-C."""
+    """Run the example, and return its exit status: 0, 1 for an error, or 130 for Ctrl-C."""
     return attempt(partial(run, all_options().parse_args(arguments)))
 
 

@@ -73,8 +73,9 @@ def attention_figure(model: Transformer, tokenizer: Tokenizer, tokens: Sequence[
 
 
 def labels_of(pieces: Sequence[str]) -> list[str]:
-    """A label for each token: its characters, or the code points of those that Matplotlib's font
-    lacks.
+    """Return a label for each token: its characters.
+
+    A character that the font of Matplotlib does not have is shown by its code point.
     """
     font = get_font(findfont(FontProperties()))
 

@@ -36,7 +36,7 @@ class Graph:
 
 @dataclass(frozen=True)
 class Walks:
-    """Walks over vertices, and where their events begin.
+    """Walks over vertices, with the steps where events begin.
 
     Attributes:
         tokens: the vertex at each step.
@@ -48,20 +48,21 @@ class Walks:
 
 
 def random_graph(n: int, regions: int, degree: int, jumpers: int, seed: int) -> Graph:
-    """A random graph of regions of near equal size, each connected.
+    """Return a random graph with regions of nearly equal size. Each region is connected.
 
-    Each region is a random cycle with chords. Its first jumper leads to the next region, so every
-    vertex can be reached from every other. Its other jumpers lead to random other regions.
+    A region is a random cycle of its vertices with some chords. The first jumper of each region
+    leads to the next region, so that every vertex can be reached from every other vertex. The other
+    jumpers lead to random other regions.
 
     Args:
         n: number of vertices.
         regions: number of regions, at least 2, of at least 3 vertices each.
         degree: mean number of neighbours, at least 2 and below the size of a region.
-        jumpers: how many in each region, at least 1 and below its size.
+        jumpers: number of jumpers in each region, at least 1 and below the size of a region.
         seed: the seed of the graph.
 
     Raises:
-        ValueError: if a number is out of range; it names the rule and the number.
+        ValueError: if a number is out of range. The message gives the rule and the number.
     """
     size = n // regions
     if regions < 2 or size < 3:
@@ -85,7 +86,7 @@ def random_graph(n: int, regions: int, degree: int, jumpers: int, seed: int) -> 
         upper = torch.ones(n, n, dtype=torch.bool).triu(1)
         inside = (region[:, None] == number) & (region == number)
         free = (upper & inside & ~adjacency).nonzero()
-        # The cycle has one edge per member and gives each member two neighbours.
+        # The cycle of a region has as many edges as vertices, and gives each vertex two neighbours.
         chords = (degree - 2) * len(members) // 2
         chosen = free[torch.randperm(len(free), generator=generator)[:chords]]
         adjacency[chosen[:, 0], chosen[:, 1]] = adjacency[chosen[:, 1], chosen[:, 0]] = True
@@ -98,7 +99,9 @@ def random_graph(n: int, regions: int, degree: int, jumpers: int, seed: int) -> 
 def random_walks(
     graph: Graph, count: int, length: int, delay: int, generator: torch.Generator
 ) -> Walks:
-    """Walks from random vertices to uniformly chosen neighbours, with the events of this module.
+    """Return walks that begin at random vertices, with the events that this module describes.
+
+    Each step goes to a neighbour that is chosen uniformly, unless an event ends.
 
     An event ends on a vertex chosen uniformly from its region. Other jumpers on the way have no
     effect.
@@ -133,9 +136,10 @@ def random_walks(
 def event_windows(
     events: Bool[Tensor, "walk step"], delay: int, buffer: int
 ) -> Bool[Tensor, "walk step"]:
-    """True in `[s, s + delay + buffer]`, including both ends, for each event at a step s.
+    """Return True for the steps in event windows.
 
-    A window that runs past the last step ends there.
+    The window of an event that begins at step s contains the steps s to s + delay + buffer, with
+    both ends. At the end of a walk, windows are cut off.
 
     Args:
         events: True at the steps where events begin.
@@ -155,7 +159,7 @@ def event_windows(
 def sliding_windows(
     values: Shaped[Tensor, "walk step"], width: int
 ) -> Shaped[Tensor, "walk start width"]:
-    """All windows of `width` steps, with stride 1, as a view."""
+    """Return all windows of `width` steps, with stride 1, as a view of the values."""
     return values.unfold(1, width, 1)
 
 
