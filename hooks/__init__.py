@@ -2,10 +2,10 @@
 
 They work on any `nn.Module`.
 
-Read `point`, `names`, `session`, `edit`, `runner`, `capture`, `cache`, `lazy`, `replay`, `modes`,
-`plan` and `receipts` in this order. `beside` and `parts` belong to edits, `joined` belongs to
-captures, and `origin`, `masks` and `slicing` belong to the cache. General parts without hooks are
-in `hooks.base`. Further parts for `models` and `interp` are in `shared`.
+Read the files `point`, `names`, `session`, `edit`, `runner`, `capture`, `cache`, `lazy`, `replay`,
+`modes`, `plan` and `receipts` in this order. The other files are details: `beside` and `parts` of
+edits, `joined` of captures, and `origin`, `masks` and `slicing` of the cache. General parts without
+hooks are in `hooks.base`. Parts that only `models` and `interp` need are in `shared`.
 """
 
 from hooks.base import missing_name as _missing_name

@@ -1,10 +1,10 @@
-"""Further output tensors of a module whose first output tensor is edited.
+"""An error for edits without effect, at modules that return several tensors.
 
-If the block reads these tensors instead, the edit has no effect.
-
-A router returns logits, and the weights and numbers of experts, which were computed from the
-logits. An edit of only the logits has no effect, because the block reads the other two tensors.
-Attention returns its output and its pattern, and the block reads only the output.
+An edit changes only the first tensor that a module returns. If the model then reads another tensor
+of the output, the edit is lost. For example, a router returns logits, and the weights and numbers
+of experts, which were computed from the logits. An edit of only the logits has no effect, because
+the block reads the other two tensors. In contrast, attention returns its output and its pattern,
+and the block reads only the output, which is edited.
 
 1. An edit replaces the first tensor of a module's output. The other tensors are replaced by watched
    tensors, which detect a read.
@@ -24,7 +24,7 @@ from hooks.point import Point, has_forward
 
 
 class Watch:
-    """A check that raises an error if the model reads output tensors next to an edited tensor.
+    """A check that raises an error if the model reads a tensor that an edit should have changed.
 
     An edit changes only the first of several tensors that a module returns. The other tensors are
     watched until the parent module of this module returns. If code reads the numbers of a watched
@@ -46,9 +46,9 @@ class Watch:
                 break
 
     def handed_on(self, output: Any, edited: Tensor) -> Any:
-        """Return the output with all tensors but the edited one watched.
+        """Return the output with watched tensors in place of all tensors but the edited one.
 
-        Tensors in lists are states, which are not watched.
+        Tensors in lists are not watched, because they are states of the model, such as a cache.
         """
         self.is_open = True
         if isinstance(output, tuple):
@@ -76,7 +76,7 @@ class Watch:
 
 
 class Beside(Tensor):
-    """An output tensor next to an edited tensor.
+    """A watched tensor: a module returned it together with an edited tensor.
 
     Attributes:
         watch: the watch, which raises an error if the tensor is read too early.
@@ -86,7 +86,7 @@ class Beside(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Return the function's result with plain tensors.
+        """Call a function of PyTorch with plain tensors and return its result.
 
         Raises:
             HookError: if the function reads a watched tensor.
@@ -103,7 +103,7 @@ class Beside(Tensor):
 
 
 def unwatched(output: Any) -> Any:
-    """Return an output with plain tensors, which may be read."""
+    """Return an output with a plain tensor in place of each watched tensor."""
     is_watched = any(isinstance(tensor, Beside) for tensor in tensors_in(output))
     return mapped(output, _plain) if is_watched else output
 
@@ -120,6 +120,6 @@ _SIZES |= {"size", "dim", "numel", "stride", "is_floating_point", "__len__"}
 
 def _is_size(func: Any) -> bool:
     """Return whether a function reads no numbers of its tensors."""
-    # The getter of an attribute has an owner.
+    # For an attribute such as `shape`, `func` is a method of the attribute, which has the name.
     owner = getattr(func, "__self__", None)
     return getattr(owner, "__name__", None) in _SIZES or getattr(func, "__name__", "") in _SIZES

@@ -49,16 +49,16 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
     Args:
         values: the tensors by name.
         axes: the axis names of each value.
-        origin: the run and the model of the values. Short forms count the layers of the model's
-            points.
+        origin: the run and the model of the values. It contains the names of all points of the
+            model, from which short forms count the layers.
         grads: the gradients by name; None if the run did not record them.
         masks: the masks of padding in the texts of the values.
 
     Attributes:
-        skipped: the chosen points without a value, each with the reason. For example, in a model
-            without `HookPoint`s, a module did not run.
-        is_part: whether `at` has selected texts or positions, so that `inputs` cover more than the
-            values.
+        skipped: the chosen points without a value, each with the reason. For example, the reason is
+            that a module of a model without `HookPoint`s did not run.
+        is_part: whether `at` has selected texts or positions. Then `inputs` still contain all texts
+            and positions of the run.
 
     >>> from hooks import HookedRunner, HookPoint
     >>> model = nn.Sequential(HookPoint("batch d_model"), nn.ReLU()).eval()
@@ -148,10 +148,11 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
     def inputs(self) -> Mapping[str, Any]:
         """The arguments of the model's run, by the parameter names of its `forward`.
 
-        Masks and tensors without floating-point numbers are copied. None, numbers and strings are
-        stored too. All other arguments are left out. `at` does not slice the inputs. A function
-        `run=` may run the model many times: then integers [batch, pos], such as tokens, are joined
-        along the positions, and the last masks are stored.
+        These are copies of masks and of tensors without floating-point numbers, such as tokens, and
+        None, numbers and strings. All other arguments are left out. `at` does not slice the inputs.
+
+        If a function `run=` ran the model many times, integers [batch, pos], such as tokens, of all
+        runs are joined along the positions, and the masks are those of the last run.
         """
         return self._origin.inputs
 
@@ -218,7 +219,7 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
 
         Raises:
             UnknownNameError: if no name ends in `short`.
-            CacheError: if the model has the value in a layer, but this cache does not.
+            CacheError: if this cache lacks the value of a layer in which the model has it.
         """
         by_layer = names.names_by_layer(short, self._all_names())
         absent = [name for name in by_layer.values() if name not in self._values]
@@ -292,7 +293,7 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
         An integer drops the axis. A list or a mask makes copies. Values without the axis are not
         sliced. `pos` also slices `query`, like `pos=` of a run, unless `query` is given too.
         A lazy cache returns a lazy cache, whose values are computed and sliced when they are read.
-        Missing positions raise an error when they are read.
+        A position outside a value raises an error only when the value is read.
 
         Along `pos`, `query` and `key` of texts with padding, negative places count the real tokens
         of each text: `pos=-1` selects the last real token of each text, as a copy.
@@ -300,7 +301,7 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
 
         Raises:
             UnknownNameError: if no value has an axis of this name.
-            CacheError: if no number of a value is selected.
+            CacheError: if the indices select no number of a value.
             SelectionError: if a position is padding, or if the number of positions differs between
                 texts.
         """
@@ -326,13 +327,14 @@ class ActivationCache(HintsAtNames, Mapping[str, Tensor]):
     def real(
         self, axis: str = "pos", name: str | None = None
     ) -> Bool[Tensor, "batch _size"] | None:
-        """Return the mask of the values along `pos`, `query` or `key`, sliced like the values.
+        """Return the mask of real tokens along an axis of the values, sliced like the values.
 
-        It is True at real tokens.
+        The result is None if all tokens are real, the padding is unknown, or `at` dropped the axis.
 
-        Return None if all tokens are real, the padding is unknown, or the axis was dropped. A run
-        may read several batches of texts, such as the texts of an encoder and its decoder; with
-        `name` the result is the mask of the texts of this value.
+        Args:
+            axis: `pos`, `query` or `key`.
+            name: the name of a value, if the run read several batches of texts, such as the texts
+                of an encoder and its decoder: the mask is for the texts of this value.
         """
         return self._masks.along(axis, name)
 

@@ -29,9 +29,9 @@ from hooks.session import Session
 
 
 class Complete(BaseException):
-    """An exception that ends the run of its recorder.
+    """An exception that ends a run early, when its recorder has all values.
 
-    `except Exception` in the model does not catch it.
+    It is not an `Exception`, so `except Exception` in the model does not catch it.
     """
 
 
@@ -42,7 +42,7 @@ class Request:
     Attributes:
         points: the chosen points, by name.
         optional: names of points that may have no value.
-        options: the options for the values.
+        options: the positions, device, dtype and so on of the values.
     """
 
     points: Mapping[str, Point]
@@ -56,16 +56,16 @@ class Recorder:
 
     Attributes:
         points: the points to record.
-        options: the options for the values.
+        options: the positions, device, dtype and so on of the values.
         optional: names of points that may have no value.
         stops: whether to end the run, by `Complete`, once every point has fired.
         joined: whether a point may fire many times. Its values are then joined along the position
             axis.
-        unkept: points of which only the names are recorded when they fire.
+        unkept: names of points whose values are not stored, because a lazy cache computes them.
         bound: counts the recorded bytes and raises an error above the limit.
-        memory_of_others: None to copy every value. Otherwise nothing writes into a value during the
-            run, so a value is not copied, unless its memory belongs to a weight or an argument (see
-            `_torch.memory_of`).
+        memory_of_others: the memory of weights and arguments (see `_torch.memory_of`), if nothing
+            writes into the value of a point during the run. Then values are stored without copies,
+            except values in this memory. None if every value must be copied.
         values: the recorded values by name; after `finish` in the model's order.
         axes: after `finish`, the axes of each value, including values that are not stored.
         fired: the names of the points that the run reached.
@@ -92,7 +92,7 @@ class Recorder:
         self._versions: dict[str, int] = {}
         self._copies = Copies()
         self._parts: dict[str, list[Tensor]] = {}
-        # The pieces of texts with padding that points read, in the order of their start.
+        # The piece of texts with padding that each point read, in the order in which points fired.
         self._pieces: dict[str, Piece] = {}
         self._keeps_calls = self.options.keeps_calls
         self._views: list[str] = []
@@ -101,9 +101,9 @@ class Recorder:
         """Record all points, through hooks of the session."""
         record = self._record
         for name, point in self.points.items():
-            # If no value is stored, a hook would only disable a fused kernel. Optional points need
-            # a hook, because it shows whether they ran; models with fused kernels have HookPoints,
-            # which are not optional.
+            # A point whose value is not stored needs no hook, and a hook would disable a fused
+            # kernel. But an optional point needs a hook, because only the hook shows whether the
+            # point fired. Models with fused kernels have HookPoints, which are rarely optional.
             if name not in self.unkept or name in self.optional:
                 session.after(point.module, functools.partial(record, point))
 
@@ -125,7 +125,8 @@ class Recorder:
             if self.options.grads:
                 node = self._watch(value, point)
                 replaced = with_first_tensor(output, node)
-                # The model may write into the node, so it is stored only if its graph is needed.
+                # The model continues with the node and may write into it, so the node is stored
+                # only if the caller wants the graph.
                 value = value if self.options.detach else node
             if name not in self.unkept:
                 self._keep(value, point)
@@ -153,7 +154,8 @@ class Recorder:
 
     def masks(self) -> TextMasks:
         """Return the masks of the texts that points read."""
-        # The last texts come first: the texts of a decoder, or the text that follows an image.
+        # Batch 0, to which a value belongs by default, is the batch of texts that was read last:
+        # the texts of a decoder, or the text that follows an image.
         texts: list[Piece] = []
         for piece in reversed(self._pieces.values()):
             if not any(piece.has_masks_of(text) for text in texts):
@@ -254,17 +256,17 @@ class Recorder:
             # Integers, such as the numbers of experts, have no gradients.
             return value
         value = as_node(value, point)
-        # The hook lives as long as the graph, so it must have no reference to the recorder and its
-        # values.
+        # The graph keeps the hook alive. A reference from the hook to the recorder would keep all
+        # recorded values in memory as long as the graph.
         grads = self.grads
         options = self.options
         piece = piece_read()
 
         def keep(grad: Tensor | None) -> None:
-            # An autograd function may return None as the gradient.
+            # A user's autograd function may return None as the gradient.
             if grad is None:
                 return
-            # A copy, because PyTorch may use the same memory for the `grad` of a leaf.
+            # The gradient is copied, because PyTorch may use its memory for the `grad` of a leaf.
             with reading(piece):
                 grads[point.name] = options.apply(private(grad), point)
 
@@ -296,13 +298,16 @@ class Recorder:
             self.bound.add(name, stored)
 
     def _copied(self, point: Point, value: Tensor) -> Tensor:
-        """Return a detached value with the options applied; copied unless it may be stored."""
+        """Return a detached value with the options applied.
+
+        The result is a copy, unless the memory of the value may be stored itself; see `_may_keep`.
+        """
         value = value.detach()
         changed = self.options.apply(value, point)
         return private(changed) if changed is value and not self._may_keep(value) else changed
 
     def _may_keep(self, value: Tensor) -> bool:
-        """Return whether nothing else writes into the memory of a value."""
+        """Return whether a value may be stored without a copy: nothing writes into its memory."""
         return (
             self.memory_of_others is not None
             and _torch.has_storage(value)
@@ -311,9 +316,11 @@ class Recorder:
         )
 
     def _note_view(self, name: str, stored: Tensor) -> None:
-        """Record the version of a value, and whether it is a view of a larger tensor.
+        """Note that a value was stored without a copy.
 
-        For example, keys may be a view of the output of all three projections.
+        Its version is recorded, so that a later write into it is detected. If the value is a view
+        of a larger tensor, its name is added to `_views`, for `_settle`. For example, keys may be a
+        view of the output of all three projections.
         """
         if self._views:
             earlier = self.values[self._views[0]]
@@ -324,7 +331,7 @@ class Recorder:
             self._views.append(name)
 
     def _settle(self) -> None:
-        """Copy the views in `_views` if they share the memory of a larger tensor.
+        """Copy the views in `_views` if they do not cover the whole tensor of which they are views.
 
         Without the copies, the views would keep the whole tensor in memory.
         """

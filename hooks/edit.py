@@ -59,7 +59,7 @@ class EditedPoint:
     ) -> Shaped[Tensor, "*axes"]:
         """Apply the hooks to `value` in order, each to a separate copy, and return the result.
 
-        No other hooks act inside.
+        While a hook runs, no hooks act: if the hook itself runs a model, this run is not edited.
 
         Args:
             value: the value.
@@ -72,14 +72,14 @@ class EditedPoint:
         # and writing into the original would change the cached value of the other point.
         new = value.clone()
         for hook in self.hooks:
-            # If the hook itself runs a model, no hooks act in that run. torch.compile does not
-            # support this.
+            # torch.compile cannot trace `hooks_disabled` and `number_of_call.set`.
             if torch.compiler.is_compiling():
                 changed = hook(new, self.point)
             else:
                 with number_of_call.set(call):
                     changed = hooks_disabled(hook, new, self.point)
-            # A hook that returns nothing may have reshaped its copy in place.
+            # If the hook returned None, its copy is the result and is checked too, because the hook
+            # may have reshaped it in place.
             new = new if changed is None else changed
             if not isinstance(new, Tensor):
                 raise EditError(
@@ -89,7 +89,7 @@ class EditedPoint:
                 if (got := getattr(new, attribute)) != (expected := getattr(value, attribute)):
                     rule = f"must keep the {attribute} {expected}"
                     raise EditError(f"a hook at {self.point} {rule}; got {got}")
-            # The next hook or the model may write into the result, and the hook may have stored it.
+            # The hook may have stored its result, and the next hook or the model may write into it.
             new = new.clone()
         return new
 
@@ -164,7 +164,7 @@ class HookContext:
                 if receipts:
                     hooks = tuple(receipt.noting for receipt in receipts)
                     noting = EditedPoint(edited.point, hooks)
-                # A HookPoint gives one tensor.
+                # A HookPoint returns only one tensor, so there are no other tensors to watch.
                 watch = None
                 if not isinstance(edited.point.module, HookPoint):
                     watch = Watch(edited.point, self._model)
@@ -182,7 +182,8 @@ class HookContext:
         except BaseException:
             session.__exit__()
             raise
-        # Store the session last: this context may outlive a `with` that an interrupt prevented.
+        # Store the session last. If an interrupt comes before this line, nothing keeps the session
+        # alive, and its end removes the hooks, even if the user keeps this context.
         self._session = session
         return self
 
@@ -308,7 +309,8 @@ def edit_at(
         edited: the point and its hooks.
         fired: the set of names to which the point is added when it fires.
         watch: raises an error if the model reads another tensor of the edited output.
-        receipts: the receipts that store the number of the other tensors.
+        receipts: the receipts of the hooks, whose `beside` becomes the number of other tensors in
+            the output.
         calls: the number of times that each point has fired in this run; None if calls are not
             counted.
 
@@ -321,7 +323,8 @@ def edit_at(
 
     def edit(output: Any) -> Any:
         value = _reached(output, point, fired)
-        # If a count changed in each run, a compiler would trace each run again.
+        # A compiler traces a run again whenever a number that the run reads has changed, as this
+        # number would.
         number = None
         if calls is not None and not torch.compiler.is_compiling():
             number = calls.next(point.name)
@@ -331,7 +334,8 @@ def edit_at(
             return edited_output
         for receipt in receipts:
             receipt.beside = sum(1 for _ in tensors_in(output)) - 1
-        # A hook may only read the value. NaN equals NaN here. A change by rounding is a change.
+        # If the hook only read the value, nothing is watched. No arithmetic lies between the two
+        # values then, so they are compared exactly. NaN equals NaN here.
         is_same = torch.equal(torch.nan_to_num(new), torch.nan_to_num(value))
         return edited_output if is_same else watch.handed_on(edited_output, new)
 

@@ -1,4 +1,8 @@
-"""Joined runs: the values of a generation's steps as if one run had covered all positions."""
+"""Joined runs: one value for all positions, from the values of the steps of a generation.
+
+A generation runs the model once for each new token. The joined value is the value that one run of
+the whole text would have.
+"""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -14,10 +18,14 @@ from hooks.point import Point
 
 
 def require_next(pieces: Sequence[Tensor], point: Point) -> None:
-    """Check that a piece continues the earlier pieces of the same rows.
+    """Check that the present piece of the texts continues the earlier pieces of a point's value.
+
+    Args:
+        pieces: the values of the earlier pieces.
+        point: the point.
 
     Raises:
-        HookError: if the piece starts at a different column, or has different rows.
+        HookError: if the present piece starts at a different column, or has different rows.
     """
     piece = piece_read()
     axis = _position_axis(point.name, point.axes)
@@ -45,9 +53,10 @@ def _position_axis(name: str, axes: tuple[str, ...]) -> int:
 
 
 def join(pieces: Sequence[Tensor], name: str, axes: tuple[str, ...]) -> Tensor:
-    """Join the values of several runs (a generation's steps) as if one run covered all positions.
+    """Join the values of the steps of a generation as if one run covered all positions.
 
-    Along `key` each piece ends at its own last position, and later keys are zero.
+    Along `key`, the last key of a step is the last position that the step read. Later keys, and
+    earlier keys that a step does not have, are zero.
 
     Args:
         pieces: the value of each run, in order.

@@ -1,4 +1,4 @@
-"""The values of a lazy cache. The values inside a block are computed when they are read."""
+"""The values of a lazy cache. A value inside a block is computed when it is read."""
 
 import functools
 import itertools
@@ -18,11 +18,13 @@ from hooks.session import Edits
 
 
 class LazyValues(Mapping[str, Tensor]):
-    """The values of a lazy run: some were stored in the run, and blocks run again for all other
-    values.
+    """The values of a lazy run.
 
-    A value that is read alone stays in memory until `drop`. `several` stores no values. A deep copy
-    or a pickle is a plain dict of all values.
+    Values outside of blocks were stored in the run. When a value inside a block is read, its block
+    runs again.
+
+    A value that is read by its name stays in memory until `drop`. Values that are read by `several`
+    or `by_block` do not. A deep copy or a pickle is a plain dict of all values.
 
     Args:
         recorder: the recorder of the run.
@@ -113,7 +115,8 @@ class LazyValues(Mapping[str, Tensor]):
         if self._change is None or name in self._recomputed:
             return value
         part = self._change(name, value)
-        # Copy the part, because a view would keep the whole value in memory.
+        # If the change returned a view of a larger value, such as a slice, copy the view: it would
+        # keep the whole value in memory.
         is_part = part.untyped_storage().nbytes() > part.nbytes and _torch.has_storage(part)
         return private(part) if is_part else part
 
@@ -138,7 +141,7 @@ def divided(points: Mapping[str, Point], blocks: Blocks) -> list[BlockCall]:
     if not blocks:
         raise HookError("lazy=True needs blocks, as in a ModuleList; this model has none")
     inside: dict[tuple[str, nn.Module], dict[str, Point]] = {}
-    # Most points follow a point of the same block.
+    # Most points come directly after a point of the same block, so this loop has few steps.
     for block, names in itertools.groupby(points, blocks.get):
         if block is not None:
             inside.setdefault(block, {}).update({name: points[name] for name in names})

@@ -21,10 +21,10 @@ class TextMasks:
     """The masks of the texts of a run's values.
 
     Attributes:
-        batches: the masks of each batch of texts, [batch, column], True at real tokens, by the axis
-            of the columns.
-        numbers: the number of the batch of texts of a value, or `NO_PADDING`, by the name of the
-            value. All other names belong to batch 0.
+        batches: the masks of each batch of texts by axis, such as `pos` or `key`. Each mask is
+            [batch, column] and True at real tokens.
+        numbers: by the name of a value, the number of its batch of texts in `batches`, or
+            `NO_PADDING`. Values that are not named here belong to batch 0.
 
     >>> import torch
     >>> masks = TextMasks(({"pos": torch.tensor([[False, True]])},), {"encoder": NO_PADDING})
@@ -42,14 +42,14 @@ class TextMasks:
 
         Args:
             axis: the axis of the columns.
-            name: the name of the value. Default: the mask of the first batch of texts is returned.
+            name: the name of the value. Default: any value of batch 0.
         """
         number = 0 if name is None else self.numbers.get(name, 0)
         is_known = 0 <= number < len(self.batches)
         return self.batches[number].get(axis) if is_known else None
 
     def all_along(self, axis: str) -> list[Tensor]:
-        """Return the masks along an axis of all batches of texts with a mask."""
+        """Return the mask along an axis of each batch of texts that has this mask."""
         return [masks[axis] for masks in self.batches if axis in masks]
 
     def of_texts(self, batch: Index) -> "TextMasks":
@@ -62,9 +62,9 @@ class TextMasks:
         return TextMasks(tuple(batches), self.numbers)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the masks by their names in a file.
+        """Return all masks by name, as they are named in a file.
 
-        The names are `pos`, and `pos.1` for the second batch of texts.
+        For example, `pos` is a mask of the first batch of texts, and `pos.1` of the second.
         """
         named: dict[str, Tensor] = {}
         for number, masks in enumerate(self.batches):

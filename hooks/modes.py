@@ -55,7 +55,7 @@ class Mode(StrEnum):
 
 _TARGETS = frozenset({"scores", "pattern", "v"})
 
-# This is the only mapping from a mode to the last parts of names; `full` matches every last part.
+# The last parts of the names of the points that each mode caches. `full` caches all points.
 LAST_PARTS: Mapping[Mode, frozenset[str] | None] = {
     Mode.none: frozenset(),
     Mode.svd_targets: _TARGETS,
@@ -73,7 +73,8 @@ class Options:
             `Selection`, including different positions in each text. In texts with padding, negative
             positions count real tokens.
         device, dtype: the device and floating dtype of cached values; integers keep their dtype.
-            Copies from CUDA to the CPU run in parallel to the model, into pinned memory.
+            Copies from CUDA to the CPU run in the background, into pinned memory, while the model
+            continues.
         placement: the function that moves values to this device and dtype.
         calls: `one` caches one value of a point and raises an error at a second value. `all` caches
             the values of all calls, for modules that run many times in one run. They are stacked
@@ -81,8 +82,8 @@ class Options:
         detach: whether cached values are detached from the autograd graph.
         grads: whether `cache.grads` contains the gradients of the caller's last `backward()`.
         max_bytes: the memory limit of values and gradients. Default: 0.9 of the free memory. A run
-            that would exceed the limit raises a MemoryLimitError as soon as the size of one layer
-            is known.
+            that would exceed the limit raises a MemoryLimitError early, when the values of one
+            layer are stored and the sizes of all others can be estimated.
 
     Raises:
         ValueError: if options contradict each other, if `dtype` is not a floating dtype, or if
@@ -101,7 +102,8 @@ class Options:
     grads: bool = False
     max_bytes: int | None = None
     placement: Placement = dataclasses.field(init=False, repr=False, compare=False)
-    # The chosen positions, by the sizes of the axes and the piece of the texts.
+    # The results of `_chosen`, by its arguments and the present piece, because most points of a run
+    # need the same result.
     _columns: dict[object, Tensor] = dataclasses.field(
         init=False, repr=False, compare=False, default_factory=dict
     )
@@ -121,7 +123,8 @@ class Options:
             raise ValueError("calls='all' keeps no gradients: leave out grads=True")
         if self.grads and not torch.is_grad_enabled():
             raise ValueError("grads=True needs gradients, and they are switched off here (no_grad)")
-        # Gradients are moved during the caller's backward pass, and no code waits at its end.
+        # Gradients arrive in the caller's backward pass, and no code of ours runs at its end to
+        # wait for their copies. So each copy must be complete at once.
         placement = Placement(require_device(self.device), self.dtype, waits=self.grads)
         object.__setattr__(self, "placement", placement)
 
@@ -195,7 +198,14 @@ class Options:
         return self._columns[key]
 
     def kept_masks(self, piece: Piece) -> dict[str, Tensor]:
-        """Return the masks of cached values for a piece with padding, [batch, column] by axis."""
+        """Return the masks [batch, column] of cached values by axis.
+
+        Masks along `pos` and `query` have only the chosen positions. The result is empty if the
+        texts have no padding.
+
+        Args:
+            piece: the piece of the texts that the values belong to.
+        """
         masks = {
             axis: private(mask.bool())
             for axis, mask in piece.others.items()

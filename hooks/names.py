@@ -64,7 +64,8 @@ def resolve(
         raise UnknownNameError("an empty selector matches no hook point")
     points = known if points is None else points
     matches = [_matching(part, known, points) for part in parts]
-    # A single match is already in order, and thousands of names may be resolved one by one.
+    # The names that one part matches are already in order. This saves a loop over all names, which
+    # matters if a caller resolves thousands of names one by one.
     if len(matches) == 1:
         return {name: known[name] for name in matches[0]}
     chosen = set().union(*matches)
@@ -111,12 +112,13 @@ def _chooses(predicate: Callable[[Point], bool], point: Point) -> bool:
     """Return the result of a user's predicate.
 
     Raises:
-        TypeError: if the predicate fails because its argument is not a name.
+        TypeError: if the predicate raises an AttributeError or a TypeError, as a predicate does
+            that expects a name instead of a `Point`.
     """
     try:
         return predicate(point)
     except (AttributeError, TypeError) as error:
-        # Other libraries call the predicate with a name.
+        # Predicates written for other libraries expect a name.
         form = 'lambda point: point.name.endswith(".z")'
         raise TypeError(f"a predicate gets a Point, as in {form}; it raised: {error}") from error
 
@@ -129,8 +131,9 @@ def _glob(pattern: str, names: Iterable[str]) -> list[str]:
 def names_by_layer(short: str, names: Collection[str]) -> dict[int, str]:
     """Return the names that end in `short`, by layer.
 
-    Names in `blocks` have priority over names in other stacks. `short` may begin with the name of a
-    stack: `vision.resid_post` is short for `vision.blocks.*.resid_post`, which is accepted too.
+    If a name that begins with `blocks.` ends in `short`, names in other stacks of blocks are
+    ignored. To choose another stack, begin `short` with its name: `vision.resid_post` selects
+    `vision.blocks.*.resid_post`, and this longer form is accepted too.
 
     Raises:
         UnknownNameError: if no name with a layer ends in `short`, or two names in one layer do.
@@ -198,10 +201,12 @@ Blocks = dict[str, tuple[str, nn.Module]]
 def blocks_of(model: nn.Module) -> Blocks:
     """Return the block of each module inside a block, by the name of the module.
 
-    Blocks are the modules that a lazy run can run again. They are the callable modules in the
-    model's outermost `ModuleList`s and their containers.
-    Outside of a `ModuleList`, they are the modules that contain only `HookPoint`s, such as a final
-    norm, because these may also have a fused form.
+    Blocks are the modules that a lazy run can run again:
+
+    1. each module with a `forward` in one of the model's outermost `ModuleList`s. If the list
+       contains containers without a `forward`, the modules in the containers are blocks;
+    2. each module elsewhere that contains only `HookPoint`s, such as a final norm, because it may
+       have a fused form too.
     """
     inside: Blocks = {}
     containers: set[str] = set()

@@ -24,9 +24,10 @@ class Origin:
         known: the names of all points of the model, in order.
         config_hash: the hash of the model's configuration.
         inputs: the arguments of the run; see `inputs_of`.
-        hashed: the `weights_hash` of a model that no longer exists; empty if it is unknown.
+        hashed: the `weights_hash` of the model when the cache was saved or copied; otherwise empty.
         skipped: the chosen points without a value, each with the reason.
-        is_part: whether the cache was sliced, so that `inputs` cover more than its values.
+        is_part: whether texts or positions of the cache were selected. Then `inputs` still contain
+            all texts and positions of the run.
         model: the model, as long as it exists.
 
     >>> Origin(("embed",)).known
@@ -91,9 +92,10 @@ def prepared(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
 def inputs_of(signature: inspect.Signature | None, args: Any, kwargs: Any) -> dict[str, Any]:
     """Return a run's arguments by the parameter names of `forward`.
 
-    Further keywords keep their names. Masks (by name) and tensors without floating-point numbers
-    are copied; other tensors are left out. None, numbers and strings are included. If the arguments
-    do not fit the signature, the result is empty.
+    Keywords in `**kwargs` keep their names. The result contains copies of masks (arguments whose
+    name ends in `mask`) and of tensors without floating-point numbers, and None, numbers and
+    strings. Other arguments are left out. If the arguments do not fit the signature, the result is
+    empty.
 
     Args:
         signature: the signature of `forward`; None if Python does not know it.
@@ -106,7 +108,7 @@ def inputs_of(signature: inspect.Signature | None, args: Any, kwargs: Any) -> di
     """
     try:
         arguments = {} if signature is None else signature.bind(*args, **kwargs).arguments
-    # The run itself raises the right error.
+    # The run of the model will raise an error that explains the problem.
     except TypeError:
         return {}
     for parameter in signature.parameters.values() if signature else ():
@@ -127,12 +129,12 @@ def _is_mask(name: str) -> bool:
 
 
 class JoinedInputs:
-    """The arguments of a model's runs inside a function, as if one run had covered all positions.
+    """The arguments that one run of the whole text would have, from the runs of a generation.
 
-    A generation runs the model once for each new token. For each argument, this class stores:
+    A generation runs the model once for each new token. `joined` returns
 
-    1. the integers [batch, pos] of all runs, joined along the positions, such as tokens;
-    2. the last mask, which covers all columns so far;
+    1. tensors [batch, pos], such as tokens, of all runs, joined along the positions;
+    2. the mask of the last run, which covers all columns so far;
     3. numbers and strings that were the same in all runs.
 
     Args:

@@ -43,7 +43,7 @@ class PartPoint(HookPoint):
 
 
 class _Passing(Wire):
-    """A hook that passes a point's value through a part."""
+    """A hook that replaces the value of a point by the output of a part."""
 
     is_part = True
 
@@ -103,8 +103,8 @@ def with_parts(
 
     Args:
         model: the model.
-        points: the points of the parts, and the points that the parts read, by name.
-        parts: the parts by the names of their points.
+        points: the points after which the parts run, and the points that the parts read, by name.
+        parts: the parts, by the names of the points after which they run.
 
     Raises:
         HookError: if a point already has a part.
@@ -150,7 +150,7 @@ def with_parts(
 
 
 def parts_of(model: nn.Module) -> dict[str, Part]:
-    """Return the present parts of a model by the names of their points."""
+    """Return the present parts of a model, by the names of the points after which they run."""
     parts = dict[str, Part]()
     for module in model.modules():
         for hook in hooks_of(module):

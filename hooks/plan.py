@@ -26,7 +26,7 @@ class Planned:
         shape: the shape of the value.
         axes: the names of the axes; empty if the module declares no axes.
         dtype: the dtype of the value.
-        nbytes: the size in bytes, without regard to shared memory.
+        nbytes: the size in bytes, even if the value shares its memory with another value.
 
     >>> Planned((2, 3), ("batch", "pos"), torch.float32, 24).nbytes
     24
@@ -71,11 +71,14 @@ def planned(
     args: Any,
     kwargs: Any,
 ) -> Plan:
-    """Return the plan of a cached run, which is made with copies without numbers.
+    """Return the plan of a cached run.
+
+    The run is made with copies of the model and its arguments whose tensors have no numbers.
 
     Args:
         model: the model.
-        run: a function of a model and its arguments that returns the output and the cache.
+        run: a function of a model and its arguments that makes a cached run, and returns the output
+            and the cache.
         args, kwargs: the arguments of the run.
 
     Raises:
@@ -104,14 +107,15 @@ def planned(
 
 
 def _deep_copies(model: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Return deep copies that share no tensor with the arguments."""
+    """Return deep copies of the model and the arguments, which share no tensor with them."""
     copies: dict[int, Any] = {}
     for module in model.modules():
         for value in vars(module).values():
             # Fake tensors do not use a generator, and PyTorch cannot copy a generator in fake mode.
             if isinstance(value, torch.Generator):
                 copies[id(value)] = value
-            # Each module has a dozen empty dicts, and `deepcopy` is slow for them.
+            # Each module has a dozen empty dictionaries for hooks. `deepcopy` takes long for them,
+            # so new empty dictionaries replace them.
             elif type(value) is OrderedDict and not value:
                 copies[id(value)] = OrderedDict()
 
@@ -131,7 +135,14 @@ def _deep_copies(model: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 def _rebound(function: FunctionType, copies: dict[int, Any]) -> FunctionType:
-    """Return a replaced `forward` of a module, with copies of the modules in its closure."""
+    """Return a copy of a function that was stored on a module, such as a replaced `forward`.
+
+    The copy refers to the copies of the modules in the closure of the function.
+
+    Args:
+        function: the function.
+        copies: the copy of each object, by the `id` of the object.
+    """
     cells = list[CellType]()
     for cell in function.__closure__ or ():
         value = cell.cell_contents

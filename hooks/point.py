@@ -85,12 +85,12 @@ class HookPoint(Identity):
 
 
 class HookPoints(nn.Module):
-    """Points that fire while another module of the model runs.
+    """Points for a module that was written without points.
 
-    A model that was written without points can have `HookPoints` next to its modules. The modules
-    then pass values through the points. Points have no weights, so the state dict does not change.
-    A subclass may have a method `plain(argument)`, which returns the form in which a lazy cache
-    stores an argument of the module that is neither a tensor nor a number.
+    The module does not contain them as children, but passes its values through them when it runs.
+    Points have no weights, so the state dict does not change. A subclass may have a method
+    `plain(argument)`, which returns the form in which a lazy cache stores an argument of the module
+    that is neither a tensor nor a number.
 
     Args:
         module: the module that runs. It does not become a child of the `HookPoints`.
@@ -156,12 +156,13 @@ def first_tensor(output: Any, point: Point) -> Tensor:
 
 
 def as_node(value: Tensor, point: Point) -> Tensor:
-    """Return a copy of `value` as a new graph node.
+    """Return a copy of `value` that is a new node of the autograd graph.
 
-    Its gradient is only the gradient through `point`.
+    The model continues with the copy. So the gradient of the copy contains only what flows back
+    through `point`, even if the model also uses `value` itself elsewhere. If nothing before the
+    point needs a gradient, as with frozen weights, the graph begins at the copy.
 
-    A view would lose its hooks if the model writes into it. If nothing before the point needs a
-    gradient (frozen weights), the graph begins here.
+    The result is not a view: autograd hooks of a view are lost if the model writes into it.
 
     Raises:
         HookError: if no gradient can reach the point.
@@ -181,7 +182,7 @@ def require_unsplit(value: Shaped[Tensor, "*axes"], point: Point) -> None:
     Raises:
         HookError: if the value is split; the error names the point.
     """
-    # A plan has fake tensors.
+    # In a plan, values are fake tensors, whose numbers cannot be compared between processes.
     if point.mesh is None or (isinstance(value, FakeTensor) and point.axes):
         return
     if isinstance(value, FakeTensor) or not is_whole(value, point.mesh):

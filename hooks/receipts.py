@@ -28,8 +28,8 @@ class Receipt:
     hook: Hook
     point: Point
     calls: int = 0
-    # These are tensors after the first call. Reading a tensor would make the host wait for the
-    # device.
+    # After the first call, these are tensors on the device of the value. They become Python numbers
+    # only when they are read, because the host must then wait for the device.
     _rows: Tensor | int = 0
     _largest: Tensor | float = 0.0
     beside: int = 0
@@ -54,7 +54,8 @@ class Receipt:
         before = activation.detach().clone()
         new = self.hook(activation, point)
         after = activation if new is None else new
-        # A plan has no numbers. A result other than a tensor of this shape raises an error later.
+        # In a plan there are no numbers to compare. Any other result than a tensor of this shape
+        # raises an error later, in `EditedPoint.apply`.
         plain = isinstance(after, Tensor) and after.shape == before.shape
         if plain and not (before.is_meta or isinstance(before, FakeTensor)):
             self._add(before, after)
@@ -70,7 +71,7 @@ class Receipt:
         if changed.numel():
             rows = changed.reshape(len(changed) if changed.ndim else 1, -1).any(1)
             self._rows = rows.sum() + self._rows
-            # NaN stays NaN.
+            # `clamp` does not replace NaN, so a change to NaN is reported as NaN.
             self._largest = sizes.amax().clamp(min=self._largest)
 
 

@@ -7,8 +7,7 @@ Lazy caches (`hooks.lazy`) compute their values this way.
 2. During the run, copies of each block's arguments and a sample of its output are stored.
 3. When a value is read, its block runs again on these arguments, under the edits of the first run,
    and records this value, or all values that are requested together (`BlockCall.read`).
-4. If the weights or the sample differ, the block has changed, and the read raises an error. A wrong
-   value is never returned.
+4. If the weights or the sample differ, the block has changed, and the read raises an error.
 5. A value that was read alone stays in memory until `LazyValues.drop`. Values that are read
    together do not.
 
@@ -97,9 +96,10 @@ class BlockCall:
     """One call of a block: copies of its arguments, and data to detect later changes of the block.
 
     A write to a weight or buffer, or its replacement, is always detected, unless the tensor is
-    offloaded to the meta device between runs. Other changes are detected in a sample of the output,
-    with numbers from every row and column: they must change a whole row or column by more than
-    rounding. A change of single numbers may be missed.
+    offloaded to the meta device between runs. Any other change, such as a new hook, is detected in
+    a sample of the output, which contains numbers from every row and every column. The change is
+    certain to be detected if it changes a whole row or column by more than rounding. A change of
+    single numbers may be missed.
 
     Attributes:
         name: the block's name.
@@ -123,8 +123,9 @@ class BlockCall:
     def listen(self, session: Session, bound: Bound) -> None:
         """Store the block's next call, through hooks of the session."""
         self.bound = bound
-        # Fingerprint every block before the run; interleaving doubles the cost. As a consequence, a
-        # block that writes its own buffers is never run again.
+        # The state is recorded before the run and not when the block begins, which would take twice
+        # as long. So a block that writes into its own buffers counts as changed, and reading its
+        # values raises an error.
         self._state = _torch.marks(self.block)
         session.before(self.block, self._store)
         session.after(self.block, self._sample)
@@ -134,7 +135,8 @@ class BlockCall:
         if self.fired:
             self.repeated = True
             return
-        # The block, a later block or the caller may write into the arguments.
+        # The arguments are copied, because the block, a later block or the caller may write into
+        # them.
         self._arguments = mapped((args, kwargs), self._stored)
         self._autocast, self._precision = numerics(self._inputs)
         self._piece = piece_read()
@@ -155,7 +157,9 @@ class BlockCall:
         self._output = sampled(unwatched(output))
 
     def report(self, recorder: Recorder) -> None:
-        """Tell the recorder which points the block reached; skip them if the block ran twice.
+        """Tell the recorder which points the block reached.
+
+        If the block ran twice, its optional points are skipped.
 
         Raises:
             HookError: if the block ran twice and a point is not optional.
@@ -195,7 +199,8 @@ class BlockCall:
         """
         recorder = Recorder(points, options)
         planned = any(isinstance(tensor, _torch.FakeTensor) for tensor in self.tensors())
-        # During a plan, an edit may read the cache of a real run.
+        # A plan runs on fake tensors. But an edit that acts in the plan may read the lazy cache of
+        # a real run, whose block must run on real tensors.
         with nullcontext() if planned else _torch.unset_fake_temporarily():
             if not self._record_again(edits, recorder):
                 raise CacheError(
@@ -208,10 +213,10 @@ class BlockCall:
         return recorder.values
 
     def _record_again(self, edits: Edits, recorder: Recorder) -> bool:
-        """Run the block again and record the points; return True if the output is the stored
-        output.
+        """Run the block again and record the points. Return whether the block is unchanged.
 
-        The outputs are compared up to rounding.
+        It is unchanged if its weights are, and if a sample of its output is equal to the sample of
+        the first run, up to rounding.
         """
         if _torch.marks(self.block) != self._state:
             return False
@@ -219,16 +224,17 @@ class BlockCall:
         output = self._replayed(edits, recorder)
         if is_reproduced(self._output, output, precision):
             return True
-        # With hooks, different kernels may run. If they round more, compare the output without
-        # hooks. The recorded values must then be equal in two runs: the same kernels round the same
-        # tensors equally.
+        # The recording hooks may have disabled fused kernels, and the other kernels may round more.
+        # So run the block without them, and compare this output. Then nothing has compared the
+        # recorded run, so it must be exactly repeatable: the same kernels round the same tensors
+        # equally.
         again = Recorder(recorder.points, recorder.options)
         is_repeatable = is_reproduced(output, self._replayed(edits, again), 0.0)
         return is_repeatable and is_reproduced(self._output, self._replayed(edits), precision)
 
     def _replayed(self, edits: Edits, recorder: Recorder | None = None) -> list[Tensor]:
         """Return a sample of the present output of the block."""
-        # New containers and tensors, because the block may write into them.
+        # Each run gets copies of the arguments, because the block may write into them.
         copies = Copies()
         args, kwargs = mapped(
             self._arguments, lambda leaf: copies(leaf) if isinstance(leaf, Tensor) else leaf
@@ -243,22 +249,22 @@ def sampled(output: Any) -> list[Tensor]:
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """Return numbers of a contiguous tensor at equal steps."""
+    """Return numbers of a contiguous tensor at equal steps, from every row and every column."""
     columns = tensor.shape[-1] if tensor.ndim else 1
-    # A step below the length of a row skips no row. If the step and the length have no common
-    # divisor, it reaches every column.
+    # A step below the length of a row skips no row. If the step and this length have no common
+    # divisor, the steps reach every column.
     step = max(min(tensor.numel() // max(columns, 1), columns - 1), 1)
     while math.gcd(step, columns) > 1:
         step -= 1
-    # One operation in place of two views and a copy.
+    # This one operation is faster than two views and a copy.
     return torch.as_strided_copy(tensor, (-(-tensor.numel() // step),), (step,))
 
 
 def numerics(tensors: list[Tensor]) -> tuple[Callable[[], Any], Callable[[], float]]:
-    """Return the numerical settings of the present run, as two functions.
+    """Return the numerical settings of the present run, as two functions without arguments.
 
-    The first function enters the present autocast again. The second function returns the relative
-    size of rounding errors.
+    The first function returns a `with` that restores the present state of autocast. The second
+    function returns the limit of rounding in a block; see `block_rounding`.
 
     Args:
         tensors: the arguments of the run, whose device and dtypes determine the settings.

@@ -80,9 +80,9 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
 
     Its forward hooks exist only inside a call or a `with`. It works on any `nn.Module`. The points
     are the model's `HookPoint`s, or all modules of a model without `HookPoint`s. The value at a
-    module is its output, or the first tensor of an output with several. A selector is a name, a
-    glob, a predicate on `Point`, a `Mode`, or a list of selectors. An exact name may be the name of
-    any module.
+    module is its output. If the module returns several tensors, the value is the first tensor. A
+    selector is a name, a glob, a predicate on `Point`, a `Mode`, or a list of selectors. An exact
+    name may be the name of any module.
 
     Args:
         model: the model. Make a new runner if its structure changes.
@@ -134,10 +134,10 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
         """Run the model and return its output with a cache of the chosen points.
 
         The model runs without gradients, except with `grads=True` or `detach=False`. Later writes
-        into the model's input, output, weights or buffers do not change the cached values; with
-        `detach=False` they may. Values are copies, unless the model has
-        `overwrites_values = False`, which means that it never writes into the value of a point.
-        Then values are copied only while hooks act on the model.
+        into the model's input, output, weights or buffers do not change the cached values, except
+        with `detach=False`. Values are copies, unless the model has an attribute
+        `overwrites_values = False`, which declares that the model never writes into the value of a
+        point. Then values are copied only while hooks act on the model.
 
         Args:
             args: the model's arguments.
@@ -181,9 +181,9 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
     def capture(self, *args: Any, names: Selector, **kwargs: Any) -> ActivationCache:
         """Run the model only until the last of the chosen points has fired, and return the cache.
 
-        If a point never fires, the model runs to its end. A point that would fire again after the
-        stop has its first value. Models in PyTorch's `FullyShardedDataParallel` always run to their
-        end.
+        If a point never fires, the model runs to its end. Only the first value of a point is
+        cached, if the point would fire again after the stop. Models in PyTorch's
+        `FullyShardedDataParallel` always run to their end.
 
         Args:
             names: a selector of points.
@@ -310,9 +310,10 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
     ) -> Plan:
         """Return the exact shapes and bytes that a cached run would store, without its arithmetic.
 
-        With `lazy=True` the bytes are the memory of the run itself, before any value is recomputed.
-        A copy of the model runs on tensors without numbers. Some models then make a mask that a run
-        without padding may omit, so lazy plans include the mask.
+        A copy of the model runs on tensors without numbers. With `lazy=True` the bytes are the
+        memory of the run itself, before any value is recomputed. They may include a mask that the
+        real run does not need: without numbers, some models cannot see that the texts have no
+        padding.
 
         Args:
             args, names, mode, lazy, kwargs: see `run_with_cache`.
@@ -377,12 +378,13 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
         Args:
             kwargs: the keywords.
             call: the method.
-            run: the function that the method calls instead of the model, if any. It gets the
-                arguments.
+            run: the function that the method calls with the arguments, instead of the model, if
+                any.
 
         Raises:
-            TypeError: if a keyword is both an option and a parameter of the model's `forward`
-                (without `run`), or if neither the method nor the model, or `run`, accepts it.
+            TypeError: if neither the method nor the model (with `run`, this function) accepts a
+                keyword. Also, without `run`, if a keyword is both an option and a parameter of the
+                model's `forward`.
         """
         options, others = Options.taken_from(kwargs)
         if run is None and self._signature is not None:
@@ -463,7 +465,7 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
     def _overwrites_nothing(self) -> bool:
         """Return whether no code writes into the value of a point in a run.
 
-        The model must declare this, and no hook may act.
+        This is true if the model declares `overwrites_values = False` and no hook acts on it.
         """
         is_declared = not getattr(self._inner, "overwrites_values", True)
         return is_declared and not is_listened_to(self.model)
@@ -612,9 +614,9 @@ class HookedRunner(HintsAtNames, metaclass=HintedClass):
         return output
 
     def _memory_of_others(self, options: Options, args: Any, kwargs: Any) -> Container[int] | None:
-        """Return the memory that existed before the run, or None if values must be copied.
+        """Return the memory of the arguments and weights, or None if every value must be copied.
 
-        See `Recorder`.
+        See `memory_of_others` in `Recorder`.
         """
         needs_copies = options.grads or not options.detach or options.keeps_calls
         if needs_copies or not self._overwrites_nothing():

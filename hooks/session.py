@@ -1,4 +1,4 @@
-"""Hooks that act inside one `with` and its context, and fused kernels that run when no hook acts.
+"""Hooks that act only inside a `with`, and fused kernels that run while no hook acts.
 
 1. A `with` opens a `Session`, which registers its hooks on modules and enters a context variable.
 2. A hook acts if its session is open and in the context that runs the module: not in other threads.
@@ -44,7 +44,8 @@ _sessions: Entered = ContextVar("sessions", default=())
 
 
 class _Staying(threading.local):
-    # This is not a context variable, because each cell of a notebook may run in a separate context.
+    # The sessions of handles (`runner.add`) are stored by thread and not in a context variable: the
+    # cells of a notebook may run in separate contexts, but a handle must act in all of them.
     sessions: tuple[weakref.ref["Session"], ...] = ()
 
 
@@ -55,8 +56,8 @@ class Session(InContext):
     """The hooks of one `with` statement, or of one handle.
 
     The hooks act in the context (see `contextvars`) of the `with` statement and in copies of the
-    context, until the statement ends. They also stop if an interrupt prevents the end, because only
-    the `with` keeps a session alive.
+    context, until the statement ends. Only the `with` keeps a session alive, so the hooks also stop
+    if an interrupt prevents its end from running.
 
     Args:
         owner: a handle, if the hooks act until the handle is removed. They act in the thread that
@@ -64,8 +65,8 @@ class Session(InContext):
 
     Attributes:
         edits: the hooks that must also act when a block runs again.
-        acts: a function that returns whether the hooks act now, in this context. A traced graph
-            treats the result as a constant.
+        acts: a function that returns whether the hooks act now, in the present context. If a
+            compiler traces the call, the result of this moment becomes a constant.
     """
 
     def __init__(self, owner: object = None) -> None:
@@ -88,7 +89,8 @@ class Session(InContext):
         if self.owner is None:
             super().__enter__()
         else:
-            # Sessions that another thread closed are left out here.
+            # A handle may be removed in another thread, which cannot change the variable of this
+            # thread. So its closed session is left out here.
             alive = [session.ref for session in _alive(_staying.sessions)]
             _staying.sessions = (*alive, self.ref)
         return self
@@ -96,7 +98,8 @@ class Session(InContext):
     def __exit__(
         self, kind: object = None, error: BaseException | None = None, traceback: object = None
     ) -> None:
-        # Do this first, because a copy of the model or of the context may still have these hooks.
+        # Close the session before its hooks are removed. A deep copy of the model still has these
+        # hooks, and they act only while the session is open.
         super().__exit__()
         self._remove()
         # PyTorch iterates over a module's hooks while an error propagates. If another thread adds
@@ -142,10 +145,10 @@ class Session(InContext):
         self._register(module, _Before(hook, self.acts))
 
     def note(self, module: nn.Module, acted: set[bool]) -> None:
-        """Add to `acted`, after each run of `module`, whether the hooks act in its context.
+        """Add to `acted`, after each run of `module`, whether these hooks acted in the run.
 
-        A run in another context counts only if this context has no other hooks. A run under
-        other hooks is assumed to be intentional.
+        Nothing is added after a run in which these hooks did not act, but the hooks of another
+        session did. The user then wants only the hooks of the other session.
         """
         acts = self.acts
 
@@ -167,15 +170,16 @@ class Session(InContext):
     ) -> None:
         """Insert a hook, and store its key for `_remove`."""
         key = next(keys)
-        # Record the hook before its insertion, because an interrupt may come between the two.
+        # Record the key before the insertion. If an interrupt comes between the two, `_remove`
+        # finds no hook under the key, which is harmless.
         self._registered.append((module, key))
         insert_hook(module, key, hook=listener, before=isinstance(listener, _Before), first=first)
 
 
 @dataclasses.dataclass(eq=False)
 class _Listener:
-    # This is not a closure: thousands of closures, each with many objects, would trigger Python's
-    # garbage collector.
+    # A class needs fewer objects than a closure. Thousands of closures for the hooks of a run would
+    # trigger Python's garbage collector.
     hook: Callable[..., Any]
     acts: Callable[[], bool]
 
@@ -186,10 +190,13 @@ class _After(_Listener):
 
 
 class Wire:
-    """A hook that passes values through points and does not need the values itself.
+    """A hook of this project that needs no value itself, so fused kernels may run in spite of it.
+
+    For example, a wire passes the values of an attached model through points.
 
     Attributes:
-        is_part: whether it is a part of the model, whose point fused kernels may not skip.
+        is_part: whether the hook is a part of the model (`hooks.parts`). A part needs the value of
+            its point, so fused kernels that skip this point may not run.
     """
 
     is_part = False
@@ -200,7 +207,7 @@ class _Note(_After, Wire):
 
 
 class _Before(_Listener):
-    # Another thread may call a hook during its removal, and then without kwargs.
+    # PyTorch calls this hook without kwargs if another thread is just removing it.
     def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         if self.acts():
             self.hook(args, kwargs)
@@ -228,7 +235,7 @@ def is_open(session: Session | None) -> bool:
 
 
 def owners(modules: Container[nn.Module]) -> list[Any]:
-    """Return the handles whose hooks act in this thread on some of `modules`."""
+    """Return the handles of this thread that have hooks on some of `modules`."""
     handles = []
     for session in _alive(_staying.sessions):
         if any(module in modules for module, _ in session._registered):
@@ -239,7 +246,8 @@ def owners(modules: Container[nn.Module]) -> list[Any]:
 def hooks_disabled(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """Return the result of `call`, while no session of this context acts."""
     before = _sessions.get()
-    # Do not use `with`: an interrupt could come while it begins or ends.
+    # A `with` is not used here, because an interrupt while it begins or ends could leave the hooks
+    # disabled.
     try:
         _sessions.set((_DISABLED,))
         return call(*args, **kwargs)
@@ -256,17 +264,17 @@ def edits_in_force() -> Edits:
 
 
 def is_listened_to(module: nn.Module, parts: bool = True) -> bool:
-    """Return whether a hook acts in this context, on a module or inside it.
+    """Return whether a hook acts in this context on a module, or on a module inside it.
 
-    Hooks of this package and of the user count.
+    Hooks that the user registered with PyTorch count too.
 
     Args:
         module: the module.
-        parts: whether the model's own parts (`hooks.parts`) count too.
+        parts: whether parts of the model (`hooks.parts`) count as hooks.
     """
     if has_hooks(module) and any(_is_awake(hook, parts) for hook in hooks_of(module)):
         return True
-    # A generator costs more than the rest.
+    # A call of `any` with a generator takes longer than this loop.
     for child in children(module):  # noqa: SIM110
         if is_listened_to(child, parts):
             return True
@@ -274,14 +282,14 @@ def is_listened_to(module: nn.Module, parts: bool = True) -> bool:
 
 
 def _is_awake(hook: Callable[..., Any], parts: bool) -> bool:
-    """Return whether one hook acts in this context, or is a part and `parts` is True."""
+    """Return whether one hook acts in this context. A part acts if `parts` is True."""
     if isinstance(hook, Wire):
         return parts and hook.is_part
     return hook.acts() if isinstance(hook, _Listener) else not is_watcher(hook)
 
 
 def is_foreign(hook: Callable[..., Any]) -> bool:
-    """Return whether other code registered a hook, and the hook does more than read values."""
+    """Return whether a hook is not from this project and may change values."""
     return not (isinstance(hook, Wire | _Listener) or is_watcher(hook))
 
 

@@ -43,7 +43,10 @@ class Slice:
                 self._subscripts[axis] = index
 
     def _counts_real_tokens(self, axis: str, index: Index) -> bool:
-        """Return whether an index may select different columns in different texts."""
+        """Return whether an index must be applied to each text separately.
+
+        This is so if it may select different columns in different texts, or columns at padding.
+        """
         masks = self._masks.all_along(axis)
         if axis not in TEXT_AXES and not masks:
             return False
@@ -65,7 +68,7 @@ class Slice:
         subscripts = {axis: index for axis, index in self._subscripts.items() if axis in axes}
         _require_inside(value, axes, where=subscripts, name=name)
         part: Tensor = value[index_by_axis(axes, subscripts, name)]
-        # The axes of the part so far.
+        # The subscripts have dropped the axes of their integers, and `part` has the other axes.
         axes = tuple(axis for axis in axes if axis in self._by_text or axis not in self._dropped)
         for axis, selection in self._by_text.items():
             if axis in axes:
@@ -82,7 +85,7 @@ class Slice:
         return TextMasks(batches, self._masks.numbers)
 
     def _masks_left(self, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the masks of one batch of texts for the part, by axis."""
+        """Return the masks of the part, by axis, from the masks of one batch of texts."""
         sliced: dict[str, Tensor] = {}
         for axis, mask in masks.items():
             if axis not in self.where:
@@ -103,7 +106,7 @@ def _require_inside(
     value: Tensor, axes: tuple[str, ...], where: Mapping[str, Any], name: str
 ) -> None:
     """Check that an integer index, such as the number of a row or a head, is inside a value."""
-    # The module may not declare axes.
+    # If the module declares no axes, `axes` is empty and nothing is checked.
     for axis, size in zip(axes, value.shape, strict=False):
         index = where.get(axis)
         if isinstance(index, int) and not -size <= index < size:
