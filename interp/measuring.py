@@ -219,8 +219,8 @@ def measure(
 ) -> Float[Tensor, " batch"]:
     """Return the metric of each example of a run, from the logits of whole texts.
 
-    Metrics of `interp.metrics` read the last real position of each text. `measure` finds this
-    position with the mask. An analysis measures its runs in the same way.
+    Most metrics of `interp.metrics` read, by default, the last real position of each text.
+    `measure` finds this position with the mask. An analysis measures its runs in the same way.
 
     Args:
         metric: a metric of `interp.metrics`, or any function from logits to one number for each

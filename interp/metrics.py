@@ -36,9 +36,9 @@ def logit_diff(right: SeveralTokens, wrong: SeveralTokens, pos: "Tokens" = -1) -
         right, wrong: one token, or one for each example. For several tokens per example, [batch,
             n], the metric uses the mean of their logits. A token may be a text, such as `" Mary"`,
             which analyses convert with the model's tokenizer.
-        pos: one position, or one for each example (for `edits`, a list means all of its columns).
-            -1 is an example's last real token. Positions from 0 count columns, and must not be
-            padding.
+        pos: one position, or a list or tensor with one position for each example. (In `edits`, a
+            list selects the same columns in every example.) -1 is an example's last real token.
+            Positions from 0 count columns, and must not be padding.
 
     Raises:
         ValueError: if a token is negative, or positions count from both ends. When called, if the

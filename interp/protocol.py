@@ -11,7 +11,7 @@ from hooks.base import is_compiled, is_fully_sharded, language_of, require_modul
 STACKS = ("encoder", "decoder", "vision", "audio")
 """The prefixes of points whose positions are not positions of the model's texts.
 
-Further stacks have numbers.
+A second stack of a kind has a number in its prefix, such as `vision_2`.
 """
 
 

@@ -152,7 +152,8 @@ def report(
     Patching needs at most 1 GiB in addition to the model.
 
     Args:
-        model: a model in evaluation mode with the usual points, `unembed` and `config`.
+        model: a model in evaluation mode with the hook points of `models.Transformer`, `unembed`
+            and `config`.
         clean: the prompt that the page is about.
         corrupted: a prompt of the same length that the model continues differently. Default: derive
             it from `clean`.

@@ -151,8 +151,8 @@ def mean(
     2024).
 
     Args:
-        reference: the values of reference runs of any number of texts; or statistics, which contain
-            means.
+        reference: the values of reference runs of any number of texts; or computed means, such as
+            the result of `interp.store.statistics`.
         across: the axes to average over: `"batch"`, or `("batch", "pos")`. If a point declares no
             axes, its first axis is the batch.
         attention_mask: 1 or True for real columns of the reference. Padding is ignored. Default:

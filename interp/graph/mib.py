@@ -61,7 +61,7 @@ def read_mib(path: str | os.PathLike[str], graph: Graph) -> MIB:
     for place, names in _mib_names(graph).items():
         places |= dict.fromkeys(names, place)
     with storage.one_error(path, "be a circuit in a format of MIB", CacheError):
-        # In files of MIB, NaN is the score of a node without a score.
+        # Read JSON with NaN, because files of MIB contain NaN for nodes without a score.
         table = storage.read_saved(Path(path)) if is_pt else json.loads(Path(path).read_text())
         edges, nodes, neurons = _of_pt(table, graph, places) if is_pt else _of_json(table)
     if different := {*places} ^ {*edges}:

@@ -216,7 +216,8 @@ class Result(plots.Shown):
         """Return the part at some labels: `result.select(layer=3, head=[0, 5], component="m*")`.
 
         A single label removes its axis and is recorded in `about`. A list keeps the axis. A pattern
-        with the wildcards `*` and `?` keeps the axis too, and selects all matching labels.
+        with the wildcards `*` and `?` keeps the axis too, and selects all matching labels. The axis
+        `example` is always kept.
 
         Args:
             where: by axis, a label, a word, a list of these, or a pattern.

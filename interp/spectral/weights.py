@@ -125,9 +125,9 @@ def token_directions(
 ) -> Float[Tensor, "*axes d_model"]:
     """Return the direction of each token's logit in the stream: columns of `W_U`.
 
-    The product of the final stream and the direction, over the scale of the final norm, is the
-    logit up to biases. With `fold`, it is the logit minus the mean over the vocabulary, unless
-    logits are capped.
+    With `fold`, the product of the final stream and the direction, divided by the scale of the
+    final norm, is the logit up to biases, minus the mean over the vocabulary unless logits are
+    capped. Without `fold`, the direction reads the output of the final norm and not the stream.
 
     Args:
         model, fold: see `ov_circuit`.
