@@ -18,7 +18,7 @@ import torch
 from commands import attempt, figures_parser, pydoc_text
 from torch import Tensor
 
-from interp import attribution_graph, load_sae, plots
+from interp import attribution_graph, load_transcoders, plots
 from interp.attribution_graphs import AttributionGraph, Node
 from interp.features import feature_cards
 from models import load
@@ -77,7 +77,7 @@ def run(out: Path | None, texts: int) -> None:
     """
     if out:
         out.mkdir(parents=True, exist_ok=True)
-    model, transcoders = load("pydoc-4l"), load_sae("pydoc-4l/transcoders")
+    model, transcoders = load("pydoc-4l"), load_transcoders("pydoc-4l/transcoders")
     graph = attribution_graph(model, TEXT, transcoders, targets=[(RIGHT, WRONG)], attention=True)
     print(graph)
     target = graph.logits[0].id

@@ -27,6 +27,7 @@ from interp.effects.paths import path_patching as path_patching
 from interp.effects.top import top_attributions as top_attributions
 from interp.features import evaluate_sae as evaluate_sae
 from interp.features import load_sae as load_sae
+from interp.features import load_transcoders as load_transcoders
 from interp.features import splice as splice
 from interp.graph import circuits as circuits
 from interp.graph.circuit import Circuit as Circuit

@@ -58,7 +58,7 @@ expert_load(model, TEXT)                                        | TypeError | ru
 interp.residual_stream(model, TEXT)                             | TypeError | Transformer
 interp.svd_spectra(model)                                           | TypeError | svd_targets
 spectral.effective_rank(TEXT)                                   | TypeError | 'def f
-attribution_graph(model, TEXT, 'pydoc-4l/transcoders')          | TypeError | load_sae.'pydoc-4l/transcoders'
+attribution_graph(model, TEXT, 'pydoc-4l/transcoders')          | TypeError | load_transcoders.'pydoc-4l/transcoders'
 attribution_graph(model, TEXT, None)                            | TypeError | None
 attribution_graph(model, TEXT, {'blocks.0.mlp_out': TEXT})      | TypeError | blocks.0.mlp_out
 attribution_graph(model, TEXT, sae)                             | ValueError | blocks.2.resid_post
@@ -137,6 +137,10 @@ hooks_name(3)                                                   | TypeError | 3
 load_sae(None)                                                  | TypeError | None
 load_sae(model)                                                 | TypeError | Transformer
 load_sae('pydoc-4l/nope/nope')                                  | FileNotFoundError | nope
+load_sae('pydoc-4l/transcoders')                                | ValueError | load_transcoders.'pydoc-4l/transcoders'
+load_transcoders('pydoc-4l/resid_post')                         | ValueError | load_sae.'pydoc-4l/resid_post'
+load_transcoders(None)                                          | TypeError | None
+evaluate_sae(model, 'pydoc-4l/transcoders', [TEXT])             | TypeError | load_
 load_sae('no_such_folder')                                      | FileNotFoundError | no_such_folder
 load_sae('pydoc-4l/resid_post', dtype='float16')                | TypeError | float16
 evaluate_sae(model, 'pydoc-4l/resid_post', [TEXT])              | TypeError | load_sae
@@ -395,7 +399,7 @@ def given():
         "graph": interp.graph.Graph(model),
         "effects": interp.activation_patching(model, pairs, "resid_post", over="layer"),
         "sae": interp.load_sae("pydoc-4l/resid_post"),
-        "transcoders": interp.load_sae("pydoc-4l/transcoders"),
+        "transcoders": interp.load_transcoders("pydoc-4l/transcoders"),
         "transformers_model": transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval(),
         "eye": torch.eye(3),
         "spliced": spliced,

@@ -22,7 +22,7 @@ from interp.attribution_graphs.descent import TARGETS_AT_ONCE, Descent, Targets
 from interp.attribution_graphs.frozen import FrozenRun
 from interp.attribution_graphs.targets import ChosenTargets, chosen_targets
 from interp.attribution_graphs.traced import AttributionGraph
-from interp.attribution_graphs.transcoders import Transcoders
+from interp.attribution_graphs.transcoders import AnyTranscoders
 from interp.numbers.precision import finite
 
 # A graph with a larger gap is an error. Rounding causes smaller gaps, even in half precision.
@@ -36,7 +36,7 @@ _TENSORS = 8
 def attribution_graph(
     model: nn.Module,
     text: "Texts",
-    transcoders: Transcoders,
+    transcoders: AnyTranscoders,
     *,
     targets: int | str | Sequence[Any] = 10,
     desired_prob: float = 0.95,
@@ -57,8 +57,8 @@ def attribution_graph(
     Args:
         model: a plain or an attached model in evaluation mode; see `FrozenRun`.
         text: a single text, or its tokens.
-        transcoders: transcoders by `blocks.L.mlp_out`, or a cross-layer transcoder, as `load_sae`
-            returns them. They must be on the device of the logits.
+        transcoders: the transcoders that `load_transcoders` returns, or dictionaries by
+            `blocks.L.mlp_out`. They must be on the device of the logits.
         targets: the maximum number of likely tokens, the text of a token, or a list of targets. In
             a list, a text or a number is a token, a pair of tokens is the difference of their
             logits, and three numbers are a feature, (layer, feature, pos). Default: 10.
@@ -87,9 +87,9 @@ def attribution_graph(
     Warns:
         UserWarning: for the same reasons as in `FrozenRun`.
 
-    >>> from interp.features import load_sae
+    >>> from interp.features import load_transcoders
     >>> from models import load
-    >>> model, transcoders = load("pydoc-4l"), load_sae("pydoc-4l/transcoders")
+    >>> model, transcoders = load("pydoc-4l"), load_transcoders("pydoc-4l/transcoders")
     >>> graph = attribution_graph(model, "part KV8 and part K", transcoders)
     >>> graph.logits[0].label, graph.gap < 1e-5
     ('V', True)

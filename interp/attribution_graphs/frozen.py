@@ -36,7 +36,7 @@ from hooks.base import (
     writer_of,
 )
 from interp.attribution_graphs.descent import Descent, Targets
-from interp.attribution_graphs.transcoders import LayerTranscoder, Transcoders, by_layer
+from interp.attribution_graphs.transcoders import AnyTranscoders, LayerTranscoder, by_layer
 from interp.features.places import warn_of_place
 from interp.graph import Graph
 from interp.graph.norms import LinearPart, is_identity, linear_part
@@ -103,9 +103,10 @@ class FrozenRun:
     Warns:
         UserWarning: if a transcoder was trained at another place; see `interp.features.places`.
 
-    >>> from interp.features import load_sae
+    >>> from interp.features import load_transcoders
     >>> from models import load
-    >>> run = FrozenRun(load("pydoc-4l"), "part ZQXJ-KV8", load_sae("pydoc-4l/transcoders"))
+    >>> transcoders = load_transcoders("pydoc-4l/transcoders")
+    >>> run = FrozenRun(load("pydoc-4l"), "part ZQXJ-KV8", transcoders)
     >>> target = run.of_features(torch.tensor([-1]))
     >>> rows = run.rows(target)
     >>> bool((rows.sum(1) - target.total).abs() < 1e-5 * rows.abs().sum(1))
@@ -114,7 +115,7 @@ class FrozenRun:
 
     @without_gradients
     def __init__(
-        self, model: nn.Module, text: Texts, transcoders: Transcoders, first: int = 0
+        self, model: nn.Module, text: Texts, transcoders: AnyTranscoders, first: int = 0
     ) -> None:
         self.graph = Graph(model, split_embeddings=True)
         self.model: Any = of(self.graph.model, "W_U")
@@ -167,7 +168,7 @@ class FrozenRun:
         # input of the first block is one source at each position.
         return entering[None]
 
-    def _placed(self, transcoders: Transcoders) -> dict[int, LayerTranscoder]:
+    def _placed(self, transcoders: AnyTranscoders) -> dict[int, LayerTranscoder]:
         """Return the transcoders of each layer, and warn if a transcoder was trained at another
         place.
         """

@@ -12,11 +12,12 @@ from interp.features.activations import Gated
 from interp.features.cross_layer import CrossLayerTranscoder
 from interp.features.dictionary import Dictionary
 from interp.features.matching_pursuit import MatchingPursuit
+from interp.features.transcoders import Transcoders
 from interp.kinds import require_made
 
-Transcoders = Mapping[str, Dictionary] | Dictionary | CrossLayerTranscoder
-"""Transcoders by `blocks.L.mlp_out`, a single transcoder with a known point, or a cross-layer
-transcoder.
+AnyTranscoders = Transcoders | Mapping[str, Dictionary] | Dictionary
+"""Transcoders as `load_transcoders` returns them, dictionaries by `blocks.L.mlp_out`, or a single
+transcoder with a known point.
 """
 
 
@@ -32,7 +33,7 @@ class LayerTranscoder(NamedTuple):
     decoders: Sequence[Float[Tensor, "feature d_model"]]
 
 
-def by_layer(transcoders: Transcoders, places: Mapping[str, int]) -> dict[int, LayerTranscoder]:
+def by_layer(transcoders: AnyTranscoders, places: Mapping[str, int]) -> dict[int, LayerTranscoder]:
     """Return the transcoder of each layer that has one, in the order of layers.
 
     Args:
@@ -49,7 +50,8 @@ def by_layer(transcoders: Transcoders, places: Mapping[str, int]) -> dict[int, L
     if isinstance(transcoders, CrossLayerTranscoder):
         return _across(transcoders, places)
     if not isinstance(transcoders, Mapping):
-        require_made("transcoders", transcoders, Dictionary)
+        require_made("transcoders", transcoders, Transcoders)
+    assert isinstance(transcoders, Mapping)
     by_block = _of_one_layer(transcoders, places)
     return {layer: by_block[layer] for layer in sorted(by_block)}
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from hooks.base import require_integer
 from interp.cli.common import model_of, print_or_write, text_of
-from interp.features import feature_cards, load_sae, splice
+from interp.features import TranscoderSet, feature_cards, splice
+from interp.features.loading import load_any
 from interp.inputs.texts import text_for
 
 
@@ -16,9 +17,9 @@ def run(options: argparse.Namespace) -> None:
     """Print cards of features."""
     model = model_of(options, trained=True)
     text = text_of(options)
-    loaded = load_sae(options.dictionary)
+    loaded = load_any(options.dictionary)
     placed: Any = loaded if options.at is None else {options.at: loaded}
-    if isinstance(loaded, dict):
+    if isinstance(loaded, TranscoderSet):
         if options.at not in loaded:
             raise ValueError(
                 f"--at must name one of the dictionaries at {', '.join(loaded)}; got {options.at}"

@@ -6,7 +6,7 @@ from pathlib import Path
 from interp import plots
 from interp.attribution_graphs import AttributionGraph, PrunedGraph, attribution_graph
 from interp.cli.common import model_of, print_or_write, text_of
-from interp.features import load_sae
+from interp.features.loading import load_any
 
 
 def run(options: argparse.Namespace) -> None:
@@ -16,7 +16,7 @@ def run(options: argparse.Namespace) -> None:
     graph = attribution_graph(
         model,
         text,
-        load_sae(options.transcoders),
+        load_any(options.transcoders),
         targets=options.target or 10,
         max_features=options.max_features,
         attention=options.attention,

@@ -1,10 +1,11 @@
 """Sparse autoencoders and transcoders: load them from any format, splice them into any model, and
 measure them.
 
-Read `activations` and `dictionary` (dictionaries of one layer) first. `cross_layer` and
-`matching_pursuit` contain other kinds of dictionaries. `loading` reads dictionaries from files,
-with the help of `forms`, `hub` and `bundled`. `places` finds the point that a file names.
-`splicing` inserts dictionaries into a model, and `evaluation`, `cards` and `controls` measure them.
+Read `activations` and `dictionary` (dictionaries of one layer) first. `transcoders` (of several
+layers), `cross_layer` and `matching_pursuit` contain other kinds of dictionaries. `loading` reads
+dictionaries from files, with the help of `forms`, `hub` and `bundled`. `places` finds the point
+that a file names. `splicing` inserts dictionaries into a model, and `evaluation`, `cards` and
+`controls` measure them.
 
 >>> from interp.features import load_sae, splice
 >>> from models import load
@@ -22,9 +23,10 @@ from interp.features.controls import purity, stability
 from interp.features.cross_layer import CrossLayerTranscoder
 from interp.features.dictionary import Dictionary
 from interp.features.evaluation import DictionaryScores, evaluate_sae
-from interp.features.loading import load_sae
+from interp.features.loading import load_sae, load_transcoders
 from interp.features.matching_pursuit import MatchingPursuit
 from interp.features.splicing import splice
+from interp.features.transcoders import Transcoders, TranscoderSet
 
 __all__ = [
     "CrossLayerTranscoder",
@@ -37,9 +39,12 @@ __all__ = [
     "JumpReLU",
     "MatchingPursuit",
     "TopK",
+    "TranscoderSet",
+    "Transcoders",
     "evaluate_sae",
     "feature_cards",
     "load_sae",
+    "load_transcoders",
     "purity",
     "splice",
     "stability",

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from interp.features.activations import TopK
 from interp.features.dictionary import Dictionary
+from interp.features.transcoders import TranscoderSet
 
 NAMES = ("pydoc-4l/resid_post", "pydoc-4l/transcoders")
 """The names of a sparse autoencoder of the stream after block 2, and of skip transcoders of all
@@ -20,14 +21,16 @@ MLPs.
 """
 
 
-def bundled(name: str) -> dict[str, Dictionary]:
-    """Return the dictionaries with one of the names in `NAMES`, by the points where they are
-    spliced in.
+def bundled(name: str) -> Dictionary | TranscoderSet:
+    """Return the dictionary or the transcoders with one of the names in `NAMES`.
 
     The dictionaries were trained by `examples/train_dictionaries.py`.
     """
     file = files("interp.features").joinpath("bundled_files", f"{name}.safetensors")
-    return unpacked(load(file.read_bytes()))
+    dictionaries = unpacked(load(file.read_bytes()))
+    if len(dictionaries) == 1:
+        return next(iter(dictionaries.values()))
+    return TranscoderSet(dictionaries, config={"model_name": "pydoc-4l"})
 
 
 def packed(dictionaries: Mapping[str, Dictionary]) -> dict[str, Shaped[Tensor, "..."]]:

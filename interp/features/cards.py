@@ -293,7 +293,10 @@ def feature_cards(
     unspliced = runner_of(model)
     parts = placed(unspliced, dictionary, error="live", reads=reads)
     if len(parts) != 1:
-        raise ValueError(f"feature_cards needs a single dictionary; got {len(parts)}")
+        raise ValueError(
+            f"feature_cards needs a single dictionary; got {len(parts)}; choose one by its point, "
+            f"such as dictionary[{next(iter(parts), None)!r}]"
+        )
     ((point, part),) = parts.items()
     require_integer("k", k)
     _require_features(features, part.dictionary.n_features)

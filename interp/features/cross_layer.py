@@ -7,9 +7,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from interp.features.dictionary import Dictionary
+from interp.features.transcoders import Transcoders
 
 
-class CrossLayerTranscoder(nn.Module):
+class CrossLayerTranscoder(Transcoders):
     """A transcoder whose features of each layer write to that layer and to all later layers
     (Ameisen et al. 2025).
 
@@ -56,21 +57,23 @@ class CrossLayerTranscoder(nn.Module):
         writes: str | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(reads=reads, writes=writes, config=config)
         self.W_enc = _frozen(W_enc)
         self.W_dec = _frozen(W_dec)
         self.b_enc = _frozen(b_enc)
         self.W_skip = _frozen(W_skip or [])
         self.b_dec = nn.Parameter(b_dec, requires_grad=False)
         self.activations = nn.ModuleList(activations)
-        self.reads = reads
-        self.writes = writes
-        self.config = dict(config or {})
 
     @property
     def n_layers(self) -> int:
         """The number of layers."""
         return len(self.W_enc)
+
+    @property
+    def layers(self) -> list[int]:
+        """The numbers of the layers: all layers from 0."""
+        return [*range(self.n_layers)]
 
     def dictionary(self, layer: int) -> Dictionary:
         """Return the features of a layer as a dictionary that writes to that layer only."""
@@ -85,13 +88,6 @@ class CrossLayerTranscoder(nn.Module):
             writes=self.writes,
             transcodes=True,
         )
-
-    def encode(
-        self, streams: list[Float[Tensor, "*rows d_model"]]
-    ) -> list[Float[Tensor, "*rows _feature"]]:
-        """Return the features of each layer from the vectors that each layer reads."""
-        layers = map(self.dictionary, range(self.n_layers))
-        return [layer.encode(stream) for stream, layer in zip(streams, layers, strict=True)]
 
     def decode(
         self,

@@ -8,9 +8,10 @@
 
 import inspect
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from interp.features.dictionary import Dictionary
 from interp.features.forms import FORMS, Form, Loaded
 from interp.features.forms.common import BY_HAND
 from interp.features.hub import downloaded, may_be_on_hub
+from interp.features.transcoders import Transcoders, TranscoderSet
 
 
 @explains_calls
@@ -33,20 +35,20 @@ def load_sae(
     k: int | None = None,
     scale_embeddings: bool | None = None,
     transcodes: bool | None = None,
-) -> Loaded:
-    """Return a sparse autoencoder or transcoders from files.
+) -> Dictionary:
+    """Return a sparse autoencoder, or a transcoder of one layer, from files.
 
     The supported libraries and releases are SAELens 6 and before, sparsify, dictionary_learning,
     Gemma Scope 1 and 2, circuit-tracer, Llama Scope, OpenAI, Qwen Scope, Goodfire and Kissane et
     al. (`z` of GPT-2). The names of points in the files are translated to our names. `.to(device)`
-    moves the weights.
+    moves the weights. `load_transcoders` reads the transcoders of several layers.
 
     Args:
         path: a folder, or a file in it. The file of one of several layers, such as
             `layer_1.safetensors`, loads only this layer. The path can also be the name of a bundled
-            dictionary, `pydoc-4l/resid_post` or `pydoc-4l/transcoders`, or a place on the Hugging
-            Face hub, such as `google/gemma-scope-2b-pt-res/layer_20/width_16k/average_l0_71`. If
-            the package sae_lens is installed, a release and an id of SAELens are also possible.
+            dictionary, `pydoc-4l/resid_post`, or a place on the Hugging Face hub, such as
+            `google/gemma-scope-2b-pt-res/layer_20/width_16k/average_l0_71`. If the package sae_lens
+            is installed, a release and an id of SAELens are also possible.
         format: the format of the files. It is only needed if a folder contains files of several
             formats. Default: `auto`.
         dtype: the dtype of weights and features. Default: the dtype of the file, but float32 for
@@ -62,22 +64,94 @@ def load_sae(
             (Gemma Scope 1, sparsify).
 
     Returns:
-        A dictionary; or a mapping from points to dictionaries for several layers, as `splice`
-        accepts it; or a cross-layer transcoder.
+        One dictionary.
 
     Raises:
         FileNotFoundError: if the path does not exist here or on the hub, or contains no known
             files.
         ImportError: if the folder contains a `config.yaml`, and pyyaml is not installed.
         UnknownNameError: if the format is unknown.
-        ValueError: if the folder contains files of several formats, a field or a tensor is missing
-            or unknown, or the path is a part of a cross-layer transcoder.
+        ValueError: if the folder contains transcoders of several layers or files of several
+            formats, a field or a tensor is missing or unknown, or the path is a part of a
+            cross-layer transcoder.
 
     >>> load_sae("pydoc-4l/resid_post")
     Dictionary(
       128 -> 1024 features -> 128, at blocks.2.resid_post of pydoc-4l
       (activation): TopK(k=32, by='value', relu=True)
     )
+    """
+    settings = {
+        "norm_factor": norm_factor,
+        "k": k,
+        "scale_embeddings": scale_embeddings,
+        "transcodes": transcodes,
+    }
+    loaded = load_any(path, format, dtype=dtype, settings=settings, kind=Dictionary)
+    assert isinstance(loaded, Dictionary)
+    return loaded
+
+
+@explains_calls
+def load_transcoders(
+    path: str | os.PathLike[str],
+    format: str = "auto",
+    *,
+    dtype: torch.dtype | None = None,
+    k: int | None = None,
+) -> Transcoders:
+    """Return the transcoders of several layers from files.
+
+    The supported libraries and releases are circuit-tracer and Gemma Scope 2. A transcoder of one
+    layer is read by `load_sae`; `TranscoderSet` joins several of them.
+
+    Args:
+        path: a folder, or its config. It can also be the name of bundled transcoders,
+            `pydoc-4l/transcoders`, or a place on the Hugging Face hub, such as
+            `mntss/transcoder-Llama-3.2-1B`.
+        format: see `load_sae`.
+        dtype: see `load_sae`.
+        k: the number of active features at a position, if the files do not contain it
+            (circuit-tracer).
+
+    Returns:
+        A `TranscoderSet` or a `CrossLayerTranscoder`, depending on the files. `splice` accepts a
+        set, and attribution graphs accept both.
+
+    Raises:
+        FileNotFoundError, ImportError, UnknownNameError: see `load_sae`.
+        ValueError: if the path contains one dictionary or files of several formats, or a field or a
+            tensor is missing or unknown.
+
+    >>> transcoders = load_transcoders("pydoc-4l/transcoders")
+    >>> [*transcoders][:2]
+    ['blocks.0.mlp_out', 'blocks.1.mlp_out']
+    >>> transcoders["blocks.1.mlp_out"]
+    Dictionary(
+      128 -> 1024 features -> 128, skip, at blocks.1.ln2.normalized -> blocks.1.mlp_out of pydoc-4l
+      (activation): TopK(k=32, by='value', relu=True)
+    )
+    """
+    loaded = load_any(path, format, dtype=dtype, settings={"k": k}, kind=Transcoders)
+    assert isinstance(loaded, Transcoders)
+    return loaded
+
+
+def load_any(
+    path: str | os.PathLike[str],
+    format: str = "auto",
+    *,
+    dtype: torch.dtype | None = None,
+    settings: Mapping[str, Any] | None = None,
+    kind: type[Loaded] | None = None,
+) -> Loaded:
+    """Return the dictionary or the transcoders in files. The command line accepts both.
+
+    Args:
+        path, format, dtype: see `load_sae`, which also lists the errors.
+        settings: settings for the reader by name. Settings with the value None are ignored.
+            Default: no settings.
+        kind: `Dictionary` or `Transcoders`, the only class to load. Default: both.
     """
     require_kind(
         "path",
@@ -96,17 +170,15 @@ def load_sae(
     if not os.fspath(path):
         raise FileNotFoundError(f"path must name a folder or a file; got {path!r}")
     if str(path) in NAMES and not Path(path).exists():
-        return _bundled_in(str(path), dtype)
+        ours = bundled(str(path))
+        _require_kind_of_files(path, isinstance(ours, Transcoders), kind)
+        return ours.to(dtype)
     on_hub = isinstance(path, str) and may_be_on_hub(path) and not Path(path).exists()
     local = downloaded(str(path)) if on_hub else Path(path)
     name, read, source = _recognised(local, format)
-    settings = {
-        "norm_factor": norm_factor,
-        "k": k,
-        "scale_embeddings": scale_embeddings,
-        "transcodes": transcodes,
-    }
-    options = {setting: value for setting, value in settings.items() if value is not None}
+    # A format with files of layers reads all layers of a folder.
+    _require_kind_of_files(path, bool(FORMS[name].layers) and read is FORMS[name].read, kind)
+    options = {key: value for key, value in (settings or {}).items() if value is not None}
     if idle := sorted(options.keys() - inspect.signature(read).parameters):
         raise ValueError(
             f"{', '.join(idle)} must be None for files of {name}, which contain all settings"
@@ -115,22 +187,35 @@ def load_sae(
         source = _only_file(FORMS[name], source)
     with storage.one_error(source):
         loaded = read(source, **options)
-    for part in loaded.values() if isinstance(loaded, dict) else [loaded]:
+    for part in loaded.values() if isinstance(loaded, TranscoderSet) else [loaded]:
         part.to(dtype or _at_least_float32(part))
     return loaded
 
 
-def _bundled_in(name: str, dtype: torch.dtype | None) -> Dictionary | dict[str, Dictionary]:
-    """Return the bundled dictionaries with a name, by point, or the only dictionary with this name.
+def _require_kind_of_files(
+    path: str | os.PathLike[str], has_layers: bool, kind: type[Loaded] | None
+) -> None:
+    """Check that files contain one dictionary or the transcoders of several layers, as asked.
 
     Args:
-        name: one of `NAMES`.
-        dtype: the dtype of the weights. None means the dtype of the file.
+        path: the path that was given, for the error.
+        has_layers: whether the files contain the transcoders of several layers.
+        kind: `Dictionary`, `Transcoders`, or None for both.
+
+    Raises:
+        ValueError: if the files contain the other kind. The error gives the right call.
     """
-    dictionaries = bundled(name)
-    for dictionary in dictionaries.values():
-        dictionary.to(dtype)
-    return dictionaries if len(dictionaries) > 1 else next(iter(dictionaries.values()))
+    given = os.fspath(path)
+    if has_layers and kind is Dictionary:
+        raise ValueError(
+            f"load_sae reads one dictionary, and {given!r} has transcoders of several layers; "
+            f"load_transcoders({given!r}) reads them"
+        )
+    if not has_layers and kind is Transcoders:
+        raise ValueError(
+            f"load_transcoders reads transcoders of several layers, and {given!r} is one "
+            f"dictionary; load_sae({given!r}) reads it"
+        )
 
 
 def _recognised(local: Path, format: str) -> tuple[str, Callable[..., Loaded], Path]:

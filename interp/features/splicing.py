@@ -31,8 +31,10 @@ Error = Literal["live", "frozen"] | None
 `splice`.
 """
 
-Dictionaries = Mapping[str, Dictionary] | Dictionary | CrossLayerTranscoder
-"""Dictionaries by the points that they write, or a single dictionary with a known point."""
+Dictionaries = Mapping[str, Dictionary] | Dictionary
+"""Dictionaries by the points that they write, such as a `TranscoderSet`, or a single dictionary
+with a known point.
+"""
 
 Value = Float[Tensor, "batch pos *axes"]
 
@@ -153,8 +155,9 @@ def splice(
 
     Args:
         model: any model, in evaluation mode.
-        dictionaries: a dictionary for each point, or a single dictionary with a known point. The
-            point of a transcoder is the point that it writes, such as `blocks.1.mlp_out`.
+        dictionaries: a dictionary for each point, such as a `TranscoderSet`, or a single dictionary
+            with a known point. The point of a transcoder is the point that it writes, such as
+            `blocks.1.mlp_out`.
         error: the treatment of the error, the part of the value that the features do not
             reconstruct. With `live`, the error is added, so the outputs of the model only change
             when features are edited, and gradients flow through the error. With `frozen`, the error
@@ -211,9 +214,9 @@ def placed(
         runner: the runner of the model.
         dictionaries, error, reads, point: see `splice`, which also lists the errors and warnings.
     """
-    if isinstance(dictionaries, nn.Module):
+    if isinstance(dictionaries, nn.Module) and not isinstance(dictionaries, Mapping):
         # The module may be something else than a dictionary. The loop below checks this.
-        dictionaries = {point or _place_of(dictionaries): dictionaries}  # type: ignore[dict-item]
+        dictionaries = {point or _place_of(dictionaries): dictionaries}
     elif point is not None:
         raise ValueError(
             f"point must be None if dictionaries are given by their points; got {point!r}"
@@ -223,7 +226,7 @@ def placed(
     parts: dict[str, SplicedDictionary] = {}
     for name, dictionary in dictionaries.items():
         if not isinstance(dictionary, Dictionary):
-            rule = "see load_sae"
+            rule = "load_sae(path) reads one"
             if isinstance(dictionary, CrossLayerTranscoder):
                 rule = "cross-layer transcoders only work in attribution graphs"
             raise TypeError(

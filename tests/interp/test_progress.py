@@ -97,7 +97,11 @@ ANALYSES = {
     "load": lambda i, m, p: loaded(p).W_E,
     "attribution_graph": lambda i, m, p: (
         i.attribution_graph(
-            m, "part KV8 and", i.load_sae("pydoc-4l/transcoders"), max_features=5, progress=p
+            m,
+            "part KV8 and",
+            i.load_transcoders("pydoc-4l/transcoders"),
+            max_features=5,
+            progress=p,
         ).rows
     ),
 }

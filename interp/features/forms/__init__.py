@@ -5,14 +5,14 @@ Read `common` first: it contains functions for all readers. Each other file read
 library or release.
 
 A reader takes a folder, or a file if the format is a single file, and returns our dictionaries. Its
-keyword arguments are settings that the files may lack and that callers of `load_sae` can add. Each
-field of a config is used by a reader, is known to change nothing, or raises an error.
+keyword arguments are settings that the files may lack and that callers of `load_sae` and
+`load_transcoders` can add. Each field of a config is used by a reader, is known to change nothing,
+or raises an error.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from interp.features.cross_layer import CrossLayerTranscoder
 from interp.features.dictionary import Dictionary
 from interp.features.forms import (
     circuit_tracer,
@@ -24,8 +24,9 @@ from interp.features.forms import (
     saved,
     sparsify,
 )
+from interp.features.transcoders import Transcoders
 
-Loaded = Dictionary | dict[str, Dictionary] | CrossLayerTranscoder
+Loaded = Dictionary | Transcoders
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,11 @@ from interp.features.forms.common import (
     yaml_of,
 )
 from interp.features.places import ours
+from interp.features.transcoders import TranscoderSet
 
 
-def read(folder: Path, *, k: int | None = None) -> dict[str, Dictionary]:
-    """Return the transcoders in `layer_0.safetensors` and so on, by the points that they write.
+def read(folder: Path, *, k: int | None = None) -> TranscoderSet:
+    """Return the transcoders in `layer_0.safetensors` and so on.
 
     Args:
         folder: the folder of the files, which may contain a `config.yaml`.
@@ -39,7 +40,8 @@ def read(folder: Path, *, k: int | None = None) -> dict[str, Dictionary]:
         _of_layer(folder / f"layer_{layer}.safetensors", layer, config=config, k=k)
         for layer in range(n_files)
     ]
-    return {dictionary.writes: dictionary for dictionary in dictionaries if dictionary.writes}
+    by_point = {dictionary.writes: dictionary for dictionary in dictionaries if dictionary.writes}
+    return TranscoderSet(by_point, config=config)
 
 
 def read_layer(path: Path, *, k: int | None = None) -> Dictionary:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hooks import HookedRunner, HookPoint, UnknownNameError
-from interp import Pairs, edits, load_sae, logit_diff
+from interp import Pairs, edits, load_sae, load_transcoders, logit_diff
 from interp.alignment import (
     align,
     counterfactual,
@@ -367,7 +367,7 @@ def test_featurizers_are_what_they_say():
         == torch.bfloat16
     )
     with pytest.raises(ValueError, match="must be an autoencoder"):
-        of_dictionary(next(iter(load_sae("pydoc-4l/transcoders").values())))
+        of_dictionary(next(iter(load_transcoders("pydoc-4l/transcoders").values())))
 
 
 class Neurons(nn.Module):

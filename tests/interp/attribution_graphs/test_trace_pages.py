@@ -12,7 +12,7 @@ import pytest
 from interp import plots
 from interp.attribution_graphs import Link, Node, PrunedGraph, attribution_graph
 from interp.cli.command import main
-from interp.features import feature_cards, load_sae
+from interp.features import feature_cards, load_transcoders
 from interp.plots.view import visible
 from tests.browser import seen_in_browser
 from tests.shipped import pydoc
@@ -24,7 +24,7 @@ SCHEMA = json.loads((Path(__file__).parents[2] / "circuit_tracer" / "schema.json
 
 @pytest.fixture(scope="module")
 def graph():
-    return attribution_graph(pydoc(), TEXT, load_sae("pydoc-4l/transcoders"))
+    return attribution_graph(pydoc(), TEXT, load_transcoders("pydoc-4l/transcoders"))
 
 
 def test_a_text_alone_is_a_token():
@@ -228,7 +228,7 @@ def strongest_path(graph, name):
 
 
 def test_the_page_lists_links_pins_groups_and_thins(graph, tmp_path):
-    model, transcoders = pydoc(), load_sae("pydoc-4l/transcoders")
+    model, transcoders = pydoc(), load_transcoders("pydoc-4l/transcoders")
     pruned = graph.pruned(0.6, 0.9)
     logit = graph.logits[0]
     strongest = [name for name, _ in pruned.inputs(logit.id)]
@@ -306,7 +306,7 @@ addEventListener("message", () => {
 
 
 def test_a_heads_node_shows_where_it_looks_and_the_pairs_of_its_score(tmp_path):
-    model, transcoders = pydoc(), load_sae("pydoc-4l/transcoders")
+    model, transcoders = pydoc(), load_transcoders("pydoc-4l/transcoders")
     more = {"max_features": 32, "attention": True}
     pruned = attribution_graph(model, TEXT, transcoders, targets=["V"], **more).pruned(0.3, 0.5)
     assert len(pruned.cells) == 8

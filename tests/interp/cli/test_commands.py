@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 import hooks
 from hooks import HookedRunner
-from interp import Pairs, activation_patching, edits, load_sae, logit_lens
+from interp import Pairs, activation_patching, edits, load_transcoders, logit_lens
 from interp.cli.command import main
 from interp.cli.common import OPTIONS
 from interp.cli.edits import parsed
@@ -79,7 +79,7 @@ def test_the_lens_is_that_of_python(capsys):
 
 def test_features_are_those_of_python(capsys):
     model, point = pydoc(), "blocks.1.mlp_out"
-    transcoder = load_sae("pydoc-4l/transcoders")[point]
+    transcoder = load_transcoders("pydoc-4l/transcoders")[point]
     given = ["features", "--prompt", CLEAN, "--dictionary", "pydoc-4l/transcoders", "--at", point]
     data = json.loads(printed(capsys, *given, "--top", "3", "--json"))
     read = HookedRunner(model).capture(CLEAN, names=transcoder.reads)[transcoder.reads]

@@ -19,6 +19,7 @@ from interp.features import (
     evaluate_sae,
     feature_cards,
     load_sae,
+    load_transcoders,
     purity,
     splice,
     stability,
@@ -443,7 +444,8 @@ def test_the_bundled_dictionaries_keep_what_the_model_knows(name, prose, copied)
     """On the last tenth of the text, which was held out, and on repeated random characters."""
     from pydoc_data.topics import topics
 
-    bundled, dictionaries = pydoc(), load_sae(f"pydoc-4l/{name}")
+    load = load_transcoders if name == "transcoders" else load_sae
+    bundled, dictionaries = pydoc(), load(f"pydoc-4l/{name}")
     text = "\n".join(topics.values())
     held_out = text[len(text) * 9 // 10 :]
     rows = [held_out[start : start + 200] for start in range(0, 4000, 400)]

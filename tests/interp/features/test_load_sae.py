@@ -16,7 +16,13 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
 from hooks import UnknownNameError
-from interp.features import CrossLayerTranscoder, Dictionary, load_sae, splice
+from interp.features import (
+    CrossLayerTranscoder,
+    Dictionary,
+    load_sae,
+    load_transcoders,
+    splice,
+)
 from tests.interp.features.fixtures import FIXTURES, changed
 from tests.shipped import pydoc
 
@@ -50,7 +56,7 @@ def test_layers_of_circuit_tracer():
     folder = FIXTURES / "circuit_tracer"
     wanted = expected(folder)
     pytest.importorskip("yaml", reason="config.yaml needs PyYAML")
-    made = load_sae(folder)
+    made = load_transcoders(folder)
     assert [*made] == ["blocks.0.mlp_out", "blocks.1.mlp_out"]
     for n, coder in enumerate(made.values()):
         x = wanted["x"][:, n]
@@ -65,7 +71,7 @@ def test_the_points_that_circuit_tracer_adds_have_our_names(tmp_path):
     (folder / "config.yaml").write_text(
         "feature_input_hook: mlp.hook_in\nfeature_output_hook: mlp.hook_out"
     )
-    for n, (place, coder) in enumerate(load_sae(folder).items()):
+    for n, (place, coder) in enumerate(load_transcoders(folder).items()):
         assert place == coder.writes == f"blocks.{n}.mlp_out"
         assert coder.reads == f"blocks.{n}.ln2.normalized"
 
@@ -94,15 +100,15 @@ def top_k(folder, x, k):
 def test_top_k_of_circuit_tracer(tmp_path):
     pytest.importorskip("yaml", reason="config.yaml needs PyYAML")
     folder, wanted = FIXTURES / "circuit_tracer_topk", expected(FIXTURES / "circuit_tracer_topk")
-    (made,) = load_sae(folder).values()
+    (made,) = load_transcoders(folder).values()
     x = wanted["x"]
     assert_close(made.encode(x), wanted["features"], **CLOSE)
     assert_close(made(x), wanted["output"], **CLOSE)
     assert (wanted["features"] < 0).any()
     unsaid = yaml_changed("circuit_tracer_topk", tmp_path, "activation_function: TopK")
     with pytest.raises(ValueError, match="k="):
-        load_sae(unsaid)
-    (made,) = load_sae(unsaid, k=5).values()
+        load_transcoders(unsaid)
+    (made,) = load_transcoders(unsaid, k=5).values()
     features, output = top_k(unsaid, x, 5)
     assert_close(made.encode(x).double(), torch.from_numpy(features), **CLOSE)
     assert_close(made(x).double(), torch.from_numpy(output), atol=1e-5, rtol=1e-5)
@@ -111,10 +117,10 @@ def test_top_k_of_circuit_tracer(tmp_path):
 def test_a_saved_k_means_top_k(tmp_path):
     folder = yaml_changed("circuit_tracer_topk", tmp_path, "scan: any", k=2)
     x = expected(folder)["x"]
-    (made,) = load_sae(folder).values()
+    (made,) = load_transcoders(folder).values()
     assert_close(made.encode(x).double(), torch.from_numpy(top_k(folder, x, 2)[0]), **CLOSE)
     with pytest.raises(ValueError, match=r"k \[2, 3\]"):
-        load_sae(folder, k=3)
+        load_transcoders(folder, k=3)
 
 
 YAML = {
@@ -143,7 +149,7 @@ YAML = {
 def test_a_config_of_circuit_tracer_is_honoured_or_refused(refused, tmp_path):
     folder, text, words = YAML[refused]
     with pytest.raises(ValueError, match=words):
-        load_sae(yaml_changed(folder, tmp_path, text))
+        load_transcoders(yaml_changed(folder, tmp_path, text))
 
 
 @pytest.mark.parametrize("siblings", ["beside", "alone"])
@@ -152,7 +158,7 @@ def test_a_file_of_one_layer_is_this_layer(tmp_path, siblings):
     pytest.importorskip("yaml", reason="config.yaml needs PyYAML")
     folder = shutil.copytree(FIXTURES / "circuit_tracer", tmp_path / "own")
     shutil.copy(folder / "layer_0.safetensors", folder / "layer_10.safetensors")
-    whole = load_sae(FIXTURES / "circuit_tracer")
+    whole = load_transcoders(FIXTURES / "circuit_tracer")
     if siblings == "alone":
         (folder / "layer_0.safetensors").unlink()
     for number, weights in ((1, "layer_1"), (10, "layer_10")):
@@ -164,7 +170,7 @@ def test_a_file_of_one_layer_is_this_layer(tmp_path, siblings):
         assert made.writes == f"blocks.{number}.mlp_out"
         assert made.reads == whole["blocks.1.mlp_out"].reads.replace("1", str(number))
     assert [*whole] == ["blocks.0.mlp_out", "blocks.1.mlp_out"]
-    assert load_sae(FIXTURES / "circuit_tracer" / "config.yaml").keys() == whole.keys()
+    assert load_transcoders(FIXTURES / "circuit_tracer" / "config.yaml").keys() == whole.keys()
     made = load_sae(str(folder / "layer_1.safetensors"), "circuit_tracer", dtype=torch.float64)
     assert made.W_enc.dtype == torch.float64
 
@@ -203,16 +209,16 @@ def test_a_file_of_no_form_is_not_its_folder(tmp_path):
 def test_a_list_of_its_own_files_changes_nothing(tmp_path):
     listed = "['hf://a/b/layer_0.safetensors?revision=main', layer_1.safetensors]"
     folder = yaml_changed("circuit_tracer", tmp_path, f"{{model_name: any, transcoders: {listed}}}")
-    assert len(load_sae(folder)) == 2
+    assert len(load_transcoders(folder)) == 2
     (folder / "config.yaml").write_text("activation: jump_relu")
     with pytest.raises(ValueError, match="no threshold"):  # layer 0 has the ReLU activation
-        load_sae(folder)
+        load_transcoders(folder)
 
 
 @pytest.mark.parametrize("kind", ["relu", "jump_relu"])
 def test_cross_layer_transcoders(kind):
     folder = FIXTURES / f"cross_layer_{kind}"
-    made, wanted = load_sae(folder), expected(folder)
+    made, wanted = load_transcoders(folder), expected(folder)
     assert isinstance(made, CrossLayerTranscoder)
     features = made.encode([*wanted["x"]])
     assert_close(torch.stack(features), wanted["features"], **CLOSE)
@@ -240,7 +246,7 @@ def test_a_transcoder_without_a_known_place_is_not_taken_for_an_autoencoder(tmp_
 
 
 def test_the_bundled_ones():
-    made = load_sae("pydoc-4l/transcoders")
+    made = load_transcoders("pydoc-4l/transcoders")
     assert [*made] == [f"blocks.{n}.mlp_out" for n in range(4)]
     assert made["blocks.3.mlp_out"].reads == "blocks.3.ln2.normalized"
     assert load_sae("pydoc-4l/resid_post").writes == "blocks.2.resid_post"
@@ -586,8 +592,9 @@ def refused_or_read(folder, name):
     speak Python.
     """
     options = {"scale_embeddings": False} if name == "gemma_scope" else {}
+    load = load_transcoders if name.startswith(("circuit_tracer", "cross_layer")) else load_sae
     try:
-        load_sae(folder, **options)
+        load(folder, **options)
         return True
     except Exception as caught:
         error = caught

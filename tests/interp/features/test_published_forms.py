@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from hooks import UnknownNameError
-from interp.features import Dictionary, Gated, JumpReLU, TopK, load_sae, splice
+from interp.features import Dictionary, Gated, JumpReLU, TopK, load_sae, load_transcoders, splice
 from tests.count import ROOT
 from tests.shipped import pydoc
 
@@ -488,7 +488,7 @@ def test_cross_layer_transcoders_of_gemma_scope_2(skip, tmp_path):
             }
         )
     )
-    made = load_sae(folder)
+    made = load_transcoders(folder)
     with pytest.raises(ValueError, match=r"got .*params_layer_1\.safetensors"):
         load_sae(folder / "params_layer_1.safetensors")
     streams = [X + n for n in range(3)]
@@ -538,7 +538,7 @@ def test_what_is_no_cross_layer_transcoder_is_refused(tmp_path):
         "stream": "layers.7.output",
     }.items():
         with pytest.raises(ValueError, match=words):
-            load_sae(tmp_path / name)
+            load_transcoders(tmp_path / name)
 
 
 def test_cross_layer_transcoders_of_circuit_tracer_may_skip(tmp_path):
@@ -556,7 +556,7 @@ def test_cross_layer_transcoders_of_circuit_tracer_may_skip(tmp_path):
         save_file(
             {f"W_dec_{n}": torch.zeros(FEATURES, 2 - n, D_IN)}, tmp_path / f"W_dec_{n}.safetensors"
         )
-    made = load_sae(tmp_path)
+    made = load_transcoders(tmp_path)
     x = torch.from_numpy(X).float()
     outputs = made.decode(made.encode([x, 2 * x]), [x, 2 * x])
     for n, output in enumerate(outputs):
@@ -585,7 +585,7 @@ def test_half_precision_is_read_into_float32_unless_asked_otherwise(tmp_path):
         False,
         {n: {"w_enc": drawn(D_IN, FEATURES, dtype=torch.bfloat16)} for n in range(3)},
     )
-    assert load_sae(tmp_path / "b").W_enc[0].dtype == torch.float32
+    assert load_transcoders(tmp_path / "b").W_enc[0].dtype == torch.float32
     with pytest.raises(ValueError, match="k must be None"):
         load_sae(tmp_path / "a", k=3)
 
@@ -699,7 +699,7 @@ def test_places_on_the_hub(hub, tmp_path):
     np.testing.assert_array_equal(array(made.W_dec), w["W_dec"].T)
     assert made.reads == "blocks.7.resid_post"
     put(FIXTURES / "circuit_tracer", "mntss/transcoder", "")
-    assert len(load_sae("mntss/transcoder")) == 2
+    assert len(load_transcoders("mntss/transcoder")) == 2
     assert asked[-1] == ("mntss/transcoder", None)
     one = load_sae("mntss/transcoder/layer_1.safetensors")
     assert one.writes == "blocks.1.mlp_out"

@@ -30,7 +30,7 @@ pytestmark = [
 TEXT = "def f(x): return f(x)"
 MODEL = f"""import interp, torch
 from interp import *
-from interp.features import feature_cards, load_sae
+from interp.features import feature_cards, load_sae, load_transcoders
 from models import load
 model, text = load("pydoc-4l"), {TEXT!r}
 _, cache = run_with_cache(model, text, mode="full")
@@ -44,7 +44,7 @@ CELLS = {
     "image": "plots.image(torch.rand(3, 20, 20), torch.arange(16.0))",
     "curves": "plots.curves({'a': [3.0, 2.0, 1.0], 'b': [1.0, 1.5, 2.0]})",
     "circuit": "circuits.top(interp.graph.Graph(model), edge_attribution(model, pairs), 12)",
-    "graph": "attribution_graph(model, 'part KV8 and part K', load_sae('pydoc-4l/transcoders'))",
+    "graph": "attribution_graph(model, 'part KV8 and part K', load_transcoders('pydoc-4l/transcoders'))",
     "cards": "feature_cards(model, load_sae('pydoc-4l/resid_post'), [text], [3, 17])",
 }
 # The places on the screen: cells of a map, tokens of a text, and the size of the whole drawing.
