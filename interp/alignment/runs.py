@@ -14,6 +14,7 @@ from hooks.base import Selection, Text, to_device, unknown_name
 from interp.alignment.featurizers import Featurizer
 from interp.inputs.token_positions import Position, last_real
 from interp.measuring import evaluate, last_of
+from interp.runs.gradients import Gradients
 from interp.runs.runs import Runs
 
 
@@ -82,7 +83,8 @@ class InterchangeRuns:
     def gradients(self) -> Float[Tensor, "batch pos d"]:
         """Return the gradients of the metric at the values of the base texts."""
         gradients: dict[str, Tensor] = {}
-        start = self.runs.gradients([self.name])
+        runs = self.runs
+        start = Gradients(runs.runner, runs.text, metric=runs.metric, names=[self.name])
         start.backward(gradients.__setitem__)
         value = gradients.get(self.name, torch.zeros_like(start.values[self.name]))
         return value[self._at(slice(None), self._columns)]

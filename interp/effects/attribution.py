@@ -143,7 +143,7 @@ def _run(runs: Runs, attentions: Iterable[RecordedAttention], names: Sequence[st
     with Session() as session:
         for attention in attentions:
             attention.listen(session)
-        return runs.gradients(names)
+        return Gradients(runs.runner, runs.text, metric=runs.metric, names=names)
 
 
 def _estimate(

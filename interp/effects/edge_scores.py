@@ -126,12 +126,26 @@ def changed_positions(
     )
 
 
-def points_read(graph: Graph) -> list[str]:
-    """Return the points whose values and gradients are needed for the scores of a graph's edges."""
-    names = [*graph.needed, *_writers_by_point(graph)]
-    for reading in readings(graph):
-        names += [reading.stream, reading.at]
-    return names
+class ScoredPoints:
+    """The points whose values and gradients are needed for the scores of a graph's edges.
+
+    Args:
+        graph: the graph.
+
+    Attributes:
+        graph: the graph.
+        readings: the readers of each stream, in the order of computation.
+        added: the writers that are added to the stream at each point, by the name of the point.
+        names: the names of all points.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.readings = [*readings(graph)]
+        self.added = _writers_by_point(graph)
+        self.names = [*graph.needed, *self.added]
+        for reading in self.readings:
+            self.names += [reading.stream, reading.at]
 
 
 class _Target(NamedTuple):
@@ -157,32 +171,28 @@ class EdgeScores:
     For each writer, the columns of the readers should sum to the last column.
 
     Args:
-        graph: the graph.
+        points: the graph and its points.
         where: the positions at which writers change.
         source: values of the other run, at `graph.needed`.
-        base: values of the base run, at `points_read(graph)`.
+        base: values of the base run, at `points.names`.
         device: the device on which the scores are computed.
-
-    Attributes:
-        added: the writers that are added to the stream at each point.
     """
 
     def __init__(
         self,
-        graph: Graph,
+        points: ScoredPoints,
         where: ChangedPositions,
         source: Mapping[str, Tensor],
         base: Mapping[str, Tensor],
         device: torch.device,
     ) -> None:
-        self.graph = graph
+        self.points = points
+        self.graph = points.graph
         self._device = device
         self._source = source
         self._base = base
         self.where: ChangedPositions = all_to_device(where, device)
-        self._readings = [*readings(graph)]
-        self._factors = [all_to_device(layer.added, device) for layer in graph.layers]
-        self.added = _writers_by_point(graph)
+        self._factors = [all_to_device(layer.added, device) for layer in self.graph.layers]
 
     def changes(
         self, rows: slice, space: Float[Tensor, "writer batch n d_model"] | None = None
@@ -287,7 +297,7 @@ class EdgeScores:
         # The last column is the attribution of each writer.
         n_readers = len(self.graph.readers)
         last_column = slice(n_readers, n_readers + 1)
-        for name, writers in self.added.items():
+        for name, writers in self.points.added.items():
             if name in by_name:
                 gradients = partial(_at, to_device(by_name[name], self._device))
                 targets.append(_Target(gradients, writers, last_column))
@@ -296,7 +306,7 @@ class EdgeScores:
     def _gradients(self, run: Gradients) -> dict[str, Tensor]:
         """Run the backward pass and return the gradients at readers and writers, by point."""
         by_name: dict[str, Tensor] = {}
-        needed = {*self.added, *(reading.at for reading in self._readings)}
+        needed = {*self.points.added, *(reading.at for reading in self.points.readings)}
 
         def receive(name: str, gradient: Tensor) -> None:
             if name in needed:
@@ -314,14 +324,14 @@ class EdgeScores:
             by_name: the gradients at the points of the readers.
         """
         targets, parts = [], []
-        for reading in self._readings:
+        for reading in self.points.readings:
             value = run.values[reading.at]
             gradient = by_name.get(reading.at, torch.zeros_like(value))
             stream = run.values[reading.stream]
             pullback = Pullback(reading, stream, gradient=gradient, device=self._device)
             parts.append((reading.readers, pullback))
             readers = slice(parts[0][0].start, reading.readers.stop)
-            if readers.stop - readers.start >= _ENOUGH or reading is self._readings[-1]:
+            if readers.stop - readers.start >= _ENOUGH or reading is self.points.readings[-1]:
                 writers = self.graph.allowed[:, readers].any(1).nonzero()
                 writers_before = range(int(writers.max()) + 1)
                 targets.append(_Target(Pullbacks(parts), writers_before, readers))

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from hooks import Point
 from hooks.base import require_choice, shows_progress, warn, without_gradients
-from interp.effects.edge_scores import EdgeScores, changed_positions, points_read
+from interp.effects.edge_scores import EdgeScores, ScoredPoints, changed_positions
 from interp.graph import Graph
 from interp.measuring import Metric, per_example
 from interp.pairs.pairs import Pairs, PatchingDirection, of_pairs
@@ -126,10 +126,11 @@ def edge_attribution(
     source = runs.source(graph.needed)
     prompts = None if runs.rows is runs.pairs else runs.prompts
     where = changed_positions(over, runs.text, runs.other, prompts)
-    start = runs.gradients(points_read(graph))
+    points = ScoredPoints(graph)
+    start = Gradients(runs.runner, runs.text, metric=runs.metric, names=points.names)
     base = start.base
     edge_scores = EdgeScores(
-        graph, where, source=source, base=start.values, device=runs.target.device
+        points, where, source=source, base=start.values, device=runs.target.device
     )
     scored = PathScores(edge_scores.of_all(start))
     difference = runs.target - base
@@ -267,7 +268,7 @@ class Paths:
             changes: the change of each writer along the whole path.
             share: the share of the path.
         """
-        writers_by_point = self._scores.added
+        writers_by_point = self._scores.points.added
         batch = self._batch
 
         def moved(value: Tensor, point: Point) -> Tensor:
@@ -287,7 +288,8 @@ class Paths:
         with runs.runner.hooks(hooks):
             text = runs.text.repeated(len(writers))
             metric = _Copies(runs.metric, batch)
-            return Gradients(runs.runner, text, metric, points_read(self._scores.graph))
+            names = self._scores.points.names
+            return Gradients(runs.runner, text, metric=metric, names=names)
 
 
 class _Copies:

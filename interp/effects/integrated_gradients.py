@@ -91,7 +91,7 @@ def integrated_gradients(
     choice = Choice(site=site, over=over, layers=layers, heads=heads, neurons=neurons)
     runs = Runs(model, pairs, direction)
     sites = compared(runs, choice)
-    start = runs.gradients(sites.points)
+    start = Gradients(runs.runner, runs.text, metric=runs.metric, names=sites.points)
     means = _means(sites, start, steps)
     by_point = {
         name: effects(sites, name, start.values[name], mean.values[0])
@@ -142,14 +142,15 @@ def _mean_gradient(sites: Sites, name: str, start: Gradients, first: Tensor, ste
         first: the gradient at the start of the path.
         steps: the number of steps.
     """
+    runs = sites.runs
     base = start.values[name]
     change = _whole_change(sites, sites.points[name], base)
 
     def at(paths: Sequence[int], share: float) -> tuple[Tensor, Tensor]:
         value = (base + share * change).to(base.dtype)
         gradients: dict[str, Tensor] = {}
-        with sites.runs.runner.hooks({name: lambda activation, point: value}):
-            run = sites.runs.gradients([name])
+        with runs.runner.hooks({name: lambda activation, point: value}):
+            run = Gradients(runs.runner, runs.text, metric=runs.metric, names=[name])
         run.backward(gradients.__setitem__)
         return at_least_float32(gradients[name])[None], run.base[None]
 

@@ -14,6 +14,7 @@ from interp.pairs.pairs import Pairs, of_pairs
 from interp.results.result import Result
 from interp.runs.runs import Runs
 from interp.runs.sites import SELECTS, Choice, Sites
+from interp.runs.sweep import effects_of_edits
 
 _CONFIDENCE = 0.95
 
@@ -132,7 +133,7 @@ def patch_top_k(
     sample = torch.randperm(n_outside, generator=generator)[:n_sampled].tolist()
     patched = order[:k] + [order[k + n] for n in sample]
     jobs = sites.edits(partial(edits.replace, sites.values))
-    base, effects = runs.edited([jobs[place] for place in patched])
+    base, effects = effects_of_edits(runs, [jobs[place] for place in patched])
     _require_same(_are_close(estimate.base, runs.per_example(base), precision))
     exact = runs.result(effects, {"place": patched}, base, site=choice.site)
     return _verified(estimate, exact, patched, k=k, n_outside=n_outside)

@@ -16,6 +16,7 @@ from interp.pairs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.results.result import Result
 from interp.runs.runs import Runs
 from interp.runs.sites import Choice, Sites, Some
+from interp.runs.sweep import effects_of_edits
 
 
 @shows_progress
@@ -80,16 +81,16 @@ def activation_patching(
     layer 0, head 1  +1.134
     """
     choice = Choice(site=site, over=over, layers=layers, heads=heads, neurons=neurons)
-    if edit is None:
-        runs = Runs(model, pairs, direction=direction, max_bytes=max_bytes)
-        sites = Sites(runs, choice)
-        base, effects = runs.edited(sites.edits(partial(edits.replace, sites.values)))
-        return sites.result(base, effects)
-    _check_edit(edit, direction)
-    runs = Runs(model, pairs, direction=None, max_bytes=max_bytes)
+    about: dict[str, str] = {}
+    if edit is not None:
+        _check_edit(edit, direction)
+        about["edit"] = repr(edit)
+    two_runs = direction if edit is None else None
+    runs = Runs(model, pairs, direction=two_runs, max_bytes=max_bytes)
     sites = Sites(runs, choice)
-    base, effects = runs.edited(sites.edits(edit.at))
-    return sites.result(base, effects, edit=repr(edit))
+    put = partial(edits.replace, sites.values) if edit is None else edit.at
+    base, effects = effects_of_edits(runs, sites.edits(put))
+    return sites.result(base, effects, **about)
 
 
 @shows_progress
@@ -161,7 +162,7 @@ def sweep(
     _check_edits(edits)
     pairs = texts if metric is None else texts.measured_by(metric)
     runs = Runs(model, pairs, direction=None, max_bytes=max_bytes)
-    base, effects = runs.edited(edits)
+    base, effects = effects_of_edits(runs, edits)
     result = runs.result(effects, {"edit": range(len(edits))}, base)
     return replace(result, words={"edit": [*map(_described, edits)]})
 

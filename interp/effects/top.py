@@ -13,7 +13,7 @@ from interp.numbers.ranks import largest_rows
 from interp.pairs.pairs import Pairs, PatchingDirection, of_pairs
 from interp.protocol import require_points
 from interp.results.result import Result
-from interp.runs.gradients import require_numbers, warn_of_flat, warn_of_unread
+from interp.runs.gradients import Gradients, require_numbers, warn_of_flat, warn_of_unread
 from interp.runs.runs import Runs
 
 
@@ -72,7 +72,7 @@ def top_attributions(
         raise ValueError("both texts must have the same columns and padding; got different ones")
     cache = runs.source(names)
     units = {name: _units(vectors, cache, name) for name, vectors in (directions or {}).items()}
-    run = runs.gradients(names)
+    run = Gradients(runs.runner, runs.text, metric=runs.metric, names=names)
     last_axis = "neuron" if directions is None else "direction"
     largest = _Largest(k, run.base)
     reached = set()

@@ -338,6 +338,19 @@ class Pairs(plots.Shown):
         self._require_read()
         return self._corrupted
 
+    @property
+    def corrupted_text(self) -> Text:
+        """The corrupted texts as tokens, for analyses that compare two texts.
+
+        Raises:
+            ValueError: if there are no corrupted texts, or no model has read them yet.
+        """
+        if self.other is None:
+            raise ValueError(
+                "pairs must have corrupted texts for a comparison; got only clean texts"
+            )
+        return self.other
+
     def _require_read(self) -> None:
         """Raise an error if no model has read the pairs yet."""
         if not self.is_read:
@@ -389,12 +402,8 @@ class Pairs(plots.Shown):
             ValueError: if the direction is unknown, or if there are no corrupted texts.
         """
         require_choice("direction", direction, ("denoising", "noising"))
-        other = self.other
-        if other is None:
-            raise ValueError(
-                "pairs must have corrupted texts for a comparison; got only clean texts"
-            )
-        return (self.text, other) if direction == "noising" else (other, self.text)
+        texts = self.text, self.corrupted_text
+        return texts if direction == "noising" else texts[::-1]
 
     @without_gradients
     def solved(self, model: nn.Module, metric: Metric | None = None) -> "Pairs":

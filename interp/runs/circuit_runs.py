@@ -45,7 +45,7 @@ class CircuitRuns(MaskedRuns):
         require_made("circuit", circuit, Circuit)
         graph = Graph(model, split_embeddings="input" not in circuit.graph.writers)
         super().__init__(graph, pairs, source, max_bytes=max_bytes)
-        digests = self.runs.pairs.digests()
+        digests = self.runs.digests
         n_used = sum(digest in circuit.found_on for digest in digests)
         if n_used:
             warn(

@@ -29,6 +29,7 @@ from interp.pairs.pairs import Pairs, PatchingDirection
 from interp.results.result import Result
 from interp.runs.rows import Batch
 from interp.runs.runs import Runs
+from interp.runs.sweep import effects_of_edits
 
 Carried = dict[str, edits.Edit] | Tensor
 """The change along one path: edits by the names of points, or the stream before the logits."""
@@ -227,5 +228,5 @@ class PathEdits:
     def _sweep(self, waiting: dict[int, dict[str, edits.Edit]], values: Tensor) -> None:
         """Run the waiting edits, store their effects in `values`, and empty `waiting`."""
         if waiting:
-            _, values[[*waiting]] = self.runs.edited([*waiting.values()])
+            _, values[[*waiting]] = effects_of_edits(self.runs, [*waiting.values()])
             waiting.clear()

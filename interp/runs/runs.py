@@ -1,7 +1,6 @@
 """Runs of pairs: the shared texts, and the ways to run them."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -9,8 +8,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from hooks import ActivationCache, Hooks
-from hooks.base import TEXT_AXES, Selection, Text, require_kind, warn, without_gradients
-from interp.edits import Edit
+from hooks.base import Text, require_choice, require_kind, without_gradients
 from interp.inputs.copies import digests, groups
 from interp.kinds import require_made
 from interp.measuring import Metric, measure
@@ -18,18 +16,15 @@ from interp.pairs.answers import per_example, prompts_of_rows
 from interp.pairs.pairs import Pairs, PatchingDirection
 from interp.protocol import logits_of, runner_of
 from interp.results.result import Result
-from interp.runs.gradients import Gradients
-from interp.runs.rows import Batch
-from interp.runs.sweep import measured
 
 
 class Runs:
     """Runs of one batch: the edited texts, the source texts, the metric and the memory bound.
 
-    The constructor converts the texts to tokens, once for all runs. Each method runs its own
-    baseline: the baseline of `edited` has no gradients, and the baseline of `gradients` needs an
-    autograd graph. Masked runs (`masked`) compute the blocks themselves. So they raise an error if
-    hooks are active, while other runs allow hooks.
+    The constructor converts the texts to tokens, once for all runs. The other ways to run take this
+    value, and each runs its own baseline: edited runs (`sweep`) have no gradients, and runs for
+    gradients (`gradients`) need an autograd graph. Masked runs (`masked`) compute the blocks
+    themselves. So they raise an error if hooks are active, while other runs allow hooks.
 
     Args:
         model: the model, in evaluation mode.
@@ -71,15 +66,14 @@ class Runs:
         require_made("pairs", pairs, Pairs)
         self.pairs = pairs.read_by(model)
         self.rows = self.pairs.rows()
+        require_choice("direction", direction, (None, "denoising", "noising"))
         self.direction = direction
         self.reads_other = direction is not None
         self.text = self._edited_text(self.rows)
 
     def _edited_text(self, pairs: Pairs) -> Text:
         """Return the texts of pairs that are edited."""
-        if self.direction is None or self.direction == "noising":
-            return pairs.text
-        return pairs.texts(self.direction)[0]
+        return pairs.corrupted_text if self.direction == "denoising" else pairs.text
 
     @property
     def other(self) -> Text:
@@ -88,7 +82,13 @@ class Runs:
         Raises:
             ValueError: if there are no source texts.
         """
-        return self.rows.texts(self.direction or "noising")[1]
+        is_denoising = self.direction == "denoising"
+        return self.rows.text if is_denoising else self.rows.corrupted_text
+
+    @cached_property
+    def digests(self) -> list[str]:
+        """A hash of the texts of each pair."""
+        return self.pairs.digests()
 
     @cached_property
     def prompts(self) -> Bool[Tensor, "row column"]:
@@ -106,7 +106,7 @@ class Runs:
         The value is None if all texts differ.
         """
         if self.reads_other:
-            return groups(self.pairs.digests())
+            return groups(self.digests)
         return groups(digests(self._edited_text(self.pairs)))
 
     @property
@@ -142,58 +142,6 @@ class Runs:
         output, cache = self.runner.run_with_cache(text.tokens, names=[*names], **arguments)
         return measure(self.metric, logits_of(output), text.of_logits.attention_mask), cache
 
-    def edited(
-        self, edits: Sequence[Hooks]
-    ) -> tuple[Float[Tensor, " example"], Float[Tensor, "edit example"]]:
-        """Return the metric of the unedited run, and the effect of each edit; see `sweep`.
-
-        Args:
-            edits: the hooks of each run, in the form of the argument `hooks` of `run_with_hooks`.
-        """
-        base, values = self._swept(edits)
-        effects = values - base
-        if effects.isnan().any():
-            with_nan = effects.isnan().any(1).nonzero()[:, 0].tolist()
-            warn(
-                f"the effects of {len(with_nan)} of {len(edits)} edits are NaN; the first is edit "
-                f"{with_nan[0]}",
-            )
-        return base, effects
-
-    @without_gradients
-    def _swept(self, edits: Sequence[Hooks]) -> tuple[Tensor, Tensor]:
-        """Return the metrics of the unedited run and of each edited run."""
-        batch = Batch(self.text, self.metric)
-        if self.rows is not self.pairs:
-            edits = [self._counted_in_prompts(hooks) for hooks in edits]
-        with batch.reading():
-            return measured(self.runner, batch, edits, self.max_bytes)
-
-    def _counted_in_prompts(self, hooks: Hooks) -> Hooks:
-        """Return edits whose negative positions count from the last token of each prompt.
-
-        In a run, negative positions count from the last real token of a row, which belongs to an
-        answer.
-        """
-        places = hooks.items() if isinstance(hooks, Mapping) else hooks
-        counted = []
-        for names, edit in places:
-            if isinstance(edit, Edit):
-                edit = self._edit_in_prompts(edit)
-            counted.append((names, edit))
-        return counted
-
-    def _edit_in_prompts(self, edit: Edit) -> Edit:
-        """Return an edit with the columns of its negative positions, for each row."""
-        columns = [row.nonzero()[:, 0].tolist() for row in self.prompts]
-        where = {}
-        for axis, selection in edit.where.items():
-            if axis in TEXT_AXES and selection.counts_back:
-                rows = selection.rows(self.prompts.shape[1], axis, len(columns), real=columns)
-                selection = Selection(rows if len(rows) > 1 else rows[0])
-            where[axis] = selection
-        return replace(edit, where=where)
-
     def logits(
         self, hooks: Hooks, rows: slice | Int[Tensor, " row"] = slice(None)
     ) -> Float[Tensor, "row pos vocab"]:
@@ -206,10 +154,6 @@ class Runs:
         text = self.text.rows(rows)
         arguments = text.arguments(self.model)
         return logits_of(self.runner.run_with_hooks(text.tokens, hooks=hooks, **arguments))
-
-    def gradients(self, names: Iterable[str]) -> Gradients:
-        """Return a run for gradients of the metric at some points."""
-        return Gradients(self.runner, self.text, self.metric, names)
 
     def result(
         self,
@@ -233,7 +177,7 @@ class Runs:
         words = self._words(labels) if has_words else {}
         facts: dict[str, Any] = {"metric": repr(self.metric)}
         if self.direction is not None:
-            facts |= {"direction": self.direction, "texts": self.pairs.digests()}
+            facts |= {"direction": self.direction, "texts": self.digests}
         target = getattr(self, "target", None)
         return Result(
             self.per_example(values),

@@ -15,22 +15,86 @@ The algorithm (no paper; the result equals the result of separate runs):
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from hooks import EditedPoint, HookedRunner, Hooks
-from hooks.base import progress_bar
+from hooks.base import TEXT_AXES, Selection, progress_bar, warn, without_gradients
 from hooks.shared import is_listened_to
 from interp.edits import Edit
 from interp.measuring import evaluate
 from interp.runs.resume import Resumed
 from interp.runs.rows import Batch, Job, WholeRuns
+from interp.runs.runs import Runs
 from interp.runs.unedited import Unedited
 
 
-def measured(
+def effects_of_edits(
+    runs: Runs, edits: Sequence[Hooks]
+) -> tuple[Float[Tensor, " row"], Float[Tensor, "edit row"]]:
+    """Return the metric of the unedited run, and the effect of each edit.
+
+    Args:
+        runs: the texts, the metric and the memory bound.
+        edits: the hooks of each run, in the form of the argument `hooks` of `run_with_hooks`.
+
+    Warns:
+        UserWarning: if effects are NaN.
+
+    Raises:
+        ValueError, HookError: see `interp.sweep`.
+    """
+    batch = Batch(runs.text, runs.metric)
+    if runs.rows is not runs.pairs:
+        edits = [_counted_in_prompts(hooks, runs.prompts) for hooks in edits]
+    with batch.reading():
+        base, values = _measured(runs.runner, batch, edits, max_bytes=runs.max_bytes)
+    effects = values - base
+    if effects.isnan().any():
+        with_nan = effects.isnan().any(1).nonzero()[:, 0].tolist()
+        warn(
+            f"the effects of {len(with_nan)} of {len(edits)} edits are NaN; the first is edit "
+            f"{with_nan[0]}",
+        )
+    return base, effects
+
+
+def _counted_in_prompts(hooks: Hooks, prompts: Bool[Tensor, "row column"]) -> Hooks:
+    """Return edits whose negative positions count from the last token of each prompt.
+
+    In a run, negative positions count from the last real token of a row, which belongs to an
+    answer.
+
+    Args:
+        hooks: the hooks of a run.
+        prompts: True at the tokens of prompts.
+    """
+    places = hooks.items() if isinstance(hooks, Mapping) else hooks
+    counted = []
+    for names, edit in places:
+        if isinstance(edit, Edit):
+            edit = _edit_in_prompts(edit, prompts)
+        counted.append((names, edit))
+    return counted
+
+
+def _edit_in_prompts(edit: Edit, prompts: Bool[Tensor, "row column"]) -> Edit:
+    """Return an edit with the columns of its negative positions, for each row."""
+    columns = [row.nonzero()[:, 0].tolist() for row in prompts]
+    where = {}
+    for axis, selection in edit.where.items():
+        if axis in TEXT_AXES and selection.counts_back:
+            rows = selection.rows(prompts.shape[1], axis, len(columns), real=columns)
+            selection = Selection(rows if len(rows) > 1 else rows[0])
+        where[axis] = selection
+    return replace(edit, where=where)
+
+
+@without_gradients
+def _measured(
     runner: HookedRunner, batch: Batch, edits: Sequence[Hooks], max_bytes: int
 ) -> tuple[Float[Tensor, " batch"], Float[Tensor, "edit batch"]]:
     """Return the metrics of the unedited run and of each edited run.
@@ -38,7 +102,7 @@ def measured(
     Args:
         runner: the runner of the model.
         batch: the texts and the metric.
-        edits, max_bytes: see `sweep`.
+        edits, max_bytes: see `interp.sweep`.
     """
     model = runner.model
     size, n_pos = batch.tokens.shape[:2]

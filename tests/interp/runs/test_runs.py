@@ -21,6 +21,7 @@ from interp.features.places import have_one_value
 from interp.metrics import log_prob
 from interp.report import derive_corruption
 from interp.runs.runs import Runs
+from interp.runs.sweep import effects_of_edits
 from tests.streams import made
 
 CLEAN, OTHER = torch.randint(23, (2, 3, 7), generator=torch.Generator().manual_seed(1))
@@ -58,7 +59,7 @@ def test_an_edited_run_passes_gradients_and_a_sweep_does_not():
             stream = model.run_block(layer, stream, context)
         torch.testing.assert_close(logits, model.unembed(stream))
     assert torch.autograd.grad(logits.sum(), vector)[0].any()
-    base, effects = runs.edited([hooks])
+    base, effects = effects_of_edits(runs, [hooks])
     assert not effects.requires_grad
     torch.testing.assert_close((base + effects[0])[[2, 0]], difference(logits, [2, 0]))
 
