@@ -318,7 +318,10 @@ class Attached(ReadsText):
 
     @property
     def pad_token(self) -> int:
-        """The padding token, from the config, which classifiers use, or else from the tokenizer."""
+        """The padding token, from the config, which classifiers use, or else from the tokenizer.
+
+        A token outside the vocabulary does not count. Without a padding token, the value is 0.
+        """
         config = getattr(self.model, "config", None)
         named = [config, getattr(config, "get_text_config", lambda: None)(), self._tokenizer]
         table = table_of(self.model)

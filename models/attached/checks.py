@@ -261,8 +261,9 @@ def _inert_routers(wiring: Wiring, mixtures: Mapping[int, Experts]) -> Broken:
     """Yield the points `router` whose edits change nothing.
 
     One router of each class is tested with two runs. If an edit has no effect, both runs do the
-    same arithmetic and give the same bits, so rounding cannot look like an effect. The runs compare
-    the weights of the experts, which change even if all experts compute the same function.
+    same arithmetic and give the same bits, so rounding cannot look like an effect. The weights of
+    the experts in the two runs are compared, because they change even if all experts compute the
+    same function. Without a point for the weights, the streams after the block are compared.
     """
     acts: dict[type[nn.Module], bool] = {}
     for n, experts in mixtures.items():
