@@ -299,7 +299,7 @@ class _Place:
 
 
 class _Places:
-    """Makes a `_Place` for each point and position. All places share the runs of the pairs.
+    """A factory that makes a `_Place` for a point and a position. All places share the same runs.
 
     Args:
         fitted, tested: runs of the training and the test pairs.

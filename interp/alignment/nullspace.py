@@ -195,7 +195,5 @@ def _projected(columns: Float[Tensor, "d k"], projection: Float[Tensor, "d d"]) 
 
 
 def _axes(sizes: Float[Tensor, " d"]) -> Float[Tensor, "d d"]:
-    """Return the matrix that keeps the axes whose sizes are not negligible, and sets
-    others to 0.
-    """
+    """Return the matrix that projects on the axes whose sizes are not negligible."""
     return (sizes > _NEGLIGIBLE * sizes.max()).to(sizes).diag()

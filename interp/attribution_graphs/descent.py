@@ -130,9 +130,7 @@ class Descent:
         self.moved = self.moved[back]
 
     def _go_down(self, stage: int, directions: Float[Tensor, "pos target d_model"]) -> None:
-        """Replace directions in the stream above a sublayer by directions in the stream
-        below it.
-        """
+        """Carry directions in the stream above a sublayer to the stream below it, in place."""
         n, is_mlp = divmod(stage, 2)
         if not self._run.graph.layers[n].is_parallel:
             directions.copy_(
@@ -177,8 +175,7 @@ class Descent:
     def _attention(
         self, n: int, directions: Float[Tensor, "pos target d_model"]
     ) -> Float[Tensor, "pos target d_model"]:
-        """Return the directions in the stream that attention reads, for the paths through
-        attention.
+        """Return the directions in the stream before attention, for the paths through attention.
 
         The effects of the constants of attention are added to the last source.
         """

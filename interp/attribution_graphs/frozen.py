@@ -152,8 +152,7 @@ class FrozenRun:
     def _looks_back(self) -> bool:
         """Return True if no query attends to a later key."""
         patterns = (self.at(layer.attention.sublayer.pattern) for layer in self.graph.layers)
-        # Compare with exactly 0. A masked score is so negative that its exponential underflows to
-        # 0.
+        # Compare with exactly 0: the exponential of a masked score underflows to 0.
         return not any(pattern.triu(1).any() for pattern in patterns)
 
     def _inputs(self, dtype: torch.dtype) -> Float[Tensor, "writer pos d_model"]:

@@ -264,7 +264,5 @@ class Direction(plots.Shown):
 
 
 def _flat(value: Float[Tensor, "..."], size: int) -> Float[Tensor, "*_rows {size}"]:
-    """Flatten the last two axes (`head` and `d_head`) of a value if its last axis is
-    not of `size`.
-    """
+    """Flatten the axes `head` and `d_head` of a value, unless its last axis has the size `size`."""
     return value if value.shape[-1] == size or value.ndim < 2 else value.flatten(-2)

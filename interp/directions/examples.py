@@ -191,9 +191,7 @@ def _examples(
 def _stored(
     yes: StoredTexts, no: StoredTexts, points: list[str], pos: Index | str | None, batch: int
 ) -> Iterator[Examples]:
-    """Yield the values at the selected positions of each text of two kinds from stores,
-    in batches.
-    """
+    """Yield the values at the selected positions of each text from stores, in batches."""
     if isinstance(pos, str):
         raise SelectionError(
             f"pos must be positions, because a store has no named spans; got pos={pos!r}"
@@ -325,8 +323,9 @@ def _listed(columns: Sequence[Sequence[int]]) -> tuple[list[int], list[int], lis
         columns: the selected positions of each text.
 
     Returns:
-        Three lists with an entry for each selected position: the index of the text in the batch,
-            the position, and the index of the position among the selected positions of the text.
+        Three lists with an entry for each selected position. They contain the index of the text in
+        the batch, the position, and the index of the position among the selected positions of the
+        text.
     """
     rows: list[int] = []
     places: list[int] = []

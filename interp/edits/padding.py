@@ -66,9 +66,7 @@ def _mask_of_source(
 
 
 def _require_real(run_mask: Tensor, source_mask: Tensor, place: Region, dim: int) -> None:
-    """Check that no padding would be copied to a real token in the columns that the
-    edit changes.
-    """
+    """Check that no padding would be copied to a real token in the changed columns."""
     rows, columns = _box(place, dim)
     is_padding = run_mask[rows, columns] & ~source_mask[rows, columns]
     copied = _changed(place, dim) & is_padding

@@ -138,10 +138,11 @@ def attribution(graph: Any, cards: Mapping[int, Sequence[Any]] | None = None) ->
 
     Nodes can be pinned and put in groups. Pinned nodes are drawn again below, as a separate graph.
     The pins and groups are also shown as JSON below the picture, in the form in which files of
-    graphs contain them. Circles are features, diamonds
-    are errors, squares are embeddings and logits. Triangles are heads whose attention affects a
-    target, in a graph with `attention=True`. A click on a triangle shows the attention of the head,
-    and the pairs of sources that add up to the score.
+    graphs contain them.
+
+    Circles are features, diamonds are errors, and squares are embeddings and logits. Triangles are
+    heads whose attention affects a target, in a graph with `attention=True`. A click on a triangle
+    shows the attention of the head, and the pairs of sources that add up to the score.
 
     Args:
         graph: a `PrunedGraph`.

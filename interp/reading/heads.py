@@ -155,7 +155,7 @@ def head_scores(
 def _mean_over_queries(
     factors: Shaped[Tensor, "batch query key"], is_counted: Bool[Tensor, "batch query"], name: str
 ) -> Float[Tensor, "batch query key"]:
-    """Return factors whose weighted sum of attention is a mean over the counted queries.
+    """Scale factors so that the sum of all factors times attention weights is a mean over queries.
 
     At counted queries, each factor is divided by the number of counted queries of the example. At
     all other queries, it becomes 0.

@@ -234,9 +234,7 @@ def _jacobian_rows(
 def _streams_of_run(
     runner: HookedRunner, names: Sequence[str], tokens: Int[Tensor, "1 pos"]
 ) -> list[Tensor]:
-    """Return the stream entering each block and the final stream, connected by an
-    autograd graph.
-    """
+    """Return the stream entering each block and the final stream, in one autograd graph."""
 
     def leaf(value: Tensor, point: object) -> Tensor:
         return value.detach().requires_grad_()

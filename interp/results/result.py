@@ -103,7 +103,10 @@ class Result(plots.Shown):
             self._runs()
 
     def __getitem__(self, index: Any) -> Any:
-        """Raise an error: a result cannot be indexed. The error says which attributes can be."""
+        """Raise an error, because a result cannot be indexed.
+
+        The error names `values` and `mean`.
+        """
         raise TypeError(
             "a result cannot be indexed: use .values[...] with the axes "
             f"{' '.join(self.axes)}, or .mean() and .top(k)"
