@@ -70,4 +70,6 @@ from interp.spectral.weights import ov_circuit as ov_circuit
 from interp.spectral.weights import qk_circuit as qk_circuit
 from interp.spectral.weights import singular_tokens as singular_tokens
 from interp.spectral.weights import token_directions as token_directions
+from interp.steps.stepping import Steps as Steps
+from interp.steps.suppressing import suppressed as suppressed
 from interp.transformer_lens import hooks_name as hooks_name

@@ -18,6 +18,7 @@ _MAKERS = {
     "Dictionary": "load_sae({}) reads one",
     "Transcoders": "load_transcoders({}) reads them",
     "SVDTargets": "svd_targets(model, cache) gives them",
+    "Steps": "Steps(model, prompt, answer) makes them",
     "Direction": "interp.directions.difference_of_means gives one",
 }
 

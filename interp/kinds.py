@@ -50,6 +50,6 @@ def require_made(name: str, value: object, kind: type[Any]) -> None:
     Traceback (most recent call last):
     TypeError: scores must be a Result; got 3; an analysis such as activation_patching gives one
     """
-    is_plural = kind.__name__ in ("Pairs", "SVDTargets", "Transcoders")
+    is_plural = kind.__name__ in ("Pairs", "Steps", "SVDTargets", "Transcoders")
     class_in_words = kind.__name__ if is_plural else f"a {kind.__name__}"
     require_kind(name, value, kind, class_in_words)

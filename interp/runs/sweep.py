@@ -111,14 +111,12 @@ def _measured(
         # The inputs of images and sounds have other positions than the activations.
         if batch.tokens.ndim == 2:
             job.pos = min((_first(edited, n_pos) for edited in job.edits), default=0)
-    # The result of a hook that is already active may depend on the other rows of the batch. An
-    # example is the scale of quantised values.
-    runs_alone = is_listened_to(model, parts=False) or any(map(_mixes_rows, model.modules()))
+    is_alone = runs_alone(model)
     unedited = Unedited(runner, batch, jobs)
     base = evaluate(batch.metric, unedited.logits, size)
     runs: Resumed | WholeRuns
-    if runs_alone or any(map(_counts_calls, jobs)) or not unedited.is_resumable():
-        runs = WholeRuns(model, batch, jobs, max_bytes=None if runs_alone else max_bytes)
+    if is_alone or any(map(_counts_calls, jobs)) or not unedited.is_resumable():
+        runs = WholeRuns(model, batch, jobs, max_bytes=None if is_alone else max_bytes)
     else:
         if not all(getattr(context, "is_causal", True) for context in unedited.contexts):
             # Earlier positions read later positions, so all positions are computed.
@@ -132,6 +130,15 @@ def _measured(
             values[job.index] = metrics
             job.require_fired()
     return base, values
+
+
+def runs_alone(model: nn.Module) -> bool:
+    """Return True if each edited run of a model needs a separate and whole forward pass.
+
+    The result of a hook that is already active may depend on the other rows of the batch. An
+    example is the scale of quantised values.
+    """
+    return is_listened_to(model, parts=False) or any(map(_mixes_rows, model.modules()))
 
 
 def _counts_calls(job: Job) -> bool:

