@@ -326,8 +326,8 @@ def _folds(kinds: list[Any], folds: int, draw: torch.Generator) -> Any:
     for texts in (shared, *kinds):
         left = texts[fold_of[texts] < 0]
         placed = texts[fold_of[texts] >= 0]
-        # Each text goes to the fold with the fewest texts of this kind. Several folds may have
-        # equally few. Then, if some texts are in both kinds, choose the smallest of these folds.
+        # Each text goes to the fold with the fewest texts of this kind. If several folds have the
+        # same number, and some texts are in both kinds, it goes to the smallest of these folds.
         of_kind = np.bincount(fold_of[placed], minlength=folds)
         of_all = np.bincount(fold_of[fold_of >= 0] if len(shared) else placed[:0], minlength=folds)
         for n in torch.randperm(len(left), generator=draw).tolist():

@@ -83,7 +83,7 @@ class Graph:
         self.names = {point.module: name for name, point in points.items()}
         self._inputs, self._norm = self._sum_of_inputs(split_embeddings)
         # Map each node to the time when it writes or reads. Time counts sublayers, two for each
-        # block. A reader reads what is written at its time or before.
+        # block. A reader reads the outputs of the writers with the same or an earlier time.
         writers: dict[NodeName, int] = {}
         readers: dict[NodeName, int] = {}
         inputs = [self.names[point] for point in self._inputs] if split_embeddings else ["input"]

@@ -74,7 +74,7 @@ class FactoredMatrix(plots.Shown):
     def view(self) -> plots.View:
         """Draw the singular values of at most 12 matrices."""
         places = [*np.ndindex(*self.shape[:-2])]
-        # Only a few matrices are decomposed, because many would take long.
+        # Decompose only a few matrices, because each decomposition takes time.
         drawn = places[:12]
         lines = {}
         for place in drawn:
@@ -249,8 +249,8 @@ class FactoredMatrix(plots.Shown):
         for start in range(0, rows, size):
             entries = sign * self.left[start : start + size] @ self.right
             if len(best) == k:
-                # Sort only rows with an entry above the k largest entries so far. Most rows have
-                # none.
+                # Most rows have no entry that is larger than the smallest of the k largest entries
+                # so far. Only the other rows are sorted.
                 better = (entries.amax(1) > best[-1]).nonzero()[:, 0]
             else:
                 better = torch.arange(len(entries), device=places.device)
