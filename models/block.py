@@ -60,7 +60,8 @@ class Block(Component):
 
     `block_of` builds the class for a config, such as `PostNormBlock`. `norm_place` chooses the
     norms: `ln1` and `ln2` before the sublayers, `ln1_post` and `ln2_post` after them. Absent norms
-    are identities. A block is called like `Attention`, alone or by a model.
+    are identities. A model passes a `Context` to its blocks. Outside a model, pass a mask or None;
+    see `ContextOrMask`.
 
     Args:
         config: sizes and choices.

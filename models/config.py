@@ -10,13 +10,13 @@ from typing import Any, Literal
 from models.checks import check_types, names_fields, require
 from models.rotary_scaling import RotaryScaling
 
-# The smallest allowed sizes. A size that may be 0 gives 0 a meaning of its own.
+# The smallest allowed sizes. Where 0 is allowed, it has a special meaning, such as "no limit".
 LEAST = {
     **dict.fromkeys(("vocab_size", "n_ctx", "n_layers", "n_heads", "d_model"), 1),
     **dict.fromkeys(("n_kv_heads", "d_head", "d_mlp", "vocab_size_out", "window", "norm_eps"), 0),
     **dict.fromkeys(("attn_scale", "attn_cap", "logit_cap"), 0),
 }
-# A larger size is a mistake. PyTorch would report it as an overflow.
+# The largest allowed size. PyTorch would report a larger one as an overflow, without its name.
 MOST = 2**31
 SHORTFORMER = "shortformer positions (Press et al. 2021) were supported until version 0.1"
 
@@ -26,7 +26,8 @@ SHORTFORMER = "shortformer positions (Press et al. 2021) were supported until ve
 class TransformerConfig:
     """Sizes and choices of a decoder-only transformer.
 
-    The defaults are GPT-2's (Radford et al. 2019).
+    The defaults are GPT-2's (Radford et al. 2019). Names such as qk-norm.md below are the
+    specifications from which this package was written.
 
     Attributes:
         vocab_size: number of tokens.
@@ -249,7 +250,7 @@ class TransformerConfig:
 
 
 def _effects(config: Any) -> Iterator[tuple[str, object, str]]:
-    """Yield groups of fields, whether each group has an effect, and the condition for it."""
+    """Yield names of fields, whether they have an effect, and the condition for this in words."""
     normed = config.norm != "none"
     qk_normed = config.qk_norm != "none"
     rotary = config.positions == "rotary"

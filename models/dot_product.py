@@ -108,7 +108,8 @@ def softmax(scores: Float[Tensor, "*axes key"]) -> Float[Tensor, "*axes key"]:
     # softmax.
     first.masked_fill_(unseen, torch.finfo(scores.dtype).min)
     if is_unwatched(scores):
-        # This avoids another matrix of T² numbers and is three times as fast at T = 1024.
+        # The result is written into `scores`. This avoids another matrix of T² numbers and is three
+        # times as fast at T = 1024.
         weights = torch.softmax(scores, -1, out=scores)
     else:
         # Autograd keeps the result of the softmax, so the weights are a copy.

@@ -1,4 +1,7 @@
-"""Words of `transformers` and TransformerLens, for errors to say what does the same here."""
+"""Names from `transformers` and TransformerLens, each with our equivalent, for errors.
+
+If a user writes a name of another library, the error contains our equivalent.
+"""
 
 import json
 from collections.abc import Collection
@@ -11,9 +14,10 @@ _MARKING = "models.attach(model) gives a model of transformers the names of poin
 
 
 def _attached_first(name: str, known: Collection[str], what: str) -> UnknownNameError | None:
-    """Return the error for a name of a block's point in a model whose points have other names.
+    """Return the error for a name such as `blocks.3.attn.z`, if the model has no such names.
 
-    For any other name or model, the result is None.
+    The error says how to give these names to the points of a model of `transformers`. For any other
+    name or model, the result is None.
     """
     if not name.startswith(("blocks.", "*.")) or any("blocks." in other for other in known):
         return None

@@ -27,7 +27,13 @@ def initialise(model: nn.Module, config: TransformerConfig) -> None:
 
 
 def _draw(weight: Tensor, config: TransformerConfig, divisor: float = 1.0) -> None:
-    """Draw one matrix. In GPT-2's initialisation, the standard deviation is divided."""
+    """Draw the numbers of one matrix by `config.init`.
+
+    Args:
+        weight: the matrix.
+        config: the config.
+        divisor: the divisor of the standard deviation in GPT-2's initialisation.
+    """
     if config.init == "xavier":
         nn.init.xavier_uniform_(weight)
     elif config.init == "kaiming":

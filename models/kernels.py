@@ -50,7 +50,8 @@ def fused(
 
         return by_blocks(kernel, q, k, v, mask)
     if group > 1 and queries == 1:
-        # The query heads of one key head become its queries, so the kernel needs no groups.
+        # There is only one query. So the query heads that share a key head are passed as queries of
+        # one head, and the kernel needs no shared key heads.
         if mask is not None and mask.shape[1] > 1:
             mask = mask.view(len(mask), kv_heads, group, -1)
         folded = q.reshape(len(q), kv_heads, group, -1)
@@ -89,7 +90,8 @@ def _without_cudnn() -> Iterator[None]:
     with _CHOICE:
         before = chosen.cudnn_sdp_enabled()
         try:
-            # If the plain kernel is off, the user has chosen cuDNN alone.
+            # If the user has switched off the plain kernel, cuDNN stays on, because it may be the
+            # only kernel left.
             chosen.enable_cudnn_sdp(before and not chosen.math_sdp_enabled())
             yield
         finally:

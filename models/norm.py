@@ -58,7 +58,7 @@ class LayerNorm(Component):
 
     @FusedUnlessHooked("scale", fused=_fused)
     def normalize(self, x: Float[Tensor, "*axes d_model"]) -> Float[Tensor, "*axes d_model"]:
-        """Return the norm of each vector, with a hook point at its divisor."""
+        """Return each vector after the norm. Its divisor passes through the point `scale`."""
         precise = at_least_float32(x)
         weight = self.weight
         if weight is not None and x.dtype == weight.dtype == precise.dtype and is_unwatched(x):
@@ -115,7 +115,7 @@ class RMSNorm(Component):
 
     @FusedUnlessHooked("scale", fused=_fused)
     def normalize(self, x: Float[Tensor, "*axes d_model"]) -> Float[Tensor, "*axes d_model"]:
-        """Return the norm of each vector, with a hook point at its divisor."""
+        """Return each vector after the norm. Its divisor passes through the point `scale`."""
         precise = at_least_float32(x)
         normal = precise / self.scale(_root_mean_square(precise, self.eps))
         return (normal if self.weight is None else normal * self.weight).to(x.dtype)
@@ -167,7 +167,7 @@ def norm(config: TransformerConfig, present: bool = True, meaning: str = READ) -
 
 
 def _root_mean_square(x: Tensor, eps: float) -> Tensor:
-    """Return `sqrt(mean(x²) + eps)` along the last axis, which stays with size 1."""
+    """Return `sqrt(mean(x²) + eps)` along the last axis, whose size becomes 1."""
     # The squared length divided by the size is the mean square, without a tensor of squares.
     mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.shape[-1]
     return (mean_square + eps).sqrt()

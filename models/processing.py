@@ -173,7 +173,7 @@ def _proven(
 
 
 def _readers(config: TransformerConfig) -> Iterator[tuple[str, str]]:
-    """Yield the names of each norm and of a linear map that reads it."""
+    """Yield pairs of names: a norm, and a linear map that reads its output."""
     for layer in range(config.n_layers):
         yield f"blocks.{layer}.ln1", f"blocks.{layer}.attn.qkv"
         if config.mlp != "none":

@@ -14,10 +14,11 @@ class RotaryScaling:
     """The scaling of rotary frequencies for contexts longer than the original training context.
 
     Attributes:
-        kind: `linear` divides all frequencies by `factor` (Chen et al. 2023). `llama3` divides slow
-            frequencies and interpolates in between (Grattafiori et al. 2024). `yarn` interpolates
-            by the number of turns within `original_n_ctx` and scales the vectors (Peng et al.
-            2023). `factors` divides each frequency by its own number.
+        kind: `linear` divides all frequencies by `factor` (Chen et al. 2023). `llama3` divides only
+            slow frequencies, does not change fast ones, and interpolates for those in between (see
+            `low` and `high`; Grattafiori et al. 2024). `yarn` does the same with another
+            interpolation, and also scales the rotated vectors (Peng et al. 2023). `factors` divides
+            each frequency by its own number.
         factor: the divisor.
         original_n_ctx: for `llama3` and `yarn`: the original training context, in tokens.
         low, high: for `llama3` and `yarn`: a frequency with fewer than `low` turns within the

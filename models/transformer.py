@@ -94,8 +94,8 @@ class Transformer(HintsAtNames, ReadsText, BlockWeights, metaclass=HintedClass):
     torch.Size([2, 3, 7])
     """
 
-    # No step writes into the value of a point, so caches need no copies. True would make caches
-    # copy each value.
+    # False declares that no step writes into the value of a point, so caches store values without
+    # copies. With True, caches would copy each value.
     overwrites_values = False
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -215,7 +215,7 @@ class Transformer(HintsAtNames, ReadsText, BlockWeights, metaclass=HintedClass):
             raise ValueError(f"tokens must fit the context of {config.n_ctx}; got {n_new}")
         weight = self.token_embedding.weight
         if tokens.device != weight.device:
-            # Only the embedding needs the numbers.
+            # The context depends only on the shape of the tokens, so their numbers are not copied.
             tokens = tokens.new_empty(tokens.shape, device=weight.device)
         return make_context(
             tokens,

@@ -135,7 +135,7 @@ def _load_one_for_both(
         ValueError: if the two names have different values.
     """
     if model.unembedding.weight is not model.token_embedding.weight:
-        # The model was untied later.
+        # The user has replaced one of the tied weights, so nothing is tied now.
         return
     names = (f"{prefix}token_embedding.weight", f"{prefix}unembedding.weight")
     values = [state_dict[name] for name in names if name in state_dict]
@@ -145,7 +145,8 @@ def _load_one_for_both(
             "with tied_unembed=False"
         )
     if values:
-        # `load_state_dict` copies requires_grad from the replaced weight.
+        # The value of requires_grad does not matter: `load_state_dict` takes it from the replaced
+        # weight.
         shared = nn.Parameter(values[0], requires_grad=False)
         state_dict.update(dict.fromkeys(names, shared))
 

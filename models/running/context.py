@@ -27,14 +27,15 @@ class Context(NamedTuple):
     Attributes:
         positions: the position of each token in its text, without padding: Int[batch pos], or [1
             pos] if all rows have the same positions.
-        masks: the keys that a query sees, for each window in use; see `Visible`.
+        masks: the keys that each query sees (see `Visible`), by the window of a block: the number
+            of positions that its queries see, or 0 for all.
         rotation: the cosines and sines that rotate the queries and keys of rotary models. None in
             other models.
         start: the number of columns of the text before the columns of this call.
         kv_cache: the cache that contains the earlier keys and values. The new keys and values are
             added to it.
         real: True at the columns so far that are not padding: Bool[batch key]; None if there is no
-            padding. The tensor is on the CPU if it could be read there.
+            padding. The tensor is on the CPU if its numbers were checked there.
         past: the keys and values of earlier columns for each layer. They are not changed.
 
     >>> from models import Transformer, TransformerConfig
@@ -106,11 +107,10 @@ class Context(NamedTuple):
         return self._replace(**dict(zip(("positions", "masks", "rotation"), parts, strict=True)))
 
     def repeated(self, n: int) -> "Context":
-        """Return the context of `n` copies of the batch.
+        """Return the context of `n` copies of the batch, one whole copy after the other.
 
-        Copy `copy` of row `row` is row `copy * batch + row`.
-
-        All copies use the same past.
+        For example, two copies of the rows 0, 1 and 2 are the rows 0, 1, 2, 0, 1 and 2. All copies
+        use the same past.
 
         Raises:
             ValueError: if the context has a `KVCache`, because a cache has the rows of one batch
@@ -130,8 +130,8 @@ class Context(NamedTuple):
         Args:
             pos: the first column, counted from the start of the text.
             past: the keys and values of all columns before `pos`, for each layer, after norm and
-                rotation. They are not changed. Their rows are the rows of the batch, before or
-                after `repeated`.
+                rotation. They are not changed. If `repeated` made this context, the past may have
+                the rows of one copy or of all copies.
 
         Raises:
             ValueError: if the context has a `KVCache` or no column `pos`, or if the past does not
@@ -243,7 +243,8 @@ def make_context(
     if query_key_mask is None and not is_causal:
         query_key_mask = x.new_ones(1, 1, n_new, end, dtype=torch.bool)
 
-    # Padding has no position, and no query sees it.
+    # Positions count the real tokens of each row. No query sees padding, so any position will do
+    # for it.
     positions = torch.arange(end, device=device)[None]
     real_on_device = None if real is None else to_device(real, device)
     if real_on_device is not None:
@@ -255,7 +256,7 @@ def make_context(
         visible = visible if real_on_device is None else visible & real_on_device[:, None, None]
         masks = dict.fromkeys(windows, visible)
     else:
-        # With padding between tokens, distances of columns are not distances of positions.
+        # A window counts positions. With padding between tokens, these differ from columns.
         needs_positions = any(windows) and not drops_keys and has_gaps(real, may_read)
         positions_of_keys = positions if needs_positions else None
         masks = {}
@@ -292,7 +293,7 @@ def _tiled(value: Tensor, n: int) -> Tensor:
 def joined(old: Tensor, new: Tensor) -> Tensor:
     """Return past and new keys or values as one tensor.
 
-    The new rows may be several copies of the batch.
+    If the new rows are several copies of the past rows, the past is repeated too.
     """
     copies = len(new) // len(old)
     old = old.expand(copies, *old.shape)  # [copy, batch, kv_head, key, d_head]

@@ -129,7 +129,7 @@ def generate_text(
     The model also reads the tokens that its tokenizer adds at the beginning of a text. These tokens
     are not in the result. If `stop` is not given, a row also ends at the end-of-text tokens of the
     tokenizer, and the result does not contain the end-of-text token. If `stop` is given, the result
-    contains the stop token. An incomplete last character is U+FFFD.
+    contains the stop token. If the last token ends inside a character, U+FFFD stands for it.
 
     Args:
         model: a model in evaluation mode, with a `tokenizer`.
@@ -269,7 +269,8 @@ def _as_stops(stop: Any) -> list[int]:
     return [index(token) for token in listed]
 
 
-# On the generator below, this decorator would also disable gradients between the steps.
+# The decorator is here and not on the generator `_steps`, where gradients would also be off in the
+# caller's code between two steps.
 @without_gradients
 def _last_logits(
     model: Transformer, cache: KVCache, mask: Tensor | None, chunk: int, tokens: Tensor

@@ -21,10 +21,10 @@ class KVCache:
 
     Call `model(new_tokens, kv_cache=cache)`. Keys and values are stored after norm, rotation and
     edits by hooks. For a block with a sliding window, only the positions that the window can still
-    reach are stored. A forward pass that fails does not change the cache. Gradients flow into
-    positions that were read while gradients were recorded. Another model can continue from the
-    cache, as an intervention, if its config has the same sizes, windows and kind of positions
-    (`DECISIVE`). Its weights may differ.
+    reach are stored. A forward pass that fails does not change the cache. If gradients were on in
+    earlier calls, a backward pass also reaches the positions of these calls. Another model can
+    continue from the cache, as an intervention, if its config has the same sizes, windows and kind
+    of positions (`DECISIVE`). Its weights may differ.
 
     Args:
         max_context: the largest number of positions. Default: the model's `n_ctx`.
@@ -177,7 +177,9 @@ class LayerCache:
         return self._keys.narrow(*reached), self._values.narrow(*reached)
 
     def _make_room(self, oldest: int, start: int, end: int, like: Tensor) -> None:
-        """Move to buffers with space after `end`, without positions that no query can see again.
+        """Move the keys and values to new buffers that have space until `end` or further.
+
+        Positions that no later query can see are dropped.
 
         Args:
             oldest: the first position that stays.
@@ -185,7 +187,8 @@ class LayerCache:
             end: the position after the last new position.
             like: a tensor with the batch, heads, width, dtype and device of the buffers.
         """
-        # The buffers of a window are moved again and again, and need the space of a step each time.
+        # A block with a window stores few positions, so its buffers would often be full and moved.
+        # They get space for STEP more positions.
         needed = end - oldest + (STEP if self.window else 0)
         capacity = min(-(-needed // STEP) * STEP, self._limit - oldest)
         batch, heads, _, width = like.shape

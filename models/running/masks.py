@@ -1,6 +1,8 @@
 """Masks of the keys that each query sees: no padding, no later keys, and only keys inside a window.
 
-The masks of callers are checked; large masks are rules.
+A mask for many queries is not stored as a tensor. It is a `Rule`, from which each layer computes
+the mask of one block of queries after the other. Masks that callers pass are checked (`as_real`,
+`as_seen`).
 """
 
 from collections.abc import Sequence
@@ -19,7 +21,7 @@ BLOCK = 512
 
 
 class Rule(NamedTuple):
-    """A mask that uses no memory.
+    """A mask of queries and keys that is computed in parts (`seen`) and not stored as a whole.
 
     A query sees the keys up to its own column, except keys outside the window and padding.
 
@@ -100,9 +102,9 @@ def shared(mask: Visible, shape: Sequence[int], device: torch.device) -> Visible
 
 
 def rule_of(window: int, keys: range, real: Tensor | None, positions: Tensor | None) -> Rule | None:
-    """Return the rule for the keys that the last queries see.
+    """Return the rule of a window and of padding, for queries at the last of some keys.
 
-    The result is None if they see all keys up to their own.
+    The result is None if each query sees all keys up to its own.
 
     Args:
         window: the window, or 0.
@@ -136,13 +138,13 @@ def as_real(
         n_cached: the number of cached columns, or None if there is no cache.
         known: True at the columns that are not padding according to the cache. None if there is no
             padding.
-        drops_keys: whether the cache drops keys.
+        drops_keys: whether the cache drops the keys that no window can reach.
         may_read: whether the values may be read.
 
     Raises:
         ValueError: if the mask has a wrong shape, if it contains other numbers than 0 and 1, if a
-            row contains only padding (without a cache), if the mask differs from `known`, or if it
-            needs keys that are dropped.
+            row contains only padding (without a cache), if the mask differs from `known`, or if
+            padding follows a real token and the cache drops keys.
     """
     require_kind("attention_mask", mask, Tensor, words="a tensor [batch, key]")
     if mask.shape != shape:

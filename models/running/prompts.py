@@ -1,4 +1,4 @@
-"""Prompts of a generation: their conversion to one text, and their checks."""
+"""Prompts of a generation: their conversion to a `Text`, and their checks."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ IN_TRAINING = "the model must be in evaluation mode; got training mode: call mod
 def prompts_as_text(
     model: Transformer, prompts: Texts, attention_mask: Shaped[Tensor, "batch pos"] | None
 ) -> Text:
-    """Return the prompts as one text, with the attention mask if it is given.
+    """Return the prompts as a `Text`, with the attention mask if it is given.
 
     Raises:
         ValueError: if the mask does not fit the prompts.
@@ -40,7 +40,9 @@ def prompts_as_text(
 def check_prompts(
     model: Transformer, texts: list[list[int]], stops: list[int], new: int, max_context: int | None
 ) -> None:
-    """Check arguments that would cause wrong tokens, or an error after some steps.
+    """Check the arguments of a generation before the model runs.
+
+    Without these checks, wrong arguments would give wrong tokens, or an error after some steps.
 
     Args:
         model: the model.

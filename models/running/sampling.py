@@ -75,8 +75,8 @@ class Sampling:
             # If logits are equal, select the first tokens, so that exactly `top_k` tokens remain.
             allowed = above | (equal & (equal.cumsum(-1) <= count - above.sum(-1, keepdim=True)))
             logits = torch.where(allowed, logits, -torch.inf)
-        # With top_p of 1 no token is removed, although a sum of probabilities may be rounded to 1
-        # too early.
+        # A top_p of 1 must remove no token. A rounded sum of probabilities may reach 1 before the
+        # last token, so this cut is skipped.
         if self.top_p is not None and self.top_p < 1:
             ordered, order = logits.sort(descending=True, stable=True)
             probabilities = ordered.softmax(-1)
@@ -135,9 +135,9 @@ class Sampling:
 def row_generator(seed: int, row: int, device: torch.device | str = "cpu") -> torch.Generator:
     """Return the generator from which row `row` of `generate(..., seed=seed)` draws.
 
-    If it is passed as the seed, a prompt alone draws the same tokens as in this row of a batch. The
-    random numbers of two seeds are unrelated, with a probability of error of about one in four
-    billion for each row.
+    A prompt alone draws the same tokens as in this row of a batch, if `seed` is this generator. Two
+    seeds give unrelated random numbers, except with a chance of about one in four billion for each
+    row.
 
     Args:
         seed: any whole number.

@@ -6,8 +6,9 @@
    it. If no sequence fits, keep one character.
 
 `tokenizers.normalizers.Precompiled` reads the same tables with a different rule. It replaces a
-whole grapheme of up to five bytes with the text of the shortest sequence that fits, so an accent
-after a wide space is lost. In longer graphemes it finds only sequences of one character.
+whole grapheme of up to five bytes with the text of the shortest sequence that fits. For example, if
+an accent follows a wide space, it replaces both with a plain space, and the accent is lost. In
+longer graphemes it finds only sequences of one character.
 
 The format is defined in SentencePiece's src/normalizer.cc. A table contains the number of bytes of
 a double array (darts-clone), then this array of 32-bit units, then the texts. Each text ends with a

@@ -30,7 +30,8 @@ _CONFIG, _SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
 _CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
 # GPT-2 uses this token at the end of a text, and also at the beginning if a beginning is requested.
 _END = "<|endoftext|>"
-# Tokens that no merge produces, such as <|endoftext|>, <s>, and the filler words of fairseq.
+# Tokens in a vocabulary that need no merge: special tokens such as <|endoftext|> and <s>, and the
+# filler words of fairseq.
 _SPECIAL = re.compile(r"<.+>|madeupword\d+")
 _IN_TEMPLATES = ("unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
@@ -173,9 +174,9 @@ def _added_tokens(vocabulary: Path) -> dict[str, tuple[Any, int | None]]:
 
 
 def _named(described: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield the special tokens of a config, under names such as `eos_token` or in a list."""
+    """Yield the special tokens in a config: under keys such as `eos_token`, and in lists."""
     for name, value in described.items():
-        # The value of add_bos_token is a boolean.
+        # A key such as `add_bos_token` has the same ending, but its value is a boolean.
         if name.endswith("_token") and isinstance(value, str | dict):
             yield value
         elif name in ("additional_special_tokens", "extra_special_tokens"):

@@ -56,9 +56,16 @@ class ChatTemplate:
     def places(self, messages: Messages, text: str, **options: Any) -> list[tuple[int, int]]:
         """Return the first character and the end of the content of each message in a text.
 
+        For a message that the template omits, both numbers are 0.
+
+        Args:
+            messages: the messages.
+            text: the text that the template writes for these messages.
+            options: the other arguments of `render`.
+
         Raises:
-            ValueError: if the template changes a content and does not only remove spaces at its
-                ends.
+            ValueError: if the template changes a content. It may remove spaces at the ends of all
+                contents.
         """
         signs = [f"\ue000{n}\ue001" for n in range(len(messages))]
         marked = [
@@ -71,7 +78,7 @@ class ChatTemplate:
             written = ""
             remaining = pattern
             for sign, content in zip(signs, written_contents, strict=True):
-                # A template may omit a message.
+                # The template has omitted this message.
                 if sign not in remaining:
                     places.append((0, 0))
                     continue

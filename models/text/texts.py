@@ -137,7 +137,7 @@ class ReadsText:
             text = self._padded([*map(_integers, rows)], side)
             if text.attention_mask is None and all(map(all, real)):
                 return text
-            # Columns of texts may also contain padding.
+            # The columns may already contain padding, which `_padded` does not know.
             mask = Text.padded([*map(torch.tensor, real)], side=side, device=self._text_device())
             return replace(text, attention_mask=mask.tokens.bool())
         several: list[Any] = [texts] if is_one_text(texts) else [*texts]
@@ -238,7 +238,7 @@ class ReadsText:
             try:
                 return tokenizer.tokens_as_text([token])[0]
             except ValueError:
-                # The vocabulary of a model is often larger than the vocabulary of its tokenizer.
+                # A model often has more tokens than its tokenizer, so such a token is no mistake.
                 return f"<token {token}>"
 
         return pieces_of(tokens.tokens if isinstance(tokens, Text) else tokens, piece)

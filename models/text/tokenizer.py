@@ -173,8 +173,8 @@ class SubwordTokenizer:
             table.
 
     Attributes:
-        vocab_size: the smallest vocabulary of a model with these tokens, which is the largest token
-            plus 1.
+        vocab_size: the largest token plus 1. A model that reads these tokens needs a vocabulary of
+            at least this size.
         closing_token_ids: the tokens that the template adds after a text.
         chat_template: the template of messages, or None if the files of the tokenizer contain no
             template.
@@ -231,7 +231,7 @@ class SubwordTokenizer:
         return f"SubwordTokenizer({self.vocab_size} tokens{ends})"
 
     def __getstate__(self) -> dict[str, Any]:
-        # The library can write only the tokenizer without the charsmap.
+        # The library cannot pickle a tokenizer with a charsmap, so `__setstate__` adds it again.
         return vars(self) | {"_tokenizer": self._without_charsmap}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -240,7 +240,8 @@ class SubwordTokenizer:
             self._tokenizer = self._charsmap.before(self._without_charsmap)
 
     def __deepcopy__(self, memo: Any) -> "SubwordTokenizer":
-        # A tokenizer does not change, and its vocabulary is large.
+        # A copy would be slow, because vocabularies are large, and is not needed, because a
+        # tokenizer does not change.
         return self
 
     def encode(self, text: str) -> list[int]:
@@ -272,7 +273,8 @@ class SubwordTokenizer:
             ValueError: if a token is not in the vocabulary. The error names these tokens.
         """
         tokens = _known(tokens, self._bytes)
-        # The library would decode the letters of added tokens as bytes.
+        # In byte-level tokens each letter stands for a byte, but not in added tokens. The library
+        # would decode the letters of added tokens as bytes too.
         if self._byte_level:
             return b"".join(self._bytes[token] for token in tokens).decode("utf-8", "replace")
         return self._tokenizer.decode(tokens, skip_special_tokens=False)

@@ -1,4 +1,8 @@
-"""Settings, texts and batches of training, and the loss of each next token."""
+"""Settings, texts and batches of training, and the loss of each next token.
+
+Tokens for training are one text [pos], or walks [walk, pos]. Walks are many texts of equal length,
+such as random walks on a graph. A window, which is a row of a batch, is always inside one walk.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -50,7 +54,7 @@ class TrainingConfig:
 
     Attributes:
         steps: number of updates.
-        batch_size: number of rows of a batch, and of windows that are evaluated at once.
+        batch_size: number of rows of a batch, and number of windows that `evaluate` reads at once.
         learning_rate: the largest learning rate. It is reached after `warmup` steps and then falls
             along a cosine (Loshchilov & Hutter 2017).
         final_rate: the rate at the end, as a share of `learning_rate`; 1 for a constant rate.
@@ -59,7 +63,8 @@ class TrainingConfig:
         weight_decay: AdamW's weight decay of matrices. Biases and norms are not decayed.
         clip: the largest norm of the whole gradient; 0 means no limit.
         seed: the seed of batches and dropout.
-        train_fraction: the share of a text, or of walks, for training. The rest is held out.
+        train_fraction: the share of the text, or of the walks (see `TrainingText`), for training.
+            The rest is held out.
         evaluate_every: steps between validations. A checkpoint is saved after each validation. Both
             are also done after the last step.
         characters_per_token: mean number of characters per token, for bits per character: 1 if
@@ -217,10 +222,10 @@ def row_losses(model: Transformer, rows: Int[Tensor, "batch pos"]) -> Float[Tens
 def train_test_split(
     tokens: Int[Tensor, "text ..."], fraction: float = 0.9
 ) -> tuple[Int[Tensor, "training ..."], Int[Tensor, "validation ..."]]:
-    """Return two parts of a text, or of walks [walk, pos]: for training and for validation.
+    """Return two parts of a text: for training and for validation.
 
     Args:
-        tokens: the text, or the walks.
+        tokens: a text [pos], or walks [walk, pos], which are many texts of equal length.
         fraction: the share of the first part, which is for training.
 
     Raises:
@@ -242,12 +247,11 @@ def train_test_split(
 def sample_batch(
     tokens: Int[Tensor, "*walk pos"], batch: int, length: int, generator: torch.Generator
 ) -> Int[Tensor, "batch length"]:
-    """Return random windows of a text [pos], or of walks [walk, pos].
-
-    Each window is inside one walk.
+    """Return random windows of a text.
 
     Args:
-        tokens: the text, or the walks.
+        tokens: a text [pos], or walks [walk, pos], which are many texts of equal length. Each
+            window is inside one walk.
         batch: the number of windows.
         length: the number of tokens of a window.
         generator: the generator of the draws, on the CPU.
@@ -283,7 +287,7 @@ def evaluate(
 
     Args:
         model: the model to measure.
-        tokens: a text [pos], or walks [walk, pos].
+        tokens: a text [pos], or walks [walk, pos], which are many texts of equal length.
         batch: the number of windows that are read at once.
         characters_per_token: see `Evaluation`.
         loss: the loss; see `train`. Default: the loss of each next token.

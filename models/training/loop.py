@@ -82,9 +82,10 @@ def train(
     Args:
         model: the model. At the end, the mode of each module is restored, and no gradients are
             left.
-        data: a text [pos], or walks [walk, pos]. Random windows are drawn from them, each inside
-            one walk. Without `validation`, they are drawn from the first `config.train_fraction`;
-            with `validation`, from everything. Or a function that returns each batch.
+        data: a text [pos], or walks [walk, pos], which are many texts of equal length. Random
+            windows are drawn from them, each inside one walk. Without `validation`, they are drawn
+            from the first `config.train_fraction`; with `validation`, from everything. Or a
+            function of a step and a generator that returns the batch of the step; see `Batches`.
         config: the settings of training.
         validation: the held-out text, or walks, for the validation loss.
         directory: the folder for the log and the checkpoint. Default: nothing is written.
@@ -127,7 +128,7 @@ def train(
         run.begin(resume=resume)
         n_done = len(run.records)
         bar = progress_bar("training", config.steps, unit="step", first=n_done, stays=True)
-        # The bar shows the last loss until the end.
+        # The `with` ends after the last step, so the bar shows the last loss until then.
         with bar as count:
             for step in range(n_done + 1, config.steps + 1):
                 tokens = torch.atleast_2d(batches(step - 1, run.generators[0]))
@@ -142,7 +143,8 @@ def train(
                 last = _show(count, tokens, run)
                 if after_step:
                     after_step(run.model, step, last)
-                # Read the flag once, because it can change in between.
+                # Ctrl-C may come at any moment, so the flag is read only once: a run that stops
+                # must have saved.
                 if (stop := interrupted()) or due:
                     run.settle()
                     run.log()
@@ -181,7 +183,11 @@ def _batches_and_texts(
     model: Transformer,
     config: TrainingConfig,
 ) -> tuple[Batches, dict[str, Tensor]]:
-    """Return the function that makes batches, and the texts that are known before training."""
+    """Return the function that makes batches, and the texts for training and validation by name.
+
+    There is no text for training if `data` is a function, and none for validation if no tokens are
+    held out.
+    """
     length = model.config.n_ctx + 1
     vocab_size = model.config.vocab_size
     texts: dict[str, Tensor] = {}

@@ -28,7 +28,8 @@ class Run:
     Args:
         model: the model, which is trained in place.
         config: the settings of training.
-        texts: the texts for training and validation that are known before training.
+        texts: the texts for training and validation by name. There is no text for training if a
+            function makes the batches.
         directory: the folder of the run, which is created if missing. If None, nothing is written.
         loss: the loss of each row of a batch.
     """
@@ -49,7 +50,8 @@ class Run:
             storage.require_folder(self.directory)
         self.device = model.token_embedding.weight.device
         self.records: list[dict[str, Any]] = []
-        # Records whose numbers are still being copied to the host.
+        # Records whose numbers are still being copied to the host, each with a function that waits
+        # for the copy and returns the numbers.
         self._pending: deque[tuple[dict[str, Any], Callable[[], list[float]]]] = deque()
         self._logged = 0
         self._parameters = [
@@ -142,17 +144,19 @@ class Run:
         record = {"step": step + 1, "loss": math.nan, "learning_rate": self.config.rate(step)}
         for group in self.optimizer.param_groups:
             group["lr"] = record["learning_rate"]
-        # The fused kernel reads this flag before it writes, as with a GradScaler, so the host does
-        # not have to wait.
+        # `found_inf` is the flag by which a GradScaler prevents an update. The fused kernel reads
+        # the flag on the device and changes no weight if it is 1, so the host does not have to wait
+        # for the numbers.
         self._failed = torch.maximum(self._failed, (~numbers.isfinite().all()).float())
         self.optimizer.found_inf = self._failed  # type: ignore[attr-defined]
         self.optimizer.step()
         self._pending.append((record, later(numbers)))
 
     def settle(self, *, but: int = 0) -> None:
-        """Complete the records of all steps except the last `but` steps.
+        """Wait for the numbers of all steps but the last ones, and complete their records.
 
-        The host does not wait for the numbers of these last steps.
+        Args:
+            but: the number of last steps for whose numbers the host does not wait.
 
         Raises:
             FloatingPointError: if a loss or gradient was not finite.
@@ -183,7 +187,7 @@ class Run:
         record["standard_error"] = evaluation.standard_error
         record["bits_per_token"] = evaluation.bits
         record["bits_per_character"] = evaluation.bits_per_character
-        # JSON cannot represent infinity.
+        # The perplexity of a very large loss is infinite, which JSON cannot represent.
         record["perplexity"] = evaluation.perplexity if evaluation.perplexity < math.inf else None
 
     def log(self) -> None:
@@ -240,7 +244,7 @@ class Run:
                 )
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
-            # On another device, the number of generators may differ.
+            # A run on CUDA has one more generator than a run on the CPU, and may be resumed there.
             for generator, saved in zip(self.generators, state["generators"], strict=False):
                 generator.set_state(saved)
             self.records = state["records"]
@@ -267,7 +271,8 @@ class Run:
         ):
             yield file
             file.flush()
-            # Without this, a power failure could leave an empty file with this name.
+            # Without `fsync`, a power failure could leave an empty file with the name of the old
+            # file.
             os.fsync(file.fileno())
 
     @contextmanager
